@@ -1,0 +1,135 @@
+"""What the outputs of a network mean: loss, sampling, and the output factor of the Fisher.
+
+A likelihood reads the outputs z of a batch, [B, C], or [B, L, C] when an example is a sequence of
+L positions, whose log-likelihoods then add up. Losses are negative log-likelihoods in nats. The
+output factor S(z) is what the true Fisher information needs,
+
+    S S^T = E_{y ~ p(y|z)} [g g^T],   g = d(-log p(y|z)) / dz,
+
+given as K cotangents of the shape of z, so that F = mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fisherjax.typing import Array, Key
+
+
+class Likelihood(NamedTuple):
+    """A likelihood, as pure functions of the outputs.
+
+    Attributes:
+        negative_log_likelihood: `(z [B, ..., C], y) -> [B]`, in nats.
+        sample: `(key, z) -> y`, one draw of the targets for each example.
+        factor: `(z) -> S [K, B, ..., C]`, the columns of the output factor.
+        check: `(shape of z, y) -> None`, raises ValueError or TypeError when the targets do not fit.
+    """
+
+    negative_log_likelihood: Callable[[Array, Array], Array]
+    sample: Callable[[Key, Array], Array]
+    factor: Callable[[Array], Array]
+    check: Callable[[tuple[int, ...], Array], None]
+
+
+def _over_examples(values: Array) -> Array:
+    """Sum [B, ...] over everything but the examples."""
+    return values.reshape(values.shape[0], -1).sum(-1)
+
+
+def _columns(factors: Array) -> Array:
+    """Turn one factor a position, [B, L..., C, K], into columns [L*K, B, L..., C].
+
+    Positions are independent given z, so a column is supported on one position only.
+    """
+    batch, *positions, outputs, columns = factors.shape
+    flat = factors.reshape(batch, -1, outputs, columns)
+    length = flat.shape[1]
+    spread = jnp.einsum("blck,lm->mkblc", flat, jnp.eye(length, dtype=flat.dtype))
+    return spread.reshape(length * columns, batch, *positions, outputs)
+
+
+def _diagonal_columns(roots: Array) -> Array:
+    return _columns(roots[..., :, None] * jnp.eye(roots.shape[-1], dtype=roots.dtype))
+
+
+def _categorical_factor(z: Array) -> Array:
+    probabilities = jax.nn.softmax(z)
+    identity = jnp.eye(z.shape[-1], dtype=z.dtype)
+    # Column c is sqrt(p_c) (e_c - p): the gradient of log p_c, weighted by its own probability.
+    factors = (identity - probabilities[..., :, None]) * jnp.sqrt(probabilities)[..., None, :]
+    return _columns(factors)
+
+
+def _check_categorical(shape: tuple[int, ...], y: Array) -> None:
+    _check_shape("categorical", tuple(shape[:-1]), y, "one class index for each output vector")
+    if not jnp.issubdtype(y.dtype, jnp.integer):
+        raise TypeError(
+            f"The categorical likelihood takes integer class labels, but the targets have dtype "
+            f"{y.dtype}. Convert them with targets.astype('int32')."
+        )
+    _check_range("categorical", y, 0, shape[-1] - 1, f"class labels of {shape[-1]} outputs")
+
+
+def _check_gaussian(shape: tuple[int, ...], y: Array) -> None:
+    _check_shape("gaussian", tuple(shape), y, "the shape of the outputs")
+    if not jnp.issubdtype(y.dtype, jnp.floating):
+        raise TypeError(
+            f"The gaussian likelihood takes floating-point targets, but they have dtype {y.dtype}."
+        )
+
+
+def _check_bernoulli(shape: tuple[int, ...], y: Array) -> None:
+    _check_shape("bernoulli", tuple(shape), y, "the shape of the outputs")
+    _check_range("bernoulli", y, 0, 1, "Bernoulli targets")
+
+
+def _check_shape(name: str, expected: tuple[int, ...], y: Array, meaning: str) -> None:
+    if tuple(y.shape) != expected:
+        raise ValueError(
+            f"The {name} likelihood expected targets of shape {expected} ({meaning}), got "
+            f"{tuple(y.shape)}. Reshape the targets or check what apply returns."
+        )
+
+
+def _check_range(name: str, y: Array, low: int, high: int, meaning: str) -> None:
+    if isinstance(y, jax.core.Tracer) or y.size == 0:
+        return
+    smallest, largest = float(y.min()), float(y.max())
+    if smallest < low or largest > high:
+        raise ValueError(
+            f"The {name} likelihood expected {meaning} between {low} and {high}, got values from "
+            f"{smallest:g} to {largest:g}. Relabel the targets or give the network more outputs."
+        )
+
+
+categorical = Likelihood(
+    negative_log_likelihood=lambda z, y: _over_examples(
+        optax.softmax_cross_entropy_with_integer_labels(z, y)
+    ),
+    sample=jax.random.categorical,
+    factor=_categorical_factor,
+    check=_check_categorical,
+)
+"""Softmax classes: -log p(y|z) = logsumexp(z) - z_y; S = (I - p 1^T) diag(sqrt p), K = C."""
+
+gaussian = Likelihood(
+    negative_log_likelihood=lambda z, y: _over_examples(0.5 * jnp.square(z - y)),
+    sample=lambda key, z: z + jax.random.normal(key, z.shape, z.dtype),
+    factor=lambda z: _diagonal_columns(jnp.ones_like(z)),
+    check=_check_gaussian,
+)
+"""Unit-variance Gaussian: 1/2 ||y - z||^2, the constant 1/2 log(2 pi) left out; S = I, K = C."""
+
+bernoulli = Likelihood(
+    negative_log_likelihood=lambda z, y: _over_examples(
+        optax.sigmoid_binary_cross_entropy(z, y.astype(z.dtype))
+    ),
+    sample=lambda key, z: jax.random.bernoulli(key, jax.nn.sigmoid(z)).astype(z.dtype),
+    factor=lambda z: _diagonal_columns(jnp.sqrt(jax.nn.sigmoid(z) * jax.nn.sigmoid(-z))),
+    check=_check_bernoulli,
+)
+"""Independent bits with logits z: softplus(z) - y z; S = diag(sqrt(p (1 - p))), K = C."""
