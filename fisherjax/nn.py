@@ -1,0 +1,199 @@
+"""Convolution and pooling that are fast inside compiled loops, on a CPU above all.
+
+XLA's CPU convolution is slow, several times more so inside a loop; a convolution written as
+patches times a matrix is not. `conv_general_dilated` has the signature of lax's, so it is injected
+with `flax.linen.Conv(..., conv_general_dilated=nn.conv_general_dilated)`, and the parameters keep
+their shape.
+
+Images are [B, H, W, C]; kernels are [kh, kw, cin, cout].
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from fisherjax.typing import Array
+
+_OBSERVER: contextvars.ContextVar[Callable[..., Array] | None] = contextvars.ContextVar(
+    "fisherjax_convolution_observer", default=None
+)
+
+
+@contextlib.contextmanager
+def observe_convolutions(callback: Callable[..., Array]) -> Iterator[None]:
+    """Let `callback` replace the output of every patch convolution traced in this context.
+
+    The K-FAC pass enters it to tag layers that its graph matcher would not recognise. Python runs
+    only while JAX traces, so a function that was compiled outside the context ignores it.
+
+    Args:
+        callback: called as `callback(y, lhs, rhs, window_strides=..., padding=..., ...)` with the
+            output y [B, H', W', cout], the layer's input, its four-dimensional kernel and the
+            remaining arguments of `jax.lax.conv_general_dilated`; returns what takes y's place.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fisherjax import nn
+        >>> x, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2))
+        >>> numbers = ("NHWC", "HWIO", "NHWC")
+        >>> with nn.observe_convolutions(lambda y, lhs, rhs, **settings: 0 * y):
+        ...     y = nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=numbers)
+        >>> float(y.sum())
+        0.0
+    """
+    token = _OBSERVER.set(callback)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+def conv_general_dilated(
+    lhs: Array,
+    rhs: Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+) -> Array:
+    r"""Convolve as patches times a matrix, where that is possible.
+
+    .. math:: y_{bt} = P_{bt} K, \qquad P \in R^{B \times T \times k_h k_w c_{in}}
+
+    The rows of K are the kernel's in (kh, kw, cin) order. What patches do not cover (dilation,
+    groups, other layouts, other than two spatial axes) goes to `jax.lax.conv_general_dilated`.
+
+    Args:
+        lhs: images [B, H, W, cin].
+        rhs: kernel [kh, kw, cin, cout].
+        window_strides: strides along height and width.
+        padding: "VALID", "SAME", "SAME_LOWER" or ((top, bottom), (left, right)).
+        lhs_dilation: as in lax.
+        rhs_dilation: as in lax.
+        dimension_numbers: as in lax; patches need ("NHWC", "HWIO", "NHWC").
+        feature_group_count: as in lax.
+        batch_group_count: as in lax.
+        precision: of the matrix product, as in lax.
+        preferred_element_type: of the matrix product, as in lax.
+
+    Returns:
+        The output [B, H', W', cout].
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from fisherjax import nn
+        >>> x, kernel = jnp.ones((2, 28, 28, 1)), jnp.ones((5, 5, 1, 6))
+        >>> numbers = ("NHWC", "HWIO", "NHWC")
+        >>> nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=numbers).shape
+        (2, 24, 24, 6)
+    """
+    settings = {
+        "window_strides": tuple(window_strides),
+        "padding": padding,
+        "lhs_dilation": tuple(lhs_dilation or (1,) * (lhs.ndim - 2)),
+        "rhs_dilation": tuple(rhs_dilation or (1,) * (lhs.ndim - 2)),
+        "dimension_numbers": lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers),
+        "feature_group_count": feature_group_count,
+        "batch_group_count": batch_group_count,
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
+    if not _patches_cover(lhs, rhs, settings):
+        return lax.conv_general_dilated(lhs, rhs, **settings)
+    y = _patch_product(lhs, rhs, settings)
+    callback = _OBSERVER.get()
+    return y if callback is None else callback(y, lhs, rhs, **settings)
+
+
+def max_pool(x: Array, window: int | tuple[int, int]) -> Array:
+    """Take the maximum over windows that do not overlap; rows and columns left over are cropped.
+
+    Args:
+        x: images [B, H, W, C].
+        window: height and width of a window, which are the strides too.
+
+    Returns:
+        The maxima [B, H // height, W // width, C].
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fisherjax import nn
+        >>> nn.max_pool(jnp.arange(25.0).reshape(1, 5, 5, 1), 2)[0, :, :, 0]
+        Array([[ 6.,  8.],
+               [16., 18.]], dtype=float32)
+    """
+    height, width = (window, window) if isinstance(window, int) else window
+    rows, columns = x.shape[1] // height, x.shape[2] // width
+    x = x[:, : rows * height, : columns * width]
+    return x.reshape(x.shape[0], rows, height, columns, width, x.shape[3]).max((2, 4))
+
+
+def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:
+    if lhs.ndim != 4 or lhs.dtype != rhs.dtype or lhs.shape[3] != rhs.shape[2]:
+        return False
+    numbers = settings["dimension_numbers"]
+    layout = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec), tuple(numbers.out_spec))
+    if layout != ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)):
+        return False
+    dilations = {*settings["lhs_dilation"], *settings["rhs_dilation"]}
+    groups = {settings["feature_group_count"], settings["batch_group_count"]}
+    return dilations == groups == {1} and min(_output_size(lhs, rhs, settings)) > 0
+
+
+def _pads(lhs: Array, rhs: Array, settings: dict[str, Any]) -> list[tuple[int, int]]:
+    padding, strides = settings["padding"], settings["window_strides"]
+    if isinstance(padding, str):
+        return lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], strides, padding)
+    return list(padding)
+
+
+def _output_size(lhs: Array, rhs: Array, settings: dict[str, Any]) -> tuple[int, ...]:
+    pads = _pads(lhs, rhs, settings)
+    return tuple(
+        (lhs.shape[1 + axis] + sum(pads[axis]) - rhs.shape[axis]) // stride + 1
+        for axis, stride in enumerate(settings["window_strides"])
+    )
+
+
+def _patch_product(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Array:
+    patches = _patches(lhs, rhs, settings)
+    return jnp.matmul(
+        patches,
+        rhs.reshape(-1, rhs.shape[3]),
+        precision=settings["precision"],
+        preferred_element_type=settings["preferred_element_type"],
+    )
+
+
+def _patches(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Array:
+    kernel_height, kernel_width = rhs.shape[:2]
+    row_stride, column_stride = settings["window_strides"]
+    rows, columns = _output_size(lhs, rhs, settings)
+    pads = [(0, 0), *_pads(lhs, rhs, settings), (0, 0)]
+    if any(low or high for low, high in pads):
+        lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), [(low, high, 0) for low, high in pads])
+    slices = [
+        lax.slice(
+            lhs,
+            (0, row, column, 0),
+            (
+                lhs.shape[0],
+                row + (rows - 1) * row_stride + 1,
+                column + (columns - 1) * column_stride + 1,
+                lhs.shape[3],
+            ),
+            (1, row_stride, column_stride, 1),
+        )
+        for row in range(kernel_height)
+        for column in range(kernel_width)
+    ]
+    return jnp.concatenate(slices, axis=3)
