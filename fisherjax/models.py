@@ -122,7 +122,7 @@ def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
     if others:
         raise ValueError(
             f"{type(model).__name__} keeps the collections {others} besides its parameters; "
-            "expected parameters only. Call model.init yourself, put them into one pytree, and give "
+            "expected parameters only. Call model.init yourself, put all into one pytree, and give "
             "training.train a mask and apply_train."
         )
     return variables["params"]

@@ -1,0 +1,345 @@
+"""Clients: who owns which example, and how a function is mapped over them.
+
+The data lie in memory once; a client is a row of example indices. Clients are ragged, and only
+those integers are padded, never images.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fisherjax import tree
+from fisherjax.typing import Array, Key, Params
+
+# Keys are folded by purpose, then by client, so that no two draws share a key.
+TRAIN, SUMMARIZE = 0, 1
+
+
+class Federation(NamedTuple):
+    """The data of all clients.
+
+    Attributes:
+        inputs: [N, ...], one copy for everybody; images stay uint8.
+        targets: [N, ...].
+        indices: [M, n_max] rows of the data, client by client, padded with 0.
+        sizes: [M] numbers of examples n_i.
+    """
+
+    inputs: Array
+    targets: Array
+    indices: Array
+    sizes: Array
+
+    @property
+    def num_clients(self) -> int:
+        """The number of clients M."""
+        return self.sizes.shape[0]
+
+    @property
+    def weights(self) -> Array:
+        """The clients' shares of the examples, p_i = n_i / sum_j n_j, [M]."""
+        return self.sizes / self.sizes.sum()
+
+
+class Examples(NamedTuple):
+    """One client's view of the data; no image is copied.
+
+    Attributes:
+        inputs: [N, ...], everybody's.
+        targets: [N, ...], everybody's.
+        indices: [n_max] rows that are this client's, then padding.
+        weights: [n_max], 1 for an example and 0 for padding.
+    """
+
+    inputs: Array
+    targets: Array
+    indices: Array
+    weights: Array
+
+
+class LocalModels(NamedTuple):
+    """What local training yields.
+
+    Attributes:
+        params: stacked, leaves [M, ...].
+        loss: [M, epochs] mean training loss in nats of every epoch, measured while it ran; 0 for a
+            client without data.
+        steps: [M] optimiser steps taken.
+    """
+
+    params: Params
+    loss: Array
+    steps: Array
+
+
+def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
+    """Give every client its examples.
+
+    Args:
+        data: a `data.Dataset`, or a pair (inputs [N, ...], targets [N, ...]).
+        partition: for every client the rows [n_i] it owns; none is allowed.
+
+    Returns:
+        The federation, on the device.
+
+    Raises:
+        ValueError: if inputs and targets differ in length, a row is out of range, or there are no
+            clients or no examples at all.
+        TypeError: if rows are not integers.
+
+    Example:
+        >>> import numpy as np
+        >>> from fisherjax import clients
+        >>> data = np.zeros((5, 8)), np.array([0, 1, 1, 0, 1])
+        >>> clients.federation(data, [np.array([3, 1, 0]), np.array([4])]).indices
+        Array([[3, 1, 0],
+               [4, 0, 0]], dtype=int32)
+    """
+    inputs, targets = (data.inputs, data.targets) if hasattr(data, "inputs") else data
+    inputs, targets = _as_array(inputs), _as_array(targets)
+    _check_lengths(inputs, targets)
+    rows = [_check_rows(rows, client, len(inputs)) for client, rows in enumerate(partition)]
+    sizes = np.array([len(r) for r in rows], np.int32)
+    if sizes.sum() == 0:
+        raise ValueError(
+            f"The partition gives no example to any of its {len(rows)} clients; expected at least "
+            "one array of row numbers that is not empty."
+        )
+    indices = np.zeros((len(rows), sizes.max()), np.int32)
+    for client, own in enumerate(rows):
+        indices[client, : len(own)] = own
+    return Federation(*map(jnp.asarray, (inputs, targets, indices, sizes)))
+
+
+def examples(inputs: Array, targets: Array) -> Examples:
+    """View a whole data set as one client's, for models that were trained elsewhere.
+
+    Args:
+        inputs: [N, ...].
+        targets: [N, ...].
+
+    Returns:
+        The view of all N examples.
+
+    Raises:
+        ValueError: if inputs and targets differ in length.
+
+    Example:
+        >>> import numpy as np
+        >>> from fisherjax import clients
+        >>> clients.examples(np.zeros((3, 8)), np.array([0, 1, 1])).weights
+        Array([1., 1., 1.], dtype=float32)
+    """
+    inputs, targets = _as_array(inputs), _as_array(targets)
+    _check_lengths(inputs, targets)
+    indices = jnp.arange(len(inputs), dtype=jnp.int32)
+    weights = jnp.ones(len(inputs), jnp.result_type(float))
+    return Examples(jnp.asarray(inputs), jnp.asarray(targets), indices, weights)
+
+
+def view(federation: Federation, client: int | Array) -> Examples:
+    """Select one client's examples.
+
+    Args:
+        federation: the data of all clients.
+        client: which one; may be traced.
+
+    Returns:
+        That client's view.
+
+    Example:
+        >>> import numpy as np
+        >>> from fisherjax import clients
+        >>> data = np.zeros((3, 8)), np.array([0, 1, 1])
+        >>> clients.view(clients.federation(data, [np.array([2]), np.array([0, 1])]), 0).weights
+        Array([1., 0.], dtype=float32)
+    """
+    indices, size = federation.indices[client], federation.sizes[client]
+    weights = (jnp.arange(indices.shape[0]) < size).astype(jnp.result_type(float))
+    return Examples(federation.inputs, federation.targets, indices, weights)
+
+
+def map_clients(
+    function: Callable[[Any], Any],
+    stacked: Any,
+    *,
+    sizes: Array | None = None,
+    clients_per_chunk: int = 1,
+) -> Any:
+    """Map a function over the client axis, a chunk of clients at a time.
+
+    One client at a time is fastest on a CPU, all at once (vmap) on an accelerator; memory grows
+    with the chunk. The results do not depend on it beyond rounding.
+
+    Args:
+        function: of one client's slice of `stacked`.
+        stacked: a pytree, leaves [M, ...].
+        sizes: [M]; chunks are formed from clients of similar size, because a chunk takes as long as
+            its largest client.
+        clients_per_chunk: from 1 to M.
+
+    Returns:
+        The stacked results, in the clients' order.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fisherjax import clients
+        >>> clients.map_clients(jnp.sum, jnp.arange(6.0).reshape(3, 2), clients_per_chunk=2)
+        Array([1., 5., 9.], dtype=float32)
+    """
+    if clients_per_chunk == 1:
+        return jax.lax.map(function, stacked)
+    num_clients = jax.tree.leaves(stacked)[0].shape[0]
+    if clients_per_chunk >= num_clients:
+        return jax.vmap(function)(stacked)
+    if sizes is None:
+        return jax.lax.map(function, stacked, batch_size=clients_per_chunk)
+    order = jnp.argsort(sizes)
+    results = jax.lax.map(
+        function, jax.tree.map(lambda x: x[order], stacked), batch_size=clients_per_chunk
+    )
+    return jax.tree.map(lambda x: x[jnp.argsort(order)], results)
+
+
+def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
+    """Check the chunk size, and choose it where it is None: 1 on a CPU, all clients elsewhere.
+
+    Args:
+        clients_per_chunk: at least 1, or None.
+        num_clients: M.
+
+    Returns:
+        A number from 1 to M.
+
+    Raises:
+        ValueError: if it is not a positive integer.
+
+    Example:
+        >>> from fisherjax import clients
+        >>> clients.chunk_size(8, num_clients=5)
+        5
+    """
+    if clients_per_chunk is None:
+        return 1 if jax.default_backend() == "cpu" else num_clients
+    if not isinstance(clients_per_chunk, int) or clients_per_chunk < 1:
+        raise ValueError(
+            f"clients_per_chunk is {clients_per_chunk!r}; expected an integer from 1 (one client "
+            f"after the other) to {num_clients} (all at once), or None to choose."
+        )
+    return min(clients_per_chunk, num_clients)
+
+
+def summarize(
+    aggregator: Any,
+    models: LocalModels | Sequence[Params] | Params,
+    federation: Federation,
+    *,
+    key: Key,
+    global_params: Params | None = None,
+    clients_per_chunk: int | None = None,
+) -> Any:
+    """Compute every client's update: what it sends to the server.
+
+    Compiled once for an aggregator object and shapes; keep the aggregator to use it again.
+
+    Args:
+        aggregator: its `summarize(key, params, examples, global_params)` runs for each client.
+        models: what `training.train` returned, a list of M params, or stacked params.
+        federation: the clients' data.
+        key: folded by client.
+        global_params: what the clients started from, for aggregators that need it.
+        clients_per_chunk: as in `map_clients`; None chooses.
+
+    Returns:
+        The stacked updates.
+
+    Raises:
+        ValueError: if the models are not as many as the clients.
+        TypeError: if params are not floating.
+
+    Example:
+        >>> import types, jax, numpy as np
+        >>> from fisherjax import clients
+        >>> data = np.zeros((3, 8)), np.array([0, 1, 1])
+        >>> federation = clients.federation(data, [np.array([2]), np.array([0, 1])])
+        >>> count = types.SimpleNamespace(summarize=lambda key, w, data, start: data.weights.sum())
+        >>> models = [{"w": np.zeros(2)}, {"w": np.ones(2)}]
+        >>> clients.summarize(count, models, federation, key=jax.random.key(0))
+        Array([1., 2.], dtype=float32)
+    """
+    params = models.params if isinstance(models, LocalModels) else models
+    params = tree.stack(params) if isinstance(params, list) else params
+    tree.check_floating(params)
+    _check_stacked(params, federation.num_clients)
+    chunk = chunk_size(clients_per_chunk, federation.num_clients)
+    return _summarize(aggregator.summarize, chunk, params, federation, key, global_params)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _summarize(
+    function: Callable[..., Any],
+    clients_per_chunk: int,
+    params: Params,
+    federation: Federation,
+    key: Key,
+    global_params: Params | None,
+) -> Any:
+    key = jax.random.fold_in(key, SUMMARIZE)
+
+    def one(client_and_params: tuple[Array, Params]) -> Any:
+        client, own = client_and_params
+        client_key = jax.random.fold_in(key, client)
+        return function(client_key, own, view(federation, client), global_params)
+
+    return map_clients(
+        one,
+        (jnp.arange(federation.num_clients), params),
+        sizes=federation.sizes,
+        clients_per_chunk=clients_per_chunk,
+    )
+
+
+def _as_array(x: Any) -> Any:
+    return x if isinstance(x, (np.ndarray, jax.Array)) else np.asarray(x)
+
+
+def _check_lengths(inputs: Any, targets: Any) -> None:
+    if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
+        raise ValueError(
+            f"inputs have shape {inputs.shape} and targets {targets.shape}; expected both to have "
+            "one row for each example."
+        )
+
+
+def _check_rows(rows: Any, client: int, num_examples: int) -> np.ndarray:
+    rows = np.asarray(rows)
+    if rows.ndim != 1:
+        raise ValueError(
+            f"The rows of client {client} have shape {rows.shape}; expected one dimension, the "
+            "numbers of the examples it owns."
+        )
+    if rows.size and not np.issubdtype(rows.dtype, np.integer):
+        raise TypeError(
+            f"The rows of client {client} have dtype {rows.dtype}; expected integers. Turn a mask "
+            "into rows with numpy.flatnonzero."
+        )
+    if rows.size and (rows.min() < 0 or rows.max() >= num_examples):
+        raise ValueError(
+            f"The rows of client {client} run from {rows.min()} to {rows.max()}; expected 0 to "
+            f"{num_examples - 1}. The partition must come from the targets of this data set."
+        )
+    return rows.astype(np.int32)
+
+
+def _check_stacked(params: Params, num_clients: int) -> None:
+    for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != num_clients:
+            raise ValueError(
+                f"Leaf '{name}' of the stacked params has shape {jnp.shape(leaf)}; expected a "
+                f"leading axis of the federation's {num_clients} clients. Pass a list to give one "
+                "params pytree for each client."
+            )
