@@ -137,6 +137,51 @@ def max_pool(x: Array, window: int | tuple[int, int]) -> Array:
     return x.reshape(x.shape[0], rows, height, columns, width, x.shape[3]).max((2, 4))
 
 
+def patches(
+    images: Array,
+    kernel_shape: Sequence[int],
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+) -> Array:
+    """Cut out what a convolution kernel sees at each output location.
+
+    Args:
+        images: [B, H, W, C].
+        kernel_shape: height kh and width kw of the kernel.
+        window_strides: strides along height and width.
+        padding: "VALID", "SAME", "SAME_LOWER" or ((top, bottom), (left, right)); zeros.
+
+    Returns:
+        Patches [B, H', W', kh * kw * C], in (kh, kw, C) order as the rows of a reshaped kernel.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fisherjax import nn
+        >>> nn.patches(jnp.ones((2, 5, 5, 3)), (3, 3), (2, 2), "VALID").shape
+        (2, 2, 2, 27)
+    """
+    shape = images.shape[1:3]
+    pads = _pads(shape, kernel_shape, window_strides, padding)
+    rows, columns = _output_size(shape, kernel_shape, window_strides, padding)
+    if any(low or high for low, high in pads):
+        edges = [(0, 0, 0), *((low, high, 0) for low, high in pads), (0, 0, 0)]
+        images = lax.pad(images, jnp.zeros((), images.dtype), edges)
+    batch, _, _, channels = images.shape
+    row_stride, column_stride = window_strides
+    row_span, column_span = (rows - 1) * row_stride + 1, (columns - 1) * column_stride + 1
+    slices = [
+        lax.slice(
+            images,
+            (0, row, column, 0),
+            (batch, row + row_span, column + column_span, channels),
+            (1, row_stride, column_stride, 1),
+        )
+        for row in range(kernel_shape[0])
+        for column in range(kernel_shape[1])
+    ]
+    return jnp.concatenate(slices, axis=3)
+
+
 def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:
     if lhs.ndim != 4 or lhs.dtype != rhs.dtype or lhs.shape[3] != rhs.shape[2]:
         return False
@@ -146,54 +191,40 @@ def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:
         return False
     dilations = {*settings["lhs_dilation"], *settings["rhs_dilation"]}
     groups = {settings["feature_group_count"], settings["batch_group_count"]}
-    return dilations == groups == {1} and min(_output_size(lhs, rhs, settings)) > 0
+    strides, padding = settings["window_strides"], settings["padding"]
+    size = _output_size(lhs.shape[1:3], rhs.shape[:2], strides, padding)
+    return dilations == groups == {1} and min(size) > 0
 
 
-def _pads(lhs: Array, rhs: Array, settings: dict[str, Any]) -> list[tuple[int, int]]:
-    padding, strides = settings["padding"], settings["window_strides"]
+def _pads(
+    shape: Sequence[int],
+    kernel_shape: Sequence[int],
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+) -> list[tuple[int, int]]:
     if isinstance(padding, str):
-        return lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], strides, padding)
+        return lax.padtype_to_pads(shape, kernel_shape, window_strides, padding)
     return list(padding)
 
 
-def _output_size(lhs: Array, rhs: Array, settings: dict[str, Any]) -> tuple[int, ...]:
-    pads = _pads(lhs, rhs, settings)
+def _output_size(
+    shape: Sequence[int],
+    kernel_shape: Sequence[int],
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+) -> tuple[int, ...]:
+    pads = _pads(shape, kernel_shape, window_strides, padding)
     return tuple(
-        (lhs.shape[1 + axis] + sum(pads[axis]) - rhs.shape[axis]) // stride + 1
-        for axis, stride in enumerate(settings["window_strides"])
+        (shape[axis] + sum(pads[axis]) - kernel_shape[axis]) // stride + 1
+        for axis, stride in enumerate(window_strides)
     )
 
 
 def _patch_product(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Array:
-    patches = _patches(lhs, rhs, settings)
+    strides, padding = settings["window_strides"], settings["padding"]
     return jnp.matmul(
-        patches,
+        patches(lhs, rhs.shape[:2], strides, padding),
         rhs.reshape(-1, rhs.shape[3]),
         precision=settings["precision"],
         preferred_element_type=settings["preferred_element_type"],
     )
-
-
-def _patches(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Array:
-    kernel_height, kernel_width = rhs.shape[:2]
-    row_stride, column_stride = settings["window_strides"]
-    rows, columns = _output_size(lhs, rhs, settings)
-    pads = [(0, 0), *_pads(lhs, rhs, settings), (0, 0)]
-    if any(low or high for low, high in pads):
-        lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), [(low, high, 0) for low, high in pads])
-    slices = [
-        lax.slice(
-            lhs,
-            (0, row, column, 0),
-            (
-                lhs.shape[0],
-                row + (rows - 1) * row_stride + 1,
-                column + (columns - 1) * column_stride + 1,
-                lhs.shape[3],
-            ),
-            (1, row_stride, column_stride, 1),
-        )
-        for row in range(kernel_height)
-        for column in range(kernel_width)
-    ]
-    return jnp.concatenate(slices, axis=3)

@@ -1,0 +1,22 @@
+"""One client's curvature, as data: a structure (diagonal, K-FAC, full) of a kind (true, sampled, empirical)."""
+
+from fisherjax.fisher.diagonal import diagonal
+from fisherjax.fisher.full import full, vector_product
+from fisherjax.fisher.kfac import kfac, zero
+from fisherjax.fisher.kinds import empirical, sampled, true
+from fisherjax.fisher.operators import Dense, Diagonal, Kronecker, Operator
+
+__all__ = [
+    "Dense",
+    "Diagonal",
+    "Kronecker",
+    "Operator",
+    "diagonal",
+    "empirical",
+    "full",
+    "kfac",
+    "sampled",
+    "true",
+    "vector_product",
+    "zero",
+]

@@ -1,0 +1,181 @@
+"""The diagonal of the Fisher information, from gradients of single examples."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax.fisher import kinds, passes
+from fisherjax.fisher.layers import LayersNotFoundError, Trace, trace, unpack
+from fisherjax.fisher.operators import Diagonal, Template
+from fisherjax.likelihoods import Likelihood
+from fisherjax.typing import Apply, Array, Key, Params
+
+
+def diagonal(
+    apply: Apply,
+    likelihood: Likelihood,
+    params: Params,
+    inputs: Array,
+    targets: Array | None = None,
+    *,
+    kind: Callable[..., Array] = kinds.true,
+    weights: Array | None = None,
+    indices: Array | None = None,
+    key: Key | None = None,
+    batch_size: int = 64,
+) -> Diagonal:
+    """Compute the diagonal of the Fisher information,
+
+        f_j = sum_n w_n sum_k (J_n^T s_nk)_j^2 / sum_n w_n.
+
+    Squares are of gradients of single examples, never of a minibatch mean. Dense and convolution
+    layers get theirs from inputs and output tangents; for a dense layer no gradient is formed at all,
+    for a convolution one minibatch of its kernel's. Other leaves use gradients of single examples,
+    which a minibatch holds as [K, B, size of the leaf].
+
+    Args:
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
+        likelihood: What the outputs mean.
+        params: Any pytree of floating arrays.
+        inputs: [N, ...].
+        targets: [N, ...]; only the empirical kind reads them.
+        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
+        weights: [n] weights of the rows in use, zero for padding.
+        indices: [n] rows of `inputs` in use; all of them if None.
+        key: For the sampled kind.
+        batch_size: Examples of a minibatch.
+
+    Returns:
+        The operator; its entries have the shapes of params.
+
+    Raises:
+        ValueError: If shapes do not fit, or the kind lacks its targets or key.
+        TypeError: If params are not floating.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> apply = lambda params, x: x @ params["w"]
+        >>> params, x = {"w": jnp.ones((2, 1))}, jnp.array([[1.0, 2.0], [3.0, 0.0]])
+        >>> print(fj.fisher.diagonal(apply, fj.likelihoods.gaussian, params, x).entries["w"].T)
+        [[5. 2.]]
+
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, section 4; Matena and Raffel, Merging
+        models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
+    """
+    options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
+    passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
+    return _diagonal(apply, likelihood, kind, batch_size, params, inputs, targets, weights, indices, key)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _diagonal(
+    apply: Apply,
+    likelihood: Likelihood,
+    kind: Callable[..., Array],
+    batch_size: int,
+    params: Params,
+    inputs: Array,
+    targets: Array | None,
+    weights: Array | None,
+    indices: Array | None,
+    key: Key | None,
+) -> Diagonal:
+    template = Template.of(params)
+
+    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
+        seen = _try_layers(apply, params, x)
+        columns = kind(likelihood, seen.outputs, y, key)
+        sums = _layer_sums(seen, columns, w)
+        rest = [name for name in template.names() if name not in sums]
+        return sums | leaf_sums(apply, params, x, columns, w, rest)
+
+    means = passes.weighted_mean(
+        batch_sums, inputs, targets, weights=weights, indices=indices, key=key, batch_size=batch_size
+    )
+    return Diagonal(template.restore(means))
+
+
+def leaf_sums(
+    apply: Apply, params: Params, x: Array, columns: Array, w: Array, names: list[str]
+) -> dict[str, Array]:
+    """Sum squared gradients of single examples, for some leaves only.
+
+    Args:
+        apply: The network.
+        params: Its params.
+        x: Inputs of a minibatch [B, ...].
+        columns: Output factor [K, B, ..., C].
+        w: Weights [B].
+        names: The leaves.
+
+    Returns:
+        sum_n w_n sum_k (d(s_nk^T z_n)/d leaf)^2 for each leaf, by name.
+    """
+    if not names:
+        return {}
+    template = Template.of(params)
+    leaves = template.by_name(params)
+
+    def outputs(chosen: dict[str, Array], example: Array) -> Array:
+        return apply(template.restore(leaves | chosen), example[None])[0]
+
+    def squares(example: Array, factor: Array) -> dict[str, Array]:
+        _, pullback = jax.vjp(lambda c: outputs(c, example), {name: leaves[name] for name in names})
+        (gradients,) = jax.vmap(pullback)(factor)
+        return jax.tree.map(lambda g: jnp.square(_wide(g)).sum(0), gradients)
+
+    per_example = jax.vmap(squares)(x, jnp.moveaxis(columns, 0, 1))
+    return jax.tree.map(lambda s: jnp.tensordot(w.astype(s.dtype), s, 1), per_example)
+
+
+def over_columns(function: Callable[[Array], dict], columns: Array) -> dict:
+    """Sum a function of one output cotangent over the K columns of the output factor.
+
+    Up to 32 columns are unrolled, which XLA fuses several times faster than a loop; more are looped
+    over, so that compilation stays short.
+    """
+    if columns.shape[0] <= 32:
+        terms = [function(column) for column in columns]
+        return jax.tree.map(lambda *leaves: sum(leaves), *terms)
+    first = function(columns[0])
+    return jax.lax.scan(
+        lambda sums, column: (jax.tree.map(jnp.add, sums, function(column)), None),
+        first,
+        columns[1:],
+    )[0]
+
+
+def _try_layers(apply: Apply, params: Params, x: Array) -> Trace:
+    """See the layers of a network, or none of them if it cannot be taken apart."""
+    try:
+        return trace(apply, params, x)
+    except LayersNotFoundError:
+        return Trace(apply(params, x), (), (), lambda cotangent: (), {})
+
+
+def _layer_sums(seen: Trace, columns: Array, w: Array) -> dict[str, Array]:
+    def one_column(column: Array) -> dict[str, Array]:
+        sums = {}
+        tangents = seen.pullback(column)
+        for layer, a, g in zip(seen.layers, seen.activations, tangents, strict=True):
+            sums |= unpack(layer, _squared_gradients(a, g, w))
+        return sums
+
+    return over_columns(one_column, columns) if seen.layers else {}
+
+
+def _squared_gradients(a: Array, g: Array, w: Array) -> Array:
+    """Sum w_n (sum_t a_nt g_nt^T)^2 over examples: [a, o]."""
+    a, g, w = _wide(a), _wide(g), _wide(w)
+    if a.shape[1] == 1:
+        weighted = jnp.square(g[:, 0]) * w[:, None]
+        return jnp.matmul(jnp.square(a[:, 0]).T, weighted, precision=jax.lax.Precision.HIGHEST)
+    gradients = jnp.einsum("bta,bto->bao", a, g, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("bao,b->ao", jnp.square(gradients), w, precision=jax.lax.Precision.HIGHEST)
+
+
+def _wide(x: Array) -> Array:
+    """Square and sum in at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

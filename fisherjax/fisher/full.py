@@ -1,0 +1,183 @@
+"""The full Fisher information: as a dense matrix for small networks, and as a product for any."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax.fisher import kinds, passes
+from fisherjax.fisher.operators import Dense, Template, ravel
+from fisherjax.likelihoods import Likelihood
+from fisherjax.typing import Apply, Array, Key, Params
+
+
+def full(
+    apply: Apply,
+    likelihood: Likelihood,
+    params: Params,
+    inputs: Array,
+    targets: Array | None = None,
+    *,
+    kind: Callable[..., Array] = kinds.true,
+    weights: Array | None = None,
+    indices: Array | None = None,
+    key: Key | None = None,
+    batch_size: int = 64,
+) -> Dense:
+    """Compute the Fisher information as a dense matrix, for small networks,
+
+        F = sum_n w_n J_n^T S_n S_n^T J_n / sum_n w_n.
+
+    Args:
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
+        likelihood: What the outputs mean.
+        params: Any pytree of floating arrays, d numbers in all.
+        inputs: [N, ...].
+        targets: [N, ...]; only the empirical kind reads them.
+        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
+        weights: [n] weights of the rows in use, zero for padding.
+        indices: [n] rows of `inputs` in use; all of them if None.
+        key: For the sampled kind.
+        batch_size: Examples of a minibatch, which holds [K, B, d] gradients.
+
+    Returns:
+        The operator with its matrix [d, d], d^2 numbers in at least float32.
+
+    Raises:
+        ValueError: If shapes do not fit, or the kind lacks its targets or key.
+        TypeError: If params are not floating.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> apply = lambda params, x: x @ params["w"]
+        >>> params, x = {"w": jnp.ones((2, 1))}, jnp.array([[1.0, 2.0]])
+        >>> print(fj.fisher.full(apply, fj.likelihoods.gaussian, params, x).matrix)
+        [[1. 2.]
+         [2. 4.]]
+
+    Source: Martens, New insights and perspectives on the natural gradient method, JMLR 2020, section 8.
+    """
+    options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
+    passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
+    return _full(apply, likelihood, kind, batch_size, params, inputs, targets, weights, indices, key)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _full(
+    apply: Apply,
+    likelihood: Likelihood,
+    kind: Callable[..., Array],
+    batch_size: int,
+    params: Params,
+    inputs: Array,
+    targets: Array | None,
+    weights: Array | None,
+    indices: Array | None,
+    key: Key | None,
+) -> Dense:
+    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Array:
+        columns = kind(likelihood, apply(params, x), y, key)
+
+        def gradients(example: Array, factor: Array) -> Array:
+            _, pullback = jax.vjp(lambda p: apply(p, example[None])[0], params)
+            return jax.vmap(lambda s: ravel(pullback(s)[0]))(factor)
+
+        g = jax.vmap(gradients)(x, jnp.moveaxis(columns, 0, 1))
+        g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        weighted = (g * w[:, None, None]).reshape(-1, g.shape[-1])
+        return jnp.matmul(
+            weighted.T, g.reshape(-1, g.shape[-1]), precision=jax.lax.Precision.HIGHEST
+        )
+
+    matrix = passes.weighted_mean(
+        batch_sums, inputs, targets, weights=weights, indices=indices, key=key, batch_size=batch_size
+    )
+    return Dense(matrix, Template.of(params))
+
+
+def vector_product(
+    apply: Apply,
+    likelihood: Likelihood,
+    params: Params,
+    inputs: Array,
+    vector: Params,
+    targets: Array | None = None,
+    *,
+    kind: Callable[..., Array] = kinds.true,
+    weights: Array | None = None,
+    indices: Array | None = None,
+    key: Key | None = None,
+    batch_size: int = 256,
+) -> Params:
+    """Multiply a vector by the Fisher information without forming it, by one jvp and one vjp,
+
+        F v = sum_n w_n J_n^T S_n S_n^T J_n v / sum_n w_n.
+
+    Args:
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
+        likelihood: What the outputs mean.
+        params: Any pytree of floating arrays.
+        inputs: [N, ...].
+        vector: v, the structure, shapes and dtypes of params.
+        targets: [N, ...]; only the empirical kind reads them.
+        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
+        weights: [n] weights of the rows in use, zero for padding.
+        indices: [n] rows of `inputs` in use; all of them if None.
+        key: For the sampled kind; the same key gives the same matrix.
+        batch_size: Examples of a minibatch.
+
+    Returns:
+        F v, in the structure of params.
+
+    Raises:
+        ValueError: If shapes do not fit, or the kind lacks its targets or key.
+        TypeError: If params are not floating.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> apply = lambda params, x: x @ params["w"]
+        >>> params, x = {"w": jnp.ones((2, 1))}, jnp.array([[1.0, 2.0]])
+        >>> print(fj.fisher.vector_product(apply, fj.likelihoods.gaussian, params, x, params)["w"].T)
+        [[3. 6.]]
+
+    Source: Schraudolph, Fast curvature matrix-vector products for second-order gradient descent,
+        Neural Computation 2002.
+    """
+    options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
+    passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
+    if Template.of(vector) != Template.of(params):
+        raise ValueError(
+            f"vector has leaves of shapes {Template.of(vector).shapes}; expected those of params, "
+            f"{Template.of(params).shapes}, in the same structure."
+        )
+    static = (apply, likelihood, kind, batch_size)
+    return _vector_product(*static, params, inputs, vector, targets, weights, indices, key)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _vector_product(
+    apply: Apply,
+    likelihood: Likelihood,
+    kind: Callable[..., Array],
+    batch_size: int,
+    params: Params,
+    inputs: Array,
+    vector: Params,
+    targets: Array | None,
+    weights: Array | None,
+    indices: Array | None,
+    key: Key | None,
+) -> Params:
+    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Params:
+        z, jv = jax.jvp(lambda p: apply(p, x), (params,), (vector,))
+        s = kind(likelihood, z, y, key)
+        s = s.reshape(*s.shape[:2], -1)
+        flat = jv.reshape(jv.shape[0], -1)
+        cotangent = jnp.einsum("kbc,kbe,be,b->bc", s, s, flat, w.astype(s.dtype))
+        _, pullback = jax.vjp(lambda p: apply(p, x), params)
+        return pullback(cotangent.reshape(z.shape))[0]
+
+    return passes.weighted_mean(
+        batch_sums, inputs, targets, weights=weights, indices=indices, key=key, batch_size=batch_size
+    )

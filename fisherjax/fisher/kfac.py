@@ -1,0 +1,174 @@
+"""Kronecker-factored Fisher information (K-FAC)."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax.fisher import kinds, passes
+from fisherjax.fisher.diagonal import Diagonal, diagonal, leaf_sums, over_columns
+from fisherjax.fisher.layers import Trace, trace
+from fisherjax.fisher.operators import Kronecker, Template
+from fisherjax.likelihoods import Likelihood
+from fisherjax.typing import Apply, Array, Key, Params
+
+Otherwise = Callable[..., Diagonal] | None
+
+
+def zero(*args: object, **kwargs: object) -> Diagonal:
+    """Mark leaves that K-FAC does not cover as without curvature: `fisher.kfac(otherwise=fisher.zero)`.
+
+    A merge then leaves them at the clients' weighted mean, which is what running statistics want. It
+    is only ever passed as `otherwise`.
+
+    Raises:
+        TypeError: If it is called.
+    """
+    del args, kwargs
+    raise TypeError("fisher.zero is an option, fisher.kfac(otherwise=fisher.zero), not a Fisher.")
+
+
+def kfac(
+    apply: Apply,
+    likelihood: Likelihood,
+    params: Params,
+    inputs: Array,
+    targets: Array | None = None,
+    *,
+    kind: Callable[..., Array] = kinds.true,
+    weights: Array | None = None,
+    indices: Array | None = None,
+    key: Key | None = None,
+    batch_size: int = 64,
+    otherwise: Otherwise = None,
+) -> Kronecker:
+    """Compute Kronecker factors of the Fisher information for every dense and convolution layer,
+
+        A = E_n[sum_t a_nt a_nt^T],   G = E_n[sum_k mean_t g_nkt g_nkt^T],   F V = A V G,
+
+    with a the layer's inputs at output location t (a trailing 1 where it has a bias) and g the
+    tangents of its pre-activations. Exact for one example of a dense layer.
+
+    Args:
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`, flax, equinox or bare; jitted or not.
+        likelihood: What the outputs mean.
+        params: Any pytree of floating arrays.
+        inputs: [N, ...].
+        targets: [N, ...]; only the empirical kind reads them.
+        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
+        weights: [n] weights of the rows in use, zero for padding.
+        indices: [n] rows of `inputs` in use; all of them if None.
+        key: For the sampled kind.
+        batch_size: Examples of a minibatch.
+        otherwise: For leaves that belong to no such layer: None refuses them, `fisher.diagonal` gives
+            them a diagonal, `fisher.zero` no curvature, so that merging takes their weighted mean.
+
+    Returns:
+        The operator, factors [a, a] and [o, o] in at least float32.
+
+    Raises:
+        ValueError: If a leaf belongs to no layer and `otherwise` is None; the message names it and
+            why (normalisation, shared weights, dilation, a cast). Also if shapes do not fit.
+        TypeError: If params are not floating.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> apply = lambda params, x: x @ params["w"]
+        >>> params, x = {"w": jnp.ones((2, 1))}, jnp.array([[1.0, 2.0]])
+        >>> print(fj.fisher.kfac(apply, fj.likelihoods.gaussian, params, x).factors["w"]["input"])
+        [[1. 2.]
+         [2. 4.]]
+
+    Source: Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
+        curvature, ICML 2015; Grosse and Martens, ICML 2016 (convolutions); the exact expectation over
+        classes and its use for merging: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024. Their code
+        splits the scale differently between the factors; the products are equal.
+    """
+    options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
+    passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
+    if otherwise not in (None, diagonal, zero):
+        raise ValueError(
+            f"otherwise is {otherwise!r}; expected None, fisher.diagonal or fisher.zero."
+        )
+    uncovered = {}
+
+    def find(x: Array) -> Array:
+        seen = trace(apply, params, x)
+        uncovered.update(seen.uncovered)
+        return seen.outputs
+
+    jax.eval_shape(find, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype))
+    if uncovered and otherwise is None:
+        raise ValueError(_refusal(uncovered))
+    static = (apply, likelihood, kind, batch_size, otherwise)
+    return _kfac(*static, params, inputs, targets, weights, indices, key)
+
+
+def _refusal(uncovered: dict[str, str]) -> str:
+    lines = "\n".join(f"  '{name}': {reason}" for name, reason in uncovered.items())
+    return (
+        f"K-FAC covers dense and two-dimensional convolution layers, not these parameters:\n{lines}\n"
+        "Pass otherwise=fisher.diagonal to give them a diagonal Fisher, otherwise=fisher.zero to "
+        "leave them at the weighted mean when merging, or change the network."
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _kfac(
+    apply: Apply,
+    likelihood: Likelihood,
+    kind: Callable[..., Array],
+    batch_size: int,
+    otherwise: Otherwise,
+    params: Params,
+    inputs: Array,
+    targets: Array | None,
+    weights: Array | None,
+    indices: Array | None,
+    key: Key | None,
+) -> Kronecker:
+    layers = []
+
+    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> tuple[dict, dict]:
+        seen = trace(apply, params, x)
+        layers[:] = seen.layers
+        columns = kind(likelihood, seen.outputs, y, key)
+        names = list(seen.uncovered)
+        if otherwise is zero:
+            leaves = Template.of(params).by_name(params)
+            return _factor_sums(seen, columns, w), {n: jnp.zeros_like(leaves[n]) for n in names}
+        return _factor_sums(seen, columns, w), leaf_sums(apply, params, x, columns, w, names)
+
+    factors, entries = passes.weighted_mean(
+        batch_sums, inputs, targets, weights=weights, indices=indices, key=key, batch_size=batch_size
+    )
+    return Kronecker(factors, entries, tuple(layers), Template.of(params))
+
+
+def _factor_sums(seen: Trace, columns: Array, w: Array) -> dict[str, dict[str, Array]]:
+    def output_factors(column: Array) -> dict[str, Array]:
+        tangents = zip(seen.layers, seen.pullback(column), strict=True)
+        return {layer.kernel: second_moment(g, w) / g.shape[1] for layer, g in tangents}
+
+    inputs = input_moments(seen, w)
+    outputs = over_columns(output_factors, columns)
+    return {name: {"input": inputs[name], "output": outputs[name]} for name in inputs}
+
+
+def input_moments(seen: Trace, w: Array) -> dict[str, Array]:
+    """Sum w_n sum_t a_nt a_nt^T over a minibatch, for each layer by the name of its kernel."""
+    pairs = zip(seen.layers, seen.activations, strict=True)
+    return {layer.kernel: second_moment(a, w) for layer, a in pairs}
+
+
+def second_moment(values: Array, w: Array) -> Array:
+    """Sum w_n sum_t v_nt v_nt^T: [B, T, f] and [B] -> [f, f], in at least float32."""
+    wide = jnp.promote_types(values.dtype, jnp.float32)
+    weighted = (values * w[:, None, None].astype(values.dtype)).reshape(-1, values.shape[-1])
+    return jnp.matmul(
+        weighted.T,
+        values.reshape(-1, values.shape[-1]),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=wide,
+    )

@@ -1,0 +1,99 @@
+"""What is squared in the Fisher information: the model's own labels, sampled ones, or the data's.
+
+A kind is a function `kind(likelihood, outputs z [B, ..., C], targets, key) -> S [K, B, ..., C]` whose
+K columns are cotangents of the outputs, so that every structure of the Fisher is the same sum,
+
+    F = sum_n w_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T / sum_n w_n,     J_n = dz_n / dparams.
+
+The kind and the structure (diagonal, K-FAC, full) are independent: any kind goes with any structure.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax.likelihoods import Likelihood
+from fisherjax.typing import Array, Key
+
+
+def true(likelihood: Likelihood, z: Array, targets: Array | None = None, key: Key | None = None):
+    """Take the exact expectation over the model's own labels, E_{y ~ p(y|z)}[g g^T].
+
+    This is the Fisher information proper: no labels, no randomness, and equal to the generalised
+    Gauss-Newton matrix for the likelihoods of this library. It costs K = C backward passes.
+
+    Args:
+        likelihood: What the outputs mean.
+        z: Outputs [B, ..., C].
+        targets: Not used.
+        key: Not used.
+
+    Returns:
+        S [K, B, ..., C] with sum_k s_k s_k^T = E_y[g g^T].
+
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, which sums over classes; Martens, New
+        insights and perspectives on the natural gradient method, JMLR 2020, section 8.
+    """
+    del targets, key
+    return likelihood.factor(z)
+
+
+def sampled(
+    likelihood: Likelihood,
+    z: Array,
+    targets: Array | None = None,
+    key: Key | None = None,
+    num_samples: int = 1,
+):
+    """Draw labels from the model: an unbiased estimate of the true Fisher in few backward passes.
+
+    Args:
+        likelihood: What the outputs mean.
+        z: Outputs [B, ..., C].
+        targets: Not used.
+        key: Source of the draws.
+        num_samples: Draws for each example, averaged; set it with `functools.partial`.
+
+    Returns:
+        S [num_samples, B, ..., C].
+
+    Raises:
+        ValueError: If no key is given.
+    """
+    del targets
+    if key is None:
+        raise ValueError("The sampled Fisher draws labels: pass key=jax.random.key(seed).")
+    keys = jax.random.split(key, num_samples)
+    labels = jax.vmap(likelihood.sample, (0, None))(keys, z)
+    return jax.vmap(lambda y: _score(likelihood, z, y))(labels) / jnp.sqrt(num_samples).astype(z.dtype)
+
+
+def empirical(
+    likelihood: Likelihood, z: Array, targets: Array | None = None, key: Key | None = None
+):
+    """Use the labels of the data: mean of squared gradients of the training loss, one pass.
+
+    Not an estimate of the true Fisher: it vanishes where the data are fitted perfectly.
+
+    Args:
+        likelihood: What the outputs mean.
+        z: Outputs [B, ..., C].
+        targets: Labels of the data, as the likelihood takes them.
+        key: Not used.
+
+    Returns:
+        S [1, B, ..., C].
+
+    Raises:
+        ValueError: If no targets are given.
+
+    Source: Kunstner, Balles, Hennig, Limitations of the empirical Fisher approximation, NeurIPS 2019.
+    """
+    del key
+    if targets is None:
+        raise ValueError("The empirical Fisher uses the labels of the data: pass targets.")
+    return _score(likelihood, z, targets)[None]
+
+
+def _score(likelihood: Likelihood, z: Array, targets: Array) -> Array:
+    """Gradient of each example's negative log-likelihood, [B, ..., C]."""
+    return jax.grad(lambda outputs: likelihood.negative_log_likelihood(outputs, targets).sum())(z)

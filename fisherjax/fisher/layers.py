@@ -1,0 +1,256 @@
+"""Each layer's inputs and output tangents: what diagonal, K-FAC and Gram matrices are sums of.
+
+For a dense or convolution layer with pre-activations s_t = V^T [a_t; 1] at output locations t, the
+gradient of any scalar with respect to V is sum_t a_t g_t^T, with g_t the tangent of s_t. So the pairs
+(a, g) are all that a layer-wise Fisher needs. This is the only file that knows kfac-jax, whose graph
+matcher finds the layers in the trace of an arbitrary `apply`.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import kfac_jax
+
+from fisherjax import compat, nn, tree
+from fisherjax.typing import Apply, Array, Params
+
+compat.patch_kfac_jax()
+
+
+class Layer(NamedTuple):
+    """Static description of a dense or convolution layer.
+
+    Attributes:
+        kernel: Name of the kernel leaf; it also names the layer.
+        bias: Name of the bias leaf, or None.
+        shape: Shape of the kernel, [inputs, outputs] or [height, width, channels, outputs].
+    """
+
+    kernel: str
+    bias: str | None
+    shape: tuple[int, ...]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the layer is a matrix product rather than a convolution."""
+        return len(self.shape) == 2
+
+
+class Trace(NamedTuple):
+    """One minibatch seen from inside the network.
+
+    Attributes:
+        outputs: z [B, ..., C].
+        layers: The layers found, in the order of their kernels in the pytree.
+        activations: For each layer its inputs [B, T, a], with a trailing 1 where it has a bias.
+        pullback: Cotangent of the outputs [B, ..., C] -> for each layer the tangents [B, T, o].
+        uncovered: Leaves that belong to no layer, each with the reason.
+    """
+
+    outputs: Array
+    layers: tuple[Layer, ...]
+    activations: tuple[Array, ...]
+    pullback: Callable[[Array], tuple[Array, ...]]
+    uncovered: dict[str, str]
+
+
+class LayersNotFoundError(ValueError):
+    """The network could not be taken apart into layers."""
+
+
+def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
+    """Run a network on a minibatch and expose its layers.
+
+    Args:
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`; it may be jitted.
+        params: Any pytree of floating arrays.
+        inputs: [B, ...].
+
+    Returns:
+        The layers, their inputs, and the pullback to their outputs.
+
+    Raises:
+        LayersNotFoundError: If kfac-jax cannot read the network at all.
+
+    Example:
+        >>> from fisherjax.fisher import layers
+        >>> params = {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}
+        >>> seen = layers.trace(lambda p, x: x @ p["kernel"] + p["bias"], params, jnp.ones((5, 3)))
+        >>> [(layer.kernel, layer.bias) for layer in seen.layers], seen.activations[0].shape
+        ([('kernel', 'bias')], (5, 1, 4))
+    """
+    try:
+        value_and_vjp, extract = kfac_jax.layer_tags_vjp(_registered(apply), params_index=0)
+        jaxpr = extract((params, inputs))
+        (loss,), vjp = value_and_vjp((params, inputs))
+    except Exception as error:
+        raise LayersNotFoundError(
+            f"The layers of this network could not be found ({type(error).__name__}: {error}). "
+            "Use fisher.diagonal, which then takes gradients of single examples, or write the "
+            "network with plain dense and convolution layers."
+        ) from error
+    found, uncovered = _read_tags(jaxpr, tree.names(params), jax.tree.leaves(params))
+    at_zero = vjp(((jnp.zeros_like(loss.mean),),))
+    activations = tuple(
+        _activations(layer, jaxpr.layer_tags[tag].params, at_zero[tag].primals.inputs[0])
+        for tag, layer in found.items()
+    )
+
+    def pullback(cotangent: Array) -> tuple[Array, ...]:
+        seen = vjp(((cotangent,),))
+        return tuple(_locations(seen[tag].tangents.outputs[0]) for tag in found)
+
+    return Trace(loss.mean, tuple(found.values()), activations, pullback, uncovered)
+
+
+def matrix(layer: Layer, leaves: dict[str, Array]) -> Array:
+    """Write a layer's leaves as its matrix V [a, o], the bias as its last row.
+
+    Args:
+        layer: The layer.
+        leaves: Leaves by name, among them the layer's.
+
+    Returns:
+        V, rows in (height, width, channel) order for a convolution.
+    """
+    kernel = leaves[layer.kernel].reshape(-1, layer.shape[-1])
+    return kernel if layer.bias is None else jnp.concatenate([kernel, leaves[layer.bias][None]])
+
+
+def unpack(layer: Layer, value: Array) -> dict[str, Array]:
+    """Split a layer's matrix V [a, o] into its leaves: the inverse of `matrix`.
+
+    Args:
+        layer: The layer.
+        value: V.
+
+    Returns:
+        Kernel, and bias where there is one, by name.
+    """
+    if layer.bias is None:
+        return {layer.kernel: value.reshape(layer.shape)}
+    return {layer.kernel: value[:-1].reshape(layer.shape), layer.bias: value[-1]}
+
+
+def _registered(apply: Apply) -> Callable[[Params, Array], Array]:
+    """Make the function that kfac-jax traces: convolutions tagged, outputs registered."""
+
+    def function(params: Params, inputs: Array) -> Array:
+        leaves = jax.tree.leaves(params)
+
+        def tag(y: Array, lhs: Array, rhs: Array, **settings: Any) -> Array:
+            # A kernel that was transformed on its way here is not a parameter: leave it untagged.
+            known = any(rhs is leaf for leaf in leaves)
+            return kfac_jax.register_conv2d(y, lhs, rhs, **settings) if known else y
+
+        # The graph matcher does not look inside jitted functions, so their bodies are traced inline.
+        with jax.disable_jit(), nn.observe_convolutions(tag):
+            outputs = apply(params, inputs)
+        kfac_jax.register_normal_predictive_distribution(outputs)
+        return outputs
+
+    return function
+
+
+def _read_tags(
+    jaxpr: Any, names: tuple[str, ...], leaves: list[Array]
+) -> tuple[dict[int, Layer], dict[str, str]]:
+    """Sort the tags into layers, by position of the tag, and leaves that no layer covers."""
+    uses = Counter(leaf for indices in jaxpr.layer_indices for leaf in indices)
+    added = _added_biases(jaxpr)
+    found, uncovered = {}, {}
+    for position, (tag, indices) in enumerate(
+        zip(jaxpr.layer_tags, jaxpr.layer_indices, strict=True)
+    ):
+        reason = _obstacle(tag)
+        if any(uses[leaf] > 1 for leaf in indices):
+            reason = "it is used by several layers (shared weights)"
+        if reason is None:
+            bias = indices[1] if len(indices) == 2 else added.get(position)
+            found[position] = Layer(
+                names[indices[0]], None if bias is None else names[bias], leaves[indices[0]].shape
+            )
+        else:
+            uncovered.update({names[leaf]: reason for leaf in indices})
+    for layer in found.values():
+        uncovered.pop(layer.bias, None)
+    uncovered = {name: _explain(jaxpr, names.index(name), why) for name, why in uncovered.items()}
+    return found, uncovered
+
+
+def _obstacle(tag: Any) -> str | None:
+    """Say why a tag is not a layer that K-FAC covers, or None if it is."""
+    variant = tag.params["meta"].variant
+    if variant in ("dense", "repeated_dense"):
+        return None
+    if variant == "conv2d":
+        dilation = (*tag.params["lhs_dilation"], *tag.params["rhs_dilation"])
+        if set(dilation) != {1}:
+            return "it belongs to a dilated or transposed convolution"
+        if tag.params["feature_group_count"] != 1 or tag.params.get("batch_group_count", 1) != 1:
+            return "it belongs to a grouped convolution"
+        return None
+    if variant == "scale_and_shift":
+        return "it scales or shifts a normalised activation (BatchNorm, LayerNorm, GroupNorm)"
+    return ""
+
+
+def _explain(jaxpr: Any, leaf: int, reason: str) -> str:
+    """Find out from its uses why the matcher did not recognise a parameter."""
+    if reason:
+        return reason
+    variable = jaxpr.jaxpr.invars[leaf]
+    users = _consumers(jaxpr, variable)
+    if len(users) > 1:
+        return f"it is used {len(users)} times (shared weights)"
+    if users and users[0].primitive.name == "convert_element_type":
+        return (
+            f"it is cast to {users[0].outvars[0].aval.dtype} between the parameter and its use; "
+            "give the parameter and the activations one dtype"
+        )
+    return "its use was not recognised as a dense or two-dimensional convolution layer"
+
+
+def _added_biases(jaxpr: Any) -> dict[int, int]:
+    """Find biases added to a tagged convolution, as {position of the tag: leaf of the bias}.
+
+    The matcher pairs kernel and bias of a native convolution. One that was tagged by hand has its
+    bias outside the tag: y + broadcast(b), with no other use of y and b.
+    """
+    biases = {}
+    for position, tag in enumerate(jaxpr.layer_tags):
+        output, users = tag.invars[0], _consumers(jaxpr, tag.invars[0])
+        is_added = len(users) == 1 and users[0].primitive.name == "add"
+        if tag.params["meta"].variant != "conv2d" or len(tag.invars) == 4 or not is_added:
+            continue
+        (other,) = [v for v in users[0].invars if v is not output] or [None]
+        producer = next((e for e in jaxpr.jaxpr.eqns if other in e.outvars), None)
+        if producer is None or producer.primitive.name not in ("reshape", "broadcast_in_dim"):
+            continue
+        bias = producer.invars[0]
+        is_vector = bias.aval.shape == (output.aval.shape[-1],)
+        if bias in jaxpr.jaxpr.invars and is_vector and len(_consumers(jaxpr, bias)) == 1:
+            biases[position] = jaxpr.jaxpr.invars.index(bias)
+    return biases
+
+
+def _consumers(jaxpr: Any, variable: Any) -> list[Any]:
+    return [e for e in jaxpr.jaxpr.eqns if any(v is variable for v in e.invars)]
+
+
+def _activations(layer: Layer, settings: dict[str, Any], inputs: Array) -> Array:
+    if not layer.is_dense:
+        strides, padding = settings["window_strides"], settings["padding"]
+        inputs = nn.patches(inputs, layer.shape[:2], strides, padding)
+    inputs = _locations(inputs)
+    if layer.bias is None:
+        return inputs
+    return jnp.concatenate([inputs, jnp.ones_like(inputs[..., :1])], axis=-1)
+
+
+def _locations(values: Array) -> Array:
+    """Bring [B, ..., features] to [B, T, features]."""
+    return values.reshape(values.shape[0], -1, values.shape[-1])

@@ -1,0 +1,234 @@
+"""Fisher operators: a client's curvature as data, a pytree with matrix-vector products.
+
+An operator acts on params. It is frozen data, so a client can return it, `vmap` can stack it and a
+file can hold it. Each splits params into *blocks* that it does not couple, as the leaves of a pytree:
+leaves for a diagonal, matrices V [a, o] of layers for Kronecker factors, one vector for a dense
+matrix. Solvers work on blocks and treat every leaf on its own.
+
+The sum of several Kronecker operators is not a Kronecker operator: add their products, not factors.
+"""
+
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from fisherjax import tree
+from fisherjax.fisher.layers import Layer, matrix, unpack
+from fisherjax.typing import Array, Params
+
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+class Template(NamedTuple):
+    """Structure and shapes of params, hashable, so that operators can carry it as static data."""
+
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, params: Params) -> "Template":
+        """Read the template of params."""
+        leaves, structure = jax.tree.flatten(params)
+        return cls(structure, tuple(jnp.shape(leaf) for leaf in leaves))
+
+    def names(self) -> tuple[str, ...]:
+        """Name the leaves."""
+        return tree.names(jax.tree.unflatten(self.structure, range(len(self.shapes))))
+
+    def by_name(self, params: Params) -> dict[str, Array]:
+        """Give the leaves by name."""
+        return dict(zip(self.names(), self.structure.flatten_up_to(params), strict=True))
+
+    def restore(self, leaves: dict[str, Array]) -> Params:
+        """Rebuild params from leaves by name."""
+        return jax.tree.unflatten(self.structure, [leaves[name] for name in self.names()])
+
+    def unravel(self, flat: Array) -> Params:
+        """Rebuild params from one vector [d]."""
+        sizes = [int(jnp.prod(jnp.array(shape, int))) for shape in self.shapes]
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        parts = jnp.split(flat, ends[:-1])
+        leaves = [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def ravel(params: Params) -> Array:
+    """Concatenate the leaves into one vector [d], in the order of `jax.tree.leaves`."""
+    return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
+
+
+@flax.struct.dataclass
+class Diagonal:
+    """A diagonal Fisher, F v = f * v.
+
+    Attributes:
+        entries: f, the structure and shapes of params.
+
+    Example:
+        >>> fisher = Diagonal({"w": jnp.array([1.0, 2.0])})
+        >>> print(fisher.mv({"w": jnp.array([3.0, 3.0])})["w"], fisher.trace())
+        [3. 6.] 3.0
+    """
+
+    entries: Params
+
+    def blocks(self, params: Params) -> Params:
+        """Split params into blocks: each leaf is one."""
+        return params
+
+    def restore(self, blocks: Params) -> Params:
+        """Put blocks together to params."""
+        return blocks
+
+    def block_mv(self, blocks: Params) -> Params:
+        """Multiply blocks by the operator."""
+        return jax.tree.map(jnp.multiply, self.entries, blocks)
+
+    def block_means(self) -> Params:
+        """Average each block's eigenvalues: its scale, for the damping."""
+        return jax.tree.map(jnp.mean, self.entries)
+
+    def mv(self, params: Params) -> Params:
+        """Multiply a vector of the shape of params by the operator."""
+        return self.block_mv(params)
+
+    def diagonal(self) -> Params:
+        """Give the diagonal, in the shape of params."""
+        return self.entries
+
+    def trace(self) -> Array:
+        """Sum the diagonal."""
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(self.entries))
+
+    def dense(self) -> Array:
+        """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
+        return jnp.diag(ravel(self.entries))
+
+
+@flax.struct.dataclass
+class Dense:
+    """A full Fisher matrix on the flattened params, F v = matrix @ ravel(v).
+
+    Attributes:
+        matrix: [d, d], in the order of `ravel`.
+        template: Static structure of params.
+    """
+
+    matrix: Array
+    template: Template = flax.struct.field(pytree_node=False)
+
+    def blocks(self, params: Params) -> Array:
+        """Split params into blocks: all of it is one."""
+        return ravel(params)
+
+    def restore(self, blocks: Array) -> Params:
+        """Put blocks together to params."""
+        return self.template.unravel(blocks)
+
+    def block_mv(self, blocks: Array) -> Array:
+        """Multiply blocks by the operator."""
+        return jnp.matmul(self.matrix, blocks, precision=_PRECISION)
+
+    def block_means(self) -> Array:
+        """Average the eigenvalues: tr(F) / d, for the damping."""
+        return self.trace() / self.matrix.shape[-1]
+
+    def mv(self, params: Params) -> Params:
+        """Multiply a vector of the shape of params by the operator."""
+        return self.restore(self.block_mv(ravel(params)))
+
+    def diagonal(self) -> Params:
+        """Give the diagonal, in the shape of params."""
+        return self.template.unravel(jnp.diagonal(self.matrix))
+
+    def trace(self) -> Array:
+        """Sum the diagonal."""
+        return jnp.trace(self.matrix)
+
+    def dense(self) -> Array:
+        """Give the matrix [d, d]."""
+        return self.matrix
+
+
+@flax.struct.dataclass
+class Kronecker:
+    """Kronecker factors for each layer, F V = A V G, and a diagonal for what no layer covers.
+
+    The block of a layer acts on the row-major flattening of V [a, o] as kron(A, G). A bias is the last
+    row of V. For a convolution with T output locations A sums over locations and G averages, so that
+    kron(A, G) has the scale of the exact block (Grosse and Martens, A Kronecker-factored approximate
+    Fisher matrix for convolution layers, ICML 2016, equations 27 to 30).
+
+    Attributes:
+        factors: For each layer, by the name of its kernel, {"input": A [a, a], "output": G [o, o]}.
+        entries: Diagonal entries of the remaining leaves, by name.
+        layers: Static description of the layers.
+        template: Static structure of params.
+    """
+
+    factors: dict[str, dict[str, Array]]
+    entries: dict[str, Array]
+    layers: tuple[Layer, ...] = flax.struct.field(pytree_node=False)
+    template: Template = flax.struct.field(pytree_node=False)
+
+    def blocks(self, params: Params) -> dict[str, Array]:
+        """Split params into blocks: the matrix V of each layer, and each remaining leaf."""
+        leaves = self.template.by_name(params)
+        return {layer.kernel: matrix(layer, leaves) for layer in self.layers} | {
+            name: leaves[name] for name in self.entries
+        }
+
+    def restore(self, blocks: dict[str, Array]) -> Params:
+        """Put blocks together to params."""
+        leaves = {name: blocks[name] for name in self.entries}
+        for layer in self.layers:
+            leaves |= unpack(layer, blocks[layer.kernel])
+        return self.template.restore(leaves)
+
+    def block_mv(self, blocks: dict[str, Array]) -> dict[str, Array]:
+        """Multiply blocks by the operator: A V G."""
+        products = {
+            name: jnp.linalg.multi_dot(
+                [factor["input"], blocks[name], factor["output"]], precision=_PRECISION
+            )
+            for name, factor in self.factors.items()
+        }
+        return products | {name: f * blocks[name] for name, f in self.entries.items()}
+
+    def block_means(self) -> dict[str, Array]:
+        """Average each block's eigenvalues: tr(A) tr(G) / (a o), for the damping."""
+        means = {name: jnp.mean(f) for name, f in self.entries.items()}
+        for name, factor in self.factors.items():
+            scale = jnp.mean(jnp.diagonal(factor["input"])) * jnp.mean(
+                jnp.diagonal(factor["output"])
+            )
+            means[name] = scale
+        return means
+
+    def mv(self, params: Params) -> Params:
+        """Multiply a vector of the shape of params by the operator."""
+        return self.restore(self.block_mv(self.blocks(params)))
+
+    def diagonal(self) -> Params:
+        """Give the diagonal of the Kronecker products, in the shape of params."""
+        outer = {
+            name: jnp.outer(jnp.diagonal(factor["input"]), jnp.diagonal(factor["output"]))
+            for name, factor in self.factors.items()
+        }
+        return self.restore(outer | self.entries)
+
+    def trace(self) -> Array:
+        """Sum the diagonal: tr(A) tr(G) over layers, and the remaining entries."""
+        return Diagonal(self.diagonal()).trace()
+
+    def dense(self) -> Array:
+        """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
+        size = sum(leaf.size for leaf in jax.tree.leaves(self.diagonal()))
+        columns = jax.vmap(lambda e: ravel(self.mv(self.template.unravel(e))))
+        return columns(jnp.eye(size, dtype=jnp.result_type(*jax.tree.leaves(self.factors)))).T
+
+
+Operator = Diagonal | Dense | Kronecker
+"""Any of the Fisher operators."""

@@ -1,0 +1,125 @@
+"""One pass over a data set: weighted means over examples, a minibatch at a time, exactly.
+
+Padding is by weight: an example of weight zero leaves no trace, so a padded client equals an unpadded
+one, and an empty client gives zeros. Minibatches after the last example that counts are not run.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import tree
+from fisherjax.fisher import kinds
+from fisherjax.likelihoods import Likelihood
+from fisherjax.typing import Apply, Array, Key, Params
+
+BatchSums = Callable[[Array, Array | None, Array, Key | None], Any]
+"""`(inputs [B, ...], targets [B, ...], weights [B], key) -> sums over the minibatch`, a pytree."""
+
+
+def weighted_mean(
+    batch_sums: BatchSums,
+    inputs: Array,
+    targets: Array | None,
+    *,
+    weights: Array | None,
+    indices: Array | None,
+    key: Key | None,
+    batch_size: int,
+) -> Any:
+    """Average over examples, sum_n w_n f(x_n, y_n) / sum_n w_n.
+
+    Args:
+        batch_sums: Weighted sums over one minibatch.
+        inputs: [N, ...], rows to choose from.
+        targets: [N, ...] or None.
+        weights: [n] for the rows in use, all ones if None.
+        indices: [n] rows in use, all of them in order if None; no row is copied but minibatches.
+        key: Randomness of the pass, folded for each minibatch; None if it needs none.
+        batch_size: Rows of a minibatch.
+
+    Returns:
+        The mean, in the structure of `batch_sums`; zeros if all weights are zero.
+    """
+    indices = jnp.arange(inputs.shape[0]) if indices is None else indices
+    weights = jnp.ones(indices.shape, _sum_dtype(inputs)) if weights is None else weights
+    weights = weights.astype(_sum_dtype(weights))
+    batch_size = min(batch_size, indices.shape[0])
+    padding = -indices.shape[0] % batch_size
+    indices, weights = jnp.pad(indices, (0, padding)), jnp.pad(weights, (0, padding))
+
+    def one_batch(batch: Array, sums: Any) -> Any:
+        rows = jax.lax.dynamic_slice(indices, (batch * batch_size,), (batch_size,))
+        w = jax.lax.dynamic_slice(weights, (batch * batch_size,), (batch_size,))
+        y = None if targets is None else targets[rows]
+        batch_key = None if key is None else jax.random.fold_in(key, batch)
+        return jax.tree.map(jnp.add, sums, batch_sums(inputs[rows], y, w, batch_key))
+
+    shapes = jax.eval_shape(
+        lambda: batch_sums(
+            inputs[:batch_size],
+            None if targets is None else targets[:batch_size],
+            weights[:batch_size],
+            key,
+        )
+    )
+    zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    last = jnp.max(jnp.where(weights != 0, jnp.arange(1, weights.size + 1), 0))
+    sums = jax.lax.fori_loop(0, -(-last // batch_size), one_batch, zeros)
+    total = weights.sum()
+    scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+    return jax.tree.map(lambda x: x * scale.astype(x.dtype), sums)
+
+
+def check(
+    apply: Apply,
+    likelihood: Likelihood,
+    params: Params,
+    inputs: Array,
+    targets: Array | None,
+    *,
+    kind: Callable[..., Array],
+    weights: Array | None,
+    indices: Array | None,
+    key: Key | None,
+    batch_size: int,
+) -> None:
+    """Refuse bad arguments of a pass over a data set, by shapes and dtypes, before it is compiled.
+
+    Raises:
+        ValueError: If shapes do not fit together, or the kind lacks its targets or key.
+        TypeError: If params are not floating or targets have the wrong dtype.
+    """
+    tree.check_floating(params)
+    rows = inputs.shape[0] if indices is None else indices.shape[0]
+    if rows == 0:
+        raise ValueError("The data set is empty: a Fisher is a mean over at least one example.")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
+    if weights is not None and weights.shape != (rows,):
+        raise ValueError(
+            f"weights has shape {weights.shape}; expected ({rows},), one for each row in use."
+        )
+    if targets is not None and targets.shape[0] != inputs.shape[0]:
+        raise ValueError(
+            f"There are {targets.shape[0]} targets for {inputs.shape[0]} inputs; expected as many."
+        )
+    one = jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype)
+    z = jax.eval_shape(apply, params, one)
+    if targets is not None and kind is not kinds.true:
+        likelihood.check((targets.shape[0], *z.shape[1:]), targets)
+    if z.ndim < 2:
+        raise ValueError(
+            f"apply returned outputs of shape {z.shape} for one example; expected [1, C]. Keep the "
+            "batch axis and give even a single output an axis of its own."
+        )
+    y = None if targets is None else jax.ShapeDtypeStruct((1, *targets.shape[1:]), targets.dtype)
+    jax.eval_shape(lambda z, y, key: kind(likelihood, z, y, key), z, y, key)
+
+
+def _sum_dtype(values: Array) -> Any:
+    """Accumulate in at least float32."""
+    is_floating = jnp.issubdtype(values.dtype, jnp.floating)
+    return jnp.promote_types(values.dtype, jnp.float32) if is_floating else jnp.float32
