@@ -1,0 +1,62 @@
+"""Fixtures that every test may ask for."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Two test processes share one accelerator: neither may claim its whole memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import pytest
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+_compiled: list[str] = []
+
+
+def _note_compilation(event: str, duration: float, **_) -> None:
+    if event == COMPILED:
+        _compiled.append(event)
+
+
+# Registered once: older versions of JAX cannot take a listener away again.
+jax.monitoring.register_event_duration_secs_listener(_note_compilation)
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Compute in float64 for the length of one test."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    """A key to fold and split."""
+    return jax.random.key(0)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real data and reference models beside the checkout."""
+    if not SHARED.is_dir():
+        pytest.skip("needs ../shared (real data, reference models) beside the repository")
+    return SHARED
+
+
+@pytest.fixture
+def compilations() -> Callable[[], contextlib.AbstractContextManager[Callable[[], int]]]:
+    """Count compilations: `with compilations() as count: ...`, then `assert count() == 0`."""
+
+    @contextlib.contextmanager
+    def counting() -> Iterator[Callable[[], int]]:
+        start, stop = len(_compiled), None
+        yield lambda: (len(_compiled) if stop is None else stop) - start
+        stop = len(_compiled)
+
+    return counting
