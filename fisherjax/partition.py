@@ -1,0 +1,255 @@
+"""Which example belongs to which client.
+
+Every scheme is a NumPy function on the host, of the targets and an integer seed, and returns a
+*partition*: a list with one integer array of row numbers per client. Together the arrays name
+every example exactly once; a client's array may be empty. The seed of the partition has nothing to
+do with the keys of training, so that one split can be trained many times.
+
+Letters: M clients, N examples, C classes.
+"""
+
+import math
+import numbers
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def fedfisher(targets, num_clients: int, alpha: float, seed: int) -> list[np.ndarray]:
+    r"""Split every class over the clients in the proportion of their Dirichlet draws.
+
+    .. math:: q_i \sim \mathrm{Dir}(\alpha 1_C), \qquad r_{ic} = q_{ic} / \sum_j q_{jc}, \qquad
+              \text{client } i \text{ ends at } \lfloor N_c \sum_{j \le i} r_{jc} \rfloor
+              \text{ of class } c.
+
+    Clients draw shares of the classes and each class is then normalised over the clients, so that
+    all data is used, sizes vary strongly, and a client may end up empty.
+
+    Args:
+      targets: class labels, integers ``[N]``; the number of classes is the largest plus one.
+      num_clients: M, between 1 and N.
+      alpha: concentration; 0.05 gives a client one or two classes, 100 nearly equal shares.
+      seed: of ``numpy.random.RandomState``: M draws in client order, then one shuffle of the
+        ascending rows of each class, class by class. The authors use 3 in every run.
+
+    Returns:
+      M arrays of row numbers, classes in ascending order.
+
+    Raises:
+      ValueError: if ``alpha``, ``num_clients``, ``seed`` or the labels are out of range.
+      TypeError: if the labels are not integers.
+
+    Example:
+      >>> parts = fedfisher([0, 1, 0, 1, 0, 1, 0, 1], num_clients=2, alpha=0.5, seed=3)
+      >>> sorted(int(row) for part in parts for row in part)
+      [0, 1, 2, 3, 4, 5, 6, 7]
+
+    Source: Jhunjhunwala, Wang, Joshi, "FedFisher: Leveraging Fisher Information for One-Shot
+    Federated Learning", AISTATS 2024, section 5 and its code. Where the code would divide zero by
+    zero: a client whose draw underflows gets one random class (the limit of small alpha), a class
+    that nobody drew is shared equally.
+    """
+    targets = _check_targets(targets)
+    _check_num_clients(num_clients, len(targets))
+    if not isinstance(alpha, numbers.Real) or not math.isfinite(alpha) or alpha <= 0:
+        raise ValueError(
+            f"alpha is {alpha!r}, but a Dirichlet concentration is a finite number above 0: "
+            "try 0.1 for very different clients, 100 for similar ones"
+        )
+    random = _random_state(seed)
+    num_classes = int(targets.max()) + 1
+    shares = _dirichlet_shares(random, num_clients, num_classes, alpha)
+    clients = [[] for _ in range(num_clients)]
+    for label in range(num_classes):
+        rows = np.flatnonzero(targets == label)
+        random.shuffle(rows)
+        cuts = np.floor(np.cumsum(shares[:, label])[:-1] * len(rows)).astype(np.int64)
+        for client, part in zip(clients, np.split(rows, cuts), strict=True):
+            client.append(part)
+    return [np.concatenate(parts) for parts in clients]
+
+
+def iid(targets_or_num_examples, num_clients: int, seed: int) -> list[np.ndarray]:
+    """Deal all examples out at random into equal parts, sizes differing by at most one.
+
+    Args:
+      targets_or_num_examples: the targets ``[N, ...]``, whose values are ignored, or N itself.
+      num_clients: M, between 1 and N.
+      seed: of ``numpy.random.RandomState``, which draws one permutation of the N rows.
+
+    Returns:
+      M arrays of row numbers; the first N mod M clients have the extra example.
+
+    Raises:
+      ValueError: if ``num_clients`` or ``seed`` is out of range.
+
+    Example:
+      >>> [len(part) for part in iid(10, num_clients=3, seed=0)]
+      [4, 3, 3]
+
+    Source: "homogeneous" of Li et al., "Federated Learning on Non-IID Data Silos", ICDE 2022.
+    """
+    num_examples = _num_examples(targets_or_num_examples)
+    _check_num_clients(num_clients, num_examples)
+    return np.array_split(_random_state(seed).permutation(num_examples), num_clients)
+
+
+def central(targets_or_num_examples) -> list[np.ndarray]:
+    """Give everything to one client, the ceiling that merging is compared with.
+
+    Args:
+      targets_or_num_examples: the targets ``[N, ...]``, whose values are ignored, or N itself.
+
+    Returns:
+      One array with the rows 0 to N - 1.
+
+    Raises:
+      ValueError: if there is no example.
+
+    Example:
+      >>> central(4)
+      [array([0, 1, 2, 3])]
+    """
+    num_examples = _num_examples(targets_or_num_examples)
+    _check_num_clients(1, num_examples)
+    return [np.arange(num_examples)]
+
+
+def label_counts(targets, partition: Sequence[np.ndarray]) -> np.ndarray:
+    """Count how many examples of each class each client holds.
+
+    Args:
+      targets: class labels, integers ``[N]``; the number of classes is the largest plus one.
+      partition: M arrays of row numbers.
+
+    Returns:
+      Integers ``[M, C]``; row sums are client sizes, column sums class sizes.
+
+    Raises:
+      ValueError: if the labels are negative or the partition is not one of these N examples.
+      TypeError: if the labels or the row numbers are not integers.
+
+    Example:
+      >>> label_counts([0, 1, 1, 2], [[0, 1], [2, 3]])
+      array([[1, 1, 0],
+             [0, 1, 1]])
+    """
+    targets = _check_targets(targets)
+    check_partition(partition, len(targets))
+    num_classes = int(targets.max()) + 1
+    rows = [np.asarray(part, np.int64) for part in partition]
+    return np.stack([np.bincount(targets[row], minlength=num_classes) for row in rows])
+
+
+def check_partition(partition: Sequence[np.ndarray], num_examples: int) -> None:
+    """Refuse a partition that names a row twice, or one that does not exist.
+
+    Rows that belong to nobody are allowed, and so are clients without any.
+
+    Args:
+      partition: M arrays of row numbers.
+      num_examples: N; rows run from 0 to N - 1.
+
+    Raises:
+      ValueError: if there is no client, or a row is out of range or named twice; the message names
+        the client.
+      TypeError: if row numbers are not integers.
+
+    Example:
+      >>> check_partition([[0, 2], [1], []], num_examples=3)
+    """
+    if len(partition) == 0:
+        raise ValueError("the partition has no client: pass one array of row numbers per client")
+    owner = np.full(num_examples, -1)
+    for client, part in enumerate(partition):
+        rows = np.asarray(part)
+        if rows.ndim != 1:
+            raise ValueError(
+                f"client {client}'s rows have shape {rows.shape}, expected one dimension [n_i]"
+            )
+        if rows.size == 0:
+            continue
+        if not np.issubdtype(rows.dtype, np.integer):
+            raise TypeError(
+                f"client {client}'s rows have dtype {rows.dtype}, expected integers: turn a mask "
+                "into rows with numpy.flatnonzero"
+            )
+        if rows.min() < 0 or rows.max() >= num_examples:
+            raise ValueError(
+                f"client {client}'s rows run from {rows.min()} to {rows.max()}, but there are "
+                f"{num_examples} examples, 0 to {num_examples - 1}"
+            )
+        values, counts = np.unique(rows, return_counts=True)
+        if counts.max() > 1:
+            raise ValueError(
+                f"client {client} holds row {values[counts.argmax()]} {counts.max()} times: "
+                "every row may appear once"
+            )
+        taken = rows[owner[rows] >= 0]
+        if taken.size:
+            raise ValueError(
+                f"row {taken[0]} belongs to client {owner[taken[0]]} and to client {client}: "
+                "clients must not share examples"
+            )
+        owner[rows] = client
+
+
+def _dirichlet_shares(random, num_clients: int, num_classes: int, alpha: float) -> np.ndarray:
+    """Draw each client's classes, then normalise each class over the clients: ``[M, C]``."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        draws = random.dirichlet(np.full(num_classes, alpha), size=num_clients)
+    for client in np.flatnonzero(~np.isfinite(draws).all(axis=1)):
+        # All gamma draws underflowed. The largest would have outweighed the others by far.
+        draws[client] = np.eye(num_classes)[random.randint(num_classes)]
+    totals = draws.sum(axis=0, keepdims=True)
+    drawn = totals > 0
+    return np.where(drawn, draws / np.where(drawn, totals, 1.0), 1.0 / num_clients)
+
+
+def _check_targets(targets) -> np.ndarray:
+    targets = np.asarray(targets)
+    if targets.ndim != 1 or targets.size == 0:
+        raise ValueError(
+            f"targets have shape {targets.shape}, expected class labels [N] of at least one "
+            "example: turn one-hot rows into labels with argmax(-1)"
+        )
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise TypeError(
+            f"targets have dtype {targets.dtype}, expected integer class labels: cast them with "
+            "astype(int), or split other targets with partition.iid"
+        )
+    if targets.min() < 0:
+        raise ValueError(
+            f"the smallest label is {targets.min()}, expected labels from 0 up: drop or renumber "
+            "the unlabelled examples"
+        )
+    return targets
+
+
+def _num_examples(targets_or_num_examples) -> int:
+    if isinstance(targets_or_num_examples, numbers.Integral):
+        return int(targets_or_num_examples)
+    shape = np.shape(targets_or_num_examples)
+    if not shape:
+        raise TypeError(
+            f"got {targets_or_num_examples!r}, expected the targets [N, ...] or their number N"
+        )
+    return shape[0]
+
+
+def _check_num_clients(num_clients: int, num_examples: int) -> None:
+    if not isinstance(num_clients, numbers.Integral) or isinstance(num_clients, bool):
+        raise TypeError(f"num_clients is {num_clients!r}, expected an integer")
+    if not 1 <= num_clients <= num_examples:
+        raise ValueError(
+            f"num_clients is {num_clients}, expected 1 to {num_examples}, the number of examples: "
+            "ask for fewer clients or bring more data"
+        )
+
+
+def _random_state(seed: int) -> np.random.RandomState:
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
+        raise TypeError(f"seed is {seed!r}, expected an integer from 0 to 2**32 - 1")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed}, expected an integer from 0 to 2**32 - 1")
+    return np.random.RandomState(int(seed))
