@@ -1,0 +1,79 @@
+# make demo   the digits experiment on a fresh machine, from nothing to its table
+# make test   the fast tests
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The first python on the path that is new enough; PYTHON=... chooses another.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+		2> /dev/null && echo $$python && break; done)
+VENV := .venv
+OLDEST := .venv-oldest
+WORKERS ?= 2
+DEMO_OUT ?= runs/demo
+NOTEBOOK := notebooks/one_shot
+
+INSTALL := -m pip install --quiet --disable-pip-version-check
+
+help: ## Say what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(VENV)/.base ## Install and run the digits experiment (about two minutes)
+	$(VENV)/bin/python -m experiments.one_shot --dataset digits --model mlp --out $(DEMO_OUT)
+
+test: $(VENV)/.dev ## Run the fast tests and the examples of the documentation
+	$(VENV)/bin/python -m pytest -n $(WORKERS)
+
+test-slow: $(VENV)/.dev ## Run every test
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m ""
+
+test-oldest: $(OLDEST)/.test ## Run the fast tests on the oldest supported versions
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS)
+
+lint: $(VENV)/.dev ## Check style and formatting
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+
+format: $(VENV)/.dev ## Mend style and formatting where that can be done by itself
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+notebook: $(VENV)/.dev ## Execute the notebook, after checking that it is what its source says
+	@$(VENV)/bin/python -c 'import sys, jupytext; \
+	    cells = [[(c.cell_type, c.source) for c in jupytext.read(path).cells] for path in sys.argv[1:]]; \
+	    sys.exit("$(NOTEBOOK).ipynb is out of date: make notebook-update" if cells[0] != cells[1] else 0)' \
+	    $(NOTEBOOK).py $(NOTEBOOK).ipynb
+	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 $(NOTEBOOK).ipynb
+
+notebook-update: $(VENV)/.dev ## Write the notebook anew from its source, with its outputs
+	$(VENV)/bin/jupytext --quiet --to ipynb --update $(NOTEBOOK).py
+	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 --overwrite $(NOTEBOOK).ipynb
+
+clean: ## Remove the environments, caches and build products; results under runs/ stay
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp file an environment: nothing is installed again until pyproject.toml changes.
+$(VENV)/.base: pyproject.toml
+	$(call environment,$(VENV))
+	$(VENV)/bin/python $(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(VENV)/bin/python $(INSTALL) --editable ".[dev]"
+	@touch $@
+
+$(OLDEST)/.test: pyproject.toml .ci/oldest.txt
+	$(call environment,$(OLDEST))
+	$(OLDEST)/bin/python $(INSTALL) --constraint .ci/oldest.txt --editable ".[test]"
+	@touch $@
+
+define environment
+@if [ -z "$(PYTHON)" ]; then \
+	echo "fisherjax needs Python 3.11 to 3.13 with the venv module; found: $$(python3 --version 2>&1)." >&2; \
+	echo "Install one (on Debian: python3.11 and python3.11-venv), or: make PYTHON=/path/to/python3.12 ..." >&2; \
+	exit 1; fi
+$(PYTHON) -m venv $(1)
+endef
+
+.PHONY: help demo test test-slow test-oldest lint format notebook notebook-update clean
