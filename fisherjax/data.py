@@ -9,13 +9,15 @@ Letters: N examples, B images of a batch.
 import difflib
 import functools
 import io
+import json
 import math
 import os
+import shlex
 import uuid
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +125,7 @@ def _read_tfds(name: str, data_dir):
         if not data_dir.is_dir():
             raise FileNotFoundError(
                 f"the data directory {str(data_dir)!r} does not exist: pass the folder that holds "
-                f"{name!r} as data_dir or TFDS_DATA_DIR, or make it and prepare the data set there"
+                f"{name!r} as data_dir or TFDS_DATA_DIR, or {_how_to_prepare(name, data_dir)}"
             )
     try:
         train, test = tfds.data_source(
@@ -136,18 +138,23 @@ def _read_tfds(name: str, data_dir):
     except ImportError:
         raise
     except Exception as error:  # of many types, depending on what is missing
-        where = f", data_dir={str(data_dir)!r}" if data_dir else ""
-        builder = f'tfds.builder("{name}"{where}, file_format="array_record")'
         raise FileNotFoundError(
             f"no data set {name!r} in {str(data_dir or '~/tensorflow_datasets')!r} that can be "
-            "read without TensorFlow. Prepare it once:\n"
-            "  pip install 'fisherjax[prepare]'\n"
-            f'  python -c "import tensorflow_datasets as tfds; {builder}.download_and_prepare()"\n'
-            "A copy of it in another format (tfrecord) hides it: choose another data_dir then."
+            f"read without TensorFlow: {_how_to_prepare(name, data_dir)}\nA copy of it in another "
+            "format (tfrecord) would be in the way: choose another data_dir then."
         ) from error
     features = train.dataset_info.features
     shape, num_classes = features["image"].shape, features["label"].num_classes
     return [_decode(source, shape) for source in (train, test)], num_classes, 255.0
+
+
+def _how_to_prepare(name: str, data_dir) -> str:
+    where = f", data_dir={json.dumps(str(data_dir))}" if data_dir else ""
+    code = (
+        "import tensorflow_datasets as tfds; "
+        f'tfds.builder("{name}"{where}, file_format="array_record").download_and_prepare()'
+    )
+    return f"prepare it once:\n  pip install 'fisherjax[prepare]'\n  python -c {shlex.quote(code)}"
 
 
 def _decode(source, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -301,8 +308,9 @@ def save_arrays(path: str | os.PathLike, tree: Any) -> None:
     arrays = {name: _stored(name, leaf, suffix) for name, leaf in _named(tree).items()}
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        _WRITE[suffix](partial, arrays)
-        with open(partial, "rb+") as file:
+        with open(partial, "xb") as file:
+            _WRITE[suffix](file, arrays)
+            file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
@@ -346,7 +354,7 @@ def load_arrays(path: str | os.PathLike, like: Any = None) -> Any:
     expected = _named(like)
     faults = [f"missing {name}" for name in expected if name not in arrays]
     faults += [f"not expected {name}" for name in arrays if name not in expected]
-    for name in expected.keys() & arrays.keys():
+    for name in filter(arrays.__contains__, expected):
         found, wanted = _kind(arrays[name]), _kind(expected[name])
         if found != wanted:
             faults.append(f"{name} is {found}, expected {wanted}")
@@ -383,7 +391,7 @@ def _named(tree: Any) -> dict[str, Any]:
 
 def _kind(leaf) -> str:
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    return f"{leaf.dtype}{list(leaf.shape)}"
+    return f"{leaf.dtype.name}{list(leaf.shape)}"
 
 
 def _stored(name: str, leaf, suffix: str) -> np.ndarray:
@@ -398,10 +406,11 @@ def _stored(name: str, leaf, suffix: str) -> np.ndarray:
     return np.asarray(leaf, dtype=leaf.dtype.newbyteorder("="), order="C")
 
 
-def _write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    from safetensors.numpy import save_file
+def _write_safetensors(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
+    from safetensors.numpy import save
 
-    save_file(arrays, path)
+    # Not save_file, which takes the permission to read from everybody else.
+    file.write(save(arrays))
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -410,21 +419,21 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     return load_file(path)
 
 
-def _write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def _write_npz(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
     # Not numpy.savez: it takes names as keywords, so that none may be "file", and numpy.load
     # confuses "x" with "x.npy".
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     arrays = {}
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
-            with archive.open(name) as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
+            with archive.open(name) as entry:
+                array = np.lib.format.read_array(entry, allow_pickle=False)
             arrays[name.removesuffix(".npy")] = array
     return arrays
 
