@@ -1,0 +1,17 @@
+"""Merging methods, one paper a file, one interface."""
+
+from fisherjax.aggregation.base import Aggregator, check_updates, merge
+from fisherjax.aggregation.fedavg import fedavg
+from fisherjax.aggregation.fedfisher import fedfisher
+from fisherjax.aggregation.fisher_merge import fisher_merge
+from fisherjax.aggregation.regmean import regmean
+
+__all__ = [
+    "Aggregator",
+    "check_updates",
+    "fedavg",
+    "fedfisher",
+    "fisher_merge",
+    "merge",
+    "regmean",
+]

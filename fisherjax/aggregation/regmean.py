@@ -1,0 +1,127 @@
+"""RegMean: dense layers merged so that the clients' outputs are matched on the clients' own inputs.
+
+Jin, Ren, Preotiuc-Pietro, Cheng, Dataless knowledge fusion by merging weights of language models, ICLR
+2023, equation 2.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import tree
+from fisherjax.aggregation.base import Aggregator, no_state
+from fisherjax.clients import Examples
+from fisherjax.fisher import passes
+from fisherjax.fisher.kfac import second_moment
+from fisherjax.fisher.layers import trace
+from fisherjax.fisher.operators import Template
+from fisherjax.typing import Apply, Array, Key, Params
+
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggregator:
+    """Make RegMean, which merges each dense kernel by least squares over its inputs u,
+
+        W = Wbar + (sum_i p_i H_i)^-1 sum_i p_i H_i (W_i - Wbar),   H_i = shrink(E_i[u u^T]),
+
+    where shrink multiplies off-diagonal entries by a factor. Inputs that never fire at any client keep
+    Wbar = sum_i p_i W_i, as do biases, convolutions and all other leaves.
+
+    Args:
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
+        shrink: Factor of the off-diagonal entries, 0 <= shrink < 1.
+        batch_size: Examples of a minibatch in the Gram pass.
+
+    Returns:
+        The aggregator. Updates are {"params": W_i, "grams": {kernel name: E_i[u u^T] [in, in]}}, and
+        what the server needs of them adds up over clients.
+
+    Raises:
+        ValueError: If shrink is out of range; on summarize, if the network has no dense layer.
+
+    Example:
+        >>> import jax.numpy as jnp, fisherjax as fj
+        >>> method = regmean(lambda params, x: x @ params["w"], shrink=0.0)
+        >>> updates = {"params": {"w": jnp.array([[[0.0]], [[4.0]]])}}
+        >>> updates["grams"] = {"w": jnp.array([[[1.0]], [[3.0]]])}
+        >>> print(fj.aggregation.merge(method, {"w": jnp.zeros((1, 1))}, updates)[0]["w"])
+        [[3.]]
+
+    Source: the paper above. Deviations from its use in Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024:
+        the Gram matrix is of all examples, not of up to 16,000; leaves other than dense kernels take
+        the mean weighted by p_i, not 1 / M; shrink is fixed, not chosen from {0.1, 0.9} by validation.
+    """
+    if not 0 <= shrink < 1:
+        raise ValueError(
+            f"shrink is {shrink}; expected 0 <= shrink < 1. At 1 the Gram matrices are singular "
+            "wherever inputs are linearly dependent: use 0.99 to come close."
+        )
+
+    def summarize(key: Key, params: Params, examples: Examples, global_params: Params) -> Any:
+        del key, global_params
+        return {"params": params, "grams": _grams(apply, batch_size, params, examples)}
+
+    def reduce(updates: Any, weights: Array) -> Any:
+        grams = {name: _shrunk(gram, shrink) for name, gram in updates["grams"].items()}
+        one = Template.of(jax.tree.map(lambda leaf: leaf[0], updates["params"]))
+        kernels = one.by_name(updates["params"])
+        products = {n: jnp.matmul(grams[n], kernels[n], precision=_PRECISION) for n in grams}
+        sums = {"gram": grams, "product": products, "mean": updates["params"]}
+        return tree.weighted_sum(sums, weights)
+
+    def finish(sums: Any, global_params: Params, state: Any) -> tuple[Params, Any, Any]:
+        del global_params
+        template = Template.of(sums["mean"])
+        leaves = template.by_name(sums["mean"])
+        for name, gram in sums["gram"].items():
+            leaves[name] = _corrected(gram, sums["product"][name], leaves[name])
+        return template.restore(leaves), state, ()
+
+    return Aggregator(no_state, summarize, reduce, finish)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) -> dict[str, Array]:
+    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
+        del y, key
+        seen = trace(apply, params, x)
+        dense = {
+            layer.kernel: a if layer.bias is None else a[..., :-1]
+            for layer, a in zip(seen.layers, seen.activations, strict=True)
+            if layer.is_dense
+        }
+        if not dense:
+            raise ValueError(
+                "RegMean merges dense layers, and this network has none; use fedavg or fedfisher."
+            )
+        return {name: second_moment(a, w) for name, a in dense.items()}
+
+    return passes.weighted_mean(
+        batch_sums,
+        examples.inputs,
+        None,
+        weights=examples.weights,
+        indices=examples.indices,
+        key=None,
+        batch_size=batch_size,
+    )
+
+
+def _shrunk(gram: Array, shrink: float) -> Array:
+    identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    return gram * (shrink + (1 - shrink) * identity)
+
+
+def _corrected(gram: Array, product: Array, mean: Array) -> Array:
+    """Solve gram X = product as a correction to the mean, on the unit-diagonal scale."""
+    scale = jnp.sqrt(jnp.diagonal(gram))
+    fires = scale > 0
+    inverse = jnp.where(fires, 1 / jnp.where(fires, scale, 1), 0)[:, None]
+    # An input that never fires has a zero row: a one on the diagonal keeps its correction at zero.
+    scaled = gram * inverse * inverse.T + jnp.diag(jnp.where(fires, 0, 1).astype(gram.dtype))
+    error = product - jnp.matmul(gram, mean.astype(gram.dtype), precision=_PRECISION)
+    correction = inverse * jax.scipy.linalg.solve(scaled, inverse * error, assume_a="pos")
+    return mean + correction.astype(mean.dtype)

@@ -1,0 +1,158 @@
+"""The server's problem: one quadratic that is small where every client's model is good,
+
+    L(W) = sum_i p_i 1/2 (W - W_i)^T F_i (W - W_i) + sum_l lambda_l / 2 ||W_l - Wbar_l||^2,
+
+with Wbar = sum_i p_i W_i. Damping is relative to each block's own scale (a layer, a leaf, or the
+whole vector, as the operator splits params),
+
+    lambda_l = damping * sum_i p_i tr(F_il) / (size of the block),
+
+so that one number serves every layer, network and data set. For Kronecker factors the mean eigenvalue
+of client i is tr(A_il) tr(G_il) / (a_l o_l).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from fisherjax import tree
+from fisherjax.fisher import Operator
+from fisherjax.typing import Array, Params
+
+
+class Quadratic(NamedTuple):
+    """A symmetric positive semi-definite system matvec(x) = rhs over blocks.
+
+    Every leaf of a block pytree is a system of its own: `matvec` does not couple leaves.
+
+    Attributes:
+        matvec: blocks -> blocks, x -> sum_i p_i F_i x + lambda x.
+        rhs: sum_i p_i F_i W_i + lambda Wbar.
+        init: Wbar, the weighted mean: where solvers start, and what is kept where F is zero.
+        restore: blocks -> params.
+    """
+
+    matvec: Callable[[Any], Any]
+    rhs: Any
+    init: Any
+    restore: Callable[[Any], Params]
+
+
+class Sums(NamedTuple):
+    """What the quadratic needs of the clients, for operators that add up leaf by leaf.
+
+    Attributes:
+        fisher: sum_i p_i F_i, an operator.
+        product: sum_i p_i F_i W_i, blocks.
+        mean: sum_i p_i W_i, blocks.
+    """
+
+    fisher: Operator
+    product: Any
+    mean: Any
+
+
+def quadratic(fishers: Operator, params: Params, weights: Array, damping: float) -> Quadratic:
+    """Set up the server's quadratic for stacked clients; the operators are never summed.
+
+    Args:
+        fishers: Stacked Fisher operators, leaves [M, ...].
+        params: Stacked client models W_i, leaves [M, ...].
+        weights: p_i [M], non-negative with sum one.
+        damping: delta >= 0, in units of each block's mean eigenvalue.
+
+    Returns:
+        The system, as blocks.
+
+    Example:
+        >>> from fisherjax import fisher
+        >>> fishers = fisher.Diagonal({"w": jnp.array([[1.0], [3.0]])})
+        >>> params = {"w": jnp.array([[0.0], [4.0]])}
+        >>> problem = quadratic(fishers, params, jnp.array([0.5, 0.5]), damping=0.0)
+        >>> print(problem.rhs["w"], problem.matvec(problem.init)["w"])
+        [6.] [4.]
+
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, equation 7, which weights clients
+        equally and has no damping; its code weights by p_i, as here.
+    """
+    blocks = jax.vmap(_blocks)(fishers, params)
+    product = jax.vmap(_block_mv)(fishers, blocks)
+    scales = tree.weighted_sum(jax.vmap(_block_means)(fishers), weights)
+    mean = tree.weighted_sum(blocks, weights)
+    matvec = Partial(_weighted_mv, fishers, weights)
+    one = jax.tree.map(lambda leaf: leaf[0], fishers)
+    return _damped(matvec, tree.weighted_sum(product, weights), mean, scales, damping, one)
+
+
+def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
+    """Add up diagonal or dense clients, so that the server never holds them all.
+
+    Args:
+        fishers: Stacked `Diagonal` or `Dense` operators. Kronecker operators do not add up.
+        params: Stacked client models, leaves [M, ...].
+        weights: p_i [M].
+
+    Returns:
+        The sums; those of several groups of clients add up leaf by leaf.
+    """
+    blocks = jax.vmap(_blocks)(fishers, params)
+    product = jax.vmap(_block_mv)(fishers, blocks)
+    return Sums(*(tree.weighted_sum(x, weights) for x in (fishers, product, blocks)))
+
+
+def from_sums(totals: Sums, damping: float) -> Quadratic:
+    """Set up the same quadratic from sums over clients.
+
+    Args:
+        totals: What `sums` gives.
+        damping: delta >= 0, in units of each block's mean eigenvalue.
+
+    Returns:
+        The system, as blocks.
+    """
+    fisher, product, mean = totals
+    matvec = Partial(_block_mv, fisher)
+    return _damped(matvec, product, mean, fisher.block_means(), damping, fisher)
+
+
+# Functions of the module closed over nothing, so that `Partial` makes systems of equal shapes equal to
+# `jax.jit` and a solver compiled once serves every merge.
+
+
+def _blocks(fisher: Operator, params: Params) -> Any:
+    return fisher.blocks(params)
+
+
+def _block_mv(fisher: Operator, blocks: Any) -> Any:
+    return fisher.block_mv(blocks)
+
+
+def _block_means(fisher: Operator) -> Any:
+    return fisher.block_means()
+
+
+def _restore(fisher: Operator, blocks: Any) -> Params:
+    return fisher.restore(blocks)
+
+
+def _weighted_mv(fishers: Operator, weights: Array, blocks: Any) -> Any:
+    return tree.weighted_sum(jax.vmap(_block_mv, (0, None))(fishers, blocks), weights)
+
+
+def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:
+    return _pull(matvec(blocks), strengths, blocks)
+
+
+def _pull(values: Any, strengths: Any, blocks: Any) -> Any:
+    return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, strengths, blocks)
+
+
+def _damped(
+    matvec: Partial, product: Any, mean: Any, scales: Any, damping: float, fisher: Operator
+) -> Quadratic:
+    strengths = jax.tree.map(lambda scale: damping * scale, scales)
+    damped = Partial(_damped_mv, matvec, strengths)
+    return Quadratic(damped, _pull(product, strengths, mean), mean, Partial(_restore, fisher))
