@@ -3,7 +3,37 @@
 Data is partitioned over clients; clients train and summarize; the server aggregates; metrics judge.
 """
 
-from fisherjax import clients, likelihoods, models, nn, tree, typing
+from fisherjax import (
+    aggregation,
+    clients,
+    data,
+    fisher,
+    likelihoods,
+    metrics,
+    models,
+    nn,
+    partition,
+    quadratic,
+    solvers,
+    training,
+    tree,
+    typing,
+)
 
-__all__ = ["clients", "likelihoods", "models", "nn", "tree", "typing"]
+__all__ = [
+    "aggregation",
+    "clients",
+    "data",
+    "fisher",
+    "likelihoods",
+    "metrics",
+    "models",
+    "nn",
+    "partition",
+    "quadratic",
+    "solvers",
+    "training",
+    "tree",
+    "typing",
+]
 __version__ = "0.1.0"
