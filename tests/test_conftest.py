@@ -19,9 +19,9 @@ def test_compilations_counts_a_first_call_and_not_a_second(compilations):
     assert other_shape() == 1
 
 
-def test_float32_is_the_default():
-    assert jnp.ones(()).dtype == jnp.float32
-
-
 def test_x64_gives_float64(x64):
     assert jnp.ones(()).dtype == jnp.float64
+
+
+def test_float32_is_the_default_again():
+    assert jnp.ones(()).dtype == jnp.float32
