@@ -80,7 +80,7 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
     _check_not_negative("tolerance", tolerance)
 
     def solve(matvec: Callable, rhs: Any, init: Any, restore: Callable = _identity) -> Solution:
-        x, count = _conjugate_gradients(Partial(matvec), rhs, init, tolerance, max_iterations)
+        x, count = _conjugate_gradients(_partial(matvec), rhs, init, tolerance, max_iterations)
         return Solution(restore(x), _info(matvec, rhs, x, count, tolerance))
 
     return solve
@@ -147,7 +147,7 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
     _check_positive("power_iterations", power_iterations)
 
     def solve(matvec: Callable, rhs: Any, init: Any, restore: Callable = _identity) -> Solution:
-        x = _gradient_descent(Partial(matvec), rhs, init, steps, power_iterations)
+        x = _gradient_descent(_partial(matvec), rhs, init, steps, power_iterations)
         count = _map(lambda _: jnp.asarray(steps + power_iterations), rhs)
         return Solution(restore(x), _info(matvec, rhs, x, count, 1e-4))
 
@@ -220,10 +220,10 @@ def paper_adam(
         _check_positive(name, value)
 
     def solve(matvec: Callable, rhs: Any, init: Any, restore: Callable = _identity) -> Solution:
-        evaluate = None if score is None else Partial(score)
+        evaluate = None if score is None else _partial(score)
         static = (epsilon_inside_root, steps, score_every)
         numbers = (learning_rate, epsilon)
-        x = _paper_adam(*static, Partial(matvec), Partial(restore), evaluate, rhs, init, *numbers)
+        x = _paper_adam(*static, _partial(matvec), _partial(restore), evaluate, rhs, init, *numbers)
         count = _map(lambda _: jnp.asarray(steps), rhs)
         return Solution(restore(x), _info(matvec, rhs, x, count, 1e-4))
 
@@ -310,6 +310,11 @@ def closed_form(floor: float = 1e-6) -> Solver:
         return Solution(restore(x), _info(matvec, rhs, x, count, 1e-4))
 
     return solve
+
+
+def _partial(function: Callable) -> Partial:
+    """Make a function an argument of a compiled solver, one that carries its arrays as data if it can."""
+    return function if isinstance(function, Partial) else Partial(function)
 
 
 def _info(matvec: Callable, rhs: Any, x: Any, count: Any, tolerance: float) -> Info:

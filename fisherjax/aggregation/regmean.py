@@ -28,7 +28,7 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
         W = Wbar + (sum_i p_i H_i)^-1 sum_i p_i H_i (W_i - Wbar),   H_i = shrink(E_i[u u^T]),
 
     where shrink multiplies off-diagonal entries by a factor. Inputs that never fire at any client keep
-    Wbar = sum_i p_i W_i, as do biases, convolutions and all other leaves.
+    Wbar = sum_i p_i W_i. Biases, convolutions and all other leaves become the plain mean over clients.
 
     Args:
         apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
@@ -51,8 +51,8 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
         [[3.]]
 
     Source: the paper above. Deviations from its use in Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024:
-        the Gram matrix is of all examples, not of up to 16,000; leaves other than dense kernels take
-        the mean weighted by p_i, not 1 / M; shrink is fixed, not chosen from {0.1, 0.9} by validation.
+        the Gram matrix is of all examples, not of up to 16,000; shrink is fixed, not chosen from {0.1,
+        0.9} by validation; uploads are not compressed. The plain mean leaves out clients of weight zero.
     """
     if not 0 <= shrink < 1:
         raise ValueError(
@@ -66,21 +66,25 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
 
     def reduce(updates: Any, weights: Array) -> Any:
         grams = {name: _shrunk(gram, shrink) for name, gram in updates["grams"].items()}
-        one = Template.of(jax.tree.map(lambda leaf: leaf[0], updates["params"]))
-        kernels = one.by_name(updates["params"])
+        leaves = _by_name(updates["params"])
+        kernels = {name: leaves[name] for name in grams}
         products = {n: jnp.matmul(grams[n], kernels[n], precision=_PRECISION) for n in grams}
-        sums = {"gram": grams, "product": products, "mean": updates["params"]}
-        return tree.weighted_sum(sums, weights)
+        weighted = {"gram": grams, "product": products, "kernel": kernels}
+        present = (weights > 0).astype(weights.dtype)
+        plain = tree.weighted_sum(updates["params"], present)
+        return {"weighted": tree.weighted_sum(weighted, weights), "sum": plain, "count": present.sum()}
 
     def finish(sums: Any, global_params: Params, state: Any) -> tuple[Params, Any, Any]:
         del global_params
-        template = Template.of(sums["mean"])
-        leaves = template.by_name(sums["mean"])
-        for name, gram in sums["gram"].items():
-            leaves[name] = _corrected(gram, sums["product"][name], leaves[name])
-        return template.restore(leaves), state, ()
+        mean = jax.tree.map(lambda x: x / sums["count"].astype(x.dtype), sums["sum"])
+        dense = jax.tree.map(_matched, *(sums["weighted"][n] for n in ("gram", "product", "kernel")))
+        return Template.of(mean).restore(_by_name(mean) | dense), state, ()
 
     return Aggregator(no_state, summarize, reduce, finish)
+
+
+def _by_name(params: Params) -> dict[str, Array]:
+    return Template.of(params).by_name(params)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -115,7 +119,7 @@ def _shrunk(gram: Array, shrink: float) -> Array:
     return gram * (shrink + (1 - shrink) * identity)
 
 
-def _corrected(gram: Array, product: Array, mean: Array) -> Array:
+def _matched(gram: Array, product: Array, mean: Array) -> Array:
     """Solve gram X = product as a correction to the mean, on the unit-diagonal scale."""
     scale = jnp.sqrt(jnp.diagonal(gram))
     fires = scale > 0
