@@ -10,6 +10,7 @@ Images are [B, H, W, C]; kernels are [kh, kw, cin, cout].
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -118,8 +119,9 @@ def max_pool(x: Array, window: int | tuple[int, int]) -> Array:
     """Take the maximum over windows that do not overlap; rows and columns left over are cropped.
 
     The gradient goes to the first maximum of a window, row by row, as in `lax.reduce_window` and in
-    PyTorch. That matters: a constant background makes ties in most windows, and sharing the gradient
-    among them, as `jnp.max` does, changes the output factor of a first convolution by 6 % on MNIST.
+    PyTorch. That matters: a constant background makes ties in most windows, and sharing the
+    gradient among them, as `jnp.max` does, changes the output factor of a first convolution by 6 %
+    on MNIST.
 
     Args:
         x: images [B, H, W, C].
@@ -179,20 +181,16 @@ def patches(
     if any(low or high for low, high in pads):
         edges = [(0, 0, 0), *((low, high, 0) for low, high in pads), (0, 0, 0)]
         images = lax.pad(images, jnp.zeros((), images.dtype), edges)
-    batch, _, _, channels = images.shape
-    row_stride, column_stride = window_strides
-    row_span, column_span = (rows - 1) * row_stride + 1, (columns - 1) * column_stride + 1
-    slices = [
-        lax.slice(
-            images,
-            (0, row, column, 0),
-            (batch, row + row_span, column + column_span, channels),
-            (1, row_stride, column_stride, 1),
-        )
-        for row in range(kernel_shape[0])
-        for column in range(kernel_shape[1])
-    ]
-    return jnp.concatenate(slices, axis=3)
+    # Columns first, then rows: 5 + 5 copies in place of 25, and so many sums in the derivative.
+    bands = _windows(images, 2, kernel_shape[1], columns, window_strides[1])
+    return _windows(bands, 1, kernel_shape[0], rows, window_strides[0])
+
+
+def _windows(images: Array, axis: int, width: int, count: int, stride: int) -> Array:
+    """Put `width` neighbours along an axis in front of the channels, [B, H', W', width * C]."""
+    span = (count - 1) * stride + 1
+    slices = [lax.slice_in_dim(images, i, i + span, stride, axis) for i in range(width)]
+    return jnp.stack(slices, axis=3).reshape(*slices[0].shape[:3], width * images.shape[3])
 
 
 def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:
@@ -234,10 +232,16 @@ def _output_size(
 
 
 def _patch_product(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Array:
-    strides, padding = settings["window_strides"], settings["padding"]
-    return jnp.matmul(
-        patches(lhs, rhs.shape[:2], strides, padding),
-        rhs.reshape(-1, rhs.shape[3]),
+    cut = patches(lhs, rhs.shape[:2], settings["window_strides"], settings["padding"])
+    kernel = rhs.reshape(-1, rhs.shape[3]).T
+    # XLA's CPU product is twice as slow where the sum is long and the result small, as in the
+    # kernel's derivative: repeating the kernel splits that sum into groups.
+    groups = math.gcd(8, math.prod(cut.shape[:3]))
+    y = jnp.einsum(
+        "gnk,gok->gno",
+        cut.reshape(groups, -1, cut.shape[3]),
+        jnp.broadcast_to(kernel, (groups, *kernel.shape)),
         precision=settings["precision"],
         preferred_element_type=settings["preferred_element_type"],
     )
+    return y.reshape(*cut.shape[:3], rhs.shape[3])
