@@ -1,5 +1,6 @@
 """Data sets, what prepares images, and files of named arrays."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import shlex
@@ -407,6 +408,15 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, suffix):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     np.testing.assert_array_equal(data.load_arrays(path)["old"], np.arange(3))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_of_writers_at_once_one_wins_whole(tmp_path, suffix):
+    path = tmp_path / f"tree{suffix}"
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: data.save_arrays(path, {"a": np.full(10_000, i)}), range(32)))
+    assert len(set(data.load_arrays(path)["a"].tolist())) == 1
     assert list(tmp_path.iterdir()) == [path]
 
 
