@@ -1,0 +1,1 @@
+"""Commands that run the library on real data and write tables, figures and CSV files."""

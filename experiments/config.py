@@ -1,0 +1,277 @@
+"""What an experiment can be told: the options of the command, their defaults and their checks."""
+
+import argparse
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+import fisherjax as fj
+
+MODELS = {"mlp": fj.models.MLP, "lenet": fj.models.LeNet, "cnn": fj.models.CNN}
+ALGORITHMS = (
+    "fedavg",
+    "fisher_merge",
+    "regmean",
+    "fedfisher_diag",
+    "fedfisher_kfac",
+    "fedfisher_full",
+)
+CHOICES = {
+    "dataset": fj.data.NAMES,
+    "model": tuple(MODELS),
+    "partition": ("fedfisher", "iid"),
+    "algorithms": ALGORITHMS,
+    "fisher_kind": ("true", "sampled", "empirical"),
+    "solver": ("cg", "gd", "adam"),
+    "on_nonfinite": ("raise", "drop"),
+}
+WHERE_AND_HOW = ("data_dir", "out", "clients_per_chunk")
+"""Options that change no result beyond rounding: a run may continue with others."""
+
+
+def _names(field: str) -> Any:
+    return tyro.conf.arg(metavar="{" + ",".join(CHOICES[field]) + "}")
+
+
+Names = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One experiment; the defaults are those of the digits demo, `defaults` knows the others."""
+
+    dataset: Annotated[str, _names("dataset")] = "digits"
+    """What to learn. It also chooses the defaults of the other options: `--dataset mnist --help`
+    shows those of mnist."""
+    model: Annotated[str, _names("model")] = "mlp"
+    """The network. lenet and cnn take images of at least 16 x 16 pixels."""
+    num_clients: int = 5
+    """How many clients the training data are split over."""
+    partition: Annotated[str, _names("partition")] = "fedfisher"
+    """How they are split: fedfisher gives clients Dirichlet shares of the classes, iid gives
+    everybody the same mixture."""
+    alpha: float = 0.1
+    """Concentration of the Dirichlet shares: 0.05 gives a client one or two classes, 100 nearly
+    equal shares. Not used by iid."""
+    partition_seeds: tuple[int, ...] = (0, 1, 2, 3)
+    """One split for each. They have nothing to do with the seeds of training."""
+    epochs: int = 30
+    """Passes of every client over its own data."""
+    learning_rate: float = 0.05
+    """Of stochastic gradient descent."""
+    momentum: float = 0.9
+    """0 is plain stochastic gradient descent."""
+    batch_size: int = 32
+    """Examples of a training step."""
+    augment: bool = False
+    """Crop and mirror training images at random; the Fisher information is of the images as they
+    are."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Of the initial model and of training. Every seed is trained on every split, once, and its
+    clients are merged in every way."""
+    algorithms: Annotated[Names, _names("algorithms")] = ALGORITHMS[:5]
+    """How to merge. fedfisher_full is for networks of a few thousand parameters."""
+    fisher_kind: Annotated[str, _names("fisher_kind")] = "true"
+    """Whose labels the Fisher information takes: the exact expectation over the model's own
+    (true), one draw of them (sampled), or the data's (empirical)."""
+    damping: float | Literal["default"] = "default"
+    """Of fedfisher_*, relative to each layer's own scale; the default is 1 for K-FAC and 0 for
+    the others, whatever the data."""
+    solver: Annotated[str, _names("solver")] = "cg"
+    """Of fedfisher_*: conjugate gradients, gradient descent, or the paper's Adam, which chooses
+    its step by 500 validation images drawn from the training data."""
+    on_nonfinite: Annotated[str, _names("on_nonfinite")] = "raise"
+    """Stop when a client diverges, or leave it out of every merge."""
+    clients_per_chunk: int | Literal["auto"] = "auto"
+    """How many clients are computed side by side; auto is one on a CPU and all elsewhere."""
+    data_dir: Path | None = None
+    """Folder of the prepared data sets; without it the environment's TFDS_DATA_DIR. Digits need
+    none."""
+    out: Path | None = None
+    """Folder for the results; without it a name under runs/. If it holds the same experiment,
+    unfinished, the experiment continues."""
+
+
+_PAPER = {
+    "partition_seeds": (3,),
+    "epochs": 30,
+    "learning_rate": 0.01,
+    "momentum": 0.9,
+    "batch_size": 64,
+}
+_DEFAULTS = {
+    "digits": {},
+    "mnist": _PAPER | {"model": "lenet"},
+    "fashion_mnist": _PAPER | {"model": "lenet"},
+    "cifar10": _PAPER | {"model": "cnn", "augment": True},
+    "cifar100": _PAPER | {"model": "cnn", "augment": True},
+    "svhn_cropped": _PAPER | {"model": "cnn"},
+}
+
+
+def defaults(dataset: str) -> Config:
+    """Return the configuration of a data set for which nothing else was asked.
+
+    Args:
+        dataset: its name.
+
+    Returns:
+        The demo's configuration for digits, that of the FedFisher paper for the others.
+
+    Raises:
+        ValueError: if the name is unknown; the message holds the nearest one.
+
+    Example:
+        >>> defaults("mnist").model
+        'lenet'
+    """
+    _check_name("dataset", dataset)
+    return Config(dataset=dataset, **_DEFAULTS[dataset])
+
+
+def parse(arguments: Sequence[str], description: str) -> Config:
+    """Read the command line.
+
+    Args:
+        arguments: without the name of the program.
+        description: what `--help` says first.
+
+    Returns:
+        The checked configuration, with `out` filled in.
+
+    Raises:
+        ValueError: if an option has a value that it cannot have.
+        SystemExit: for `--help` and for options that do not exist.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--dataset", nargs="?", default=Config.dataset)
+    dataset = first.parse_known_args(arguments)[0].dataset
+    config = tyro.cli(
+        Config,
+        prog="python -m experiments.one_shot",
+        args=list(arguments),
+        default=defaults(dataset or Config.dataset),
+        description=description,
+    )
+    check(config)
+    if config.out is None:
+        config = dataclasses.replace(config, out=Path("runs") / name(config))
+    return config
+
+
+def check(config: Config) -> None:
+    """Refuse values that no experiment can have.
+
+    Args:
+        config: any configuration.
+
+    Raises:
+        ValueError: naming the option, what was given and what was expected.
+
+    Example:
+        >>> check(dataclasses.replace(Config(), model="lenett"))
+        Traceback (most recent call last):
+        ValueError: --model is 'lenett', did you mean 'lenet'? Known: mlp, lenet, cnn
+    """
+    for field in CHOICES:
+        values = getattr(config, field)
+        for value in values if isinstance(values, tuple) else (values,):
+            _check_name(field, value)
+    _check_number(config, "alpha", "a number above 0", lambda x: 0 < x < math.inf)
+    for field in ("num_clients", "epochs", "batch_size"):
+        _check_number(config, field, "a whole number from 1 up", lambda x: x >= 1)
+    _check_number(config, "learning_rate", "a number above 0", lambda x: 0 < x < math.inf)
+    _check_number(config, "momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1)
+    if config.damping != "default":
+        _check_number(config, "damping", "default or a number from 0 up", _is_not_negative)
+    if config.clients_per_chunk != "auto":
+        expected = "auto or a whole number from 1 up"
+        _check_number(config, "clients_per_chunk", expected, lambda x: x >= 1)
+    for field in ("partition_seeds", "seeds", "algorithms"):
+        _check_list(field, getattr(config, field))
+
+
+def contents(config: Config) -> dict[str, Any]:
+    """Return the configuration as JSON holds it."""
+    values = dataclasses.asdict(config)
+    return {k: list(v) if isinstance(v, tuple) else _plain(v) for k, v in values.items()}
+
+
+def name(config: Config) -> str:
+    """Name an experiment by what it is and a digest of all that can change its result.
+
+    Args:
+        config: any configuration.
+
+    Returns:
+        A name for its folder.
+
+    Example:
+        >>> name(Config()).rpartition("-")[0]
+        'digits-mlp-m5-fedfisher0.1'
+    """
+    values = {k: v for k, v in contents(config).items() if k not in WHERE_AND_HOW}
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
+    split = f"fedfisher{config.alpha:g}" if config.partition == "fedfisher" else config.partition
+    return f"{config.dataset}-{config.model}-m{config.num_clients}-{split}-{digest}"
+
+
+def command(config: Config) -> str:
+    """Write the command that runs a configuration again, every option spelled out.
+
+    Args:
+        config: any configuration.
+
+    Returns:
+        One line for a shell.
+    """
+    words = ["python", "-m", "experiments.one_shot"]
+    for field, value in contents(config).items():
+        option = field.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            words += [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
+    return shlex.join(words)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _is_not_negative(x: float) -> bool:
+    return 0 <= x < math.inf
+
+
+def _check_name(field: str, value: str) -> None:
+    known = CHOICES[field]
+    if value not in known:
+        nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"--{field.replace('_', '-')} is {value!r}, did you mean {nearest!r}? "
+            f"Known: {', '.join(known)}"
+        )
+
+
+def _check_number(config: Config, field: str, expected: str, accept: Any) -> None:
+    value = getattr(config, field)
+    if not accept(value):
+        raise ValueError(f"--{field.replace('_', '-')} is {value}, expected {expected}")
+
+
+def _check_list(field: str, values: tuple) -> None:
+    option = f"--{field.replace('_', '-')}"
+    if not values:
+        raise ValueError(f"{option} is empty, expected at least one")
+    if len(set(values)) < len(values):
+        raise ValueError(f"{option} is {' '.join(map(str, values))}, expected each only once")
+    if field != "algorithms" and not all(0 <= value < 2**32 for value in values):
+        raise ValueError(f"{option} is {' '.join(map(str, values))}, expected 0 to 2**32 - 1 each")

@@ -1,0 +1,305 @@
+"""One experiment, step by step: split the data, train every client once, merge in every way."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fisherjax as fj
+from experiments.config import MODELS, Config
+from experiments.methods import Method, check_full, methods
+from experiments.results import Row, Unit
+from fisherjax.clients import Federation, LocalModels
+from fisherjax.typing import Apply, Array, Key, Params
+
+NUM_VALIDATION = 500
+
+
+class Diverged(ValueError):
+    """A client's model or Fisher information is not finite, and nobody asked to leave it out."""
+
+
+class Experiment(NamedTuple):
+    """Everything that the units of an experiment share.
+
+    They hold the same function objects and arrays of equal shapes, so that nothing compiles twice.
+
+    Attributes:
+        config: what was asked.
+        apply: the network.
+        init: `key -> params`.
+        optimizer: of every client.
+        augment: of training images, or None.
+        methods: by the name of the algorithm.
+        federations: by partition seed.
+        central: all training data at one client.
+        label_counts: by partition seed, [M, C].
+        test: images and labels.
+        local_accuracies: `(stacked params, images, labels) -> [M]`.
+        accuracy: `(params, images, labels) -> scalar`.
+        ensemble_accuracy: `(stacked params, weights, images, labels) -> scalar`.
+    """
+
+    config: Config
+    apply: Apply
+    init: Callable[[Key], Params]
+    optimizer: optax.GradientTransformation
+    augment: Callable[[Key, Array], Array] | None
+    methods: dict[str, Method]
+    federations: dict[int, Federation]
+    central: Federation
+    label_counts: dict[int, np.ndarray]
+    test: tuple[Array, Array]
+    local_accuracies: Callable[..., Array]
+    accuracy: Callable[..., Array]
+    ensemble_accuracy: Callable[..., Array]
+
+
+class Progress(NamedTuple):
+    """How a unit says how far it is.
+
+    Attributes:
+        epoch: `(mean loss)`, after each epoch of training.
+        step: `(what)`, before each other step.
+    """
+
+    epoch: Callable[[float], None] = lambda loss: None
+    step: Callable[[str], None] = lambda what: None
+
+
+def prepare(config: Config) -> Experiment:
+    """Read the data, split them and build the network; everything that can be refused is here.
+
+    Args:
+        config: a checked configuration.
+
+    Returns:
+        The experiment.
+
+    Raises:
+        ValueError: if there are more clients than examples, the network does not take these images, or
+            a method would need too much memory.
+        FileNotFoundError: if the data set is not there.
+    """
+    train, test = fj.data.load(config.dataset, config.data_dir)
+    partitions = {seed: _partition(config, train.targets, seed) for seed in config.partition_seeds}
+    model = MODELS[config.model](num_classes=train.num_classes)
+    normalize = fj.data.normalizer(train)
+    apply = fj.models.apply_fn(model, normalize)
+    init = jax.jit(lambda key: fj.models.init(model, key, train.inputs))
+    check_full(config, jax.eval_shape(init, jax.random.key(0)))
+
+    data = jnp.asarray(train.inputs), jnp.asarray(train.targets)
+    return Experiment(
+        config=config,
+        apply=apply,
+        init=init,
+        optimizer=optax.sgd(config.learning_rate, config.momentum or None),
+        augment=fj.data.crop_and_flip(normalize) if config.augment else None,
+        methods=methods(config, apply),
+        federations=_federations(data, partitions),
+        central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
+        label_counts={
+            seed: fj.partition.label_counts(train.targets, rows) for seed, rows in partitions.items()
+        },
+        test=(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
+        local_accuracies=jax.jit(partial(fj.metrics.local_accuracies, apply)),
+        accuracy=jax.jit(partial(fj.metrics.accuracy, apply)),
+        ensemble_accuracy=jax.jit(partial(fj.metrics.ensemble_accuracy, apply)),
+    )
+
+
+def steps(config: Config, unit: Unit) -> int:
+    """Count the steps of a unit, an epoch or an algorithm being one."""
+    return config.epochs + (0 if unit[0] is None else len(config.algorithms))
+
+
+def run(experiment: Experiment, unit: Unit, progress: Progress) -> list[Row]:
+    """Compute one unit.
+
+    Args:
+        experiment: what `prepare` returned.
+        unit: a partition seed and a seed: train the clients, merge them in every way. Without a
+            partition seed: train on all the data.
+        progress: told of each epoch and step.
+
+    Returns:
+        Its rows.
+
+    Raises:
+        Diverged: if a model is not finite; the message names the client.
+    """
+    partition_seed, seed = unit
+    if partition_seed is None:
+        return _central(experiment, seed, progress)
+    federation = experiment.federations[partition_seed]
+    params, key = _start(experiment, seed)
+    models, seconds = _train(experiment, federation, params, key, progress)
+    stacked, weights = _finite(experiment.config, models.params, federation.weights)
+
+    def row(algorithm: str, value: Any, **others: Any) -> Row:
+        blank = {"client": None, "seconds": None, "upload_bytes": None}
+        shared = {"round": 1, "split": "test", "metric": "accuracy"}
+        units = {"partition_seed": partition_seed, "seed": seed}
+        return Row(algorithm=algorithm, value=float(value), **units, **shared, **(blank | others))
+
+    local = experiment.local_accuracies(models.params, *experiment.test)
+    ensemble = experiment.ensemble_accuracy(stacked, weights, *experiment.test)
+    rows = [row("local", value, client=i, seconds=seconds) for i, value in enumerate(local)]
+    rows.append(row("ensemble", ensemble, upload_bytes=_upload(stacked)))
+    for name, merged, seconds, upload in _merged(
+        experiment, unit, params, stacked, weights, key, progress
+    ):
+        value = experiment.accuracy(merged, *experiment.test)
+        rows.append(row(name, value, seconds=seconds, upload_bytes=upload))
+    return rows
+
+
+def _merged(
+    experiment: Experiment,
+    unit: Unit,
+    params: Params,
+    stacked: Params,
+    weights: Array,
+    key: Key,
+    progress: Progress,
+) -> list[tuple[str, Params, float, int]]:
+    """Merge by every method: its name, the merged model, seconds and upload."""
+    results = {}
+    validation = _validation(experiment, unit[0])
+    for clients in {method.clients: None for method in experiment.methods.values()}:
+        sharing = {n: m for n, m in experiment.methods.items() if m.clients == clients}
+        progress.step(f"{next(iter(sharing))}: summaries of the clients")
+        updates, seconds = _timed(
+            lambda clients=clients: fj.clients.summarize(
+                clients,
+                stacked,
+                experiment.federations[unit[0]],
+                key=key,
+                global_params=params,
+                clients_per_chunk=_chunk(experiment.config),
+            )
+        )
+        for number, (name, method) in enumerate(sharing.items()):
+            if number > 0:
+                progress.step(f"{name}: merge")
+            server = method.server(*validation)
+            (merged, _), more = _timed(
+                lambda server=server, updates=updates: _merge(server, params, updates, weights)
+            )
+            results[name] = (name, merged, seconds + more, _upload(updates))
+    return [results[name] for name in experiment.methods]
+
+
+def _merge(
+    server: fj.aggregation.Aggregator, params: Params, updates: Any, weights: Array
+) -> tuple[Params, Any]:
+    try:
+        return fj.aggregation.merge(server, params, updates, weights)
+    except ValueError as error:
+        raise Diverged(str(error)) from error
+
+
+def _central(experiment: Experiment, seed: int, progress: Progress) -> list[Row]:
+    params, key = _start(experiment, seed)
+    models, seconds = _train(experiment, experiment.central, params, key, progress)
+    accuracy = experiment.local_accuracies(models.params, *experiment.test)[0]
+    value = float(accuracy)
+    return [Row("central", None, seed, 1, None, "test", "accuracy", value, seconds, None)]
+
+
+def _start(experiment: Experiment, seed: int) -> tuple[Params, Key]:
+    """Draw the initial model; return it and the key of everything else."""
+    init_key, key = jax.random.split(jax.random.key(seed))
+    return experiment.init(init_key), key
+
+
+def _train(
+    experiment: Experiment, federation: Federation, params: Params, key: Key, progress: Progress
+) -> tuple[LocalModels, float]:
+    config = experiment.config
+    weights = np.asarray(federation.weights)
+
+    def after_epoch(epoch: int, losses: Array) -> None:
+        losses = np.asarray(losses)
+        diverged = np.flatnonzero(~np.isfinite(losses))
+        if diverged.size and config.on_nonfinite == "raise":
+            who = "The central model" if len(losses) == 1 else f"Client {diverged[0]}"
+            others = f" (and clients {diverged[1:].tolist()})" if diverged.size > 1 else ""
+            raise Diverged(
+                f"{who}{others} diverged in epoch {epoch + 1}: the training loss is "
+                f"{losses[diverged[0]]}. Lower --learning-rate (now {config.learning_rate:g}), or "
+                "leave diverged clients out of the merge with --on-nonfinite drop."
+            )
+        progress.epoch(float(weights @ losses))
+
+    return _timed(
+        lambda: fj.training.train(
+            experiment.apply,
+            fj.likelihoods.categorical,
+            params,
+            federation,
+            key=key,
+            optimizer=experiment.optimizer,
+            epochs=config.epochs,
+            batch_size=config.batch_size,
+            clients_per_chunk=_chunk(config),
+            augment=experiment.augment,
+            progress=after_epoch,
+        )
+    )
+
+
+def _finite(config: Config, stacked: Params, weights: Array) -> tuple[Params, Array]:
+    try:
+        return fj.aggregation.check_updates(stacked, weights, config.on_nonfinite)
+    except ValueError as error:
+        raise Diverged(str(error)) from error
+
+
+def _validation(experiment: Experiment, partition_seed: int) -> tuple[Array, Array]:
+    """Draw images from the training data, with replacement, the same for all seeds of a split."""
+    inputs, targets = experiment.central.inputs, experiment.central.targets
+    random = np.random.default_rng((partition_seed, NUM_VALIDATION))
+    rows = random.integers(len(targets), size=NUM_VALIDATION)
+    return inputs[rows], targets[rows]
+
+
+def _partition(config: Config, targets: np.ndarray, seed: int) -> list[np.ndarray]:
+    if config.partition == "iid":
+        return fj.partition.iid(targets, config.num_clients, seed)
+    return fj.partition.fedfisher(targets, config.num_clients, config.alpha, seed)
+
+
+def _federations(
+    data: tuple[Array, Array], partitions: dict[int, list[np.ndarray]]
+) -> dict[int, Federation]:
+    """Make federations of equal shapes: padding costs nothing, another shape a compilation."""
+    ready = {seed: fj.clients.federation(data, rows) for seed, rows in partitions.items()}
+    longest = max(federation.indices.shape[1] for federation in ready.values())
+
+    def padded(federation: Federation) -> Federation:
+        more = longest - federation.indices.shape[1]
+        return federation._replace(indices=jnp.pad(federation.indices, ((0, 0), (0, more))))
+
+    return {seed: padded(federation) for seed, federation in ready.items()}
+
+
+def _chunk(config: Config) -> int | None:
+    return None if config.clients_per_chunk == "auto" else config.clients_per_chunk
+
+
+def _upload(stacked: Any) -> int:
+    """Count the bytes of one client's update."""
+    return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(stacked))
+
+
+def _timed(compute: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = jax.block_until_ready(compute())
+    return result, round(time.perf_counter() - start, 4)
