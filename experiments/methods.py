@@ -66,9 +66,7 @@ def methods(config: Config, apply: Apply) -> dict[str, Method]:
         if config.solver == "adam":
             inside = name != "fedfisher_diag"
             return Method(make(), lambda x, y: make(solver=validated_adam(apply, x, y, inside)))
-        return _alone(
-            make(solver=fj.solvers.gradient_descent() if config.solver == "gd" else None)
-        )
+        return _alone(make(solver=fj.solvers.gradient_descent() if config.solver == "gd" else None))
 
     ready = {name: fedfisher(name) for name in config.algorithms if name in _STRUCTURES}
     if "fedavg" in config.algorithms:
@@ -119,8 +117,8 @@ def check_full(config: Config, params: Params) -> None:
     if "fedfisher_full" in config.algorithms and config.num_clients * matrix > _FULL_LIMIT:
         raise ValueError(
             f"--algorithms fedfisher_full needs a matrix of {size} x {size} numbers for each of "
-            f"{config.num_clients} clients, {config.num_clients * matrix / 1e9:.3g} GB; expected at "
-            f"most {_FULL_LIMIT / 1e9:g} GB. Use fedfisher_kfac, or a smaller network"
+            f"{config.num_clients} clients, {config.num_clients * matrix / 1e9:.3g} GB; expected "
+            f"at most {_FULL_LIMIT / 1e9:g} GB. Use fedfisher_kfac, or a smaller network"
         )
 
 

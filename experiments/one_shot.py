@@ -1,19 +1,18 @@
 """Train clients apart, then merge their models in one round, in every way that was asked for.
 
-Each client trains on its own part of a data set. Every algorithm then merges the same trained clients
-into one model, beside three references: the clients' own models (local), the mean of their outputs
-(ensemble) and a model trained on all the data (central), the ceiling. Without any option this is the
-digits demo, which takes seconds and needs no download.
+Each client trains on its own part of a data set. Every algorithm then merges the same trained
+clients into one model, beside three references: the clients' own models (local), the mean of their
+outputs (ensemble) and a model trained on all the data (central), the ceiling. Without any option
+this is the digits demo, which takes seconds and needs no download.
 
-A run leaves four files in its folder: config.json (all that is needed to run it again), results.csv (one
-row for each number), summary.md (the table) and accuracy.png (the figure). An interrupted run keeps what it
-finished, and continues when the same command is given again.
+A run leaves four files in its folder: config.json (all that is needed to run it again), results.csv
+(one row for each number), summary.md (the table) and accuracy.png (the figure). An interrupted run
+keeps what it finished, and continues when the same command is given again.
 """
 
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
@@ -85,10 +84,11 @@ def _report(asked: config.Config, rows: list[Row], console: Console) -> None:
     title = report.title(asked)
     console.print(report.accuracy_table(table, title))
     console.print(report.footnote(), style="dim")
-    results.write_text(asked.out / "summary.md", report.summary(rows, asked))
+    summary = report.summary(rows, asked, results.read_environment(asked.out))
+    results.write_text(asked.out / "summary.md", summary)
     figures.accuracy(table, title, asked.out / "accuracy.png")
     names = (results.CONFIG, results.RESULTS, "summary.md", "accuracy.png")
-    console.print(f"\nIn {asked.out}{Path().anchor or '/'}: {', '.join(names)}", soft_wrap=True)
+    console.print(f"\nIn {asked.out}/: {', '.join(names)}", soft_wrap=True)
 
 
 def _refuse(error: Exception) -> int:

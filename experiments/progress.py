@@ -24,8 +24,11 @@ class Watch:
     """
 
     def __init__(self, console: Console, config: Config, units: Sequence[Unit]):
-        self._console, self._config = console, config
-        self._left = sum(runs.steps(config, unit) for unit in units)
+        self._console = console
+        self._total = sum(runs.steps(config, unit) for unit in units)
+        self._num_epochs = config.epochs * len(units)
+        self._estimated = False
+        self._start = time.perf_counter()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -34,8 +37,7 @@ class Watch:
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("compiling", total=self._left)
-        self._epoch_ends: list[float] = []
+        self._task = self._bar.add_task("compiling", total=self._total)
 
     def __enter__(self) -> "Watch":
         """Show the bar."""
@@ -54,9 +56,12 @@ class Watch:
     def begin(self, unit: Unit) -> runs.Progress:
         """Return what a unit calls while it is computed."""
         name = describe(unit)
+        ends: list[float] = []
 
         def epoch(loss: float) -> None:
-            self._estimate_once()
+            ends.append(time.perf_counter())
+            if len(ends) == 2 and not self._estimated:  # the first epoch compiles
+                self._estimate(ends[1] - ends[0])
             self._bar.update(self._task, advance=1, description=f"{name}: loss {loss:.3f}")
 
         def step(what: str) -> None:
@@ -65,22 +70,32 @@ class Watch:
         return runs.Progress(epoch, step)
 
     def finish(self, unit: Unit, rows: Sequence[Row], seconds: float) -> None:
-        """Say what a unit gave."""
+        """Say what a unit gave, and how long the others may take."""
         merged = [row for row in rows if row.algorithm not in ("local", "ensemble")]
         values = "  ".join(f"{row.algorithm} {100 * row.value:.1f}" for row in merged)
-        self._console.print(f"{describe(unit)}: {values}  [dim]({seconds:.1f} s)[/]", soft_wrap=True)
+        done = self._bar.tasks[0].completed
+        elapsed = time.perf_counter() - self._start
+        left = elapsed / done * (self._total - done)
+        to_go = f", about {duration(left)} to go" if left > _WORTH_SAYING else ""
+        time_taken = f"[dim]({seconds:.1f} s{to_go})[/]"
+        self._console.print(f"{describe(unit)}: {values}  {time_taken}", soft_wrap=True)
 
-    def _estimate_once(self) -> None:
-        """Estimate the whole from the third epoch: the first compiles, the second may write caches."""
-        self._epoch_ends.append(time.perf_counter())
-        if len(self._epoch_ends) != 3:
-            return
-        expected = (self._epoch_ends[2] - self._epoch_ends[1]) * self._left
+    def _estimate(self, seconds: float) -> None:
+        """Say once, early, how long training will take."""
+        self._estimated = True
+        expected = seconds * self._num_epochs
         if expected > _WORTH_SAYING:
             self._console.print(
-                f"An epoch takes {self._epoch_ends[2] - self._epoch_ends[1]:.2g} s: expect about "
-                f"{expected / 60:.0f} minutes in all, counting each merge as an epoch."
+                f"An epoch takes {seconds:.2g} s, training about {duration(expected)} in all; "
+                "merging comes on top.",
+                soft_wrap=True,
             )
+
+
+def duration(seconds: float) -> str:
+    """Round a time for reading."""
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.1f} h"
 
 
 def describe(unit: Unit) -> str:

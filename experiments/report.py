@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.config import Config, command, contents
-from experiments.results import Row, environment
+from experiments.results import Row
 
 MEANINGS = {
     "local": "one client's own model, mean over clients",
@@ -84,12 +84,13 @@ def accuracy_table(table: Sequence[Line], title: str) -> Table:
     return shown
 
 
-def summary(rows: Sequence[Row], config: Config) -> str:
+def summary(rows: Sequence[Row], config: Config, environment: dict[str, object]) -> str:
     """Write the table and what it is of, in Markdown.
 
     Args:
         rows: of the finished experiment.
         config: the experiment.
+        environment: versions and device, by name.
 
     Returns:
         The text of summary.md.
@@ -101,7 +102,7 @@ def summary(rows: Sequence[Row], config: Config) -> str:
         for line, cells in ((line, _cells(line)) for line in table)
     ]
     setting = [f"| {key} | {_words(value)} |" for key, value in contents(config).items()]
-    versions = ", ".join(f"{key} {value}" for key, value in environment().items())
+    versions = ", ".join(f"{key} {value}" for key, value in environment.items())
     return "\n".join(
         [
             f"# {title(config)}",
@@ -138,9 +139,9 @@ def footnote() -> str:
     """Say what the columns hold."""
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in MEANINGS.items())
     return (
-        "Test accuracy, its mean and standard deviation over runs (partition seeds x seeds); upload "
-        "of one client; seconds of the clients' summaries and the merge, of local and central of "
-        f"training, median over runs. {meanings[0].upper()}{meanings[1:]}."
+        "Test accuracy, its mean and standard deviation over runs (partition seeds x seeds); "
+        "upload of one client; seconds of the clients' summaries and the merge, of local and "
+        f"central of training, median over runs, where the first includes compilation. {meanings[0].upper()}{meanings[1:]}."
     )
 
 
@@ -157,10 +158,11 @@ def label_table(counts: np.ndarray, partition_seed: int) -> Table:
     table = Table(
         title=f"Training examples of each client, partition seed {partition_seed}",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),  # ten classes of ten thousand fit into 80 columns
         title_justify="left",
         title_style="bold",
     )
-    table.add_column("client", justify="right")
+    table.add_column("client", justify="right", no_wrap=True)
     few = counts.shape[1] <= _MOST_CLASSES
     headings = map(str, range(counts.shape[1])) if few else ("classes", "most frequent")
     for heading in (*headings, "all"):
@@ -193,7 +195,7 @@ def _cells(line: Line) -> list[str]:
         "-" if deviation is None else f"{deviation:.1f}",
         str(len(line.accuracies)),
         "-" if line.upload_bytes is None else _size(line.upload_bytes),
-        "-" if line.seconds is None else f"{line.seconds:.2f}",
+        "-" if line.seconds is None else f"{line.seconds:.3f}",
     ]
 
 

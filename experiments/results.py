@@ -23,8 +23,8 @@ class Row(NamedTuple):
     """One number of a run; a line of results.csv.
 
     Attributes:
-        algorithm: how models were merged, or what they are compared with: `local` (each client's own
-            model), `ensemble` (the mean of their outputs), `central` (one model trained on all data).
+        algorithm: how models were merged, or what they are compared with: `local` (each client's
+            own model), `ensemble` (the mean of their outputs), `central` (trained on all data).
         partition_seed: of the split; None for `central`, which has none.
         seed: of the initial model and of training.
         round: communication rounds until then.
@@ -32,8 +32,8 @@ class Row(NamedTuple):
         split: of the data that were used to measure.
         metric: what was measured.
         value: accuracy is a fraction.
-        seconds: of the clients' summaries and the merge; for `local` and `central` of the training, of
-            all clients together. The first run of a session includes compilation.
+        seconds: of the clients' summaries and the merge; for `local` and `central` of the training,
+            of all clients together. The first run of a session includes compilation.
         upload_bytes: what one client sends.
     """
 
@@ -81,7 +81,7 @@ def resume(out: Path, config: Config) -> list[Row]:
         The rows that the same experiment has left there.
 
     Raises:
-        ValueError: if the folder holds another experiment; the message names the options that differ.
+        ValueError: if the folder holds another experiment; the message names what differs.
         OSError: if nothing can be written there.
     """
     _check_writable(out)
@@ -127,16 +127,21 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "fisherjax": fj.__version__,
         **versions,
-        "platform": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "backend": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),
     }
 
 
+def read_environment(out: Path) -> dict[str, Any]:
+    """Return the environment that started a run."""
+    return json.loads((out / CONFIG).read_text())["environment"]
+
+
 def environment_changes(out: Path) -> list[str]:
     """Say what is different from the environment that started a run."""
-    return _differences(json.loads((out / CONFIG).read_text())["environment"], environment())
+    return _differences(read_environment(out), environment())
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
@@ -175,7 +180,9 @@ def read(path: Path) -> list[Row]:
     try:
         return [_row(line) for line in lines[1:]]
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it, or choose another --out") from error
+        raise ValueError(
+            f"{path} is damaged ({error}): delete it, or choose another --out"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -68,8 +68,8 @@ class Progress(NamedTuple):
         step: `(what)`, before each other step.
     """
 
-    epoch: Callable[[float], None] = lambda loss: None
-    step: Callable[[str], None] = lambda what: None
+    epoch: Callable[[float], None]
+    step: Callable[[str], None]
 
 
 def prepare(config: Config) -> Experiment:
@@ -82,8 +82,8 @@ def prepare(config: Config) -> Experiment:
         The experiment.
 
     Raises:
-        ValueError: if there are more clients than examples, the network does not take these images, or
-            a method would need too much memory.
+        ValueError: if there are more clients than examples, the network does not take these
+            images, or a method would need too much memory.
         FileNotFoundError: if the data set is not there.
     """
     train, test = fj.data.load(config.dataset, config.data_dir)
@@ -105,7 +105,8 @@ def prepare(config: Config) -> Experiment:
         federations=_federations(data, partitions),
         central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
         label_counts={
-            seed: fj.partition.label_counts(train.targets, rows) for seed, rows in partitions.items()
+            seed: fj.partition.label_counts(train.targets, rows)
+            for seed, rows in partitions.items()
         },
         test=(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
         local_accuracies=jax.jit(partial(fj.metrics.local_accuracies, apply)),
@@ -142,21 +143,15 @@ def run(experiment: Experiment, unit: Unit, progress: Progress) -> list[Row]:
     models, seconds = _train(experiment, federation, params, key, progress)
     stacked, weights = _finite(experiment.config, models.params, federation.weights)
 
-    def row(algorithm: str, value: Any, **others: Any) -> Row:
-        blank = {"client": None, "seconds": None, "upload_bytes": None}
-        shared = {"round": 1, "split": "test", "metric": "accuracy"}
-        units = {"partition_seed": partition_seed, "seed": seed}
-        return Row(algorithm=algorithm, value=float(value), **units, **shared, **(blank | others))
-
     local = experiment.local_accuracies(models.params, *experiment.test)
     ensemble = experiment.ensemble_accuracy(stacked, weights, *experiment.test)
-    rows = [row("local", value, client=i, seconds=seconds) for i, value in enumerate(local)]
-    rows.append(row("ensemble", ensemble, upload_bytes=_upload(stacked)))
+    rows = [_row("local", unit, value, client=i, seconds=seconds) for i, value in enumerate(local)]
+    rows.append(_row("ensemble", unit, ensemble, upload_bytes=_upload(stacked)))
     for name, merged, seconds, upload in _merged(
         experiment, unit, params, stacked, weights, key, progress
     ):
         value = experiment.accuracy(merged, *experiment.test)
-        rows.append(row(name, value, seconds=seconds, upload_bytes=upload))
+        rows.append(_row(name, unit, value, seconds=seconds, upload_bytes=upload))
     return rows
 
 
@@ -192,7 +187,7 @@ def _merged(
             (merged, _), more = _timed(
                 lambda server=server, updates=updates: _merge(server, params, updates, weights)
             )
-            results[name] = (name, merged, seconds + more, _upload(updates))
+            results[name] = (name, merged, round(seconds + more, 4), _upload(updates))
     return [results[name] for name in experiment.methods]
 
 
@@ -209,8 +204,19 @@ def _central(experiment: Experiment, seed: int, progress: Progress) -> list[Row]
     params, key = _start(experiment, seed)
     models, seconds = _train(experiment, experiment.central, params, key, progress)
     accuracy = experiment.local_accuracies(models.params, *experiment.test)[0]
-    value = float(accuracy)
-    return [Row("central", None, seed, 1, None, "test", "accuracy", value, seconds, None)]
+    return [_row("central", (None, seed), accuracy, seconds=seconds)]
+
+
+def _row(
+    algorithm: str,
+    unit: Unit,
+    accuracy: Any,
+    client: int | None = None,
+    seconds: float | None = None,
+    upload_bytes: int | None = None,
+) -> Row:
+    value = round(float(accuracy), 6)
+    return Row(algorithm, *unit, 1, client, "test", "accuracy", value, seconds, upload_bytes)
 
 
 def _start(experiment: Experiment, seed: int) -> tuple[Params, Key]:
@@ -229,10 +235,10 @@ def _train(
         losses = np.asarray(losses)
         diverged = np.flatnonzero(~np.isfinite(losses))
         if diverged.size and config.on_nonfinite == "raise":
-            who = "The central model" if len(losses) == 1 else f"Client {diverged[0]}"
-            others = f" (and clients {diverged[1:].tolist()})" if diverged.size > 1 else ""
+            clients = ", ".join(f"client {client}" for client in diverged)
+            who = "the central model" if federation is experiment.central else clients
             raise Diverged(
-                f"{who}{others} diverged in epoch {epoch + 1}: the training loss is "
+                f"{who} diverged in epoch {epoch + 1}: the training loss is "
                 f"{losses[diverged[0]]}. Lower --learning-rate (now {config.learning_rate:g}), or "
                 "leave diverged clients out of the merge with --on-nonfinite drop."
             )
