@@ -1,9 +1,10 @@
 """Each layer's inputs and output tangents: what diagonal, K-FAC and Gram matrices are sums of.
 
 For a dense or convolution layer with pre-activations s_t = V^T [a_t; 1] at output locations t, the
-gradient of any scalar with respect to V is sum_t a_t g_t^T, with g_t the tangent of s_t. So the pairs
-(a, g) are all that a layer-wise Fisher needs. This is the only file that knows kfac-jax, whose graph
-matcher finds the layers in the trace of an arbitrary `apply`.
+gradient of any scalar with respect to V is sum_t a_t g_t^T, with g_t the tangent of s_t. So the
+pairs (a, g) are all that a layer-wise Fisher needs. This is the only file that knows kfac-jax,
+whose graph matcher finds the layers in the trace of an arbitrary `apply`. It is generous, so each
+find is checked against the formula: where that does not hold the result is wrong without an error.
 """
 
 from collections import Counter
@@ -18,6 +19,11 @@ from fisherjax import compat, nn, tree
 from fisherjax.typing import Apply, Array, Params
 
 compat.patch_kfac_jax()
+
+# Layers are looked for at a number of examples that no other axis has, so that the axis of the
+# examples is never mistaken for one of positions or channels that happens to be as long.
+_MANY = 10007
+_CHANNELS_LAST = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))  # dimension_numbers of NHWC, HWIO
 
 
 class Layer(NamedTuple):
@@ -82,9 +88,11 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         >>> [(layer.kernel, layer.bias) for layer in seen.layers], seen.activations[0].shape
         ([('kernel', 'bias')], (5, 1, 4))
     """
+    many = jax.ShapeDtypeStruct((_MANY, *inputs.shape[1:]), inputs.dtype)
     try:
-        value_and_vjp, extract = kfac_jax.layer_tags_vjp(_registered(apply), params_index=0)
-        jaxpr = extract((params, inputs))
+        _, extract = kfac_jax.layer_tags_vjp(_registered(apply), params_index=0)
+        jaxpr = extract((params, many))
+        value_and_vjp, _ = kfac_jax.layer_tags_vjp(_registered(apply), params_index=0)
         (loss,), vjp = value_and_vjp((params, inputs))
     except Exception as error:
         raise LayersNotFoundError(
@@ -139,14 +147,17 @@ def _registered(apply: Apply) -> Callable[[Params, Array], Array]:
     """Make the function that kfac-jax traces: convolutions tagged, outputs registered."""
 
     def function(params: Params, inputs: Array) -> Array:
-        leaves = jax.tree.leaves(params)
+        untagged = {id(leaf) for leaf in jax.tree.leaves(params)}
 
         def tag(y: Array, lhs: Array, rhs: Array, **settings: Any) -> Array:
             # A kernel that was transformed on its way here is not a parameter: leave it untagged.
-            known = any(rhs is leaf for leaf in leaves)
-            return kfac_jax.register_conv2d(y, lhs, rhs, **settings) if known else y
+            # One that comes again is shared, which `_escapes` finds out.
+            if id(rhs) not in untagged:
+                return y
+            untagged.remove(id(rhs))
+            return kfac_jax.register_conv2d(y, lhs, rhs, **settings)
 
-        # The graph matcher does not look inside jitted functions, so their bodies are traced inline.
+        # The graph matcher does not look inside jitted functions: their bodies are traced inline.
         with jax.disable_jit(), nn.observe_convolutions(tag):
             outputs = apply(params, inputs)
         kfac_jax.register_normal_predictive_distribution(outputs)
@@ -165,7 +176,7 @@ def _read_tags(
     for position, (tag, indices) in enumerate(
         zip(jaxpr.layer_tags, jaxpr.layer_indices, strict=True)
     ):
-        reason = _obstacle(tag)
+        reason = _obstacle(jaxpr, tag)
         if any(uses[leaf] > 1 for leaf in indices):
             reason = "it is used by several layers (shared weights)"
         if reason is None:
@@ -181,21 +192,43 @@ def _read_tags(
     return found, uncovered
 
 
-def _obstacle(tag: Any) -> str | None:
-    """Say why a tag is not a layer that K-FAC covers, or None if it is."""
-    variant = tag.params["meta"].variant
-    if variant in ("dense", "repeated_dense"):
-        return None
-    if variant == "conv2d":
-        dilation = (*tag.params["lhs_dilation"], *tag.params["rhs_dilation"])
-        if set(dilation) != {1}:
-            return "it belongs to a dilated or transposed convolution"
-        if tag.params["feature_group_count"] != 1 or tag.params.get("batch_group_count", 1) != 1:
-            return "it belongs to a grouped convolution"
-        return None
+def _obstacle(jaxpr: Any, tag: Any) -> str | None:
+    """Say why a tag is not a layer that K-FAC covers, None if it is, "" if the uses must tell."""
+    settings, variant = tag.params, tag.params["meta"].variant
     if variant == "scale_and_shift":
-        return "it scales or shifts a normalised activation (BatchNorm, LayerNorm, GroupNorm)"
-    return ""
+        return "it scales or shifts an activation, as in BatchNorm, LayerNorm and GroupNorm"
+    if variant not in ("dense", "repeated_dense", "conv2d"):
+        return ""
+    output, inputs, kernel, *biases = tag.invars
+    axes = inputs.aval.ndim
+    if variant == "conv2d":
+        if set((*settings["lhs_dilation"], *settings["rhs_dilation"])) != {1}:
+            return "it belongs to a dilated or transposed convolution"
+        if settings["feature_group_count"] != 1 or settings.get("batch_group_count", 1) != 1:
+            return "it belongs to a grouped convolution"
+        layout = settings["dimension_numbers"]
+        if axes != 4 or tuple(map(tuple, layout)) != _CHANNELS_LAST:
+            return "it belongs to a convolution other than of [B, H, W, C] by [kh, kw, cin, cout]"
+    elif kernel.aval.ndim != 2:
+        return f"it is a dense kernel of {kernel.aval.ndim} axes; only [inputs, outputs] is covered"
+    elif settings.get("dimension_numbers") != (((axes - 1,), (0,)), ((), ())):
+        return "it is not multiplied along the last axis of the layer's inputs"
+    if inputs.aval.shape[0] != _MANY:
+        return "it belongs to a layer whose inputs do not have the examples as their first axis"
+    if not all(_is_added_last(jaxpr, bias, output.aval.shape[-1]) for bias in biases):
+        return "it belongs to a layer whose bias is not a vector [outputs] along the last axis"
+    if any(_escapes(jaxpr, leaf, output) for leaf in (kernel, *biases)):
+        return "it, or what the layer makes of it, is used elsewhere too (shared weights)"
+    return None
+
+
+def _escapes(jaxpr: Any, variable: Any, output: Any) -> bool:
+    """Whether a parameter reaches the end of the network in another way than through its layer."""
+    reached = {id(variable)}
+    for equation in jaxpr.jaxpr.eqns:
+        if any(id(v) in reached for v in equation.invars):
+            reached.update(id(v) for v in equation.outvars if v is not output)
+    return any(id(v) in reached for v in jaxpr.jaxpr.outvars)
 
 
 def _explain(jaxpr: Any, leaf: int, reason: str) -> str:
@@ -204,11 +237,19 @@ def _explain(jaxpr: Any, leaf: int, reason: str) -> str:
         return reason
     variable = jaxpr.jaxpr.invars[leaf]
     users = _consumers(jaxpr, variable)
+    if not users:
+        return "it is not used by the network"
+    for user in users:
+        if any("jaxpr" in name or name == "branches" for name in user.params):
+            return f"it is used inside {user.primitive.name}, where layers are not looked for"
     if len(users) > 1:
         return f"it is used {len(users)} times (shared weights)"
-    if users and users[0].primitive.name == "convert_element_type":
+    if users[0].params.get("feature_group_count", 1) != 1:
+        return "it belongs to a grouped convolution"
+    result = users[0].outvars[0].aval.dtype
+    if users[0].primitive.name == "convert_element_type" and result != variable.aval.dtype:
         return (
-            f"it is cast to {users[0].outvars[0].aval.dtype} between the parameter and its use; "
+            f"it is cast to {result} between the parameter and its use; "
             "give the parameter and the activations one dtype"
         )
     return "its use was not recognised as a dense or two-dimensional convolution layer"
@@ -231,10 +272,22 @@ def _added_biases(jaxpr: Any) -> dict[int, int]:
         if producer is None or producer.primitive.name not in ("reshape", "broadcast_in_dim"):
             continue
         bias = producer.invars[0]
-        is_vector = bias.aval.shape == (output.aval.shape[-1],)
-        if bias in jaxpr.jaxpr.invars and is_vector and len(_consumers(jaxpr, bias)) == 1:
+        is_leaf = any(bias is v for v in jaxpr.jaxpr.invars[:-1])
+        if is_leaf and _is_added_last(jaxpr, bias, output.aval.shape[-1]):
             biases[position] = jaxpr.jaxpr.invars.index(bias)
     return biases
+
+
+def _is_added_last(jaxpr: Any, bias: Any, outputs: int) -> bool:
+    """Whether a bias is a vector [outputs], added along the last axis and used nowhere else."""
+    users = _consumers(jaxpr, bias)
+    if bias.aval.shape != (outputs,) or len(users) != 1:
+        return False
+    (user,), shape = users, users[0].outvars[0].aval.shape
+    if user.primitive.name == "broadcast_in_dim":
+        return shape[-1] == outputs and user.params["broadcast_dimensions"] == (len(shape) - 1,)
+    # A reshape to [1, ..., 1, outputs]; or the bias itself is added.
+    return shape[-1] == outputs and (user.primitive.name == "add" or set(shape[:-1]) <= {1})
 
 
 def _consumers(jaxpr: Any, variable: Any) -> list[Any]:
