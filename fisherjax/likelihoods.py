@@ -99,7 +99,7 @@ def _check_range(name: str, y: Array, low: int, high: int, meaning: str) -> None
     if isinstance(y, jax.core.Tracer) or y.size == 0:
         return
     smallest, largest = float(y.min()), float(y.max())
-    if smallest < low or largest > high:
+    if not (low <= smallest and largest <= high):  # negated, because NaN compares false
         raise ValueError(
             f"The {name} likelihood expected {meaning} between {low} and {high}, got values from "
             f"{smallest:g} to {largest:g}. Relabel the targets or give the network more outputs."

@@ -130,6 +130,12 @@ def leaf_sums(
     return jax.tree.map(lambda s: jnp.tensordot(w.astype(s.dtype), s, 1), per_example)
 
 
+def weighted_columns(columns: Array, w: Array) -> Array:
+    """Scale cotangents [K, B, ..., C] by sqrt(w_n): tangents are linear in them, squares carry w_n."""
+    root = jnp.sqrt(w).astype(columns.dtype)
+    return columns * root.reshape(1, -1, *(1,) * (columns.ndim - 2))
+
+
 def over_columns(function: Callable[[Array], dict], columns: Array) -> dict:
     """Sum a function of one output cotangent over the K columns of the output factor.
 
@@ -168,7 +174,8 @@ def _layer_sums(seen: Trace, columns: Array, w: Array) -> dict[str, Array]:
 
 def _squared_gradients(a: Array, g: Array, w: Array) -> Array:
     """Sum w_n (sum_t a_nt g_nt^T)^2 over examples: [a, o]."""
-    a, g, w = _wide(a), _wide(g), _wide(w)
+    a, g = _wide(a), _wide(g)
+    w = w.astype(g.dtype)
     if a.shape[1] == 1:
         weighted = jnp.square(g[:, 0]) * w[:, None]
         return jnp.matmul(jnp.square(a[:, 0]).T, weighted, precision=jax.lax.Precision.HIGHEST)

@@ -85,7 +85,7 @@ def _full(
 
         g = jax.vmap(gradients)(x, jnp.moveaxis(columns, 0, 1))
         g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-        weighted = (g * w[:, None, None]).reshape(-1, g.shape[-1])
+        weighted = (g * w[:, None, None].astype(g.dtype)).reshape(-1, g.shape[-1])
         return jnp.matmul(
             weighted.T, g.reshape(-1, g.shape[-1]), precision=jax.lax.Precision.HIGHEST
         )

@@ -1,7 +1,8 @@
 """One pass over a data set: weighted means over examples, a minibatch at a time, exactly.
 
-Padding is by weight: an example of weight zero leaves no trace, so a padded client equals an unpadded
-one, and an empty client gives zeros. Minibatches after the last example that counts are not run.
+Padding is by weight: an example of weight zero leaves no trace, so a padded client equals an
+unpadded one, and an empty client gives zeros. Minibatches after the last example that counts are not
+run.
 """
 
 from collections.abc import Callable
@@ -44,8 +45,7 @@ def weighted_mean(
         The mean, in the structure of `batch_sums`; zeros if all weights are zero.
     """
     indices = jnp.arange(inputs.shape[0]) if indices is None else indices
-    weights = jnp.ones(indices.shape, _sum_dtype(inputs)) if weights is None else weights
-    weights = weights.astype(_sum_dtype(weights))
+    weights = jnp.ones(indices.shape) if weights is None else jnp.asarray(weights, float)
     batch_size = min(batch_size, indices.shape[0])
     padding = -indices.shape[0] % batch_size
     indices, weights = jnp.pad(indices, (0, padding)), jnp.pad(weights, (0, padding))
@@ -93,33 +93,57 @@ def check(
         TypeError: If params are not floating or targets have the wrong dtype.
     """
     tree.check_floating(params)
-    rows = inputs.shape[0] if indices is None else indices.shape[0]
-    if rows == 0:
-        raise ValueError("The data set is empty: a Fisher is a mean over at least one example.")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
+    rows = _check_rows(inputs, targets, weights, indices)
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size!r}; expected an integer of at least 1.")
     if weights is not None and weights.shape != (rows,):
         raise ValueError(
             f"weights has shape {weights.shape}; expected ({rows},), one for each row in use."
         )
-    if targets is not None and targets.shape[0] != inputs.shape[0]:
-        raise ValueError(
-            f"There are {targets.shape[0]} targets for {inputs.shape[0]} inputs; expected as many."
-        )
+    _check_values("weights", weights, 0, float("inf"), "finite numbers, zero or more")
+    _check_values("indices", indices, 0, inputs.shape[0] - 1, f"rows of {inputs.shape[0]} inputs")
     one = jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype)
     z = jax.eval_shape(apply, params, one)
-    if targets is not None and kind is not kinds.true:
-        likelihood.check((targets.shape[0], *z.shape[1:]), targets)
     if z.ndim < 2:
         raise ValueError(
             f"apply returned outputs of shape {z.shape} for one example; expected [1, C]. Keep the "
             "batch axis and give even a single output an axis of its own."
         )
+    if targets is not None and kind is not kinds.true:
+        likelihood.check((targets.shape[0], *z.shape[1:]), targets)
     y = None if targets is None else jax.ShapeDtypeStruct((1, *targets.shape[1:]), targets.dtype)
     jax.eval_shape(lambda z, y, key: kind(likelihood, z, y, key), z, y, key)
 
 
-def _sum_dtype(values: Array) -> Any:
-    """Accumulate in at least float32."""
-    is_floating = jnp.issubdtype(values.dtype, jnp.floating)
-    return jnp.promote_types(values.dtype, jnp.float32) if is_floating else jnp.float32
+def _check_rows(
+    inputs: Array, targets: Array | None, weights: Array | None, indices: Array | None
+) -> int:
+    """Refuse what are not arrays of fitting lengths; return the number of rows in use."""
+    named = {"inputs": inputs, "targets": targets, "weights": weights, "indices": indices}
+    for name, value in named.items():
+        if value is not None and not getattr(value, "ndim", 0):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; expected an array with an axis of examples."
+            )
+    if indices is not None and not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(
+            f"indices have dtype {indices.dtype}; expected integers. Turn a mask into rows with "
+            "numpy.flatnonzero, or pass it as weights."
+        )
+    if targets is not None and targets.shape[0] != inputs.shape[0]:
+        raise ValueError(
+            f"There are {targets.shape[0]} targets for {inputs.shape[0]} inputs; expected as many."
+        )
+    rows = inputs.shape[0] if indices is None else indices.shape[0]
+    if rows == 0 or inputs.shape[0] == 0:
+        raise ValueError("The data set is empty: a Fisher is a mean over at least one example.")
+    return rows
+
+
+def _check_values(name: str, values: Array | None, low: float, high: float, meaning: str) -> None:
+    if values is None or isinstance(values, jax.core.Tracer):
+        return
+    smallest, largest = float(values.min()), float(values.max())
+    # Negated, because comparisons with NaN are false.
+    if not (low <= smallest and largest <= high and largest < float("inf")):
+        raise ValueError(f"{name} run from {smallest:g} to {largest:g}; expected {meaning}.")
