@@ -117,7 +117,8 @@ def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
         >>> params["dense1"]["kernel"].shape
         (64, 32)
     """
-    variables = model.init(key, jnp.zeros((1, *inputs.shape[1:]), inputs.dtype))
+    dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
+    variables = model.init(key, jnp.zeros((1, *inputs.shape[1:]), dtype))
     others = sorted(set(variables) - {"params"})
     if others:
         raise ValueError(

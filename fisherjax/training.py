@@ -187,7 +187,7 @@ def _shuffle(key: Key, rows: Array, size: Array) -> Array:
 
     The draw of a row depends on the key and its place only, not on how much padding there is.
     """
-    draws = jax.random.bits(key, rows.shape)
+    draws = jax.random.bits(key, rows.shape, jnp.uint32)
     padding = jnp.arange(rows.shape[0]) >= size
     return rows[jnp.argsort(jnp.where(padding, ~jnp.uint32(0), draws), stable=True)]
 

@@ -1,0 +1,173 @@
+"""The patch convolution is lax's convolution; pooling is lax's reduction over windows."""
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from fisherjax import nn
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+PADDINGS = st.sampled_from(["VALID", "SAME", "SAME_LOWER", ((1, 2), (0, 1)), ((-1, 0), (2, -1))])
+SIDES = st.integers(1, 3)
+
+
+def arrays(key, *shapes):
+    keys = jax.random.split(key, len(shapes))
+    return [jax.random.normal(k, shape, float) for k, shape in zip(keys, shapes, strict=True)]
+
+
+def both(**arguments):
+    """Our convolution and lax's, as functions of images and kernel."""
+
+    def bind(convolve):
+        return lambda x, kernel: convolve(x, kernel, **arguments)
+
+    return bind(nn.conv_general_dilated), bind(lax.conv_general_dilated)
+
+
+def assert_close(ours, theirs, tolerance=1e-12):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), ours, theirs
+    )
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    kernel=st.tuples(SIDES, SIDES),
+    strides=st.tuples(SIDES, SIDES),
+    padding=PADDINGS,
+    channels=st.tuples(SIDES, SIDES),
+    batch=SIDES,
+)
+def test_patches_are_the_convolution_with_all_its_derivatives(
+    x64, kernel, strides, padding, channels, batch
+):
+    x, kernel, dx, dkernel = arrays(
+        jax.random.key(0), *2 * ((batch, 6, 7, channels[0]), (*kernel, *channels))
+    )
+
+    def everything(convolve):
+        y, tangent = jax.jvp(convolve, (x, kernel), (dx, dkernel))
+        return y, tangent, jax.vjp(convolve, x, kernel)[1](jnp.sin(y))
+
+    ours, theirs = both(window_strides=strides, padding=padding, dimension_numbers=NHWC)
+    assert_close(*jax.jit(lambda: (everything(ours), everything(theirs)))())
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_a_flax_layer_keeps_its_parameters_and_outputs(x64, key, use_bias):
+    [x] = arrays(key, (2, 8, 8, 3))
+    settings = {"features": 4, "kernel_size": (3, 3), "strides": 2, "use_bias": use_bias}
+    plain = flax.linen.Conv(**settings)
+    fast = flax.linen.Conv(**settings, conv_general_dilated=nn.conv_general_dilated)
+    params = jax.tree.map(jnp.cos, plain.init(key, x))
+    assert jax.tree.map(jnp.shape, fast.init(key, x)) == jax.tree.map(jnp.shape, params)
+    assert_close(fast.apply(params, x), plain.apply(params, x))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "arguments"),
+    [
+        ((2, 9, 9, 2), (3, 3, 2, 4), {"rhs_dilation": (2, 2), "dimension_numbers": NHWC}),
+        ((2, 5, 5, 2), (3, 3, 2, 4), {"lhs_dilation": (2, 1), "dimension_numbers": NHWC}),
+        ((2, 9, 9, 4), (3, 3, 2, 4), {"feature_group_count": 2, "dimension_numbers": NHWC}),
+        ((4, 9, 9, 2), (3, 3, 2, 4), {"batch_group_count": 2, "dimension_numbers": NHWC}),
+        ((2, 2, 9, 9), (4, 2, 3, 3), {}),
+        ((2, 2, 2, 3), (3, 3, 3, 4), {"dimension_numbers": NHWC}),
+    ],
+    ids=["kernel dilated", "input dilated", "feature groups", "batch groups", "NCHW", "no output"],
+)
+def test_what_patches_do_not_cover_goes_to_lax_unobserved(x64, key, shape, kernel, arguments):
+    x, kernel = arrays(key, shape, kernel)
+    ours, theirs = both(window_strides=(1, 1), padding=((0, 0), (0, 0)), **arguments)
+    with nn.observe_convolutions(lambda y, lhs, rhs, **settings: pytest.fail("observed")):
+        assert_close(ours(x, kernel), theirs(x, kernel))
+
+
+def test_one_dimensional_convolutions_go_to_lax(x64, key):
+    x, kernel = arrays(key, (2, 9, 3), (3, 3, 4))
+    ours, theirs = both(
+        window_strides=(2,), padding="SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    assert_close(ours(x, kernel), theirs(x, kernel))
+
+
+def test_mismatching_channels_are_an_error(key):
+    x, kernel = arrays(key, (2, 9, 9, 3), (3, 3, 2, 4))
+    with pytest.raises((TypeError, ValueError), match="feature"):
+        nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=NHWC)
+
+
+def test_no_images_give_no_outputs():
+    x, kernel = jnp.zeros((0, 9, 9, 3)), jnp.zeros((3, 3, 3, 4))
+    y = nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=NHWC)
+    assert nn.max_pool(y, 2).shape == (0, 3, 3, 4)
+
+
+def test_patches_times_the_kernel_are_the_convolution(x64, key):
+    x, kernel = arrays(key, (2, 8, 7, 3), (3, 2, 3, 4))
+    cut = nn.patches(x, (3, 2), (2, 1), "SAME")
+    convolved = lax.conv_general_dilated(x, kernel, (2, 1), "SAME", dimension_numbers=NHWC)
+    assert_close(cut @ kernel.reshape(-1, 4), convolved)
+
+
+def test_the_observer_sees_a_convolution_and_replaces_its_output(x64, key):
+    x, kernel = arrays(key, (2, 8, 8, 3), (3, 3, 3, 4))
+    seen = []
+
+    def observe(y, lhs, rhs, **settings):
+        seen.append((lhs, rhs))
+        # The settings are complete: lax computes the same output from them.
+        assert_close(y, lax.conv_general_dilated(lhs, rhs, **settings))
+        return 2 * y
+
+    ours, _ = both(window_strides=(2, 1), padding="SAME", dimension_numbers=NHWC)
+    with nn.observe_convolutions(observe):
+        doubled = ours(x, kernel)
+    assert len(seen) == 1
+    assert seen[0][0] is x
+    assert seen[0][1] is kernel
+    assert_close(doubled, 2 * ours(x, kernel))
+
+
+def test_observers_nest_and_end_with_their_context(key):
+    x, kernel = arrays(key, (1, 4, 4, 1), (3, 3, 1, 1))
+    ours, _ = both(window_strides=(1, 1), padding="VALID", dimension_numbers=NHWC)
+
+    def constant(value):
+        return lambda y, lhs, rhs, **settings: jnp.full_like(y, value)
+
+    def fail(y, lhs, rhs, **settings):
+        raise RuntimeError
+
+    with nn.observe_convolutions(constant(1)):
+        with nn.observe_convolutions(constant(2)):
+            assert ours(x, kernel)[0, 0, 0, 0] == 2
+        with pytest.raises(RuntimeError), nn.observe_convolutions(fail):
+            ours(x, kernel)
+        assert ours(x, kernel)[0, 0, 0, 0] == 1
+    assert ours(x, kernel)[0, 0, 0, 0] not in (1, 2)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 8, 3), (2, 7, 9, 3)], ids=["divides", "cropped"])
+@pytest.mark.parametrize("window", [2, (3, 2), 1])
+def test_pooling_is_the_maximum_over_windows_and_ties_go_to_the_first(x64, key, shape, window):
+    # Few distinct values, so that most windows have ties.
+    x = jax.random.randint(key, shape, 0, 3).astype(float)
+    height, width = (window, window) if isinstance(window, int) else window
+    window_shape = (1, height, width, 1)
+
+    def reference(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, window_shape, window_shape, "VALID")
+
+    y, pullback = jax.vjp(lambda x: nn.max_pool(x, window), x)
+    expected, expected_pullback = jax.vjp(reference, x)
+    cotangent = jnp.sin(jnp.arange(y.size, dtype=float)).reshape(y.shape)
+    assert_close((y, pullback(cotangent)), (expected, expected_pullback(cotangent)), 0)
