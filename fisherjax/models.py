@@ -118,7 +118,8 @@ def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
         (64, 32)
     """
     dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
-    variables = model.init(key, jnp.zeros((1, *inputs.shape[1:]), dtype))
+    # Lazily: nothing but the initialisers runs.
+    variables = model.lazy_init(key, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), dtype))
     others = sorted(set(variables) - {"params"})
     if others:
         raise ValueError(
