@@ -48,21 +48,19 @@ Names = tuple[str, ...]
 class Config:
     """One experiment; the defaults are those of the digits demo, `defaults` knows the others."""
 
+    # tyro shows these strings as --help and keeps their line breaks: one line each.
     dataset: Annotated[str, _names("dataset")] = "digits"
-    """What to learn. It also chooses the defaults of the other options: `--dataset mnist --help`
-    shows those of mnist."""
+    """What to learn; also chooses the other defaults: see `--dataset mnist --help`."""
     model: Annotated[str, _names("model")] = "mlp"
-    """The network. lenet and cnn take images of at least 16 x 16 pixels."""
+    """The network; lenet and cnn take images of at least 16 x 16 pixels."""
     num_clients: int = 5
-    """How many clients the training data are split over."""
+    """Over how many clients the training data are split."""
     partition: Annotated[str, _names("partition")] = "fedfisher"
-    """How they are split: fedfisher gives clients Dirichlet shares of the classes, iid gives
-    everybody the same mixture."""
+    """How: by Dirichlet shares of the classes, or all alike (iid)."""
     alpha: float = 0.1
-    """Concentration of the Dirichlet shares: 0.05 gives a client one or two classes, 100 nearly
-    equal shares. Not used by iid."""
+    """Of the Dirichlet: 0.05 gives a client one or two classes, 100 nearly equal shares."""
     partition_seeds: tuple[int, ...] = (0, 1, 2, 3)
-    """One split for each. They have nothing to do with the seeds of training."""
+    """One split for each; they have nothing to do with the seeds of training."""
     epochs: int = 30
     """Passes of every client over its own data."""
     learning_rate: float = 0.05
@@ -72,32 +70,25 @@ class Config:
     batch_size: int = 32
     """Examples of a training step."""
     augment: bool = False
-    """Crop and mirror training images at random; the Fisher information is of the images as they
-    are."""
+    """Crop and mirror training images at random; never for the Fisher information."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of the initial model and of training. Every seed is trained on every split, once, and its
-    clients are merged in every way."""
+    """Of the initial model and of training; each is trained once on each split."""
     algorithms: Annotated[Names, _names("algorithms")] = ALGORITHMS[:5]
-    """How to merge. fedfisher_full is for networks of a few thousand parameters."""
+    """How to merge; fedfisher_full is for a few thousand parameters."""
     fisher_kind: Annotated[str, _names("fisher_kind")] = "true"
-    """Whose labels the Fisher information takes: the exact expectation over the model's own
-    (true), one draw of them (sampled), or the data's (empirical)."""
+    """Labels of the Fisher: expected under the model (true), drawn from it, or the data's."""
     damping: float | Literal["default"] = "default"
-    """Of fedfisher_*, relative to each layer's own scale; the default is 1 for K-FAC and 0 for
-    the others, whatever the data."""
+    """Of fedfisher_*, relative to each layer's scale; default: 1 for K-FAC, 0 for others."""
     solver: Annotated[str, _names("solver")] = "cg"
-    """Of fedfisher_*: conjugate gradients, gradient descent, or the paper's Adam, which chooses
-    its step by 500 validation images drawn from the training data."""
+    """Of fedfisher_*; adam is the paper's, which needs 500 validation images."""
     on_nonfinite: Annotated[str, _names("on_nonfinite")] = "raise"
     """Stop when a client diverges, or leave it out of every merge."""
     clients_per_chunk: int | Literal["auto"] = "auto"
-    """How many clients are computed side by side; auto is one on a CPU and all elsewhere."""
-    data_dir: Path | None = None
-    """Folder of the prepared data sets; without it the environment's TFDS_DATA_DIR. Digits need
-    none."""
-    out: Path | None = None
-    """Folder for the results; without it a name under runs/. If it holds the same experiment,
-    unfinished, the experiment continues."""
+    """Clients computed side by side; auto is one on a CPU and all elsewhere."""
+    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder for the results, otherwise runs/NAME; an unfinished run there continues."""
 
 
 _PAPER = {

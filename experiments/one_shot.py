@@ -5,9 +5,9 @@ clients into one model, beside three references: the clients' own models (local)
 outputs (ensemble) and a model trained on all the data (central), the ceiling. Without any option
 this is the digits demo, which takes seconds and needs no download.
 
-A run leaves four files in its folder: config.json (all that is needed to run it again), results.csv
-(one row for each number), summary.md (the table) and accuracy.png (the figure). An interrupted run
-keeps what it finished, and continues when the same command is given again.
+A run leaves in its folder: config.json, all that is needed to run it again; results.csv, one row
+for each number; summary.md, the table; accuracy.png, the figure. An interrupted run keeps what it
+finished, and continues when the same command is given again.
 """
 
 import sys

@@ -29,6 +29,7 @@ class Watch:
         self._num_epochs = config.epochs * len(units)
         self._estimated = False
         self._start = time.perf_counter()
+        self._first: tuple[float, float] | None = None  # when the first unit ended, and its steps
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -73,10 +74,15 @@ class Watch:
         """Say what a unit gave, and how long the others may take."""
         merged = [row for row in rows if row.algorithm not in ("local", "ensemble")]
         values = "  ".join(f"{row.algorithm} {100 * row.value:.1f}" for row in merged)
-        done = self._bar.tasks[0].completed
-        elapsed = time.perf_counter() - self._start
-        left = elapsed / done * (self._total - done)
-        to_go = f", about {duration(left)} to go" if left > _WORTH_SAYING else ""
+        done, now = self._bar.tasks[0].completed, time.perf_counter()
+        # The first unit compiles, so that it bounds the others and they estimate one another.
+        from_time, from_done, bound = self._start, 0, "at most about"
+        if self._first is None:
+            self._first = now, done
+        else:
+            (from_time, from_done), bound = self._first, "about"
+        left = (now - from_time) / max(done - from_done, 1) * (self._total - done)
+        to_go = f", {bound} {duration(left)} to go" if left > _WORTH_SAYING else ""
         time_taken = f"[dim]({seconds:.1f} s{to_go})[/]"
         self._console.print(f"{describe(unit)}: {values}  {time_taken}", soft_wrap=True)
 

@@ -141,7 +141,8 @@ def footnote() -> str:
     return (
         "Test accuracy, its mean and standard deviation over runs (partition seeds x seeds); "
         "upload of one client; seconds of the clients' summaries and the merge, of local and "
-        f"central of training, median over runs, where the first includes compilation. {meanings[0].upper()}{meanings[1:]}."
+        "central of training, median over runs, where the first includes compilation. "
+        f"{meanings[0].upper()}{meanings[1:]}."
     )
 
 
