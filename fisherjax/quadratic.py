@@ -28,6 +28,8 @@ class Quadratic(NamedTuple):
 
     Every leaf of a block pytree is a system of its own: `matvec` does not couple leaves.
 
+    Blocks are in at least float32, whatever the dtype of params: `restore` keeps that.
+
     Attributes:
         matvec: blocks -> blocks, x -> sum_i p_i F_i x + lambda x.
         rhs: sum_i p_i F_i W_i + lambda Wbar.
@@ -123,7 +125,8 @@ def from_sums(totals: Sums, damping: float) -> Quadratic:
 
 
 def _blocks(fisher: Operator, params: Params) -> Any:
-    return fisher.blocks(params)
+    blocks = fisher.blocks(params)
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), blocks)
 
 
 def _block_mv(fisher: Operator, blocks: Any) -> Any:

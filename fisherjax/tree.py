@@ -49,7 +49,7 @@ def weighted_sum(stacked: Any, weights: Array) -> Any:
     Clients of weight zero have no influence, whatever finite values they hold.
 
     Args:
-        stacked: Leaves [M, ...].
+        stacked: Floating leaves [M, ...].
         weights: [M].
 
     Returns:
@@ -61,7 +61,10 @@ def weighted_sum(stacked: Any, weights: Array) -> Any:
     """
 
     def leaf(x: Array) -> Array:
-        return jnp.tensordot(weights.astype(x.dtype), x, 1, precision=jax.lax.Precision.HIGHEST)
+        # Weights rounded to bfloat16 would no longer add up to one.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        terms = (weights.astype(wide), x.astype(wide))
+        return jnp.tensordot(*terms, 1, precision=jax.lax.Precision.HIGHEST).astype(x.dtype)
 
     return jax.tree.map(leaf, stacked)
 

@@ -92,7 +92,7 @@ def merge(
 
     Args:
         aggregator: The method.
-        params: The global params that clients started from; their structure is the result's.
+        params: The global params that clients started from; their structure and dtypes are the result's.
         updates: Stacked updates, leaves [M, ...], or a list of M updates, as
             `clients.summarize` gives them or as they were loaded from files.
         weights: [M], non-negative, for instance numbers of examples; scaled to sum one. Equal
@@ -105,6 +105,7 @@ def merge(
     Raises:
         ValueError: If updates do not fit together or the weights do not fit, or if a client's update
             is not finite and `on_nonfinite` is "raise"; the message names clients.
+        TypeError: If params are not floating.
 
     Example:
         >>> import fisherjax as fj
@@ -113,6 +114,7 @@ def merge(
         >>> print(merged["w"])
         [0.75]
     """
+    tree.check_floating(params)
     updates = tree.stack(updates) if isinstance(updates, list) else updates
     weights = _normalized(weights, jax.tree.leaves(updates)[0].shape[0])
     updates, weights = check_updates(updates, weights, on_nonfinite)
@@ -120,11 +122,8 @@ def merge(
     if aggregator.reduce is not None:
         received = aggregator.reduce(updates, weights)
     merged, _, info = aggregator.finish(received, params, aggregator.init(params))
-    if jax.tree.structure(merged) != jax.tree.structure(params):
-        raise ValueError(
-            f"The merged model has leaves {list(tree.names(merged))}, but params has "
-            f"{list(tree.names(params))}. Pass the params of the network that the clients trained."
-        )
+    _check_shapes(merged, params)
+    merged = jax.tree.map(lambda leaf, start: leaf.astype(jnp.result_type(start)), merged, params)
     return merged, info
 
 
@@ -174,6 +173,18 @@ def check_updates(
     cleaned = jax.tree.map(lambda x: jnp.where(_along(kept, x), x, jnp.zeros_like(x)), updates)
     weights = jnp.where(kept, weights, 0)
     return cleaned, weights / weights.sum()
+
+
+def _check_shapes(merged: Params, params: Params) -> None:
+    def described(model: Params) -> dict[str, tuple[int, ...]]:
+        return dict(zip(tree.names(model), map(jnp.shape, jax.tree.leaves(model)), strict=True))
+
+    same = jax.tree.structure(merged) == jax.tree.structure(params)
+    if not same or described(merged) != described(params):
+        raise ValueError(
+            f"The merged model has leaves of shapes {described(merged)}, but params has "
+            f"{described(params)}. Pass the params of the network that the clients trained."
+        )
 
 
 def _along(flags: Array, leaf: Array) -> Array:

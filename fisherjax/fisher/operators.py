@@ -8,6 +8,7 @@ matrix. Solvers work on blocks and treat every leaf on its own.
 The sum of several Kronecker operators is not a Kronecker operator: add their products, not factors.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -47,7 +48,7 @@ class Template(NamedTuple):
 
     def unravel(self, flat: Array) -> Params:
         """Rebuild params from one vector [d]."""
-        sizes = [int(jnp.prod(jnp.array(shape, int))) for shape in self.shapes]
+        sizes = [math.prod(shape) for shape in self.shapes]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         parts = jnp.split(flat, ends[:-1])
         leaves = [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
