@@ -21,11 +21,14 @@ def logits(apply: Apply, params: Params, inputs: Array, *, batch_size: int = 500
     Returns:
         Outputs [N, ..., C].
 
+    Raises:
+        ValueError: If there are no inputs, or batch_size is not a positive integer.
+
     Example:
         >>> logits(lambda w, x: x * w, jnp.array(2.0), jnp.ones((3, 1)), batch_size=2).shape
         (3, 1)
     """
-    return _logits(apply, min(batch_size, inputs.shape[0]), params, jnp.asarray(inputs))
+    return _logits(apply, _batch_size(batch_size, inputs), params, jnp.asarray(inputs))
 
 
 def accuracy(
@@ -43,12 +46,16 @@ def accuracy(
     Returns:
         A fraction between 0 and 1.
 
+    Raises:
+        ValueError: If the targets are not one class label for each output vector.
+
     Example:
         >>> apply = lambda w, x: x * w
         >>> print(accuracy(apply, jnp.array(1.0), jnp.eye(2), jnp.array([0, 0])))
         0.5
     """
-    return _share_right(logits(apply, params, inputs, batch_size=batch_size), targets)
+    outputs = logits(apply, params, inputs, batch_size=batch_size)
+    return _hits(outputs, targets).mean()
 
 
 def local_accuracies(
@@ -65,11 +72,17 @@ def local_accuracies(
 
     Returns:
         Fractions [M].
+
+    Raises:
+        ValueError: If the targets are not one class label for each output vector.
+
+    Example:
+        >>> apply = lambda w, x: x * w
+        >>> print(local_accuracies(apply, jnp.array([1.0, -1.0]), jnp.eye(2), jnp.array([0, 0])))
+        [0.5 0.5]
     """
-    inputs = jnp.asarray(inputs)
-    return jax.lax.map(
-        lambda params: accuracy(apply, params, inputs, targets, batch_size=batch_size), stacked
-    )
+    outputs = _every_logits(apply, _batch_size(batch_size, inputs), stacked, jnp.asarray(inputs))
+    return jnp.stack([_hits(own, targets).mean() for own in outputs])
 
 
 def ensemble_accuracy(
@@ -93,13 +106,24 @@ def ensemble_accuracy(
 
     Returns:
         A fraction between 0 and 1.
-    """
 
-    inputs = jnp.asarray(inputs)
-    outputs = jax.lax.map(
-        lambda params: logits(apply, params, inputs, batch_size=batch_size), stacked
-    )
-    return _share_right(tree.weighted_sum(outputs, weights), targets)
+    Raises:
+        ValueError: If the targets are not one class label for each output vector, or the weights
+            not one number for each model.
+
+    Example:
+        >>> apply, models = lambda w, x: x * w, jnp.array([1.0, -1.0])
+        >>> x, y = jnp.eye(2), jnp.array([0, 1])
+        >>> print(ensemble_accuracy(apply, models, jnp.array([0.7, 0.3]), x, y))
+        1.0
+    """
+    outputs = _every_logits(apply, _batch_size(batch_size, inputs), stacked, jnp.asarray(inputs))
+    if jnp.shape(weights) != outputs.shape[:1]:
+        raise ValueError(
+            f"weights has shape {jnp.shape(weights)}; expected ({outputs.shape[0]},), one for each "
+            "model."
+        )
+    return _hits(tree.weighted_sum(outputs, jnp.asarray(weights)), targets).mean()
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -109,5 +133,24 @@ def _logits(apply: Apply, batch_size: int, params: Params, inputs: Array) -> Arr
     return outputs.reshape(-1, *outputs.shape[2:])[: inputs.shape[0]]
 
 
-def _share_right(outputs: Array, targets: Array) -> Array:
-    return jnp.mean(outputs.argmax(-1) == jnp.asarray(targets))
+@partial(jax.jit, static_argnums=(0, 1))
+def _every_logits(apply: Apply, batch_size: int, stacked: Params, inputs: Array) -> Array:
+    return jax.lax.map(lambda params: _logits(apply, batch_size, params, inputs), stacked)
+
+
+def _hits(outputs: Array, targets: Array) -> Array:
+    # A shape that merely broadcasts would compare every output with every target.
+    if jnp.shape(targets) != outputs.shape[:-1]:
+        raise ValueError(
+            f"targets have shape {jnp.shape(targets)} and the outputs {outputs.shape}; expected "
+            f"one class label for each output vector, {outputs.shape[:-1]}."
+        )
+    return outputs.argmax(-1) == jnp.asarray(targets)
+
+
+def _batch_size(batch_size: int, inputs: Array) -> int:
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size!r}; expected an integer of at least 1.")
+    if len(inputs) == 0:
+        raise ValueError("There are no inputs: accuracy needs at least one example.")
+    return min(batch_size, len(inputs))
