@@ -80,6 +80,7 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
 
     Raises:
         LayersNotFoundError: If kfac-jax cannot read the network at all.
+        ValueError: If the network mixes the examples of a batch.
 
     Example:
         >>> from fisherjax.fisher import layers
@@ -100,6 +101,12 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
             "Use fisher.diagonal, which then takes gradients of single examples, or write the "
             "network with plain dense and convolution layers."
         ) from error
+    if _mixes_examples(jaxpr):
+        raise ValueError(
+            "The network computes something over all examples of a batch, like BatchNorm in training "
+            "mode, but the Fisher information is a mean over single examples. Let apply use running "
+            "statistics."
+        )
     found, uncovered = _read_tags(jaxpr, tree.names(params), jax.tree.leaves(params))
     at_zero = vjp(((jnp.zeros_like(loss.mean),),))
     activations = tuple(
@@ -220,6 +227,17 @@ def _obstacle(jaxpr: Any, tag: Any) -> str | None:
     if any(_escapes(jaxpr, leaf, output) for leaf in (kernel, *biases)):
         return "it, or what the layer makes of it, is used elsewhere too (shared weights)"
     return None
+
+
+def _mixes_examples(jaxpr: Any) -> bool:
+    """Whether something that depends on the inputs has lost the axis of the examples on its way."""
+    reached = {id(jaxpr.jaxpr.invars[-1])}
+    for equation in jaxpr.jaxpr.eqns:
+        if any(id(v) in reached for v in equation.invars):
+            reached.update(map(id, equation.outvars))
+            if any(getattr(v.aval, "size", 0) % _MANY for v in equation.outvars):
+                return True
+    return False
 
 
 def _escapes(jaxpr: Any, variable: Any, output: Any) -> bool:

@@ -228,7 +228,8 @@ class Kronecker:
         """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
         size = sum(leaf.size for leaf in jax.tree.leaves(self.diagonal()))
         columns = jax.vmap(lambda e: ravel(self.mv(self.template.unravel(e))))
-        return columns(jnp.eye(size, dtype=jnp.result_type(*jax.tree.leaves(self.factors)))).T
+        dtype = jnp.result_type(*jax.tree.leaves((self.factors, self.entries)))
+        return columns(jnp.eye(size, dtype=dtype)).T
 
 
 Operator = Diagonal | Dense | Kronecker
