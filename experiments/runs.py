@@ -166,7 +166,7 @@ def _merged(
 ) -> list[tuple[str, Params, float, int]]:
     """Merge by every method: its name, the merged model, seconds and upload."""
     results = {}
-    validation = _validation(experiment, unit[0])
+    images = validation(experiment, unit[0])
     for clients in {method.clients: None for method in experiment.methods.values()}:
         sharing = {n: m for n, m in experiment.methods.items() if m.clients == clients}
         progress.step(f"{next(iter(sharing))}: summaries of the clients")
@@ -183,7 +183,7 @@ def _merged(
         for number, (name, method) in enumerate(sharing.items()):
             if number > 0:
                 progress.step(f"{name}: merge")
-            server = method.server(*validation)
+            server = method.server(*images)
             (merged, _), more = _timed(
                 lambda server=server, updates=updates: _merge(server, params, updates, weights)
             )
@@ -268,8 +268,16 @@ def _finite(config: Config, stacked: Params, weights: Array) -> tuple[Params, Ar
         raise Diverged(str(error)) from error
 
 
-def _validation(experiment: Experiment, partition_seed: int) -> tuple[Array, Array]:
-    """Draw images from the training data, with replacement, the same for all seeds of a split."""
+def validation(experiment: Experiment, partition_seed: int) -> tuple[Array, Array]:
+    """Draw images for the solvers that need some from the training data, with replacement.
+
+    Args:
+        experiment: whose data.
+        partition_seed: of the split; the draw is the same for all seeds of training.
+
+    Returns:
+        Images and labels.
+    """
     inputs, targets = experiment.central.inputs, experiment.central.targets
     random = np.random.default_rng((partition_seed, NUM_VALIDATION))
     rows = random.integers(len(targets), size=NUM_VALIDATION)
