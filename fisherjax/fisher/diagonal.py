@@ -87,7 +87,7 @@ def _diagonal(
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         seen = _try_layers(apply, params, x)
         columns = kind(likelihood, seen.outputs, y, key)
-        sums = _layer_sums(seen, columns, w)
+        sums = _layer_sums(seen, weighted_columns(columns, w))
         rest = [name for name in template.names() if name not in sums]
         return sums | leaf_sums(apply, params, x, columns, w, rest)
 
@@ -139,17 +139,13 @@ def weighted_columns(columns: Array, w: Array) -> Array:
 def over_columns(function: Callable[[Array], dict], columns: Array) -> dict:
     """Sum a function of one output cotangent over the K columns of the output factor.
 
-    Up to 32 columns are unrolled, which XLA fuses several times faster than a loop; more are looped
-    over, so that compilation stays short.
+    A loop, not an unrolled sum: on a CPU its working set stays in the cache, which measured twice as
+    fast for LeNet, and compilation does not grow with the number of classes.
     """
-    if columns.shape[0] <= 32:
-        terms = [function(column) for column in columns]
-        return jax.tree.map(lambda *leaves: sum(leaves), *terms)
-    first = function(columns[0])
+    shapes = jax.eval_shape(function, columns[0])
+    zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
     return jax.lax.scan(
-        lambda sums, column: (jax.tree.map(jnp.add, sums, function(column)), None),
-        first,
-        columns[1:],
+        lambda sums, column: (jax.tree.map(jnp.add, sums, function(column)), None), zeros, columns
     )[0]
 
 
@@ -161,26 +157,24 @@ def _try_layers(apply: Apply, params: Params, x: Array) -> Trace:
         return Trace(apply(params, x), (), (), lambda cotangent: (), {})
 
 
-def _layer_sums(seen: Trace, columns: Array, w: Array) -> dict[str, Array]:
+def _layer_sums(seen: Trace, columns: Array) -> dict[str, Array]:
     def one_column(column: Array) -> dict[str, Array]:
         sums = {}
         tangents = seen.pullback(column)
         for layer, a, g in zip(seen.layers, seen.activations, tangents, strict=True):
-            sums |= unpack(layer, _squared_gradients(a, g, w))
+            sums |= unpack(layer, _squared_gradients(a, g))
         return sums
 
     return over_columns(one_column, columns) if seen.layers else {}
 
 
-def _squared_gradients(a: Array, g: Array, w: Array) -> Array:
-    """Sum w_n (sum_t a_nt g_nt^T)^2 over examples: [a, o]."""
+def _squared_gradients(a: Array, g: Array) -> Array:
+    """Sum (sum_t a_nt g_nt^T)^2 over examples: [a, o]."""
     a, g = _wide(a), _wide(g)
-    w = w.astype(g.dtype)
+    highest = jax.lax.Precision.HIGHEST
     if a.shape[1] == 1:
-        weighted = jnp.square(g[:, 0]) * w[:, None]
-        return jnp.matmul(jnp.square(a[:, 0]).T, weighted, precision=jax.lax.Precision.HIGHEST)
-    gradients = jnp.einsum("bta,bto->bao", a, g, precision=jax.lax.Precision.HIGHEST)
-    return jnp.einsum("bao,b->ao", jnp.square(gradients), w, precision=jax.lax.Precision.HIGHEST)
+        return jnp.matmul(jnp.square(a[:, 0]).T, jnp.square(g[:, 0]), precision=highest)
+    return jnp.square(jnp.einsum("bta,bto->bao", a, g, precision=highest)).sum(0)
 
 
 def _wide(x: Array) -> Array:

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax.fisher import kinds, passes
-from fisherjax.fisher.diagonal import Diagonal, diagonal, leaf_sums, over_columns
+from fisherjax.fisher.diagonal import (
+    Diagonal,
+    diagonal,
+    leaf_sums,
+    over_columns,
+    weighted_columns,
+)
 from fisherjax.fisher.layers import Trace, trace
 from fisherjax.fisher.operators import Kronecker, Template
 from fisherjax.likelihoods import Likelihood
@@ -91,16 +97,6 @@ def kfac(
         raise ValueError(
             f"otherwise is {otherwise!r}; expected None, fisher.diagonal or fisher.zero."
         )
-    uncovered = {}
-
-    def find(x: Array) -> Array:
-        seen = trace(apply, params, x)
-        uncovered.update(seen.uncovered)
-        return seen.outputs
-
-    jax.eval_shape(find, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype))
-    if uncovered and otherwise is None:
-        raise ValueError(_refusal(uncovered))
     static = (apply, likelihood, kind, batch_size, otherwise)
     return _kfac(*static, params, inputs, targets, weights, indices, key)
 
@@ -132,6 +128,8 @@ def _kfac(
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> tuple[dict, dict]:
         seen = trace(apply, params, x)
+        if seen.uncovered and otherwise is None:
+            raise ValueError(_refusal(seen.uncovered))
         layers[:] = seen.layers
         columns = kind(likelihood, seen.outputs, y, key)
         names = list(seen.uncovered)
@@ -149,26 +147,24 @@ def _kfac(
 def _factor_sums(seen: Trace, columns: Array, w: Array) -> dict[str, dict[str, Array]]:
     def output_factors(column: Array) -> dict[str, Array]:
         tangents = zip(seen.layers, seen.pullback(column), strict=True)
-        return {layer.kernel: second_moment(g, w) / g.shape[1] for layer, g in tangents}
+        return {layer.kernel: second_moment(g) / g.shape[1] for layer, g in tangents}
 
     inputs = input_moments(seen, w)
-    outputs = over_columns(output_factors, columns)
+    outputs = over_columns(output_factors, weighted_columns(columns, w))
     return {name: {"input": inputs[name], "output": outputs[name]} for name in inputs}
 
 
 def input_moments(seen: Trace, w: Array) -> dict[str, Array]:
     """Sum w_n sum_t a_nt a_nt^T over a minibatch, for each layer by the name of its kernel."""
+    root = jnp.sqrt(w)[:, None, None]
     pairs = zip(seen.layers, seen.activations, strict=True)
-    return {layer.kernel: second_moment(a, w) for layer, a in pairs}
+    return {layer.kernel: second_moment(a * root.astype(a.dtype)) for layer, a in pairs}
 
 
-def second_moment(values: Array, w: Array) -> Array:
-    """Sum w_n sum_t v_nt v_nt^T: [B, T, f] and [B] -> [f, f], in at least float32."""
+def second_moment(values: Array) -> Array:
+    """Sum v_nt v_nt^T over examples and locations: [B, T, f] -> [f, f], in at least float32."""
+    # Without the barrier XLA computes the values twice, once for each side of the product.
+    flat = jax.lax.optimization_barrier(values.reshape(-1, values.shape[-1]))
     wide = jnp.promote_types(values.dtype, jnp.float32)
-    weighted = (values * w[:, None, None].astype(values.dtype)).reshape(-1, values.shape[-1])
-    return jnp.matmul(
-        weighted.T,
-        values.reshape(-1, values.shape[-1]),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=wide,
-    )
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.matmul(flat.T, flat, precision=highest, preferred_element_type=wide)
