@@ -103,9 +103,9 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         ) from error
     if _mixes_examples(jaxpr):
         raise ValueError(
-            "The network computes something over all examples of a batch, like BatchNorm in training "
-            "mode, but the Fisher information is a mean over single examples. Let apply use running "
-            "statistics."
+            "The network computes something over all examples of a batch, like BatchNorm in "
+            "training mode, but the Fisher information is a mean over single examples. Let apply "
+            "use running statistics."
         )
     found, uncovered = _read_tags(jaxpr, tree.names(params), jax.tree.leaves(params))
     at_zero = vjp(((jnp.zeros_like(loss.mean),),))
