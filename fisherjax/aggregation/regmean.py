@@ -14,7 +14,7 @@ from fisherjax import tree
 from fisherjax.aggregation.base import Aggregator, no_state
 from fisherjax.clients import Examples
 from fisherjax.fisher import passes
-from fisherjax.fisher.kfac import second_moment
+from fisherjax.fisher.kfac import input_moments
 from fisherjax.fisher.layers import trace
 from fisherjax.fisher.operators import Template
 from fisherjax.typing import Apply, Array, Key, Params
@@ -92,16 +92,18 @@ def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) ->
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
         seen = trace(apply, params, x)
+        moments = input_moments(seen, w)
+        # A moment's last row and column belong to the bias, if there is one.
         dense = {
-            layer.kernel: a if layer.bias is None else a[..., :-1]
-            for layer, a in zip(seen.layers, seen.activations, strict=True)
+            layer.kernel: moments[layer.kernel][: layer.shape[0], : layer.shape[0]]
+            for layer in seen.layers
             if layer.is_dense
         }
         if not dense:
             raise ValueError(
                 "RegMean merges dense layers, and this network has none; use fedavg or fedfisher."
             )
-        return {name: second_moment(a, w) for name, a in dense.items()}
+        return dense
 
     return passes.weighted_mean(
         batch_sums,
