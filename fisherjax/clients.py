@@ -4,6 +4,7 @@ The data lie in memory once; a client is a row of example indices. Clients are r
 those integers are padded, never images.
 """
 
+import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -225,12 +226,12 @@ def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
     """
     if clients_per_chunk is None:
         return 1 if jax.default_backend() == "cpu" else num_clients
-    if not isinstance(clients_per_chunk, int) or clients_per_chunk < 1:
+    if not isinstance(clients_per_chunk, numbers.Integral) or clients_per_chunk < 1:
         raise ValueError(
             f"clients_per_chunk is {clients_per_chunk!r}; expected an integer from 1 (one client "
             f"after the other) to {num_clients} (all at once), or None to choose."
         )
-    return min(clients_per_chunk, num_clients)
+    return min(int(clients_per_chunk), num_clients)
 
 
 def summarize(

@@ -5,6 +5,7 @@ examples are shuffled, the last short batch is kept and averaged over its own ex
 are gathered from the one copy of the data.
 """
 
+import numbers
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,6 +117,7 @@ def train(
         apply, likelihood, optimizer, batch_size, _mask(params, mask), augment, apply_train
     )
     _check(recipe, params, federation, key, epochs)
+    recipe = recipe._replace(batch_size=min(batch_size, federation.indices.shape[1]))
     chunk = chunk_size(clients_per_chunk, federation.num_clients)
 
     state = _start(optimizer, federation.num_clients, params)
@@ -125,7 +127,7 @@ def train(
         losses.append(loss)
         if progress is not None:
             progress(epoch, loss)
-    steps = epochs * _steps(federation.sizes, batch_size)
+    steps = epochs * _steps(federation.sizes, recipe.batch_size)
     return LocalModels(state.params, jnp.stack(losses, axis=1), steps)
 
 
@@ -260,7 +262,7 @@ def _check(recipe: _Recipe, params: Params, federation: Federation, key: Key, ep
     if not jnp.issubdtype(jnp.asarray(key).dtype, jax.dtypes.prng_key):
         raise TypeError("key is not a typed key; make one with jax.random.key(seed).")
     for name, value in (("epochs", epochs), ("batch_size", recipe.batch_size)):
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, numbers.Integral) or value < 1:
             raise ValueError(f"{name} is {value!r}; expected an integer of at least 1.")
     outputs = jax.eval_shape(recipe.apply, params, federation.inputs)
     recipe.likelihood.check(outputs.shape, federation.targets)
