@@ -1,0 +1,146 @@
+"""The full Fisher against its definitions, each computed another way."""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from fisherjax import fisher, likelihoods
+
+
+@pytest.fixture
+def network(request):
+    return request.getfixturevalue(request.param)
+
+
+def networks(*pairs):
+    """Cross networks with likelihoods, by names."""
+    return pytest.mark.parametrize(("network", "name"), pairs, indirect=["network"])
+
+
+@networks(
+    ("mlp", "categorical"),
+    ("mlp", "bernoulli"),
+    ("sequence", "categorical"),
+    ("sequence", "gaussian"),
+)
+def test_true_fisher_is_the_gauss_newton_matrix(network, jacobian, targets_for, name):
+    apply, params, x = network
+    likelihood = getattr(likelihoods, name)
+    z = apply(params, x)
+
+    def loss(flat, z, y):  # of one example; its Hessian in z does not depend on y
+        return likelihood.negative_log_likelihood(flat.reshape(1, *z.shape), y[None])[0]
+
+    y = targets_for(name, z)
+    hessian = jax.vmap(jax.hessian(loss))(z.reshape(len(z), -1), z, y)
+    j = jacobian(apply, params, x)
+    gauss_newton = jnp.einsum("nod,noc,nce->de", j, hessian, j) / len(x)
+    matrix = fisher.full(apply, likelihood, params, x, batch_size=4).matrix
+    np.testing.assert_allclose(matrix, gauss_newton, atol=1e-12)
+
+
+@networks(("mlp", "categorical"), ("sequence", "categorical"), ("mlp", "bernoulli"))
+def test_true_fisher_is_the_mean_over_all_labels_of_squared_gradients(network, name):
+    apply, params, x = network
+    x = x[:3]
+    likelihood = getattr(likelihoods, name)
+    z = apply(params, x)
+    shape, values = (z.shape[1:-1], z.shape[-1]) if name == "categorical" else (z.shape[1:], 2)
+    labels = [
+        jnp.asarray(y).reshape(shape)
+        for y in itertools.product(range(values), repeat=np.prod(shape, dtype=int))
+    ]
+    flat, restore = ravel_pytree(params)
+
+    def loss(flat, example, y):
+        return likelihood.negative_log_likelihood(apply(restore(flat), example[None]), y[None])[0]
+
+    total, mass = 0, 0
+    for y in labels:
+        value, gradient = jax.vmap(jax.value_and_grad(loss), (None, 0, None))(flat, x, y)
+        probability = jnp.exp(-value)
+        total += jnp.einsum("n,nd,ne->de", probability, gradient, gradient) / len(x)
+        mass += probability
+    np.testing.assert_allclose(mass, 1, atol=1e-12)
+    np.testing.assert_allclose(fisher.full(apply, likelihood, params, x).matrix, total, atol=1e-12)
+
+
+def test_true_fisher_of_a_linear_softmax_is_the_hessian_of_the_loss(mlp, targets_for):
+    x = mlp.inputs
+    params = {"kernel": mlp.params["second"]["kernel"][:4], "bias": jnp.ones(3)}
+    flat, restore = ravel_pytree(params)
+
+    def apply(params, x):
+        return x @ params["kernel"] + params["bias"]
+
+    y = targets_for("categorical", apply(params, x))
+
+    def loss(flat):
+        z = apply(restore(flat), x)
+        return likelihoods.categorical.negative_log_likelihood(z, y).mean()
+
+    matrix = fisher.full(apply, likelihoods.categorical, params, x).matrix
+    np.testing.assert_allclose(matrix, jax.hessian(loss)(flat), atol=1e-12)
+
+
+@networks(("mlp", "categorical"), ("sequence", "bernoulli"), ("sequence", "gaussian"))
+def test_empirical_fisher_is_the_mean_of_outer_products_of_gradients(network, targets_for, name):
+    apply, params, x = network
+    likelihood = getattr(likelihoods, name)
+    y = targets_for(name, apply(params, x))
+    flat, restore = ravel_pytree(params)
+
+    def loss(flat, example, y):
+        return likelihood.negative_log_likelihood(apply(restore(flat), example[None]), y[None])[0]
+
+    gradients = jax.vmap(jax.grad(loss), (None, 0, 0))(flat, x, y)
+    matrix = fisher.full(
+        apply, likelihood, params, x, y, kind=fisher.empirical, batch_size=3
+    ).matrix
+    np.testing.assert_allclose(matrix, gradients.T @ gradients / len(x), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_samples"),
+    [("categorical", 1), ("categorical", 3), ("gaussian", 1), ("bernoulli", 1)],
+)
+def test_sampled_fisher_is_the_true_one_on_average(mlp, key, name, num_samples):
+    apply, params, x = mlp
+    likelihood, draws = getattr(likelihoods, name), 800
+    kind = partial(fisher.sampled, num_samples=num_samples)
+
+    @jax.jit
+    def entries(key):
+        return fisher.full(apply, likelihood, params, x, kind=kind, key=key, batch_size=4).matrix
+
+    samples = jax.vmap(entries)(jax.random.split(key, draws))
+    standard_error = samples.std(0) / np.sqrt(draws)
+    error = samples.mean(0) - fisher.full(apply, likelihood, params, x).matrix
+    # 820 different entries: the largest of so many normal deviates stays below 5.
+    assert jnp.abs(error / standard_error).max() < 5
+    assert standard_error.max() < 0.1 * samples.mean(0).max()
+
+
+@pytest.mark.parametrize("kind", [fisher.true, fisher.sampled, fisher.empirical])
+def test_vector_product_is_the_matrix_times_the_vector(sequence, targets_for, key, kind):
+    apply, params, x = sequence
+    y = targets_for("categorical", apply(params, x))
+    vector = jax.tree.map(jnp.cos, params)
+    weights = jnp.linspace(0, 2, len(x))
+    options = {"kind": kind, "key": key, "weights": weights, "batch_size": 3}
+    dense = fisher.full(apply, likelihoods.categorical, params, x, y, **options).matrix
+    product = fisher.vector_product(apply, likelihoods.categorical, params, x, vector, y, **options)
+    assert jax.tree.structure(product) == jax.tree.structure(params)
+    expected = dense @ ravel_pytree(vector)[0]
+    np.testing.assert_allclose(ravel_pytree(product)[0], expected, atol=1e-12)
+
+
+def test_vector_product_refuses_a_vector_of_another_shape(mlp):
+    apply, params, x = mlp
+    with pytest.raises(ValueError, match="vector has leaves of shapes"):
+        fisher.vector_product(apply, likelihoods.gaussian, params, x, params["first"])
