@@ -1,0 +1,65 @@
+"""Memory is set by the minibatch and the chunk of clients, not by the number of examples."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import fisherjax as fj
+from fisherjax.clients import Federation
+
+IMAGE = (28, 28, 1)
+
+
+def scratch_bytes(function, *arguments) -> int:
+    """Ask the compiler how much memory a program needs beside its arguments and results."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def federation_of(num_examples: int, num_clients: int) -> Federation:
+    size = num_examples // num_clients
+    shape = jax.ShapeDtypeStruct
+    return Federation(
+        shape((num_examples, *IMAGE), jnp.uint8),
+        shape((num_examples,), jnp.int32),
+        shape((num_clients, size), jnp.int32),
+        shape((num_clients,), jnp.int32),
+    )
+
+
+@pytest.fixture
+def network():
+    model = fj.models.LeNet(num_classes=10)
+    params = jax.eval_shape(
+        lambda key: fj.models.init(model, key, jnp.zeros((1, *IMAGE))), jax.random.key(0)
+    )
+    return fj.models.apply_fn(model, lambda x: x / 255.0), params
+
+
+def test_training_never_gathers_the_clients_images(network):
+    apply, params = network
+    optimizer = optax.sgd(0.1)
+
+    def train(params, federation):
+        likelihood, key = fj.likelihoods.categorical, jax.random.key(0)
+        options = {"key": key, "optimizer": optimizer, "epochs": 1, "batch_size": 16}
+        return fj.training.train(apply, likelihood, params, federation, **options).params
+
+    small, large = (scratch_bytes(train, params, federation_of(n, 4)) for n in (400, 40_000))
+    images = 39_600 * 28 * 28
+    assert large - small < images / 4
+
+
+@pytest.mark.parametrize("structure", [fj.fisher.diagonal, fj.fisher.kfac])
+def test_a_fisher_pass_holds_neither_all_gradients_nor_all_images(network, structure):
+    apply, params = network
+
+    def run(params, inputs):
+        return structure(apply, fj.likelihoods.categorical, params, inputs, batch_size=16)
+
+    def scratch(n):
+        return scratch_bytes(run, params, jax.ShapeDtypeStruct((n, *IMAGE), jnp.uint8))
+
+    small, large = scratch(64), scratch(6400)
+    assert large - small < 6336 * 28 * 28 / 4
