@@ -50,7 +50,7 @@ class Trace(NamedTuple):
 
     Attributes:
         outputs: z [B, ..., C].
-        layers: The layers found, in the order of their kernels in the pytree.
+        layers: The layers found, in the order of their first leaves in the pytree.
         activations: For each layer its inputs [B, T, a], with a trailing 1 where it has a bias.
         pullback: Cotangent of the outputs [B, ..., C] -> for each layer the tangents [B, T, o].
         uncovered: Leaves that belong to no layer, each with the reason.

@@ -79,7 +79,7 @@ def jacobian() -> Callable:
 
 @pytest.fixture
 def oracle(jacobian) -> Callable:
-    """mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T: `oracle(apply, params, inputs, columns)` -> [d, d]."""
+    """`oracle(apply, params, inputs, columns)`: mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T [d, d]."""
 
     def compute(apply: Callable, params: dict, inputs: jax.Array, columns: jax.Array) -> jax.Array:
         columns = columns.reshape(*columns.shape[:2], -1)

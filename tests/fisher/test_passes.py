@@ -81,7 +81,7 @@ def test_indices_choose_rows_of_inputs_and_targets(mlp, structure, targets_for):
 
 
 def test_integer_inputs_keep_all_digits(mlp):
-    apply, params, x = mlp
+    apply, params, _ = mlp
     levels = np.random.default_rng(0).integers(0, 256, (7, 4)).astype(np.uint8)
 
     def normalized(params, x):
