@@ -192,6 +192,50 @@ def test_leaves_outside_the_mask_keep_their_bits(data, partition, params, key):
         assert not np.any(models.params["bias"][i] == params["bias"])
 
 
+def test_leaves_outside_the_mask_do_not_touch_the_others(data, partition, params, key):
+    # Clipping by the norm of the whole gradient would couple them.
+    federation = clients.federation(data, partition)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
+    mask = {"kernel": False, "bias": True}
+    masked = train(params, federation, key, mask=mask, optimizer=optimizer)
+    alone = training.train(
+        lambda bias, inputs: apply({"kernel": params["kernel"], "bias": bias}, inputs),
+        likelihoods.categorical,
+        params["bias"],
+        federation,
+        key=key,
+        optimizer=optimizer,
+        epochs=2,
+        batch_size=BATCH,
+    )
+    assert_close(masked.params["bias"], alone.params)
+
+
+def test_every_step_of_every_client_draws_anew(data, partition, params, key):
+    def drawing_apply(params, inputs, key):
+        outputs, new = logging_apply(params, inputs, key)
+        row = new["log"][params["step"].astype(int)].at[1].set(jax.random.normal(key))
+        return outputs, new | {"log": new["log"].at[params["step"].astype(int)].set(row)}
+
+    models = training.train(
+        lambda params, inputs: apply(params["weights"], inputs),
+        likelihoods.categorical,
+        logging_params(params, steps=2 * 4),
+        clients.federation(data, partition),
+        key=key,
+        optimizer=OPTIMIZER,
+        epochs=2,
+        batch_size=BATCH,
+        mask=LOGGING_MASK,
+        # The draw of the augmentation is kept in place of the first feature.
+        augment=lambda key, inputs: inputs.at[:, 0].set(jax.random.normal(key)),
+        apply_train=drawing_apply,
+    )
+    taken = np.arange(8) < np.asarray(models.steps)[:, None]
+    draws = np.asarray(models.params["log"])[taken][:, :2]
+    assert len(np.unique(draws)) == draws.size == 2 * models.steps.sum()
+
+
 def test_the_start_survives_training(data, partition, params, key):
     federation = clients.federation(data, partition)
     before = jax.tree.map(np.array, (params, federation))
@@ -224,6 +268,8 @@ def test_progress_sees_every_epochs_losses(data, partition, params, key):
 def test_later_epochs_and_calls_compile_nothing(data, partition, params, key, compilations):
     federation = clients.federation(data, partition)
     other_key = jax.random.fold_in(key, 1)
+    # A Python number is weakly typed, which the first epoch's results are not.
+    params["unused"] = 1.0
     counts = []
     with compilations() as count:
         # A batch size of its own: earlier tests may have compiled the others.
