@@ -162,6 +162,8 @@ def _registered(apply: Apply) -> Callable[[Params, Array], Array]:
             if id(rhs) not in untagged:
                 return y
             untagged.remove(id(rhs))
+            if not isinstance(settings["padding"], str):  # flax passes a list; JAX hashes settings
+                settings["padding"] = tuple(map(tuple, settings["padding"]))
             return kfac_jax.register_conv2d(y, lhs, rhs, **settings)
 
         # The graph matcher does not look inside jitted functions: their bodies are traced inline.
