@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from experiments import config, figures, report, results, runs
+from experiments import config, figures, records, report, runs
+from experiments.experiment import Experiment, prepare
 from experiments.progress import Watch
-from experiments.results import Row
+from experiments.records import Row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     try:
         asked = config.parse(sys.argv[1:] if arguments is None else arguments, __doc__)
-        rows = results.resume(asked.out, asked)
-        missing = [unit for unit in results.units(asked) if unit not in results.finished(rows)]
-        experiment = runs.prepare(asked) if missing else None
+        rows = records.resume(asked.out, asked)
+        missing = [unit for unit in records.units(asked) if unit not in records.finished(rows)]
+        experiment = prepare(asked) if missing else None
     except (ValueError, OSError) as error:
         return _refuse(error)
     try:
@@ -56,17 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _execute(
-    experiment: runs.Experiment, rows: list[Row], missing: list[results.Unit], console: Console
+    experiment: Experiment, rows: list[Row], missing: list[records.Unit], console: Console
 ) -> list[Row]:
     """Compute the missing units, and write the rows after each."""
     asked = experiment.config
     if rows:
-        total = len(results.units(asked))
+        total = len(records.units(asked))
         console.print(f"Continuing {asked.out}: {total - len(missing)} of {total} runs are done.")
-        for change in results.environment_changes(asked.out):
+        for change in records.environment_changes(asked.out):
             console.print(f"[yellow]It was started in another environment: {change}.[/]")
     else:
-        results.write_config(asked.out, asked)
+        records.write_config(asked.out, asked)
     for seed, counts in experiment.label_counts.items():
         console.print(report.label_table(counts, seed))
     with Watch(console, asked, missing) as watch:
@@ -74,7 +75,7 @@ def _execute(
             start = time.perf_counter()
             new = runs.run(experiment, unit, watch.begin(unit))
             rows = [*rows, *new]
-            results.write(asked.out / results.RESULTS, rows)
+            records.write(asked.out / records.RESULTS, rows)
             watch.finish(unit, new, time.perf_counter() - start)
     return rows
 
@@ -84,10 +85,10 @@ def _report(asked: config.Config, rows: list[Row], console: Console) -> None:
     title = report.title(asked)
     console.print(report.accuracy_table(table, title))
     console.print(report.footnote(), style="dim")
-    summary = report.summary(rows, asked, results.read_environment(asked.out))
-    results.write_text(asked.out / "summary.md", summary)
+    summary = report.summary(rows, asked, records.read_environment(asked.out))
+    records.write_text(asked.out / "summary.md", summary)
     figures.accuracy(table, title, asked.out / "accuracy.png")
-    names = (results.CONFIG, results.RESULTS, "summary.md", "accuracy.png")
+    names = (records.CONFIG, records.RESULTS, "summary.md", "accuracy.png")
     console.print(f"\nIn {asked.out}/: {', '.join(names)}", soft_wrap=True)
 
 

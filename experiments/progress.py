@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from experiments import runs
 from experiments.config import Config
-from experiments.results import Row, Unit
+from experiments.records import Row, Unit
 
 _WORTH_SAYING = 60  # seconds
 

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.config import Config, command, contents
-from experiments.results import Row
+from experiments.records import Row
 
 MEANINGS = {
     "local": "one client's own model, mean over clients",

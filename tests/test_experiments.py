@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import config, figures, report, results
+from experiments import config, figures, records, report
 from experiments.config import Config
-from experiments.results import Row
+from experiments.records import Row
 
 CHANGES = {
     "dataset": "mnist",
@@ -39,7 +39,7 @@ CHANGES = {
 def rows_of(configuration: Config) -> list[Row]:
     """Make up what a whole run would leave."""
     rows = []
-    for number, (split, seed) in enumerate(results.units(configuration)):
+    for number, (split, seed) in enumerate(records.units(configuration)):
         value = 0.25 + number / 100
         if split is None:
             rows.append(Row("central", None, seed, 1, None, "test", "accuracy", 0.5, 2.5, None))
@@ -138,17 +138,17 @@ def test_an_impossible_value_is_refused_by_the_name_of_its_option(field, value):
 
 def test_rows_come_back_from_their_file_as_they_were(tmp_path):
     rows = rows_of(Config())
-    results.write(tmp_path / "results.csv", rows)
-    assert results.read(tmp_path / "results.csv") == rows
-    assert results.finished(rows) == set(results.units(Config()))
+    records.write(tmp_path / "results.csv", rows)
+    assert records.read(tmp_path / "results.csv") == rows
+    assert records.finished(rows) == set(records.units(Config()))
     assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]
 
 
 def begun(folder: Path, configuration: Config) -> list[Row]:
     """Leave an experiment in a folder, as an interrupted run does."""
     rows = rows_of(configuration)[:3]
-    results.write_config(folder, configuration)
-    results.write(folder / "results.csv", rows)
+    records.write_config(folder, configuration)
+    records.write(folder / "results.csv", rows)
     return rows
 
 
@@ -157,31 +157,31 @@ def test_a_folder_refuses_another_experiment_and_names_what_differs(tmp_path, fi
     begun(tmp_path, Config())
     changed = dataclasses.replace(Config(), **{field: CHANGES[field]})
     with pytest.raises(ValueError, match=f"another experiment: {field} was .*, is "):
-        results.resume(tmp_path, changed)
+        records.resume(tmp_path, changed)
 
 
 @pytest.mark.parametrize("field", config.WHERE_AND_HOW)
 def test_a_folder_continues_when_only_place_or_chunks_differ(tmp_path, field):
     rows = begun(tmp_path, Config())
     changed = dataclasses.replace(Config(), **{field: CHANGES[field]})
-    assert results.resume(tmp_path, changed) == rows
+    assert records.resume(tmp_path, changed) == rows
 
 
 def test_a_folder_where_nothing_was_finished_takes_any_experiment(tmp_path):
-    results.write_config(tmp_path, Config())
-    assert results.resume(tmp_path, Config(epochs=1)) == []
+    records.write_config(tmp_path, Config())
+    assert records.resume(tmp_path, Config(epochs=1)) == []
 
 
 def test_folders_that_cannot_hold_the_results_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="cannot write to --out"):
-        results.resume(tmp_path / "file", Config())
+        records.resume(tmp_path / "file", Config())
     (tmp_path / "results.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="does not begin with the columns"):
-        results.resume(tmp_path, Config())
-    results.write(tmp_path / "results.csv", rows_of(Config()))
+        records.resume(tmp_path, Config())
+    records.write(tmp_path / "results.csv", rows_of(Config()))
     with pytest.raises(ValueError, match=r"without a config\.json"):
-        results.resume(tmp_path, Config())
+        records.resume(tmp_path, Config())
 
 
 def test_the_table_averages_local_models_over_clients_and_everything_over_runs():

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import config, one_shot, results, runs
+from experiments import config, one_shot, records, runs
 from experiments.config import Config
+from experiments.experiment import Experiment, prepare, validation
 from experiments.methods import check_full
-from experiments.results import Row
+from experiments.records import Row
 
 SMALL = Config(
     num_clients=3,
@@ -40,9 +41,9 @@ def accuracies(rows: list[Row]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def experiment() -> runs.Experiment:
+def experiment() -> Experiment:
     """The same, prepared; functions that are compiled once serve several tests."""
-    return runs.prepare(dataclasses.replace(SMALL, solver="adam", seeds=(0, 1)))
+    return prepare(dataclasses.replace(SMALL, solver="adam", seeds=(0, 1)))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def test_a_run_leaves_one_row_for_each_number_and_all_four_files(whole):
-    rows = results.read(whole / "results.csv")
+    rows = records.read(whole / "results.csv")
     names = [(row.algorithm, row.partition_seed, row.client) for row in rows]
     merged = ("ensemble", *SMALL.algorithms)
     expected = [("central", None, None)]
@@ -77,12 +78,12 @@ def test_a_finished_run_prints_its_table_again_and_computes_nothing(whole, capsy
 
 def test_an_interrupted_run_continues_to_the_same_numbers(whole, tmp_path):
     asked = dataclasses.replace(SMALL, out=tmp_path)
-    rows = results.read(whole / "results.csv")
+    rows = records.read(whole / "results.csv")
     kept = [row for row in rows if row.partition_seed == 0]
-    results.write_config(tmp_path, asked)
-    results.write(tmp_path / "results.csv", kept)
+    records.write_config(tmp_path, asked)
+    records.write(tmp_path / "results.csv", kept)
     assert one_shot.main(arguments(asked)) == 0
-    continued = results.read(tmp_path / "results.csv")
+    continued = records.read(tmp_path / "results.csv")
     assert continued[: len(kept)] == kept
     assert sorted(map(str, without_time(continued))) == sorted(map(str, without_time(rows)))
 
@@ -105,9 +106,9 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path, capsys):
         ended.set()
         thread.join()
         signal.signal(signal.SIGINT, handler)
-    rows = results.read(tmp_path / "results.csv")
-    done = results.finished(rows)
-    assert 0 < len(done) < len(results.units(asked))
+    rows = records.read(tmp_path / "results.csv")
+    done = records.finished(rows)
+    assert 0 < len(done) < len(records.units(asked))
     per_unit = 3 + 1 + len(asked.algorithms)
     assert len(rows) == sum(1 if split is None else per_unit for split, _ in done)
     assert config.command(asked) in capsys.readouterr().out
@@ -115,8 +116,8 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path, capsys):
 
 def test_numbers_of_a_seed_do_not_depend_on_what_else_is_run(whole):
     alone = dataclasses.replace(SMALL, partition_seeds=(1,), algorithms=("fedfisher_diag",))
-    rows = runs.run(runs.prepare(alone), (1, 0), SILENT)
-    before = [row for row in results.read(whole / "results.csv") if row.partition_seed == 1]
+    rows = runs.run(prepare(alone), (1, 0), SILENT)
+    before = [row for row in records.read(whole / "results.csv") if row.partition_seed == 1]
     assert set(without_time(rows)) <= set(without_time(before))
 
 
@@ -135,7 +136,7 @@ def test_one_client_is_what_every_algorithm_and_the_central_model_give(solver):
     everything = dataclasses.replace(
         SMALL, num_clients=1, partition_seeds=(0,), solver=solver, algorithms=config.ALGORITHMS
     )
-    experiment = runs.prepare(everything)
+    experiment = prepare(everything)
     rows = runs.run(experiment, (0, 0), SILENT)
     values = {row.value for row in rows}
     assert {row.algorithm for row in rows} == {"local", "ensemble", *config.ALGORITHMS}
@@ -149,14 +150,14 @@ def test_the_central_model_is_the_ceiling(experiment):
 
 
 def test_clients_of_an_iid_split_hold_the_same_mixture():
-    experiment = runs.prepare(dataclasses.replace(SMALL, partition="iid"))
+    experiment = prepare(dataclasses.replace(SMALL, partition="iid"))
     counts = experiment.label_counts[0]
     assert np.ptp(counts.sum(axis=1)) <= 1
     assert counts.min() > 25
 
 
 def test_validation_images_belong_to_the_split(experiment):
-    first, again, other = (runs.validation(experiment, seed)[0] for seed in (0, 0, 1))
+    first, again, other = (validation(experiment, seed)[0] for seed in (0, 0, 1))
     assert first.shape == (500, 8, 8, 1)
     assert (first == again).all()
     assert not (first == other).all()
