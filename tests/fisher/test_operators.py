@@ -1,0 +1,162 @@
+"""Laws that hold for every Fisher operator, on pytrees of odd shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fisherjax import tree
+from fisherjax.fisher import Dense, Diagonal, Kronecker
+from fisherjax.fisher.layers import Layer
+from fisherjax.fisher.operators import Template, ravel
+
+SHAPES = {"conv": {"bias": (2,), "kernel": (2, 1, 3, 2)}, "dense": (4, 3), "rest": [(), (2, 2)]}
+LAYERS = (Layer("conv/kernel", "conv/bias", (2, 1, 3, 2)), Layer("dense", None, (4, 3)))
+
+
+def is_shape(node):
+    return isinstance(node, tuple)
+
+
+def draw(shapes, seed):
+    source = np.random.default_rng(seed)
+    return jax.tree.map(lambda s: jnp.asarray(source.normal(size=s)), shapes, is_leaf=is_shape)
+
+
+def gram(size, seed):
+    """Draw a positive semi-definite matrix [size, size], singular where size is above 2."""
+    factor = np.random.default_rng(seed).normal(size=(size, max(1, size - 1)))
+    return jnp.asarray(factor @ factor.T)
+
+
+def make(structure, seed=0):
+    params = draw(SHAPES, seed)
+    if structure == "diagonal":
+        return Diagonal(jax.tree.map(jnp.square, params))
+    template = Template.of(params)
+    if structure == "dense":
+        return Dense(gram(ravel(params).size, seed), template)
+    sizes = {"conv/kernel": (7, 2), "dense": (4, 3)}
+    factors = {
+        name: {"input": gram(a, seed), "output": gram(o, seed + 1)}
+        for name, (a, o) in sizes.items()
+    }
+    entries = {name: jnp.square(template.by_name(params)[name]) for name in ("rest/0", "rest/1")}
+    return Kronecker(factors, entries, LAYERS, template)
+
+
+@pytest.fixture(params=["diagonal", "dense", "kronecker"])
+def structure(request, x64):
+    return request.param
+
+
+@pytest.fixture
+def operator(structure):
+    return make(structure)
+
+
+@pytest.fixture
+def vector(x64):
+    return draw(SHAPES, 7)
+
+
+def assert_same(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), left, right)
+
+
+def test_mv_is_multiplication_by_the_dense_matrix(operator, vector):
+    product = operator.mv(vector)
+    assert jax.tree.structure(product) == jax.tree.structure(vector)
+    np.testing.assert_allclose(ravel(product), operator.dense() @ ravel(vector), atol=1e-12)
+
+
+def test_the_matrix_is_symmetric_positive_semi_definite(operator):
+    matrix = operator.dense()
+    np.testing.assert_allclose(matrix, matrix.T, atol=1e-12)
+    assert jnp.linalg.eigvalsh(matrix).min() > -1e-10
+
+
+def test_diagonal_and_trace_are_those_of_the_matrix(operator, vector):
+    diagonal = operator.diagonal()
+    assert jax.tree.structure(diagonal) == jax.tree.structure(vector)
+    np.testing.assert_allclose(ravel(diagonal), jnp.diagonal(operator.dense()), atol=1e-12)
+    np.testing.assert_allclose(operator.trace(), jnp.trace(operator.dense()), atol=1e-12)
+
+
+def test_blocks_put_together_give_the_params_back(operator, vector):
+    assert_same(operator.restore(operator.blocks(vector)), vector)
+    blocks = operator.blocks(vector)
+    assert_same(operator.blocks(operator.restore(blocks)), blocks)
+
+
+def test_block_products_are_the_product(operator, vector):
+    product = operator.restore(operator.block_mv(operator.blocks(vector)))
+    assert_same(product, operator.mv(vector))
+
+
+def test_block_means_are_mean_eigenvalues(operator, vector):
+    """tr(F_l) / size of the block, so that they weigh up to the trace."""
+    means = operator.block_means()
+    sizes = jax.tree.map(jnp.size, operator.blocks(vector))
+    np.testing.assert_allclose(tree.inner(means, sizes), operator.trace(), atol=1e-12)
+    # No block leans on another's scale: each mean is that of its own products with unit vectors.
+    blocks = operator.blocks(operator.diagonal())
+    assert_same(means, jax.tree.map(jnp.mean, blocks))
+
+
+def test_operators_survive_jit_vmap_and_flattening(structure, operator, vector):
+    leaves, structure_of_tree = jax.tree.flatten(operator)
+    rebuilt = jax.tree.unflatten(structure_of_tree, leaves)
+    expected = operator.mv(vector)
+    assert_same(jax.jit(lambda f, v: f.mv(v))(rebuilt, vector), expected)
+    assert_same(jax.jit(lambda f: f.trace())(operator), operator.trace())
+    assert_same(jax.jit(lambda f: f.dense())(operator), operator.dense())
+    others = [make(structure, seed) for seed in range(3)]
+    together = jax.vmap(lambda f: f.mv(vector))(tree.stack(others))
+    assert_same(together, tree.stack([other.mv(vector) for other in others]))
+
+
+def test_a_kronecker_block_acts_as_input_times_v_times_output(vector):
+    operator = make("kronecker")
+    a, g = operator.factors["conv/kernel"]["input"], operator.factors["conv/kernel"]["output"]
+    product = operator.mv(vector)["conv"]
+    v = np.vstack([np.reshape(vector["conv"]["kernel"], (6, 2)), vector["conv"]["bias"]])
+    expected = (np.kron(a, g) @ v.ravel()).reshape(7, 2)
+    np.testing.assert_allclose(product["kernel"].reshape(6, 2), expected[:-1], atol=1e-12)
+    np.testing.assert_allclose(product["bias"], expected[-1], atol=1e-12)
+
+
+def test_kronecker_operators_without_layers_are_diagonals(x64):
+    entries = {"w": jnp.array([1.0, 2.0])}
+    operator = Kronecker({}, entries, (), Template.of(entries))
+    assert_same(operator.dense(), jnp.diag(entries["w"]))
+    assert_same(operator.mv(entries), Diagonal(entries).mv(entries))
+
+
+def test_a_sum_of_kronecker_operators_is_not_the_operator_of_summed_factors(x64, vector):
+    """Why the server adds products: this is the mistake that looks most natural."""
+    left, right = make("kronecker", 0), make("kronecker", 5)
+    summed = jax.tree.map(jnp.add, left, right)
+    exact = left.dense() + right.dense()
+    assert jnp.linalg.norm(summed.dense() - exact) > 0.1 * jnp.linalg.norm(exact)
+
+
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.dictionaries(st.sampled_from("abcdef"), shapes, min_size=1))
+def test_templates_unravel_what_ravel_flattened(shapes):
+    params = draw(shapes, 0)
+    template = Template.of(params)
+    back = template.unravel(ravel(params))
+    assert jax.tree.map(jnp.shape, back) == shapes
+    np.testing.assert_array_equal(ravel(back), ravel(params))
+    named = template.by_name(params)
+    assert tuple(named) == template.names() == tree.names(params)
+    assert template.restore(named).keys() == params.keys()
+    assert hash(template) == hash(Template.of(back))
+    assert template == Template.of(back)

@@ -1,0 +1,126 @@
+"""Likelihoods: normalised, differentiable, and with an output factor that is their Fisher."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fisherjax import likelihoods
+
+NAMES = ("categorical", "gaussian", "bernoulli")
+SHAPES = [(5, 3), (4, 2, 3)]
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def likelihood(name):
+    return getattr(likelihoods, name)
+
+
+def outputs(shape, scale=1.0):
+    return scale * jnp.asarray(np.random.default_rng(0).normal(size=shape))
+
+
+def targets(name, z, key):
+    return getattr(likelihoods, name).sample(key, z)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_factor_squares_to_the_hessian_of_the_loss(x64, key, name, likelihood, shape):
+    """All three have a Hessian that does not depend on the target: it is the Fisher."""
+    z = outputs(shape)
+    y = targets(name, z, key)
+
+    def loss(flat, y):
+        return likelihood.negative_log_likelihood(flat.reshape(1, *shape[1:]), y[None])[0]
+
+    hessian = jax.vmap(jax.hessian(loss))(z.reshape(len(z), -1), y)
+    factor = likelihood.factor(z)
+    assert factor.shape[1:] == shape
+    columns = factor.reshape(*factor.shape[:2], -1)
+    np.testing.assert_allclose(jnp.einsum("kni,knj->nij", columns, columns), hessian, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scores_have_mean_zero_and_the_factors_covariance(x64, key, name, likelihood, shape):
+    z = outputs(shape)
+    draws = 4000
+    y = jax.vmap(likelihood.sample, (0, None))(jax.random.split(key, draws), z)
+    score = jax.grad(lambda z, y: likelihood.negative_log_likelihood(z, y).sum())
+    g = jax.vmap(score, (None, 0))(z, y).reshape(draws, len(z), -1)
+    assert jnp.abs(g.mean(0) / (g.std(0) / np.sqrt(draws))).max() < 5
+    products = jnp.einsum("sni,snj->snij", g, g)
+    columns = likelihood.factor(z)
+    columns = columns.reshape(*columns.shape[:2], -1)
+    expected = jnp.einsum("kni,knj->nij", columns, columns)
+    error = jnp.abs(products.mean(0) - expected)
+    assert (error <= 5 * products.std(0) / np.sqrt(draws) + 1e-9).all()
+
+
+def test_probabilities_of_all_labels_add_up_to_one(x64):
+    z = outputs((4, 3))
+    classes = [likelihoods.categorical.negative_log_likelihood(z, jnp.full(4, c)) for c in range(3)]
+    np.testing.assert_allclose(jnp.exp(-jnp.stack(classes)).sum(0), 1, atol=1e-12)
+    bits = [jnp.broadcast_to(jnp.array(b), z.shape) for b in itertools.product((0, 1), repeat=3)]
+    losses = [likelihoods.bernoulli.negative_log_likelihood(z, y) for y in bits]
+    np.testing.assert_allclose(jnp.exp(-jnp.stack(losses)).sum(0), 1, atol=1e-12)
+
+
+def test_the_gaussian_has_unit_variance_and_nats(x64):
+    z, y = outputs((5, 3)), outputs((5, 3), 2.0)
+    loss = likelihoods.gaussian.negative_log_likelihood(z, y)
+    np.testing.assert_allclose(loss, 0.5 * ((z - y) ** 2).sum(1), atol=1e-12)
+
+
+def test_positions_of_an_example_add_up(x64, key, name, likelihood):
+    z = outputs((4, 2, 3))
+    y = targets(name, z, key)
+    positions = [likelihood.negative_log_likelihood(z[:, i], y[:, i]) for i in range(2)]
+    whole = likelihood.negative_log_likelihood(z, y)
+    assert whole.shape == (4,)
+    np.testing.assert_allclose(whole, sum(positions), atol=1e-12)
+
+
+def test_extreme_outputs_stay_finite(key, name, likelihood):
+    z = jnp.array([[1e4, -1e4, 0.0], [-88.0, 88.0, 90.0]])
+    y = targets(name, z, key)
+    value, gradient = jax.value_and_grad(lambda z: likelihood.negative_log_likelihood(z, y).sum())(
+        z
+    )
+    assert jnp.isfinite(value)
+    assert jnp.isfinite(gradient).all()
+    assert jnp.isfinite(likelihood.factor(z)).all()
+
+
+def test_what_a_likelihood_samples_it_accepts(key, name, likelihood):
+    z = outputs((4, 2, 3)).astype(jnp.float32)
+    y = likelihood.sample(key, z)
+    likelihood.check(z.shape, y)
+    likelihood.check(z.shape, np.asarray(y))
+    jax.jit(lambda y: likelihood.check(z.shape, y))(y)  # shapes only: values are unknown
+
+
+BAD = {
+    "categorical shape": ("categorical", jnp.zeros((5, 3), int), ValueError, r"\(5,\).*\(5, 3\)"),
+    "categorical dtype": ("categorical", jnp.zeros(5), TypeError, "astype"),
+    "label too large": ("categorical", jnp.full(5, 3), ValueError, "3 outputs between 0 and 2"),
+    "label negative": ("categorical", jnp.full(5, -1), ValueError, "from -1"),
+    "gaussian shape": ("gaussian", jnp.zeros(5), ValueError, r"\(5, 3\).*got \(5,\)"),
+    "gaussian dtype": ("gaussian", jnp.zeros((5, 3), int), TypeError, "floating-point"),
+    "bernoulli shape": ("bernoulli", jnp.zeros(5), ValueError, r"\(5, 3\).*got \(5,\)"),
+    "bernoulli range": ("bernoulli", jnp.full((5, 3), 2.0), ValueError, "between 0 and 1"),
+    "bernoulli NaN": ("bernoulli", jnp.full((5, 3), jnp.nan), ValueError, "between 0 and 1"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_targets_that_do_not_fit_are_refused(fault):
+    name, y, error, words = BAD[fault]
+    with pytest.raises(error, match=words):
+        getattr(likelihoods, name).check((5, 3), y)
