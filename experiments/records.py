@@ -54,7 +54,9 @@ Unit = tuple[int | None, int]
 
 
 def units(config: Config) -> list[Unit]:
-    """List what has to be computed: each seed on each split, and each seed on all the data.
+    """List what has to be computed: each seed on each split, then each seed on all the data.
+
+    The ceilings come last: an interrupted run has merged what it could.
 
     Args:
         config: the experiment.
@@ -62,7 +64,8 @@ def units(config: Config) -> list[Unit]:
     Returns:
         Pairs of a partition seed, None for all the data, and a seed.
     """
-    return [(split, seed) for seed in config.seeds for split in (*config.partition_seeds, None)]
+    splits = [(split, seed) for seed in config.seeds for split in config.partition_seeds]
+    return splits + [(None, seed) for seed in config.seeds]
 
 
 def finished(rows: Iterable[Row]) -> set[Unit]:
