@@ -26,7 +26,8 @@ class Likelihood(NamedTuple):
         negative_log_likelihood: `(z [B, ..., C], y) -> [B]`, in nats.
         sample: `(key, z) -> y`, one draw of the targets for each example.
         factor: `(z) -> S [K, B, ..., C]`, the columns of the output factor.
-        check: `(shape of z, y) -> None`, raises ValueError or TypeError when the targets do not fit.
+        check: `(shape of z, y) -> None`, raises ValueError or TypeError when the targets do not
+            fit.
     """
 
     negative_log_likelihood: Callable[[Array, Array], Array]

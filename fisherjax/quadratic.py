@@ -1,4 +1,4 @@
-"""The server's problem: one quadratic that is small where every client's model is good,
+"""The server's problem: one quadratic that is small where every client's model is good.
 
     L(W) = sum_i p_i 1/2 (W - W_i)^T F_i (W - W_i) + sum_l lambda_l / 2 ||W_l - Wbar_l||^2,
 
@@ -7,8 +7,8 @@ whole vector, as the operator splits params),
 
     lambda_l = damping * sum_i p_i tr(F_il) / (size of the block),
 
-so that one number serves every layer, network and data set. For Kronecker factors the mean eigenvalue
-of client i is tr(A_il) tr(G_il) / (a_l o_l).
+so that one number serves every layer, network and data set. For Kronecker factors the mean
+eigenvalue of client i is tr(A_il) tr(G_il) / (a_l o_l).
 """
 
 from collections.abc import Callable
@@ -120,8 +120,8 @@ def from_sums(totals: Sums, damping: float) -> Quadratic:
     return _damped(matvec, product, mean, fisher.block_means(), damping, fisher)
 
 
-# Functions of the module closed over nothing, so that `Partial` makes systems of equal shapes equal to
-# `jax.jit` and a solver compiled once serves every merge.
+# Functions of the module closed over nothing, so that `Partial` makes systems of equal shapes equal
+# to `jax.jit` and a solver compiled once serves every merge.
 
 
 def _blocks(fisher: Operator, params: Params) -> Any:

@@ -4,12 +4,13 @@ A solver is a function
 
     solve(matvec, rhs, init, restore=lambda x: x) -> Solution(params, info)
 
-made by a factory. Unknowns are pytrees, and *every leaf is a system of its own*, because `matvec` does
-not couple leaves: step sizes, residuals and convergence belong to a leaf. An operator that couples
-several arrays must see them as one leaf (`jax.flatten_util.ravel_pytree`).
+made by a factory. Unknowns are pytrees, and *every leaf is a system of its own*, because `matvec`
+does not couple leaves: step sizes, residuals and convergence belong to a leaf. An operator that
+couples several arrays must see them as one leaf (`jax.flatten_util.ravel_pytree`).
 
-All start from `init` and move only in the range of the operator, so in a singular system the component
-of `init` in the null space stays (Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, Lemma 1).
+All start from `init` and move only in the range of the operator, so in a singular system the
+component of `init` in the null space stays (Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024,
+Lemma 1).
 """
 
 from collections.abc import Callable
@@ -113,7 +114,7 @@ def _conjugate_gradients(
 
     residual = _map(jnp.subtract, rhs, matvec(init))
     squares = _map(lambda r: _dot(r, r), residual)
-    count = _map(lambda s: jnp.zeros((), jnp.int32), squares)
+    count = _map(lambda _: jnp.zeros((), jnp.int32), squares)
     state = (init, residual, residual, squares, count, 0)
     state = jax.lax.while_loop(unfinished, body, state)
     return state[0], state[4]
@@ -122,8 +123,9 @@ def _conjugate_gradients(
 def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
     """Make plain gradient descent, x <- x - (A x - b) / lambda_max, the method of the theory.
 
-    lambda_max of each leaf comes from power iteration started at the first residual: the iterates never
-    leave the Krylov space of that residual, so its largest eigenvalue there is the one that counts.
+    lambda_max of each leaf comes from power iteration started at the first residual: the iterates
+    never leave the Krylov space of that residual, so its largest eigenvalue there is the one that
+    counts.
 
     Args:
         steps: Descent steps.
@@ -181,21 +183,23 @@ def paper_adam(
     score: Callable[[Params], Array] | None = None,
     score_every: int = 100,
 ) -> Solver:
-    """Make the optimiser of the FedFisher paper's experiments: Adam with sums in place of averages,
+    """Make the optimiser of the FedFisher paper's experiments: Adam with sums in place of averages.
 
         v = A x - b,  m <- 0.9 m + v,  s <- 0.99 s + v^2,
         x <- x - eta m / (sqrt(s) + eps)   or   x <- x - eta m / sqrt(s + eps),
 
-    without bias correction. Coordinates with |v| far below eps hardly move, which keeps the solution
-    near the mean; the rest of its regularisation is stopping early, by validation accuracy.
+    without bias correction. Coordinates with |v| far below eps hardly move, which keeps the
+    solution near the mean; the rest of its regularisation is stopping early, by validation
+    accuracy.
 
     Args:
         epsilon_inside_root: True is the authors' K-FAC variant, False their diagonal variant.
         steps: Steps T.
         learning_rate: eta.
         epsilon: eps.
-        score: Params -> scalar, higher is better, for instance accuracy on validation data. The best
-            of the iterates after steps 1, 101, ..., strictly, is the answer; the last one without it.
+        score: Params -> scalar, higher is better, for instance accuracy on validation data. The
+            best of the iterates after steps 1, 101, ..., strictly, is the answer; the last one
+            without it.
         score_every: Steps between two scores.
 
     Returns:
@@ -211,8 +215,8 @@ def paper_adam(
         >>> print(solution.params.round(2))
         [1.5]
 
-    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, appendix C and the authors' code. A run
-        whose every candidate scores nothing returns the last candidate compared, never nothing.
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, appendix C and the authors' code. A
+        run whose every candidate scores nothing returns the last candidate compared, never nothing.
     """
     for name, value in (("steps", steps), ("score_every", score_every)):
         _check_positive(name, value)
@@ -279,8 +283,8 @@ def _paper_adam(
 def closed_form(floor: float = 1e-6) -> Solver:
     """Solve a diagonal system directly, x_j = b_j / a_j where a_j >= floor, else the start's x_j.
 
-    The diagonal is read off as matvec(ones), so it is exact for elementwise operators and meaningless
-    for others.
+    The diagonal is read off as matvec(ones), so it is exact for elementwise operators and
+    meaningless for others.
 
     Args:
         floor: Below this a coordinate counts as without curvature and keeps its start.
@@ -294,11 +298,13 @@ def closed_form(floor: float = 1e-6) -> Solver:
     Example:
         >>> solve = closed_form()
         >>> diagonal = jnp.array([2.0, 0.0])
-        >>> print(solve(lambda x: diagonal * x, jnp.array([4.0, 0.0]), jnp.array([1.0, 5.0])).params)
+        >>> print(
+        ...     solve(lambda x: diagonal * x, jnp.array([4.0, 0.0]), jnp.array([1.0, 5.0])).params
+        ... )
         [2. 5.]
 
-    Source: Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
-        The floor as in the FedFisher authors' code.
+    Source: Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, equation
+        5. The floor as in the FedFisher authors' code.
     """
     _check_not_negative("floor", floor)
 
@@ -313,7 +319,7 @@ def closed_form(floor: float = 1e-6) -> Solver:
 
 
 def _partial(function: Callable) -> Partial:
-    """Make a function an argument of a compiled solver, one that carries its arrays as data if it can."""
+    """Make a function an argument of a compiled solver, which may carry its arrays as data."""
     return function if isinstance(function, Partial) else Partial(function)
 
 

@@ -87,7 +87,9 @@ def stack(trees: Sequence[Any]) -> Any:
         (2,)
     """
     if not trees:
-        raise ValueError("Nothing to stack: got an empty list, expected one pytree for each client.")
+        raise ValueError(
+            "Nothing to stack: got an empty list, expected one pytree for each client."
+        )
     first = trees[0]
     for client, tree in enumerate(trees):
         _check_same(first, tree, client)
@@ -97,8 +99,8 @@ def stack(trees: Sequence[Any]) -> Any:
 def _check_same(first: Any, tree: Any, client: int) -> None:
     if jax.tree.structure(first) != jax.tree.structure(tree):
         raise ValueError(
-            f"Client {client} holds another tree than client 0: leaves {list(names(tree))}, expected "
-            f"{list(names(first))}. All clients must have trained the same network."
+            f"Client {client} holds another tree than client 0: leaves {list(names(tree))}, "
+            f"expected {list(names(first))}. All clients must have trained the same network."
         )
     for name, x, y in zip(names(first), jax.tree.leaves(first), jax.tree.leaves(tree), strict=True):
         expected, given = (jnp.shape(x), jnp.result_type(x)), (jnp.shape(y), jnp.result_type(y))
@@ -125,6 +127,6 @@ def check_floating(params: Any, what: str = "params") -> None:
     for name, leaf in zip(names(params), jax.tree.leaves(params), strict=True):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
-                f"Leaf '{name}' of {what} has dtype {jnp.result_type(leaf)}; expected floating-point "
-                "leaves. Convert it, or keep integers out of the pytree (close over them in apply)."
+                f"Leaf '{name}' of {what} has dtype {jnp.result_type(leaf)}; expected floating "
+                "point. Convert it, or keep integers out of the pytree (close over them in apply)."
             )

@@ -7,10 +7,11 @@ An aggregator is four pure functions made by a factory:
     reduce(updates, weights) -> sums                     or None
     finish(sums_or_updates, global_params, state) -> (params, state, info)
 
-`summarize` runs on the client and gives a pytree of named arrays. Where the server needs only sums over
-clients, `reduce` computes them from stacked updates and weights that add up to one over all clients;
-sums of groups of clients add up leaf by leaf, so uploads can be streamed, sharded and masked. Where it
-is None the server needs each update, and `finish` takes the pair (updates, weights).
+`summarize` runs on the client and gives a pytree of named arrays. Where the server needs only sums
+over clients, `reduce` computes them from stacked updates and weights that add up to one over all
+clients; sums of groups of clients add up leaf by leaf, so uploads can be streamed, sharded and
+masked. Where it is None the server needs each update, and `finish` takes the pair (updates,
+weights).
 """
 
 from collections.abc import Callable
@@ -92,7 +93,8 @@ def merge(
 
     Args:
         aggregator: The method.
-        params: The global params that clients started from; their structure and dtypes are the result's.
+        params: The global params that clients started from; their structure and dtypes are the
+            result's.
         updates: Stacked updates, leaves [M, ...], or a list of M updates, as
             `clients.summarize` gives them or as they were loaded from files.
         weights: [M], non-negative, for instance numbers of examples; scaled to sum one. Equal
@@ -100,11 +102,12 @@ def merge(
         on_nonfinite: "raise" or "drop", what to do about a client that diverged.
 
     Returns:
-        The merged params, and what the method reports (of a solver: iterations, residual, converged).
+        The merged params, and what the method reports (of a solver: iterations, residual,
+        converged).
 
     Raises:
-        ValueError: If updates do not fit together or the weights do not fit, or if a client's update
-            is not finite and `on_nonfinite` is "raise"; the message names clients.
+        ValueError: If updates do not fit together or the weights do not fit, or if a client's
+            update is not finite and `on_nonfinite` is "raise"; the message names clients.
         TypeError: If params are not floating.
 
     Example:
@@ -127,9 +130,7 @@ def merge(
     return merged, info
 
 
-def check_updates(
-    updates: Any, weights: Array, on_nonfinite: str = "raise"
-) -> tuple[Any, Array]:
+def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
     """Find clients whose update holds NaN or infinity, on the host, before they spoil a merge.
 
     Args:
@@ -163,9 +164,9 @@ def check_updates(
     if on_nonfinite == "raise":
         leaf = tree.names(updates)[int(np.flatnonzero(~table[:, diverged[0]])[0])]
         raise ValueError(
-            f"The updates of clients {diverged.tolist()} are not finite (client {diverged[0]}: leaf "
-            f"'{leaf}'): they diverged. Train them with a smaller learning rate, or leave them out "
-            "with on_nonfinite='drop'."
+            f"The updates of clients {diverged.tolist()} are not finite (client {diverged[0]}: "
+            f"leaf '{leaf}'): they diverged. Train them with a smaller learning rate, or "
+            "leave them out with on_nonfinite='drop'."
         )
     kept = jnp.asarray(table.all(0))
     if not np.any(np.asarray(weights)[table.all(0)] > 0):
@@ -201,7 +202,7 @@ def _normalized(weights: Array | None, num_clients: int) -> Array:
         bool(jnp.all(weights >= 0)) and 0 < float(weights.sum()) < float("inf")
     ):
         raise ValueError(
-            f"weights are {np.asarray(weights).tolist()}; expected finite non-negative numbers, not "
-            "all zero, for instance federation.weights or numbers of examples."
+            f"weights are {np.asarray(weights).tolist()}; expected finite non-negative "
+            "numbers, not all zero, for instance federation.weights or numbers of examples."
         )
     return weights / weights.sum()

@@ -1,7 +1,7 @@
 """Federated averaging: W = sum_i p_i W_i.
 
-McMahan, Moore, Ramage, Hampson, Agüera y Arcas, Communication-efficient learning of deep networks from
-decentralized data, AISTATS 2017, algorithm 1.
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas, Communication-efficient learning of deep networks
+from decentralized data, AISTATS 2017, algorithm 1.
 """
 
 from typing import Any

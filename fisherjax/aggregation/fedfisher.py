@@ -25,23 +25,23 @@ def fedfisher(
     solver: solvers.Solver | None = None,
     batch_size: int = 64,
 ) -> Aggregator:
-    """Make FedFisher, which minimises the clients' Fisher-weighted quadratic on the server,
+    """Make FedFisher, which minimises the clients' Fisher-weighted quadratic on the server.
 
         W = argmin sum_i p_i 1/2 (W - W_i)^T F_i (W - W_i) + damping towards sum_i p_i W_i.
 
     Args:
         apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
         likelihood: What the outputs mean.
-        fisher: The structure: `fisher.kfac`, `fisher.diagonal`, `fisher.full`, or a `functools.partial`
-            of one, such as `partial(fisher.kfac, otherwise=fisher.diagonal)`.
+        fisher: The structure: `fisher.kfac`, `fisher.diagonal`, `fisher.full`, or a
+            `functools.partial` of one, such as `partial(fisher.kfac, otherwise=fisher.diagonal)`.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
         damping: In units of each block's mean eigenvalue. None is 1 for K-FAC and 0 for the others.
         solver: Of the server's system; None is `solvers.conjugate_gradients()`.
         batch_size: Examples of a minibatch in the Fisher pass.
 
     Returns:
-        The aggregator. Updates are {"params": W_i, "fisher": F_i}; diagonal and full Fishers add up over
-        clients, Kronecker factors do not, so `reduce` is None for those.
+        The aggregator. Updates are {"params": W_i, "fisher": F_i}; diagonal and full Fishers add up
+        over clients, Kronecker factors do not, so `reduce` is None for those.
 
     Raises:
         ValueError: If damping is negative or not finite.
@@ -56,9 +56,9 @@ def fedfisher(
         >>> print(fj.aggregation.merge(method, w[0], updates)[0]["w"].T)
         [[0. 1.]]
 
-    Source: the paper above. Deviations: the paper has no damping and takes 2000 Adam steps with the step
-        chosen by validation (`solvers.paper_adam`), weights clients equally in the text (by p_i in the
-        code, as here), and compresses uploads to the size of FedAvg's.
+    Source: the paper above. Deviations: the paper has no damping and takes 2000 Adam steps with the
+        step chosen by validation (`solvers.paper_adam`), weights clients equally in the text (by
+        p_i in the code, as here), and compresses uploads to the size of FedAvg's.
     """
     structure = fisher.func if isinstance(fisher, partial) else fisher
     damping = (1.0 if structure is kfac else 0.0) if damping is None else damping

@@ -21,7 +21,7 @@ def fisher_merge(
     floor: float = 1e-6,
     batch_size: int = 64,
 ) -> Aggregator:
-    """Make Fisher merging, the mean of the clients' params weighted by their diagonal Fishers,
+    """Make Fisher merging, the mean of the clients' params weighted by their diagonal Fishers.
 
         W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator is at least `floor`,
 
@@ -48,17 +48,16 @@ def fisher_merge(
         >>> print(fj.aggregation.merge(method, {"w": jnp.zeros(1)}, updates)[0]["w"])
         [3.]
 
-    Source: the paper above, as run by Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024: weights p_i, no
-        normalisation of the Fishers, the mean as fallback. Their quantisation of uploads is not here.
+    Source: the paper above, as run by Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024: weights
+        p_i, no normalisation of the Fishers, the mean as fallback. Their quantisation of uploads is
+        not here.
     """
     solve = solvers.closed_form(floor)
 
     def reduce(updates: Any, weights: Array) -> quadratic.Sums:
         return quadratic.sums(updates["fisher"], updates["params"], weights)
 
-    def finish(
-        sums: quadratic.Sums, global_params: Params, state: Any
-    ) -> tuple[Params, Any, Any]:
+    def finish(sums: quadratic.Sums, global_params: Params, state: Any) -> tuple[Params, Any, Any]:
         del global_params
         solution = solve(*quadratic.from_sums(sums, damping=0.0))
         return solution.params, state, solution.info

@@ -1,7 +1,7 @@
 """RegMean: dense layers merged so that the clients' outputs are matched on the clients' own inputs.
 
-Jin, Ren, Preotiuc-Pietro, Cheng, Dataless knowledge fusion by merging weights of language models, ICLR
-2023, equation 2.
+Jin, Ren, Preotiuc-Pietro, Cheng, Dataless knowledge fusion by merging weights of language models,
+ICLR 2023, equation 2.
 """
 
 from functools import partial
@@ -23,12 +23,13 @@ _PRECISION = jax.lax.Precision.HIGHEST
 
 
 def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggregator:
-    """Make RegMean, which merges each dense kernel by least squares over its inputs u,
+    """Make RegMean, which merges each dense kernel by least squares over its inputs u.
 
         W = Wbar + (sum_i p_i H_i)^-1 sum_i p_i H_i (W_i - Wbar),   H_i = shrink(E_i[u u^T]),
 
-    where shrink multiplies off-diagonal entries by a factor. Inputs that never fire at any client keep
-    Wbar = sum_i p_i W_i. Biases, convolutions and all other leaves become the plain mean over clients.
+    where shrink multiplies off-diagonal entries by a factor. Inputs that never fire at any client
+    keep Wbar = sum_i p_i W_i. Biases, convolutions and all other leaves become the plain mean
+    over clients.
 
     Args:
         apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
@@ -36,8 +37,8 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
         batch_size: Examples of a minibatch in the Gram pass.
 
     Returns:
-        The aggregator. Updates are {"params": W_i, "grams": {kernel name: E_i[u u^T] [in, in]}}, and
-        what the server needs of them adds up over clients.
+        The aggregator. Updates are {"params": W_i, "grams": {kernel name: E_i[u u^T] [in, in]}},
+        and what the server needs of them adds up over clients.
 
     Raises:
         ValueError: If shrink is out of range; on summarize, if the network has no dense layer.
@@ -50,9 +51,10 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
         >>> print(fj.aggregation.merge(method, {"w": jnp.zeros((1, 1))}, updates)[0]["w"])
         [[3.]]
 
-    Source: the paper above. Deviations from its use in Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024:
-        the Gram matrix is of all examples, not of up to 16,000; shrink is fixed, not chosen from {0.1,
-        0.9} by validation; uploads are not compressed. The plain mean leaves out clients of weight zero.
+    Source: the paper above. Deviations from its use in Jhunjhunwala, Wang, Joshi, FedFisher,
+        AISTATS 2024: the Gram matrix is of all examples, not of up to 16,000; shrink is fixed, not
+        chosen from {0.1, 0.9} by validation; uploads are not compressed. The plain mean leaves out
+        clients of weight zero.
     """
     if not 0 <= shrink < 1:
         raise ValueError(
@@ -72,12 +74,18 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
         weighted = {"gram": grams, "product": products, "kernel": kernels}
         present = (weights > 0).astype(weights.dtype)
         plain = tree.weighted_sum(updates["params"], present)
-        return {"weighted": tree.weighted_sum(weighted, weights), "sum": plain, "count": present.sum()}
+        return {
+            "weighted": tree.weighted_sum(weighted, weights),
+            "sum": plain,
+            "count": present.sum(),
+        }
 
     def finish(sums: Any, global_params: Params, state: Any) -> tuple[Params, Any, Any]:
         del global_params
         mean = jax.tree.map(lambda x: x / sums["count"].astype(x.dtype), sums["sum"])
-        dense = jax.tree.map(_matched, *(sums["weighted"][n] for n in ("gram", "product", "kernel")))
+        dense = jax.tree.map(
+            _matched, *(sums["weighted"][n] for n in ("gram", "product", "kernel"))
+        )
         return Template.of(mean).restore(_by_name(mean) | dense), state, ()
 
     return Aggregator(no_state, summarize, reduce, finish)

@@ -1,4 +1,7 @@
-"""One client's curvature, as data: a structure (diagonal, K-FAC, full) of a kind (true, sampled, empirical)."""
+"""One client's curvature, as data.
+
+A structure (diagonal, K-FAC, full) of a kind (true, sampled, empirical).
+"""
 
 from fisherjax.fisher.diagonal import diagonal
 from fisherjax.fisher.full import full, vector_product

@@ -26,14 +26,14 @@ def diagonal(
     key: Key | None = None,
     batch_size: int = 64,
 ) -> Diagonal:
-    """Compute the diagonal of the Fisher information,
+    """Compute the diagonal of the Fisher information.
 
         f_j = sum_n w_n sum_k (J_n^T s_nk)_j^2 / sum_n w_n.
 
     Squares are of gradients of single examples, never of a minibatch mean. Dense and convolution
-    layers get theirs from inputs and output tangents; for a dense layer no gradient is formed at all,
-    for a convolution one minibatch of its kernel's. Other leaves use gradients of single examples,
-    which a minibatch holds as [K, B, size of the leaf].
+    layers get theirs from inputs and output tangents; for a dense layer no gradient is formed at
+    all, for a convolution one minibatch of its kernel's. Other leaves use gradients of single
+    examples, which a minibatch holds as [K, B, size of the leaf].
 
     Args:
         apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
@@ -61,12 +61,14 @@ def diagonal(
         >>> print(fj.fisher.diagonal(apply, fj.likelihoods.gaussian, params, x).entries["w"].T)
         [[5. 2.]]
 
-    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, section 4; Matena and Raffel, Merging
-        models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, section 4; Matena and Raffel,
+        Merging models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
     """
     options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
     passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
-    return _diagonal(apply, likelihood, kind, batch_size, params, inputs, targets, weights, indices, key)
+    return _diagonal(
+        apply, likelihood, kind, batch_size, params, inputs, targets, weights, indices, key
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -92,7 +94,13 @@ def _diagonal(
         return sums | leaf_sums(apply, params, x, columns, w, rest)
 
     means = passes.weighted_mean(
-        batch_sums, inputs, targets, weights=weights, indices=indices, key=key, batch_size=batch_size
+        batch_sums,
+        inputs,
+        targets,
+        weights=weights,
+        indices=indices,
+        key=key,
+        batch_size=batch_size,
     )
     return Diagonal(template.restore(means))
 
@@ -131,7 +139,7 @@ def leaf_sums(
 
 
 def weighted_columns(columns: Array, w: Array) -> Array:
-    """Scale cotangents [K, B, ..., C] by sqrt(w_n): tangents are linear in them, squares carry w_n."""
+    """Scale cotangents [K, B, ..., C] by sqrt(w_n): squares of their tangents then carry w_n."""
     root = jnp.sqrt(w).astype(columns.dtype)
     return columns * root.reshape(1, -1, *(1,) * (columns.ndim - 2))
 
@@ -139,8 +147,8 @@ def weighted_columns(columns: Array, w: Array) -> Array:
 def over_columns(function: Callable[[Array], dict], columns: Array) -> dict:
     """Sum a function of one output cotangent over the K columns of the output factor.
 
-    A loop, not an unrolled sum: on a CPU its working set stays in the cache, which measured twice as
-    fast for LeNet, and compilation does not grow with the number of classes.
+    A loop, not an unrolled sum: on a CPU its working set stays in the cache, which measured twice
+    as fast for LeNet, and compilation does not grow with the number of classes.
     """
     shapes = jax.eval_shape(function, columns[0])
     zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
@@ -154,7 +162,7 @@ def _try_layers(apply: Apply, params: Params, x: Array) -> Trace:
     try:
         return trace(apply, params, x)
     except LayersNotFoundError:
-        return Trace(apply(params, x), (), (), lambda cotangent: (), {})
+        return Trace(apply(params, x), (), (), lambda _: (), {})
 
 
 def _layer_sums(seen: Trace, columns: Array) -> dict[str, Array]:

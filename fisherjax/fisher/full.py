@@ -25,7 +25,7 @@ def full(
     key: Key | None = None,
     batch_size: int = 64,
 ) -> Dense:
-    """Compute the Fisher information as a dense matrix, for small networks,
+    """Compute the Fisher information as a dense matrix, for small networks.
 
         F = sum_n w_n J_n^T S_n S_n^T J_n / sum_n w_n.
 
@@ -56,11 +56,14 @@ def full(
         [[1. 2.]
          [2. 4.]]
 
-    Source: Martens, New insights and perspectives on the natural gradient method, JMLR 2020, section 8.
+    Source: Martens, New insights and perspectives on the natural gradient method, JMLR 2020,
+        section 8.
     """
     options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
     passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
-    return _full(apply, likelihood, kind, batch_size, params, inputs, targets, weights, indices, key)
+    return _full(
+        apply, likelihood, kind, batch_size, params, inputs, targets, weights, indices, key
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -91,7 +94,13 @@ def _full(
         )
 
     matrix = passes.weighted_mean(
-        batch_sums, inputs, targets, weights=weights, indices=indices, key=key, batch_size=batch_size
+        batch_sums,
+        inputs,
+        targets,
+        weights=weights,
+        indices=indices,
+        key=key,
+        batch_size=batch_size,
     )
     return Dense(matrix, Template.of(params))
 
@@ -110,7 +119,7 @@ def vector_product(
     key: Key | None = None,
     batch_size: int = 256,
 ) -> Params:
-    """Multiply a vector by the Fisher information without forming it, by one jvp and one vjp,
+    """Multiply a vector by the Fisher information without forming it, by one jvp and one vjp.
 
         F v = sum_n w_n J_n^T S_n S_n^T J_n v / sum_n w_n.
 
@@ -138,7 +147,9 @@ def vector_product(
         >>> import fisherjax as fj
         >>> apply = lambda params, x: x @ params["w"]
         >>> params, x = {"w": jnp.ones((2, 1))}, jnp.array([[1.0, 2.0]])
-        >>> print(fj.fisher.vector_product(apply, fj.likelihoods.gaussian, params, x, params)["w"].T)
+        >>> print(
+        ...     fj.fisher.vector_product(apply, fj.likelihoods.gaussian, params, x, params)["w"].T
+        ... )
         [[3. 6.]]
 
     Source: Schraudolph, Fast curvature matrix-vector products for second-order gradient descent,
@@ -179,5 +190,11 @@ def _vector_product(
         return pullback(cotangent.reshape(z.shape))[0]
 
     return passes.weighted_mean(
-        batch_sums, inputs, targets, weights=weights, indices=indices, key=key, batch_size=batch_size
+        batch_sums,
+        inputs,
+        targets,
+        weights=weights,
+        indices=indices,
+        key=key,
+        batch_size=batch_size,
     )

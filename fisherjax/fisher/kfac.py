@@ -23,10 +23,10 @@ Otherwise = Callable[..., Diagonal] | None
 
 
 def zero(*args: object, **kwargs: object) -> Diagonal:
-    """Mark leaves that K-FAC does not cover as without curvature: `fisher.kfac(otherwise=fisher.zero)`.
+    """Mark leaves that K-FAC does not cover as without curvature.
 
-    A merge then leaves them at the clients' weighted mean, which is what running statistics want. It
-    is only ever passed as `otherwise`.
+    Written `fisher.kfac(otherwise=fisher.zero)`. A merge then leaves them at the clients' weighted
+    mean, which is what running statistics want. It is only ever passed as `otherwise`.
 
     Raises:
         TypeError: If it is called.
@@ -49,7 +49,7 @@ def kfac(
     batch_size: int = 64,
     otherwise: Otherwise = None,
 ) -> Kronecker:
-    """Compute Kronecker factors of the Fisher information for every dense and convolution layer,
+    """Compute Kronecker factors of the Fisher information for every dense and convolution layer.
 
         A = E_n[sum_t a_nt a_nt^T],   G = E_n[sum_k mean_t g_nkt g_nkt^T],   F V = A V G,
 
@@ -57,7 +57,8 @@ def kfac(
     tangents of its pre-activations. Exact for one example of a dense layer.
 
     Args:
-        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`, flax, equinox or bare; jitted or not.
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`, flax, equinox or bare; jitted or
+            not.
         likelihood: What the outputs mean.
         params: Any pytree of floating arrays.
         inputs: [N, ...].
@@ -67,8 +68,9 @@ def kfac(
         indices: [n] rows of `inputs` in use; all of them if None.
         key: For the sampled kind.
         batch_size: Examples of a minibatch.
-        otherwise: For leaves that belong to no such layer: None refuses them, `fisher.diagonal` gives
-            them a diagonal, `fisher.zero` no curvature, so that merging takes their weighted mean.
+        otherwise: For leaves that belong to no such layer: None refuses them, `fisher.diagonal`
+            gives them a diagonal, `fisher.zero` no curvature, so that merging takes their weighted
+            mean.
 
     Returns:
         The operator, factors [a, a] and [o, o] in at least float32.
@@ -87,9 +89,9 @@ def kfac(
          [2. 4.]]
 
     Source: Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
-        curvature, ICML 2015; Grosse and Martens, ICML 2016 (convolutions); the exact expectation over
-        classes and its use for merging: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024. Their code
-        splits the scale differently between the factors; the products are equal.
+        curvature, ICML 2015; Grosse and Martens, ICML 2016 (convolutions); the exact expectation
+        over classes and its use for merging: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024.
+        Their code splits the scale differently between the factors; the products are equal.
     """
     options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
     passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
@@ -104,8 +106,8 @@ def kfac(
 def _refusal(uncovered: dict[str, str]) -> str:
     lines = "\n".join(f"  '{name}': {reason}" for name, reason in uncovered.items())
     return (
-        f"K-FAC covers dense and two-dimensional convolution layers, not these parameters:\n{lines}\n"
-        "Pass otherwise=fisher.diagonal to give them a diagonal Fisher, otherwise=fisher.zero to "
+        "K-FAC covers dense and two-dimensional convolution layers, not these parameters:\n"
+        f"{lines}\nPass otherwise=fisher.diagonal to give them a diagonal Fisher, otherwise=fisher.zero to "
         "leave them at the weighted mean when merging, or change the network."
     )
 
@@ -139,7 +141,13 @@ def _kfac(
         return _factor_sums(seen, columns, w), leaf_sums(apply, params, x, columns, w, names)
 
     factors, entries = passes.weighted_mean(
-        batch_sums, inputs, targets, weights=weights, indices=indices, key=key, batch_size=batch_size
+        batch_sums,
+        inputs,
+        targets,
+        weights=weights,
+        indices=indices,
+        key=key,
+        batch_size=batch_size,
     )
     return Kronecker(factors, entries, tuple(layers), Template.of(params))
 

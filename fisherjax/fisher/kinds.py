@@ -1,11 +1,13 @@
 """What is squared in the Fisher information: the model's own labels, sampled ones, or the data's.
 
-A kind is a function `kind(likelihood, outputs z [B, ..., C], targets, key) -> S [K, B, ..., C]` whose
-K columns are cotangents of the outputs, so that every structure of the Fisher is the same sum,
+A kind is a function `kind(likelihood, outputs z [B, ..., C], targets, key) -> S [K, B, ..., C]`
+whose K columns are cotangents of the outputs, so that every structure of the Fisher is the same
+sum,
 
     F = sum_n w_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T / sum_n w_n,     J_n = dz_n / dparams.
 
-The kind and the structure (diagonal, K-FAC, full) are independent: any kind goes with any structure.
+The kind and the structure (diagonal, K-FAC, full) are independent: any kind goes with any
+structure.
 """
 
 import jax
@@ -30,8 +32,8 @@ def true(likelihood: Likelihood, z: Array, targets: Array | None = None, key: Ke
     Returns:
         S [K, B, ..., C] with sum_k s_k s_k^T = E_y[g g^T].
 
-    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, which sums over classes; Martens, New
-        insights and perspectives on the natural gradient method, JMLR 2020, section 8.
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, which sums over classes; Martens,
+        New insights and perspectives on the natural gradient method, JMLR 2020, section 8.
     """
     del targets, key
     return likelihood.factor(z)
@@ -64,7 +66,9 @@ def sampled(
         raise ValueError("The sampled Fisher draws labels: pass key=jax.random.key(seed).")
     keys = jax.random.split(key, num_samples)
     labels = jax.vmap(likelihood.sample, (0, None))(keys, z)
-    return jax.vmap(lambda y: _score(likelihood, z, y))(labels) / jnp.sqrt(num_samples).astype(z.dtype)
+    return jax.vmap(lambda y: _score(likelihood, z, y))(labels) / jnp.sqrt(num_samples).astype(
+        z.dtype
+    )
 
 
 def empirical(
@@ -86,7 +90,8 @@ def empirical(
     Raises:
         ValueError: If no targets are given.
 
-    Source: Kunstner, Balles, Hennig, Limitations of the empirical Fisher approximation, NeurIPS 2019.
+    Source: Kunstner, Balles, Hennig, Limitations of the empirical Fisher approximation, NeurIPS
+        2019.
     """
     del key
     if targets is None:

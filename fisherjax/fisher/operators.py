@@ -1,9 +1,9 @@
 """Fisher operators: a client's curvature as data, a pytree with matrix-vector products.
 
 An operator acts on params. It is frozen data, so a client can return it, `vmap` can stack it and a
-file can hold it. Each splits params into *blocks* that it does not couple, as the leaves of a pytree:
-leaves for a diagonal, matrices V [a, o] of layers for Kronecker factors, one vector for a dense
-matrix. Solvers work on blocks and treat every leaf on its own.
+file can hold it. Each splits params into *blocks* that it does not couple, as the leaves of a
+pytree: leaves for a diagonal, matrices V [a, o] of layers for Kronecker factors, one vector for a
+dense matrix. Solvers work on blocks and treat every leaf on its own.
 
 The sum of several Kronecker operators is not a Kronecker operator: add their products, not factors.
 """
@@ -157,10 +157,10 @@ class Dense:
 class Kronecker:
     """Kronecker factors for each layer, F V = A V G, and a diagonal for what no layer covers.
 
-    The block of a layer acts on the row-major flattening of V [a, o] as kron(A, G). A bias is the last
-    row of V. For a convolution with T output locations A sums over locations and G averages, so that
-    kron(A, G) has the scale of the exact block (Grosse and Martens, A Kronecker-factored approximate
-    Fisher matrix for convolution layers, ICML 2016, equations 27 to 30).
+    The block of a layer acts on the row-major flattening of V [a, o] as kron(A, G). A bias is the
+    last row of V. For a convolution with T output locations A sums over locations and G averages,
+    so that kron(A, G) has the scale of the exact block (Grosse and Martens, A Kronecker-factored
+    approximate Fisher matrix for convolution layers, ICML 2016, equations 27 to 30).
 
     Attributes:
         factors: For each layer, by the name of its kernel, {"input": A [a, a], "output": G [o, o]}.

@@ -1,8 +1,8 @@
 """One pass over a data set: weighted means over examples, a minibatch at a time, exactly.
 
 Padding is by weight: an example of weight zero leaves no trace, so a padded client equals an
-unpadded one, and an empty client gives zeros. Minibatches after the last example that counts are not
-run.
+unpadded one, and an empty client gives zeros. Minibatches after the last example that counts are
+not run.
 """
 
 from collections.abc import Callable
