@@ -107,8 +107,8 @@ def _refusal(uncovered: dict[str, str]) -> str:
     lines = "\n".join(f"  '{name}': {reason}" for name, reason in uncovered.items())
     return (
         "K-FAC covers dense and two-dimensional convolution layers, not these parameters:\n"
-        f"{lines}\nPass otherwise=fisher.diagonal to give them a diagonal Fisher, otherwise=fisher.zero to "
-        "leave them at the weighted mean when merging, or change the network."
+        f"{lines}\nPass otherwise=fisher.diagonal to give them a diagonal Fisher, or "
+        "otherwise=fisher.zero to leave them at the weighted mean when merging, or change the network."
     )
 
 
