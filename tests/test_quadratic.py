@@ -1,0 +1,174 @@
+"""The server's quadratic against the formula written out with dense matrices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fisherjax import quadratic, solvers, tree
+from fisherjax.fisher import Dense, Diagonal, Kronecker
+from fisherjax.fisher.layers import Layer
+from fisherjax.fisher.operators import Template, ravel
+
+SHAPES = {"dense": {"bias": (2,), "kernel": (3, 2)}, "rest": (2,)}
+BLOCKS = {"dense": [0, 1, 2, 3, 4, 5, 6, 7], "rest": [8, 9]}  # in the order of ravel
+LEAVES = {"bias": [0, 1], "kernel": [2, 3, 4, 5, 6, 7], "rest": [8, 9]}
+WEIGHTS = [0.2, 0.5, 0.3]
+
+
+def draw(seed):
+    source = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(source.normal(size=shape)),
+        SHAPES,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def gram(size, rank, seed):
+    """Draw a matrix whose eigenvalues are 0 and between 1 and 2."""
+    basis, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(size, rank)))
+    return jnp.asarray(basis * np.linspace(1, 2, rank) @ basis.T)
+
+
+def make(structure, seed):
+    """An operator of low rank, so that the sum over three clients stays singular."""
+    params = draw(seed)
+    template = Template.of(params)
+    if structure == "diagonal":
+        return Diagonal(jax.tree.map(lambda x: jnp.square(x).at[..., 0].set(0), params))
+    if structure == "dense":
+        return Dense(gram(10, 2, seed), template)
+    factors = {"dense/kernel": {"input": gram(4, 1, seed), "output": gram(2, 2, seed)}}
+    layers = (Layer("dense/kernel", "dense/bias", (3, 2)),)
+    return Kronecker(factors, {"rest": jnp.abs(params["rest"])}, layers, template)
+
+
+@pytest.fixture(params=["diagonal", "dense", "kronecker"])
+def structure(request, x64):
+    return request.param
+
+
+@pytest.fixture
+def clients(structure):
+    return [make(structure, seed) for seed in range(3)], [draw(10 + seed) for seed in range(3)]
+
+
+@pytest.fixture
+def weights(x64):
+    return jnp.array(WEIGHTS)
+
+
+def strengths(structure, fishers, damping):
+    """lambda of each parameter: damping times the mean of its block's diagonal, averaged."""
+    blocks = {"diagonal": LEAVES, "kronecker": BLOCKS, "dense": {"all": list(range(10))}}[structure]
+    diagonal = sum(p * np.diagonal(f.dense()) for p, f in zip(WEIGHTS, fishers, strict=True))
+    pull = np.zeros(10)
+    for indices in blocks.values():
+        pull[indices] = damping * diagonal[indices].mean()
+    return pull
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.7])
+def test_the_system_is_the_gradient_of_the_loss(structure, clients, weights, damping):
+    fishers, models = clients
+    problem = quadratic.quadratic(tree.stack(fishers), tree.stack(models), weights, damping)
+    mean = sum(p * ravel(w) for p, w in zip(WEIGHTS, models, strict=True))
+    pull = strengths(structure, fishers, damping)
+
+    def loss(flat):
+        terms = (
+            0.5 * p * (flat - ravel(w)) @ f.dense() @ (flat - ravel(w))
+            for p, f, w in zip(WEIGHTS, fishers, models, strict=True)
+        )
+        return sum(terms) + 0.5 * jnp.sum(pull * (flat - mean) ** 2)
+
+    def residual(params):
+        products = problem.matvec(fishers[0].blocks(params))
+        return ravel(problem.restore(jax.tree.map(jnp.subtract, products, problem.rhs)))
+
+    for seed in range(2):
+        x = draw(20 + seed)
+        np.testing.assert_allclose(residual(x), jax.grad(loss)(ravel(x)), atol=1e-12)
+    np.testing.assert_allclose(ravel(problem.restore(problem.init)), mean, atol=1e-12)
+    assert jax.tree.structure(problem.restore(problem.init)) == jax.tree.structure(models[0])
+
+
+def test_every_solver_finds_the_pseudo_inverse_solution(structure, clients, weights):
+    """W* = Wbar + F^+ (sum p F W - F Wbar), with F singular: Lemma 1 of the FedFisher paper."""
+    fishers, models = clients
+    problem = quadratic.quadratic(tree.stack(fishers), tree.stack(models), weights, 0.0)
+    total = sum(p * f.dense() for p, f in zip(WEIGHTS, fishers, strict=True))
+    product = sum(
+        p * f.dense() @ ravel(w) for p, f, w in zip(WEIGHTS, fishers, models, strict=True)
+    )
+    mean = sum(p * ravel(w) for p, w in zip(WEIGHTS, models, strict=True))
+    inverse = jnp.linalg.pinv(total, rcond=1e-10, hermitian=True)
+    assert jnp.linalg.matrix_rank(total) < 10
+    expected = mean + inverse @ (product - total @ mean)
+    methods = [solvers.conjugate_gradients(1e-12), solvers.gradient_descent(steps=20_000)]
+    methods += [solvers.closed_form()] if structure == "diagonal" else []
+    for solve in methods:
+        np.testing.assert_allclose(ravel(solve(*problem).params), expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.7])
+def test_sums_of_clients_give_the_same_system(structure, clients, weights, damping):
+    if structure == "kronecker":
+        pytest.skip("Kronecker operators do not add up")
+    fishers, models = map(tree.stack, clients)
+    whole = quadratic.quadratic(fishers, models, weights, damping)
+    part = jax.tree.map(lambda x: x[:2], (fishers, models, weights))
+    last = jax.tree.map(lambda x: x[2:], (fishers, models, weights))
+    totals = jax.tree.map(jnp.add, quadratic.sums(*part), quadratic.sums(*last))
+    summed = quadratic.from_sums(totals, damping)
+    x = clients[0][0].blocks(draw(5))
+    for left, right in (
+        (summed.matvec(x), whole.matvec(x)),
+        (summed.rhs, whole.rhs),
+        (summed.init, whole.init),
+    ):
+        np.testing.assert_allclose(ravel(left), ravel(right), atol=1e-12)
+
+
+def test_damping_is_relative_to_each_block(structure, clients, weights):
+    """Scaling the Fisher of one block scales its damping: the solution does not change."""
+    fishers, models = clients
+    problem = quadratic.quadratic(tree.stack(fishers), tree.stack(models), weights, 0.3)
+    scaled = [jax.tree.map(lambda x: 1e-4 * x, f) for f in fishers]
+    if structure == "kronecker":
+        scaled = [
+            f.replace(
+                factors={
+                    "dense/kernel": f.factors["dense/kernel"]
+                    | {"input": 1e-4 * f.factors["dense/kernel"]["input"]}
+                }
+            )
+            for f in fishers
+        ]
+    rescaled = quadratic.quadratic(tree.stack(scaled), tree.stack(models), weights, 0.3)
+    solve = solvers.conjugate_gradients(1e-12)
+    left, right = (ravel(solve(*p).params) for p in (problem, rescaled))
+    np.testing.assert_allclose(left, right, atol=1e-9)
+
+
+def test_solvers_compile_once_for_problems_of_one_shape(structure, clients, weights, compilations):
+    fishers, models = map(tree.stack, clients)
+    solve = solvers.conjugate_gradients()
+    solve(*quadratic.quadratic(fishers, models, weights, 1.0))
+    others, other_weights = jax.tree.map(lambda x: 2 * x, (fishers, models)), weights[::-1]
+    with compilations() as count:
+        solve(*quadratic.quadratic(*others, other_weights, 0.5))
+    assert count() == 0
+
+
+def test_the_problem_crosses_jit_as_data(structure, clients, weights):
+    fishers, models = map(tree.stack, clients)
+    build = jax.jit(lambda f, w, p: quadratic.quadratic(f, w, p, 0.5))
+    problem, traced = (
+        quadratic.quadratic(fishers, models, weights, 0.5),
+        build(fishers, models, weights),
+    )
+    solve = solvers.conjugate_gradients(1e-12)
+    left, right = (ravel(solve(*p).params) for p in (problem, traced))
+    np.testing.assert_allclose(left, right, atol=1e-9)
