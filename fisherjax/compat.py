@@ -1,25 +1,38 @@
 """What keeps kfac-jax 0.0.8 running on current JAX: the one place that touches its inside.
 
-Since jax 0.9.2 `Primitive.get_bind_params` returns the keyword arguments of `bind` alone, where it
-used to return a pair (functions, keyword arguments). kfac-jax 0.0.8 still unpacks the pair, in one
-function; its repository is mended, the mended version is not released. jax 0.11 goes further and
-takes away names that kfac-jax needs to be imported at all, so the package requires jax < 0.11.
-When `tests/test_compat.py` says so, this module and that bound can go.
+kfac-jax 0.0.8, the newest release, is older than three changes of JAX. Each is mended below by one
+function, which says what changed. Only kfac-jax's own modules are changed: `jax` stays as it is,
+but for two names lent to it while kfac-jax is imported. When `tests/test_compat.py` says so, a
+newer kfac-jax needs none of this, and the file can go.
 """
 
+import contextlib
+import functools
+import importlib.metadata
 import re
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
+import jax.extend as jex
+import jax.extend.core
 import jax.extend.source_info_util
-import kfac_jax
-from kfac_jax._src import tag_graph_matcher
+
+_KFAC_JAX = importlib.metadata.version("kfac-jax")
+# The names that kfac-jax takes from jax.core and jax 0.11 has in jax.extend.core alone.
+_READ_AT_IMPORT = "DebugInfo", "Effects"
+_READ_LATER = (
+    "DropVar",
+    "gensym",
+    "new_jaxpr_eqn",
+    "no_effects",
+    "unsafe_get_axis_names_DO_NOT_USE",
+)
 
 
-def is_patch_needed(
-    jax_version: str = jax.__version__, kfac_jax_version: str = kfac_jax.__version__
-) -> bool:
-    """Tell whether this pair of versions needs the patch.
+def is_patch_needed(jax_version: str = jax.__version__, kfac_jax_version: str = _KFAC_JAX) -> bool:
+    """Tell whether this pair of versions needs any patch.
 
     Args:
         jax_version: for instance "0.10.2".
@@ -30,24 +43,100 @@ def is_patch_needed(
 
     Example:
         >>> from fisherjax import compat
-        >>> compat.is_patch_needed("0.9.1", "0.0.8"), compat.is_patch_needed("0.10.2", "0.0.8")
+        >>> compat.is_patch_needed("0.9.1", "0.0.8"), compat.is_patch_needed("0.12.0", "0.0.8")
         (False, True)
     """
     return _numbers(jax_version) >= (0, 9, 2) and _numbers(kfac_jax_version) <= (0, 0, 8)
 
 
-def patch_kfac_jax() -> None:
-    """Let kfac-jax evaluate equations on this version of JAX; calling it again changes nothing."""
+@functools.cache
+def import_kfac_jax() -> ModuleType:
+    """Import kfac-jax such that it runs on this version of JAX; the same module every time.
+
+    Example:
+        >>> from fisherjax import compat
+        >>> compat.import_kfac_jax().__name__
+        'kfac_jax'
+    """
+    moved = is_patch_needed() and _numbers(jax.__version__) >= (0, 11)
+    with _lend_names() if moved else contextlib.nullcontext():
+        import kfac_jax
+    if moved:
+        _patch_moved_names()
+        _patch_merged_jaxpr()
     if is_patch_needed():
-        tag_graph_matcher.eval_jaxpr_eqn = _evaluate_equation
+        _patch_evaluation()
+    return kfac_jax
+
+
+def _patch_evaluation() -> None:
+    """Let kfac-jax evaluate the equations of a traced function one by one.
+
+    Since jax 0.9.2 `Primitive.get_bind_params` returns the keyword arguments of `bind` alone, where
+    it used to return a pair (functions, keyword arguments), which kfac-jax unpacks in one function.
+    """
+    from kfac_jax._src import tag_graph_matcher
+
+    tag_graph_matcher.eval_jaxpr_eqn = _evaluate_equation
 
 
 def _evaluate_equation(equation: Any, inputs: list[Any]) -> list[Any]:
     """Compute the outputs of one equation of a traced function."""
     parameters = equation.primitive.get_bind_params(equation.params)
-    with jax.extend.source_info_util.user_context(equation.source_info.traceback):
+    with jex.source_info_util.user_context(equation.source_info.traceback):
         outputs = equation.primitive.bind(*inputs, **parameters)
     return list(outputs) if equation.primitive.multiple_results else [outputs]
+
+
+@contextlib.contextmanager
+def _lend_names() -> Iterator[None]:
+    """Give `jax.core` the two names that kfac-jax reads while it is imported; then take them back.
+
+    Since jax 0.11 they are in `jax.extend.core` alone. kfac-jax's modules can be patched only once
+    they are imported, which is too late for these.
+    """
+    lent = [name for name in _READ_AT_IMPORT if not hasattr(jax.core, name)]
+    for name in lent:
+        setattr(jax.core, name, getattr(jex.core, name))
+    try:
+        yield
+    finally:
+        for name in lent:
+            delattr(jax.core, name)
+
+
+def _patch_moved_names() -> None:
+    """Show kfac-jax a `jax.core` that still has the names it reads when its functions run."""
+    from kfac_jax._src import layers_and_loss_tags, tag_graph_matcher
+    from kfac_jax._src.utils import parallel
+
+    parallel.core = _view(jax.core, **{name: getattr(jex.core, name) for name in _READ_LATER})
+    layers_and_loss_tags.jax = tag_graph_matcher.jax = _view(jax, core=parallel.core)
+
+
+def _patch_merged_jaxpr() -> None:
+    """Teach kfac-jax that since jax 0.11 Jaxpr and ClosedJaxpr are one class.
+
+    That class takes no argument called `jaxpr`. And kfac-jax, which tells an open Jaxpr from a
+    closed one by its class, would close a closed one again, and lose its constants.
+    """
+    from kfac_jax._src import tag_graph_matcher, tracer
+
+    tag_graph_matcher.to_closed_jaxpr = lambda jaxpr: jaxpr
+    tag_graph_matcher.ClosedJaxpr = _close
+    tracer.jex = _view(jex, core=_view(jex.core, ClosedJaxpr=_close))
+
+
+def _close(jaxpr: Any, consts: list[Any]) -> Any:
+    """Return the traced function with these values for its constants."""
+    return jex.core.ClosedJaxpr(jaxpr, consts)
+
+
+def _view(module: ModuleType, **names: Any) -> ModuleType:
+    """Return a module that has `names`, and for every other name what `module` has."""
+    view = ModuleType(module.__name__)
+    vars(view).update(names, __getattr__=functools.partial(getattr, module))
+    return view
 
 
 def _numbers(version: str) -> tuple[int, ...]:

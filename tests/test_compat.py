@@ -1,59 +1,92 @@
-"""The patch of kfac-jax is applied where it is needed, and only there."""
+"""kfac-jax is patched where that is needed, only there, and `jax` itself stays as it is."""
 
 import subprocess
 import sys
 
-import kfac_jax
+import jax
 import pytest
 
 from fisherjax import compat
 
+PATCHED = "from fisherjax import compat; kfac_jax = compat.import_kfac_jax()"
+UNPATCHED = "import kfac_jax"
+
+# A constant, a jitted function and a branch: each puts a traced function inside another.
 TWO_LAYERS = """
-import jax, jax.numpy as jnp, kfac_jax
-{patch}
+import jax, jax.numpy as jnp, numpy as np
+{kfac_jax}
+
+CONSTANT = jnp.arange(12.0).reshape(4, 3)
 
 def model(params, inputs):
-    hidden = jax.nn.relu(inputs @ params[0])
+    inputs = jax.jit(lambda x: x + CONSTANT)(inputs)
+    hidden = jax.lax.cond(inputs.sum() > 0, lambda x: x, lambda x: -x, inputs @ params[0])
     kfac_jax.register_softmax_cross_entropy_loss(hidden @ params[1], jnp.zeros(4, jnp.int32))
     return jnp.zeros(())
 
 arguments = [jnp.ones((3, 5)), jnp.ones((5, 2))], jnp.ones((4, 3))
 _, vjp = kfac_jax.layer_tags_vjp(model)[0](arguments)
-print([layer.primals.inputs[0].shape for layer in vjp(((jnp.ones((4, 2)),),))])
+layers = vjp(((jnp.ones((4, 2)),),))
+print(np.array_equal(layers[0].primals.inputs[0], 1 + CONSTANT), layers[1].primals.inputs[0].shape)
+losses, vjp = kfac_jax.loss_tags_vjp(model)[0](arguments)
+print(len(losses), [gradient.shape for gradient in vjp(((jnp.ones((4, 2)),),))])
+print(kfac_jax.utils.in_pmap("axis"))
 """
-PATCH = "from fisherjax import compat; compat.patch_kfac_jax()"
+EXPECTED = ["True (4, 5)", "1 [(3, 5), (5, 2)]", "False"]
 
 
 def run(program: str) -> subprocess.CompletedProcess:
-    """Run it in a process of its own: here the patch may have been applied long ago."""
+    """Run it in a process of its own: here the patch has been applied already."""
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
 def test_kfac_jax_finds_layers_with_the_patch():
-    result = run(TWO_LAYERS.format(patch=PATCH))
-    assert result.stdout.strip() == "[(4, 3), (4, 5)]", result.stderr
+    result = run(TWO_LAYERS.format(kfac_jax=PATCHED))
+    assert result.stdout.splitlines() == EXPECTED, result.stderr
 
 
 def test_the_patch_is_applied_exactly_where_kfac_jax_fails_without_it():
-    result = run(TWO_LAYERS.format(patch=""))
+    result = run(TWO_LAYERS.format(kfac_jax=UNPATCHED))
     assert (result.returncode != 0) == compat.is_patch_needed(), result.stderr
     if compat.is_patch_needed():
-        assert "too many values to unpack" in result.stderr, result.stderr
+        causes = ["too many values to unpack", "jax.core.Effects", "has no attribute 'Effects'"]
+        assert any(cause in result.stderr for cause in causes), result.stderr
+
+
+def test_importing_the_package_leaves_jax_as_it_is():
+    names = "[set(vars(module)) for module in (jax.core, jax.extend.core)]"
+    program = f"""
+import jax, jax.extend.core, jax.extend.source_info_util
+import distrax, flax, optax, scipy  # which import more of jax
+before = {names}
+import fisherjax
+changed = [now ^ old for now, old in zip({names}, before)]
+print([{{name for name in names if not name.startswith("_")}} for names in changed])
+"""
+    result = run(program)
+    assert result.stdout.strip() == "[set(), set()]", result.stdout + result.stderr
+
+
+def test_a_failed_import_leaves_jax_as_it_is():
+    before = set(vars(jax.core))
+    with pytest.raises(ImportError, match="no kfac"), compat._lend_names():
+        raise ImportError("no kfac")
+    assert set(vars(jax.core)) == before
 
 
 def test_the_installed_kfac_jax_is_not_mended_yet():
     advice = (
-        f"kfac-jax {kfac_jax.__version__} needs no patch: make it the lower bound in "
-        "pyproject.toml and .ci/oldest.txt, lift the bound on jax, delete fisherjax/compat.py"
+        f"kfac-jax {compat.import_kfac_jax().__version__} needs no patch: make it the lower bound "
+        "in pyproject.toml and .ci/oldest.txt, lift the bound on jax, delete fisherjax/compat.py"
     )
     assert compat.is_patch_needed(jax_version="0.10.2"), advice
 
 
 def test_patching_twice_is_patching_once():
-    compat.patch_kfac_jax()
-    first = compat.tag_graph_matcher.eval_jaxpr_eqn
-    compat.patch_kfac_jax()
-    assert compat.tag_graph_matcher.eval_jaxpr_eqn is first
+    first = compat.import_kfac_jax()
+    inside = dict(vars(first.tag_graph_matcher))
+    assert compat.import_kfac_jax() is first
+    assert vars(first.tag_graph_matcher) == inside
 
 
 @pytest.mark.parametrize(
@@ -64,8 +97,10 @@ def test_patching_twice_is_patching_once():
         ("0.9.2", "0.0.8", True),
         ("0.10.2", "0.0.8", True),
         ("0.10.3.dev20260101", "0.0.8", True),
+        ("0.12.0.1", "0.0.8", True),
         ("0.10.2", "0.0.9", False),
-        ("0.10.2", "0.1", False),
+        ("0.12.0.1", "0.0.9", False),
+        ("0.12.0.1", "0.1", False),
     ],
 )
 def test_guard_reads_both_versions(jax_version, kfac_jax_version, needed):

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import kfac_jax
 
 from fisherjax import compat, nn, tree
 from fisherjax.typing import Apply, Array, Params
 
-compat.patch_kfac_jax()
+kfac_jax = compat.import_kfac_jax()
 
 # Layers are looked for at a number of examples that no other axis has, so that the axis of the
 # examples is never mistaken for one of positions or channels that happens to be as long.
