@@ -294,8 +294,8 @@ right.tick_params(length=0)
 # %% [markdown]
 # One solve on the server, and much of what the mean forgot is there again. One run is an anecdote:
 # `make demo` repeats it for four partitions and three seeds. RegMean comes first in these too, for
-# a reason that we shall see. On the papers' convolutional networks FedFisher with K-FAC does, on
-# average (tables in the README): RegMean can only take the plain mean of convolutions.
+# a reason that we shall see; on the papers' convolutional networks FedFisher with K-FAC does, on
+# average (tables in the README).
 #
 # ## Along the line
 #
@@ -404,8 +404,8 @@ panel.grid(axis="y", color="#e4e4e4")
 # K-FAC cares little about its damping over a wide range. The dashed curve, with little damping,
 # shows why RegMean wins here: where $G = I$ a client guards *all* its hidden units, and not just
 # the few directions that its own outputs depend on. The layers above belong to everybody after the
-# merge, and read the other directions too. That is a lesson about small, dense and confident
-# networks; to choose $\delta$ or $G$ by this picture would be to choose on test data.
+# merge, and read the other directions too. That is no rule: for LeNet on MNIST $G = I$ is much the
+# worse choice. And to choose $\delta$ or $G$ by this picture would be to choose on test data.
 #
 # ## Your own network
 #
