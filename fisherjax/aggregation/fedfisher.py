@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
+
 from fisherjax import quadratic, solvers
 from fisherjax.aggregation.base import Aggregator, fisher_summary, no_state
 from fisherjax.fisher import Operator, diagonal, full, kfac, true
@@ -62,7 +64,7 @@ def fedfisher(
     """
     structure = fisher.func if isinstance(fisher, partial) else fisher
     damping = (1.0 if structure is kfac else 0.0) if damping is None else damping
-    if not 0 <= damping < float("inf"):
+    if not isinstance(damping, jax.core.Tracer) and not 0 <= damping < float("inf"):
         raise ValueError(f"damping is {damping}; expected a finite number, zero or more.")
     solve = solvers.conjugate_gradients() if solver is None else solver
     adds_up = structure in (diagonal, full)
