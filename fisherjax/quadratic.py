@@ -28,7 +28,7 @@ class Quadratic(NamedTuple):
 
     Every leaf of a block pytree is a system of its own: `matvec` does not couple leaves.
 
-    Blocks are in at least float32, whatever the dtype of params: `restore` keeps that.
+    Blocks have the dtype of the operators, at least float32, and `restore` keeps that.
 
     Attributes:
         matvec: blocks -> blocks, x -> sum_i p_i F_i x + lambda x.
@@ -125,8 +125,8 @@ def from_sums(totals: Sums, damping: float) -> Quadratic:
 
 
 def _blocks(fisher: Operator, params: Params) -> Any:
-    blocks = fisher.blocks(params)
-    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), blocks)
+    dtype = jnp.result_type(jnp.float32, *jax.tree.leaves((fisher, params)))
+    return jax.tree.map(lambda x: x.astype(dtype), fisher.blocks(params))
 
 
 def _block_mv(fisher: Operator, blocks: Any) -> Any:
