@@ -40,8 +40,8 @@ def test_factor_squares_to_the_hessian_of_the_loss(x64, key, name, likelihood, s
     def loss(flat, y):
         return likelihood.negative_log_likelihood(flat.reshape(1, *shape[1:]), y[None])[0]
 
-    hessian = jax.vmap(jax.hessian(loss))(z.reshape(len(z), -1), y)
-    factor = likelihood.factor(z)
+    hessian = jax.jit(jax.vmap(jax.hessian(loss)))(z.reshape(len(z), -1), y)
+    factor = jax.jit(likelihood.factor)(z)
     assert factor.shape[1:] == shape
     columns = factor.reshape(*factor.shape[:2], -1)
     np.testing.assert_allclose(jnp.einsum("kni,knj->nij", columns, columns), hessian, atol=1e-12)
@@ -51,12 +51,17 @@ def test_factor_squares_to_the_hessian_of_the_loss(x64, key, name, likelihood, s
 def test_scores_have_mean_zero_and_the_factors_covariance(x64, key, name, likelihood, shape):
     z = outputs(shape)
     draws = 4000
-    y = jax.vmap(likelihood.sample, (0, None))(jax.random.split(key, draws), z)
     score = jax.grad(lambda z, y: likelihood.negative_log_likelihood(z, y).sum())
-    g = jax.vmap(score, (None, 0))(z, y).reshape(draws, len(z), -1)
+
+    @jax.jit
+    @jax.vmap
+    def sampled_score(key):
+        return score(z, likelihood.sample(key, z))
+
+    g = sampled_score(jax.random.split(key, draws)).reshape(draws, len(z), -1)
     assert jnp.abs(g.mean(0) / (g.std(0) / np.sqrt(draws))).max() < 5
     products = jnp.einsum("sni,snj->snij", g, g)
-    columns = likelihood.factor(z)
+    columns = jax.jit(likelihood.factor)(z)
     columns = columns.reshape(*columns.shape[:2], -1)
     expected = jnp.einsum("kni,knj->nij", columns, columns)
     error = jnp.abs(products.mean(0) - expected)
@@ -90,12 +95,12 @@ def test_positions_of_an_example_add_up(x64, key, name, likelihood):
 def test_extreme_outputs_stay_finite(key, name, likelihood):
     z = jnp.array([[1e4, -1e4, 0.0], [-88.0, 88.0, 90.0]])
     y = targets(name, z, key)
-    value, gradient = jax.value_and_grad(lambda z: likelihood.negative_log_likelihood(z, y).sum())(
-        z
-    )
+    value, gradient = jax.jit(
+        jax.value_and_grad(lambda z: likelihood.negative_log_likelihood(z, y).sum())
+    )(z)
     assert jnp.isfinite(value)
     assert jnp.isfinite(gradient).all()
-    assert jnp.isfinite(likelihood.factor(z)).all()
+    assert jnp.isfinite(jax.jit(likelihood.factor)(z)).all()
 
 
 def test_what_a_likelihood_samples_it_accepts(key, name, likelihood):

@@ -1,0 +1,137 @@
+"""RegMean against its closed form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fisherjax import aggregation, clients, nn
+
+
+def network(params, x):
+    """A convolution with a bias and two dense layers, of which one has a bias."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    x = nn.conv_general_dilated(
+        x, params["conv"]["kernel"], (1, 1), "VALID", dimension_numbers=numbers
+    )
+    x = jax.nn.relu(x + params["conv"]["bias"]).reshape(x.shape[0], -1)
+    x = jax.nn.relu(x @ params["dense1"]["kernel"] + params["dense1"]["bias"])
+    return x @ params["dense2"]["kernel"]
+
+
+def inputs_of_layers(params, x):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    x = jax.lax.conv_general_dilated(
+        x, params["conv"]["kernel"], (1, 1), "VALID", dimension_numbers=numbers
+    )
+    first = jax.nn.relu(x + params["conv"]["bias"]).reshape(x.shape[0], -1)
+    second = jax.nn.relu(first @ params["dense1"]["kernel"] + params["dense1"]["bias"])
+    return {"dense1/kernel": first, "dense2/kernel": second}
+
+
+def draw(seed):
+    source = np.random.default_rng(seed)
+    shapes = {
+        "conv": {"kernel": (2, 2, 1, 2), "bias": (2,)},
+        "dense1": {"kernel": (8, 4), "bias": (4,)},
+        "dense2": {"kernel": (4, 3)},
+    }
+    return jax.tree.map(
+        lambda shape: jnp.asarray(source.normal(size=shape)),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+@pytest.fixture
+def world(x64):
+    source = np.random.default_rng(5)
+    images = [jnp.asarray(source.normal(size=(n, 3, 3, 1))) for n in (6, 11, 4)]
+    return images, [draw(seed) for seed in range(3)], np.array([0.5, 0.2, 0.3])
+
+
+def merged_by(method, world):
+    images, models, weights = world
+    updates = [
+        method.summarize(None, params, clients.examples(x, np.zeros(len(x), int)), None)
+        for params, x in zip(models, images, strict=True)
+    ]
+    return aggregation.merge(method, models[0], updates, weights)[0], updates
+
+
+@pytest.mark.parametrize("shrink", [0.0, 0.9])
+def test_dense_kernels_are_the_weighted_least_squares_solution(world, shrink):
+    images, models, weights = world
+    merged, updates = merged_by(aggregation.regmean(network, shrink=shrink), world)
+    for layer in ("dense1", "dense2"):
+        left, right = 0, 0
+        for params, x, p, update in zip(models, images, weights, updates, strict=True):
+            u = inputs_of_layers(params, x)[f"{layer}/kernel"]
+            gram = u.T @ u / len(u)
+            np.testing.assert_allclose(update["grams"][f"{layer}/kernel"], gram, atol=1e-12)
+            gram = jnp.where(jnp.eye(len(gram), dtype=bool), gram, shrink * gram)
+            left, right = left + p * gram, right + p * gram @ params[layer]["kernel"]
+        expected = jnp.linalg.solve(left, right)
+        np.testing.assert_allclose(merged[layer]["kernel"], expected, atol=1e-9)
+
+
+def test_everything_else_is_the_plain_mean_over_clients(world):
+    _, models, _ = world
+    merged, _ = merged_by(aggregation.regmean(network), world)
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / 3, *models)
+    for layer, leaf in (("conv", "kernel"), ("conv", "bias"), ("dense1", "bias")):
+        np.testing.assert_allclose(merged[layer][leaf], mean[layer][leaf], atol=1e-12)
+
+
+@pytest.mark.parametrize("shrink", [0.0, 0.9])
+def test_inputs_that_never_fire_keep_the_weighted_mean(x64, shrink):
+    """Their Gram matrix is zero there, however badly the rest of it is scaled."""
+    source = np.random.default_rng(0)
+    x = source.normal(size=(3, 20, 6)) * np.array([1.0, 0.0, 1e-4, 1e3, 0.0, 1.0])
+    kernels, weights = source.normal(size=(3, 6, 2)), np.array([0.5, 0.2, 0.3])
+    method = aggregation.regmean(lambda params, x: x @ params["w"], shrink=shrink)
+    updates = [
+        method.summarize(None, {"w": jnp.asarray(w)}, clients.examples(u, np.zeros(20, int)), None)
+        for w, u in zip(kernels, x, strict=True)
+    ]
+    merged, _ = aggregation.merge(method, {"w": jnp.zeros((6, 2))}, updates, weights)
+    mean = np.einsum("m,mio->io", weights, kernels)
+    np.testing.assert_allclose(np.asarray(merged["w"])[[1, 4]], mean[[1, 4]], atol=1e-12)
+    fires = [0, 2, 3, 5]
+    alone = [
+        method.summarize(
+            None,
+            {"w": jnp.asarray(w[fires])},
+            clients.examples(u[:, fires], np.zeros(20, int)),
+            None,
+        )
+        for w, u in zip(kernels, x, strict=True)
+    ]
+    expected, _ = aggregation.merge(method, {"w": jnp.zeros((4, 2))}, alone, weights)
+    np.testing.assert_allclose(np.asarray(merged["w"])[fires], expected["w"], atol=1e-9)
+
+
+def test_outputs_on_the_clients_own_inputs_are_matched(x64):
+    """Clients that see orthogonal inputs keep their own outputs, up to the shrinking."""
+    basis, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 6)))
+    kernels = np.random.default_rng(1).normal(size=(2, 6, 3))
+    own = basis[:3], basis[3:]
+
+    def apply(params, x):
+        return x @ params["w"]
+
+    method = aggregation.regmean(apply, shrink=1 - 1e-9)
+    updates = [
+        method.summarize(None, {"w": jnp.asarray(w)}, clients.examples(x, np.zeros(3, int)), None)
+        for w, x in zip(kernels, own, strict=True)
+    ]
+    merged, _ = aggregation.merge(method, {"w": jnp.zeros((6, 3))}, updates)
+    for w, x in zip(kernels, own, strict=True):
+        np.testing.assert_allclose(x @ merged["w"], x @ w, atol=1e-6)
+
+
+def test_networks_without_dense_layers_are_refused():
+    method = aggregation.regmean(lambda params, x: x * params["scale"])
+    data = clients.examples(np.ones((2, 3)), np.zeros(2, int))
+    with pytest.raises(ValueError, match="has none; use fedavg or fedfisher"):
+        method.summarize(None, {"scale": jnp.ones(3)}, data, None)
