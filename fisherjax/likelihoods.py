@@ -38,7 +38,7 @@ class Likelihood(NamedTuple):
 
 def _over_examples(values: Array) -> Array:
     """Sum [B, ...] over everything but the examples."""
-    return values.reshape(values.shape[0], -1).sum(-1)
+    return values.sum(tuple(range(1, values.ndim)))
 
 
 def _columns(factors: Array) -> Array:
