@@ -7,8 +7,15 @@
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
 	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
 		2> /dev/null && echo $$python && break; done)
+# jax needs Python 3.12 since 0.11: where the first python is older, pyenv may hold another.
+PYENV := $(HOME)/.pyenv/versions
+NEWEST_PYTHON ?= $(shell for python in python3.13 python3.12 python3 \
+		$(PYENV)/3.13*/bin/python $(PYENV)/3.12*/bin/python; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' \
+		2> /dev/null && echo $$python && break; done)
 VENV := .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 WORKERS ?= 2
 DEMO_OUT ?= runs/demo
 NOTEBOOK := notebooks/one_shot
@@ -30,6 +37,14 @@ test-slow: $(VENV)/.dev ## Run every test
 test-oldest: $(OLDEST)/.test ## Run the fast tests on the oldest supported versions
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS)
 
+test-newest: ## Run the fast tests nearest to JAX's inside on its newest supported version
+	@python="$(NEWEST_PYTHON)"; if [ -z "$$python" ]; then \
+	    echo "SKIPPED: no Python 3.12 or later with the venv module, which jax 0.11 and later need." >&2; \
+	    echo "Install one, or: make $@ NEWEST_PYTHON=/path/to/python3.13" >&2; exit 0; fi; \
+	$(MAKE) --no-print-directory $(NEWEST)/.test PYTHON="$$python" && \
+	$(NEWEST)/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "jax", jax.__version__)' && \
+	$(NEWEST)/bin/python -m pytest -n $(WORKERS) tests/fisher tests/test_compat.py
+
 lint: $(VENV)/.dev ## Check style and formatting
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -50,7 +65,7 @@ notebook-update: $(VENV)/.dev ## Write the notebook anew from its source, with i
 	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 --overwrite $(NOTEBOOK).ipynb
 
 clean: ## Remove the environments, caches and build products; results under runs/ stay
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file an environment: nothing is installed again until pyproject.toml changes.
@@ -68,6 +83,11 @@ $(OLDEST)/.test: pyproject.toml .ci/oldest.txt
 	$(OLDEST)/bin/python $(INSTALL) --constraint .ci/oldest.txt --editable ".[test]"
 	@touch $@
 
+$(NEWEST)/.test: pyproject.toml
+	$(call environment,$(NEWEST))
+	$(NEWEST)/bin/python $(INSTALL) --upgrade --editable ".[test]"
+	@touch $@
+
 define environment
 @if [ -z "$(PYTHON)" ]; then \
 	echo "fisherjax needs Python 3.11 to 3.13 with the venv module; found: $$(python3 --version 2>&1)." >&2; \
@@ -76,4 +96,4 @@ define environment
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help demo test test-slow test-oldest lint format notebook notebook-update clean
+.PHONY: help demo test test-slow test-oldest test-newest lint format notebook notebook-update clean
