@@ -1,0 +1,35 @@
+"""The README's code runs, and its tables are those that the experiments wrote."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs_and_beats_the_weighted_mean():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    fj, federation, clients = names["fj"], names["federation"], names["clients"]
+    mean, _ = fj.aggregation.merge(
+        fj.aggregation.fedavg(), names["params"], {"params": clients.params}, federation.weights
+    )
+    test = names["test"]
+    merged = fj.metrics.accuracy(names["apply"], names["merged"], test.inputs, test.targets)
+    assert merged > fj.metrics.accuracy(names["apply"], mean, test.inputs, test.targets) + 0.1
+
+
+def test_each_table_is_the_one_of_its_experiment():
+    tables = re.findall(r"<!-- table: (\S+) -->\n\n(.*?)\n\n", README + "\n\n", re.DOTALL)
+    assert tables
+    for folder, table in tables:
+        assert table in (ROOT / folder / "summary.md").read_text(), folder
+
+
+def test_each_file_that_it_names_exists():
+    names = re.findall(r"\]\((?!http)(\S+?)\)", README)
+    names += re.findall(r"`((?:tests|notebooks|fisherjax)/[\w/.]+)`", README)
+    assert names
+    for name in names:
+        assert (ROOT / name).exists(), name
