@@ -37,7 +37,7 @@ def test_true_fisher_is_the_gauss_newton_matrix(network, jacobian, targets_for, 
         return likelihood.negative_log_likelihood(flat.reshape(1, *z.shape), y[None])[0]
 
     y = targets_for(name, z)
-    hessian = jax.vmap(jax.hessian(loss))(z.reshape(len(z), -1), z, y)
+    hessian = jax.jit(jax.vmap(jax.hessian(loss)))(z.reshape(len(z), -1), z, y)
     j = jacobian(apply, params, x)
     gauss_newton = jnp.einsum("nod,noc,nce->de", j, hessian, j) / len(x)
     matrix = fisher.full(apply, likelihood, params, x, batch_size=4).matrix
@@ -60,9 +60,10 @@ def test_true_fisher_is_the_mean_over_all_labels_of_squared_gradients(network, n
     def loss(flat, example, y):
         return likelihood.negative_log_likelihood(apply(restore(flat), example[None]), y[None])[0]
 
+    gradients = jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0, None)))
     total, mass = 0, 0
     for y in labels:
-        value, gradient = jax.vmap(jax.value_and_grad(loss), (None, 0, None))(flat, x, y)
+        value, gradient = gradients(flat, x, y)
         probability = jnp.exp(-value)
         total += jnp.einsum("n,nd,ne->de", probability, gradient, gradient) / len(x)
         mass += probability
@@ -85,7 +86,7 @@ def test_true_fisher_of_a_linear_softmax_is_the_hessian_of_the_loss(mlp, targets
         return likelihoods.categorical.negative_log_likelihood(z, y).mean()
 
     matrix = fisher.full(apply, likelihoods.categorical, params, x).matrix
-    np.testing.assert_allclose(matrix, jax.hessian(loss)(flat), atol=1e-12)
+    np.testing.assert_allclose(matrix, jax.jit(jax.hessian(loss))(flat), atol=1e-12)
 
 
 @networks(("mlp", "categorical"), ("sequence", "bernoulli"), ("sequence", "gaussian"))
@@ -98,7 +99,7 @@ def test_empirical_fisher_is_the_mean_of_outer_products_of_gradients(network, ta
     def loss(flat, example, y):
         return likelihood.negative_log_likelihood(apply(restore(flat), example[None]), y[None])[0]
 
-    gradients = jax.vmap(jax.grad(loss), (None, 0, 0))(flat, x, y)
+    gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))(flat, x, y)
     matrix = fisher.full(
         apply, likelihood, params, x, y, kind=fisher.empirical, batch_size=3
     ).matrix
@@ -107,7 +108,7 @@ def test_empirical_fisher_is_the_mean_of_outer_products_of_gradients(network, ta
 
 @pytest.mark.parametrize(
     ("name", "num_samples"),
-    [("categorical", 1), ("categorical", 3), ("gaussian", 1), ("bernoulli", 1)],
+    [("categorical", 1), ("categorical", 3), ("bernoulli", 1)],
 )
 def test_sampled_fisher_is_the_true_one_on_average(mlp, key, name, num_samples):
     apply, params, x = mlp
