@@ -108,7 +108,8 @@ def _refusal(uncovered: dict[str, str]) -> str:
     return (
         "K-FAC covers dense and two-dimensional convolution layers, not these parameters:\n"
         f"{lines}\nPass otherwise=fisher.diagonal to give them a diagonal Fisher, or "
-        "otherwise=fisher.zero to leave them at the weighted mean when merging, or change the network."
+        "otherwise=fisher.zero to leave them at the weighted mean when merging, or change the "
+        "network."
     )
 
 
