@@ -51,6 +51,7 @@ def test_training_never_gathers_the_clients_images(network):
     assert large - small < images / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", [fj.fisher.diagonal, fj.fisher.kfac])
 def test_a_fisher_pass_holds_neither_all_gradients_nor_all_images(network, structure):
     apply, params = network
