@@ -120,6 +120,14 @@ def test_a_solution_at_the_start_is_left_alone():
         assert (solve(Partial(jnp.matmul, matrix), matrix @ init, init).params == init).all()
 
 
+@pytest.mark.parametrize("method", EXACT)
+def test_nothing_moves_where_there_is_no_curvature_at_all(method):
+    matvec = Partial(jnp.matmul, jnp.zeros((2, 2)))
+    found, info = EXACT[method](matvec, jnp.ones(2), jnp.array([3.0, 4.0]))
+    assert found.tolist() == [3.0, 4.0]
+    assert not info.converged
+
+
 def test_closed_form_divides_where_there_is_curvature_and_keeps_the_start_elsewhere(x64):
     diagonal = {"a": jnp.array([2.0, 0.0, 1e-7]), "b": jnp.array(5.0)}
     rhs = {"a": jnp.array([3.0, 0.0, 1.0]), "b": jnp.array(1.0)}

@@ -72,6 +72,12 @@ def test_equal_clients_have_themselves_as_mean_in_any_dtype(dtype):
         np.testing.assert_allclose(mean.astype(float), model["w"].astype(float), rtol=1e-6)
 
 
+def test_weights_are_not_rounded_to_the_dtype_of_the_models():
+    stacked = {"w": jnp.array([0.0, 1.0, -1.0], jnp.bfloat16)}
+    weights = jnp.array([0.5, 0.25 + 2**-10, 0.25 - 2**-10])
+    assert tree.weighted_sum(stacked, weights)["w"] == 2**-9
+
+
 def test_clients_of_weight_zero_have_no_influence():
     stacked = {"w": jnp.array([[1.0], [1e30], [3.0]])}
     total = tree.weighted_sum(stacked, jnp.array([0.5, 0.0, 0.5]))

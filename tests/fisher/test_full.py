@@ -127,6 +127,16 @@ def test_sampled_fisher_is_the_true_one_on_average(mlp, key, name, num_samples):
     assert standard_error.max() < 0.1 * samples.mean(0).max()
 
 
+def test_minibatches_draw_their_labels_independently(mlp, key):
+    apply, params, x = mlp
+    options = {"kind": fisher.sampled, "key": key, "batch_size": 11}
+    once, twice = (
+        fisher.full(apply, likelihoods.categorical, params, inputs, **options).matrix
+        for inputs in (x, jnp.concatenate([x, x]))
+    )
+    assert jnp.abs(once - twice).max() > 1e-3
+
+
 @pytest.mark.parametrize("kind", [fisher.true, fisher.sampled, fisher.empirical])
 def test_vector_product_is_the_matrix_times_the_vector(sequence, targets_for, key, kind):
     apply, params, x = sequence
