@@ -50,7 +50,7 @@ def system(matrices):
 
 def nearest_solution(matrix, rhs, init):
     """Lemma 1: the solution that is nearest to the start."""
-    return init + jnp.linalg.pinv(matrix, rcond=1e-9, hermitian=True) @ (rhs - matrix @ init)
+    return init + jnp.linalg.pinv(matrix, rtol=1e-9, hermitian=True) @ (rhs - matrix @ init)
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
@@ -59,7 +59,7 @@ def test_solvers_find_the_solution_nearest_to_the_start(x64, method, spectrum):
     matrix = operator(SPECTRA[spectrum])
     matvec, rhs, init = system(matrix)
     found, info = EXACT[method](matvec, rhs, init)
-    np.testing.assert_allclose(found, nearest_solution(matrix, rhs, init), atol=1e-9)
+    np.testing.assert_allclose(found, nearest_solution(matrix, rhs, init), rtol=1e-9, atol=1e-9)
     assert info.converged
     assert info.residual < 1e-9
 
@@ -71,7 +71,7 @@ def test_the_null_space_component_of_the_start_never_moves(x64, method):
     null = jnp.eye(5) - jnp.linalg.pinv(matrix, hermitian=True) @ matrix
     found = EXACT[method](matvec, rhs, init).params
     assert jnp.linalg.norm(null @ init) > 0.1
-    np.testing.assert_allclose(null @ found, null @ init, atol=1e-12)
+    np.testing.assert_allclose(null @ found, null @ init, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", EXACT)
@@ -147,7 +147,7 @@ def test_closed_form_and_conjugate_gradients_agree_on_diagonals(x64):
         solve(matvec, rhs, vector(1)).params
         for solve in (solvers.closed_form(), EXACT["conjugate gradients"])
     )
-    np.testing.assert_allclose(left, right, atol=1e-10)
+    np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-10)
 
 
 def adam_by_hand(matrix, rhs, init, steps, inside, eta=0.01, eps=0.01):
@@ -169,7 +169,7 @@ def test_paper_adam_is_its_recurrence(x64, inside):
     solve = solvers.paper_adam(epsilon_inside_root=inside, steps=137, **settings)
     found = solve(Partial(jnp.matmul, jnp.asarray(matrix)), rhs, init).params
     expected = adam_by_hand(matrix, np.asarray(rhs), init, 137, inside, 0.03, 0.2)[-1]
-    np.testing.assert_allclose(found, expected, atol=1e-12)
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
 CANDIDATES = [0, 100, 200]  # steps 1, 101, 201 of 250, counted from 0
@@ -191,7 +191,7 @@ def test_paper_adam_keeps_the_candidate_of_the_best_score(x64, favourite):
         Partial(jnp.matmul, jnp.asarray(matrix)), rhs, init, Partial(lambda blocks: {"w": blocks})
     ).params
     best = min(CANDIDATES, key=lambda step: np.linalg.norm(iterates[step] - iterates[favourite]))
-    np.testing.assert_allclose(found["w"], iterates[best], atol=1e-12)
+    np.testing.assert_allclose(found["w"], iterates[best], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("levels", "winner"), [((3, 3, 3), 0), ((1, 2, 2), 1), ((1, 0, 2), 2)])
@@ -206,7 +206,7 @@ def test_paper_adam_keeps_the_first_of_equal_scores(x64, levels, winner):
 
     solve = solvers.paper_adam(epsilon_inside_root=False, steps=250, score=score)
     found = solve(Partial(jnp.matmul, jnp.asarray(matrix)), rhs, init).params
-    np.testing.assert_allclose(found, marks[winner], atol=1e-12)
+    np.testing.assert_allclose(found, marks[winner], rtol=1e-10, atol=1e-12)
 
 
 def test_solvers_run_under_jit_and_vmap(x64):
@@ -224,7 +224,9 @@ def test_solvers_run_under_jit_and_vmap(x64):
             solve(Partial(jnp.matmul, *m), b, x).params
             for *m, b, x in zip(matrices, rhs, init, strict=True)
         ]
-        np.testing.assert_allclose(together(matrices, rhs, init), jnp.stack(alone), atol=1e-9)
+        np.testing.assert_allclose(
+            together(matrices, rhs, init), jnp.stack(alone), rtol=1e-9, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize(
