@@ -88,7 +88,9 @@ def pick(updates, rows):
 
 def assert_same(left, right, tolerance=1e-9):
     assert jax.tree.structure(left) == jax.tree.structure(right)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), left, right)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=tolerance), left, right
+    )
 
 
 def plain_mean(models, weights):

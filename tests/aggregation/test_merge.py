@@ -40,7 +40,9 @@ def test_one_round_solves_linear_regression(regressions, structure):
     )
     updates = [method.summarize(None, w, e, None) for w, e in zip(models, examples, strict=True)]
     merged, info = aggregation.merge(method, models[0], updates, sizes)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-9), merged, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), merged, expected
+    )
     assert all(jax.tree.leaves(info.converged))
     average, _ = aggregation.merge(aggregation.fedavg(), models[0], updates, sizes)
     assert jnp.abs(average["kernel"] - expected["kernel"]).max() > 1e-2
@@ -54,13 +56,15 @@ def test_fisher_merge_is_fedfisher_with_a_diagonal(regressions):
     )
     updates = [merge.summarize(None, w, e, None) for w, e in zip(models, examples, strict=True)]
     merged, solved = (aggregation.merge(m, models[0], updates, sizes)[0] for m in (merge, solve))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-9), merged, solved)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), merged, solved
+    )
     stacked = tree.stack(updates)
     weights = np.asarray(sizes) / sum(sizes)
     for name in ("kernel", "bias"):
         f = np.einsum("m,m...->m...", weights, stacked["fisher"].entries[name])
         w = stacked["params"][name]
-        np.testing.assert_allclose(merged[name], (f * w).sum(0) / f.sum(0), atol=1e-12)
+        np.testing.assert_allclose(merged[name], (f * w).sum(0) / f.sum(0), rtol=1e-10, atol=1e-12)
         assert (merged[name] <= w.max(0)).all()
         assert (merged[name] >= w.min(0)).all()
 
@@ -100,7 +104,7 @@ def test_summaries_depend_on_the_clients_own_rows_only(x64):
     view = clients.view(federation, 1)
     own = clients.examples(x[rows[::-1]], y[rows[::-1]])
     left, right = (method.summarize(None, params, e, None)["fisher"] for e in (view, own))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), left, right)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), left, right)
 
 
 MODELS = {"params": {"w": jnp.array([[1.0], [2.0], [3.0]])}}

@@ -224,12 +224,12 @@ def test_gradients_are_sums_of_activations_times_tangents(x64, name):
         )
 
     outputs, products, gradients = both_ways(params, x)
-    np.testing.assert_allclose(outputs, apply(params, x), atol=1e-12)
+    np.testing.assert_allclose(outputs, apply(params, x), rtol=1e-10, atol=1e-12)
     assert sorted(layer.kernel for layer in found) == expected
     assert covered == sorted(shapes)  # each leaf in one layer, or uncovered, and never in both
     for layer, product in zip(found, products, strict=True):
         stacked = [layers.matrix(layer, {k: v[n] for k, v in gradients.items()}) for n in range(B)]
-        np.testing.assert_allclose(product, jnp.stack(stacked), atol=1e-12)
+        np.testing.assert_allclose(product, jnp.stack(stacked), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 5, 3, 4)])

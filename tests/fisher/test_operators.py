@@ -64,26 +64,32 @@ def vector(x64):
 
 def assert_same(left, right):
     assert jax.tree.structure(left) == jax.tree.structure(right)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), left, right)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12), left, right)
 
 
 def test_mv_is_multiplication_by_the_dense_matrix(operator, vector):
     product = operator.mv(vector)
     assert jax.tree.structure(product) == jax.tree.structure(vector)
-    np.testing.assert_allclose(ravel(product), operator.dense() @ ravel(vector), atol=1e-12)
+    np.testing.assert_allclose(
+        ravel(product), operator.dense() @ ravel(vector), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_the_matrix_is_symmetric_positive_semi_definite(operator):
     matrix = operator.dense()
-    np.testing.assert_allclose(matrix, matrix.T, atol=1e-12)
+    np.testing.assert_allclose(matrix, matrix.T, rtol=1e-10, atol=1e-12)
     assert jnp.linalg.eigvalsh(matrix).min() > -1e-10
 
 
 def test_diagonal_and_trace_are_those_of_the_matrix(operator, vector):
     diagonal = operator.diagonal()
     assert jax.tree.structure(diagonal) == jax.tree.structure(vector)
-    np.testing.assert_allclose(ravel(diagonal), jnp.diagonal(operator.dense()), atol=1e-12)
-    np.testing.assert_allclose(operator.trace(), jnp.trace(operator.dense()), atol=1e-12)
+    np.testing.assert_allclose(
+        ravel(diagonal), jnp.diagonal(operator.dense()), rtol=1e-10, atol=1e-12
+    )
+    np.testing.assert_allclose(
+        operator.trace(), jnp.trace(operator.dense()), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_blocks_put_together_give_the_params_back(operator, vector):
@@ -101,7 +107,7 @@ def test_block_means_are_mean_eigenvalues(operator, vector):
     """tr(F_l) / size of the block, so that they weigh up to the trace."""
     means = operator.block_means()
     sizes = jax.tree.map(jnp.size, operator.blocks(vector))
-    np.testing.assert_allclose(tree.inner(means, sizes), operator.trace(), atol=1e-12)
+    np.testing.assert_allclose(tree.inner(means, sizes), operator.trace(), rtol=1e-10, atol=1e-12)
     # No block leans on another's scale: each mean is that of its own products with unit vectors.
     blocks = operator.blocks(operator.diagonal())
     assert_same(means, jax.tree.map(jnp.mean, blocks))
@@ -125,8 +131,10 @@ def test_a_kronecker_block_acts_as_input_times_v_times_output(vector):
     product = operator.mv(vector)["conv"]
     v = np.vstack([np.reshape(vector["conv"]["kernel"], (6, 2)), vector["conv"]["bias"]])
     expected = (np.kron(a, g) @ v.ravel()).reshape(7, 2)
-    np.testing.assert_allclose(product["kernel"].reshape(6, 2), expected[:-1], atol=1e-12)
-    np.testing.assert_allclose(product["bias"], expected[-1], atol=1e-12)
+    np.testing.assert_allclose(
+        product["kernel"].reshape(6, 2), expected[:-1], rtol=1e-10, atol=1e-12
+    )
+    np.testing.assert_allclose(product["bias"], expected[-1], rtol=1e-10, atol=1e-12)
 
 
 def test_kronecker_operators_without_layers_are_diagonals(x64):

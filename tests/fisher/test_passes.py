@@ -24,7 +24,9 @@ def structure(request):
 
 
 def assert_close(left, right, tolerance=1e-12):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance), left, right)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=tolerance), left, right
+    )
 
 
 def test_batch_size_does_not_matter(mlp, structure):
