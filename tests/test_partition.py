@@ -1,5 +1,7 @@
 """Partitions: every row once, the authors' draw, no dependence on anything but the seed."""
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,6 +27,7 @@ def test_every_scheme_gives_every_row_to_exactly_one_client(draw, targets, alpha
         partition.fedfisher(targets, num_clients, alpha, seed),
         partition.iid(targets, num_clients, seed),
         partition.central(targets) + [np.array([], int)] * (num_clients - 1),
+        partition.niid_bench(targets, num_clients, alpha, seed, min_size=0),
     ):
         assert len(parts) == num_clients
         np.testing.assert_array_equal(owners(parts, len(targets)), 1)
@@ -69,7 +72,12 @@ def test_fedfisher_is_the_split_of_the_authors_clients(shared):
 
 
 def schemes(targets, seed):
-    return partition.fedfisher(targets, 4, 0.3, seed) + partition.iid(targets, 4, seed)
+    return (
+        partition.fedfisher(targets, 4, 0.3, seed)
+        + partition.iid(targets, 4, seed)
+        + partition.niid_bench(targets, 4, 0.3, seed)
+        + partition.classes_per_client(targets, 4, 3, seed)
+    )
 
 
 def test_a_partition_is_a_function_of_its_seed_alone():
@@ -87,7 +95,7 @@ def test_a_partition_is_a_function_of_its_seed_alone():
 
 
 def test_the_targets_are_left_as_they_were():
-    targets = np.arange(30) % 3
+    targets = np.arange(80) % 3
     before = targets.copy()
     schemes(targets, seed=0)
     np.testing.assert_array_equal(targets, before)
@@ -129,10 +137,130 @@ def test_label_counts_add_up_to_sizes_and_classes():
             assert counts[client, label] == (targets[part] == label).sum()
 
 
+MNIST_CLASSES = np.repeat(
+    np.arange(10), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+)
+
+
+def test_niid_bench_draws_the_published_split_of_mnist():
+    """Label:count of each client at beta 0.05 and seed 0, as the FedLPA paper prints them."""
+    published = """4:2 5:12 6:2847 9:16; 1:20 4:189 5:5349; 0:669 1:476 2:67 6:15 7:6068;
+        0:266 1:375 3:3956 7:196 9:5932; 0:4 1:418 2:5862; 1:2 2:25 4:5195 5:24 6:80 8:28;
+        1:5034 2:3 4:22 5:6 6:2669; 0:4914; 4:433 5:29 6:307 8:5373;
+        0:70 1:417 2:1 3:2175 4:1 5:1 7:1 8:450 9:1"""
+    parts = partition.niid_bench(MNIST_CLASSES, num_clients=10, beta=0.05, seed=0)
+    counts = partition.label_counts(MNIST_CLASSES, parts)
+    for row, line in zip(counts, published.split(";"), strict=True):
+        expected = dict(map(int, pair.split(":")) for pair in line.split())
+        assert {label: count for label, count in enumerate(row.tolist()) if count} == expected
+
+
+@given(st.floats(0.02, 10), SEEDS, st.integers(2, 8))
+@settings(deadline=None, max_examples=30)
+def test_niid_bench_gives_nothing_more_to_a_client_that_has_its_share(beta, seed, num_clients):
+    targets = np.random.RandomState(0).randint(0, 7, 400)
+    parts = partition.niid_bench(targets, num_clients, beta, seed)
+    assert min(map(len, parts)) >= 10
+    counts = partition.label_counts(targets, parts)
+    held = np.cumsum(counts, axis=1) - counts
+    assert (counts[held >= 400 / num_clients] == 0).all()
+
+
+@pytest.mark.parametrize("beta", [1e-3, 1e-300, 5e-324])
+def test_a_beta_that_underflows_gives_each_class_to_one_client_with_room(beta):
+    """The limit: clients of one class may take a second one here; all are equally likely."""
+    targets = np.repeat(np.arange(8), 100)
+    takers, largest = np.zeros(5), []
+    for seed in range(100):
+        parts = partition.niid_bench(targets, 5, beta, seed, min_size=0)
+        counts = partition.label_counts(targets, parts)
+        assert counts.sum(axis=1).max() < 160 + 100
+        largest.append(counts.max(axis=0).mean())
+        takers += counts[:, -1] / 100
+    assert np.mean(largest) > (99 if beta == 1e-3 else 100 - 1e-9)
+    assert ((takers - 20) ** 2 / 20).sum() < 4 + 5 * 8**0.5  # chi-square with 4 degrees
+
+
+def test_niid_bench_says_what_would_meet_the_minimum():
+    targets = np.repeat(np.arange(3), 40)
+    with pytest.raises(ValueError, match=r"none of 20 draws.*What would do: min_size=") as error:
+        partition.niid_bench(targets, 6, 0.01, seed=0, max_draws=20)
+    advised = int(str(error.value).partition("What would do: min_size=")[2].partition(",")[0])
+    parts = partition.niid_bench(targets, 6, 0.01, seed=0, max_draws=20, min_size=advised)
+    assert min(map(len, parts)) == advised < 10
+    assert min(map(len, partition.niid_bench(targets, 6, 1.0, seed=0, max_draws=20))) >= 10
+    with pytest.raises(ValueError, match=r"min_size=10 of 120 examples each: .* up to 9, or"):
+        partition.niid_bench(targets, 13, 1.0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"min_size": -1}, ValueError, "min_size is -1, expected 0 or more"),
+        ({"min_size": 1.5}, TypeError, "min_size is 1.5, expected an integer"),
+        ({"max_draws": 0}, ValueError, "max_draws is 0, expected 1 or more"),
+    ],
+)
+def test_niid_bench_refuses_bad_numbers(option, error, message):
+    with pytest.raises(error, match=message):
+        partition.niid_bench([0, 1], 2, 0.5, 0, **option)
+
+
+@given(st.data(), SEEDS, st.integers(1, 12), st.integers(1, 6))
+@settings(deadline=None)
+def test_every_client_has_its_number_of_classes_and_owners_share_equally(
+    draw, seed, num_clients, total
+):
+    num_classes = draw.draw(st.integers(1, total))
+    sizes = np.random.RandomState(0).randint(20, 40, total)
+    targets = np.random.RandomState(1).permutation(np.repeat(np.arange(total), sizes))
+    parts = partition.classes_per_client(targets, num_clients, num_classes, seed)
+    partition.check_partition(parts, len(targets))
+    counts = partition.label_counts(targets, parts)
+    assert ((counts > 0).sum(axis=1) == num_classes).all()
+    assert (counts[np.arange(num_clients), np.arange(num_clients) % total] > 0).all()
+    for label, size in enumerate(sizes):
+        own = counts[counts[:, label] > 0, label]
+        assert own.sum() == (size if own.size else 0)
+        assert own.size == 0 or own.max() - own.min() <= 1
+
+
+def test_further_classes_are_the_authors_draw():
+    """Of the standard library's generator, in the order of the clients, repetitions thrown away."""
+    targets = np.arange(3000) % 10
+    counts = partition.label_counts(targets, partition.classes_per_client(targets, 10, 3, seed=7))
+    source = random.Random(7)
+    for client in range(10):
+        own = {client}
+        while len(own) < 3:
+            own.add(source.randint(0, 9))
+        assert set(np.flatnonzero(counts[client])) == own
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "error", "message"),
+    [
+        (4, ValueError, "num_classes is 4, but the targets have 3 classes: ask for 1 to 3"),
+        (0, ValueError, "num_classes is 0, expected 1 or more"),
+        (1.0, TypeError, "num_classes is 1.0, expected an integer"),
+    ],
+)
+def test_clients_cannot_have_more_classes_than_there_are(num_classes, error, message):
+    with pytest.raises(error, match=message):
+        partition.classes_per_client([0, 1, 2, 2], 2, num_classes, 0)
+
+
+def test_a_class_too_small_for_its_owners_is_named():
+    with pytest.raises(ValueError, match="class 1 has 2 examples for the 3 clients that own it"):
+        partition.classes_per_client([0, 0, 0, 1, 1], 3, 2, 0)
+
+
 @pytest.mark.parametrize("alpha", [0, -0.1, np.inf, np.nan, "0.1", None])
 def test_alpha_must_be_finite_and_positive(alpha):
     with pytest.raises(ValueError, match=r"alpha is .*finite number above 0"):
         partition.fedfisher([0, 1], 2, alpha, 0)
+    with pytest.raises(ValueError, match=r"beta is .*finite number above 0"):
+        partition.niid_bench([0, 1], 2, alpha, 0)
 
 
 @pytest.mark.parametrize("num_clients", [0, -1, 4])
@@ -140,6 +268,8 @@ def test_there_are_between_one_and_n_clients(num_clients):
     for make in (
         lambda: partition.fedfisher([0, 1, 1], num_clients, 0.1, 0),
         lambda: partition.iid(3, num_clients, 0),
+        lambda: partition.niid_bench([0, 1, 1], num_clients, 0.1, 0),
+        lambda: partition.classes_per_client([0, 1, 1], num_clients, 1, 0),
     ):
         with pytest.raises(ValueError, match=f"num_clients is {num_clients}, expected 1 to 3"):
             make()
