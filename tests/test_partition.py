@@ -163,7 +163,10 @@ def test_niid_bench_gives_nothing_more_to_a_client_that_has_its_share(beta, seed
     assert min(map(len, parts)) >= 10
     counts = partition.label_counts(targets, parts)
     held = np.cumsum(counts, axis=1) - counts
-    assert (counts[held >= 400 / num_clients] == 0).all()
+    excess = np.where(held >= 400 / num_clients, counts, 0)
+    assert (excess[:-1] == 0).all()
+    # The cumulated shares end just below one at times: an example then falls to the last client.
+    assert excess[-1].max() <= 1
 
 
 @pytest.mark.parametrize("beta", [1e-3, 1e-300, 5e-324])
