@@ -4,11 +4,14 @@ Nothing else in the library needs flax: any `apply(params, inputs) -> outputs` w
 
 Source: Jhunjhunwala, Wang, Joshi, "FedFisher: Leveraging Fisher Information for One-Shot Federated
 Learning", AISTATS 2024 (LeNet for MNIST-like images, the FedNet CNN for 32 x 32 images, both
-without biases). Deviation: images are [H, W, C] and are flattened in that order.
+without biases); Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos: An Experimental
+Study", ICDE 2022, and its code (SimpleCNN and SimpleCNNMNIST). Deviation: images are [H, W, C] and
+are flattened in that order.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen
@@ -69,6 +72,13 @@ class LeNet(flax.linen.Module):
         """Return the outputs [B, num_classes] of images [B, H, W, C]."""
         hidden = _conv_layers(self, inputs, (6, 16), self.use_bias)
         return _dense_layers(hidden, (120, 84, self.num_classes), self.use_bias)
+
+
+SimpleCNN = partial(LeNet, use_bias=True)
+"""NIID-Bench's network for 32 x 32 x 3 images: LeNet with biases, 62,006 parameters."""
+
+SimpleCNNMNIST = partial(LeNet, use_bias=True)
+"""NIID-Bench's network for 28 x 28 x 1 images: LeNet with biases, 44,426 parameters."""
 
 
 class CNN(flax.linen.Module):

@@ -168,10 +168,10 @@ def test_constants_that_cannot_normalise_are_refused(colours):
 # Augmentation
 
 
-def every_crop(image, padding):
+def every_crop(image, padding, mode="constant"):
     """List all results, from NumPy: padded after normalisation, cut, perhaps mirrored."""
     height, width, _ = image.shape
-    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)))
+    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode)
     for top in range(2 * padding + 1):
         for left in range(2 * padding + 1):
             crop = padded[top : top + height, left : left + width]
@@ -179,13 +179,16 @@ def every_crop(image, padding):
             yield crop[:, ::-1]
 
 
-@pytest.mark.parametrize("padding", [0, 1, 5])
-def test_an_augmented_image_is_one_of_its_crops(colours, padding, key):
+@pytest.mark.parametrize(
+    ("padding", "mode"),
+    [(0, "constant"), (1, "constant"), (5, "constant"), (0, "reflect"), (3, "reflect")],
+)
+def test_an_augmented_image_is_one_of_its_crops(colours, padding, mode, key):
     normalize = data.normalizer(colours)
-    result = data.crop_and_flip(normalize, padding)(key, jnp.asarray(colours.inputs))
+    result = data.crop_and_flip(normalize, padding, mode)(key, jnp.asarray(colours.inputs))
     assert result.shape == colours.inputs.shape
     for image, augmented in zip(np.asarray(normalize(colours.inputs)), result, strict=True):
-        distances = [np.abs(crop - augmented).max() for crop in every_crop(image, padding)]
+        distances = [np.abs(crop - augmented).max() for crop in every_crop(image, padding, mode)]
         assert min(distances) < 1e-5
 
 
@@ -225,6 +228,10 @@ def test_augmentation_refuses_what_is_not_a_batch_of_images(colours, key):
     for padding in (-1, 1.5, True):
         with pytest.raises(ValueError, match=f"padding is {padding}"):
             data.crop_and_flip(data.normalizer(colours), padding)
+    with pytest.raises(ValueError, match="mode is 'wrap', expected 'constant' or 'reflect'"):
+        data.crop_and_flip(data.normalizer(colours), mode="wrap")
+    with pytest.raises(ValueError, match="cannot be reflected by padding=4: it must be below"):
+        data.crop_and_flip(data.normalizer(colours), 4, "reflect")(key, jnp.asarray(colours.inputs))
     with pytest.raises(ValueError, match=r"shape \(6, 4, 3\), expected \[B, H, W, channels\]"):
         data.crop_and_flip(data.normalizer(colours))(key, jnp.asarray(colours.inputs[0]))
 

@@ -20,8 +20,8 @@ def count(params):
     ("model", "shape", "size"),
     [
         (models.LeNet(), (28, 28, 1), 44_190),
-        (models.LeNet(use_bias=True), (28, 28, 1), 44_426),
-        (models.LeNet(use_bias=True), (32, 32, 3), 62_006),
+        (models.SimpleCNNMNIST(), (28, 28, 1), 44_426),
+        (models.SimpleCNN(), (32, 32, 3), 62_006),
         (models.CNN(), (32, 32, 3), 939_616),
         (models.MLP((254, 64), use_bias=True), (28, 28, 1), 216_360),
         (models.MLP(), (64,), 64 * 64 + 64 * 64 + 64 * 10),
