@@ -1,10 +1,9 @@
-"""Clients: who owns which example, and how a function is mapped over them.
+"""Clients: who owns which example, and what each sends to the server.
 
 The data lie in memory once; a client is a row of example indices. Clients are ragged, and only
 those integers are padded, never images.
 """
 
-import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,8 +11,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from fisherjax import tree
+from fisherjax.mapping import (
+    check_divides,
+    chunk_size,
+    client_mesh,
+    map_clients,
+    mesh_of,
+    replicate,
+)
 from fisherjax.typing import Array, Key, Params
 
 # Keys are folded by purpose, then by client, so that no two draws share a key.
@@ -44,6 +52,11 @@ class Federation(NamedTuple):
     def weights(self) -> Array:
         """The clients' shares of the examples, p_i = n_i / sum_j n_j, [M]."""
         return self.sizes / self.sizes.sum()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that clients are spread over, see `shard`; None for a single one."""
+        return mesh_of(self.sizes)
 
 
 class Examples(NamedTuple):
@@ -164,74 +177,34 @@ def view(federation: Federation, client: int | Array) -> Examples:
     return Examples(federation.inputs, federation.targets, indices, weights)
 
 
-def map_clients(
-    function: Callable[[Any], Any],
-    stacked: Any,
-    *,
-    sizes: Array | None = None,
-    clients_per_chunk: int = 1,
-) -> Any:
-    """Map a function over the client axis, a chunk of clients at a time.
+def shard(federation: Federation, devices: Sequence[jax.Device] | None = None) -> Federation:
+    """Spread the clients over several devices, of this process or of all.
 
-    One client at a time is fastest on a CPU, all at once (vmap) on an accelerator; memory grows
-    with the chunk. The results do not depend on it beyond rounding.
+    Every device holds the data and works on M / D clients of its own: training, the Fisher pass
+    and the server's sums then run on all of them, with the same results to rounding. Over several
+    hosts (`jax.distributed.initialize`) each process calls it with the same federation.
 
     Args:
-        function: of one client's slice of `stacked`.
-        stacked: a pytree, leaves [M, ...].
-        sizes: [M]; chunks are formed from clients of similar size, because a chunk takes as long as
-            its largest client.
-        clients_per_chunk: from 1 to M.
+        federation: the data of all clients.
+        devices: D of them; all if None.
 
     Returns:
-        The stacked results, in the clients' order.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from fisherjax import clients
-        >>> clients.map_clients(jnp.sum, jnp.arange(6.0).reshape(3, 2), clients_per_chunk=2)
-        Array([1., 5., 9.], dtype=float32)
-    """
-    if clients_per_chunk == 1:
-        return jax.lax.map(function, stacked)
-    num_clients = jax.tree.leaves(stacked)[0].shape[0]
-    if clients_per_chunk >= num_clients:
-        return jax.vmap(function)(stacked)
-    if sizes is None:
-        return jax.lax.map(function, stacked, batch_size=clients_per_chunk)
-    order = jnp.argsort(sizes)
-    results = jax.lax.map(
-        function, jax.tree.map(lambda x: x[order], stacked), batch_size=clients_per_chunk
-    )
-    return jax.tree.map(lambda x: x[jnp.argsort(order)], results)
-
-
-def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
-    """Check the chunk size, and choose it where it is None: 1 on a CPU, all clients elsewhere.
-
-    Args:
-        clients_per_chunk: at least 1, or None.
-        num_clients: M.
-
-    Returns:
-        A number from 1 to M.
+        The federation, on those devices. `training.train` and `summarize` find them there.
 
     Raises:
-        ValueError: if it is not a positive integer.
+        ValueError: if there are no devices, or their number does not divide M.
 
     Example:
+        >>> import jax, numpy as np
         >>> from fisherjax import clients
-        >>> clients.chunk_size(8, num_clients=5)
-        5
+        >>> data = np.zeros((3, 8)), np.array([0, 1, 1])
+        >>> federation = clients.federation(data, [np.array([2]), np.array([0, 1])])
+        >>> clients.shard(federation, jax.devices()[:1]).mesh.size
+        1
     """
-    if clients_per_chunk is None:
-        return 1 if jax.default_backend() == "cpu" else num_clients
-    if not isinstance(clients_per_chunk, numbers.Integral) or clients_per_chunk < 1:
-        raise ValueError(
-            f"clients_per_chunk is {clients_per_chunk!r}; expected an integer from 1 (one client "
-            f"after the other) to {num_clients} (all at once), or None to choose."
-        )
-    return min(int(clients_per_chunk), num_clients)
+    mesh = client_mesh(devices)
+    check_divides(mesh, federation.num_clients)
+    return replicate(federation, mesh)
 
 
 def summarize(
@@ -253,7 +226,7 @@ def summarize(
         federation: the clients' data.
         key: folded by client.
         global_params: what the clients started from, for aggregators that need it.
-        clients_per_chunk: as in `map_clients`; None chooses.
+        clients_per_chunk: side by side on a device; None chooses 1 on a CPU and all elsewhere.
 
     Returns:
         The stacked updates.
@@ -277,13 +250,16 @@ def summarize(
     tree.check_floating(params)
     _check_stacked(params, federation.num_clients)
     chunk = chunk_size(clients_per_chunk, federation.num_clients)
-    return _summarize(aggregator.summarize, chunk, params, federation, key, global_params)
+    mesh = federation.mesh
+    key, global_params = replicate((key, global_params), mesh)
+    return _summarize(aggregator.summarize, chunk, mesh, params, federation, key, global_params)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _summarize(
     function: Callable[..., Any],
     clients_per_chunk: int,
+    mesh: Mesh | None,
     params: Params,
     federation: Federation,
     key: Key,
@@ -291,7 +267,12 @@ def _summarize(
 ) -> Any:
     key = jax.random.fold_in(key, SUMMARIZE)
 
-    def one(client_and_params: tuple[Array, Params]) -> Any:
+    def one(
+        client_and_params: tuple[Array, Params],
+        federation: Federation,
+        key: Key,
+        global_params: Params | None,
+    ) -> Any:
         client, own = client_and_params
         client_key = jax.random.fold_in(key, client)
         return function(client_key, own, view(federation, client), global_params)
@@ -299,8 +280,12 @@ def _summarize(
     return map_clients(
         one,
         (jnp.arange(federation.num_clients), params),
+        federation,
+        key,
+        global_params,
         sizes=federation.sizes,
         clients_per_chunk=clients_per_chunk,
+        mesh=mesh,
     )
 
 

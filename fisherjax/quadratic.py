@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fisherjax import tree
-from fisherjax.fisher import Operator
+from fisherjax.fisher import Kronecker, Operator
 from fisherjax.typing import Array, Params
 
 
@@ -35,12 +35,15 @@ class Quadratic(NamedTuple):
         rhs: sum_i p_i F_i W_i + lambda Wbar.
         init: Wbar, the weighted mean: where solvers start, and what is kept where F is zero.
         restore: blocks -> params.
+        precondition: blocks -> blocks, roughly the inverse of `matvec`; the identity unless damped
+            Kronecker factors give a better one.
     """
 
     matvec: Callable[[Any], Any]
     rhs: Any
     init: Any
     restore: Callable[[Any], Params]
+    precondition: Callable[[Any], Any]
 
 
 class Sums(NamedTuple):
@@ -78,15 +81,17 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
         [6.] [4.]
 
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, equation 7, which weights clients
-        equally and has no damping; its code weights by p_i, as here.
+        equally and has no damping; its code weights by p_i, as here. The preconditioner is the
+        damped inverse of (sum_i p_i A_i) (x) (sum_i p_i G_i). There is none without damping: in a
+        singular system it would move what has no curvature.
     """
-    blocks = jax.vmap(_blocks)(fishers, params)
-    product = jax.vmap(_block_mv)(fishers, blocks)
-    scales = tree.weighted_sum(jax.vmap(_block_means)(fishers), weights)
-    mean = tree.weighted_sum(blocks, weights)
-    matvec = Partial(_weighted_mv, fishers, weights)
-    one = jax.tree.map(lambda leaf: leaf[0], fishers)
-    return _damped(matvec, tree.weighted_sum(product, weights), mean, scales, damping, one)
+    strengths, rhs, init = _damped_clients(fishers, params, weights, damping)
+    matvec = Partial(_damped_mv, Partial(_weighted_mv, fishers, weights), strengths)
+    precondition = Partial(_same)
+    is_damped = not isinstance(damping, jax.core.Tracer) and damping > 0
+    if is_damped and isinstance(fishers, Kronecker):
+        precondition = Partial(_block_mv, _approximate_inverse(fishers, weights, strengths))
+    return Quadratic(matvec, rhs, init, Partial(_restore, fishers), precondition)
 
 
 def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
@@ -115,9 +120,32 @@ def from_sums(totals: Sums, damping: float) -> Quadratic:
     Returns:
         The system, as blocks.
     """
-    fisher, product, mean = totals
-    matvec = Partial(_block_mv, fisher)
-    return _damped(matvec, product, mean, fisher.block_means(), damping, fisher)
+    strengths, rhs = _damped_sums(totals, damping)
+    matvec = Partial(_damped_mv, Partial(_block_mv, totals.fisher), strengths)
+    return Quadratic(matvec, rhs, totals.mean, Partial(_restore, totals.fisher), Partial(_same))
+
+
+@jax.jit
+def _damped_clients(
+    fishers: Operator, params: Params, weights: Array, damping: Array
+) -> tuple[Any, Any, Any]:
+    blocks = jax.vmap(_blocks)(fishers, params)
+    product = tree.weighted_sum(jax.vmap(_block_mv)(fishers, blocks), weights)
+    scales = tree.weighted_sum(jax.vmap(_block_means)(fishers), weights)
+    mean = tree.weighted_sum(blocks, weights)
+    strengths = jax.tree.map(lambda scale: damping * scale, scales)
+    return strengths, _pull(product, strengths, mean), mean
+
+
+@jax.jit
+def _damped_sums(totals: Sums, damping: Array) -> tuple[Any, Any]:
+    strengths = jax.tree.map(lambda scale: damping * scale, totals.fisher.block_means())
+    return strengths, _pull(totals.product, strengths, totals.mean)
+
+
+@jax.jit
+def _approximate_inverse(fishers: Kronecker, weights: Array, strengths: Any) -> Kronecker:
+    return tree.weighted_sum(fishers, weights).inverse(strengths)
 
 
 # Functions of the module closed over nothing, so that `Partial` makes systems of equal shapes equal
@@ -141,6 +169,10 @@ def _restore(fisher: Operator, blocks: Any) -> Params:
     return fisher.restore(blocks)
 
 
+def _same(blocks: Any) -> Any:
+    return blocks
+
+
 def _weighted_mv(fishers: Operator, weights: Array, blocks: Any) -> Any:
     return tree.weighted_sum(jax.vmap(_block_mv, (0, None))(fishers, blocks), weights)
 
@@ -151,11 +183,3 @@ def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:
 
 def _pull(values: Any, strengths: Any, blocks: Any) -> Any:
     return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, strengths, blocks)
-
-
-def _damped(
-    matvec: Partial, product: Any, mean: Any, scales: Any, damping: float, fisher: Operator
-) -> Quadratic:
-    strengths = jax.tree.map(lambda scale: damping * scale, scales)
-    damped = Partial(_damped_mv, matvec, strengths)
-    return Quadratic(damped, _pull(product, strengths, mean), mean, Partial(_restore, fisher))

@@ -2,15 +2,16 @@
 
 A solver is a function
 
-    solve(matvec, rhs, init, restore=lambda x: x) -> Solution(params, info)
+    solve(matvec, rhs, init, restore=identity, precondition=identity) -> Solution(params, info)
 
-made by a factory. Unknowns are pytrees, and *every leaf is a system of its own*, because `matvec`
+made by a factory; only conjugate gradients make use of `precondition`, roughly the inverse of
+`matvec`. Unknowns are pytrees, and *every leaf is a system of its own*, because `matvec`
 does not couple leaves: step sizes, residuals and convergence belong to a leaf. An operator that
 couples several arrays must see them as one leaf (`jax.flatten_util.ravel_pytree`).
 
-All start from `init` and move only in the range of the operator, so in a singular system the
-component of `init` in the null space stays (Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024,
-Lemma 1).
+Without a preconditioner all start from `init` and move only in the range of the operator, so in a
+singular system the component of `init` in the null space stays (Jhunjhunwala, Wang, Joshi,
+FedFisher, AISTATS 2024, Lemma 1).
 """
 
 from collections.abc import Callable
@@ -56,8 +57,9 @@ Solver = Callable[..., Solution]
 def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> Solver:
     """Make the default solver: conjugate gradients, with no step size and no validation data.
 
-    Minimises 1/2 x^T A x - b^T x over init + the Krylov space of the first residual. A leaf stops
-    when ||A x - b|| <= tolerance ||b||, or when it meets a direction without curvature.
+    Minimises 1/2 x^T A x - b^T x over init + the Krylov space of the first residual, or of the
+    preconditioned one, where the problem comes with a preconditioner. A leaf stops when
+    ||A x - b|| <= tolerance ||b||, or when it meets a direction without curvature.
 
     Args:
         tolerance: Relative residual at which a leaf stops.
@@ -80,8 +82,15 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
     _check_positive("max_iterations", max_iterations)
     _check_not_negative("tolerance", tolerance)
 
-    def solve(matvec: Callable, rhs: Any, init: Any, restore: Callable = _identity) -> Solution:
-        x, count = _conjugate_gradients(_partial(matvec), rhs, init, tolerance, max_iterations)
+    def solve(
+        matvec: Callable,
+        rhs: Any,
+        init: Any,
+        restore: Callable = _identity,
+        precondition: Callable = _identity,
+    ) -> Solution:
+        system = (_partial(matvec), _partial(precondition), rhs, init)
+        x, count = _conjugate_gradients(*system, tolerance, max_iterations)
         return Solution(restore(x), _info(matvec, rhs, x, count, tolerance))
 
     return solve
@@ -89,33 +98,45 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
 
 @jax.jit
 def _conjugate_gradients(
-    matvec: Callable, rhs: Any, init: Any, tolerance: Array, max_iterations: Array
+    matvec: Callable,
+    precondition: Callable,
+    rhs: Any,
+    init: Any,
+    tolerance: Array,
+    max_iterations: Array,
 ) -> tuple[Any, Any]:
     bound = _map(lambda b: jnp.square(tolerance).astype(b.dtype) * _dot(b, b), rhs)
 
     def unfinished(state: tuple) -> Array:
-        _, _, direction, squares, _, step = state
-        active = _map(lambda p, s, b: (s > b) & jnp.any(p != 0), direction, squares, bound)
+        _, residual, direction, _, _, step = state
+        active = _map(lambda p, s, b: (s > b) & jnp.any(p != 0), direction, norms(residual), bound)
         return (step < max_iterations) & _any(active)
 
+    def norms(residual: Any) -> Any:
+        return _map(lambda r: _dot(r, r), residual)
+
     def body(state: tuple) -> tuple:
-        x, residual, direction, squares, count, step = state
+        x, residual, direction, height, count, step = state
         product = matvec(direction)
         curvature = _map(_dot, direction, product)
         # A leaf that is done, or whose direction has no curvature left, stands still from now on.
-        going = _map(lambda c, s, b: (c > 0) & (s > b), curvature, squares, bound)
-        alpha = _map(_ratio, going, squares, curvature)
+        going = _map(lambda c, s, b: (c > 0) & (s > b), curvature, norms(residual), bound)
+        alpha = _map(_ratio, going, height, curvature)
         x = _map(lambda x, a, p: x + a * p, x, alpha, direction)
         residual = _map(lambda r, a, q: r - a * q, residual, alpha, product)
-        new = _map(lambda g, r, s: jnp.where(g, _dot(r, r), s), going, residual, squares)
-        beta = _map(_ratio, going, new, squares)
-        direction = _map(lambda g, r, b, p: g * (r + b * p), going, residual, beta, direction)
+        steepest = precondition(residual)
+        new = _map(
+            lambda g, r, z, h: jnp.where(g, _dot(r, z), h), going, residual, steepest, height
+        )
+        beta = _map(_ratio, going, new, height)
+        direction = _map(lambda g, z, b, p: g * (z + b * p), going, steepest, beta, direction)
         return x, residual, direction, new, _map(jnp.add, count, going), step + 1
 
     residual = _map(jnp.subtract, rhs, matvec(init))
-    squares = _map(lambda r: _dot(r, r), residual)
-    count = _map(lambda _: jnp.zeros((), jnp.int32), squares)
-    state = (init, residual, residual, squares, count, 0)
+    direction = precondition(residual)
+    height = _map(_dot, residual, direction)
+    count = _map(lambda _: jnp.zeros((), jnp.int32), height)
+    state = (init, residual, direction, height, count, 0)
     state = jax.lax.while_loop(unfinished, body, state)
     return state[0], state[4]
 
@@ -148,7 +169,14 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
     _check_positive("steps", steps)
     _check_positive("power_iterations", power_iterations)
 
-    def solve(matvec: Callable, rhs: Any, init: Any, restore: Callable = _identity) -> Solution:
+    def solve(
+        matvec: Callable,
+        rhs: Any,
+        init: Any,
+        restore: Callable = _identity,
+        precondition: Callable = _identity,
+    ) -> Solution:
+        del precondition
         x = _gradient_descent(_partial(matvec), rhs, init, steps, power_iterations)
         count = _map(lambda _: jnp.asarray(steps + power_iterations), rhs)
         return Solution(restore(x), _info(matvec, rhs, x, count, 1e-4))
@@ -223,7 +251,14 @@ def paper_adam(
     for name, value in (("learning_rate", learning_rate), ("epsilon", epsilon)):
         _check_positive(name, value)
 
-    def solve(matvec: Callable, rhs: Any, init: Any, restore: Callable = _identity) -> Solution:
+    def solve(
+        matvec: Callable,
+        rhs: Any,
+        init: Any,
+        restore: Callable = _identity,
+        precondition: Callable = _identity,
+    ) -> Solution:
+        del precondition
         evaluate = None if score is None else _partial(score)
         static = (epsilon_inside_root, steps, score_every)
         numbers = (learning_rate, epsilon)
@@ -308,7 +343,14 @@ def closed_form(floor: float = 1e-6) -> Solver:
     """
     _check_not_negative("floor", floor)
 
-    def solve(matvec: Callable, rhs: Any, init: Any, restore: Callable = _identity) -> Solution:
+    def solve(
+        matvec: Callable,
+        rhs: Any,
+        init: Any,
+        restore: Callable = _identity,
+        precondition: Callable = _identity,
+    ) -> Solution:
+        del precondition
         entries = matvec(_map(jnp.ones_like, init))
         counts = _map(lambda a: (a >= floor) & (a > 0), entries)
         x = _map(lambda c, b, a, x: jnp.where(c, _ratio(c, b, a), x), counts, rhs, entries, init)
@@ -324,6 +366,11 @@ def _partial(function: Callable) -> Partial:
 
 
 def _info(matvec: Callable, rhs: Any, x: Any, count: Any, tolerance: float) -> Info:
+    return _compiled_info(_partial(matvec), rhs, x, count, tolerance)
+
+
+@jax.jit
+def _compiled_info(matvec: Callable, rhs: Any, x: Any, count: Any, tolerance: Array) -> Info:
     residual = _map(_relative_residual, matvec(x), rhs)
     return Info(count, residual, _map(lambda r: r <= tolerance, residual))
 

@@ -1,6 +1,6 @@
 """Local training: every client runs its own optimiser on its own examples, from a common start.
 
-One compiled program trains all clients for one epoch. Client i takes ceil(n_i / B) steps: its
+One compiled program trains all clients. Client i takes ceil(n_i / B) steps: its
 examples are shuffled, the last short batch is kept and averaged over its own examples. Minibatches
 are gathered from the one copy of the data.
 """
@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from fisherjax import tree
-from fisherjax.clients import TRAIN, Federation, LocalModels, chunk_size, map_clients
+from fisherjax.clients import TRAIN, Federation, LocalModels
 from fisherjax.likelihoods import Likelihood
+from fisherjax.mapping import chunk_size, map_clients, replicate
 from fisherjax.typing import Apply, Array, Key, Params
 
 Augment = Callable[[Key, Array], Array]
@@ -120,43 +122,122 @@ def train(
     recipe = recipe._replace(batch_size=min(batch_size, federation.indices.shape[1]))
     chunk = chunk_size(clients_per_chunk, federation.num_clients)
 
-    state = _start(optimizer, federation.num_clients, params)
+    mesh = federation.mesh
+    params, key = replicate((params, key), mesh)
+    how = (recipe, chunk, mesh)
+    if progress is None:
+        trained, losses = _all_epochs(*how, epochs, params, federation, key)
+    else:
+        trained, losses = _epoch_by_epoch(*how, epochs, params, federation, key, progress)
+    return LocalModels(trained, losses, epochs * _steps(federation.sizes, recipe.batch_size))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _all_epochs(
+    recipe: _Recipe,
+    chunk: int,
+    mesh: Mesh | None,
+    epochs: int,
+    params: Params,
+    federation: Federation,
+    key: Key,
+) -> tuple[Params, Array]:
+    """Train client after client to the end: only the clients of a chunk have optimiser states."""
+
+    def one(
+        client: Array, params: Params, federation: Federation, key: Key
+    ) -> tuple[Params, Array]:
+        start = _start(recipe.optimizer, params)
+        state, losses = _client_epochs(recipe, federation, client, key, start, jnp.arange(epochs))
+        return state.params, losses
+
+    return map_clients(
+        one,
+        jnp.arange(federation.num_clients),
+        params,
+        federation,
+        key,
+        sizes=federation.sizes,
+        clients_per_chunk=chunk,
+        mesh=mesh,
+    )
+
+
+def _epoch_by_epoch(
+    recipe: _Recipe,
+    chunk: int,
+    mesh: Mesh | None,
+    epochs: int,
+    params: Params,
+    federation: Federation,
+    key: Key,
+    progress: Callable[[int, Array], None],
+) -> tuple[Params, Array]:
+    """Train all clients for an epoch before the next, so that something can be shown after each."""
+    state = _starts(recipe.optimizer, federation.num_clients, params)
     losses = []
     for epoch in range(epochs):
-        state, loss = _epoch(recipe, chunk, state, federation, key, epoch)
+        state, loss = _epoch(recipe, chunk, mesh, state, federation, key, epoch)
         losses.append(loss)
-        if progress is not None:
-            progress(epoch, loss)
-    steps = epochs * _steps(federation.sizes, recipe.batch_size)
-    return LocalModels(state.params, jnp.stack(losses, axis=1), steps)
+        progress(epoch, loss[:, 0])
+    return state.params, jnp.concatenate(losses, axis=1)
+
+
+def _start(optimizer: optax.GradientTransformation, params: Params) -> _State:
+    # The conversion makes weakly typed scalars strong, as they are after the first step.
+    return jax.tree.map(
+        lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)),
+        _State(params, optimizer.init(params)),
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _start(optimizer: optax.GradientTransformation, num_clients: int, params: Params) -> _State:
+def _starts(optimizer: optax.GradientTransformation, num_clients: int, params: Params) -> _State:
     def stack(leaf: Array) -> Array:
-        # The conversion makes weakly typed scalars strong, as they are after the first epoch.
-        leaf = jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
         return jnp.broadcast_to(leaf, (num_clients, *leaf.shape))
 
-    return jax.tree.map(stack, _State(params, optimizer.init(params)))
+    return jax.tree.map(stack, _start(optimizer, params))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _epoch(
-    recipe: _Recipe, chunk: int, state: _State, federation: Federation, key: Key, epoch: Array
+    recipe: _Recipe,
+    chunk: int,
+    mesh: Mesh | None,
+    state: _State,
+    federation: Federation,
+    key: Key,
+    epoch: Array,
 ) -> tuple[_State, Array]:
-    key = jax.random.fold_in(key, TRAIN)
-
-    def one(client_and_state: tuple[Array, _State]) -> tuple[_State, Array]:
+    def one(
+        client_and_state: tuple[Array, _State], federation: Federation, key: Key, epoch: Array
+    ) -> tuple[_State, Array]:
         client, own = client_and_state
-        client_key = jax.random.fold_in(jax.random.fold_in(key, client), epoch)
-        return _client_epoch(recipe, federation, client, client_key, own)
+        return _client_epochs(recipe, federation, client, key, own, epoch[None])
 
     return map_clients(
         one,
         (jnp.arange(federation.num_clients), state),
+        federation,
+        key,
+        jnp.asarray(epoch),
         sizes=federation.sizes,
         clients_per_chunk=chunk,
+        mesh=mesh,
+    )
+
+
+def _client_epochs(
+    recipe: _Recipe, federation: Federation, client: Array, key: Key, state: _State, epochs: Array
+) -> tuple[_State, Array]:
+    """Train one client for the epochs of these numbers; return the mean loss of each."""
+    client_key = jax.random.fold_in(jax.random.fold_in(key, TRAIN), client)
+    return jax.lax.scan(
+        lambda state, epoch: _client_epoch(
+            recipe, federation, client, jax.random.fold_in(client_key, epoch), state
+        ),
+        state,
+        epochs,
     )
 
 

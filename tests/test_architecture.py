@@ -22,6 +22,7 @@ ORDER = [
     "models",
     "data",
     "partition",
+    "mapping",
     "clients",
     "training",
     "fisher",

@@ -283,7 +283,20 @@ def test_later_epochs_and_calls_compile_nothing(data, partition, params, key, co
         )
     assert counts[0] == counts[1] == counts[2] > 0
     with compilations() as count:
-        train(params, federation, other_key, batch_size=2, epochs=3)
+        train(params, federation, other_key, batch_size=2, epochs=3, progress=lambda *_: None)
+    assert count() == 0
+
+
+def test_showing_progress_changes_no_bit_and_neither_way_compiles_twice(
+    data, partition, params, key, compilations
+):
+    federation = clients.federation(data, partition)
+    settings = {"batch_size": 2, "epochs": 3, "optimizer": optax.sgd(0.1, 0.9)}
+    shown = train(params, federation, key, **settings, progress=lambda *_: None)
+    at_once = train(params, federation, key, **settings)
+    jax.tree.map(np.testing.assert_array_equal, shown, at_once)
+    with compilations() as count:
+        train(params, federation, key, **settings)
     assert count() == 0
 
 

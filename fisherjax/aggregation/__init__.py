@@ -1,6 +1,6 @@
 """Merging methods, one paper a file, one interface."""
 
-from fisherjax.aggregation.base import Aggregator, check_updates, merge
+from fisherjax.aggregation.base import Aggregator, check_updates, merge, merge_stream
 from fisherjax.aggregation.fedavg import fedavg
 from fisherjax.aggregation.fedfisher import fedfisher
 from fisherjax.aggregation.fisher_merge import fisher_merge
@@ -13,5 +13,6 @@ __all__ = [
     "fedfisher",
     "fisher_merge",
     "merge",
+    "merge_stream",
     "regmean",
 ]

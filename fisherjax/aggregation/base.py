@@ -14,17 +14,20 @@ masked. Where it is None the server needs each update, and `finish` takes the pa
 weights).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fisherjax import tree
 from fisherjax.clients import Examples
 from fisherjax.fisher import Operator
 from fisherjax.likelihoods import Likelihood
+from fisherjax.mapping import mesh_of, replicate
 from fisherjax.typing import Apply, Array, Key, Params
 
 
@@ -119,15 +122,73 @@ def merge(
     """
     tree.check_floating(params)
     updates = tree.stack(updates) if isinstance(updates, list) else updates
-    weights = _normalized(weights, jax.tree.leaves(updates)[0].shape[0])
-    updates, weights = check_updates(updates, weights, on_nonfinite)
+    mesh = mesh_of(updates)
+    params, weights = replicate((params, _weights(weights, updates)), mesh)
+    updates, weights = check_updates(updates, weights / weights.sum(), on_nonfinite)
     received = (updates, weights)
     if aggregator.reduce is not None:
-        received = aggregator.reduce(updates, weights)
-    merged, _, info = aggregator.finish(received, params, aggregator.init(params))
-    _check_shapes(merged, params)
-    merged = jax.tree.map(lambda leaf, start: leaf.astype(jnp.result_type(start)), merged, params)
-    return merged, info
+        received = _reduce(aggregator.reduce, updates, weights)
+    return _finish(aggregator, received, params)
+
+
+def merge_stream(
+    aggregator: Aggregator,
+    params: Params,
+    chunks: Iterable[tuple[Any, Array | None]],
+    *,
+    on_nonfinite: str = "raise",
+) -> tuple[Params, Any]:
+    """Merge client updates that arrive a chunk at a time, and hold one chunk and the sums only.
+
+    The same as `merge` of all chunks at once, to rounding. Compiled once for each shape of a chunk:
+    let all chunks but the last be equally long.
+
+    Args:
+        aggregator: A method whose updates add up, that is with a `reduce`: fedavg, fisher_merge,
+            regmean, fedfisher with a diagonal or full Fisher.
+        params: The global params that clients started from, as for `merge`.
+        chunks: Pairs (updates, weights [m]) of some clients each: stacked updates with leaves
+            [m, ...], or a list of m; weights non-negative, for instance numbers of examples, or
+            None for one each. They are scaled to sum one over all chunks.
+        on_nonfinite: "raise" or "drop", what to do about a client that diverged.
+
+    Returns:
+        The merged params, and what the method reports.
+
+    Raises:
+        ValueError: If the method needs all updates at once, there are no chunks, a chunk does not
+            fit, no client has weight, or a client's update is not finite and `on_nonfinite` is
+            "raise"; the message counts clients from the first chunk on.
+        TypeError: If params are not floating.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> arriving = (({"params": {"w": jnp.full((2, 1), x)}}, jnp.ones(2)) for x in (1.0, 3.0))
+        >>> print(merge_stream(fj.aggregation.fedavg(), {"w": jnp.zeros(1)}, arriving)[0]["w"])
+        [2.]
+    """
+    tree.check_floating(params)
+    if aggregator.reduce is None:
+        raise ValueError(
+            "This method needs every client's update at once (its reduce is None), as FedFisher "
+            "with K-FAC does: Kronecker factors do not add up. Use merge, or a method that adds up "
+            "such as fedavg, fisher_merge, regmean or fedfisher(fisher=fisher.diagonal)."
+        )
+    totals, clients = None, 0
+    for updates, weights in chunks:
+        updates = tree.stack(updates) if isinstance(updates, list) else updates
+        weights = replicate(_weights(weights, updates), mesh_of(updates))
+        updates, weights = _screened(updates, weights, on_nonfinite, first=clients)
+        sums = (_reduce(aggregator.reduce, updates, weights), weights.sum())
+        totals = sums if totals is None else _add(totals, sums)
+        clients += weights.shape[0]
+    if totals is None:
+        raise ValueError("There are no chunks to merge: expected at least one pair of updates.")
+    sums, weight = totals
+    if not weight > 0:
+        raise ValueError(f"None of the {clients} clients has weight: every weight is zero.")
+    sums = jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
+    return _finish(aggregator, sums, replicate(params, mesh_of(sums)))
 
 
 def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
@@ -151,29 +212,61 @@ def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> 
         >>> print(check_updates(updates, jnp.array([0.5, 0.5]), on_nonfinite="drop")[1])
         [1. 0.]
     """
+    cleaned, kept = _screened(updates, weights, on_nonfinite)
+    if kept is weights:
+        return updates, weights
+    if not np.any(np.asarray(kept) > 0):
+        raise ValueError("No client is left: every update with weight is not finite.")
+    return cleaned, kept / kept.sum()
+
+
+def _screened(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> tuple[Any, Array]:
+    """Give diverged clients zeros and weight zero; `first` is the number of the first client."""
     if on_nonfinite not in ("raise", "drop"):
         raise ValueError(f"on_nonfinite is {on_nonfinite!r}; expected 'raise' or 'drop'.")
-    leaves = jax.tree.leaves(updates)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(updates)):
         return updates, weights
-    finite = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in leaves]
-    table = np.stack([np.asarray(f) for f in finite])  # [leaves, M]
+    table = np.asarray(_finite(mesh_of(updates), updates))  # [leaves, M]
     diverged = np.flatnonzero(~table.all(0))
     if diverged.size == 0:
         return updates, weights
     if on_nonfinite == "raise":
         leaf = tree.names(updates)[int(np.flatnonzero(~table[:, diverged[0]])[0])]
         raise ValueError(
-            f"The updates of clients {diverged.tolist()} are not finite (client {diverged[0]}: "
-            f"leaf '{leaf}'): they diverged. Train them with a smaller learning rate, or "
-            "leave them out with on_nonfinite='drop'."
+            f"The updates of clients {(first + diverged).tolist()} are not finite (client "
+            f"{first + diverged[0]}: leaf '{leaf}'): they diverged. Train them with a smaller "
+            "learning rate, or leave them out with on_nonfinite='drop'."
         )
-    kept = jnp.asarray(table.all(0))
-    if not np.any(np.asarray(weights)[table.all(0)] > 0):
-        raise ValueError("No client is left: every update with weight is not finite.")
+    kept = table.all(0)
     cleaned = jax.tree.map(lambda x: jnp.where(_along(kept, x), x, jnp.zeros_like(x)), updates)
-    weights = jnp.where(kept, weights, 0)
-    return cleaned, weights / weights.sum()
+    return cleaned, jnp.where(kept, weights, 0)
+
+
+@partial(jax.jit, static_argnums=0)
+def _finite(mesh: Mesh | None, updates: Any) -> Array:
+    """Say of every leaf and client whether it is finite, [leaves, M], on every device."""
+    leaves = jax.tree.leaves(updates)
+    table = jnp.stack([jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in leaves])
+    if mesh is None:
+        return table
+    return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
+
+
+@partial(jax.jit, static_argnums=0)
+def _reduce(reduce: Callable[[Any, Array], Any], updates: Any, weights: Array) -> Any:
+    return reduce(updates, weights)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _add(totals: Any, sums: Any) -> Any:
+    return jax.tree.map(jnp.add, totals, sums)
+
+
+def _finish(aggregator: Aggregator, received: Any, params: Params) -> tuple[Params, Any]:
+    merged, _, info = aggregator.finish(received, params, aggregator.init(params))
+    _check_shapes(merged, params)
+    merged = jax.tree.map(lambda leaf, start: leaf.astype(jnp.result_type(start)), merged, params)
+    return merged, info
 
 
 def _check_shapes(merged: Params, params: Params) -> None:
@@ -188,11 +281,13 @@ def _check_shapes(merged: Params, params: Params) -> None:
         )
 
 
-def _along(flags: Array, leaf: Array) -> Array:
+def _along(flags: np.ndarray, leaf: Array) -> np.ndarray:
     return flags.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
-def _normalized(weights: Array | None, num_clients: int) -> Array:
+def _weights(weights: Array | None, updates: Any) -> Array:
+    """Check the clients' weights, [M]."""
+    num_clients = jax.tree.leaves(updates)[0].shape[0]
     weights = jnp.ones(num_clients) if weights is None else jnp.asarray(weights, float)
     if weights.shape != (num_clients,):
         raise ValueError(
@@ -205,4 +300,4 @@ def _normalized(weights: Array | None, num_clients: int) -> Array:
             f"weights are {np.asarray(weights).tolist()}; expected finite non-negative "
             "numbers, not all zero, for instance federation.weights or numbers of examples."
         )
-    return weights / weights.sum()
+    return weights

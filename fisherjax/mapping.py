@@ -1,0 +1,238 @@
+"""A function over many clients: in turn, side by side, and spread over devices.
+
+Memory is set by how many clients are side by side on a device, never by how many there are.
+"""
+
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fisherjax.typing import Array
+
+AXIS = "clients"
+
+
+def map_clients(
+    function: Callable[..., Any],
+    stacked: Any,
+    *common: Any,
+    sizes: Array | None = None,
+    clients_per_chunk: int = 1,
+    mesh: Mesh | None = None,
+) -> Any:
+    """Map a function over the client axis, a chunk of clients at a time.
+
+    One client at a time is fastest on a CPU, all at once (vmap) on an accelerator; memory grows
+    with the chunk. The results do not depend on it beyond rounding.
+
+    Args:
+        function: of one client's slice of `stacked`, and of `common`.
+        stacked: a pytree, leaves [M, ...].
+        *common: pytrees that are the same for all clients. With a mesh every array that the
+            function needs must be here: it cannot close over any.
+        sizes: [M]; chunks are formed from clients of similar size, because a chunk takes as long as
+            its largest client.
+        clients_per_chunk: from 1 to M, on each device.
+        mesh: of devices, each of which takes an equal share of the clients; see `client_mesh`.
+
+    Returns:
+        The stacked results, in the clients' order, spread over the mesh like the clients.
+
+    Raises:
+        ValueError: if the mesh does not divide the clients into equal shares.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from fisherjax import mapping
+        >>> mapping.map_clients(jnp.sum, jnp.arange(6.0).reshape(3, 2), clients_per_chunk=2)
+        Array([1., 5., 9.], dtype=float32)
+    """
+    if mesh is None:
+        return _map_chunks(lambda own: function(own, *common), stacked, sizes, clients_per_chunk)
+    num_clients = _length(stacked)
+    check_divides(mesh, num_clients)
+    share = num_clients // mesh.size
+
+    def one_share(own: Any, sizes: Array | None, common: tuple) -> Any:
+        chunk = min(clients_per_chunk, share)
+        return _map_chunks(lambda client: function(client, *common), own, sizes, chunk)
+
+    by_client = PartitionSpec(AXIS)
+    return jax.shard_map(
+        one_share,
+        mesh=mesh,
+        in_specs=(by_client, by_client, PartitionSpec()),
+        out_specs=by_client,
+        check_vma=False,
+    )(stacked, sizes, common)
+
+
+def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
+    """Check the chunk size, and choose it where it is None: 1 on a CPU, all clients elsewhere.
+
+    Args:
+        clients_per_chunk: from 1 to M, or None.
+        num_clients: M.
+
+    Returns:
+        A number from 1 to M.
+
+    Raises:
+        ValueError: if it is not an integer from 1 to M.
+
+    Example:
+        >>> from fisherjax import mapping
+        >>> mapping.chunk_size(3, num_clients=5)
+        3
+    """
+    if clients_per_chunk is None:
+        return 1 if jax.default_backend() == "cpu" else num_clients
+    if not isinstance(clients_per_chunk, numbers.Integral) or not (
+        1 <= clients_per_chunk <= num_clients
+    ):
+        raise ValueError(
+            f"clients_per_chunk is {clients_per_chunk!r}; expected an integer from 1 (one client "
+            f"after the other) to {num_clients} (all at once), or None to choose."
+        )
+    return int(clients_per_chunk)
+
+
+def wasted_steps(steps: Sequence[int], clients_per_chunk: int) -> float:
+    """Say how much of the work on clients side by side is spent waiting for the largest of a chunk.
+
+    Args:
+        steps: of each client.
+        clients_per_chunk: from 1 to M.
+
+    Returns:
+        Steps of finished clients over all steps computed, from 0 to 1.
+
+    Example:
+        >>> from fisherjax import mapping
+        >>> mapping.wasted_steps([1, 4, 1, 4], clients_per_chunk=4)
+        0.375
+        >>> mapping.wasted_steps([1, 4, 1, 4], clients_per_chunk=2)
+        0.0
+    """
+    steps = np.asarray(steps)
+    computed = steps[_chunks(np.argsort(steps, kind="stable"), clients_per_chunk)]
+    total = computed.shape[1] * computed.max(1).sum()
+    return float(1 - steps.sum() / total) if total else 0.0
+
+
+def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lay devices out along the client axis.
+
+    Args:
+        devices: of one kind; all of them, over all processes, if None.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        ValueError: if there are none.
+
+    Example:
+        >>> import jax
+        >>> from fisherjax import mapping
+        >>> mapping.client_mesh(jax.devices()[:1]).shape
+        OrderedDict({'clients': 1})
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    if not devices:
+        raise ValueError(
+            "There are no devices to spread clients over; expected at least one, for instance "
+            "jax.devices()."
+        )
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def check_divides(mesh: Mesh, num_clients: int) -> None:
+    """Refuse a mesh whose devices would get different numbers of clients.
+
+    Args:
+        mesh: with the client axis.
+        num_clients: M.
+
+    Raises:
+        ValueError: if M is not a multiple of the devices; the message names numbers that fit.
+    """
+    if num_clients % mesh.size:
+        fitting = [n for n in range(1, mesh.size + 1) if num_clients % n == 0]
+        raise ValueError(
+            f"{num_clients} clients cannot be spread evenly over {mesh.size} devices. Use "
+            f"{' or '.join(map(str, fitting))} of them, as in jax.devices()[:n], or add "
+            "clients without examples to the partition."
+        )
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """Find the mesh over which arrays are spread, None for a single device and for tracers."""
+    first = jax.tree.leaves(tree)[0]
+    if isinstance(first, jax.core.Tracer) or not isinstance(first, jax.Array):
+        return None
+    return first.sharding.mesh if isinstance(first.sharding, NamedSharding) else None
+
+
+def replicate(tree: Any, mesh: Mesh | None) -> Any:
+    """Give every device of a mesh the whole of each array; without a mesh leave them alone.
+
+    Over several processes each passes the same values.
+    """
+    if mesh is None:
+        return tree
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def place(x: Any) -> Array:
+        is_local = not isinstance(x, jax.Array) or x.is_fully_addressable
+        if everywhere.is_fully_addressable or not is_local:
+            return jax.device_put(x, everywhere)
+        # Another process's devices are reached from host memory only.
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            data = jax.device_put(np.asarray(jax.random.key_data(x)), everywhere)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.device_put(np.asarray(x), everywhere)
+
+    return jax.tree.map(place, tree)
+
+
+def _map_chunks(
+    function: Callable[[Any], Any], stacked: Any, sizes: Array | None, clients_per_chunk: int
+) -> Any:
+    num_clients = _length(stacked)
+    if clients_per_chunk == 1:
+        return jax.lax.map(function, stacked)
+    if clients_per_chunk >= num_clients:
+        return jax.vmap(function)(stacked)
+    order = jnp.arange(num_clients) if sizes is None else jnp.argsort(sizes)
+    chunks = _chunks(order, clients_per_chunk)
+
+    def one_chunk(chunk: Array) -> Any:
+        return jax.vmap(function)(jax.tree.map(lambda x: x[chunk], stacked))
+
+    def body(number: Array, results: Any) -> Any:
+        chunk = chunks[number]
+        return jax.tree.map(lambda all_, own: all_.at[chunk].set(own), results, one_chunk(chunk))
+
+    # Written in place, so that the results are never held twice.
+    shapes = jax.eval_shape(one_chunk, chunks[0])
+    results = jax.tree.map(lambda s: jnp.zeros((num_clients, *s.shape[1:]), s.dtype), shapes)
+    return jax.lax.fori_loop(0, chunks.shape[0], body, results)
+
+
+def _chunks(order: Any, clients_per_chunk: int) -> Any:
+    """Cut clients into chunks of one length; where some are missing, the first is repeated."""
+    count = -(-len(order) // clients_per_chunk)
+    length = -(-len(order) // count)
+    numpy = jnp if isinstance(order, jax.Array) else np
+    first = numpy.repeat(order[:1], count * length - len(order))
+    return numpy.concatenate([first, order]).reshape(count, length)
+
+
+def _length(stacked: Any) -> int:
+    return jax.tree.leaves(stacked)[0].shape[0]
