@@ -1,0 +1,84 @@
+"""FLOPs, counted in the traced program, and the rate that large matrix products reach here."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.benchmark.measure import MATMUL, Case
+
+
+def count(function: Callable[..., Any], *arguments: Any) -> float:
+    """Count the FLOPs of a function's matrix products, 2 m n k each; nothing else counts.
+
+    The trace is counted, so the number is the same on every backend. The body of a loop without a
+    fixed number of rounds counts once. Convolutions must be patches (`fisherjax.nn`).
+
+    Args:
+        function: of the arguments.
+        arguments: arrays, or shapes in their place.
+
+    Returns:
+        The number.
+
+    Example:
+        >>> count(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 5)))
+        60.0
+    """
+    return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+def _count(jaxpr: Any) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            summed = math.prod(left[axis] for axis in contracted)
+            total += 2.0 * summed * math.prod(equation.outvars[0].aval.shape)
+        rounds = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                total += rounds * _count(getattr(inner, "jaxpr", inner))
+    return total
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns")
+
+
+def precisions() -> dict[str, Any]:
+    """Return the precisions worth comparing here, with what `default_matmul_precision` calls them.
+
+    JAX's default on a recent GPU rounds the factors of float32 products to TensorFloat-32.
+    """
+    if jax.default_backend() == "cpu":
+        return {"default": None}
+    return {"default": None, "float32": "float32", "TF32": "tensorfloat32"}
+
+
+def matmul_cases(size: int | None) -> list[Case]:
+    """Make the cases that measure the peak, one for each precision.
+
+    Args:
+        size: n of a product of two n x n matrices; None is 2048 on a CPU and 8192 elsewhere.
+
+    Returns:
+        The cases, for every group.
+    """
+    size = size or (2048 if jax.default_backend() == "cpu" else 8192)
+    product = jax.jit(jnp.matmul)
+
+    def case(name: str, precision: Any, dtype: Any) -> Case:
+        x = jnp.ones((size, size), dtype)
+
+        def run() -> Any:
+            with jax.default_matmul_precision(precision):
+                return product(x, x)
+
+        return Case(f"{MATMUL} {size}, {name}", run, flops=2.0 * size**3, precision=name)
+
+    cases = [case(name, precision, jnp.float32) for name, precision in precisions().items()]
+    return [*cases, case("bfloat16", None, jnp.bfloat16)]

@@ -1,0 +1,255 @@
+"""The benchmark: what it counts, compares, refuses and leaves; no test asserts a time."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fisherjax as fj
+from experiments.benchmark import __main__ as command
+from experiments.benchmark import config, fisher, flops, measure, plot, report, torch_peer
+from experiments.benchmark.measure import Case, Group
+from experiments.benchmark.workloads import SHAPES, native_convolutions, split, workload
+
+TINY = {
+    "train": ["--models", "lenet", "--num-clients", "2", "--num-examples", "24"],
+    "fisher": ["--models", "lenet", "--num-examples", "16"],
+    "server": [
+        "--models",
+        "lenet",
+        "--num-clients",
+        "2",
+        "--num-examples",
+        "24",
+        "--adam-steps",
+        "2",
+    ],
+}
+MATMUL = {"train": ["--matmul-size", "16"], "fisher": ["--matmul-size", "16"]}
+
+
+def tiny(suite: str, out: Path) -> list[str]:
+    options = [*TINY[suite], *MATMUL.get(suite, []), "--repeats", "1", "--data", "synthetic"]
+    return ["--suite", suite, "--out", str(out), *options]
+
+
+def asked(suite: str, **options) -> config.Config:
+    return config.filled(config.Config(suite, Path("out"), **options))
+
+
+@pytest.fixture
+def without_peers(monkeypatch):
+    for package in ("torch", "nngeometry"):
+        monkeypatch.setitem(sys.modules, package, None)
+
+
+def test_cases_take_turns_and_the_first_call_is_kept_apart():
+    calls = []
+    cases = [Case(name, lambda name=name: calls.append(name)) for name in "AB"]
+    measured = measure.measure(Group("work", "units", None, cases), 3, 60.0, lambda _: None)
+    assert calls == ["A", "B"] * 4
+    assert [len(m.seconds) for m in measured] == [3, 3]
+
+
+def test_a_case_over_its_budget_is_timed_once_and_the_others_go_on():
+    calls = []
+    cases = [Case(name, lambda name=name: calls.append(name)) for name in "AB"]
+    measured = measure.measure(Group("work", "units", None, cases), 3, 0.0, lambda _: None)
+    assert [len(m.seconds) for m in measured] == [1, 1]
+
+
+def numbers_of(measurements, reference: str | None, beside: str | None = None) -> dict:
+    group = Group("work", "units", reference, [m.case for m in measurements], beside)
+    rows = measure.rows("train", group, measurements)
+    return {(row.case, row.metric): row.value for row in rows if row.metric != "seconds"}
+
+
+def measured(name: str, seconds: list[float], **options) -> measure.Measurement:
+    return measure.Measurement(Case(name, lambda: None, **options), 9.0, seconds, 1, {"loss": 0.5})
+
+
+def test_rates_and_ratios_are_of_the_median_and_of_a_unit_of_work():
+    ours = measured("ours", [1.0, 2.0, 30.0], units=10.0)
+    peer = measured("peer", [4.0], units=5.0)
+    values = numbers_of([ours, peer], "peer", "ours")
+    assert values["ours", "rate"] == 5.0
+    assert values["ours", "speedup"] == 4.0
+    assert values["peer", "speedup"] == 1.0
+    assert values["peer", "cost"] == 4.0
+    assert values["ours", "first_call"] == 9.0
+    assert values["ours", "loss"] == 0.5
+
+
+def test_the_fraction_of_the_peak_is_of_the_product_of_the_same_precision():
+    peak = measured(f"{measure.MATMUL} 8, bfloat16", [1.0], flops=8.0, precision="bfloat16")
+    narrow = measured("narrow", [1.0], flops=2.0, precision="bfloat16")
+    wide = measured("wide", [1.0], flops=2.0)
+    values = numbers_of([narrow, wide, peak], None)
+    assert values["narrow", "fraction_of_peak"] == 0.25
+    assert ("wide", "fraction_of_peak") not in values
+
+
+def test_what_is_extrapolated_is_multiplied_but_not_its_first_call():
+    case = Case("slow", lambda: None, times=1e6)
+    [result] = measure.measure(Group("work", "units", None, [case]), 1, 60.0, lambda _: None)
+    assert result.seconds[0] > 1e3 * result.first
+
+
+def test_flops_of_a_training_step_are_those_of_its_matrix_products():
+    x, w = jnp.ones((7, 3)), {"a": jnp.ones((3, 5)), "b": jnp.ones((5, 2))}
+    gradient = jax.grad(lambda w: (jnp.tanh(x @ w["a"]) @ w["b"]).sum())
+    forward, weights, inputs = 2 * 7 * (15 + 10), 2 * 7 * (15 + 10), 2 * 7 * 10
+    assert flops.count(gradient, w) == forward + weights + inputs
+
+
+def test_flops_of_a_scan_are_counted_every_round_and_under_jit_and_vmap():
+    def rounds(x):
+        return jax.lax.scan(lambda c, _: (c @ c, None), x, length=4)[0]
+
+    x = jnp.ones((2, 3, 3))
+    assert flops.count(jax.jit(jax.vmap(rounds)), x) == 2 * 4 * 2 * 27
+
+
+def test_flops_of_a_convolution_are_those_of_its_patches():
+    x, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((5, 5, 3, 4))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    counted = flops.count(
+        lambda x, k: fj.nn.conv_general_dilated(x, k, (1, 1), "VALID", dimension_numbers=numbers),
+        *(x, kernel),
+    )
+    assert counted == 2 * (2 * 4 * 4) * (5 * 5 * 3) * 4
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_native_convolutions_compute_the_same_network(name):
+    work = workload(asked("train", data="synthetic"), name, 3)
+    ours = jax.jit(work.apply)(work.params, jnp.asarray(work.images))
+    native = jax.jit(native_convolutions)(work.params, jnp.asarray(work.images))
+    np.testing.assert_allclose(native, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_the_error_of_factors_is_that_of_their_products_whatever_their_scales():
+    random = np.random.default_rng(0)
+    a, g, b, h = (random.normal(size=(n, n)) for n in (3, 2, 3, 2))
+    error = fisher.kronecker_error([(a, g)], [(b, h)])
+    difference = np.kron(a, g) - np.kron(b, h)
+    assert error == pytest.approx(np.linalg.norm(difference) / np.linalg.norm(np.kron(b, h)))
+    assert fisher.kronecker_error([(10 * a, g / 10)], [(a, g)]) < 1e-7
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_network_in_pytorch_computes_the_same(name):
+    pytest.importorskip("torch")
+    work = workload(asked("train", data="synthetic"), name, 3)
+    net = torch_peer.network(name)
+    torch_peer.load(net, name, work.params)
+    theirs = net(torch_peer.tensors(work)[0]).detach().cpu().numpy()
+    ours = jax.jit(work.apply)(work.params, jnp.asarray(work.images))
+    np.testing.assert_allclose(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_one_full_batch_step_in_pytorch_has_the_loss_of_ours():
+    pytest.importorskip("torch")
+    work = workload(asked("train", data="synthetic"), "lenet", 12)
+    partition = split(work, 2)
+    outputs = jax.jit(work.apply)(work.params, jnp.asarray(work.images))
+    mean = fj.likelihoods.categorical.negative_log_likelihood(outputs, work.labels).mean()
+    assert torch_peer.training(work, partition, 1, 12)() == pytest.approx(float(mean), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--suite", "train", "--adam-steps", "9"], "--adam-steps means nothing to --suite train"),
+        (["--suite", "fisher", "--num-examples", "0"], "--num-examples is 0, expected"),
+        (["--suite", "train", "--num-clients", "5", "-1"], "--num-clients is -1, expected"),
+        (["--suite", "train", "--models", "cnn", "cnn"], "--models is cnn cnn, expected each"),
+        (["--suite", "train", "--models"], "--models is empty, expected at least one"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(tmp_path, capsys, arguments, said):
+    assert command.main([*arguments, "--out", str(tmp_path / "out")]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_suite_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--suite", "speed", "--out", str(tmp_path)])
+    assert stop.value.code != 0
+    assert "fisher" in capsys.readouterr().err
+
+
+def test_a_folder_with_results_is_refused(tmp_path, capsys):
+    (tmp_path / report.JSON).write_text("{}")
+    assert command.main(tiny("fisher", tmp_path)) == 1
+    assert "holds results already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", config.SUITES)
+def test_a_suite_fills_in_all_that_it_knows(suite):
+    filled = asked(suite)
+    for name, value in config.SUITES[suite].items():
+        if value is not None and not isinstance(value, dict):
+            assert getattr(filled, name) == value
+
+
+def test_files_hold_every_number_with_the_machine_and_the_configuration(tmp_path):
+    asked_for = config.filled(config.Config("server", tmp_path, adam_steps=3))
+    case = Case("fisherjax, solve", lambda: jnp.ones(2), facts=lambda x: {"size": x.size})
+    group = Group("solve", "solves", case.name, [case])
+    rows = measure.rows("server", group, measure.measure(group, 2, 60.0, lambda _: None))
+    report.write(asked_for, rows, ["a note"])
+    plot.bars(rows, tmp_path / report.PLOT)
+
+    with open(tmp_path / report.CSV, newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [row["repeat"] for row in written if row["metric"] == "seconds"] == ["1", "2"]
+    document = json.loads((tmp_path / report.JSON).read_text())
+    assert document["configuration"]["adam_steps"] == 3
+    assert document["notes"] == ["a note"]
+    assert {"jax", "torch", "device", "processor"} <= set(document["environment"])
+    assert {row["metric"]: row["value"] for row in document["results"]}["size"] == 2
+    assert (tmp_path / report.PLOT).read_bytes().startswith(b"\x89PNG")
+
+
+def check_files(out: Path) -> dict:
+    with open(out / report.CSV, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == measure.Row._fields
+    assert all(np.isfinite(float(row["value"])) for row in rows)
+    assert (out / report.PLOT).read_bytes().startswith(b"\x89PNG")
+    return json.loads((out / report.JSON).read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", TINY)
+def test_a_tiny_run_leaves_complete_files(tmp_path, suite):
+    assert command.main(tiny(suite, tmp_path)) == 0
+    document = check_files(tmp_path)
+    assert any(row["case"].startswith("fisherjax") for row in document["results"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_peers")
+def test_a_missing_peer_is_reported_with_its_remedy_and_the_rest_runs(tmp_path, capsys):
+    assert command.main(tiny("fisher", tmp_path)) == 0
+    assert "pip install 'fisherjax[bench]'" in capsys.readouterr().out
+    document = check_files(tmp_path)
+    assert "pip install 'fisherjax[bench]'" in document["notes"][0]
+    assert not any(row["case"] == "nngeometry" for row in document["results"])
+
+
+@pytest.mark.slow
+def test_both_fishers_agree_with_nngeometry(tmp_path):
+    pytest.importorskip("nngeometry")
+    assert command.main(tiny("fisher", tmp_path)) == 0
+    results = check_files(tmp_path)["results"]
+    errors = [row["value"] for row in results if row["metric"] == "relative_error"]
+    assert len(errors) == 2
+    assert max(errors) < 1e-5
