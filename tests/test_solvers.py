@@ -264,3 +264,14 @@ def test_a_second_system_of_the_same_shape_compiles_nothing(solve, compilations)
 def test_bad_numbers_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_the_exact_inverse_as_preconditioner_solves_in_one_step(x64):
+    matrices = {name: operator(SPECTRA[name]) for name in ("regular", "large")}
+    matvec, rhs, init = system(matrices)
+    inverse = Partial(multiply, jax.tree.map(jnp.linalg.inv, matrices))
+    solve = solvers.conjugate_gradients(tolerance=1e-10)
+    solution = solve(matvec, rhs, init, precondition=inverse)
+    assert jax.tree.leaves(solution.info.iterations) == [1, 1]
+    for name, matrix in matrices.items():
+        np.testing.assert_allclose(matrix @ solution.params[name], rhs[name], rtol=1e-9)

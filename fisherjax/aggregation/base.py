@@ -124,6 +124,11 @@ def merge(
     updates = tree.stack(updates) if isinstance(updates, list) else updates
     mesh = mesh_of(updates)
     params, weights = replicate((params, _weights(weights, updates)), mesh)
+    if not isinstance(weights, jax.core.Tracer) and not weights.sum() > 0:
+        raise ValueError(
+            "Every weight is zero; expected some clients to count, for instance "
+            "federation.weights or numbers of examples."
+        )
     updates, weights = check_updates(updates, weights / weights.sum(), on_nonfinite)
     received = (updates, weights)
     if aggregator.reduce is not None:
@@ -294,10 +299,10 @@ def _weights(weights: Array | None, updates: Any) -> Array:
             f"weights has shape {weights.shape}; expected ({num_clients},), one for each update."
         )
     if not isinstance(weights, jax.core.Tracer) and not (
-        bool(jnp.all(weights >= 0)) and 0 < float(weights.sum()) < float("inf")
+        bool(jnp.all(weights >= 0)) and float(weights.sum()) < float("inf")
     ):
         raise ValueError(
             f"weights are {np.asarray(weights).tolist()}; expected finite non-negative "
-            "numbers, not all zero, for instance federation.weights or numbers of examples."
+            "numbers, for instance federation.weights or numbers of examples."
         )
     return weights

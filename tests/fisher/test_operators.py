@@ -168,3 +168,22 @@ def test_templates_unravel_what_ravel_flattened(shapes):
     assert template.restore(named).keys() == params.keys()
     assert hash(template) == hash(Template.of(back))
     assert template == Template.of(back)
+
+
+def test_the_inverse_splits_the_shift_over_the_factors_by_their_scale(x64):
+    operator, shifts = make("kronecker"), {"conv/kernel": 0.3, "dense": 2.0, "rest/0": 1.0}
+    shifts = {name: jnp.asarray(x) for name, x in (shifts | {"rest/1": 0.5}).items()}
+    inverse = operator.inverse(shifts)
+    for name, factor in operator.factors.items():
+        added = {}
+        for side, matrix in factor.items():
+            shifted = jnp.linalg.inv(inverse.factors[name][side])
+            added[side] = (shifted - matrix)[0, 0]
+            identity = jnp.eye(len(matrix))
+            np.testing.assert_allclose(shifted - matrix, added[side] * identity, atol=1e-9)
+        assert added["input"] * added["output"] == pytest.approx(float(shifts[name]))
+        scales = {side: jnp.trace(x) / len(x) for side, x in factor.items()}
+        ratio = scales["input"] / scales["output"]
+        assert added["input"] / added["output"] == pytest.approx(float(ratio))
+    for name, entries in operator.entries.items():
+        np.testing.assert_allclose(inverse.entries[name] * (entries + shifts[name]), 1, rtol=1e-12)
