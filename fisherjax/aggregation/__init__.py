@@ -3,16 +3,24 @@
 from fisherjax.aggregation.base import Aggregator, check_updates, merge, merge_stream
 from fisherjax.aggregation.fedavg import fedavg
 from fisherjax.aggregation.fedfisher import fedfisher
+from fisherjax.aggregation.fedlpa import (
+    expectation_approximation,
+    fedlpa,
+    residual_descent,
+)
 from fisherjax.aggregation.fisher_merge import fisher_merge
 from fisherjax.aggregation.regmean import regmean
 
 __all__ = [
     "Aggregator",
     "check_updates",
+    "expectation_approximation",
     "fedavg",
     "fedfisher",
+    "fedlpa",
     "fisher_merge",
     "merge",
     "merge_stream",
     "regmean",
+    "residual_descent",
 ]

@@ -25,12 +25,18 @@ def fedfisher(structure, damping=None):
     )
 
 
+def fedlpa():
+    exact = solvers.conjugate_gradients(tolerance=1e-12, max_iterations=500)
+    return aggregation.fedlpa(apply, likelihoods.categorical, solver=exact)
+
+
 METHODS = {
     "fedavg": aggregation.fedavg(),
     "fisher_merge": aggregation.fisher_merge(apply, likelihoods.categorical),
     "fedfisher diagonal": fedfisher(fisher.diagonal),
     "fedfisher kfac": fedfisher(fisher.kfac),
     "fedfisher full": fedfisher(fisher.full, damping=0.1),
+    "fedlpa": fedlpa(),
     "regmean": aggregation.regmean(apply),
 }
 FISHER = [name for name in METHODS if "fisher" in name]
@@ -156,7 +162,7 @@ def test_a_second_merge_compiles_nothing(sent, compilations):
 def test_sums_of_groups_of_clients_add_up(sent, world, method):
     aggregator, weights = method.aggregator, jnp.asarray(WEIGHTS)
     if aggregator.reduce is None:
-        assert method.name == "fedfisher kfac"  # the only one whose server needs each update
+        assert method.name in ("fedfisher kfac", "fedlpa")  # whose server needs each update
         return
     groups = [
         aggregator.reduce(pick(sent.updates, rows), weights[jnp.asarray(rows)])

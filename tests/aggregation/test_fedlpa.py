@@ -1,0 +1,420 @@
+"""FedLPA against its equations, written out with dense matrices."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fisherjax import aggregation, clients, fisher, likelihoods, nn, solvers, tree
+
+WEIGHTS = np.array([0.5, 0.2, 0.3])
+DAMPING = 0.02
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+EXACT = solvers.conjugate_gradients(tolerance=1e-13, max_iterations=500)
+SOLVERS = {
+    "cg": EXACT,
+    "ea": aggregation.expectation_approximation(),
+    "gd": aggregation.residual_descent(steps=50),
+}
+
+
+def network(params, x, disturbances=(0, 0, 0), convolution=lax.conv_general_dilated):
+    """A convolution and a dense layer with biases, and a dense layer without, on 3 x 3 images."""
+    x = convolution(x, params["conv"]["kernel"], (1, 1), "VALID", dimension_numbers=NUMBERS)
+    x = jnp.tanh(x + params["conv"]["bias"] + disturbances[0]).reshape(x.shape[0], -1)
+    x = x @ params["dense1"]["kernel"] + params["dense1"]["bias"] + disturbances[1]
+    return jnp.tanh(x) @ params["dense2"]["kernel"] + disturbances[2]
+
+
+def apply(params, x):
+    return network(params, x, convolution=nn.conv_general_dilated)
+
+
+def fedlpa(**options):
+    options = {"damping": DAMPING, "solver": EXACT} | options
+    return aggregation.fedlpa(apply, likelihoods.categorical, **options)
+
+
+def draw(seed):
+    source = np.random.default_rng(seed)
+    shapes = {
+        "conv": {"kernel": (2, 2, 1, 2), "bias": (2,)},
+        "dense1": {"kernel": (8, 4), "bias": (4,)},
+        "dense2": {"kernel": (4, 3)},
+    }
+    return jax.tree.map(
+        lambda shape: jnp.asarray(source.normal(size=shape)),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Three clients' models and data, and what they send."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    source = np.random.default_rng(5)
+    images = [jnp.asarray(source.normal(size=(n, 3, 3, 1))) for n in (6, 11, 4)]
+    labels = [jnp.asarray(source.integers(0, 3, len(x))) for x in images]
+    models = [draw(seed) for seed in range(3)]
+    sent = {authors: _send(models, images, labels, authors) for authors in (True, False)}
+    yield SimpleNamespace(images=images, labels=labels, models=models, sent=sent)
+    jax.config.update("jax_enable_x64", before)
+
+
+def _send(models, images, labels, authors_split):
+    from fisherjax import clients
+
+    summarize = fedlpa(authors_split=authors_split).summarize
+    data = map(clients.examples, images, labels)
+    return tree.stack(
+        [summarize(None, w, examples, None) for w, examples in zip(models, data, strict=True)]
+    )
+
+
+@pytest.fixture
+def updates(x64, world):
+    return world.sent[True]
+
+
+def merged_by(method, updates, weights=WEIGHTS):
+    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:]), updates["params"])
+    return aggregation.merge(method, start, updates, weights)
+
+
+def assert_close(left, right, tolerance=1e-10):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), left, right
+    )
+
+
+def matrices(params):
+    """Each layer as its matrix, the bias as the last row."""
+    stacked = {
+        f"{name}/kernel": layer["kernel"].reshape(-1, layer["kernel"].shape[-1])
+        for name, layer in params.items()
+    }
+    for name in ("conv", "dense1"):
+        bias = params[name]["bias"][None]
+        stacked[f"{name}/kernel"] = jnp.concatenate([stacked[f"{name}/kernel"], bias])
+    return stacked
+
+
+def client(stacked, index):
+    return jax.tree.map(lambda leaf: leaf[index], stacked)
+
+
+def damped_factors(updates, name):
+    factor = updates["fisher"].factors[name]
+    root = np.sqrt(DAMPING)
+    inputs, outputs = factor["input"], factor["output"]
+    return inputs + root * np.eye(inputs.shape[-1]), outputs + root * np.eye(outputs.shape[-1])
+
+
+def models_of(updates, name):
+    return np.stack([matrices(client(updates["params"], i))[name] for i in range(3)])
+
+
+def right_side(updates, name):
+    a, g = damped_factors(updates, name)
+    return np.einsum("m,mij,mjk,mkl->il", WEIGHTS, a, models_of(updates, name), g)
+
+
+LAYERS = ("conv/kernel", "dense1/kernel", "dense2/kernel")
+
+
+# The clients' half
+
+
+def test_factors_are_those_of_the_paper(x64, world):
+    """Conv: A is averaged over locations and divided by them again, G is summed over them."""
+    x, y, w = (column[1] for column in (world.images, world.labels, world.models))
+    n = len(x)
+
+    @jax.jit
+    def tangents(x):
+        zeros = (jnp.zeros((n, 2, 2, 2)), jnp.zeros((n, 4)), jnp.zeros((n, 3)))
+        likelihood = likelihoods.categorical.negative_log_likelihood
+        return jax.grad(lambda at: likelihood(network(w, x, at), y).sum())(zeros)
+
+    corners = [x[:, i : i + 2, j : j + 2, 0].reshape(n, 4) for i in range(2) for j in range(2)]
+    patches = np.stack([*corners, np.ones((n, 4))], -1)
+    kernel = np.asarray(w["conv"]["kernel"]).reshape(4, 2)
+    hidden = np.tanh(patches[..., :4] @ kernel + w["conv"]["bias"]).reshape(n, 8)
+    first = np.hstack([hidden, np.ones((n, 1))])
+    second = np.tanh(hidden @ w["dense1"]["kernel"] + w["dense1"]["bias"])
+    conv, *dense = map(np.asarray, tangents(x))
+    conv = conv.reshape(n, 4, 2)
+    expected = {
+        "conv/kernel": (
+            np.einsum("nta,ntb->ab", patches, patches) / (n * 4**2),
+            4 / n * np.einsum("nto,ntp->op", conv, conv),
+        ),
+        "dense1/kernel": (first.T @ first / n, dense[0].T @ dense[0] / n),
+        "dense2/kernel": (second.T @ second / n, dense[1].T @ dense[1] / n),
+    }
+    for name, pair in expected.items():
+        factor = client(world.sent[True]["fisher"].factors[name], 1)
+        assert_close((factor["input"], factor["output"]), pair)
+
+
+def test_the_two_splits_are_one_fisher_information(x64, world):
+    authors, kfc = (jax.vmap(type(s["fisher"]).dense)(s["fisher"]) for s in world.sent.values())
+    assert_close(authors, kfc)
+    method = fisher.kfac(
+        apply,
+        likelihoods.categorical,
+        world.models[0],
+        world.images[0],
+        world.labels[0],
+        kind=fisher.empirical,
+    )
+    assert_close(kfc[0], method.dense())
+
+
+# The server's half
+
+
+def test_conjugate_gradients_solve_the_dense_system(updates):
+    merged, info = merged_by(fedlpa(), updates)
+    assert all(jax.tree.leaves(info.converged))
+    for name, value in matrices(merged).items():
+        a, g = damped_factors(updates, name)
+        system = sum(p * np.kron(x, y) for p, x, y in zip(WEIGHTS, a, g, strict=True))
+        expected = np.linalg.solve(system, right_side(updates, name).ravel())
+        np.testing.assert_allclose(value.ravel(), expected, rtol=1e-8, atol=1e-8)
+
+
+def test_the_expectation_approximation_inverts_the_mean_factors(updates):
+    merged, _ = merged_by(fedlpa(solver=SOLVERS["ea"]), updates)
+    for name, value in matrices(merged).items():
+        a, g = (np.einsum("m,mij->ij", WEIGHTS, x) for x in damped_factors(updates, name))
+        expected = np.linalg.inv(a) @ right_side(updates, name) @ np.linalg.inv(g)
+        assert_close(value, expected)
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_the_expectation_approximation_is_exact_where_one_factor_is_equal(updates, side):
+    factors = {
+        name: pair | {side: jnp.broadcast_to(pair[side][1], pair[side].shape)}
+        for name, pair in updates["fisher"].factors.items()
+    }
+    updates = updates | {"fisher": updates["fisher"].replace(factors=factors)}
+    exact, approximate = (merged_by(fedlpa(solver=SOLVERS[s]), updates)[0] for s in ("cg", "ea"))
+    assert_close(approximate, exact)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("balanced", [False, True])
+def test_equal_factors_give_the_weighted_mean(updates, name, balanced):
+    equal = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[1], leaf.shape), updates["fisher"])
+    method = fedlpa(solver=SOLVERS[name], balanced=balanced)
+    merged, _ = merged_by(method, updates | {"fisher": equal})
+    assert_close(merged, tree.weighted_sum(updates["params"], jnp.asarray(WEIGHTS)))
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_single_client_gets_its_model_back(updates, name):
+    for i in range(3):
+        alone = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], updates)
+        merged, _ = merged_by(fedlpa(solver=SOLVERS[name]), alone, weights=None)
+        assert_close(merged, client(updates["params"], i))
+
+
+def test_damping_in_balance_does_not_see_the_split(x64, world):
+    """Without balance it does: a factor that is tiny has more of it."""
+    authors, kfc = world.sent.values()
+    balanced, plain = fedlpa(balanced=True), fedlpa()
+    assert_close(merged_by(balanced, authors)[0], merged_by(balanced, kfc)[0])
+    gap = (
+        merged_by(plain, authors)[0]["conv"]["kernel"] - merged_by(plain, kfc)[0]["conv"]["kernel"]
+    )
+    assert jnp.abs(gap).max() > 1e-3
+
+
+@pytest.mark.parametrize("perfect", [False, True])
+def test_balance_is_the_ratio_of_mean_eigenvalues(updates, perfect):
+    """It is one for a client whose gradients vanish, because it fits its data perfectly."""
+    if perfect:
+        factors = {
+            name: pair | {"output": pair["output"].at[1].set(0)}
+            for name, pair in updates["fisher"].factors.items()
+        }
+        updates = updates | {"fisher": updates["fisher"].replace(factors=factors)}
+    merged, _ = merged_by(fedlpa(balanced=True), updates)
+    for name, value in matrices(merged).items():
+        pairs = updates["fisher"].factors[name]
+        system, right = 0, 0
+        for i, (p, v) in enumerate(zip(WEIGHTS, models_of(updates, name), strict=True)):
+            a, g = (np.asarray(pairs[side][i]) for side in ("input", "output"))
+            means = [np.linalg.eigvalsh(factor).mean() for factor in (a, g)]
+            pi = np.sqrt(means[0] / means[1]) if g.any() else 1
+            a = a + pi * np.sqrt(DAMPING) * np.eye(len(a))
+            g = g + np.sqrt(DAMPING) / pi * np.eye(len(g))
+            system, right = system + p * np.kron(a, g), right + p * a @ v @ g
+        assert_close(value.ravel(), np.linalg.solve(system, right.ravel()), 1e-8)
+
+
+def objective(updates, params):
+    """||sum_i p_i A_i V G_i - Z||^2 / N of each layer."""
+    values = {}
+    for name, v in matrices(params).items():
+        product = np.einsum("m,mij,jk,mkl->il", WEIGHTS, *_around(updates, name, v))
+        values[name] = np.square(product - right_side(updates, name)).mean()
+    return values
+
+
+def _around(updates, name, v):
+    a, g = damped_factors(updates, name)
+    return a, v, g
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_descent_decreases_its_objective_monotonically(updates, scale):
+    """However large the operator is: the step is capped."""
+    large = jax.tree.map(lambda leaf: scale * leaf, updates["fisher"])
+    updates = updates | {"fisher": large}
+    start = objective(updates, merged_by(fedlpa(solver=SOLVERS["ea"]), updates)[0])
+    before, values = start, []
+    for steps in (1, 2, 3, 10, 50, 200):
+        solver = aggregation.residual_descent(steps=steps)
+        after = objective(updates, merged_by(fedlpa(solver=solver), updates)[0])
+        assert all(after[name] < before[name] for name in LAYERS)
+        values, before = [*values, after], after
+    assert all(values[-1][name] < 0.9 * start[name] for name in LAYERS)
+
+
+def test_a_descent_step_is_two_eta_over_the_number_of_entries(updates):
+    """Where that is below the cap."""
+    rate = 1e-3
+    solver = aggregation.residual_descent(steps=1, learning_rate=rate)
+    start, _ = merged_by(fedlpa(solver=SOLVERS["ea"]), updates)
+    after, _ = merged_by(fedlpa(solver=solver), updates)
+    for name, v in matrices(start).items():
+        a, g = damped_factors(updates, name)
+        residual = np.einsum("m,mij,jk,mkl->il", WEIGHTS, a, v, g) - right_side(updates, name)
+        slope = np.einsum("m,mij,jk,mkl->il", WEIGHTS, a, residual, g)
+        assert_close(matrices(after)[name], v - 2 * rate / v.size * slope)
+
+
+def test_the_cap_is_one_over_the_largest_eigenvalue_squared(updates):
+    solver = aggregation.residual_descent(steps=1, learning_rate=1e12, power_iterations=2000)
+    start, _ = merged_by(fedlpa(solver=SOLVERS["ea"]), updates)
+    after, _ = merged_by(fedlpa(solver=solver), updates)
+    for name, v in matrices(start).items():
+        a, g = damped_factors(updates, name)
+        system = sum(p * np.kron(x, y) for p, x, y in zip(WEIGHTS, a, g, strict=True))
+        slope = system @ (system @ v.ravel() - right_side(updates, name).ravel())
+        step = slope / np.linalg.eigvalsh(system).max() ** 2
+        assert_close(matrices(after)[name].ravel(), v.ravel() - step, 1e-6)
+
+
+def test_descent_reaches_the_exact_solution_in_the_end(updates):
+    exact, _ = merged_by(fedlpa(damping=1.0), updates)
+    solver = aggregation.residual_descent(steps=20_000)
+    descended, info = merged_by(fedlpa(damping=1.0, solver=solver), updates)
+    assert_close(descended, exact, 1e-6)
+    assert all(jax.tree.leaves(info.converged))
+    _, info = merged_by(fedlpa(damping=1.0, solver=SOLVERS["ea"]), updates)
+    assert not all(jax.tree.leaves(info.converged))
+
+
+def test_the_expectation_approximation_is_a_good_preconditioner(x64):
+    """Ten clients: at most 13 iterations, and several times more without it."""
+    source = np.random.default_rng(0)
+
+    def factor(size, scale):
+        # Eigenvalues that fall off, in directions that the clients share more or less.
+        common = source.normal(size=(size, size)) * np.exp(-np.arange(size) / 8)
+        own = common * np.exp(source.normal(size=(10, 1, size)) / 2)
+        return jnp.asarray(scale * own @ own.swapaxes(1, 2) / size)
+
+    layer = fisher.layers.Layer("w", None, (30, 12))
+    params = {"w": jnp.asarray(source.normal(size=(10, 30, 12)))}
+    template = fisher.operators.Template.of(client(params, 0))
+    factors = {"w": {"input": factor(30, 1.0), "output": factor(12, 0.1)}}
+    sent = {"params": params, "fisher": fisher.Kronecker(factors, {}, (layer,), template)}
+    counts = []
+    for precondition in (True, False):
+
+        def solve(*problem, precondition=precondition):
+            cg = solvers.conjugate_gradients(tolerance=1e-8, max_iterations=1000)
+            return cg(*problem) if precondition else cg(*problem[:4])
+
+        _, info = merged_by(fedlpa(damping=1e-3, solver=solve), sent, np.ones(10))
+        assert info.converged["w"]
+        counts.append(int(info.iterations["w"]))
+    assert counts[0] <= 13 < 5 * counts[0] < counts[1], counts
+
+
+# Edges
+
+
+def test_leaves_without_a_layer_are_refused_or_merged_by_mean_or_diagonal(x64, world):
+    def scaled(params, x):
+        return (x.reshape(-1, 9) * params["scale"]) @ params["w"]
+
+    source = np.random.default_rng(0)
+    models = {"scale": source.normal(size=(3, 9)), "w": source.normal(size=(3, 9, 3))}
+    models = jax.tree.map(jnp.asarray, models)
+    data = list(zip(world.images, world.labels, strict=True))
+
+    def method(otherwise, name="cg"):
+        options = {"damping": DAMPING, "solver": SOLVERS[name], "otherwise": otherwise}
+        return aggregation.fedlpa(scaled, likelihoods.categorical, **options)
+
+    def send(otherwise):
+        pairs = enumerate(clients.examples(x[:4], y[:4]) for x, y in data)
+        summarize = method(otherwise).summarize
+        return tree.stack([summarize(None, client(models, i), e, None) for i, e in pairs])
+
+    with pytest.raises(ValueError, match=r"(?s)'scale'.*otherwise=fisher\.zero"):
+        send(None)
+    sent = send(fisher.zero)
+    for name in SOLVERS:
+        merged, _ = merged_by(method(fisher.zero, name), sent)
+        assert_close(merged["scale"], WEIGHTS @ np.asarray(models["scale"]))
+    sent = send(fisher.diagonal)
+    merged, _ = merged_by(method(fisher.diagonal), sent)
+    f = WEIGHTS[:, None] * (sent["fisher"].entries["scale"] + DAMPING)
+    assert_close(merged["scale"], (f * models["scale"]).sum(0) / f.sum(0), 1e-9)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_without_damping_what_never_fires_does_no_harm(x64, world, name):
+    """The systems are singular there; conjugate gradients keep the weighted mean."""
+
+    def without_first_pixel(params, x):
+        return x.reshape(-1, 9)[:, :4].at[:, 0].set(0) @ params["w"]
+
+    method = aggregation.fedlpa(
+        without_first_pixel, likelihoods.categorical, damping=0.0, solver=SOLVERS[name]
+    )
+    source = np.random.default_rng(0)
+    models = [{"w": jnp.asarray(source.normal(size=(4, 3)))} for _ in range(3)]
+    pairs = zip(models, world.images, world.labels, strict=True)
+    sent = tree.stack(
+        [method.summarize(None, w, clients.examples(x, y), None) for w, x, y in pairs]
+    )
+    merged, _ = merged_by(method, sent)
+    assert np.isfinite(merged["w"]).all()
+    if name == "cg":
+        mean = tree.weighted_sum(sent["params"], jnp.asarray(WEIGHTS))
+        assert_close(merged["w"][0], mean["w"][0])
+        assert np.abs(merged["w"][1:] - mean["w"][1:]).max() > 1e-2
+
+
+@pytest.mark.parametrize("damping", [-1e-3, np.nan, np.inf])
+def test_damping_is_finite_and_not_negative(damping):
+    with pytest.raises(ValueError, match=r"damping is .*; expected a finite number, zero or more"):
+        fedlpa(damping=damping)
+
+
+@pytest.mark.parametrize("option", ["steps", "learning_rate", "power_iterations"])
+def test_descent_refuses_numbers_that_are_not_positive(option):
+    with pytest.raises(ValueError, match=f"{option} is 0; expected a positive number"):
+        aggregation.residual_descent(**{option: 0})
