@@ -15,12 +15,15 @@ from jax.sharding import Mesh
 
 from fisherjax import tree
 from fisherjax.mapping import (
+    Memory,
     check_divides,
     chunk_size,
     client_mesh,
     map_clients,
+    memory,
     mesh_of,
     replicate,
+    stacked_shapes,
 )
 from fisherjax.typing import Array, Key, Params
 
@@ -253,6 +256,51 @@ def summarize(
     mesh = federation.mesh
     key, global_params = replicate((key, global_params), mesh)
     return _summarize(aggregator.summarize, chunk, mesh, params, federation, key, global_params)
+
+
+def summarize_memory(
+    aggregator: Any,
+    params: Params,
+    federation: Federation,
+    *,
+    key: Key,
+    global_params: Params | None = None,
+    clients_per_chunk: int | None = None,
+) -> Memory:
+    """Predict the memory of `summarize`, with the models and updates of all clients.
+
+    Args:
+        aggregator: as for `summarize`.
+        params: one model, or its shapes.
+        federation: the clients' data.
+        key: as for `summarize`.
+        global_params: as for `summarize`.
+        clients_per_chunk: as for `summarize`.
+
+    Returns:
+        Bytes on each device.
+
+    Raises:
+        ValueError: if clients_per_chunk is not a number of clients.
+
+    Example:
+        >>> import types, jax, numpy as np
+        >>> from fisherjax import clients
+        >>> data = np.zeros((3, 8), np.float32), np.array([0, 1, 1])
+        >>> federation = clients.federation(data, [np.array([2]), np.array([0, 1])])
+        >>> send = types.SimpleNamespace(summarize=lambda key, w, data, start: w)
+        >>> options = {"key": jax.random.key(0)}
+        >>> small = clients.summarize_memory(send, {"w": np.zeros(1)}, federation, **options)
+        >>> large = clients.summarize_memory(send, {"w": np.zeros(1001)}, federation, **options)
+        >>> large.resident - small.resident  # two models in, two models out
+        16000
+    """
+    chunk = chunk_size(clients_per_chunk, federation.num_clients)
+    mesh = federation.mesh
+    key, global_params = replicate((key, global_params), mesh)
+    stacked = stacked_shapes(params, federation.num_clients, mesh)
+    arguments = (aggregator.summarize, chunk, mesh, stacked, federation, key, global_params)
+    return memory(_summarize, *arguments)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -5,7 +5,7 @@ Memory is set by how many clients are side by side on a device, never by how man
 
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fisherjax.typing import Array
 
 AXIS = "clients"
+
+
+class Memory(NamedTuple):
+    """What a compiled program needs on one device, in bytes.
+
+    Attributes:
+        resident: its arguments and results: data, models, updates.
+        scratch: what it needs while it runs; grows with the clients of a chunk.
+    """
+
+    resident: int
+    scratch: int
 
 
 def map_clients(
@@ -140,8 +152,8 @@ def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     Example:
         >>> import jax
         >>> from fisherjax import mapping
-        >>> mapping.client_mesh(jax.devices()[:1]).shape
-        OrderedDict({'clients': 1})
+        >>> mapping.client_mesh(jax.devices()[:1]).size
+        1
     """
     devices = jax.devices() if devices is None else list(devices)
     if not devices:
@@ -199,6 +211,39 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
         return jax.device_put(np.asarray(x), everywhere)
 
     return jax.tree.map(place, tree)
+
+
+def stacked_shapes(tree: Any, num_clients: int, mesh: Mesh | None) -> Any:
+    """Give the shapes of M copies of each array, [M, ...], spread over the mesh if there is one."""
+    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(AXIS))
+
+    def stack(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+        return jax.ShapeDtypeStruct((num_clients, *jnp.shape(x)), dtype, sharding=sharding)
+
+    return jax.tree.map(stack, tree)
+
+
+def memory(compiled_function: Any, *arguments: Any) -> Memory:
+    """Ask the compiler what a program will need, without running it.
+
+    Args:
+        compiled_function: the result of `jax.jit`.
+        *arguments: as it is called; shapes (`jax.ShapeDtypeStruct`) may stand for arrays.
+
+    Returns:
+        The bytes. A call with such arguments afterwards need not compile again.
+
+    Example:
+        >>> import jax
+        >>> from fisherjax import mapping
+        >>> x = jax.ShapeDtypeStruct((1000,), "float32")
+        >>> mapping.memory(jax.jit(lambda x: x + 1), x).resident
+        8000
+    """
+    analysis = compiled_function.lower(*arguments).compile().memory_analysis()
+    resident = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+    return Memory(resident - analysis.alias_size_in_bytes, analysis.temp_size_in_bytes)
 
 
 def _map_chunks(

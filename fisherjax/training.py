@@ -1,8 +1,8 @@
 """Local training: every client runs its own optimiser on its own examples, from a common start.
 
-One compiled program trains all clients. Client i takes ceil(n_i / B) steps: its
-examples are shuffled, the last short batch is kept and averaged over its own examples. Minibatches
-are gathered from the one copy of the data.
+One compiled program trains all clients. Client i takes ceil(n_i / B) steps an epoch: its examples
+are shuffled, the last short batch is kept and averaged over its own examples. Minibatches are
+gathered from the one copy of the data.
 """
 
 import numbers
@@ -16,30 +16,26 @@ import optax
 from jax.sharding import Mesh
 
 from fisherjax import tree
-from fisherjax.clients import TRAIN, Federation, LocalModels
+from fisherjax.clients import Federation, LocalModels
 from fisherjax.likelihoods import Likelihood
-from fisherjax.mapping import chunk_size, map_clients, replicate
+from fisherjax.local import (
+    ApplyTrain,
+    Augment,
+    Recipe,
+    State,
+    count_steps,
+    start_state,
+    train_client,
+)
+from fisherjax.mapping import (
+    Memory,
+    chunk_size,
+    map_clients,
+    memory,
+    replicate,
+    stacked_shapes,
+)
 from fisherjax.typing import Apply, Array, Key, Params
-
-Augment = Callable[[Key, Array], Array]
-ApplyTrain = Callable[[Params, Array, Key], tuple[Array, Params | None]]
-
-
-class _Recipe(NamedTuple):
-    """What is compiled into the program; recognised by identity and value."""
-
-    apply: Apply
-    likelihood: Likelihood
-    optimizer: optax.GradientTransformation
-    batch_size: int
-    mask: tuple[bool, ...]
-    augment: Augment | None
-    apply_train: ApplyTrain | None
-
-
-class _State(NamedTuple):
-    params: Params
-    optimizer: Any
 
 
 def train(
@@ -83,7 +79,9 @@ def train(
             dropout and running statistics. `new` is None, or like params; its leaves are taken
             where the mask is False. A short batch is filled up by repeating its own examples, which
             carry no weight in the loss but do enter such statistics.
-        progress: called with the epoch, from 0, and the losses [M] of that epoch.
+        progress: called with the epoch, from 0, and the losses [M] of that epoch. All clients then
+            train for an epoch before the next, and their optimiser states are all kept; without it
+            a client trains to the end, and only those of a chunk are in memory.
 
     Returns:
         The stacked params, the loss of every epoch in nats, and the number of steps.
@@ -114,27 +112,129 @@ def train(
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
         Data", AISTATS 2017, ClientUpdate.
     """
-    params = jax.tree.map(jnp.asarray, params)
-    recipe = _Recipe(
-        apply, likelihood, optimizer, batch_size, _mask(params, mask), augment, apply_train
+    run = _prepare(
+        apply,
+        likelihood,
+        params,
+        federation,
+        key=key,
+        optimizer=optimizer,
+        epochs=epochs,
+        batch_size=batch_size,
+        clients_per_chunk=clients_per_chunk,
+        mask=mask,
+        augment=augment,
+        apply_train=apply_train,
     )
+    if progress is None:
+        trained, losses = _all_epochs(*run.how, epochs, run.params, federation, run.key)
+    else:
+        trained, losses = _epoch_by_epoch(run, epochs, federation, progress)
+    steps = epochs * count_steps(federation.sizes, run.how.recipe.batch_size)
+    return LocalModels(trained, losses, steps)
+
+
+def train_memory(
+    apply: Apply,
+    likelihood: Likelihood,
+    params: Params,
+    federation: Federation,
+    *,
+    epochs: int,
+    progress: Any = None,
+    **options: Any,
+) -> Memory:
+    """Predict the memory of `train`, with the data and the models of all clients.
+
+    With `progress` all clients' optimiser states are kept between epochs, otherwise those of a
+    chunk.
+
+    Args:
+        apply: as for `train`.
+        likelihood: as for `train`.
+        params: as for `train`.
+        federation: as for `train`.
+        epochs: as for `train`.
+        progress: as for `train`; whether it is None is all that counts.
+        **options: all others of `train`.
+
+    Returns:
+        Bytes on each device.
+
+    Raises:
+        TypeError: as `train`.
+        ValueError: as `train`.
+
+    Example:
+        >>> import jax, optax, numpy as np
+        >>> from fisherjax import clients, likelihoods, training
+        >>> data = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
+        >>> federation = clients.federation(data, [np.array([0, 1, 2]), np.array([3])])
+        >>> options = dict(key=jax.random.key(0), epochs=2, batch_size=2)
+        >>> for optimizer in (optax.sgd(0.1), optax.sgd(0.1, 0.9)):
+        ...     need = training.train_memory(
+        ...         lambda w, x: x @ w,
+        ...         likelihoods.categorical,
+        ...         np.zeros((4, 2), np.float32),
+        ...         federation,
+        ...         optimizer=optimizer,
+        ...         **options,
+        ...     )
+        >>> need.resident > federation.inputs.nbytes
+        True
+    """
+    run = _prepare(apply, likelihood, params, federation, epochs=epochs, **options)
+    if progress is None:
+        return memory(_all_epochs, *run.how, epochs, run.params, federation, run.key)
+    start = jax.eval_shape(lambda w: start_state(run.how.recipe.optimizer, w), run.params)
+    states = stacked_shapes(start, federation.num_clients, run.how.mesh)
+    return memory(_epoch, *run.how, states, federation, run.key, 0)
+
+
+class _How(NamedTuple):
+    """What a program is compiled for."""
+
+    recipe: Recipe
+    clients_per_chunk: int
+    mesh: Mesh | None
+
+
+class _Run(NamedTuple):
+    """Checked arguments, on the devices that the clients are spread over."""
+
+    how: _How
+    params: Params
+    key: Key
+
+
+def _prepare(
+    apply: Apply,
+    likelihood: Likelihood,
+    params: Params,
+    federation: Federation,
+    *,
+    key: Key,
+    optimizer: optax.GradientTransformation,
+    epochs: int,
+    batch_size: int,
+    clients_per_chunk: int | None = None,
+    mask: Any = None,
+    augment: Augment | None = None,
+    apply_train: ApplyTrain | None = None,
+) -> _Run:
+    params = jax.tree.map(jnp.asarray, params)
+    mask = _mask(params, mask)
+    recipe = Recipe(apply, likelihood, optimizer, batch_size, mask, augment, apply_train)
     _check(recipe, params, federation, key, epochs)
     recipe = recipe._replace(batch_size=min(batch_size, federation.indices.shape[1]))
     chunk = chunk_size(clients_per_chunk, federation.num_clients)
-
     mesh = federation.mesh
-    params, key = replicate((params, key), mesh)
-    how = (recipe, chunk, mesh)
-    if progress is None:
-        trained, losses = _all_epochs(*how, epochs, params, federation, key)
-    else:
-        trained, losses = _epoch_by_epoch(*how, epochs, params, federation, key, progress)
-    return LocalModels(trained, losses, epochs * _steps(federation.sizes, recipe.batch_size))
+    return _Run(_How(recipe, chunk, mesh), *replicate((params, key), mesh))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _all_epochs(
-    recipe: _Recipe,
+    recipe: Recipe,
     chunk: int,
     mesh: Mesh | None,
     epochs: int,
@@ -147,8 +247,8 @@ def _all_epochs(
     def one(
         client: Array, params: Params, federation: Federation, key: Key
     ) -> tuple[Params, Array]:
-        start = _start(recipe.optimizer, params)
-        state, losses = _client_epochs(recipe, federation, client, key, start, jnp.arange(epochs))
+        start = start_state(recipe.optimizer, params)
+        state, losses = train_client(recipe, federation, client, key, start, jnp.arange(epochs))
         return state.params, losses
 
     return map_clients(
@@ -164,56 +264,41 @@ def _all_epochs(
 
 
 def _epoch_by_epoch(
-    recipe: _Recipe,
-    chunk: int,
-    mesh: Mesh | None,
-    epochs: int,
-    params: Params,
-    federation: Federation,
-    key: Key,
-    progress: Callable[[int, Array], None],
+    run: _Run, epochs: int, federation: Federation, progress: Callable[[int, Array], None]
 ) -> tuple[Params, Array]:
     """Train all clients for an epoch before the next, so that something can be shown after each."""
-    state = _starts(recipe.optimizer, federation.num_clients, params)
+    state = _starts(run.how.recipe.optimizer, federation.num_clients, run.params)
     losses = []
     for epoch in range(epochs):
-        state, loss = _epoch(recipe, chunk, mesh, state, federation, key, epoch)
+        state, loss = _epoch(*run.how, state, federation, run.key, epoch)
         losses.append(loss)
         progress(epoch, loss[:, 0])
     return state.params, jnp.concatenate(losses, axis=1)
 
 
-def _start(optimizer: optax.GradientTransformation, params: Params) -> _State:
-    # The conversion makes weakly typed scalars strong, as they are after the first step.
-    return jax.tree.map(
-        lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)),
-        _State(params, optimizer.init(params)),
-    )
-
-
 @partial(jax.jit, static_argnums=(0, 1))
-def _starts(optimizer: optax.GradientTransformation, num_clients: int, params: Params) -> _State:
+def _starts(optimizer: optax.GradientTransformation, num_clients: int, params: Params) -> State:
     def stack(leaf: Array) -> Array:
         return jnp.broadcast_to(leaf, (num_clients, *leaf.shape))
 
-    return jax.tree.map(stack, _start(optimizer, params))
+    return jax.tree.map(stack, start_state(optimizer, params))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _epoch(
-    recipe: _Recipe,
+    recipe: Recipe,
     chunk: int,
     mesh: Mesh | None,
-    state: _State,
+    state: State,
     federation: Federation,
     key: Key,
     epoch: Array,
-) -> tuple[_State, Array]:
+) -> tuple[State, Array]:
     def one(
-        client_and_state: tuple[Array, _State], federation: Federation, key: Key, epoch: Array
-    ) -> tuple[_State, Array]:
+        client_and_state: tuple[Array, State], federation: Federation, key: Key, epoch: Array
+    ) -> tuple[State, Array]:
         client, own = client_and_state
-        return _client_epochs(recipe, federation, client, key, own, epoch[None])
+        return train_client(recipe, federation, client, key, own, epoch[None])
 
     return map_clients(
         one,
@@ -225,90 +310,6 @@ def _epoch(
         clients_per_chunk=chunk,
         mesh=mesh,
     )
-
-
-def _client_epochs(
-    recipe: _Recipe, federation: Federation, client: Array, key: Key, state: _State, epochs: Array
-) -> tuple[_State, Array]:
-    """Train one client for the epochs of these numbers; return the mean loss of each."""
-    client_key = jax.random.fold_in(jax.random.fold_in(key, TRAIN), client)
-    return jax.lax.scan(
-        lambda state, epoch: _client_epoch(
-            recipe, federation, client, jax.random.fold_in(client_key, epoch), state
-        ),
-        state,
-        epochs,
-    )
-
-
-def _client_epoch(
-    recipe: _Recipe, federation: Federation, client: Array, key: Key, state: _State
-) -> tuple[_State, Array]:
-    size = federation.sizes[client]
-    shuffle_key, step_key = jax.random.split(key)
-    rows = _shuffle(shuffle_key, federation.indices[client], size)
-
-    def body(step: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
-        state, total = carry
-        start = step * recipe.batch_size
-        count = jnp.minimum(size - start, recipe.batch_size)
-        position = jnp.arange(recipe.batch_size)
-        batch = rows[start + position % count]
-        inputs, targets = federation.inputs[batch], federation.targets[batch]
-        state, loss = _step(
-            recipe, state, inputs, targets, position < count, jax.random.fold_in(step_key, step)
-        )
-        return state, total + loss.astype(total.dtype)
-
-    total = jnp.zeros((), jnp.result_type(float))
-    state, total = jax.lax.fori_loop(0, _steps(size, recipe.batch_size), body, (state, total))
-    return state, total / jnp.maximum(size, 1)
-
-
-def _shuffle(key: Key, rows: Array, size: Array) -> Array:
-    """Permute the first `size` rows; the padding stays behind them.
-
-    The draw of a row depends on the key and its place only, not on how much padding there is.
-    """
-    draws = jax.random.bits(key, rows.shape, jnp.uint32)
-    padding = jnp.arange(rows.shape[0]) >= size
-    return rows[jnp.argsort(jnp.where(padding, ~jnp.uint32(0), draws), stable=True)]
-
-
-def _step(
-    recipe: _Recipe, state: _State, inputs: Array, targets: Array, valid: Array, key: Key
-) -> tuple[_State, Array]:
-    """Take one step; return the sum of the valid examples' losses too."""
-    augment_key, apply_key = jax.random.split(key)
-    if recipe.augment is not None:
-        inputs = recipe.augment(augment_key, inputs)
-
-    def mean_loss(params: Params) -> tuple[Array, tuple[Array, Params | None]]:
-        if recipe.apply_train is None:
-            outputs, new = recipe.apply(params, inputs), None
-        else:
-            outputs, new = recipe.apply_train(params, inputs, apply_key)
-        losses = recipe.likelihood.negative_log_likelihood(outputs, targets)
-        total = jnp.where(valid, losses, 0).sum()
-        return total / valid.sum(), (total, new)
-
-    gradient, (total, new) = jax.grad(mean_loss, has_aux=True)(state.params)
-    gradient = _select(recipe.mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
-    updates, optimizer_state = recipe.optimizer.update(gradient, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
-    params = _select(recipe.mask, params, state.params if new is None else new)
-    return _State(params, optimizer_state), total
-
-
-def _select(mask: tuple[bool, ...], trained: Params, others: Params) -> Params:
-    """Take the leaves of `trained` where the mask is True."""
-    leaves = zip(mask, jax.tree.leaves(trained), jax.tree.leaves(others), strict=True)
-    selected = [x if chosen else y.astype(x.dtype) for chosen, x, y in leaves]
-    return jax.tree.unflatten(jax.tree.structure(trained), selected)
-
-
-def _steps(sizes: Array, batch_size: int) -> Array:
-    return (sizes + batch_size - 1) // batch_size
 
 
 def _mask(params: Params, mask: Any) -> tuple[bool, ...]:
@@ -328,7 +329,7 @@ def _mask(params: Params, mask: Any) -> tuple[bool, ...]:
     return tuple(map(bool, leaves))
 
 
-def _check(recipe: _Recipe, params: Params, federation: Federation, key: Key, epochs: int) -> None:
+def _check(recipe: Recipe, params: Params, federation: Federation, key: Key, epochs: int) -> None:
     tree.check_floating(params)
     if not isinstance(federation, Federation):
         raise TypeError(

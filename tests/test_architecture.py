@@ -24,6 +24,7 @@ ORDER = [
     "partition",
     "mapping",
     "clients",
+    "local",
     "training",
     "fisher",
     "quadratic",

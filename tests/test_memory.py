@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -9,6 +10,11 @@ import fisherjax as fj
 from fisherjax.clients import Federation
 
 IMAGE = (28, 28, 1)
+ADAM = optax.adam(0.1)
+
+
+def linear(params, x):
+    return x @ params["w"]
 
 
 def scratch_bytes(function, *arguments) -> int:
@@ -49,6 +55,35 @@ def test_training_never_gathers_the_clients_images(network):
     small, large = (scratch_bytes(train, params, federation_of(n, 4)) for n in (400, 40_000))
     images = 39_600 * 28 * 28
     assert large - small < images / 4
+
+
+def test_scratch_is_set_by_the_chunk_and_the_rest_is_one_model_a_client():
+    """Twice the clients on the same data need no more scratch, and no optimiser state is kept."""
+    params = {"w": jnp.zeros((64, 10))}
+    data = np.zeros((480, 64), np.float32), np.zeros(480, np.int32)
+
+    def need(num_clients, clients_per_chunk, progress=None):
+        federation = fj.clients.federation(data, np.split(np.arange(480), num_clients))
+        return fj.training.train_memory(
+            linear,
+            fj.likelihoods.categorical,
+            params,
+            federation,
+            key=jax.random.key(0),
+            optimizer=ADAM,
+            epochs=1,
+            batch_size=4,
+            clients_per_chunk=clients_per_chunk,
+            progress=progress,
+        )
+
+    model = params["w"].nbytes
+    few, many = need(60, 4), need(120, 4)
+    assert many.scratch - few.scratch < 4 * model
+    assert 60 * model <= many.resident - few.resident < 66 * model
+    assert need(60, 8).scratch - few.scratch > 4 * 2 * model
+    # Showing progress keeps Adam's two moments of every client between epochs.
+    assert need(60, 4, progress=print).resident - few.resident > 60 * 1.9 * model
 
 
 @pytest.mark.slow

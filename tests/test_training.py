@@ -304,18 +304,17 @@ def test_no_copy_of_the_clients_images_is_made(key):
     images = np.zeros((200, 16, 16, 1), np.uint8)
     partition = np.split(np.arange(200), [150])
     federation = clients.federation((images, np.zeros(200, int)), partition)
-    recipe = training._Recipe(
+    need = training.train_memory(
         lambda params, x: x.reshape(len(x), -1) @ params,
         likelihoods.categorical,
-        OPTIMIZER,
-        2,
-        (True,),
-        None,
-        None,
+        jnp.zeros((256, 2)),
+        federation,
+        key=key,
+        optimizer=OPTIMIZER,
+        epochs=2,
+        batch_size=2,
     )
-    state = training._start(OPTIMIZER, 2, jnp.zeros((256, 2)))
-    compiled = training._epoch.lower(recipe, 2, state, federation, key, 0).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < images.nbytes
+    assert need.scratch < images.nbytes < need.resident
 
 
 def test_sequences_are_examples_whose_log_likelihoods_add_up(x64, key):
