@@ -184,8 +184,9 @@ def check(config: Config) -> None:
     if config.damping != "default":
         _check_number(config, "damping", "default or a number from 0 up", _is_not_negative)
     if config.clients_per_chunk != "auto":
-        expected = "auto or a whole number from 1 up"
-        _check_number(config, "clients_per_chunk", expected, lambda x: x >= 1)
+        expected = f"auto or a whole number from 1 to the {config.num_clients} clients"
+        within = range(1, config.num_clients + 1)
+        _check_number(config, "clients_per_chunk", expected, lambda x: x in within)
     for field in ("partition_seeds", "seeds", "algorithms"):
         _check_list(field, getattr(config, field))
 

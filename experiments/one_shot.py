@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from experiments import config, figures, records, report, runs
+from experiments import config, figures, memory, records, report, runs
 from experiments.experiment import Experiment, prepare
 from experiments.progress import Watch
 from experiments.records import Row
@@ -38,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = records.resume(asked.out, asked)
         missing = [unit for unit in records.units(asked) if unit not in records.finished(rows)]
         experiment = prepare(asked) if missing else None
+        if experiment is not None:
+            with console.status("compiling"):
+                need = memory.predict(experiment)
+            console.print(memory.check(need, memory.available()))
     except (ValueError, OSError) as error:
         return _refuse(error)
     try:

@@ -36,6 +36,24 @@ def steps(config: Config, unit: Unit) -> int:
     return config.epochs + (0 if unit[0] is None else len(config.algorithms))
 
 
+def chunk(config: Config, federation: Federation) -> int | None:
+    """Say how many clients are side by side, None for the library's choice."""
+    if config.clients_per_chunk == "auto":
+        return None
+    return min(config.clients_per_chunk, federation.num_clients)
+
+
+def training_options(experiment: Experiment, federation: Federation) -> dict[str, Any]:
+    """Return how clients are trained, as options of `fj.training.train`."""
+    return {
+        "optimizer": experiment.optimizer,
+        "epochs": experiment.config.epochs,
+        "batch_size": experiment.config.batch_size,
+        "clients_per_chunk": chunk(experiment.config, federation),
+        "augment": experiment.augment,
+    }
+
+
 def run(experiment: Experiment, unit: Unit, progress: Progress) -> list[Row]:
     """Compute one unit.
 
@@ -55,7 +73,7 @@ def run(experiment: Experiment, unit: Unit, progress: Progress) -> list[Row]:
     if partition_seed is None:
         return _central(experiment, seed, progress)
     federation = experiment.federations[partition_seed]
-    params, key = _start(experiment, seed)
+    params, key = start(experiment, seed)
     models, seconds = _train(experiment, federation, params, key, progress)
     stacked, weights = _finite(experiment.config, models.params, federation.weights)
 
@@ -93,7 +111,7 @@ def _merged(
                 experiment.federations[unit[0]],
                 key=key,
                 global_params=params,
-                clients_per_chunk=_chunk(experiment.config),
+                clients_per_chunk=chunk(experiment.config, experiment.federations[unit[0]]),
             )
         )
         for number, (name, method) in enumerate(sharing.items()):
@@ -117,7 +135,7 @@ def _merge(
 
 
 def _central(experiment: Experiment, seed: int, progress: Progress) -> list[Row]:
-    params, key = _start(experiment, seed)
+    params, key = start(experiment, seed)
     models, seconds = _train(experiment, experiment.central, params, key, progress)
     accuracy = experiment.local_accuracies(models.params, *experiment.test)[0]
     return [_row("central", (None, seed), accuracy, seconds=seconds)]
@@ -135,7 +153,7 @@ def _row(
     return Row(algorithm, *unit, 1, client, "test", "accuracy", value, seconds, upload_bytes)
 
 
-def _start(experiment: Experiment, seed: int) -> tuple[Params, Key]:
+def start(experiment: Experiment, seed: int) -> tuple[Params, Key]:
     """Draw the initial model; return it and the key of everything else."""
     init_key, key = jax.random.split(jax.random.key(seed))
     return experiment.init(init_key), key
@@ -167,12 +185,8 @@ def _train(
             params,
             federation,
             key=key,
-            optimizer=experiment.optimizer,
-            epochs=config.epochs,
-            batch_size=config.batch_size,
-            clients_per_chunk=_chunk(config),
-            augment=experiment.augment,
             progress=after_epoch,
+            **training_options(experiment, federation),
         )
     )
 
@@ -182,10 +196,6 @@ def _finite(config: Config, stacked: Params, weights: Array) -> tuple[Params, Ar
         return fj.aggregation.check_updates(stacked, weights, config.on_nonfinite)
     except ValueError as error:
         raise Diverged(str(error)) from error
-
-
-def _chunk(config: Config) -> int | None:
-    return None if config.clients_per_chunk == "auto" else config.clients_per_chunk
 
 
 def _upload(stacked: Any) -> int:

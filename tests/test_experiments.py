@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import config, figures, records, report
+from experiments import config, figures, memory, records, report
 from experiments.config import Config
 from experiments.records import Row
 
@@ -226,3 +226,13 @@ def test_the_figure_is_a_picture_and_takes_a_single_run(tmp_path):
     figures.accuracy(table, report.title(asked), tmp_path / "accuracy.png")
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_run_that_exceeds_the_device_is_refused_with_the_chunk_that_fits():
+    need = memory.Need("training", resident=600, scratch=4000, clients=8)
+    assert "8 side by side" in memory.check(need, 4600)
+    assert "8 side by side" in memory.check(need, None)
+    with pytest.raises(ValueError, match=r"training, 8 side by side\) of .*--clients-per-chunk 6"):
+        memory.check(need, 3600)
+    with pytest.raises(ValueError, match="Not even one client at a time would fit"):
+        memory.check(need, 1000)

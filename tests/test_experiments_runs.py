@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import config, one_shot, records, runs
+from experiments import config, memory, one_shot, records, runs
 from experiments.config import Config
 from experiments.experiment import Experiment, prepare, validation
 from experiments.methods import check_full
@@ -119,6 +119,22 @@ def test_numbers_of_a_seed_do_not_depend_on_what_else_is_run(whole):
     rows = runs.run(prepare(alone), (1, 0), SILENT)
     before = [row for row in records.read(whole / "results.csv") if row.partition_seed == 1]
     assert set(without_time(rows)) <= set(without_time(before))
+
+
+def test_the_prediction_compiles_the_programs_of_the_run_and_no_others(compilations):
+    """Where older versions of JAX keep the two apart, the prediction only costs time."""
+    fresh = prepare(SMALL)
+    with compilations() as count:
+        runs.run(fresh, (0, 0), SILENT)
+    alone = count()
+    fresh = prepare(SMALL)
+    with compilations() as count:
+        need = memory.predict(fresh)
+        runs.run(fresh, (0, 0), SILENT)
+    federation = fresh.federations[0]
+    assert need.resident > federation.inputs.nbytes + federation.targets.nbytes
+    if jax.__version_info__ >= (0, 10):
+        assert count() <= alone
 
 
 def test_nothing_compiles_again_for_another_split_or_seed(experiment, compilations):

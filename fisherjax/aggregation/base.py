@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fisherjax import tree
+from fisherjax import quadratic, tree
 from fisherjax.clients import Examples
 from fisherjax.fisher import Operator
 from fisherjax.likelihoods import Likelihood
@@ -76,6 +76,19 @@ def fisher_summary(
         return {"params": params, "fisher": curvature}
 
     return summarize
+
+
+def fisher_sums(updates: Any, weights: Array) -> quadratic.Sums:
+    """Add up what `fisher_summary` sends, diagonal or dense: the `reduce` of those methods.
+
+    Args:
+        updates: Stacked, {"params": W_i, "fisher": F_i}.
+        weights: [M].
+
+    Returns:
+        sum_i p_i F_i, sum_i p_i F_i W_i and sum_i p_i W_i.
+    """
+    return quadratic.sums(updates["fisher"], updates["params"], weights)
 
 
 def no_state(params: Params) -> tuple[()]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from fisherjax import quadratic, solvers
-from fisherjax.aggregation.base import Aggregator, fisher_summary, no_state
+from fisherjax.aggregation.base import Aggregator, fisher_summary, fisher_sums, no_state
 from fisherjax.fisher import Operator, diagonal, full, kfac, true
 from fisherjax.likelihoods import Likelihood
 from fisherjax.typing import Apply, Array, Params
@@ -69,9 +69,6 @@ def fedfisher(
     solve = solvers.conjugate_gradients() if solver is None else solver
     adds_up = structure in (diagonal, full)
 
-    def reduce(updates: Any, weights: Array) -> quadratic.Sums:
-        return quadratic.sums(updates["fisher"], updates["params"], weights)
-
     def finish(received: Any, global_params: Params, state: Any) -> tuple[Params, Any, Any]:
         del global_params
         if adds_up:
@@ -83,4 +80,4 @@ def fedfisher(
         return solution.params, state, solution.info
 
     summarize = fisher_summary(apply, likelihood, fisher, kind, batch_size)
-    return Aggregator(no_state, summarize, reduce if adds_up else None, finish)
+    return Aggregator(no_state, summarize, fisher_sums if adds_up else None, finish)

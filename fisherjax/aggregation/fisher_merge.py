@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fisherjax import quadratic, solvers
-from fisherjax.aggregation.base import Aggregator, fisher_summary, no_state
+from fisherjax.aggregation.base import Aggregator, fisher_summary, fisher_sums, no_state
 from fisherjax.fisher import diagonal, true
 from fisherjax.likelihoods import Likelihood
 from fisherjax.typing import Apply, Array, Params
@@ -54,13 +54,10 @@ def fisher_merge(
     """
     solve = solvers.closed_form(floor)
 
-    def reduce(updates: Any, weights: Array) -> quadratic.Sums:
-        return quadratic.sums(updates["fisher"], updates["params"], weights)
-
     def finish(sums: quadratic.Sums, global_params: Params, state: Any) -> tuple[Params, Any, Any]:
         del global_params
         solution = solve(*quadratic.from_sums(sums, damping=0.0))
         return solution.params, state, solution.info
 
     summarize = fisher_summary(apply, likelihood, diagonal, kind, batch_size)
-    return Aggregator(no_state, summarize, reduce, finish)
+    return Aggregator(no_state, summarize, fisher_sums, finish)

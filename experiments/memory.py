@@ -1,0 +1,120 @@
+"""What memory a run will need, asked of its compiled programs, and whether the device has it."""
+
+import os
+from typing import NamedTuple
+
+import jax
+
+import fisherjax as fj
+from experiments import runs
+from experiments.experiment import Experiment
+
+
+class Need(NamedTuple):
+    """The step of a run that needs the most memory.
+
+    Attributes:
+        step: what it does.
+        resident: bytes of data, models and updates.
+        scratch: bytes that grow with the clients side by side.
+        clients: side by side.
+    """
+
+    step: str
+    resident: int
+    scratch: int
+    clients: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.resident + self.scratch
+
+
+def predict(experiment: Experiment) -> Need:
+    """Find the step of the clients' half that needs the most memory, without running any.
+
+    The programs that this compiles are those of the run, which need not be compiled again.
+
+    Args:
+        experiment: what `prepare` returned.
+
+    Returns:
+        The step, with the uploads of all clients where it makes them.
+    """
+    federation = next(iter(experiment.federations.values()))
+    params, key = runs.start(experiment, experiment.config.seeds[0])
+    training = fj.training.train_memory(
+        experiment.apply,
+        fj.likelihoods.categorical,
+        params,
+        federation,
+        key=key,
+        progress=True,
+        **runs.training_options(experiment, federation),
+    )
+    chunk = runs.chunk(experiment.config, federation)
+    needs = {"training": training}
+    for name, method in experiment.methods.items():
+        needs[f"the clients' summaries for {name}"] = fj.clients.summarize_memory(
+            method.clients,
+            params,
+            federation,
+            key=key,
+            global_params=params,
+            clients_per_chunk=chunk,
+        )
+    step = max(needs, key=lambda name: sum(needs[name]))
+    side_by_side = fj.mapping.chunk_size(chunk, federation.num_clients)
+    return Need(step, *needs[step], side_by_side)
+
+
+def available() -> int | None:
+    """Ask for the bytes of a device, or of the machine where that is the device.
+
+    Returns:
+        Bytes, None where nobody knows.
+    """
+    statistics = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" in statistics:
+        return statistics["bytes_limit"]
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def check(need: Need, limit: int | None) -> str:
+    """Compare what a run needs with what there is.
+
+    Args:
+        need: of its greatest step.
+        limit: bytes of the device, None if unknown.
+
+    Returns:
+        A sentence for the reader.
+
+    Raises:
+        ValueError: if it does not fit; the message has the number of clients side by side that
+            would.
+
+    Example:
+        >>> check(Need("training", 2 * 10**9, 10**9, 5), 16 * 10**9)
+        'Needs about 3 GB (training, 5 side by side) of 16 GB.'
+        >>> check(Need("training", 2 * 10**9, 20 * 10**9, 5), 16 * 10**9)
+        Traceback (most recent call last):
+        ValueError: ... Use --clients-per-chunk 3
+    """
+    said = f"about {need.total / 1e9:.3g} GB ({need.step}, {need.clients} side by side)"
+    if limit is None:
+        return f"Needs {said}."
+    said += f" of {limit / 1e9:.3g} GB"
+    if need.total <= limit:
+        return f"Needs {said}."
+    fitting = int((limit - need.resident) * need.clients / max(need.scratch, 1))
+    advice = (
+        f"Use --clients-per-chunk {fitting}"
+        if fitting >= 1
+        else "Not even one client at a time would fit; use fewer clients or a smaller network"
+    )
+    raise ValueError(f"This run needs {said}. {advice}")
