@@ -1,7 +1,7 @@
 """One client's training: epochs of shuffled minibatches, the last short one kept.
 
 Everything that is compiled into the program is a `Recipe`; everything that a step changes is a
-`State`.
+`State`; what holds a client back from going its own way is a `Restraint`.
 """
 
 from collections.abc import Callable
@@ -38,6 +38,18 @@ class State(NamedTuple):
     optimizer: Any
 
 
+class Restraint(NamedTuple):
+    """What holds a client back; None leaves it out of the program.
+
+    Attributes:
+        proximal: (mu, params), what the gradient of mu / 2 ||w - params||^2 is computed from.
+        correction: like params, subtracted after each step.
+    """
+
+    proximal: tuple[Array, Params] | None = None
+    correction: Params | None = None
+
+
 def count_steps(sizes: Array, batch_size: int) -> Array:
     """Count the minibatches of an epoch, ceil(n_i / B)."""
     return (sizes + batch_size - 1) // batch_size
@@ -53,13 +65,19 @@ def start_state(optimizer: optax.GradientTransformation, params: Params) -> Stat
 
 
 def train_client(
-    recipe: Recipe, federation: Federation, client: Array, key: Key, state: State, epochs: Array
+    recipe: Recipe,
+    federation: Federation,
+    client: Array,
+    key: Key,
+    state: State,
+    restraint: Restraint,
+    epochs: Array,
 ) -> tuple[State, Array]:
     """Train one client for the epochs of these numbers; return the mean loss of each."""
     client_key = jax.random.fold_in(jax.random.fold_in(key, TRAIN), client)
     return jax.lax.scan(
         lambda state, epoch: _client_epoch(
-            recipe, federation, client, jax.random.fold_in(client_key, epoch), state
+            recipe, federation, client, jax.random.fold_in(client_key, epoch), state, restraint
         ),
         state,
         epochs,
@@ -67,7 +85,12 @@ def train_client(
 
 
 def _client_epoch(
-    recipe: Recipe, federation: Federation, client: Array, key: Key, state: State
+    recipe: Recipe,
+    federation: Federation,
+    client: Array,
+    key: Key,
+    state: State,
+    restraint: Restraint,
 ) -> tuple[State, Array]:
     size = federation.sizes[client]
     shuffle_key, step_key = jax.random.split(key)
@@ -79,10 +102,8 @@ def _client_epoch(
         count = jnp.minimum(size - start, recipe.batch_size)
         position = jnp.arange(recipe.batch_size)
         batch = rows[start + position % count]
-        inputs, targets = federation.inputs[batch], federation.targets[batch]
-        state, loss = _step(
-            recipe, state, inputs, targets, position < count, jax.random.fold_in(step_key, step)
-        )
+        examples = (federation.inputs[batch], federation.targets[batch], position < count)
+        state, loss = _step(recipe, state, restraint, *examples, jax.random.fold_in(step_key, step))
         return state, total + loss.astype(total.dtype)
 
     total = jnp.zeros((), jnp.result_type(float))
@@ -101,7 +122,13 @@ def _shuffle(key: Key, rows: Array, size: Array) -> Array:
 
 
 def _step(
-    recipe: Recipe, state: State, inputs: Array, targets: Array, valid: Array, key: Key
+    recipe: Recipe,
+    state: State,
+    restraint: Restraint,
+    inputs: Array,
+    targets: Array,
+    valid: Array,
+    key: Key,
 ) -> tuple[State, Array]:
     """Take one step; return the sum of the valid examples' losses too."""
     augment_key, apply_key = jax.random.split(key)
@@ -118,9 +145,16 @@ def _step(
         return total / valid.sum(), (total, new)
 
     gradient, (total, new) = jax.grad(mean_loss, has_aux=True)(state.params)
+    if restraint.proximal is not None:
+        mu, centre = restraint.proximal
+        gradient = jax.tree.map(
+            lambda g, w, c: g + mu.astype(g.dtype) * (w - c), gradient, state.params, centre
+        )
     gradient = _select(recipe.mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
     updates, optimizer_state = recipe.optimizer.update(gradient, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
+    if restraint.correction is not None:
+        params = jax.tree.map(lambda w, c: w - c.astype(w.dtype), params, restraint.correction)
     params = _select(recipe.mask, params, state.params if new is None else new)
     return State(params, optimizer_state), total
 

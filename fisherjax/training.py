@@ -22,6 +22,7 @@ from fisherjax.local import (
     ApplyTrain,
     Augment,
     Recipe,
+    Restraint,
     State,
     count_steps,
     start_state,
@@ -52,11 +53,14 @@ def train(
     mask: Any = None,
     augment: Augment | None = None,
     apply_train: ApplyTrain | None = None,
+    proximal: float = 0.0,
+    correction: Params | None = None,
     progress: Callable[[int, Array], None] | None = None,
 ) -> LocalModels:
     r"""Train every client on its own examples.
 
-    .. math:: W_i \leftarrow W_i - \eta \nabla \frac{1}{|b|} \sum_{n \in b} -\log p(y_n | x_n, W_i)
+    .. math:: W_i \leftarrow W_i - \eta \nabla \left( \frac{1}{|b|} \sum_{n \in b}
+              -\log p(y_n | x_n, W_i) + \frac{\mu}{2} \| W_i - W \|^2 \right) - e_i
 
     for the minibatches b of a fresh permutation of client i's examples in every epoch. A client
     without examples keeps the start. Compiled once for the same function objects and shapes.
@@ -79,6 +83,10 @@ def train(
             dropout and running statistics. `new` is None, or like params; its leaves are taken
             where the mask is False. A short batch is filled up by repeating its own examples, which
             carry no weight in the loss but do enter such statistics.
+        proximal: mu >= 0, how strongly trained leaves are pulled back to the start W (FedProx). The
+            loss that is returned leaves this out.
+        correction: e_i, stacked like params with a leading axis M, subtracted from trained leaves
+            after each step of the optimiser, which does not see it (SCAFFOLD).
         progress: called with the epoch, from 0, and the losses [M] of that epoch. All clients then
             train for an epoch before the next, and their optimiser states are all kept; without it
             a client trains to the end, and only those of a chunk are in memory.
@@ -110,7 +118,9 @@ def train(
         ((2, 4, 2), [4, 2])
 
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
-        Data", AISTATS 2017, ClientUpdate.
+        Data", AISTATS 2017, ClientUpdate. The proximal term: Li et al., "Federated Optimization in
+        Heterogeneous Networks", MLSys 2020, equation 2. The correction: Karimireddy et al.,
+        "SCAFFOLD", ICML 2020, algorithm 1; outside the optimiser as in NIID-Bench's code.
     """
     run = _prepare(
         apply,
@@ -125,9 +135,11 @@ def train(
         mask=mask,
         augment=augment,
         apply_train=apply_train,
+        proximal=proximal,
+        correction=correction,
     )
     if progress is None:
-        trained, losses = _all_epochs(*run.how, epochs, run.params, federation, run.key)
+        trained, losses = _all_epochs(*run.how, epochs, *run.arrays, federation)
     else:
         trained, losses = _epoch_by_epoch(run, epochs, federation, progress)
     steps = epochs * count_steps(federation.sizes, run.how.recipe.batch_size)
@@ -185,10 +197,11 @@ def train_memory(
     """
     run = _prepare(apply, likelihood, params, federation, epochs=epochs, **options)
     if progress is None:
-        return memory(_all_epochs, *run.how, epochs, run.params, federation, run.key)
-    start = jax.eval_shape(lambda w: start_state(run.how.recipe.optimizer, w), run.params)
+        return memory(_all_epochs, *run.how, epochs, *run.arrays, federation)
+    params, *others = run.arrays
+    start = jax.eval_shape(lambda w: start_state(run.how.recipe.optimizer, w), params)
     states = stacked_shapes(start, federation.num_clients, run.how.mesh)
-    return memory(_epoch, *run.how, states, federation, run.key, 0)
+    return memory(_epoch, *run.how, states, *others, federation, 0)
 
 
 class _How(NamedTuple):
@@ -199,12 +212,20 @@ class _How(NamedTuple):
     mesh: Mesh | None
 
 
+class _Arrays(NamedTuple):
+    """What a program computes with, besides the data."""
+
+    params: Params
+    key: Key
+    proximal: tuple[Array, Params] | None
+    correction: Params | None
+
+
 class _Run(NamedTuple):
     """Checked arguments, on the devices that the clients are spread over."""
 
     how: _How
-    params: Params
-    key: Key
+    arrays: _Arrays
 
 
 def _prepare(
@@ -221,15 +242,22 @@ def _prepare(
     mask: Any = None,
     augment: Augment | None = None,
     apply_train: ApplyTrain | None = None,
+    proximal: float = 0.0,
+    correction: Params | None = None,
 ) -> _Run:
     params = jax.tree.map(jnp.asarray, params)
     mask = _mask(params, mask)
     recipe = Recipe(apply, likelihood, optimizer, batch_size, mask, augment, apply_train)
     _check(recipe, params, federation, key, epochs)
+    _check_restraint(proximal, correction, params, federation.num_clients)
     recipe = recipe._replace(batch_size=min(batch_size, federation.indices.shape[1]))
     chunk = chunk_size(clients_per_chunk, federation.num_clients)
     mesh = federation.mesh
-    return _Run(_How(recipe, chunk, mesh), *replicate((params, key), mesh))
+    params, key = replicate((params, key), mesh)
+    pull = None
+    if isinstance(proximal, jax.core.Tracer) or proximal > 0:
+        pull = (replicate(jnp.asarray(proximal, float), mesh), params)
+    return _Run(_How(recipe, chunk, mesh), _Arrays(params, key, pull, correction))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -239,24 +267,39 @@ def _all_epochs(
     mesh: Mesh | None,
     epochs: int,
     params: Params,
-    federation: Federation,
     key: Key,
+    proximal: tuple[Array, Params] | None,
+    correction: Params | None,
+    federation: Federation,
 ) -> tuple[Params, Array]:
     """Train client after client to the end: only the clients of a chunk have optimiser states."""
 
     def one(
-        client: Array, params: Params, federation: Federation, key: Key
+        own: tuple[Array, Params | None],
+        params: Params,
+        key: Key,
+        proximal: tuple[Array, Params] | None,
+        federation: Federation,
     ) -> tuple[Params, Array]:
-        start = start_state(recipe.optimizer, params)
-        state, losses = train_client(recipe, federation, client, key, start, jnp.arange(epochs))
+        client, correction = own
+        state, losses = train_client(
+            recipe,
+            federation,
+            client,
+            key,
+            start_state(recipe.optimizer, params),
+            Restraint(proximal, correction),
+            jnp.arange(epochs),
+        )
         return state.params, losses
 
     return map_clients(
         one,
-        jnp.arange(federation.num_clients),
+        (jnp.arange(federation.num_clients), correction),
         params,
-        federation,
         key,
+        proximal,
+        federation,
         sizes=federation.sizes,
         clients_per_chunk=chunk,
         mesh=mesh,
@@ -267,10 +310,11 @@ def _epoch_by_epoch(
     run: _Run, epochs: int, federation: Federation, progress: Callable[[int, Array], None]
 ) -> tuple[Params, Array]:
     """Train all clients for an epoch before the next, so that something can be shown after each."""
-    state = _starts(run.how.recipe.optimizer, federation.num_clients, run.params)
+    params, *others = run.arrays
+    state = _starts(run.how.recipe.optimizer, federation.num_clients, params)
     losses = []
     for epoch in range(epochs):
-        state, loss = _epoch(*run.how, state, federation, run.key, epoch)
+        state, loss = _epoch(*run.how, state, *others, federation, epoch)
         losses.append(loss)
         progress(epoch, loss[:, 0])
     return state.params, jnp.concatenate(losses, axis=1)
@@ -290,21 +334,29 @@ def _epoch(
     chunk: int,
     mesh: Mesh | None,
     state: State,
-    federation: Federation,
     key: Key,
+    proximal: tuple[Array, Params] | None,
+    correction: Params | None,
+    federation: Federation,
     epoch: Array,
 ) -> tuple[State, Array]:
     def one(
-        client_and_state: tuple[Array, State], federation: Federation, key: Key, epoch: Array
+        own: tuple[Array, State, Params | None],
+        key: Key,
+        proximal: tuple[Array, Params] | None,
+        federation: Federation,
+        epoch: Array,
     ) -> tuple[State, Array]:
-        client, own = client_and_state
-        return train_client(recipe, federation, client, key, own, epoch[None])
+        client, state, correction = own
+        restraint = Restraint(proximal, correction)
+        return train_client(recipe, federation, client, key, state, restraint, epoch[None])
 
     return map_clients(
         one,
-        (jnp.arange(federation.num_clients), state),
-        federation,
+        (jnp.arange(federation.num_clients), state, correction),
         key,
+        proximal,
+        federation,
         jnp.asarray(epoch),
         sizes=federation.sizes,
         clients_per_chunk=chunk,
@@ -348,3 +400,18 @@ def _check(recipe: Recipe, params: Params, federation: Federation, key: Key, epo
             raise ValueError(f"{name} is {value!r}; expected an integer of at least 1.")
     outputs = jax.eval_shape(recipe.apply, params, federation.inputs)
     recipe.likelihood.check(outputs.shape, federation.targets)
+
+
+def _check_restraint(
+    proximal: float, correction: Params | None, params: Params, num_clients: int
+) -> None:
+    if not isinstance(proximal, jax.core.Tracer) and not 0 <= proximal < float("inf"):
+        raise ValueError(f"proximal is {proximal}; expected a finite number, zero or more.")
+    if correction is None:
+        return
+    expected = jax.tree.map(lambda leaf: (num_clients, *leaf.shape), params)
+    if jax.tree.map(jnp.shape, correction) != expected:
+        raise ValueError(
+            f"correction has leaves of shapes {jax.tree.map(jnp.shape, correction)}; expected "
+            f"{expected}, params with a leading axis of the {num_clients} clients."
+        )

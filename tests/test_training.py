@@ -352,6 +352,80 @@ def test_regression_finds_the_linear_map(x64, key):
     assert_close(models.params[0], 2 * np.eye(4), 1e-6)
 
 
+def stacked_like(params, seed):
+    source = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(source.normal(size=(len(SIZES), *leaf.shape)) / 10), params
+    )
+
+
+def test_the_proximal_term_pulls_every_step_back_to_the_start(data, partition, params, key):
+    federation, mu = clients.federation(data, partition), 0.7
+    pull = optax.stateless(
+        lambda gradient, now: jax.tree.map(
+            lambda g, w, start: g + mu * (w - start), gradient, now, params
+        )
+    )
+    expected = train(params, federation, key, optimizer=optax.chain(pull, OPTIMIZER))
+    models = train(params, federation, key, proximal=mu)
+    assert_close(models, expected)
+    shown = train(params, federation, key, proximal=mu, progress=lambda *_: None)
+    assert_close(shown, expected)
+    free = train(params, federation, key)
+    assert np.all(np.abs(models.params["bias"] - free.params["bias"])[[0, 2, 3, 4]] > 1e-6)
+
+
+def test_the_correction_is_subtracted_after_each_step_and_hidden_from_the_optimiser(
+    data, partition, params, key
+):
+    # One batch holds all of a client's data, so that the order within it is of no account.
+    federation, correction = clients.federation(data, partition), stacked_like(params, 3)
+    settings = {"epochs": 3, "batch_size": 12, "correction": correction}
+    models = train(params, federation, key, **settings)
+    for i in (0, 2, 3, 4):
+        own, state = params, OPTIMIZER.init(params)
+        for _ in range(3):
+            batch = data[0][partition[i]], data[1][partition[i]]
+            own, state, _ = step_by_hand(own, state, *batch)
+            own = jax.tree.map(jnp.subtract, own, client(correction, i))
+        assert_close(client(models.params, i), own)
+    assert_close(client(models.params, 1), params)
+    assert_close(train(params, federation, key, progress=lambda *_: None, **settings), models)
+    assert_close(train(params, federation, key, clients_per_chunk=2, **settings), models)
+
+
+def test_leaves_outside_the_mask_are_not_held_back(data, partition, params, key):
+    federation = clients.federation(data, partition)
+    models = train(
+        params,
+        federation,
+        key,
+        mask={"kernel": False, "bias": True},
+        proximal=0.5,
+        correction=stacked_like(params, 3),
+    )
+    for i in range(5):
+        np.testing.assert_array_equal(models.params["kernel"][i], params["kernel"])
+
+
+def test_no_restraint_changes_no_bit_and_its_size_compiles_nothing(
+    data, partition, params, key, compilations
+):
+    federation = clients.federation(data, partition)
+    free = train(params, federation, key)
+    zeros = jax.tree.map(jnp.zeros_like, stacked_like(params, 0))
+    jax.tree.map(np.testing.assert_array_equal, train(params, federation, key, proximal=0.0), free)
+    still = train(params, federation, key, correction=zeros)
+    jax.tree.map(np.testing.assert_array_equal, still, free)
+    corrections = [stacked_like(params, seed) for seed in (3, 4)]
+    train(params, federation, key, proximal=0.1, correction=corrections[0])
+    with compilations() as count:
+        train(params, federation, key, proximal=0.2, correction=corrections[1])
+        train(params, federation, key)
+        train(params, federation, key, proximal=0.0)
+    assert count() == 0
+
+
 def test_integer_params_are_refused_by_name(data, partition, params, key):
     params["bias"] = jnp.zeros(3, int)
     with pytest.raises(TypeError, match=r"'bias'.*int"):
@@ -372,6 +446,13 @@ def test_targets_that_do_not_fit_the_outputs_are_refused(data, partition, params
         ({"batch_size": 0}, ValueError, "batch_size is 0"),
         ({"optimizer": "sgd"}, TypeError, "'sgd'; expected an optax optimiser"),
         ({"clients_per_chunk": 0}, ValueError, "clients_per_chunk is 0"),
+        ({"proximal": -0.1}, ValueError, "proximal is -0.1; expected a finite number, zero or"),
+        ({"proximal": np.nan}, ValueError, "proximal is nan"),
+        (
+            {"correction": {"kernel": np.zeros((4, 3)), "bias": np.zeros((5, 3))}},
+            ValueError,
+            r"'kernel': \(4, 3\).*'kernel': \(5, 4, 3\).*leading axis of the 5 clients",
+        ),
         ({"mask": {"kernel": True}}, ValueError, r"\['kernel'\].*\['bias', 'kernel'\]"),
         ({"mask": {"kernel": 1, "bias": 0}}, ValueError, "expected Python's True"),
         ({"mask": {"kernel": False, "bias": False}}, ValueError, "at least one True"),
