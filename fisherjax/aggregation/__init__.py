@@ -8,8 +8,10 @@ from fisherjax.aggregation.fedlpa import (
     fedlpa,
     residual_descent,
 )
+from fisherjax.aggregation.fednova import fednova
 from fisherjax.aggregation.fisher_merge import fisher_merge
 from fisherjax.aggregation.regmean import regmean
+from fisherjax.aggregation.scaffold import scaffold
 
 __all__ = [
     "Aggregator",
@@ -18,9 +20,11 @@ __all__ = [
     "fedavg",
     "fedfisher",
     "fedlpa",
+    "fednova",
     "fisher_merge",
     "merge",
     "merge_stream",
     "regmean",
     "residual_descent",
+    "scaffold",
 ]
