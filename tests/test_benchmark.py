@@ -12,13 +12,34 @@ import pytest
 
 import fisherjax as fj
 from experiments.benchmark import __main__ as command
-from experiments.benchmark import config, fisher, flops, measure, plot, report, torch_peer
+from experiments.benchmark import (
+    apart,
+    clients,
+    config,
+    fisher,
+    flops,
+    measure,
+    pfl,
+    plot,
+    report,
+    torch_peer,
+)
 from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import SHAPES, native_convolutions, split, workload
+from experiments.benchmark.workloads import (
+    SHAPES,
+    native_convolutions,
+    normalize,
+    split,
+    synthetic,
+    workload,
+)
 
 TINY = {
     "train": ["--models", "lenet", "--num-clients", "2", "--num-examples", "24"],
     "fisher": ["--models", "lenet", "--num-examples", "16"],
+    "clients": ["--num-clients", "3", "--num-examples", "24", "--uploads", "3"],
+    "pipeline": ["--dataset", "digits", "--epochs", "1"],
+    "pfl": ["--num-clients", "2", "--num-examples", "12", "--batch-size", "3"],
     "server": [
         "--models",
         "lenet",
@@ -31,6 +52,7 @@ TINY = {
     ],
 }
 MATMUL = {"train": ["--matmul-size", "16"], "fisher": ["--matmul-size", "16"]}
+MATMUL["pfl"] = MATMUL["train"]
 
 
 def tiny(suite: str, out: Path) -> list[str]:
@@ -162,6 +184,56 @@ def test_one_full_batch_step_in_pytorch_has_the_loss_of_ours():
     assert torch_peer.training(work, partition, 1, 12)() == pytest.approx(float(mean), rel=1e-4)
 
 
+def test_rounds_by_either_dispatch_average_the_same_models():
+    images, labels = synthetic((3, 3, 1), 6)
+    model = fj.models.MLP((5,))
+    apply = fj.models.apply_fn(model, normalize)
+    params = fj.models.init(model, jax.random.key(0), images)
+    partition = [np.arange(4), np.arange(4, 6)]
+    federation = fj.clients.federation((images, labels), partition)
+    # One batch a client, so that the order of its examples does not matter.
+    ours = pfl.fedavg_round(apply, params, federation, 2, 4, 1)
+    theirs = pfl.dispatch(apply, params, (images, labels), partition, 2, 4)()
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+def test_the_network_of_pfl_research_has_its_number_of_parameters():
+    shape = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.uint8)
+    params = jax.eval_shape(lambda: fj.models.init(pfl.Network(), jax.random.key(0), shape))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 1_626_442
+
+
+def test_growth_is_drawn_over_the_number_of_clients_or_uploads(tmp_path):
+    def rows(title: str, case: str, **numbers):
+        return [measure.Row("clients", title, case, k, None, v, "") for k, v in numbers.items()]
+
+    known = {"median": 2.0, "rate": 50.0, "peak_memory": 2.0**20}
+    drawn = clients.panels(
+        rows("training", "M=5", clients=5.0, **known) + rows("merge", "9", uploads=9.0, **known)
+    )
+    assert drawn["clients", "seconds"] == {"training": [(5.0, 2.0)]}
+    assert drawn["uploads", "seconds"] == {"merge": [(9.0, 2.0)]}
+    assert drawn["uploads", "milliseconds a step, or an upload"]["merge"] == [(9.0, 20.0)]
+    assert drawn["clients", "peak memory, MiB"]["training"] == [(5.0, 1.0)]
+    plot.growth(drawn, tmp_path / report.PLOT)
+    assert (tmp_path / report.PLOT).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failure_in_a_process_of_its_own_says_what_happened():
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        apart.call(clients.streamed, {"no_such_option": 1})
+
+
+def test_many_metrics_become_lines_of_the_table():
+    many = {f"phase{i}_seconds": 1.0 for i in range(12)}
+    result = measure.Measurement(Case("a", lambda: None), 1.0, [1.0], None, many)
+    rows = measure.rows("pipeline", Group("work", "runs", None, [result.case]), [result])
+    table = report.table("work", rows)
+    assert len(table.columns) == 2
+    assert table.row_count == 3 + 12
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -169,6 +241,7 @@ def test_one_full_batch_step_in_pytorch_has_the_loss_of_ours():
         (["--suite", "fisher", "--num-examples", "0"], "--num-examples is 0, expected"),
         (["--suite", "train", "--num-clients", "5", "-1"], "--num-clients is -1, expected"),
         (["--suite", "train", "--models", "cnn", "cnn"], "--models is cnn cnn, expected each"),
+        (["--suite", "pfl", "--chunks", "51"], "--chunks is 51, expected at most 50"),
         (["--suite", "train", "--models"], "--models is empty, expected at least one"),
     ],
 )
@@ -232,7 +305,9 @@ def check_files(out: Path) -> dict:
 def test_a_tiny_run_leaves_complete_files(tmp_path, suite):
     assert command.main(tiny(suite, tmp_path)) == 0
     document = check_files(tmp_path)
-    assert any(row["case"].startswith("fisherjax") for row in document["results"])
+    cases = {row["case"] for row in document["results"]}
+    assert any(case.startswith("fisherjax") for case in cases)
+    assert cases == {row["case"] for row in document["results"] if row["metric"] == "median"}
 
 
 @pytest.mark.slow

@@ -14,10 +14,28 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.benchmark import config, fisher, measure, plot, report, server, train
+from experiments.benchmark import (
+    clients,
+    config,
+    fisher,
+    measure,
+    pfl,
+    pipeline,
+    plot,
+    report,
+    server,
+    train,
+)
 from experiments.benchmark.config import Config
 
-_SUITES = {"train": train.groups, "fisher": fisher.groups, "server": server.groups}
+_SUITES = {
+    "train": train.groups,
+    "fisher": fisher.groups,
+    "server": server.groups,
+    "clients": clients.groups,
+    "pipeline": pipeline.groups,
+    "pfl": pfl.groups,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,15 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = config.parse(sys.argv[1:] if arguments is None else arguments, __doc__)
         report.check_out(asked.out)
     except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
-        print(error, file=sys.stderr)
-        return 1
+        return _refuse(error)
     try:
         _run(asked, console)
+    except FileNotFoundError as error:  # a data set that is not prepared
+        return _refuse(error)
     except KeyboardInterrupt:
         console.print(f"Interrupted. What was measured is in {asked.out}.", soft_wrap=True)
         return 130
     return 0
+
+
+def _refuse(error: Exception) -> int:
+    Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
+    print(error, file=sys.stderr)
+    return 1
 
 
 def _run(asked: Config, console: Console) -> None:
@@ -72,7 +96,10 @@ def _run(asked: Config, console: Console) -> None:
             report.write(asked, rows, notes)
             console.print(report.table(group.workload, new))
             bar.update(task, description="preparing", total=None)
-    plot.bars(rows, asked.out / report.PLOT)
+    if asked.suite == "clients":
+        plot.growth(clients.panels(rows), asked.out / report.PLOT)
+    else:
+        plot.bars(rows, asked.out / report.PLOT)
     names = ", ".join((report.CSV, report.JSON, report.PLOT))
     console.print(f"\nIn {asked.out}/: {names}", soft_wrap=True)
 

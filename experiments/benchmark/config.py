@@ -148,6 +148,8 @@ def filled(config: Config) -> Config:
                 f"{', '.join(map(_option, known))}. Leave it out"
             )
         _check(field.name, value)
+    if config.suite in ("train", "pfl"):
+        _check_chunks(config.chunks or (), config.num_clients or known["num_clients"])
     missing = {name: value for name, value in known.items() if getattr(config, name) is None}
     examples = missing.get("num_examples")
     if isinstance(examples, dict):  # each model has its own number: see `num_examples`
@@ -168,6 +170,14 @@ def contents(config: Config) -> dict[str, Any]:
 
 def _option(field: str) -> str:
     return f"--{field.replace('_', '-')}"
+
+
+def _check_chunks(chunks: tuple[int, ...], num_clients: tuple[int, ...]) -> None:
+    if chunks and max(chunks) > min(num_clients):
+        raise ValueError(
+            f"--chunks is {' '.join(map(str, chunks))}, expected at most {min(num_clients)}, the "
+            "number of clients"
+        )
 
 
 def _check(field: str, value: Any) -> None:

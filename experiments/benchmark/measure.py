@@ -84,6 +84,18 @@ class Case(NamedTuple):
     peak: Callable[[], int] = peak_bytes
 
 
+class Apart(NamedTuple):
+    """A case that is measured elsewhere: in a process of its own, or by others before.
+
+    Attributes:
+        name: who does it.
+        measure: does it.
+    """
+
+    name: str
+    measure: "Callable[[], Measurement]"
+
+
 class Group(NamedTuple):
     """Cases that do the same work.
 
@@ -91,7 +103,7 @@ class Group(NamedTuple):
         workload: the work.
         unit: what it is counted in.
         reference: name of the case that all are compared with; None compares nothing.
-        cases: all of them.
+        cases: all of them; those apart come first.
         beside: name of the case whose time is the unit of the metric `cost`; None leaves it out.
         compare: of the last results by case, facts by case: how well results agree.
     """
@@ -99,7 +111,7 @@ class Group(NamedTuple):
     workload: str
     unit: str
     reference: str | None
-    cases: Sequence[Case]
+    cases: Sequence[Case | Apart]
     beside: str | None = None
     compare: Callable[[dict[str, Any]], dict[str, dict[str, float]]] = lambda _: {}
 
@@ -111,14 +123,14 @@ class Measurement(NamedTuple):
         case: which.
         first: seconds of the first call, which compiles.
         seconds: of every later call.
-        peak: largest peak memory of those, in bytes.
+        peak: largest peak memory of those, in bytes; None where nobody looked.
         facts: beside the times.
     """
 
     case: Case
     first: float
     seconds: list[float]
-    peak: int
+    peak: int | None
     facts: dict[str, float]
 
     @property
@@ -146,11 +158,17 @@ def measure(
     Returns:
         The measurements, in the order of the cases.
     """
-    seconds: dict[str, list[float]] = {case.name: [] for case in group.cases}
+    elsewhere = []
+    for case in group.cases:
+        if isinstance(case, Apart):
+            progress(case.name)
+            elsewhere.append(case.measure())
+    cases = [case for case in group.cases if isinstance(case, Case)]
+    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
     peaks = dict.fromkeys(seconds, 0)
     results: dict[str, Any] = {}
     for turn in range(repeats + 1):
-        for case in group.cases:
+        for case in cases:
             progress(case.name)
             if turn > 1 and sum(seconds[case.name]) > budget:
                 continue
@@ -161,7 +179,7 @@ def measure(
             seconds[case.name].append(time.perf_counter() - start)
             peaks[case.name] = case.peak() if turn < 2 else max(peaks[case.name], case.peak())
     compared = group.compare(results)
-    return [
+    return elsewhere + [
         Measurement(
             case,
             seconds[case.name][0],
@@ -169,7 +187,7 @@ def measure(
             peaks[case.name],
             case.facts(results[case.name]) | compared.get(case.name, {}),
         )
-        for case in group.cases
+        for case in cases
     ]
 
 
@@ -207,17 +225,22 @@ def rows(suite: str, group: Group, measurements: Iterable[Measurement]) -> list[
             if beside is not None:
                 ratio = m.seconds_per_unit / beside.seconds_per_unit
                 numbers["cost"] = (ratio, f"x {group.beside}")
-            numbers["peak_memory"] = (m.peak, "bytes")
+            if m.peak is not None:
+                numbers["peak_memory"] = (m.peak, "bytes")
         if m.case.flops is not None:
             rate = m.case.flops / m.median
             numbers["flops_per_second"] = (rate, "FLOP/s")
             if m.case.precision in peaks:
                 numbers["fraction_of_peak"] = (rate / peaks[m.case.precision], "1")
-        numbers |= {name: (value, "1") for name, value in m.facts.items()}
+        numbers |= {name: (value, _unit(name)) for name, value in m.facts.items()}
         where = (suite, group.workload, m.case.name)
         table += [Row(*where, "seconds", i, s, "s") for i, s in enumerate(m.seconds, start=1)]
         table += [Row(*where, name, None, float(v), unit) for name, (v, unit) in numbers.items()]
     return table
+
+
+def _unit(fact: str) -> str:
+    return {"bytes": "bytes", "seconds": "s"}.get(fact.rpartition("_")[2], "1")
 
 
 MATMUL = "matrix product"

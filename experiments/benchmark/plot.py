@@ -9,6 +9,8 @@ from typing import Any
 from experiments.benchmark.measure import Row
 from experiments.benchmark.report import is_peak, workloads
 
+Panels = dict[tuple[str, str], dict[str, list[tuple[float, float]]]]
+
 _OURS, _OTHER = "#0b5fa5", "#8a8a8a"
 
 
@@ -32,11 +34,10 @@ def bars(rows: Sequence[Row], path: Path) -> None:
         labels = [_label(row, speedups.get((title, row.case))) for row in own]
         axes.bar_label(drawn, labels, padding=4, fontsize="small")
         axes.invert_yaxis()
-        axes.set_xscale("log")
-        axes.set_xlim(right=12 * max(row.value for row in own))
+        axes.set_xlim(right=1.4 * max(row.value for row in own))
         axes.set_title(title, fontsize="medium", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    grid[-1].set_xlabel("seconds, median; in brackets how many times as fast as the grey reference")
+    grid[-1].set_xlabel("seconds, median; in brackets how many times as fast as the reference")
     _save(figure, path)
 
 
@@ -45,25 +46,32 @@ def _label(row: Row, speedup: float | None) -> str:
     return seconds if speedup is None else f"{seconds}  ({speedup:.3g} x)"
 
 
-def growth(panels: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> None:
-    """Draw curves on logarithmic axes.
+def growth(panels: Panels, path: Path) -> None:
+    """Draw curves over a logarithmic axis.
 
     Args:
-        panels: by the label of the vertical axis, curves by name, each a list of (x, y).
+        panels: by the labels of the two axes, curves by name, each a list of (x, y).
         path: of the PNG file.
     """
-    figure = _figure(9.0, 3.0 * len(panels))
-    grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axes, (label, curves) in zip(grid, panels.items(), strict=True):
+    columns = list(dict.fromkeys(x for x, _ in panels))
+    lines = list(dict.fromkeys(y for _, y in panels))
+    figure = _figure(1.0 + 5.5 * len(columns), 3.0 * len(lines))
+    grid = figure.subplots(len(lines), len(columns), squeeze=False)
+    for (x, y), curves in panels.items():
+        axes = grid[lines.index(y), columns.index(x)]
         for name, points in curves.items():
             axes.plot(*zip(*sorted(points), strict=True), "o-", markersize=4, label=name)
         axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_ylabel(label)
+        values = [value for points in curves.values() for _, value in points]
+        if max(values) > 10 * min(values):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0, top=1.3 * max(values))
+        axes.set_ylabel(y)
+        axes.set_xlabel(x)
         axes.grid(color="#dddddd", linewidth=0.8)
         axes.legend(fontsize="small", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    grid[-1].set_xlabel("clients M, or uploads")
     _save(figure, path)
 
 

@@ -30,8 +30,11 @@ _SHOWN = {
 }
 
 
+_WIDE = 10  # columns; more metrics become lines
+
+
 def table(workload: str, rows: Sequence[Row]) -> Table:
-    """Lay out one group: a line for each case, a column for each metric that it has.
+    """Lay out one group: a line for each case and a column for each metric, or the other way round.
 
     Args:
         workload: the group's title.
@@ -45,18 +48,25 @@ def table(workload: str, rows: Sequence[Row]) -> Table:
     units = {row.metric: row.unit for row in rows if row.unit.startswith("x ")}
     laid = Table(title=workload, title_justify="left", caption_justify="left")
     laid.caption = ", ".join(f"{_SHOWN[metric]}: {unit}" for metric, unit in units.items())
+    cases = list(dict.fromkeys(row.case for row in rows))
+    cells = {(row.case, row.metric): _cell(row) for row in rows}
+    shown = {metric: _SHOWN.get(metric, metric.replace("_", " ")) for metric in ordered}
+    if len(ordered) > _WIDE:
+        laid.add_column("", no_wrap=True)
+        for case in cases:
+            laid.add_column(case, justify="right")
+        for metric, title in shown.items():
+            laid.add_row(title, *(cells.get((case, metric), "") for case in cases))
+        return laid
     laid.add_column("case", no_wrap=True)
-    for metric in ordered:
-        laid.add_column(_SHOWN.get(metric, metric.replace("_", " ")), justify="right")
-    for case in dict.fromkeys(row.case for row in rows):
-        own = {row.metric: row for row in rows if row.case == case}
-        laid.add_row(case, *(_cell(own.get(metric)) for metric in ordered))
+    for title in shown.values():
+        laid.add_column(title, justify="right")
+    for case in cases:
+        laid.add_row(case, *(cells.get((case, metric), "") for metric in ordered))
     return laid
 
 
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return ""
+def _cell(row: Row) -> str:
     if row.metric == "fraction_of_peak":
         return f"{row.value:.0%}"
     if row.unit == "bytes":

@@ -54,15 +54,15 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
 
 def chunk_name(chunk: int, num_clients: int) -> str:
     """Say how clients are mapped."""
-    default = chunk == fj.clients.chunk_size(None, num_clients)
+    default = chunk == fj.mapping.chunk_size(None, num_clients)
     many = {1: "one after another", num_clients: "vmapped"}.get(chunk, f"chunks of {chunk}")
     return f"{many} (default)" if default else many
 
 
 def chunks(asked: Sequence[int], num_clients: int) -> list[int]:
     """List the chunks to compare, the backend's default first."""
-    default = fj.clients.chunk_size(None, num_clients)
-    return list(dict.fromkeys(min(c, num_clients) for c in asked or (default, 1, num_clients)))
+    default = fj.mapping.chunk_size(None, num_clients)
+    return list(dict.fromkeys(asked or (default, 1, num_clients)))
 
 
 def _torch(work: Workload, config: Config, num_clients: int) -> Case:

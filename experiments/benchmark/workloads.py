@@ -61,7 +61,7 @@ def workload(config: Config, name: str, num_examples: int) -> Workload:
     )
     images, labels = images[rows], labels[rows]
     model = _MODELS[name]
-    params = fj.models.init(model, jax.random.key(0), images)
+    params = jax.jit(lambda key: fj.models.init(model, key, images))(jax.random.key(0))
     return Workload(name, fj.models.apply_fn(model, normalize), params, images, labels, source)
 
 
