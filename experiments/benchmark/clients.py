@@ -6,14 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import fisherjax as fj
 from experiments.benchmark import apart
 from experiments.benchmark.config import Config
 from experiments.benchmark.measure import Case, Group, Row
 from experiments.benchmark.plot import Panels
-from experiments.benchmark.workloads import CATEGORICAL, OPTIMIZER, federate, workload
+from experiments.benchmark.workloads import CATEGORICAL, OPTIMIZER, federate, local_steps, workload
 
 _UPLOADS_PER_CHUNK = 100
 _MOST_HELD = 1_000  # uploads merged all at once, for comparison
@@ -106,7 +105,7 @@ def training(*, repeats: int, budget: float, **options: Any) -> dict[str, Any]:
             clients_per_chunk=options["clients_per_chunk"],
         )
 
-    steps = options["epochs"] * _steps(federation, options["batch_size"]).sum()
+    steps = options["epochs"] * local_steps(federation, options["batch_size"]).sum()
     return apart.measured(Case("training", run, float(steps), facts=facts), repeats, budget)
 
 
@@ -126,7 +125,7 @@ def fishers(*, repeats: int, budget: float, **options: Any) -> dict[str, Any]:
             clients_per_chunk=options["clients_per_chunk"],
         )
 
-    steps = float(_steps(federation, size).sum())
+    steps = float(local_steps(federation, size).sum())
     return apart.measured(Case("fishers", run, steps, facts=facts), repeats, budget)
 
 
@@ -174,7 +173,7 @@ def _prepared(
     where = Config("clients", Path(), data=data, data_dir=data_dir and Path(data_dir))
     work = workload(where, "lenet", num_examples)
     federation = federate(work, num_clients)
-    steps = _steps(federation, batch_size)
+    steps = local_steps(federation, batch_size)
     wasted = fj.mapping.wasted_steps
     known = {
         "clients": num_clients,
@@ -188,11 +187,6 @@ def _prepared(
         return known | {"result_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(result))}
 
     return work, federation, facts
-
-
-def _steps(federation: fj.clients.Federation, batch_size: int) -> np.ndarray:
-    sizes = np.asarray(federation.sizes)
-    return -(-sizes // min(batch_size, sizes.max()))
 
 
 def _diagonal(apply: Any, batch_size: int = 64) -> fj.aggregation.Aggregator:
@@ -213,7 +207,9 @@ def _arriving(uploads: int) -> tuple[Any, fj.aggregation.Aggregator, Callable[[]
 
     def chunks() -> Iterator[tuple[Any, None]]:
         for start in range(0, uploads, length):
-            left = min(length, uploads - start)
-            yield jax.tree.map(lambda x, left=left: x[:left], make(start / length)), None
+            left, chunk = uploads - start, make(start / length)
+            if left < length:
+                chunk = jax.tree.map(lambda x, left=left: x[:left], chunk)
+            yield chunk, None
 
     return work, _diagonal(work.apply), chunks

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 import fisherjax as fj
 from experiments.benchmark import torch_peer
@@ -18,6 +17,7 @@ from experiments.benchmark.workloads import (
     federate,
     gradient,
     in_bfloat16,
+    local_steps,
     native_convolutions,
     split,
     workload,
@@ -33,7 +33,8 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
         note: told what is missing, and what images are used.
 
     Yields:
-        Groups; the facts are the last epoch's mean loss in nats.
+        Groups; the facts are the last epoch's mean loss in nats, and the share of steps that
+        clients spend waiting for the largest of their chunk.
     """
     missing = torch_peer.missing("torch")
     if missing:
@@ -92,12 +93,13 @@ def _ours(work: Workload, config: Config, num_clients: int) -> list[Case]:
                     clients_per_chunk=chunk,
                 )
 
-        return Case(f"fisherjax, {name}", run, units, flops, precision, facts=loss)
+        def facts(models: fj.clients.LocalModels) -> dict[str, float]:
+            loss = float(federation.weights @ models.loss[:, -1])
+            return {"loss": loss, "wasted_steps": fj.mapping.wasted_steps(steps, chunk)}
 
-    def loss(models: fj.clients.LocalModels) -> dict[str, float]:
-        weights = np.asarray(federation.weights)
-        return {"loss": float(weights @ np.asarray(models.loss[:, -1]))}
+        return Case(f"fisherjax, {name}", run, units, flops, precision, facts=facts)
 
+    steps = local_steps(federation, config.batch_size)
     sizes = chunks(config.chunks, num_clients)
     first, wide = sizes[0], max(sizes)
     return [

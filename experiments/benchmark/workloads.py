@@ -101,6 +101,12 @@ def federate(work: Workload, num_clients: int) -> fj.clients.Federation:
     return fj.clients.federation((work.images, work.labels), split(work, num_clients))
 
 
+def local_steps(federation: fj.clients.Federation, batch_size: int) -> np.ndarray:
+    """Return how many minibatches an epoch is for each client, [M]."""
+    sizes = np.asarray(federation.sizes)
+    return -(-sizes // min(batch_size, sizes.max()))
+
+
 def native_convolutions(params: Params, images: Array) -> Array:
     """Apply LeNet or the CNN with JAX's own convolution in place of patches."""
     hidden = normalize(images)
