@@ -378,7 +378,7 @@ def _compiled_info(matvec: Callable, rhs: Any, x: Any, count: Any, tolerance: Ar
 def _relative_residual(product: Array, rhs: Array) -> Array:
     size = jnp.sqrt(_dot(rhs, rhs))
     error = product - rhs
-    return _ratio(size > 0, jnp.sqrt(_dot(error, error)), size)
+    return _ratio(size != 0, jnp.sqrt(_dot(error, error)), size)
 
 
 def _dot(left: Array, right: Array) -> Array:

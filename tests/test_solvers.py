@@ -275,3 +275,9 @@ def test_the_exact_inverse_as_preconditioner_solves_in_one_step(x64):
     assert jax.tree.leaves(solution.info.iterations) == [1, 1]
     for name, matrix in matrices.items():
         np.testing.assert_allclose(matrix @ solution.params[name], rhs[name], rtol=1e-9)
+
+
+def test_a_system_that_is_not_finite_never_counts_as_solved():
+    solution = solvers.conjugate_gradients()(lambda x: x, jnp.array([jnp.nan, 1.0]), jnp.zeros(2))
+    assert not solution.info.converged
+    assert jnp.isnan(solution.info.residual)

@@ -12,6 +12,8 @@ from fisherjax.fisher.operators import Diagonal, Template
 from fisherjax.likelihoods import Likelihood
 from fisherjax.typing import Apply, Array, Key, Params
 
+_COLUMNS_AT_ONCE = 16  # of the output factor: their tangents are in memory together
+
 
 def diagonal(
     apply: Apply,
@@ -32,7 +34,7 @@ def diagonal(
 
     Squares are of gradients of single examples, never of a minibatch mean. Dense and convolution
     layers get theirs from inputs and output tangents; for a dense layer no gradient is formed at
-    all, for a convolution one minibatch of its kernel's. Other leaves use gradients of single
+    all, for a convolution those of one example at a time. Other leaves use gradients of single
     examples, which a minibatch holds as [K, B, size of the leaf].
 
     Args:
@@ -166,23 +168,41 @@ def _try_layers(apply: Apply, params: Params, x: Array) -> Trace:
 
 
 def _layer_sums(seen: Trace, columns: Array) -> dict[str, Array]:
-    def one_column(column: Array) -> dict[str, Array]:
+    def some_columns(columns: Array) -> dict[str, Array]:
         sums = {}
-        tangents = seen.pullback(column)
+        tangents = jax.lax.map(seen.pullback, columns)
         for layer, a, g in zip(seen.layers, seen.activations, tangents, strict=True):
             sums |= unpack(layer, _squared_gradients(a, g))
         return sums
 
-    return over_columns(one_column, columns) if seen.layers else {}
+    return over_columns(some_columns, _groups(columns)) if seen.layers else {}
+
+
+def _groups(columns: Array) -> Array:
+    """Split K columns into equal groups of a few, [groups, few, B, ..., C]; zeros fill up."""
+    count = -(-columns.shape[0] // _COLUMNS_AT_ONCE)
+    few = -(-columns.shape[0] // count)
+    missing = count * few - columns.shape[0]
+    padded = jnp.pad(columns, [(0, missing), *[(0, 0)] * (columns.ndim - 1)])
+    return padded.reshape(count, few, *columns.shape[1:])
 
 
 def _squared_gradients(a: Array, g: Array) -> Array:
-    """Sum (sum_t a_nt g_nt^T)^2 over examples: [a, o]."""
+    """Sum (sum_t a_nt g_knt^T)^2 over columns and examples: [B, T, a], [K, B, T, o] -> [a, o]."""
     a, g = _wide(a), _wide(g)
     highest = jax.lax.Precision.HIGHEST
     if a.shape[1] == 1:
-        return jnp.matmul(jnp.square(a[:, 0]).T, jnp.square(g[:, 0]), precision=highest)
-    return jnp.square(jnp.einsum("bta,bto->bao", a, g, precision=highest)).sum(0)
+        return jnp.matmul(jnp.square(a[:, 0]).T, jnp.square(g[:, :, 0]).sum(0), precision=highest)
+
+    # One example after the other, all columns in one product: its gradients stay in the cache.
+    def one_example(sums: Array, example: tuple[Array, Array]) -> tuple[Array, None]:
+        patches, tangents = example
+        gradients = jnp.matmul(patches.T, tangents, precision=highest)
+        return sums + jnp.square(gradients).reshape(-1, *g.shape[::3]).sum(1), None
+
+    beside = jnp.moveaxis(g, 0, 2).reshape(*a.shape[:2], -1)
+    zeros = jnp.zeros((a.shape[2], g.shape[3]), jnp.promote_types(a.dtype, g.dtype))
+    return jax.lax.scan(one_example, zeros, (a, beside))[0]
 
 
 def _wide(x: Array) -> Array:
