@@ -58,11 +58,24 @@ def _diagonal_columns(roots: Array) -> Array:
 
 
 def _categorical_factor(z: Array) -> Array:
-    probabilities = jax.nn.softmax(z)
+    # The Cholesky factor of diag(p) - p p^T in closed form (Tanabe and Sagae, An exact Cholesky
+    # decomposition and the generalized inverse of the variance-covariance matrix of the multinomial
+    # distribution, JRSS B 1992): below the diagonal -p_j sqrt(p_k / (q_k q_{k+1})), with
+    # q_k = sum_{i >= k} p_i. Every term is a product of positive numbers, so none cancel.
+    p = jax.nn.softmax(z)
+    q = jax.lax.cumsum(p, axis=p.ndim - 1, reverse=True)
+    after = jnp.concatenate([q[..., 1:], jnp.zeros_like(q[..., :1])], axis=-1)
+    share = jnp.sqrt(_quotient(p, q))[..., None, :]
+    below = _quotient(p[..., :, None], jnp.sqrt(after)[..., None, :])
     identity = jnp.eye(z.shape[-1], dtype=z.dtype)
-    # Column c is sqrt(p_c) (e_c - p): the gradient of log p_c, weighted by its own probability.
-    factors = (identity - probabilities[..., :, None]) * jnp.sqrt(probabilities)[..., None, :]
-    return _columns(factors)
+    factors = share * (identity * jnp.sqrt(after)[..., None, :] - jnp.tril(below, -1))
+    # The matrix has rank C - 1, and the last column is zero.
+    return _columns(factors[..., : max(z.shape[-1] - 1, 1)])
+
+
+def _quotient(numerator: Array, denominator: Array) -> Array:
+    """Divide, with 0 / 0 = 0."""
+    return numerator / jnp.where(denominator > 0, denominator, 1)
 
 
 def _check_categorical(shape: tuple[int, ...], y: Array) -> None:
@@ -115,7 +128,7 @@ categorical = Likelihood(
     factor=_categorical_factor,
     check=_check_categorical,
 )
-"""Softmax classes: -log p(y|z) = logsumexp(z) - z_y; S = (I - p 1^T) diag(sqrt p), K = C."""
+"""Softmax classes: -log p(y|z) = logsumexp(z) - z_y; S S^T = diag(p) - p p^T, K = C - 1."""
 
 gaussian = Likelihood(
     negative_log_likelihood=lambda z, y: _over_examples(0.5 * jnp.square(z - y)),

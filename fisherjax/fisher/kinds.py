@@ -21,7 +21,8 @@ def true(likelihood: Likelihood, z: Array, targets: Array | None = None, key: Ke
     """Take the exact expectation over the model's own labels, E_{y ~ p(y|z)}[g g^T].
 
     This is the Fisher information proper: no labels, no randomness, and equal to the generalised
-    Gauss-Newton matrix for the likelihoods of this library. It costs K = C backward passes.
+    Gauss-Newton matrix for the likelihoods of this library. It costs K backward passes: C,
+    and one less for classes.
 
     Args:
         likelihood: What the outputs mean.
