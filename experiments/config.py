@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -13,26 +12,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-import fisherjax as fj
+from experiments.choices import CHOICES, SHARE_TRAINING, check_name
 
-MODELS = {"mlp": fj.models.MLP, "lenet": fj.models.LeNet, "cnn": fj.models.CNN}
-ALGORITHMS = (
-    "fedavg",
-    "fisher_merge",
-    "regmean",
-    "fedfisher_diag",
-    "fedfisher_kfac",
-    "fedfisher_full",
-)
-CHOICES = {
-    "dataset": fj.data.NAMES,
-    "model": tuple(MODELS),
-    "partition": ("fedfisher", "iid"),
-    "algorithms": ALGORITHMS,
-    "fisher_kind": ("true", "sampled", "empirical"),
-    "solver": ("cg", "gd", "adam"),
-    "on_nonfinite": ("raise", "drop"),
-}
 WHERE_AND_HOW = ("data_dir", "out", "clients_per_chunk")
 """Options that change no result beyond rounding: a run may continue with others."""
 
@@ -42,6 +23,11 @@ def _names(field: str) -> Any:
 
 
 Names = tuple[str, ...]
+_LATER = (
+    *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
+    *("fedlpa_damping", "fedlpa_balanced", "mu", "then_rounds", "central"),
+)
+"""Options that the first runs did not have; their defaults are what those runs did."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +42,15 @@ class Config:
     num_clients: int = 5
     """Over how many clients the training data are split."""
     partition: Annotated[str, _names("partition")] = "fedfisher"
-    """How: by Dirichlet shares of the classes, or all alike (iid)."""
+    """How: Dirichlet shares of each client (fedfisher) or class (niid_bench), classes, or iid."""
     alpha: float = 0.1
-    """Of the Dirichlet: 0.05 gives a client one or two classes, 100 nearly equal shares."""
+    """Of fedfisher: 0.05 gives a client one or two classes, 100 nearly equal shares."""
+    beta: float = 0.1
+    """Of niid_bench: at 0.01 a class goes to one client or two, at 100 to all equally."""
+    min_size: int = 10
+    """Of niid_bench: it is drawn again until every client has so many examples."""
+    classes_per_client: int = 2
+    """Of classes_per_client: how many classes each client owns ("#C")."""
     partition_seeds: tuple[int, ...] = (0, 1, 2, 3)
     """One split for each; they have nothing to do with the seeds of training."""
     epochs: int = 30
@@ -67,20 +59,36 @@ class Config:
     """Of stochastic gradient descent."""
     momentum: float = 0.9
     """0 is plain stochastic gradient descent."""
+    weight_decay: float = 0.0
+    """Times the weights, added to every gradient."""
     batch_size: int = 32
     """Examples of a training step."""
     augment: bool = False
     """Crop and mirror training images at random; never for the Fisher information."""
+    augment_border: Annotated[str, _names("augment_border")] = "constant"
+    """What crops see beyond the edge: zeros, or the image mirrored there (reflect)."""
+    normalize: bool = True
+    """Subtract the mean of the pixels and divide by their deviation, after scaling to [0, 1]."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of the initial model and of training; each is trained once on each split."""
-    algorithms: Annotated[Names, _names("algorithms")] = ALGORITHMS[:5]
-    """How to merge; fedfisher_full is for a few thousand parameters."""
+    algorithms: Annotated[Names, _names("algorithms")] = SHARE_TRAINING[:5]
+    """How to merge; fedfisher_full is for a few thousand parameters, fedlpa_gd is slow."""
     fisher_kind: Annotated[str, _names("fisher_kind")] = "true"
     """Labels of the Fisher: expected under the model (true), drawn from it, or the data's."""
     damping: float | Literal["default"] = "default"
     """Of fedfisher_*, relative to each layer's scale; default: 1 for K-FAC, 0 for others."""
     solver: Annotated[str, _names("solver")] = "cg"
     """Of fedfisher_*; adam is the paper's, which needs 500 validation images."""
+    fedlpa_damping: float = 1e-3
+    """Of fedlpa*, lambda: absolute, its square root reaches each Kronecker factor."""
+    fedlpa_balanced: bool = False
+    """Share the damping of fedlpa* out by the traces of the two factors; otherwise equally."""
+    mu: float = 1e-3
+    """Of fedprox: how strongly clients are pulled back to where they started."""
+    then_rounds: int = 0
+    """Rounds of federated averaging after each merged model."""
+    central: bool = True
+    """Also train a model on all the data, the ceiling."""
     on_nonfinite: Annotated[str, _names("on_nonfinite")] = "raise"
     """Stop when a client diverges, or leave it out of every merge."""
     clients_per_chunk: int | Literal["auto"] = "auto"
@@ -124,7 +132,7 @@ def defaults(dataset: str) -> Config:
         >>> defaults("mnist").model
         'lenet'
     """
-    _check_name("dataset", dataset)
+    check_name("dataset", dataset)
     return Config(dataset=dataset, **_DEFAULTS[dataset])
 
 
@@ -170,16 +178,20 @@ def check(config: Config) -> None:
     Example:
         >>> check(dataclasses.replace(Config(), model="lenett"))
         Traceback (most recent call last):
-        ValueError: --model is 'lenett', did you mean 'lenet'? Known: mlp, lenet, cnn
+        ValueError: --model is 'lenett', did you mean 'lenet'? Known: mlp, ...
     """
     for field in CHOICES:
         values = getattr(config, field)
         for value in values if isinstance(values, tuple) else (values,):
-            _check_name(field, value)
-    _check_number(config, "alpha", "a number above 0", lambda x: 0 < x < math.inf)
-    for field in ("num_clients", "epochs", "batch_size"):
+            check_name(field, value)
+    for field in ("alpha", "beta", "learning_rate"):
+        _check_number(config, field, "a number above 0", lambda x: 0 < x < math.inf)
+    for field in ("num_clients", "classes_per_client", "epochs", "batch_size"):
         _check_number(config, field, "a whole number from 1 up", lambda x: x >= 1)
-    _check_number(config, "learning_rate", "a number above 0", lambda x: 0 < x < math.inf)
+    for field in ("min_size", "then_rounds"):
+        _check_number(config, field, "a whole number from 0 up", lambda x: x >= 0)
+    for field in ("weight_decay", "fedlpa_damping", "mu"):
+        _check_number(config, field, "a number from 0 up", _is_not_negative)
     _check_number(config, "momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1)
     if config.damping != "default":
         _check_number(config, "damping", "default or a number from 0 up", _is_not_negative)
@@ -211,9 +223,34 @@ def name(config: Config) -> str:
         'digits-mlp-m5-fedfisher0.1'
     """
     values = {k: v for k, v in contents(config).items() if k not in WHERE_AND_HOW}
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
-    split = f"fedfisher{config.alpha:g}" if config.partition == "fedfisher" else config.partition
-    return f"{config.dataset}-{config.model}-m{config.num_clients}-{split}-{digest}"
+    # A run from before these options existed keeps its name.
+    added = {field: values.pop(field) for field in _LATER}
+    changed = {field: value for field, value in added.items() if value != getattr(Config, field)}
+    told = json.dumps(values | changed, sort_keys=True)
+    digest = hashlib.sha256(told.encode()).hexdigest()[:6]
+    how = "".join(split(config))
+    return f"{config.dataset}-{config.model}-m{config.num_clients}-{how}-{digest}"
+
+
+def split(config: Config) -> tuple[str, str]:
+    """Name how data are split, and by which number.
+
+    Args:
+        config: any configuration.
+
+    Returns:
+        The partition, and its number as text, empty where it has none.
+
+    Example:
+        >>> split(Config(partition="niid_bench", beta=0.5))
+        ('niid_bench', '0.5')
+    """
+    number = {
+        "fedfisher": f"{config.alpha:g}",
+        "niid_bench": f"{config.beta:g}",
+        "classes_per_client": str(config.classes_per_client),
+    }
+    return config.partition, number.get(config.partition, "")
 
 
 def command(config: Config) -> str:
@@ -241,16 +278,6 @@ def _plain(value: Any) -> Any:
 
 def _is_not_negative(x: float) -> bool:
     return 0 <= x < math.inf
-
-
-def _check_name(field: str, value: str) -> None:
-    known = CHOICES[field]
-    if value not in known:
-        nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"--{field.replace('_', '-')} is {value!r}, did you mean {nearest!r}? "
-            f"Known: {', '.join(known)}"
-        )
 
 
 def _check_number(config: Config, field: str, expected: str, accept: Any) -> None:

@@ -1,6 +1,7 @@
 """What the units of an experiment share: the split data, the network, the methods."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -10,12 +11,17 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.config import MODELS, Config
+from experiments.choices import MODELS
+from experiments.config import Config
 from experiments.methods import Method, check_full, methods
 from fisherjax.clients import Federation
 from fisherjax.typing import Apply, Array, Key, Params
 
 NUM_VALIDATION = 500
+_SPLIT = (
+    *("partition", "alpha", "beta", "min_size", "classes_per_client"),
+    *("partition_seeds", "seeds", "out"),
+)
 
 
 class Experiment(NamedTuple):
@@ -64,37 +70,71 @@ def prepare(config: Config) -> Experiment:
         The experiment.
 
     Raises:
-        ValueError: if there are more clients than examples, the network does not take these
-            images, or a method would need too much memory.
+        ValueError: if the data cannot be split so, the network does not take these images, or a
+            method would need too much memory.
         FileNotFoundError: if the data set is not there.
     """
+    return prepare_splits([config])[0]
+
+
+def prepare_splits(configs: Sequence[Config]) -> list[Experiment]:
+    """Prepare experiments that differ in how the data are split, and in seeds and folders.
+
+    They share all that is compiled.
+
+    Args:
+        configs: checked configurations.
+
+    Returns:
+        An experiment for each.
+
+    Raises:
+        ValueError: if they differ in more, or as `prepare`.
+        FileNotFoundError: as `prepare`.
+    """
+    config = configs[0]
+    for other in configs:
+        if _without_split(other) != _without_split(config):
+            raise ValueError(
+                f"{other} and {config} differ in more than {', '.join(_SPLIT)}: prepare each alone"
+            )
     train, test = fj.data.load(config.dataset, config.data_dir)
-    partitions = {seed: _partition(config, train.targets, seed) for seed in config.partition_seeds}
+    partitions = [
+        {seed: _partition(own, train, seed) for seed in own.partition_seeds} for own in configs
+    ]
     model = MODELS[config.model](num_classes=train.num_classes)
-    normalize = fj.data.normalizer(train)
+    normalize = fj.data.normalizer(train if config.normalize else _raw(train))
     apply = fj.models.apply_fn(model, normalize)
     init = jax.jit(lambda key: fj.models.init(model, key, train.inputs))
     check_full(config, jax.eval_shape(init, jax.random.key(0)))
 
     data = jnp.asarray(train.inputs), jnp.asarray(train.targets)
-    return Experiment(
+    federations = _federations(data, partitions)
+    first = Experiment(
         config=config,
         apply=apply,
         init=init,
-        optimizer=optax.sgd(config.learning_rate, config.momentum or None),
-        augment=fj.data.crop_and_flip(normalize) if config.augment else None,
+        optimizer=_optimizer(config),
+        augment=_augment(config, normalize),
         methods=methods(config, apply),
-        federations=_federations(data, partitions),
+        federations=federations[0],
         central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
-        label_counts={
-            seed: fj.partition.label_counts(train.targets, rows)
-            for seed, rows in partitions.items()
-        },
+        label_counts={},
         test=(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
         local_accuracies=jax.jit(partial(fj.metrics.local_accuracies, apply)),
         accuracy=jax.jit(partial(fj.metrics.accuracy, apply)),
         ensemble_accuracy=jax.jit(partial(fj.metrics.ensemble_accuracy, apply)),
     )
+    return [
+        first._replace(
+            config=own,
+            federations=ready,
+            label_counts={
+                seed: fj.partition.label_counts(train.targets, rows) for seed, rows in split.items()
+            },
+        )
+        for own, ready, split in zip(configs, federations, partitions, strict=True)
+    ]
 
 
 def validation(experiment: Experiment, partition_seed: int) -> tuple[Array, Array]:
@@ -113,21 +153,63 @@ def validation(experiment: Experiment, partition_seed: int) -> tuple[Array, Arra
     return inputs[rows], targets[rows]
 
 
-def _partition(config: Config, targets: np.ndarray, seed: int) -> list[np.ndarray]:
+def _without_split(config: Config) -> Config:
+    return dataclasses.replace(config, **{field: getattr(Config, field) for field in _SPLIT})
+
+
+def _partition(config: Config, train: fj.data.Dataset, seed: int) -> list[np.ndarray]:
+    targets, num_clients = train.targets, config.num_clients
     if config.partition == "iid":
-        return fj.partition.iid(targets, config.num_clients, seed)
-    return fj.partition.fedfisher(targets, config.num_clients, config.alpha, seed)
+        return fj.partition.iid(targets, num_clients, seed)
+    if config.partition == "niid_bench":
+        return fj.partition.niid_bench(
+            targets, num_clients, config.beta, seed, min_size=config.min_size
+        )
+    if config.partition == "classes_per_client":
+        if config.classes_per_client > train.num_classes:
+            raise ValueError(
+                f"--classes-per-client is {config.classes_per_client}, expected 1 to the "
+                f"{train.num_classes} classes of {train.name}"
+            )
+        return fj.partition.classes_per_client(
+            targets, num_clients, config.classes_per_client, seed
+        )
+    return fj.partition.fedfisher(targets, num_clients, config.alpha, seed)
+
+
+def _raw(dataset: fj.data.Dataset) -> fj.data.Dataset:
+    """Leave pixels as they are, but for their scale."""
+    channels = len(dataset.mean)
+    return dataset._replace(mean=(0.0,) * channels, std=(1.0,) * channels)
+
+
+def _optimizer(config: Config) -> optax.GradientTransformation:
+    descent = optax.sgd(config.learning_rate, config.momentum or None)
+    if config.weight_decay == 0:
+        return descent
+    return optax.chain(optax.add_decayed_weights(config.weight_decay), descent)
+
+
+def _augment(
+    config: Config, normalize: Callable[[Array], Array]
+) -> Callable[[Key, Array], Array] | None:
+    if not config.augment:
+        return None
+    return fj.data.crop_and_flip(normalize, mode=config.augment_border)
 
 
 def _federations(
-    data: tuple[Array, Array], partitions: dict[int, list[np.ndarray]]
-) -> dict[int, Federation]:
+    data: tuple[Array, Array], partitions: Sequence[dict[int, list[np.ndarray]]]
+) -> list[dict[int, Federation]]:
     """Make federations of equal shapes: padding costs nothing, another shape a compilation."""
-    ready = {seed: fj.clients.federation(data, rows) for seed, rows in partitions.items()}
-    longest = max(federation.indices.shape[1] for federation in ready.values())
+    ready = [
+        {seed: fj.clients.federation(data, rows) for seed, rows in split.items()}
+        for split in partitions
+    ]
+    longest = max(own.indices.shape[1] for split in ready for own in split.values())
 
     def padded(federation: Federation) -> Federation:
         more = longest - federation.indices.shape[1]
         return federation._replace(indices=jnp.pad(federation.indices, ((0, 0), (0, more))))
 
-    return {seed: padded(federation) for seed, federation in ready.items()}
+    return [{seed: padded(own) for seed, own in split.items()} for split in ready]

@@ -1,16 +1,50 @@
-"""The figure of a run: one dot for each run and the mean of each algorithm."""
+"""The figure of a run, a dot for each run and the mean of each algorithm; how figures are made."""
 
 import io
 import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from experiments.report import MEANINGS, Line
 
 _MERGED, _REFERENCE, _INK = "#0b5fa5", "#8a8a8a", "#222222"
+
+
+def canvas(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+    """Begin a figure without pyplot and its global state, so that no display is needed.
+
+    Args:
+        width: inches.
+        height: inches.
+        columns: axes side by side.
+
+    Returns:
+        Matplotlib's figure and its axes, an array of them if there are several.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(1, columns)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; the file changes as a whole or not at all.
+
+    Args:
+        figure: from `canvas`.
+        path: of the PNG file.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(picture.getvalue())
+    os.replace(partial, path)
 
 
 def accuracy(table: Sequence[Line], title: str, path: Path) -> None:
@@ -21,12 +55,7 @@ def accuracy(table: Sequence[Line], title: str, path: Path) -> None:
         title: above the figure.
         path: of the PNG file.
     """
-    # Neither pyplot nor its global state, so that no display is needed.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 0.9 + 0.42 * len(table)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = canvas(7.2, 0.9 + 0.42 * len(table))
     for place, line in enumerate(table):
         colour = _REFERENCE if line.algorithm in MEANINGS else _MERGED
         mean = statistics.fmean(line.accuracies)
@@ -59,11 +88,7 @@ def accuracy(table: Sequence[Line], title: str, path: Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(picture.getvalue())
-    os.replace(partial, path)
+    save(figure, path)
 
 
 def _spread(count: int) -> np.ndarray:

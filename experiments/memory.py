@@ -44,17 +44,25 @@ def predict(experiment: Experiment) -> Need:
     """
     federation = next(iter(experiment.federations.values()))
     params, key = runs.start(experiment, experiment.config.seeds[0])
-    training = fj.training.train_memory(
-        experiment.apply,
-        fj.likelihoods.categorical,
-        params,
-        federation,
-        key=key,
-        progress=True,
-        **runs.training_options(experiment, federation),
-    )
     chunk = runs.chunk(experiment.config, federation)
-    needs = {"training": training}
+    trainings = {"training": {}} | {
+        f"training for {name}": method.restraint(params)
+        for name, method in experiment.methods.items()
+        if method.restraint is not None
+    }
+    needs = {
+        step: fj.training.train_memory(
+            experiment.apply,
+            fj.likelihoods.categorical,
+            params,
+            federation,
+            key=key,
+            progress=True,
+            **runs.training_options(experiment, federation),
+            **restraint,
+        )
+        for step, restraint in trainings.items()
+    }
     for name, method in experiment.methods.items():
         needs[f"the clients' summaries for {name}"] = fj.clients.summarize_memory(
             method.clients,

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.tree_util import Partial
@@ -35,17 +35,20 @@ class Method(NamedTuple):
             updates, which are computed once; it is the same object in all runs, so that nothing
             compiles twice.
         server: `(validation images, labels) -> aggregator`, whose other half merges the updates.
+        restraint: `initial params -> options of fj.training.train`, of an algorithm that trains its
+            own clients; None for those that merge the same ones.
     """
 
     clients: Aggregator
     server: Callable[[Array, Array], Aggregator]
+    restraint: Callable[[Params], dict[str, Any]] | None = None
 
 
 def methods(config: Config, apply: Apply) -> dict[str, Method]:
     """Make the algorithms of an experiment.
 
     Args:
-        config: names them, and the kind of Fisher, the damping and the solver.
+        config: names them, and the kind of Fisher, the dampings and the solver.
         apply: `(params, inputs [B, ...]) -> outputs [B, C]`.
 
     Returns:
@@ -78,7 +81,44 @@ def methods(config: Config, apply: Apply) -> dict[str, Method]:
         if "fedfisher_diag" in ready:  # its clients send the same
             method = method._replace(clients=ready["fedfisher_diag"].clients)
         ready["fisher_merge"] = method
+    ready |= _fedlpa(config, apply) | _niid_bench(config)
     return {name: ready[name] for name in config.algorithms}
+
+
+def _fedlpa(config: Config, apply: Apply) -> dict[str, Method]:
+    """Make FedLPA with each solver; their clients send the same."""
+    make = partial(
+        fj.aggregation.fedlpa,
+        apply,
+        fj.likelihoods.categorical,
+        damping=config.fedlpa_damping,
+        balanced=config.fedlpa_balanced,
+    )
+    solvers = {
+        "fedlpa": None,
+        "fedlpa_ea": fj.aggregation.expectation_approximation(),
+        "fedlpa_gd": fj.aggregation.residual_descent(),
+    }
+    clients = make()
+    return {
+        name: _alone(make(solver=solver))._replace(clients=clients)
+        for name, solver in solvers.items()
+    }
+
+
+def _niid_bench(config: Config) -> dict[str, Method]:
+    """Make the algorithms that FedLPA is compared with."""
+    steps = {"epochs": config.epochs, "batch_size": config.batch_size}
+    scaffold = fj.aggregation.scaffold(config.num_clients, **steps)
+    return {
+        "fednova": _alone(fj.aggregation.fednova(**steps, momentum=config.momentum)),
+        "fedprox": _alone(fj.aggregation.fedavg())._replace(
+            restraint=lambda _: {"proximal": config.mu}
+        ),
+        "scaffold": _alone(scaffold)._replace(
+            restraint=lambda params: {"correction": scaffold.init(params).correction}
+        ),
+    }
 
 
 def validated_adam(

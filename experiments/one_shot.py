@@ -6,8 +6,9 @@ outputs (ensemble) and a model trained on all the data (central), the ceiling. W
 this is the digits demo, which takes seconds and needs no download.
 
 A run leaves in its folder: config.json, all that is needed to run it again; results.csv, one row
-for each number; summary.md, the table; accuracy.png, the figure. An interrupted run keeps what it
-finished, and continues when the same command is given again.
+for each number; label_counts.csv, who owns which label; summary.md, the table; accuracy.png, the
+figure, and rounds.png if rounds follow. An interrupted run keeps what it finished, and continues
+when the same command is given again.
 """
 
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from experiments import config, figures, memory, records, report, runs
+from experiments import config, figures, memory, records, report, rounds, runs
 from experiments.experiment import Experiment, prepare
 from experiments.progress import Watch
 from experiments.records import Row
@@ -72,6 +73,7 @@ def _execute(
             console.print(f"[yellow]It was started in another environment: {change}.[/]")
     else:
         records.write_config(asked.out, asked)
+    records.write_labels(asked.out / records.LABELS, experiment.label_counts)
     for seed, counts in experiment.label_counts.items():
         console.print(report.label_table(counts, seed))
     with Watch(console, asked, missing) as watch:
@@ -90,9 +92,15 @@ def _report(asked: config.Config, rows: list[Row], console: Console) -> None:
     console.print(report.accuracy_table(table, title))
     console.print(report.footnote(), style="dim")
     summary = report.summary(rows, asked, records.read_environment(asked.out))
+    names = [records.CONFIG, records.RESULTS, records.LABELS, "summary.md", "accuracy.png"]
+    curves = rounds.curves(rows, asked.algorithms)
+    if curves:
+        console.print(rounds.table(curves))
+        summary += "\n" + rounds.markdown(curves)
+        rounds.figure(curves, title, asked.out / "rounds.png")
+        names.append("rounds.png")
     records.write_text(asked.out / "summary.md", summary)
     figures.accuracy(table, title, asked.out / "accuracy.png")
-    names = (records.CONFIG, records.RESULTS, "summary.md", "accuracy.png")
     console.print(f"\nIn {asked.out}/: {', '.join(names)}", soft_wrap=True)
 
 

@@ -26,7 +26,7 @@ class Watch:
     def __init__(self, console: Console, config: Config, units: Sequence[Unit]):
         self._console = console
         self._total = sum(runs.steps(config, unit) for unit in units)
-        self._num_epochs = config.epochs * len(units)
+        self._num_epochs = sum(runs.epochs(config, unit) for unit in units)
         self._estimated = False
         self._start = time.perf_counter()
         self._first: tuple[float, float] | None = None  # when the first unit ended, and its steps
@@ -54,9 +54,9 @@ class Watch:
         """Take the bar away."""
         self._bar.stop()
 
-    def begin(self, unit: Unit) -> runs.Progress:
-        """Return what a unit calls while it is computed."""
-        name = describe(unit)
+    def begin(self, unit: Unit, where: str = "") -> runs.Progress:
+        """Return what a unit calls while it is computed; `where` stands before its name."""
+        name = where + describe(unit)
         ends: list[float] = []
 
         def epoch(loss: float) -> None:
@@ -70,9 +70,11 @@ class Watch:
 
         return runs.Progress(epoch, step)
 
-    def finish(self, unit: Unit, rows: Sequence[Row], seconds: float) -> None:
+    def finish(self, unit: Unit, rows: Sequence[Row], seconds: float, where: str = "") -> None:
         """Say what a unit gave, and how long the others may take."""
-        merged = [row for row in rows if row.algorithm not in ("local", "ensemble")]
+        others = ("local", "ensemble")
+        measured = [row for row in rows if row.metric == "accuracy" and row.round == 1]
+        merged = [row for row in measured if row.algorithm not in others]
         values = "  ".join(f"{row.algorithm} {100 * row.value:.1f}" for row in merged)
         done, now = self._bar.tasks[0].completed, time.perf_counter()
         # The first unit compiles, so that it bounds the others and they estimate one another.
@@ -84,7 +86,7 @@ class Watch:
         left = (now - from_time) / max(done - from_done, 1) * (self._total - done)
         to_go = f", {bound} {duration(left)} to go" if left > _WORTH_SAYING else ""
         time_taken = f"[dim]({seconds:.1f} s{to_go})[/]"
-        self._console.print(f"{describe(unit)}: {values}  {time_taken}", soft_wrap=True)
+        self._console.print(f"{where}{describe(unit)}: {values}  {time_taken}", soft_wrap=True)
 
     def _estimate(self, seconds: float) -> None:
         """Say once, early, how long training will take."""

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 import fisherjax as fj
 from experiments.config import WHERE_AND_HOW, Config, command, contents
 
-CONFIG, RESULTS = "config.json", "results.csv"
+CONFIG, RESULTS, LABELS = "config.json", "results.csv", "label_counts.csv"
 
 
 class Row(NamedTuple):
@@ -32,7 +33,8 @@ class Row(NamedTuple):
         split: of the data that were used to measure.
         metric: what was measured.
         value: accuracy is a fraction.
-        seconds: of the clients' summaries and the merge; for `local` and `central` of the training,
+        seconds: of the clients' summaries and the merge, and of the training where an algorithm
+            trains its own clients or in a later round; for `local` and `central` of the training,
             of all clients together. The first run of a session includes compilation.
         upload_bytes: what one client sends.
     """
@@ -56,7 +58,7 @@ Unit = tuple[int | None, int]
 def units(config: Config) -> list[Unit]:
     """List what has to be computed: each seed on each split, then each seed on all the data.
 
-    The ceilings come last: an interrupted run has merged what it could.
+    The ceilings, if wanted, come last: an interrupted run has merged what it could.
 
     Args:
         config: the experiment.
@@ -65,7 +67,7 @@ def units(config: Config) -> list[Unit]:
         Pairs of a partition seed, None for all the data, and a seed.
     """
     splits = [(split, seed) for seed in config.seeds for split in config.partition_seeds]
-    return splits + [(None, seed) for seed in config.seeds]
+    return splits + [(None, seed) for seed in config.seeds if config.central]
 
 
 def finished(rows: Iterable[Row]) -> set[Unit]:
@@ -96,7 +98,8 @@ def resume(out: Path, config: Config) -> list[Row]:
             f"{out} holds a {RESULTS} without a {CONFIG}, so nobody knows what it is of: choose "
             "another --out"
         )
-    before = json.loads((out / CONFIG).read_text())["configuration"]
+    # Options that did not exist then have done what their defaults do.
+    before = contents(Config()) | json.loads((out / CONFIG).read_text())["configuration"]
     differing = _differences(before, contents(config))
     if differing:
         raise ValueError(
@@ -158,6 +161,22 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(Row._fields)
     writer.writerows(rows)  # None becomes an empty cell
+    write_text(path, text.getvalue())
+
+
+def write_labels(path: Path, label_counts: dict[int, np.ndarray]) -> None:
+    """Write how many examples of each class each client holds.
+
+    Args:
+        path: of the CSV file.
+        label_counts: by partition seed, [M, C].
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    num_classes = next(iter(label_counts.values())).shape[1]
+    writer.writerow(("partition_seed", "client", *range(num_classes)))
+    for seed, counts in label_counts.items():
+        writer.writerows((seed, client, *own) for client, own in enumerate(counts.tolist()))
     write_text(path, text.getvalue())
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from experiments.config import Config, command, contents
+from experiments.choices import TRAIN_THEIR_OWN
+from experiments.config import Config, command, contents, split
 from experiments.records import Row
 
 MEANINGS = {
@@ -47,7 +48,7 @@ def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
     """
     gathered = []
     for name in ("local", "ensemble", *algorithms, "central"):
-        own = [row for row in rows if row.algorithm == name and row.metric == "accuracy"]
+        own = [row for row in rows if row.algorithm == name and row.round == 1]
         units = dict.fromkeys((row.partition_seed, row.seed) for row in own)
         if not units:
             continue
@@ -131,8 +132,10 @@ def summary(rows: Sequence[Row], config: Config, environment: dict[str, object])
 
 def title(config: Config) -> str:
     """Say in one line what was run."""
-    split = f"fedfisher, alpha {config.alpha:g}" if config.partition == "fedfisher" else "iid"
-    return f"{config.dataset}, {config.model}, {config.num_clients} clients ({split})"
+    partition, number = split(config)
+    option = {"fedfisher": ", alpha ", "niid_bench": ", beta ", "classes_per_client": " = "}
+    how = f"{partition}{option.get(partition, '')}{number}"
+    return f"{config.dataset}, {config.model}, {config.num_clients} clients ({how})"
 
 
 def footnote() -> str:
@@ -141,7 +144,8 @@ def footnote() -> str:
     return (
         "Test accuracy, its mean and standard deviation over runs (partition seeds x seeds); "
         "upload of one client; seconds of the clients' summaries and the merge, of local and "
-        "central of training, median over runs, where the first includes compilation. "
+        f"central of training, of {' and '.join(TRAIN_THEIR_OWN)} of all three, median over runs, "
+        "where the first includes compilation. "
         f"{meanings[0].upper()}{meanings[1:]}."
     )
 

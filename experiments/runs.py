@@ -8,11 +8,15 @@ import jax
 import numpy as np
 
 import fisherjax as fj
+from experiments.choices import TRAIN_THEIR_OWN
 from experiments.config import Config
 from experiments.experiment import Experiment, validation
+from experiments.methods import Method
 from experiments.records import Row, Unit
 from fisherjax.clients import Federation, LocalModels
 from fisherjax.typing import Array, Key, Params
+
+_ROUNDS = 2  # keys of fj.clients are folded with 0 to train and with 1 to summarize
 
 
 class Diverged(ValueError):
@@ -31,9 +35,18 @@ class Progress(NamedTuple):
     step: Callable[[str], None]
 
 
+def epochs(config: Config, unit: Unit) -> int:
+    """Count the epochs of a unit, in all of its trainings."""
+    trainings = 1
+    if unit[0] is not None:
+        trainings += len(set(config.algorithms) & set(TRAIN_THEIR_OWN))
+        trainings += len(config.algorithms) * config.then_rounds
+    return trainings * config.epochs
+
+
 def steps(config: Config, unit: Unit) -> int:
     """Count the steps of a unit, an epoch or an algorithm being one."""
-    return config.epochs + (0 if unit[0] is None else len(config.algorithms))
+    return epochs(config, unit) + (0 if unit[0] is None else len(config.algorithms))
 
 
 def chunk(config: Config, federation: Federation) -> int | None:
@@ -59,8 +72,8 @@ def run(experiment: Experiment, unit: Unit, progress: Progress) -> list[Row]:
 
     Args:
         experiment: what `prepare` returned.
-        unit: a partition seed and a seed: train the clients, merge them in every way. Without a
-            partition seed: train on all the data.
+        unit: a partition seed and a seed: train the clients, merge them in every way, and go on
+            for the rounds that were asked for. Without a partition seed: train on all the data.
         progress: told of each epoch and step.
 
     Returns:
@@ -72,37 +85,62 @@ def run(experiment: Experiment, unit: Unit, progress: Progress) -> list[Row]:
     partition_seed, seed = unit
     if partition_seed is None:
         return _central(experiment, seed, progress)
-    federation = experiment.federations[partition_seed]
     params, key = start(experiment, seed)
-    models, seconds = _train(experiment, federation, params, key, progress)
-    stacked, weights = _finite(experiment.config, models.params, federation.weights)
-
-    local = experiment.local_accuracies(models.params, *experiment.test)
-    ensemble = experiment.ensemble_accuracy(stacked, weights, *experiment.test)
-    rows = [_row("local", unit, value, client=i, seconds=seconds) for i, value in enumerate(local)]
-    rows.append(_row("ensemble", unit, ensemble, upload_bytes=_upload(stacked)))
-    for name, merged, seconds, upload in _merged(
-        experiment, unit, params, stacked, weights, key, progress
-    ):
-        value = experiment.accuracy(merged, *experiment.test)
+    rows, merged = [], {}
+    for restraint in dict.fromkeys([None, *(m.restraint for m in experiment.methods.values())]):
+        federation = experiment.federations[partition_seed]
+        options = {} if restraint is None else restraint(params)
+        models, training = _train(experiment, federation, params, key, progress, **options)
+        stacked, weights = _finite(experiment.config, models.params, federation.weights)
+        if restraint is None:
+            rows += _references(experiment, unit, models.params, stacked, weights, training)
+        methods = {n: m for n, m in experiment.methods.items() if m.restraint is restraint}
+        for name, result in _merged(
+            experiment, methods, unit, params, stacked, weights, key, progress
+        ).items():
+            own_training = 0.0 if restraint is None else training
+            merged[name] = result._replace(seconds=round(result.seconds + own_training, 4))
+    for name in experiment.methods:
+        params, seconds, upload = merged[name]
+        value = experiment.accuracy(params, *experiment.test)
         rows.append(_row(name, unit, value, seconds=seconds, upload_bytes=upload))
+        rows += _then_rounds(experiment, unit, name, params, key, progress)
     return rows
+
+
+class _Merged(NamedTuple):
+    """What one algorithm gave."""
+
+    params: Params
+    seconds: float
+    upload_bytes: int
+
+
+def _references(
+    experiment: Experiment, unit: Unit, local: Params, stacked: Params, weights: Array, time: float
+) -> list[Row]:
+    """Measure the clients' own models, and their ensemble."""
+    accuracies = experiment.local_accuracies(local, *experiment.test)
+    ensemble = experiment.ensemble_accuracy(stacked, weights, *experiment.test)
+    rows = [_row("local", unit, own, client=i, seconds=time) for i, own in enumerate(accuracies)]
+    return [*rows, _row("ensemble", unit, ensemble, upload_bytes=_upload(stacked))]
 
 
 def _merged(
     experiment: Experiment,
+    methods: dict[str, Method],
     unit: Unit,
     params: Params,
     stacked: Params,
     weights: Array,
     key: Key,
     progress: Progress,
-) -> list[tuple[str, Params, float, int]]:
-    """Merge by every method: its name, the merged model, seconds and upload."""
+) -> dict[str, _Merged]:
+    """Merge the same clients by several methods."""
     results = {}
     images = validation(experiment, unit[0])
-    for clients in {method.clients: None for method in experiment.methods.values()}:
-        sharing = {n: m for n, m in experiment.methods.items() if m.clients == clients}
+    for clients in {method.clients: None for method in methods.values()}:
+        sharing = {n: m for n, m in methods.items() if m.clients == clients}
         progress.step(f"{next(iter(sharing))}: summaries of the clients")
         updates, seconds = _timed(
             lambda clients=clients: fj.clients.summarize(
@@ -121,8 +159,30 @@ def _merged(
             (merged, _), more = _timed(
                 lambda server=server, updates=updates: _merge(server, params, updates, weights)
             )
-            results[name] = (name, merged, round(seconds + more, 4), _upload(updates))
-    return [results[name] for name in experiment.methods]
+            results[name] = _Merged(merged, seconds + more, _upload(updates))
+    return results
+
+
+def _then_rounds(
+    experiment: Experiment, unit: Unit, name: str, params: Params, key: Key, progress: Progress
+) -> list[Row]:
+    """Go on with rounds of federated averaging, with the same minibatches for every algorithm."""
+    rows = []
+    federation = experiment.federations[unit[0]]
+    for number in range(2, experiment.config.then_rounds + 2):
+        round_key = jax.random.fold_in(jax.random.fold_in(key, _ROUNDS), number)
+        models, seconds = _train(experiment, federation, params, round_key, progress)
+        stacked, weights = _finite(experiment.config, models.params, federation.weights)
+        params = fj.tree.weighted_sum(stacked, weights)
+        row = _row(
+            name,
+            unit,
+            experiment.accuracy(params, *experiment.test),
+            seconds=seconds,
+            upload_bytes=_upload(stacked),
+        )
+        rows.append(row._replace(round=number))
+    return rows
 
 
 def _merge(
@@ -160,7 +220,12 @@ def start(experiment: Experiment, seed: int) -> tuple[Params, Key]:
 
 
 def _train(
-    experiment: Experiment, federation: Federation, params: Params, key: Key, progress: Progress
+    experiment: Experiment,
+    federation: Federation,
+    params: Params,
+    key: Key,
+    progress: Progress,
+    **restraint: Any,
 ) -> tuple[LocalModels, float]:
     config = experiment.config
     weights = np.asarray(federation.weights)
@@ -187,6 +252,7 @@ def _train(
             key=key,
             progress=after_epoch,
             **training_options(experiment, federation),
+            **restraint,
         )
     )
 

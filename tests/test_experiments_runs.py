@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import config, memory, one_shot, records, runs
+from experiments.choices import ALGORITHMS, CHOICES
 from experiments.config import Config
 from experiments.experiment import Experiment, prepare, validation
 from experiments.methods import check_full
@@ -54,7 +55,7 @@ def whole(tmp_path_factory) -> Path:
     return out
 
 
-def test_a_run_leaves_one_row_for_each_number_and_all_four_files(whole):
+def test_a_run_leaves_one_row_for_each_number_and_all_five_files(whole):
     rows = records.read(whole / "results.csv")
     names = [(row.algorithm, row.partition_seed, row.client) for row in rows]
     merged = ("ensemble", *SMALL.algorithms)
@@ -64,7 +65,7 @@ def test_a_run_leaves_one_row_for_each_number_and_all_four_files(whole):
     assert sorted(names, key=str) == sorted(expected, key=str)
     assert all(0 <= row.value <= 1 for row in rows)
     files = {path.name for path in whole.iterdir()}
-    assert files == {"config.json", "results.csv", "summary.md", "accuracy.png"}
+    assert files == {"config.json", "results.csv", "label_counts.csv", "summary.md", "accuracy.png"}
 
 
 def test_a_finished_run_prints_its_table_again_and_computes_nothing(whole, capsys, compilations):
@@ -147,15 +148,15 @@ def test_nothing_compiles_again_for_another_split_or_seed(experiment, compilatio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver", config.CHOICES["solver"])
+@pytest.mark.parametrize("solver", CHOICES["solver"])
 def test_one_client_is_what_every_algorithm_and_the_central_model_give(solver):
     everything = dataclasses.replace(
-        SMALL, num_clients=1, partition_seeds=(0,), solver=solver, algorithms=config.ALGORITHMS
+        SMALL, num_clients=1, partition_seeds=(0,), solver=solver, algorithms=ALGORITHMS, mu=0.0
     )
     experiment = prepare(everything)
     rows = runs.run(experiment, (0, 0), SILENT)
     values = {row.value for row in rows}
-    assert {row.algorithm for row in rows} == {"local", "ensemble", *config.ALGORITHMS}
+    assert {row.algorithm for row in rows} == {"local", "ensemble", *ALGORITHMS}
     assert np.ptp(list(values)) < 2 / len(experiment.test[1])
 
 
@@ -195,6 +196,11 @@ def test_a_diverged_client_is_named_and_stops_the_run(tmp_path, capsys):
         ("--dataset minst", "did you mean 'mnist'"),
         ("--num-clients 2000", "expected 1 to 1437"),
         ("--algorithms fedfisher_full --num-clients 20", "8832 x 8832 numbers"),
+        ("--partition classes_per_client --classes-per-client 11", "is 11, expected 1 to the 10"),
+        ("--partition niid_bench --min-size 300", "ask for min_size up to 287"),
+        ("--partition niid_bench --beta 0", "--beta is 0.0, expected a number above 0"),
+        ("--algorithms fedprox --mu -1", "--mu is -1.0, expected a number from 0 up"),
+        ("--algorithms fedlpa --fedlpa-damping -1", "--fedlpa-damping is -1.0, expected"),
         ("--dataset mnist --data-dir nowhere", "'nowhere' does not exist"),
     ],
 )
