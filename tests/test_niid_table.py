@@ -1,0 +1,163 @@
+"""The one-shot table: its cells, its resumption, and the paper's numbers beside ours."""
+
+import csv
+import dataclasses
+
+import numpy as np
+import pytest
+
+from experiments import niid_report, niid_table, records
+from experiments.niid_report import WALL, Cell, Measured
+from experiments.niid_table import Grid
+from experiments.records import Row
+
+TINY = [
+    *("--datasets", "digits", "--num-clients", "3", "--betas", "0.5", "--classes", "2"),
+    *("--epochs", "1", "--seeds", "0", "1", "--algorithms", "fedavg", "fednova"),
+]
+PAPER_AT_10 = {"0.01": 32.2, "0.05": 60.6, "0.1": 78.07, "0.3": 85.6, "0.5": 91.77, "1": 94.7}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("grid")
+    assert niid_table.main([*TINY, "--out", str(out)]) == 0
+    return out
+
+
+def rows_of(cell: Cell, seed: int, accuracy: float) -> list[Row]:
+    def row(algorithm, value, seconds=None, client=None, metric="accuracy"):
+        return Row(algorithm, seed, seed, 1, client, "test", metric, value, seconds, None)
+
+    return [
+        *[row("local", 0.1, 50.0, client) for client in range(2)],
+        row("fedavg", accuracy, 1.0),
+        row("fedprox", accuracy, 40.0),
+        row("all", 100.0, metric=WALL),
+    ]
+
+
+def test_every_cell_and_seed_leaves_its_run_and_its_label_table(finished):
+    folders = {path.name for path in (finished / "digits").iterdir()}
+    cells = ("niid_bench0.5", "classes_per_client2")
+    assert folders == {f"{cell}-seed{seed}" for cell in cells for seed in (0, 1)}
+    for folder in (finished / "digits").iterdir():
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"config.json", "results.csv", "label_counts.csv"}
+
+
+def test_the_table_averages_the_runs(finished):
+    with open(finished / "table.csv", newline="") as file:
+        table = {(x["partition"], x["algorithm"]): x for x in csv.DictReader(file)}
+    folder = finished / "digits"
+    rows = [records.read(folder / f"niid_bench0.5-seed{s}" / "results.csv") for s in (0, 1)]
+    values = [100 * row.value for unit in rows for row in unit if row.algorithm == "fedavg"]
+    line = table["niid_bench", "fedavg"]
+    assert np.isclose(float(line["mean"]), np.mean(values), atol=0.006)
+    assert np.isclose(float(line["std"]), np.std(values, ddof=1), atol=0.006)
+    assert line["runs"] == "2"
+    text = (finished / "table.md").read_text()
+    assert f"| β = 0.5 | - | {np.mean(values):.1f}" not in text  # DENSE comes last
+    assert f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}" in text
+
+
+def test_a_finished_grid_computes_nothing_and_an_unfinished_one_what_is_missing(
+    finished, compilations
+):
+    before = (finished / "table.csv").read_text()
+    with compilations() as count:
+        assert niid_table.main([*TINY, "--out", str(finished)]) == 0
+    assert count() == 0
+    lost = finished / "digits" / "classes_per_client2-seed1" / "results.csv"
+    kept = finished / "digits" / "niid_bench0.5-seed0" / "results.csv"
+    old, old_kept = records.read(lost), kept.read_bytes()
+    lost.unlink()
+    assert niid_table.main([*TINY, "--out", str(finished)]) == 0
+    assert kept.read_bytes() == old_kept
+    values = [[r.value for r in rows if r.metric != WALL] for rows in (old, records.read(lost))]
+    assert values[0] == values[1]
+    assert (finished / "table.csv").read_text() == before
+
+
+def test_the_seed_sets_the_split():
+    (first, second) = (
+        niid_table.configuration(Grid(), Cell("mnist", "niid_bench", "0.1"), seed)
+        for seed in (0, 1)
+    )
+    assert (first.partition_seeds, first.seeds) == ((0,), (0,))
+    assert (second.partition_seeds, second.seeds) == ((1,), (1,))
+
+
+def test_cells_differ_in_their_split_only():
+    grid = Grid()
+    asked = [niid_table.configuration(grid, cell, 0) for cell in niid_table.cells(grid, "mnist")]
+    plain = {
+        dataclasses.replace(own, partition="iid", beta=1.0, classes_per_client=1, out=None)
+        for own in asked
+    }
+    assert len(plain) == 1
+    assert len({own.out for own in asked}) == len(asked) == 9
+
+
+def test_the_papers_numbers_are_those_of_its_tables():
+    paper = niid_report.published(10)
+    for number, accuracy in PAPER_AT_10.items():
+        assert paper[Cell("mnist", "niid_bench", number), "fedlpa"] == (accuracy, 10)
+    at_200 = niid_report.published(200)
+    assert len(at_200) == 4 * 9 * 6
+    assert {theirs.epochs for theirs in at_200.values()} == {200}
+    assert all(0 < theirs.accuracy < 100 for theirs in paper.values())
+    assert at_200[Cell("mnist", "classes_per_client", "2"), "fedlpa"].accuracy == 69.63
+    assert at_200[Cell("svhn_cropped", "niid_bench", "1"), "dense"].accuracy == 54.40
+
+
+def test_every_row_of_the_default_grid_is_in_the_paper():
+    paper = niid_report.published(10)
+    for dataset in Grid().datasets:
+        for cell in niid_table.cells(Grid(), dataset):
+            assert (cell, "fedlpa") in paper
+
+
+def test_theirs_stand_in_brackets_and_those_after_200_epochs_are_marked():
+    cell = Cell("mnist", "niid_bench", "0.1")
+    own = niid_report.measured([r for s in (0, 1) for r in rows_of(cell, s, 0.5 + s / 10)])
+    headings, (line,) = niid_report.lines({cell: own}, ("fedavg", "fedprox"), epochs=10)
+    shown = dict(zip(headings, line, strict=True))
+    assert shown["FedAvg"] == "55.0 ± 7.1 (43.8)"
+    assert shown["FedProx"] == "55.0 ± 7.1 (47.4*)"
+    assert shown["DENSE"] == "- (65.5)"
+    assert shown["seconds"] == "100"
+
+
+def test_only_training_grows_with_the_epochs():
+    cell = Cell("mnist", "niid_bench", "0.1")
+    own = niid_report.measured(rows_of(cell, 0, 0.5))
+    assert (own.seconds, own.training) == (100.0, 90.0)  # of the clients and of fedprox
+    said = niid_report.extrapolation({cell: own}, epochs=10, num_seeds=3)
+    assert f"{(10 + 20 * 90) / 3600:.1f} h a seed" in said
+    assert f"{3 * (10 + 20 * 90) / 3600:.1f} h for 3" in said
+
+
+def test_nothing_computed_is_a_table_of_theirs():
+    cell = Cell("mnist", "niid_bench", "0.1")
+    _, (line,) = niid_report.lines({cell: niid_report.measured([])}, ("fedlpa",), epochs=10)
+    assert line == ["β = 0.1", "- (78.1)", "- (65.5)", "-"]
+    assert niid_report.extrapolation({cell: Measured({}, None, None)}, 10, 3) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--datasets minst", "--datasets has 'minst', expected some of mnist"),
+        ("--datasets digits --betas 0 --classes", "--beta is 0.0, expected a number above 0"),
+        ("--datasets digits --classes 11", "--classes-per-client is 11, expected 1 to the 10"),
+        ("--datasets digits --betas --classes", "no cells"),
+        ("--datasets digits --algorithms fedlap", "did you mean 'fedlpa'"),
+        ("--datasets digits --mu -1", "--mu is -1.0"),
+        ("--datasets digits --seeds 1 1", "expected each only once"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_training(tmp_path, capsys, words, message):
+    assert niid_table.main([*words.split(), "--out", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("results.csv"))
