@@ -31,7 +31,8 @@ class Experiment(NamedTuple):
 
     Attributes:
         config: what was asked.
-        apply: the network.
+        apply: the network, on stored images.
+        normalize: what it does to them first.
         init: `key -> params`.
         optimizer: of every client.
         augment: of training images, or None.
@@ -47,6 +48,7 @@ class Experiment(NamedTuple):
 
     config: Config
     apply: Apply
+    normalize: Callable[[Array], Array]
     init: Callable[[Key], Params]
     optimizer: optax.GradientTransformation
     augment: Callable[[Key, Array], Array] | None
@@ -113,6 +115,7 @@ def prepare_splits(configs: Sequence[Config]) -> list[Experiment]:
     first = Experiment(
         config=config,
         apply=apply,
+        normalize=normalize,
         init=init,
         optimizer=_optimizer(config),
         augment=_augment(config, normalize),

@@ -27,7 +27,7 @@ class Watch:
         self._console = console
         self._total = sum(runs.steps(config, unit) for unit in units)
         self._num_epochs = sum(runs.epochs(config, unit) for unit in units)
-        self._estimated = False
+        self._estimated = config.epochs == 1  # there the second epoch compiles too
         self._start = time.perf_counter()
         self._first: tuple[float, float] | None = None  # when the first unit ended, and its steps
         self._bar = Progress(

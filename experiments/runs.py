@@ -85,35 +85,61 @@ def run(experiment: Experiment, unit: Unit, progress: Progress) -> list[Row]:
     partition_seed, seed = unit
     if partition_seed is None:
         return _central(experiment, seed, progress)
-    params, key = start(experiment, seed)
+    rows, merged = train_and_merge(experiment, unit, progress)
+    _, key = start(experiment, seed)
+    for name, (params, seconds, upload) in merged.items():
+        accuracy = experiment.accuracy(params, *experiment.test)
+        rows.append(_row(name, unit, accuracy, seconds=seconds, upload_bytes=upload))
+        rows += _then_rounds(experiment, unit, name, params, key, progress)
+    return rows
+
+
+class Merged(NamedTuple):
+    """What one algorithm gave.
+
+    Attributes:
+        params: the merged model.
+        seconds: of the summaries and the merge, and of training if it trains its own clients.
+        upload_bytes: of one client.
+    """
+
+    params: Params
+    seconds: float
+    upload_bytes: int
+
+
+def train_and_merge(
+    experiment: Experiment, unit: Unit, progress: Progress
+) -> tuple[list[Row], dict[str, Merged]]:
+    """Train the clients of a unit, once and again for algorithms that need it, and merge them.
+
+    Args:
+        experiment: what `prepare` returned.
+        unit: a partition seed and a seed.
+        progress: told of each epoch and step.
+
+    Returns:
+        The rows of the references, and what each algorithm gave.
+
+    Raises:
+        Diverged: if a model is not finite; the message names the client.
+    """
+    params, key = start(experiment, unit[1])
     rows, merged = [], {}
     for restraint in dict.fromkeys([None, *(m.restraint for m in experiment.methods.values())]):
-        federation = experiment.federations[partition_seed]
+        federation = experiment.federations[unit[0]]
         options = {} if restraint is None else restraint(params)
         models, training = _train(experiment, federation, params, key, progress, **options)
         stacked, weights = _finite(experiment.config, models.params, federation.weights)
         if restraint is None:
-            rows += _references(experiment, unit, models.params, stacked, weights, training)
+            rows = _references(experiment, unit, models.params, stacked, weights, training)
         methods = {n: m for n, m in experiment.methods.items() if m.restraint is restraint}
         for name, result in _merged(
             experiment, methods, unit, params, stacked, weights, key, progress
         ).items():
             own_training = 0.0 if restraint is None else training
             merged[name] = result._replace(seconds=round(result.seconds + own_training, 4))
-    for name in experiment.methods:
-        params, seconds, upload = merged[name]
-        value = experiment.accuracy(params, *experiment.test)
-        rows.append(_row(name, unit, value, seconds=seconds, upload_bytes=upload))
-        rows += _then_rounds(experiment, unit, name, params, key, progress)
-    return rows
-
-
-class _Merged(NamedTuple):
-    """What one algorithm gave."""
-
-    params: Params
-    seconds: float
-    upload_bytes: int
+    return rows, {name: merged[name] for name in experiment.methods}
 
 
 def _references(
@@ -135,7 +161,7 @@ def _merged(
     weights: Array,
     key: Key,
     progress: Progress,
-) -> dict[str, _Merged]:
+) -> dict[str, Merged]:
     """Merge the same clients by several methods."""
     results = {}
     images = validation(experiment, unit[0])
@@ -159,7 +185,7 @@ def _merged(
             (merged, _), more = _timed(
                 lambda server=server, updates=updates: _merge(server, params, updates, weights)
             )
-            results[name] = _Merged(merged, seconds + more, _upload(updates))
+            results[name] = Merged(merged, seconds + more, _upload(updates))
     return results
 
 
@@ -174,13 +200,8 @@ def _then_rounds(
         models, seconds = _train(experiment, federation, params, round_key, progress)
         stacked, weights = _finite(experiment.config, models.params, federation.weights)
         params = fj.tree.weighted_sum(stacked, weights)
-        row = _row(
-            name,
-            unit,
-            experiment.accuracy(params, *experiment.test),
-            seconds=seconds,
-            upload_bytes=_upload(stacked),
-        )
+        accuracy = experiment.accuracy(params, *experiment.test)
+        row = _row(name, unit, accuracy, seconds=seconds, upload_bytes=_upload(stacked))
         rows.append(row._replace(round=number))
     return rows
 

@@ -1,0 +1,169 @@
+"""The pictures' numbers: Gaussians fused, Fisher blocks compared, neighbours counted."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fisherjax as fj
+from experiments import features, fedlpa_pictures, fisher_blocks, gaussians
+from experiments.config import Config
+from experiments.experiment import prepare
+
+
+def linear(params, x):
+    return x @ params["w"]
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    return fisher_blocks.compute(fj.data.load("digits")[0], num_examples=40, epochs=1, seed=0)
+
+
+def test_a_product_of_gaussians_is_least_where_its_gradient_vanishes():
+    pair = gaussians.plane()
+    mode = gaussians.fuse_plane(pair)["full"]
+    precisions = np.linalg.inv(pair.covariances)
+    gradient = sum(p @ (mode - mean) for p, mean in zip(precisions, pair.means, strict=True))
+    assert np.allclose(gradient, 0)
+
+
+def test_a_diagonal_is_enough_for_gaussians_that_lie_along_the_axes():
+    pair = gaussians.plane()
+    along = pair._replace(covariances=pair.covariances * np.eye(2))
+    assert np.isclose(gaussians.distances(gaussians.fuse_plane(along))["diagonal"], 0)
+    assert gaussians.distances(gaussians.fuse_plane(pair))["diagonal"] > 0.5
+
+
+def test_equal_precisions_make_the_mean_of_every_fusion():
+    inputs, tangents, means = gaussians.draw_layers(0)
+    same = np.stack([inputs[0]] * 2), np.stack([tangents[0]] * 2)
+    for fused in gaussians.fuse_layers(*same, means).values():
+        assert np.allclose(fused, means.mean(0))
+
+
+def test_the_approximation_is_exact_where_clients_agree_on_the_inputs():
+    inputs, tangents, means = gaussians.draw_layers(0)
+    fused = gaussians.fuse_layers(np.stack([inputs[0]] * 2), tangents, means)
+    assert np.allclose(fused["Kronecker, approximate"], fused["Kronecker"])
+    assert not np.allclose(fused["Kronecker"], fused["full"])
+
+
+def test_fused_layers_are_what_the_library_merges(x64):
+    """Residuals of a linear model are the tangents of the Gaussian likelihood."""
+    inputs, tangents, means = gaussians.draw_layers(3, num_examples=20)
+    params = [{"w": jnp.asarray(mean.reshape(2, 2))} for mean in means]
+    data = [
+        fj.clients.examples(x, x @ w["w"] - g)
+        for x, g, w in zip(inputs, tangents, params, strict=True)
+    ]
+    options = {"damping": 0.0, "kind": fj.fisher.empirical}
+    exact = options | {"solver": fj.solvers.conjugate_gradients(tolerance=1e-10)}
+    gaussian = fj.likelihoods.gaussian
+    methods = {
+        "Kronecker": fj.aggregation.fedlpa(linear, gaussian, **exact),
+        "Kronecker, approximate": fj.aggregation.fedlpa(
+            linear, gaussian, **options, solver=fj.aggregation.expectation_approximation()
+        ),
+        "full": fj.aggregation.fedfisher(linear, gaussian, **exact, fisher=fj.fisher.full),
+    }
+    fused = gaussians.fuse_layers(inputs, tangents, means)
+    for name, method in methods.items():
+        updates = [method.summarize(None, w, d, None) for w, d in zip(params, data, strict=True)]
+        merged, _ = fj.aggregation.merge(method, params[0], updates)
+        assert np.allclose(merged["w"].ravel(), fused[name], atol=1e-6), name
+
+
+def test_kronecker_blocks_couple_no_two_layers_and_full_ones_have_the_true_diagonal(blocks):
+    ends = np.cumsum(blocks.sizes)
+    assert blocks.full.shape == blocks.kronecker.shape == (ends[-1], ends[-1])
+    for end in ends[:-1]:
+        assert not blocks.kronecker[:end, end:].any()
+    assert blocks.full[: ends[0], ends[0] :].any()
+    assert np.allclose(blocks.full, blocks.full.T)
+    assert np.linalg.eigvalsh(blocks.full).min() > -1e-6 * np.abs(blocks.full).max()
+
+
+def test_kronecker_factors_of_one_example_are_exact_in_a_dense_layer_only():
+    one = fisher_blocks.compute(fj.data.load("digits")[0], num_examples=1, epochs=1, seed=0)
+    found = fisher_blocks.similarities(one)
+    assert np.isclose(found["dense"]["Kronecker"], 1, atol=1e-5)
+    assert found["dense"]["diagonal"] < 0.9
+    assert found["conv1"]["Kronecker"] < 0.99
+
+
+def test_similarity_lies_between_none_and_all(blocks):
+    for own in fisher_blocks.similarities(blocks).values():
+        assert all(0 < value <= 1 for value in own.values())
+    same = blocks._replace(kronecker=3 * blocks.full)
+    for own in fisher_blocks.similarities(same).values():
+        assert np.isclose(own["Kronecker"], 1)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model"), [("digits", "mlp"), ("random", "lenet"), ("random", "simple_cnn_mnist")]
+)
+def test_the_last_layer_makes_a_models_outputs_of_its_features(dataset, model):
+    experiment = prepare(Config(partition_seeds=(0,), algorithms=("fedavg",)))
+    images = experiment.test[0][:7]
+    if dataset == "random":
+        shape = (7, 28, 28, 1)
+        images = np.random.default_rng(0).integers(16, size=shape).astype(np.uint8)
+        network = fedlpa_pictures.features.MODELS[model](num_classes=10)
+        experiment = experiment._replace(
+            config=dataclasses.replace(experiment.config, model=model),
+            init=lambda key: fj.models.init(network, key, images),
+            apply=fj.models.apply_fn(network, experiment.normalize),
+        )
+    params = experiment.init(jax.random.key(0))
+    seen = features.features(experiment, params, jnp.asarray(images))
+    last = params["dense3"]
+    outputs = seen @ last["kernel"] + last.get("bias", 0)
+    assert np.allclose(outputs, experiment.apply(params, images), atol=1e-5)
+    assert (seen >= 0).all()
+
+
+def test_purity_is_one_for_clusters_and_chance_for_labels_at_random():
+    random = np.random.default_rng(0)
+    labels = np.repeat(np.arange(4), 100)
+    points = random.normal(size=(400, 3)) + 100 * labels[:, None]
+    assert features.purity(points, labels) == 1
+    assert abs(features.purity(points, random.permutation(labels)) - 1 / 4) < 0.05
+
+
+@pytest.mark.slow
+def test_the_command_leaves_every_picture_and_its_numbers(tmp_path, capsys):
+    words = (
+        "--dataset digits --epochs 1 --num-clients 3 --num-points 60 --num-examples 60 --draws 4"
+    )
+    words += f" --beta 0.5 --algorithms fedavg fedlpa --out {tmp_path}"
+    assert fedlpa_pictures.main(words.split()) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("gaussians.png", "fisher.png", "tsne.png"),
+        "summary.md",
+    }
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in tmp_path.glob("*.png"))
+    summary = (tmp_path / "summary.md").read_text()
+    rows = [line.split(" | ") for line in summary.splitlines() if line.startswith("| Fed")]
+    assert [row[0] for row in rows] == ["| FedAvg", "| FedAvg", "| FedAvg", "| FedLPA"]
+    assert all(0 <= float(cell.strip(" |")) <= 100 for cell in rows[-1][1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--dataset minst", "--dataset is 'minst', expected one of mnist"),
+        ("--num-points 5", "--num-points is 5, expected 31 or more"),
+        ("--draws 0", "--draws is 0, expected 1 or more"),
+        ("--beta 0", "--beta is 0.0, expected a number above 0"),
+        ("--algorithms fedlap", "did you mean 'fedlpa'"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_anything_is_computed(
+    tmp_path, capsys, words, message
+):
+    assert fedlpa_pictures.main([*words.split(), "--out", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
