@@ -27,21 +27,49 @@ def count(function: Callable[..., Any], *arguments: Any) -> float:
         >>> count(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 5)))
         60.0
     """
-    return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return _total(jax.make_jaxpr(function)(*arguments).jaxpr, _flops)
 
 
-def _count(jaxpr: Any) -> float:
+def traffic(function: Callable[..., Any], *arguments: Any) -> float:
+    """Count the bytes that a function's matrix products read and write, each array once a product.
+
+    What lies between the products is left out, as if it were fused into them: a floor.
+
+    Args:
+        function: of the arguments.
+        arguments: arrays, or shapes in their place.
+
+    Returns:
+        The number.
+
+    Example:
+        >>> traffic(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 5)))
+        124.0
+    """
+    return _total(jax.make_jaxpr(function)(*arguments).jaxpr, _bytes)
+
+
+def _flops(product: Any) -> float:
+    (contracted, _), _ = product.params["dimension_numbers"]
+    left = product.invars[0].aval.shape
+    summed = math.prod(left[axis] for axis in contracted)
+    return 2.0 * summed * math.prod(product.outvars[0].aval.shape)
+
+
+def _bytes(product: Any) -> float:
+    arrays = [v.aval for v in (*product.invars, *product.outvars)]
+    return float(sum(x.size * x.dtype.itemsize for x in arrays))
+
+
+def _total(jaxpr: Any, of_product: Callable[[Any], float]) -> float:
     total = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            summed = math.prod(left[axis] for axis in contracted)
-            total += 2.0 * summed * math.prod(equation.outvars[0].aval.shape)
+            total += of_product(equation)
         rounds = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                total += rounds * _count(getattr(inner, "jaxpr", inner))
+                total += rounds * _total(getattr(inner, "jaxpr", inner), of_product)
     return total
 
 
