@@ -351,13 +351,18 @@ def closed_form(floor: float = 1e-6) -> Solver:
         precondition: Callable = _identity,
     ) -> Solution:
         del precondition
-        entries = matvec(_map(jnp.ones_like, init))
-        counts = _map(lambda a: (a >= floor) & (a > 0), entries)
-        x = _map(lambda c, b, a, x: jnp.where(c, _ratio(c, b, a), x), counts, rhs, entries, init)
+        x = _closed_form(_partial(matvec), rhs, init, floor)
         count = _map(lambda _: jnp.asarray(1), rhs)
         return Solution(restore(x), _info(matvec, rhs, x, count, 1e-4))
 
     return solve
+
+
+@jax.jit
+def _closed_form(matvec: Callable, rhs: Any, init: Any, floor: Array) -> Any:
+    entries = matvec(_map(jnp.ones_like, init))
+    counts = _map(lambda a: (a >= floor) & (a > 0), entries)
+    return _map(lambda c, b, a, x: jnp.where(c, _ratio(c, b, a), x), counts, rhs, entries, init)
 
 
 def _partial(function: Callable) -> Partial:

@@ -82,11 +82,7 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
 
     def finish(sums: Any, global_params: Params, state: Any) -> tuple[Params, Any, Any]:
         del global_params
-        mean = jax.tree.map(lambda x: x / sums["count"].astype(x.dtype), sums["sum"])
-        dense = jax.tree.map(
-            _matched, *(sums["weighted"][n] for n in ("gram", "product", "kernel"))
-        )
-        return Template.of(mean).restore(_by_name(mean) | dense), state, ()
+        return _solved(sums), state, ()
 
     return Aggregator(no_state, summarize, reduce, finish)
 
@@ -127,6 +123,13 @@ def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) ->
 def _shrunk(gram: Array, shrink: float) -> Array:
     identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
     return gram * (shrink + (1 - shrink) * identity)
+
+
+@jax.jit
+def _solved(sums: Any) -> Params:
+    mean = jax.tree.map(lambda x: x / sums["count"].astype(x.dtype), sums["sum"])
+    dense = jax.tree.map(_matched, *(sums["weighted"][n] for n in ("gram", "product", "kernel")))
+    return Template.of(mean).restore(_by_name(mean) | dense)
 
 
 def _matched(gram: Array, product: Array, mean: Array) -> Array:
