@@ -48,7 +48,8 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
         >>> method = regmean(lambda params, x: x @ params["w"], shrink=0.0)
         >>> updates = {"params": {"w": jnp.array([[[0.0]], [[4.0]]])}}
         >>> updates["grams"] = {"w": jnp.array([[[1.0]], [[3.0]]])}
-        >>> print(fj.aggregation.merge(method, {"w": jnp.zeros((1, 1))}, updates)[0]["w"])
+        >>> merged, _ = fj.aggregation.merge(method, {"w": jnp.zeros((1, 1))}, updates)
+        >>> print(merged["w"].round())
         [[3.]]
 
     Source: the paper above. Deviations from its use in Jhunjhunwala, Wang, Joshi, FedFisher,
