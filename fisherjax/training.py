@@ -182,16 +182,16 @@ def train_memory(
         >>> from fisherjax import clients, likelihoods, training
         >>> data = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
         >>> federation = clients.federation(data, [np.array([0, 1, 2]), np.array([3])])
-        >>> options = dict(key=jax.random.key(0), epochs=2, batch_size=2)
-        >>> for optimizer in (optax.sgd(0.1), optax.sgd(0.1, 0.9)):
-        ...     need = training.train_memory(
-        ...         lambda w, x: x @ w,
-        ...         likelihoods.categorical,
-        ...         np.zeros((4, 2), np.float32),
-        ...         federation,
-        ...         optimizer=optimizer,
-        ...         **options,
-        ...     )
+        >>> need = training.train_memory(
+        ...     lambda w, x: x @ w,
+        ...     likelihoods.categorical,
+        ...     np.zeros((4, 2), np.float32),
+        ...     federation,
+        ...     key=jax.random.key(0),
+        ...     optimizer=optax.sgd(0.1),
+        ...     epochs=2,
+        ...     batch_size=2,
+        ... )
         >>> need.resident > federation.inputs.nbytes
         True
     """

@@ -8,9 +8,9 @@ An aggregator is four pure functions made by a factory:
     finish(sums_or_updates, global_params, state) -> (params, state, info)
 
 `summarize` runs on the client and gives a pytree of named arrays. Where the server needs only sums
-over clients, `reduce` computes them from stacked updates and weights that add up to one over all
-clients; sums of groups of clients add up leaf by leaf, so uploads can be streamed, sharded and
-masked. Where it is None the server needs each update, and `finish` takes the pair (updates,
+over clients, `reduce` computes them from stacked updates and weights; sums of groups of clients add
+up leaf by leaf, so uploads can be streamed, sharded and masked. `finish` takes the sums for weights
+that add up to one, or all sums over the total weight, which must come to the same. Where it is None the server needs each update, and `finish` takes the pair (updates,
 weights).
 """
 
@@ -163,7 +163,7 @@ def merge_stream(
 
     Args:
         aggregator: A method whose updates add up, that is with a `reduce`: fedavg, fisher_merge,
-            regmean, fedfisher with a diagonal or full Fisher.
+            regmean, fednova, fedfisher with a diagonal or full Fisher.
         params: The global params that clients started from, as for `merge`.
         chunks: Pairs (updates, weights [m]) of some clients each: stacked updates with leaves
             [m, ...], or a list of m; weights non-negative, for instance numbers of examples, or

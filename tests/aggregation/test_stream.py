@@ -25,6 +25,7 @@ METHODS = {
         apply, likelihoods.categorical, fisher=fisher.full, damping=0.5
     ),
     "regmean": aggregation.regmean(apply),
+    "fednova": aggregation.fednova(epochs=2, batch_size=4, momentum=0.9),
 }
 MODELS = {"params": {"w": jnp.arange(5.0)[:, None]}}
 
@@ -36,7 +37,9 @@ def updates():
     models = [{"w": jnp.asarray(source.normal(size=(3, 2)), jnp.float32)} for _ in WEIGHTS]
     federation = clients.federation(data, np.split(np.arange(40), [9, 20, 25, 32]))
     return {
-        name: clients.summarize(method, models, federation, key=jax.random.key(0))
+        name: clients.summarize(
+            method, models, federation, key=jax.random.key(0), global_params=PARAMS
+        )
         for name, method in METHODS.items()
     }
 
