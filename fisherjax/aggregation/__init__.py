@@ -1,6 +1,6 @@
 """Merging methods, one paper a file, one interface."""
 
-from fisherjax.aggregation.base import Aggregator, check_updates, merge, merge_stream
+from fisherjax.aggregation.base import Aggregator
 from fisherjax.aggregation.fedavg import fedavg
 from fisherjax.aggregation.fedfisher import fedfisher
 from fisherjax.aggregation.fedlpa import (
@@ -10,6 +10,7 @@ from fisherjax.aggregation.fedlpa import (
 )
 from fisherjax.aggregation.fednova import fednova
 from fisherjax.aggregation.fisher_merge import fisher_merge
+from fisherjax.aggregation.merging import check_updates, merge, merge_stream
 from fisherjax.aggregation.regmean import regmean
 from fisherjax.aggregation.scaffold import scaffold
 
