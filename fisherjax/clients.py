@@ -86,11 +86,14 @@ class LocalModels(NamedTuple):
         loss: [M, epochs] mean training loss in nats of every epoch, measured while it ran; 0 for a
             client without data.
         steps: [M] optimiser steps taken.
+        squared_gradients: stacked like params, the sum over the last epoch's minibatches of the
+            squared gradient of their mean loss, at the weights of that step; None unless asked for.
     """
 
     params: Params
     loss: Array
     steps: Array
+    squared_gradients: Params | None = None
 
 
 def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
@@ -224,7 +227,8 @@ def summarize(
     Compiled once for an aggregator object and shapes; keep the aggregator to use it again.
 
     Args:
-        aggregator: its `summarize(key, params, examples, global_params)` runs for each client.
+        aggregator: its `summarize(key, params, examples, global_params)` runs for each client;
+            where its `squared_gradients` is True, those of training are a fifth argument.
         models: what `training.train` returned, a list of M params, or stacked params.
         federation: the clients' data.
         key: folded by client.
@@ -235,7 +239,8 @@ def summarize(
         The stacked updates.
 
     Raises:
-        ValueError: if the models are not as many as the clients.
+        ValueError: if the models are not as many as the clients, or come without squared gradients
+            that the aggregator needs.
         TypeError: if params are not floating.
 
     Example:
@@ -255,7 +260,35 @@ def summarize(
     chunk = chunk_size(clients_per_chunk, federation.num_clients)
     mesh = federation.mesh
     key, global_params = replicate((key, global_params), mesh)
-    return _summarize(aggregator.summarize, chunk, mesh, params, federation, key, global_params)
+    trained = params, _squares(aggregator, models)
+    return _summarize(aggregator.summarize, chunk, mesh, trained, federation, key, global_params)
+
+
+def summarize_client(
+    function: Callable[..., Any],
+    federation: Federation,
+    client: Array,
+    key: Key,
+    trained: tuple[Params, Params | None],
+    global_params: Params | None,
+) -> Any:
+    """Compute one client's update.
+
+    Args:
+        function: an aggregator's `summarize`.
+        federation: the clients' data.
+        client: which one; may be traced.
+        key: folded by purpose and client.
+        trained: its params, and its squared gradients where the aggregator needs them, else None.
+        global_params: what it started from.
+
+    Returns:
+        The update.
+    """
+    params, squares = trained
+    key = jax.random.fold_in(jax.random.fold_in(key, SUMMARIZE), client)
+    rest = () if squares is None else (squares,)
+    return function(key, params, view(federation, client), global_params, *rest)
 
 
 def summarize_memory(
@@ -298,7 +331,8 @@ def summarize_memory(
     chunk = chunk_size(clients_per_chunk, federation.num_clients)
     mesh = federation.mesh
     key, global_params = replicate((key, global_params), mesh)
-    stacked = stacked_shapes(params, federation.num_clients, mesh)
+    trained = params, params if needs_squares(aggregator) else None
+    stacked = stacked_shapes(trained, federation.num_clients, mesh)
     arguments = (aggregator.summarize, chunk, mesh, stacked, federation, key, global_params)
     return memory(_summarize, *arguments)
 
@@ -308,26 +342,23 @@ def _summarize(
     function: Callable[..., Any],
     clients_per_chunk: int,
     mesh: Mesh | None,
-    params: Params,
+    trained: tuple[Params, Params | None],
     federation: Federation,
     key: Key,
     global_params: Params | None,
 ) -> Any:
-    key = jax.random.fold_in(key, SUMMARIZE)
-
     def one(
-        client_and_params: tuple[Array, Params],
+        own: tuple[Array, tuple[Params, Params | None]],
         federation: Federation,
         key: Key,
         global_params: Params | None,
     ) -> Any:
-        client, own = client_and_params
-        client_key = jax.random.fold_in(key, client)
-        return function(client_key, own, view(federation, client), global_params)
+        client, trained = own
+        return summarize_client(function, federation, client, key, trained, global_params)
 
     return map_clients(
         one,
-        (jnp.arange(federation.num_clients), params),
+        (jnp.arange(federation.num_clients), trained),
         federation,
         key,
         global_params,
@@ -335,6 +366,24 @@ def _summarize(
         clients_per_chunk=clients_per_chunk,
         mesh=mesh,
     )
+
+
+def needs_squares(aggregator: Any) -> bool:
+    """Say whether an aggregator summarizes the squared gradients of training."""
+    return getattr(aggregator, "squared_gradients", False)
+
+
+def _squares(aggregator: Any, models: Any) -> Params | None:
+    if not needs_squares(aggregator):
+        return None
+    squares = models.squared_gradients if isinstance(models, LocalModels) else None
+    if squares is None:
+        raise ValueError(
+            "This aggregator needs the squared gradients of the last epoch. Train with "
+            "training.train(..., squared_gradients=True) and pass what it returns, or let the "
+            "aggregator compute them in a pass of its own."
+        )
+    return squares
 
 
 def _as_array(x: Any) -> Any:

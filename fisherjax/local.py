@@ -4,6 +4,7 @@ Everything that is compiled into the program is a `Recipe`; everything that a st
 `State`; what holds a client back from going its own way is a `Restraint`.
 """
 
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fisherjax import tree
 from fisherjax.clients import TRAIN, Federation
 from fisherjax.likelihoods import Likelihood
 from fisherjax.typing import Apply, Array, Key, Params
@@ -20,7 +22,10 @@ ApplyTrain = Callable[[Params, Array, Key], tuple[Array, Params | None]]
 
 
 class Recipe(NamedTuple):
-    """What is compiled into the program; recognised by identity and value."""
+    """What is compiled into the program; recognised by identity and value.
+
+    `training.train` says what each of them is; `mask` has one entry a leaf.
+    """
 
     apply: Apply
     likelihood: Likelihood
@@ -29,13 +34,22 @@ class Recipe(NamedTuple):
     mask: tuple[bool, ...]
     augment: Augment | None
     apply_train: ApplyTrain | None
+    squared_gradients: bool
 
 
 class State(NamedTuple):
-    """What a step changes."""
+    """What a step changes.
+
+    Attributes:
+        params: the client's own.
+        optimizer: the state of its optimiser.
+        squared_gradients: like params, at least float32, of the epoch that is under way; None
+            leaves them out of the program.
+    """
 
     params: Params
     optimizer: Any
+    squared_gradients: Params | None = None
 
 
 class Restraint(NamedTuple):
@@ -55,12 +69,75 @@ def count_steps(sizes: Array, batch_size: int) -> Array:
     return (sizes + batch_size - 1) // batch_size
 
 
-def start_state(optimizer: optax.GradientTransformation, params: Params) -> State:
+def make_recipe(
+    apply: Apply,
+    likelihood: Likelihood,
+    params: Params,
+    federation: Federation,
+    *,
+    optimizer: optax.GradientTransformation,
+    batch_size: int,
+    mask: Any = None,
+    augment: Augment | None = None,
+    apply_train: ApplyTrain | None = None,
+    squared_gradients: bool = False,
+) -> Recipe:
+    """Check how clients are to be trained; `training.train` says what the arguments are.
+
+    Raises:
+        TypeError: if params are not floating, or an argument has the wrong kind.
+        ValueError: if the targets do not fit the outputs or the mask does not fit params, or the
+            batch size is not positive.
+    """
+    tree.check_floating(params)
+    if not isinstance(federation, Federation):
+        raise TypeError(
+            f"federation is a {type(federation).__name__}; expected the result of "
+            "clients.federation."
+        )
+    check_optimizer("optimizer", optimizer)
+    check_count("batch_size", batch_size)
+    outputs = jax.eval_shape(apply, params, federation.inputs)
+    likelihood.check(outputs.shape, federation.targets)
+    return Recipe(
+        apply,
+        likelihood,
+        optimizer,
+        min(batch_size, federation.indices.shape[1]),
+        _mask(params, mask),
+        augment,
+        apply_train,
+        squared_gradients,
+    )
+
+
+def check_optimizer(name: str, optimizer: Any) -> None:
+    """Refuse what is not an optax optimiser."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"{name} is {optimizer!r}; expected an optax optimiser such as optax.sgd(1e-2, 0.9)."
+        )
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse what is not a positive integer."""
+    if not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected an integer of at least 1.")
+
+
+def check_key(key: Any) -> None:
+    """Refuse old-style keys."""
+    if not jnp.issubdtype(jnp.asarray(key).dtype, jax.dtypes.prng_key):
+        raise TypeError("key is not a typed key; make one with jax.random.key(seed).")
+
+
+def start_state(recipe: Recipe, params: Params) -> State:
     """Make the state before the first step."""
+    squares = zero_squares(params) if recipe.squared_gradients else None
     # The conversion makes weakly typed scalars strong, as they are after the first step.
     return jax.tree.map(
         lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)),
-        State(params, optimizer.init(params)),
+        State(params, recipe.optimizer.init(params), squares),
     )
 
 
@@ -94,7 +171,9 @@ def _client_epoch(
 ) -> tuple[State, Array]:
     size = federation.sizes[client]
     shuffle_key, step_key = jax.random.split(key)
-    rows = _shuffle(shuffle_key, federation.indices[client], size)
+    if recipe.squared_gradients:
+        state = state._replace(squared_gradients=zero_squares(state.params))
+    rows = shuffle(shuffle_key, federation.indices[client], size)
 
     def body(step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
         state, total = carry
@@ -111,7 +190,7 @@ def _client_epoch(
     return state, total / jnp.maximum(size, 1)
 
 
-def _shuffle(key: Key, rows: Array, size: Array) -> Array:
+def shuffle(key: Key, rows: Array, size: Array) -> Array:
     """Permute the first `size` rows; the padding stays behind them.
 
     The draw of a row depends on the key and its place only, not on how much padding there is.
@@ -145,22 +224,56 @@ def _step(
         return total / valid.sum(), (total, new)
 
     gradient, (total, new) = jax.grad(mean_loss, has_aux=True)(state.params)
+    zeros = jax.tree.map(jnp.zeros_like, gradient)
+    gradient = select(recipe.mask, gradient, zeros)
+    squares = state.squared_gradients
+    if recipe.squared_gradients:
+        squares = add_squares(squares, gradient)
     if restraint.proximal is not None:
         mu, centre = restraint.proximal
         gradient = jax.tree.map(
             lambda g, w, c: g + mu.astype(g.dtype) * (w - c), gradient, state.params, centre
         )
-    gradient = _select(recipe.mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
+        gradient = select(recipe.mask, gradient, zeros)
     updates, optimizer_state = recipe.optimizer.update(gradient, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     if restraint.correction is not None:
         params = jax.tree.map(lambda w, c: w - c.astype(w.dtype), params, restraint.correction)
-    params = _select(recipe.mask, params, state.params if new is None else new)
-    return State(params, optimizer_state), total
+    params = select(recipe.mask, params, state.params if new is None else new)
+    return State(params, optimizer_state, squares), total
 
 
-def _select(mask: tuple[bool, ...], trained: Params, others: Params) -> Params:
+def add_squares(squares: Params, gradient: Params) -> Params:
+    """Add the squares of a gradient, entry by entry."""
+    return jax.tree.map(lambda s, g: s + jnp.square(g.astype(s.dtype)), squares, gradient)
+
+
+def zero_squares(params: Params) -> Params:
+    """Make zeros like params, at least float32: squares are too small for bfloat16."""
+    return jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), params
+    )
+
+
+def select(mask: tuple[bool, ...], trained: Params, others: Params) -> Params:
     """Take the leaves of `trained` where the mask is True."""
     leaves = zip(mask, jax.tree.leaves(trained), jax.tree.leaves(others), strict=True)
     selected = [x if chosen else y.astype(x.dtype) for chosen, x, y in leaves]
     return jax.tree.unflatten(jax.tree.structure(trained), selected)
+
+
+def _mask(params: Params, mask: Any) -> tuple[bool, ...]:
+    if mask is None:
+        return (True,) * len(jax.tree.leaves(params))
+    if jax.tree.structure(mask) != jax.tree.structure(params):
+        raise ValueError(
+            f"The mask has leaves {list(tree.names(mask))}; expected one True or False for "
+            f"each leaf of params, {list(tree.names(params))}."
+        )
+    leaves = jax.tree.leaves(mask)
+    if not all(isinstance(leaf, (bool, jnp.bool_)) for leaf in leaves) or not any(leaves):
+        raise ValueError(
+            f"The mask's leaves are {leaves}; expected Python's True (trained) or False, and at "
+            "least one True."
+        )
+    return tuple(map(bool, leaves))

@@ -5,7 +5,6 @@ are shuffled, the last short batch is kept and averaged over its own examples. M
 gathered from the one copy of the data.
 """
 
-import numbers
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from fisherjax import tree
 from fisherjax.clients import Federation, LocalModels
 from fisherjax.likelihoods import Likelihood
 from fisherjax.local import (
@@ -24,7 +22,10 @@ from fisherjax.local import (
     Recipe,
     Restraint,
     State,
+    check_count,
+    check_key,
     count_steps,
+    make_recipe,
     start_state,
     train_client,
 )
@@ -55,6 +56,7 @@ def train(
     apply_train: ApplyTrain | None = None,
     proximal: float = 0.0,
     correction: Params | None = None,
+    squared_gradients: bool = False,
     progress: Callable[[int, Array], None] | None = None,
 ) -> LocalModels:
     r"""Train every client on its own examples.
@@ -87,12 +89,15 @@ def train(
             loss that is returned leaves this out.
         correction: e_i, stacked like params with a leading axis M, subtracted from trained leaves
             after each step of the optimiser, which does not see it (SCAFFOLD).
+        squared_gradients: whether to add up the squared gradients of the last epoch's minibatches,
+            before the proximal term, for FedFish.
         progress: called with the epoch, from 0, and the losses [M] of that epoch. All clients then
             train for an epoch before the next, and their optimiser states are all kept; without it
             a client trains to the end, and only those of a chunk are in memory.
 
     Returns:
-        The stacked params, the loss of every epoch in nats, and the number of steps.
+        The stacked params, the loss of every epoch in nats, the number of steps, and the squared
+        gradients if asked for.
 
     Raises:
         TypeError: if params are not floating, or an argument has the wrong kind.
@@ -137,13 +142,14 @@ def train(
         apply_train=apply_train,
         proximal=proximal,
         correction=correction,
+        squared_gradients=squared_gradients,
     )
     if progress is None:
-        trained, losses = _all_epochs(*run.how, epochs, *run.arrays, federation)
+        trained, losses, squares = _all_epochs(*run.how, epochs, *run.arrays, federation)
     else:
-        trained, losses = _epoch_by_epoch(run, epochs, federation, progress)
+        trained, losses, squares = _epoch_by_epoch(run, epochs, federation, progress)
     steps = epochs * count_steps(federation.sizes, run.how.recipe.batch_size)
-    return LocalModels(trained, losses, steps)
+    return LocalModels(trained, losses, steps, squares)
 
 
 def train_memory(
@@ -199,7 +205,7 @@ def train_memory(
     if progress is None:
         return memory(_all_epochs, *run.how, epochs, *run.arrays, federation)
     params, *others = run.arrays
-    start = jax.eval_shape(lambda w: start_state(run.how.recipe.optimizer, w), params)
+    start = jax.eval_shape(lambda w: start_state(run.how.recipe, w), params)
     states = stacked_shapes(start, federation.num_clients, run.how.mesh)
     return memory(_epoch, *run.how, states, *others, federation, 0)
 
@@ -244,13 +250,24 @@ def _prepare(
     apply_train: ApplyTrain | None = None,
     proximal: float = 0.0,
     correction: Params | None = None,
+    squared_gradients: bool = False,
 ) -> _Run:
     params = jax.tree.map(jnp.asarray, params)
-    mask = _mask(params, mask)
-    recipe = Recipe(apply, likelihood, optimizer, batch_size, mask, augment, apply_train)
-    _check(recipe, params, federation, key, epochs)
+    recipe = make_recipe(
+        apply,
+        likelihood,
+        params,
+        federation,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        mask=mask,
+        augment=augment,
+        apply_train=apply_train,
+        squared_gradients=squared_gradients,
+    )
+    check_key(key)
+    check_count("epochs", epochs)
     _check_restraint(proximal, correction, params, federation.num_clients)
-    recipe = recipe._replace(batch_size=min(batch_size, federation.indices.shape[1]))
     chunk = chunk_size(clients_per_chunk, federation.num_clients)
     mesh = federation.mesh
     params, key = replicate((params, key), mesh)
@@ -271,7 +288,7 @@ def _all_epochs(
     proximal: tuple[Array, Params] | None,
     correction: Params | None,
     federation: Federation,
-) -> tuple[Params, Array]:
+) -> tuple[Params, Array, Params | None]:
     """Train client after client to the end: only the clients of a chunk have optimiser states."""
 
     def one(
@@ -280,18 +297,18 @@ def _all_epochs(
         key: Key,
         proximal: tuple[Array, Params] | None,
         federation: Federation,
-    ) -> tuple[Params, Array]:
+    ) -> tuple[Params, Array, Params | None]:
         client, correction = own
         state, losses = train_client(
             recipe,
             federation,
             client,
             key,
-            start_state(recipe.optimizer, params),
+            start_state(recipe, params),
             Restraint(proximal, correction),
             jnp.arange(epochs),
         )
-        return state.params, losses
+        return state.params, losses, state.squared_gradients
 
     return map_clients(
         one,
@@ -308,24 +325,24 @@ def _all_epochs(
 
 def _epoch_by_epoch(
     run: _Run, epochs: int, federation: Federation, progress: Callable[[int, Array], None]
-) -> tuple[Params, Array]:
+) -> tuple[Params, Array, Params | None]:
     """Train all clients for an epoch before the next, so that something can be shown after each."""
     params, *others = run.arrays
-    state = _starts(run.how.recipe.optimizer, federation.num_clients, params)
+    state = _starts(run.how.recipe, federation.num_clients, params)
     losses = []
     for epoch in range(epochs):
         state, loss = _epoch(*run.how, state, *others, federation, epoch)
         losses.append(loss)
         progress(epoch, loss[:, 0])
-    return state.params, jnp.concatenate(losses, axis=1)
+    return state.params, jnp.concatenate(losses, axis=1), state.squared_gradients
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _starts(optimizer: optax.GradientTransformation, num_clients: int, params: Params) -> State:
+def _starts(recipe: Recipe, num_clients: int, params: Params) -> State:
     def stack(leaf: Array) -> Array:
         return jnp.broadcast_to(leaf, (num_clients, *leaf.shape))
 
-    return jax.tree.map(stack, start_state(optimizer, params))
+    return jax.tree.map(stack, start_state(recipe, params))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
@@ -362,44 +379,6 @@ def _epoch(
         clients_per_chunk=chunk,
         mesh=mesh,
     )
-
-
-def _mask(params: Params, mask: Any) -> tuple[bool, ...]:
-    if mask is None:
-        return (True,) * len(jax.tree.leaves(params))
-    if jax.tree.structure(mask) != jax.tree.structure(params):
-        raise ValueError(
-            f"The mask has leaves {list(tree.names(mask))}; expected one True or False for "
-            f"each leaf of params, {list(tree.names(params))}."
-        )
-    leaves = jax.tree.leaves(mask)
-    if not all(isinstance(leaf, (bool, jnp.bool_)) for leaf in leaves) or not any(leaves):
-        raise ValueError(
-            f"The mask's leaves are {leaves}; expected Python's True (trained) or False, and at "
-            "least one True."
-        )
-    return tuple(map(bool, leaves))
-
-
-def _check(recipe: Recipe, params: Params, federation: Federation, key: Key, epochs: int) -> None:
-    tree.check_floating(params)
-    if not isinstance(federation, Federation):
-        raise TypeError(
-            f"federation is a {type(federation).__name__}; expected the result of "
-            "clients.federation."
-        )
-    if not (hasattr(recipe.optimizer, "init") and hasattr(recipe.optimizer, "update")):
-        raise TypeError(
-            f"optimizer is {recipe.optimizer!r}; expected an optax optimiser such as "
-            "optax.sgd(1e-2, 0.9)."
-        )
-    if not jnp.issubdtype(jnp.asarray(key).dtype, jax.dtypes.prng_key):
-        raise TypeError("key is not a typed key; make one with jax.random.key(seed).")
-    for name, value in (("epochs", epochs), ("batch_size", recipe.batch_size)):
-        if not isinstance(value, numbers.Integral) or value < 1:
-            raise ValueError(f"{name} is {value!r}; expected an integer of at least 1.")
-    outputs = jax.eval_shape(recipe.apply, params, federation.inputs)
-    recipe.likelihood.check(outputs.shape, federation.targets)
 
 
 def _check_restraint(

@@ -2,6 +2,7 @@
 
 from fisherjax.aggregation.base import Aggregator
 from fisherjax.aggregation.fedavg import fedavg
+from fisherjax.aggregation.fedfish import fedfish
 from fisherjax.aggregation.fedfisher import fedfisher
 from fisherjax.aggregation.fedlpa import (
     expectation_approximation,
@@ -19,6 +20,7 @@ __all__ = [
     "check_updates",
     "expectation_approximation",
     "fedavg",
+    "fedfish",
     "fedfisher",
     "fedlpa",
     "fednova",

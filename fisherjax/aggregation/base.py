@@ -12,6 +12,8 @@ over clients, `reduce` computes them from stacked updates and weights; sums of g
 up leaf by leaf, so uploads can be streamed, sharded and masked. `finish` takes the sums for weights
 that add up to one, or all sums over the total weight, which must come to the same. Without `reduce`
 the server needs each update, and `finish` takes the pair (updates, weights).
+
+A method that changes how clients train says so in a fifth and a sixth field.
 """
 
 from collections.abc import Callable
@@ -32,12 +34,19 @@ class Aggregator(NamedTuple):
         summarize: `(key, params, examples, global_params) -> update`, on one client.
         reduce: `(stacked updates, weights [M]) -> sums`, or None if each update is needed.
         finish: `(sums or (updates, weights), global_params, state) -> (params, state, info)`.
+        correction: `state -> stacked params`, what every client subtracts after each of its steps
+            (SCAFFOLD); such a method keeps something of every client and takes updates of all,
+            zeros from those who sit a round out. None for the others.
+        squared_gradients: whether `summarize` takes the squared gradients of the last epoch as a
+            fifth argument (FedFish).
     """
 
     init: Callable[[Params], Any]
     summarize: Callable[..., Any]
     reduce: Callable[[Any, Array], Any] | None
     finish: Callable[[Any, Params, Any], tuple[Params, Any, Any]]
+    correction: Callable[[Any], Params] | None = None
+    squared_gradients: bool = False
 
 
 def fisher_summary(

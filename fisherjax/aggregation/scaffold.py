@@ -44,7 +44,7 @@ def scaffold(num_clients: int, *, epochs: int, batch_size: int) -> Aggregator:
     first round is federated averaging.
 
     Args:
-        num_clients: M, all clients. Those that sit a round out send W and no examples.
+        num_clients: M, all clients. Those that sit a round out count as zeros and no steps.
         epochs: Of local training, as in `training.train`.
         batch_size: As in `training.train`; client i takes epochs ceil(n_i / batch_size) steps.
 
@@ -94,7 +94,7 @@ def scaffold(num_clients: int, *, epochs: int, batch_size: int) -> Aggregator:
         if steps.shape != (num_clients,):
             raise ValueError(
                 f"There are {steps.shape[0]} updates; expected one of each of {num_clients} "
-                "clients. One that sits out sends the global params and has no examples."
+                "clients. One that sits out counts as zeros, with no steps and no weight."
             )
 
         def controlled(own: Array, c: Array, start: Array, end: Array) -> Array:
@@ -110,4 +110,4 @@ def scaffold(num_clients: int, *, epochs: int, batch_size: int) -> Aggregator:
         merged = tree.weighted_sum(updates["params"], weights)
         return merged, Controls(server, clients), ()
 
-    return Aggregator(init, summarize, None, finish)
+    return Aggregator(init, summarize, None, finish, correction=lambda state: state.correction)
