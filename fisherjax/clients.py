@@ -28,7 +28,7 @@ from fisherjax.mapping import (
 from fisherjax.typing import Array, Key, Params
 
 # Keys are folded by purpose, then by client, so that no two draws share a key.
-TRAIN, SUMMARIZE = 0, 1
+TRAIN, SUMMARIZE, COHORT, SPLIT = 0, 1, 2, 3
 
 
 class Federation(NamedTuple):
@@ -181,6 +181,40 @@ def view(federation: Federation, client: int | Array) -> Examples:
     indices, size = federation.indices[client], federation.sizes[client]
     weights = (jnp.arange(indices.shape[0]) < size).astype(jnp.result_type(float))
     return Examples(federation.inputs, federation.targets, indices, weights)
+
+
+def select(federation: Federation, clients: Sequence[int] | Array) -> Federation:
+    """Keep some of the clients, for instance those that are held out.
+
+    Args:
+        federation: the data of all clients.
+        clients: which ones, in the order of the result.
+
+    Returns:
+        The federation of these; the data are shared, not copied.
+
+    Raises:
+        ValueError: if there are none, one is named twice, or one does not exist.
+
+    Example:
+        >>> import numpy as np
+        >>> from fisherjax import clients
+        >>> data = np.zeros((3, 8)), np.array([0, 1, 1])
+        >>> federation = clients.federation(data, [np.array([2]), np.array([0, 1])])
+        >>> clients.select(federation, [1]).sizes
+        Array([2], dtype=int32)
+    """
+    clients = np.asarray(clients)
+    known = np.isin(clients, np.arange(federation.num_clients))
+    if clients.ndim != 1 or not clients.size or not known.all():
+        raise ValueError(
+            f"clients are {clients.tolist()}; expected at least one of 0 to "
+            f"{federation.num_clients - 1}."
+        )
+    if len(np.unique(clients)) < len(clients):
+        raise ValueError(f"clients are {clients.tolist()}; expected each only once.")
+    indices, sizes = federation.indices[clients], federation.sizes[clients]
+    return federation._replace(indices=indices, sizes=sizes)
 
 
 def shard(federation: Federation, devices: Sequence[jax.Device] | None = None) -> Federation:

@@ -82,23 +82,14 @@ def make_recipe(
     apply_train: ApplyTrain | None = None,
     squared_gradients: bool = False,
 ) -> Recipe:
-    """Check how clients are to be trained; `training.train` says what the arguments are.
+    """Put together what clients train with; `training.train` says what the arguments are.
 
     Raises:
-        TypeError: if params are not floating, or an argument has the wrong kind.
-        ValueError: if the targets do not fit the outputs or the mask does not fit params, or the
-            batch size is not positive.
+        TypeError: if the optimiser is none.
+        ValueError: if the mask does not fit params, or the batch size is not positive.
     """
-    tree.check_floating(params)
-    if not isinstance(federation, Federation):
-        raise TypeError(
-            f"federation is a {type(federation).__name__}; expected the result of "
-            "clients.federation."
-        )
     check_optimizer("optimizer", optimizer)
     check_count("batch_size", batch_size)
-    outputs = jax.eval_shape(apply, params, federation.inputs)
-    likelihood.check(outputs.shape, federation.targets)
     return Recipe(
         apply,
         likelihood,
@@ -109,6 +100,20 @@ def make_recipe(
         apply_train,
         squared_gradients,
     )
+
+
+def check_data(
+    apply: Apply, likelihood: Likelihood, params: Params, federation: Federation
+) -> None:
+    """Refuse params that are not floating, and data that do not fit the network's outputs."""
+    tree.check_floating(params)
+    if not isinstance(federation, Federation):
+        raise TypeError(
+            f"federation is a {type(federation).__name__}; expected the result of "
+            "clients.federation."
+        )
+    outputs = jax.eval_shape(apply, params, federation.inputs)
+    likelihood.check(outputs.shape, federation.targets)
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:

@@ -1,11 +1,16 @@
-"""How good a model is: accuracy of one model, of many, and of their ensemble."""
+"""How good a model is: on a test set, alone and in an ensemble, and on the data of the clients."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax import tree
+from fisherjax.clients import Federation
+from fisherjax.likelihoods import Likelihood
+from fisherjax.local import count_steps
+from fisherjax.mapping import chunk_size, map_clients
 from fisherjax.typing import Apply, Array, Params
 
 
@@ -124,6 +129,189 @@ def ensemble_accuracy(
             "model."
         )
     return _hits(tree.weighted_sum(outputs, jnp.asarray(weights)), targets).mean()
+
+
+class Performance(NamedTuple):
+    """How good models are on the data of clients.
+
+    Attributes:
+        loss: [M] mean negative log-likelihood of an example in nats; 0 without examples.
+        accuracy: [M] share of targets that are the largest output, a fraction; NaN where targets
+            are not class labels.
+        sizes: [M] examples that this is measured on.
+    """
+
+    loss: Array
+    accuracy: Array
+    sizes: Array
+
+    def mean(self) -> "Performance":
+        """Average over the clients that have examples, each counting the same."""
+        counted = self.sizes > 0
+        number = jnp.maximum(counted.sum(-1), 1)
+        loss, accuracy = (
+            jnp.where(counted, x, 0).sum(-1) / number for x in (self.loss, self.accuracy)
+        )
+        return Performance(loss, accuracy, self.sizes.sum(-1))
+
+
+def performance(
+    apply: Apply,
+    likelihood: Likelihood,
+    params: Params,
+    federation: Federation,
+    *,
+    clients: Array | None = None,
+    stacked: bool = False,
+    batch_size: int = 500,
+) -> Performance:
+    """Measure loss and accuracy on every client's examples.
+
+    Args:
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
+        likelihood: Whose negative log-likelihood is the loss.
+        params: One model, or with `stacked` one for each client, leaves [M, ...].
+        federation: The clients' data.
+        clients: [M] which ones; all if None.
+        stacked: Whether each client has its own model.
+        batch_size: Examples of a minibatch; changes nothing but memory.
+
+    Returns:
+        Numbers [M], in the order of `clients`.
+
+    Raises:
+        ValueError: If batch_size is not a positive integer, or there are not as many models as
+            clients.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> data = jnp.eye(2), jnp.array([0, 0])
+        >>> federation = fj.clients.federation(data, [[0], [1]])
+        >>> found = performance(lambda w, x: x * w, fj.likelihoods.categorical, 1.0, federation)
+        >>> print(found.accuracy, found.mean().accuracy)
+        [1. 0.] 0.5
+    """
+    batch_size = _batch_size(batch_size, federation.inputs)
+    clients = jnp.arange(federation.num_clients) if clients is None else jnp.asarray(clients)
+    params = jax.tree.map(jnp.asarray, params)
+    if stacked and any(leaf.shape[:1] != clients.shape for leaf in jax.tree.leaves(params)):
+        shapes = jax.tree.map(jnp.shape, params)
+        raise ValueError(
+            f"The stacked params have shapes {shapes}; expected a leading axis of the "
+            f"{len(clients)} clients."
+        )
+    length = min(batch_size, federation.indices.shape[1])
+    return _performance(apply, likelihood, length, stacked, params, federation, clients)
+
+
+class Barrier(NamedTuple):
+    """How much worse the global model is on clients' data than their own models.
+
+    Attributes:
+        loss: mean_i [L_i(W) - L_i(W_i)], in nats.
+        accuracy: mean_i [accuracy_i(W_i) - accuracy_i(W)], a fraction.
+    """
+
+    loss: Array
+    accuracy: Array
+
+
+def client_server_barrier(
+    apply: Apply,
+    likelihood: Likelihood,
+    params: Params,
+    models: Params,
+    federation: Federation,
+    *,
+    clients: Array | None = None,
+    batch_size: int = 500,
+) -> Barrier:
+    """Compute the client-server barrier, mean_i [L_i(W) - L_i(W_i)] on the clients' own data.
+
+    Args:
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
+        likelihood: Whose negative log-likelihood is the loss.
+        params: W, the global model after aggregation.
+        models: W_i stacked, leaves [M, ...]; of a round `done.models.params`.
+        federation: The clients' data.
+        clients: [M] which ones the models are of, for instance `done.cohort`; all if None. Those
+            without examples or with a model that is not finite do not count.
+        batch_size: Examples of a minibatch.
+
+    Returns:
+        The barrier in loss and in accuracy: lower is better, and zero where all models are equal.
+
+    Raises:
+        ValueError: As `performance`.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> federation = fj.clients.federation((jnp.eye(2), jnp.array([0, 0])), [[0], [1]])
+        >>> options = lambda w, x: x * w, fj.likelihoods.categorical
+        >>> print(client_server_barrier(*options, 1.0, jnp.array([1.0, -1.0]), federation).accuracy)
+        0.5
+
+    Source: Dhawan, Mitchell, Charles, Garrett, Dziugaite, Leveraging function space aggregation for
+        federated learning at scale, TMLR 2024. In accuracy it has the sign of the loss: they plot
+        the difference the other way round.
+    """
+    options = {"clients": clients, "batch_size": batch_size}
+    merged = performance(apply, likelihood, params, federation, **options)
+    own = performance(apply, likelihood, models, federation, stacked=True, **options)
+    sizes = jnp.where(jnp.isfinite(own.loss), own.sizes, 0)
+    mean = Performance(merged.loss - own.loss, own.accuracy - merged.accuracy, sizes).mean()
+    return Barrier(mean.loss, mean.accuracy)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _performance(
+    apply: Apply,
+    likelihood: Likelihood,
+    batch_size: int,
+    stacked: bool,
+    params: Params,
+    federation: Federation,
+    clients: Array,
+) -> Performance:
+    def one(
+        own: tuple[Array, Params | None], common: Params | None, federation: Federation
+    ) -> Performance:
+        client, params = own[0], own[1] if stacked else common
+        rows, size = federation.indices[client], federation.sizes[client]
+
+        def body(step: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
+            place = step * batch_size + jnp.arange(batch_size)
+            batch = rows[place % rows.shape[0]]
+            outputs, targets = apply(params, federation.inputs[batch]), federation.targets[batch]
+            losses = likelihood.negative_log_likelihood(outputs, targets)
+            both = losses, _shares(outputs, targets)
+            return tuple(
+                total + jnp.where(place < size, x, 0).sum().astype(total.dtype)
+                for total, x in zip(totals, both, strict=True)
+            )
+
+        zero = jnp.zeros((), jnp.result_type(float))
+        totals = jax.lax.fori_loop(0, count_steps(size, batch_size), body, (zero, zero))
+        loss, accuracy = (total / jnp.maximum(size, 1) for total in totals)
+        return Performance(loss, accuracy, size)
+
+    return map_clients(
+        one,
+        (clients, params if stacked else None),
+        None if stacked else params,
+        federation,
+        sizes=federation.sizes[clients],
+        clients_per_chunk=chunk_size(None, clients.shape[0]),
+        mesh=federation.mesh,
+    )
+
+
+def _shares(outputs: Array, targets: Array) -> Array:
+    """Say which share of an example's targets is right, [B]; NaN where they are not labels."""
+    if not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != outputs.shape[:-1]:
+        return jnp.full(outputs.shape[0], jnp.nan)
+    hits = outputs.argmax(-1) == targets
+    return hits.reshape(hits.shape[0], -1).mean(1)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -23,6 +23,7 @@ from fisherjax.local import (
     Restraint,
     State,
     check_count,
+    check_data,
     check_key,
     count_steps,
     make_recipe,
@@ -253,6 +254,7 @@ def _prepare(
     squared_gradients: bool = False,
 ) -> _Run:
     params = jax.tree.map(jnp.asarray, params)
+    check_data(apply, likelihood, params, federation)
     recipe = make_recipe(
         apply,
         likelihood,

@@ -30,7 +30,9 @@ ORDER = [
     "quadratic",
     "solvers",
     "aggregation",
+    "rounds",
     "metrics",
+    "personalization",
 ]
 FISHER = ["kinds", "layers", "operators", "passes", "diagonal", "full", "kfac"]
 
