@@ -1,4 +1,4 @@
-"""Data sets as arrays, what prepares their images, and files of named arrays.
+"""Data sets as arrays or text, what prepares images, and files of named arrays.
 
 The only module that reads or writes. Images stay uint8 until a batch is used: `normalizer` makes
 the function that scales them, `crop_and_flip` the one that also augments them, both for the device.
@@ -115,8 +115,46 @@ def _read_digits():
     return splits, 10, 16.0
 
 
+def load_text(name: str = "tiny_shakespeare", data_dir: str | os.PathLike | None = None) -> str:
+    r"""Read a text into memory.
+
+    Args:
+      name: "tiny_shakespeare", parts of nine plays, prepared through TensorFlow Datasets as those
+        of `load` are. Any other text is a string already: ``Path("plays.txt").read_text()``.
+      data_dir: as for `load`.
+
+    Returns:
+      The whole text; the splits train, validation and test are consecutive pieces of it.
+
+    Raises:
+      ValueError: if the name is unknown.
+      FileNotFoundError: as `load`.
+
+    Example:
+      >>> text = load_text()  # doctest: +SKIP
+      >>> text[:46]  # doctest: +SKIP
+      'First Citizen:\nBefore we proceed any further, '
+
+    Source: Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks", 2015 (data).
+    """
+    if name != "tiny_shakespeare":
+        raise ValueError(
+            f"unknown text {name!r}: expected 'tiny_shakespeare'; images are read by data.load, a "
+            "text of your own by pathlib.Path(file).read_text()"
+        )
+    sources = _sources(name, ["train", "validation", "test"], data_dir)
+    return "".join(record["text"].decode() for source in sources for record in source)
+
+
 def _read_tfds(name: str, data_dir):
     """Read both splits with the images still encoded: our loop decodes in half the time."""
+    sources = _sources(name, ["train", "test"], data_dir, still_encoded=("image",))
+    features = sources[0].dataset_info.features
+    shape, num_classes = features["image"].shape, features["label"].num_classes
+    return [_decode(source, shape) for source in sources], num_classes, 255.0
+
+
+def _sources(name: str, splits: list[str], data_dir, still_encoded: tuple[str, ...] = ()):
     import tensorflow_datasets as tfds
 
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR")
@@ -128,12 +166,12 @@ def _read_tfds(name: str, data_dir):
                 f"{name!r} as data_dir or TFDS_DATA_DIR, or {_how_to_prepare(name, data_dir)}"
             )
     try:
-        train, test = tfds.data_source(
+        return tfds.data_source(
             name,
-            split=["train", "test"],
+            split=splits,
             data_dir=data_dir,
             download=False,
-            decoders={"image": tfds.decode.SkipDecoding()},
+            decoders={feature: tfds.decode.SkipDecoding() for feature in still_encoded},
         )
     except ImportError:
         raise
@@ -143,9 +181,6 @@ def _read_tfds(name: str, data_dir):
             f"read without TensorFlow: {_how_to_prepare(name, data_dir)}\nA copy of it in another "
             "format (tfrecord) would be in the way: choose another data_dir then."
         ) from error
-    features = train.dataset_info.features
-    shape, num_classes = features["image"].shape, features["label"].num_classes
-    return [_decode(source, shape) for source in (train, test)], num_classes, 255.0
 
 
 def _how_to_prepare(name: str, data_dir) -> str:

@@ -117,6 +117,29 @@ def test_the_command_in_the_error_prepares_the_data_set_where_it_was_looked_for(
     assert builder.info.file_format.value == "array_record"
 
 
+def test_the_splits_of_a_text_are_joined_in_their_order(shared):
+    import tensorflow_datasets as tfds
+
+    text, start = data.load_text(data_dir=shared / "data"), 0
+    for split in ("train", "validation", "test"):
+        source = tfds.data_source("tiny_shakespeare", split=split, data_dir=shared / "data")
+        part = source[0]["text"].decode()
+        assert text[start : start + len(part)] == part
+        start += len(part)
+    assert len(text) == start
+
+
+def test_a_text_that_is_unknown_or_missing_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown text 'mnist'.*data\.load.*read_text"):
+        data.load_text("mnist")
+    with pytest.raises(FileNotFoundError, match=r"directory '.*nowhere' does not exist"):
+        data.load_text(data_dir=tmp_path / "nowhere")
+    with pytest.raises(
+        FileNotFoundError, match=r'no data set.*\n.*\n.*builder\("tiny_shakespeare"'
+    ):
+        data.load_text(data_dir=tmp_path)
+
+
 # Normalisation
 
 
