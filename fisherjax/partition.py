@@ -246,6 +246,70 @@ def central(targets_or_num_examples) -> list[np.ndarray]:
     return [np.arange(num_examples)]
 
 
+def natural(groups) -> list[np.ndarray]:
+    """Give every group of examples to a client of its own: a writer, a speaker, a hospital.
+
+    Args:
+      groups: who each example comes from, ``[N]`` numbers or strings.
+
+    Returns:
+      One array of ascending row numbers for each distinct group, groups in sorted order, that of
+      ``numpy.unique(groups)``.
+
+    Raises:
+      ValueError: if ``groups`` is not one label for each of at least one example.
+
+    Example:
+      >>> natural(["Romeo", "Juliet", "Romeo"])
+      [array([1]), array([0, 2])]
+
+    Source: Caldas, Duddu, Wu, Li, Konečný, McMahan, Smith, Talwalkar, "LEAF: A Benchmark for
+    Federated Settings", 2018.
+    """
+    groups = np.asarray(groups)
+    if groups.ndim != 1 or groups.size == 0:
+        raise ValueError(
+            f"groups have shape {groups.shape}, expected one label for each example, [N], and at "
+            "least one example"
+        )
+    _, number, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    return np.split(np.argsort(number, kind="stable"), np.cumsum(sizes)[:-1])
+
+
+def hold_out(num_clients: int, num_held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Choose clients at random that take no part in training, to judge a model on new clients.
+
+    Args:
+      num_clients: M.
+      num_held_out: how many are held out, between 1 and M - 1.
+      seed: of ``numpy.random.RandomState``, which draws one permutation of the M clients.
+
+    Returns:
+      The numbers of the clients that are kept ``[M - num_held_out]`` and of those held out
+      ``[num_held_out]``, each ascending.
+
+    Raises:
+      ValueError: if no client would be kept or none held out, or the seed is out of range.
+      TypeError: if a count or the seed is not an integer.
+
+    Example:
+      >>> hold_out(5, 2, seed=0)
+      (array([1, 3, 4]), array([0, 2]))
+
+    Source: Yuan, Morningstar, Ning, Singhal, "What Do We Mean by Generalization in Federated
+    Learning?", ICLR 2022 (participation gap).
+    """
+    _check_count("num_clients", num_clients, 2)
+    _check_count("num_held_out", num_held_out, 1)
+    if num_held_out >= num_clients:
+        raise ValueError(
+            f"num_held_out is {num_held_out} of {num_clients} clients, which leaves none to train: "
+            f"hold out 1 to {num_clients - 1}"
+        )
+    held_out, kept = np.split(_random_state(seed).permutation(num_clients), [num_held_out])
+    return np.sort(kept), np.sort(held_out)
+
+
 def label_counts(targets, partition: Sequence[np.ndarray]) -> np.ndarray:
     """Count how many examples of each class each client holds.
 

@@ -332,3 +332,40 @@ def test_the_number_of_examples_is_an_integer_or_the_length_of_the_targets():
         partition.central(9.0)
     with pytest.raises(ValueError, match="1 to 0"):
         partition.central(0)
+
+
+@given(st.lists(st.sampled_from(["Romeo", "Juliet", "Nurse", "Paris"]), min_size=1, max_size=40))
+def test_natural_clients_hold_their_own_group_and_all_of_it(groups):
+    parts = partition.natural(groups)
+    np.testing.assert_array_equal(owners(parts, len(groups)), 1)
+    assert len(parts) == len(set(groups))
+    for name, rows in zip(sorted(set(groups)), parts, strict=True):
+        assert {groups[row] for row in rows} == {name}
+        assert (np.diff(rows) > 0).all()
+
+
+@pytest.mark.parametrize("groups", [[], [[0, 1]], "Romeo"])
+def test_groups_are_one_label_for_each_example(groups):
+    with pytest.raises(ValueError, match=r"groups have shape.*one label for each example"):
+        partition.natural(groups)
+
+
+@given(st.integers(2, 50), st.data(), SEEDS)
+def test_clients_are_either_kept_or_held_out(num_clients, draw, seed):
+    num_held_out = draw.draw(st.integers(1, num_clients - 1))
+    kept, held_out = partition.hold_out(num_clients, num_held_out, seed)
+    assert len(held_out) == num_held_out
+    assert sorted([*kept, *held_out]) == list(range(num_clients))
+    assert (np.diff(kept) > 0).all()
+    assert (np.diff(held_out) > 0).all()
+
+
+def test_every_client_is_held_out_equally_often():
+    counts = sum(np.bincount(partition.hold_out(6, 2, seed)[1], minlength=6) for seed in range(900))
+    np.testing.assert_allclose(counts, 300, atol=5 * (300 * 2 / 3) ** 0.5)
+
+
+@pytest.mark.parametrize(("num_clients", "num_held_out"), [(1, 1), (5, 0), (5, 5), (5, -1)])
+def test_both_sides_of_a_hold_out_have_a_client(num_clients, num_held_out):
+    with pytest.raises(ValueError, match=r"num_(clients|held_out) is"):
+        partition.hold_out(num_clients, num_held_out, 0)
