@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fisherjax import models
+from fisherjax import fisher, likelihoods, metrics, models, tree
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -123,3 +123,113 @@ def test_images_that_do_not_fit_are_refused(key, shape):
 def test_a_model_with_running_statistics_is_refused(key):
     with pytest.raises(ValueError, match=r"batch_stats.*apply_train"):
         models.init(flax.linen.BatchNorm(use_running_average=False), key, np.zeros((2, 3)))
+
+
+# The transformer
+
+TINY = models.Transformer(num_classes=7, width=16, num_layers=2, num_heads=2, context=6)
+
+
+@pytest.fixture
+def tokens(key):
+    return jax.random.randint(key, (3, 6), 0, 7)
+
+
+def test_the_transformer_computes_what_it_says(x64, key, tokens):
+    params = models.init(TINY, key, tokens)
+    # Biases and norms start at 0 and 1, where a mistake with them would not show.
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(key, x.shape, x.dtype), params)
+    logits = jax.jit(models.apply_fn(TINY))(params, tokens)
+    assert logits.shape == (3, 6, 7)
+    assert count(params) == count(models.init(TINY, key, tokens[:, :2]))
+    params, tokens = jax.tree.map(np.asarray, (params, tokens))
+    for sequence, expected in zip(tokens, logits, strict=True):
+        plainly = plain_transformer(params, sequence)
+        np.testing.assert_allclose(plainly, expected, rtol=1e-9, atol=1e-12)
+
+
+def plain_transformer(params, tokens):
+    """Return the logits [L, C] of one sequence, each position and head on its own."""
+    hidden = params["tokens"]["embedding"][tokens] + params["positions"]["embedding"]
+    for block in (params["block1"], params["block2"]):
+        normed = plain_norm(block["norm1"], hidden)
+        query, key, value = (affine(block[name], normed) for name in ("query", "key", "value"))
+        mixed = []
+        for t in range(6):
+            heads = []
+            for head in (slice(0, 8), slice(8, 16)):
+                scores = np.exp(key[: t + 1, head] @ query[t, head] / 8**0.5)
+                heads.append(scores / scores.sum() @ value[: t + 1, head])
+            mixed.append(np.concatenate(heads))
+        hidden = hidden + affine(block["mix"], np.stack(mixed))
+        inner = np.maximum(affine(block["dense1"], plain_norm(block["norm2"], hidden)), 0)
+        hidden = hidden + affine(block["dense2"], inner)
+    return affine(params["head"], plain_norm(params["norm"], hidden))
+
+
+def affine(layer, hidden):
+    return hidden @ layer["kernel"] + layer["bias"]
+
+
+def plain_norm(layer, hidden):
+    hidden = hidden - hidden.mean(-1, keepdims=True)
+    scale = np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-6)
+    return hidden / scale * layer["scale"] + layer["bias"]
+
+
+def test_no_logit_sees_a_later_token_and_every_logit_sees_the_earlier_ones(x64, key, tokens):
+    params = models.init(TINY, key, tokens)
+    apply = jax.jit(models.apply_fn(TINY))
+    before = apply(params, tokens)
+    for place in range(6):
+        after = apply(params, tokens.at[:, place].add(1) % 7)
+        changed = (before != after).any((0, 2))
+        np.testing.assert_array_equal(changed, np.arange(6) >= place)
+
+
+def test_a_shorter_sequence_has_the_logits_of_the_beginning(key, tokens):
+    params = models.init(TINY, key, tokens)
+    apply = jax.jit(models.apply_fn(TINY))
+    np.testing.assert_allclose(
+        apply(params, tokens[:, :4]), apply(params, tokens)[:, :4], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_accuracy_of_a_transformer_is_that_of_the_next_token(key, tokens):
+    params = models.init(TINY, key, tokens)
+    apply = jax.jit(models.apply_fn(TINY))
+    targets = apply(params, tokens).argmax(-1)
+    assert metrics.accuracy(apply, params, tokens, targets) == 1
+    # Positions count, not whole sequences.
+    wrong = targets.at[0, :5].add(1) % 7
+    np.testing.assert_allclose(metrics.accuracy(apply, params, tokens, wrong), 13 / 18, rtol=1e-6)
+
+
+def test_kfac_covers_every_matrix_of_a_transformer(key, tokens):
+    model = TINY.clone(num_layers=1)
+    params = models.init(model, key, tokens)
+    information = fisher.kfac(
+        models.apply_fn(model),
+        likelihoods.categorical,
+        params,
+        tokens,
+        tokens,
+        kind=fisher.empirical,
+        otherwise=fisher.diagonal,
+    )
+    covered = {layer.kernel for layer in information.layers}
+    assert covered == {name for name in tree.names(params) if name.endswith("kernel")}
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "error", "message"),
+    [
+        (TINY, np.zeros((2, 7), int), ValueError, r"shape \(1, 7\).*context=6.*shorter"),
+        (TINY, np.zeros(5, int), ValueError, r"expected tokens \[B, L\]"),
+        (TINY, np.zeros((2, 5)), TypeError, "dtype float32.*integers from 0 to 6"),
+        (TINY.clone(num_heads=3), np.zeros((2, 5), int), ValueError, "width is 16 and num_heads 3"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(key, model, tokens, error, message):
+    with pytest.raises(error, match=message):
+        models.init(model, key, tokens)
