@@ -22,6 +22,7 @@ ORDER = [
     "models",
     "data",
     "partition",
+    "text",
     "mapping",
     "clients",
     "local",
