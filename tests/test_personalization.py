@@ -1,0 +1,99 @@
+"""Personalisation trains on one half of a client's data at most, and tests on the other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fisherjax as fj
+from fisherjax.personalization import halve, personalize
+
+SIZES = (9, 0, 4, 1)
+CATEGORICAL = fj.likelihoods.categorical
+
+
+def apply(params, inputs):
+    return inputs @ params
+
+
+@pytest.fixture
+def federation():
+    random = np.random.default_rng(0)
+    number = sum(SIZES)
+    data = random.normal(size=(number, 3)).astype(np.float32), random.integers(0, 2, number)
+    rows = np.split(random.permutation(number), np.cumsum(SIZES)[:-1])
+    return fj.clients.federation(data, rows)
+
+
+def rows_of(federation, client):
+    return federation.indices[client, : federation.sizes[client]].tolist()
+
+
+def run(federation, key, **options):
+    settings = {"optimizer": optax.sgd(0.5), "epochs": 2, "batch_size": 2} | options
+    params = jnp.zeros((3, 2))
+    return personalize(apply, CATEGORICAL, params, federation, key=key, **settings)
+
+
+def test_halves_are_disjoint_and_complete_and_random(federation, key):
+    first, second = halve(federation, key)
+    assert first.sizes.tolist() == [4, 0, 2, 0]
+    for client in range(4):
+        mine = rows_of(first, client) + rows_of(second, client)
+        assert sorted(mine) == sorted(rows_of(federation, client))
+    other, _ = halve(federation, jax.random.key(1))
+    assert sorted(rows_of(first, 0)) != sorted(rows_of(other, 0))
+
+
+def test_every_fraction_is_tested_on_the_same_half(federation, key):
+    _, test = halve(federation, key)
+    nothing, some, more = run(federation, key)
+    plain = fj.metrics.performance(apply, CATEGORICAL, jnp.zeros((3, 2)), test)
+    jax.tree.map(np.testing.assert_array_equal, nothing, plain)
+    for found in (nothing, some, more):
+        assert found.sizes.tolist() == test.sizes.tolist()
+
+
+def test_tuning_is_training_on_so_many_examples_of_the_first_half(federation, key):
+    first, test = halve(federation, key)
+    [found] = run(federation, key, fractions=(0.25,))
+    part = first._replace(sizes=jnp.array([2, 0, 1, 0]))
+    models = fj.training.train(
+        apply,
+        CATEGORICAL,
+        jnp.zeros((3, 2)),
+        part,
+        key=key,
+        optimizer=optax.sgd(0.5),
+        epochs=2,
+        batch_size=2,
+    )
+    expected = fj.metrics.performance(apply, CATEGORICAL, models.params, test, stacked=True)
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
+    assert found.loss[0] != np.log(2.0)
+
+
+def test_a_client_without_data_to_tune_on_keeps_the_model(federation, key):
+    nothing, _, more = run(federation, key)
+    assert more.loss[3] == nothing.loss[3]
+
+
+def test_a_fraction_that_would_test_on_what_it_trained_on_is_refused(federation, key):
+    with pytest.raises(ValueError, match=r"A fraction is 0\.6"):
+        run(federation, key, fractions=(0.6,))
+
+
+@pytest.mark.parametrize(
+    ("clients", "message"),
+    [([], r"clients are \[\]"), ([4], r"clients are \[4\]"), ([1, 1], "each only once")],
+)
+def test_a_selection_of_nobody_or_of_strangers_is_refused(federation, clients, message):
+    with pytest.raises(ValueError, match=message):
+        fj.clients.select(federation, clients)
+
+
+def test_a_selection_is_the_clients_in_its_order(federation):
+    some = fj.clients.select(federation, [2, 0])
+    assert [rows_of(some, 0), rows_of(some, 1)] == [rows_of(federation, 2), rows_of(federation, 0)]
+    assert some.inputs is federation.inputs
