@@ -67,11 +67,14 @@ def test_line_ends_and_the_number_of_empty_lines_do_not_matter():
     ("openings", "found"),
     [
         ([("one", "JULIET:\nAy me")], "[]"),
+        ([("one", "Is the day")], "[]"),
         ([("two", "BENVOLIO:\nBut"), ("one", "ROMEO:\nIs")], "['one', 'two']"),
         ([("one", "ROMEO:\n")], "['one', 'one']"),
     ],
 )
-def test_openings_that_are_missing_out_of_order_or_repeated_are_refused(openings, found):
+def test_openings_that_are_missing_out_of_order_repeated_or_no_beginnings_are_refused(
+    openings, found
+):
     with pytest.raises(ValueError, match=r"openings=\(\)") as caught:
         text.roles(PLAY, openings)
     assert f"the plays {found} were found" in str(caught.value)
