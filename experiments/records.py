@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,32 +89,67 @@ def resume(out: Path, config: Config) -> list[Row]:
         ValueError: if the folder holds another experiment; the message names what differs.
         OSError: if nothing can be written there.
     """
-    _check_writable(out)
+    check_writable(out)
     rows = read(out / RESULTS) if (out / RESULTS).exists() else []
     if not rows:
         return []
+    check_config(out, config, RESULTS)
+    return rows
+
+
+def check_writable(out: Path) -> None:
+    """Make the folder of a run, and try whether anything can be written there.
+
+    Args:
+        out: the folder; made if it does not exist.
+
+    Raises:
+        OSError: if nothing can be written there.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OSError(f"cannot write to --out {out} ({error}): choose another folder") from error
+
+
+def check_config(
+    out: Path, config: Any, found: str, ignored: Collection[str] = WHERE_AND_HOW
+) -> None:
+    """Refuse to continue what another experiment has begun.
+
+    Args:
+        out: the folder of a run that has finished something.
+        config: what is going to be run; a dataclass whose fields all have defaults.
+        found: what was found there, for the message.
+        ignored: fields that change no result.
+
+    Raises:
+        ValueError: if the folder holds another experiment; the message names what differs.
+    """
     if not (out / CONFIG).exists():
         raise ValueError(
-            f"{out} holds a {RESULTS} without a {CONFIG}, so nobody knows what it is of: choose "
+            f"{out} holds a {found} without a {CONFIG}, so nobody knows what it is of: choose "
             "another --out"
         )
     # Options that did not exist then have done what their defaults do.
-    before = contents(Config()) | json.loads((out / CONFIG).read_text())["configuration"]
-    differing = _differences(before, contents(config))
+    before = contents(type(config)()) | json.loads((out / CONFIG).read_text())["configuration"]
+    differing = _differences(before, contents(config), ignored)
     if differing:
         raise ValueError(
             f"{out} holds results of another experiment: {'; '.join(differing)}. Choose another "
             "--out, or delete that folder"
         )
-    return rows
 
 
-def write_config(out: Path, config: Config) -> None:
+def write_config(out: Path, config: Any, command: Callable[[Any], str] = command) -> None:
     """Write what is needed to run an experiment again.
 
     Args:
         out: the folder of the run.
-        config: the experiment.
+        config: the experiment; a dataclass.
+        command: writes the command that runs it again.
     """
     document = {
         "configuration": contents(config),
@@ -147,7 +182,7 @@ def read_environment(out: Path) -> dict[str, Any]:
 
 def environment_changes(out: Path) -> list[str]:
     """Say what is different from the environment that started a run."""
-    return _differences(read_environment(out), environment())
+    return _differences(read_environment(out), environment(), ignored=())
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
@@ -238,18 +273,11 @@ def _row(cells: Sequence[str]) -> Row:
     )
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _differences(
+    before: dict[str, Any], now: dict[str, Any], ignored: Collection[str]
+) -> list[str]:
     return [
         f"{key} was {before.get(key)}, is {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and key not in WHERE_AND_HOW
+        if before.get(key) != now.get(key) and key not in ignored
     ]
-
-
-def _check_writable(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise OSError(f"cannot write to --out {out} ({error}): choose another folder") from error
