@@ -1,6 +1,7 @@
 """The names that an experiment may choose from."""
 
 import difflib
+from collections.abc import Sequence
 
 import fisherjax as fj
 
@@ -22,6 +23,7 @@ SHARE_TRAINING = (
     "fedlpa_ea",
     "fedlpa_gd",
     "fednova",
+    "fedfish",
 )
 """Algorithms that merge the same clients."""
 TRAIN_THEIR_OWN = ("fedprox", "scaffold")
@@ -41,12 +43,13 @@ CHOICES = {
 """By the name of the option."""
 
 
-def check_name(field: str, value: str) -> None:
+def check_name(field: str, value: str, known: Sequence[str] | None = None) -> None:
     """Refuse a name that an option does not know.
 
     Args:
-        field: the option, a key of `CHOICES`.
+        field: the option.
         value: what was given.
+        known: the names there are; if None those of `CHOICES`.
 
     Raises:
         ValueError: if it is unknown; the message holds the nearest one.
@@ -56,7 +59,7 @@ def check_name(field: str, value: str) -> None:
         Traceback (most recent call last):
         ValueError: --partition is 'niid-bench', did you mean 'niid_bench'? Known: ...
     """
-    known = CHOICES[field]
+    known = CHOICES[field] if known is None else known
     if value not in known:
         nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
         raise ValueError(

@@ -81,6 +81,9 @@ def methods(config: Config, apply: Apply) -> dict[str, Method]:
         if "fedfisher_diag" in ready:  # its clients send the same
             method = method._replace(clients=ready["fedfisher_diag"].clients)
         ready["fisher_merge"] = method
+    if "fedfish" in config.algorithms:
+        squares = {"batch_size": config.batch_size}
+        ready["fedfish"] = _alone(fj.aggregation.fedfish(apply, likelihood, **squares))
     ready |= _fedlpa(config, apply) | _niid_bench(config)
     return {name: ready[name] for name in config.algorithms}
 

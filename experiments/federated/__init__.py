@@ -1,0 +1,1 @@
+"""Federated rounds: algorithms compared over local epochs, cohorts and data sets."""

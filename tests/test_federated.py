@@ -1,0 +1,229 @@
+"""The federated command: what it writes, how it chooses, and that killing it changes nothing."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fisherjax as fj
+from experiments.federated import config, runs, task
+from experiments.federated.__main__ import main
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    *("--num-clients", "8", "--validation-clients", "2", "--held-out-clients", "2"),
+    *("--cohort", "3", "--alpha", "1", "--batch-size", "40", "--rounds", "3"),
+    *("--local-epochs", "1", "--algorithm", "fedavg"),
+)
+
+
+def rows_of(folder):
+    with open(folder / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def values(rows, **where):
+    return [
+        float(row["value"])
+        for row in rows
+        if all(row[field] == str(value) for field, value in where.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two algorithms, two numbers of local epochs, two server rates, two seeds."""
+    out = tmp_path_factory.mktemp("federated")
+    status = main(
+        [
+            *SMALL,
+            *("--algorithm", "fedavg", "fedfish_last_epoch", "--local-epochs", "1", "2"),
+            *("--server-optimizer", "adam", "--server-learning-rate", "0.0001", "0.01"),
+            *("--seeds", "0", "1", "--total-epochs", "4", "--out", str(out)),
+        ]
+    )
+    assert status == 0
+    return out
+
+
+def test_a_run_leaves_its_configuration_numbers_table_pictures_and_models(finished):
+    for name in ("config.json", "results.csv", "summary.md", "curves.png", "barrier.png"):
+        assert (finished / name).stat().st_size > 0, name
+    chosen = len(list((finished / "models").iterdir()))
+    assert chosen == 2 * 2 * 2 + 2 * 2  # both rates of the first seed, one of the second
+    text = (finished / "summary.md").read_text()
+    assert "| fedfish_last_epoch |" in text
+    assert "python -m experiments.federated" in text
+
+
+def test_total_epochs_are_shared_out_over_rounds(finished):
+    rows = rows_of(finished)
+    assert max(int(row["round"]) for row in rows if row["local_epochs"] == "1") == 4
+    assert max(int(row["round"]) for row in rows if row["local_epochs"] == "2") == 2
+
+
+def test_validation_clients_choose_the_rate_that_other_seeds_use(finished):
+    rows = rows_of(finished)
+    for algorithm in ("fedavg", "fedfish_last_epoch"):
+        for epochs, last in (("1", "4"), ("2", "2")):
+            where = {"algorithm": algorithm, "local_epochs": epochs, "round": last}
+            where |= {"split": "validation", "metric": "accuracy"}
+            rates = ("0.0001", "0.01")
+            tried = [values(rows, **where, seed=0, server_learning_rate=rate)[0] for rate in rates]
+            used = {
+                r["server_learning_rate"]
+                for r in rows
+                if r["seed"] == "1" and (r["algorithm"], r["local_epochs"]) == (algorithm, epochs)
+            }
+            assert used == {rates[int(np.argmax(tried))]}
+
+
+def test_the_numbers_are_those_of_the_model_that_was_left(finished):
+    asked = config.Config(**json.loads((finished / "config.json").read_text())["configuration"])
+    asked = asked.__class__(
+        **{f: tuple(v) if isinstance(v, list) else v for f, v in vars(asked).items()}
+    )
+    prepared = task.prepare(asked)
+    name = "fedavg-1epochs-server0.01-seed0"
+    like = prepared.init(runs.jax.random.key(0))
+    params = fj.data.load_arrays(finished / "models" / f"{name}.safetensors", like)
+    found = fj.metrics.performance(
+        prepared.apply, fj.likelihoods.categorical, params, prepared.test
+    )
+    where = {"algorithm": "fedavg", "local_epochs": 1, "seed": 0, "server_learning_rate": 0.01}
+    where |= {"round": 4, "split": "test"}
+    rows = rows_of(finished)
+    assert values(rows, **where, metric="accuracy") == [
+        pytest.approx(float(found.accuracy[0]), abs=1e-5)
+    ]
+    assert values(rows, **where, metric="loss") == [pytest.approx(float(found.loss[0]), abs=1e-4)]
+
+
+def test_both_algorithms_have_the_same_clients_train_alike_in_the_first_round(finished):
+    rows = rows_of(finished)
+    where = {"round": 1, "split": "cohort", "metric": "loss", "seed": 0, "local_epochs": 1}
+    (first,) = {*values(rows, **where)}
+    assert first > 0
+
+
+def test_traffic_is_the_bytes_of_a_client(finished):
+    rows = rows_of(finished)
+    model = 4 * (64 * 64 * 2 + 64 * 10)
+    for algorithm, times in (("fedavg", 1), ("fedfish_last_epoch", 2)):
+        where = {"algorithm": algorithm, "split": "traffic"}
+        assert {*values(rows, **where, metric="up")} == {times * model}
+        assert {*values(rows, **where, metric="down")} == {model}
+
+
+def model_bytes(folder):
+    (path,) = (folder / "models").iterdir()
+    return path.read_bytes()
+
+
+LONG = (*SMALL, "--rounds", "25", "--server-optimizer", "adam", "--server-learning-rate", "0.01")
+
+
+def start(out):
+    words = [sys.executable, "-m", "experiments.federated", *LONG]
+    words += ["--checkpoint-seconds", "0", "--out", str(out)]
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def newest(checkpoints):
+    found = checkpoints.iterdir() if checkpoints.exists() else ()
+    return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
+
+
+def wait_for(condition, process):
+    end = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_killing_it_at_any_moment_changes_no_bit_of_the_result(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert main([*LONG, "--out", str(whole)]) == 0
+    checkpoints = killed / "checkpoints" / "fedavg-1epochs-server0.01-seed0"
+    for least in (2, 9):
+        process = start(killed)
+        wait_for(lambda least=least: newest(checkpoints) >= least, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (killed / "models").exists()
+    assert main([*LONG, "--out", str(killed)]) == 0
+    assert model_bytes(killed) == model_bytes(whole)
+    assert rows_of(killed) == rows_of(whole)
+
+
+def test_a_corrupt_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, capsys):
+    whole, spoilt = tmp_path / "whole", tmp_path / "spoilt"
+    for out in (whole, spoilt):
+        assert main([*SMALL, "--checkpoint-seconds", "0", "--out", str(out)]) == 0
+    newest = spoilt / "checkpoints" / "fedavg-1epochs-server1-seed0" / "3"
+    victim = max(newest.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    victim.write_bytes(victim.read_bytes()[:-5])
+    capsys.readouterr()
+    assert main([*SMALL, "--out", str(spoilt)]) == 0
+    assert "corrupt" in capsys.readouterr().out
+    assert model_bytes(spoilt) == model_bytes(whole)
+    assert rows_of(spoilt) == rows_of(whole)
+
+
+def test_a_changed_configuration_is_refused_by_name(tmp_path, capsys):
+    assert main([*SMALL, "--out", str(tmp_path)]) == 0
+    assert main([*SMALL, "--learning-rate", "0.5", "--out", str(tmp_path)]) == 1
+    assert "learning_rate was 0.05, is 0.5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedfisher_kfac", "fednova", "fedfish"])
+def test_other_algorithms_run_in_the_same_loop(tmp_path, algorithm):
+    asked = [*SMALL, "--algorithm", algorithm, "--rounds", "1", "--out", str(tmp_path)]
+    assert main(asked) == 0
+    assert values(rows_of(tmp_path), algorithm=algorithm, split="test", metric="accuracy")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cohort", "9"], "--cohort is 9, expected 1 to the 8 clients"),
+        (["--rounds", "0"], "--rounds is 0, expected a whole number from 1 up"),
+        (["--held-out-clients", "0"], "--held-out-clients is 0"),
+        (["--algorithm", "fedfisch"], "did you mean 'fedfish'"),
+        (["--total-epochs", "5", "--local-epochs", "2"], "--total-epochs is 5"),
+        (["--server-learning-rate", "0.1"], "--server-learning-rate is 0.1"),
+        (["--held-out-plays", "1"], "--held-out-plays is 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, capsys, options, message):
+    assert main([*SMALL, *options, "--out", str(tmp_path)]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_roles_of_held_out_plays_take_no_part_in_training(shared):
+    asked = config.Config(
+        **{
+            **config.defaults("tiny_shakespeare").__dict__,
+            "held_out_plays": 2,
+            "data_dir": shared / "data",
+        }
+    )
+    prepared = task.prepare(asked)
+    rows = [
+        {
+            int(row)
+            for client in range(part.num_clients)
+            for row in part.indices[client, : part.sizes[client]]
+        }
+        for part in (prepared.train, prepared.validation, prepared.held_out)
+    ]
+    assert all(rows)
+    assert sum(map(len, rows)) == len(set.union(*rows))
+    assert rows[2] == set(prepared.test.indices[0, : prepared.test.sizes[0]].tolist())
