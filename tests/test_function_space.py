@@ -1,0 +1,254 @@
+"""Two clients of one curve: their data, their training, their merged models and barriers."""
+
+import csv
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments import barriers, function_space, toy_regression
+from experiments.toy_regression import METHODS, SUPPORTS, Setting
+
+SETTING = Setting(num_points=12, width=6, steps=20, learning_rate=0.02)
+SEEDS = (0, 3)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return toy_regression.train(SETTING, SEEDS)
+
+
+@pytest.fixture(scope="module")
+def merged(runs):
+    return {name: merge(name, runs) for name in METHODS}
+
+
+def merge(name, runs):
+    return toy_regression.merge(toy_regression.aggregator(name, SETTING.width), runs)
+
+
+def select(stacked, *index):
+    return jax.tree.map(lambda leaf: leaf[index], stacked)
+
+
+def points(runs, run, client):
+    federation = select(runs.federations, run)
+    rows = federation.indices[client]
+    return np.asarray(federation.inputs[rows]), np.asarray(federation.targets[rows])
+
+
+def forward(params, x):
+    """The network in NumPy."""
+    for name in ("dense1", "dense2", "dense3"):
+        layer = params[name]
+        x = x @ np.asarray(layer["kernel"], float) + np.asarray(layer["bias"], float)
+        x = np.tanh(x) if name != "dense3" else x
+    return x
+
+
+def test_clients_see_inputs_in_all_of_their_support_and_nowhere_else(runs):
+    assert runs.overlaps == tuple(overlap for overlap in SUPPORTS for _ in SEEDS)
+    for run, overlap in enumerate(runs.overlaps):
+        for client, (low, high) in enumerate(SUPPORTS[overlap]):
+            x = points(runs, run, client)[0]
+            assert x.shape == (SETTING.num_points, 1)
+            assert low <= x.min() < x.max() <= high
+    for both in SUPPORTS.values():
+        data = toy_regression.draw(jax.random.key(0), jnp.array(both), 500, 0.0)
+        for rows, (low, high) in zip(data.indices, both, strict=True):
+            assert data.inputs[rows].min() < low + 0.05
+            assert data.inputs[rows].max() > high - 0.05
+
+
+def test_overlaps_are_what_their_names_say():
+    shared = {overlap: min(a[1], b[1]) - max(a[0], b[0]) for overlap, (a, b) in SUPPORTS.items()}
+    assert shared["full"] == 2
+    assert 0 < shared["partial"] < 1
+    assert shared["disjoint"] < 0
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_targets_lie_around_the_curve(noise):
+    supports = jnp.array(SUPPORTS["partial"])
+    data = toy_regression.draw(jax.random.key(1), supports, 2000, noise)
+    away = np.asarray(data.targets) - np.sin(2 * np.pi * np.asarray(data.inputs))
+    assert np.allclose(away.std(), noise, rtol=0.05, atol=1e-5)
+    assert np.allclose(away.mean(), 0, atol=0.03)
+
+
+def test_a_seed_has_one_start_and_one_noise_at_every_overlap(runs):
+    assert runs.seeds == SEEDS * 3
+    first, *others = (select(runs.starts, run) for run in (0, 2, 4))
+    away = [
+        np.asarray(fed.targets - jnp.sin(2 * jnp.pi * fed.inputs))
+        for fed in (select(runs.federations, run) for run in (0, 2, 4, 1))
+    ]
+    for other in others:
+        assert jax.tree.all(jax.tree.map(np.array_equal, first, other))
+    assert np.allclose(away[0], away[1], atol=1e-5)
+    assert np.allclose(away[0], away[2], atol=1e-5)
+    assert not np.allclose(away[0], away[3], atol=1e-2)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_clients_take_full_batch_steps_of_their_optimiser(optimizer):
+    setting = SETTING._replace(optimizer=optimizer)
+    runs = toy_regression.train(setting, SEEDS)
+    apply = toy_regression.network(setting.width)
+    x, y = points(runs, 3, 1)
+    slope = jax.jit(jax.grad(lambda w: 0.5 * jnp.mean((apply(w, x) - y) ** 2)))
+    update = getattr(optax, optimizer)(setting.learning_rate)
+    params = select(runs.starts, 3)
+    state = update.init(params)
+    for _ in range(setting.steps):
+        change, state = update.update(slope(params), state)
+        params = optax.apply_updates(params, change)
+    found = select(runs.locals, 3, 1)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+        assert np.allclose(a, b, atol=1e-4)
+
+
+def test_a_run_depends_on_no_other_and_compiles_nothing_anew(runs, compilations):
+    with compilations() as count:
+        others = toy_regression.train(SETTING, (3, 5))
+    assert count() == 0
+    for before, now in zip(
+        jax.tree.leaves(runs.locals), jax.tree.leaves(others.locals), strict=True
+    ):
+        assert np.allclose(before[1::2], now[::2], atol=1e-6)
+        assert not np.allclose(before[::2], now[1::2], atol=1e-3)
+
+
+def test_fedfish_is_the_mean_weighted_by_squared_derivatives_of_the_function(runs, merged):
+    apply = toy_regression.network(SETTING.width)
+    for run in (0, 5):
+        fishers = []
+        for client in range(2):
+            x = points(runs, run, client)[0]
+            slopes = jax.jacrev(lambda w, x: apply(w, x)[:, 0])(select(runs.locals, run, client), x)
+            fishers.append(jax.tree.map(lambda slope: jnp.mean(slope**2, axis=0), slopes))
+        expected = jax.tree.map(
+            lambda f, g, v, w: (f * v + g * w) / (f + g),
+            *fishers,
+            *(select(runs.locals, run, client) for client in range(2)),
+        )
+        found = select(merged["fedfish"], run)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert np.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_clients_model_at_both_clients_has_no_barrier(runs, name):
+    models = jax.tree.map(lambda leaf: jnp.repeat(leaf[:, :1], 2, axis=1), runs.locals)
+    twice = runs._replace(locals=models)
+    rows = barriers.evaluate(SETTING.width, twice, {name: merge(name, twice)})
+    values = [row.value for row in rows if row.metric == "barrier"]
+    assert len(values) == 6 * 3
+    assert np.allclose(values, 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_equal_data_and_equal_derivatives_make_every_method_the_mean(runs, name):
+    """Functions that differ by a constant c have the same derivatives; (c / 2)^2 is then won."""
+
+    def both(leaf):
+        return jnp.concatenate([leaf[:, : SETTING.num_points]] * 2, axis=1)
+
+    models = jax.tree.map(lambda leaf: jnp.repeat(leaf[:, :1], 2, axis=1), runs.locals)
+    bias = models["dense3"]["bias"]
+    models["dense3"]["bias"] = bias + jnp.array([0.0, 0.6])[None, :, None]
+    data = runs.federations
+    same = runs._replace(
+        federations=data._replace(inputs=both(data.inputs), targets=both(data.targets)),
+        locals=models,
+    )
+    rows = barriers.evaluate(SETTING.width, same, {name: merge(name, same)})
+    for own in barriers.barriers(rows).values():
+        assert np.allclose(own[name], -(0.3**2), atol=1e-5)
+
+
+def test_the_barriers_in_the_file_are_those_of_the_models(tmp_path, runs, merged):
+    rows = barriers.evaluate(SETTING.width, runs, merged)
+    barriers.write_rows(tmp_path / "barriers.csv", rows)
+    with open(tmp_path / "barriers.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    for run, (overlap, seed) in enumerate(zip(runs.overlaps, runs.seeds, strict=True)):
+        for name in METHODS:
+            own = []
+            for client in range(2):
+                x, y = points(runs, run, client)
+                models = select(merged[name], run), select(runs.locals, run, client)
+                after, before = (np.mean((forward(model, x) - y) ** 2) for model in models)
+                own.append(after - before)
+            found = {
+                line["client"]: float(line["value"])
+                for line in lines
+                if (line["overlap"], line["seed"]) == (overlap, str(seed))
+                and (line["algorithm"], line["metric"]) == (name, "barrier")
+            }
+            expected = {"0": own[0], "1": own[1], "": np.mean(own)}
+            assert found.keys() == expected.keys()
+            for client, value in expected.items():
+                assert np.isclose(found[client], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_command_leaves_pictures_numbers_and_the_table_of_them(tmp_path, capsys):
+    words = "--num-seeds 2 --num-points 12 --width 6 --steps 20 --learning-rate 0.02 --drawn-seed 1"
+    words += f" --others fedfisher_kfac --out {tmp_path}"
+    assert function_space.main(words.split()) == 0
+    names = {"functions.png", "barriers.png", "barriers.csv", "summary.md"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in tmp_path.glob("*.png"))
+    with open(tmp_path / "barriers.csv", newline="") as file:
+        lines = [x for x in csv.DictReader(file) if x["metric"] == "barrier" and not x["client"]]
+    text = (tmp_path / "summary.md").read_text()
+    table = [line.strip("| ").split(" | ") for line in text.splitlines() if "| Fed" in line]
+    assert len(table) == 3 * 3
+    assert text in capsys.readouterr().out
+    for overlap, name, median, _, _, lower, _ in table:
+        own, average = (
+            [
+                float(line["value"])
+                for line in lines
+                if line["overlap"] == overlap
+                and function_space.NAMES[line["algorithm"]] == algorithm
+            ]
+            for algorithm in (name, "FedAvg")
+        )
+        assert len(own) == 2
+        assert np.isclose(float(median), np.median(own), atol=1e-4)
+        if name != "FedAvg":
+            share = sum(a < b for a, b in zip(own, average, strict=True)) / 2
+            assert lower == f"{100 * share:.0f}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-seeds 0", "--num-seeds is 0, expected 1 or more"),
+        ("--num-points 0", "--num-points is 0, expected 1 or more"),
+        ("--steps -5", "--steps is -5, expected 1 or more"),
+        ("--width 0", "--width is 0, expected 1 or more"),
+        ("--num-seeds 3 --drawn-seed 3", "expected one of the --num-seeds 3 seeds, 0 to 2"),
+        ("--noise -1", "--noise is -1.0, expected a finite number, zero or more"),
+        ("--learning-rate 0", "--learning-rate is 0.0, expected a number above 0"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_before_anything_is(tmp_path, capsys, words, message):
+    assert function_space.main([*words.split(), "--out", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert function_space.main(["--out", str(tmp_path / "file" / "out")]) == 1
+    assert "choose another folder" in capsys.readouterr().err
+
+
+def test_clients_that_diverge_are_named():
+    wild = SETTING._replace(optimizer="sgd", learning_rate=1e30, steps=3)
+    with pytest.raises(ValueError, match=r"clients diverged, the first with overlap full and seed"):
+        toy_regression.train(wild, [0])
