@@ -210,7 +210,7 @@ def draw_functions(
             axes.plot(x, apply(_select(stacked, run), x), color=COLOURS[name], lw=1.6, label=label)
         axes.set_xticks([-1, -0.5, 0, 0.5, 1])
         axes.set_ylim(-2.2, 2.2)
-        axes.set_title(f"{overlap} overlap", fontsize="medium", loc="left")
+        axes.set_title(f"overlap: {overlap}", fontsize="medium", loc="left")
         axes.legend(
             frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08), fontsize="small"
         )
@@ -236,7 +236,8 @@ def draw_barriers(rows: Sequence[Row], path: Path) -> None:
             median = [np.median(values)] * 2
             axes.plot([middle - 0.08, middle + 0.08], median, color=COLOURS[name], lw=2.5)
     axes.set_yscale("symlog", linthresh=0.01)
-    axes.set_xticks(range(len(found)), [f"{overlap} overlap" for overlap in found])
+    axes.set_xticks(range(len(found)), list(found))
+    axes.set_xlabel("overlap of the clients' inputs")
     axes.set_ylabel("client-server barrier (MSE)")
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
