@@ -71,6 +71,8 @@ class Config:
     """Of the clients."""
     learning_rate: float = 1e-3
     """Of the clients."""
+    start: Literal["zero_biases", "uniform"] = "zero_biases"
+    """Initial model: LeCun's normal kernels and no biases, or PyTorch's uniform ones and biases."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/function_space")
     """Folder for the pictures, the table and the numbers."""
 
@@ -156,7 +158,8 @@ def summary(asked: Config, rows: Sequence[Row]) -> str:
             f"y = sin(2πx) + {asked.noise:g} N(0, 1), {asked.num_points} points a client. Inputs "
             f"of the two clients, {spans}. MLP 1-{asked.width}-{asked.width}-1 with tanh, "
             f"{asked.steps} full-batch steps of {asked.optimizer}, learning rate "
-            f"{asked.learning_rate:g}, on both clients from one initial model. FedFish: the mean "
+            f"{asked.learning_rate:g}, on both clients from one initial model "
+            f"({asked.start.replace('_', ' ')}). FedFish: the mean "
             "weighted by the diagonal Fisher of the squared loss, in one round.",
             "",
             f"![functions of seed {asked.drawn_seed}](functions.png)",

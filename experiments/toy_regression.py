@@ -57,6 +57,7 @@ class Setting(NamedTuple):
         steps: of each client, all its points in each.
         optimizer: "adam" or "sgd".
         learning_rate: of the clients.
+        start: of both clients, see `Network`.
     """
 
     num_points: int = 128
@@ -65,6 +66,7 @@ class Setting(NamedTuple):
     steps: int = 2000
     optimizer: str = "adam"
     learning_rate: float = 1e-3
+    start: str = "zero_biases"
 
 
 class Runs(NamedTuple):
@@ -90,16 +92,30 @@ class Network(flax.linen.Module):
 
     Args:
         width: of the hidden layers.
+        start: "zero_biases", with kernels from LeCun's normal distribution, flax's default: the
+            first layer's units are then all odd about x = 0; or "uniform", kernels and biases
+            from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default and that of `fj.models`.
     """
 
     width: int = 64
+    start: str = "zero_biases"
 
     @flax.linen.compact
     def __call__(self, x: Array) -> Array:
         """Return the outputs [B, 1] of inputs [B, 1]."""
         for name in ("dense1", "dense2"):
-            x = jnp.tanh(flax.linen.Dense(self.width, name=name)(x))
-        return flax.linen.Dense(1, name="dense3")(x)
+            x = jnp.tanh(self._dense(x, self.width, name))
+        return self._dense(x, 1, "dense3")
+
+    def _dense(self, x: Array, width: int, name: str) -> Array:
+        if self.start == "zero_biases":
+            return flax.linen.Dense(width, name=name)(x)
+        bound = x.shape[-1] ** -0.5
+
+        def draw(key: Key, shape: tuple[int, ...], dtype: Any = float) -> Array:
+            return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+        return flax.linen.Dense(width, kernel_init=draw, bias_init=draw, name=name)(x)
 
 
 @functools.cache
@@ -151,7 +167,7 @@ def train(setting: Setting, seeds: Sequence[int]) -> Runs:
     overlaps, all_seeds = zip(*pairs, strict=True)
     supports = jnp.array([SUPPORTS[overlap] for overlap in overlaps])
     runs = Runs(overlaps, all_seeds, *_train(setting, jnp.array(all_seeds), supports))
-    broken = ~np.isfinite(_local_errors(network(setting.width), runs.locals, runs.federations))
+    broken = ~np.isfinite(local_errors(network(setting.width), runs))
     if broken.any():
         overlap, seed = pairs[int(broken.any(1).argmax())]
         raise ValueError(
@@ -176,7 +192,7 @@ def merge(method: Aggregator, runs: Runs) -> Params:
 
 def local_errors(apply: Apply, runs: Runs) -> np.ndarray:
     """Compute each client's mean squared error, of its own model on its own points, [R, 2]."""
-    return np.asarray(_local_errors(apply, runs.locals, runs.federations))
+    return np.asarray(_errors(apply, runs.locals, runs.federations, True))
 
 
 def merged_errors(apply: Apply, merged: Params, runs: Runs) -> np.ndarray:
@@ -191,7 +207,7 @@ def merged_errors(apply: Apply, merged: Params, runs: Runs) -> np.ndarray:
         Errors [R, 2]; less those of the local models they are the barriers of the clients, whose
         mean is the client-server barrier.
     """
-    return np.asarray(_merged_errors(apply, merged, runs.federations))
+    return np.asarray(_errors(apply, merged, runs.federations, False))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -203,7 +219,7 @@ def _train(setting: Setting, seeds: Array, supports: Array) -> tuple[Federation,
         seed, supports = run
         data_key, start_key, train_key = jax.random.split(jax.random.key(seed), 3)
         federation = draw(data_key, supports, setting.num_points, setting.noise)
-        start = fj.models.init(Network(setting.width), start_key, federation.inputs)
+        start = fj.models.init(Network(setting.width, setting.start), start_key, federation.inputs)
         models = fj.training.train(
             network(setting.width),
             _GAUSSIAN,
@@ -232,23 +248,10 @@ def _merge(method: Aggregator, starts: Params, locals_: Params, federations: Fed
     return jax.lax.map(one, (starts, locals_, federations))
 
 
-def _errors(apply: Apply, params: Params, federation: Federation, client_axis: int | None) -> Array:
-    def one(params: Params, rows: Array) -> Array:
-        outputs = apply(params, federation.inputs[rows])
-        return jnp.mean(jnp.square(outputs - federation.targets[rows]))
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _errors(apply: Apply, models: Params, federations: Federation, stacked: bool) -> Array:
+    def one(run: tuple[Params, Federation]) -> Array:
+        # The loss of the Gaussian likelihood is half of the squared error.
+        return 2 * fj.metrics.performance(apply, _GAUSSIAN, *run, stacked=stacked).loss
 
-    return jax.vmap(one, in_axes=(client_axis, 0))(params, federation.indices)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _local_errors(apply: Apply, stacked: Params, federations: Federation) -> Array:
-    return jax.vmap(lambda models, federation: _errors(apply, models, federation, 0))(
-        stacked, federations
-    )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _merged_errors(apply: Apply, merged: Params, federations: Federation) -> Array:
-    return jax.vmap(lambda model, federation: _errors(apply, model, federation, None))(
-        merged, federations
-    )
+    return jax.lax.map(one, (models, federations))

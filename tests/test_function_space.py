@@ -92,6 +92,19 @@ def test_a_seed_has_one_start_and_one_noise_at_every_overlap(runs):
     assert not np.allclose(away[0], away[3], atol=1e-2)
 
 
+@pytest.mark.parametrize("start", ["zero_biases", "uniform"])
+def test_initial_models_have_the_biases_that_were_asked_for(start):
+    network = toy_regression.Network(400, start)
+    params = network.init(jax.random.key(0), jnp.zeros((1, 1)))["params"]
+    for name, bound in (("dense1", 1.0), ("dense2", 0.05), ("dense3", 0.05)):
+        kernel, bias = params[name]["kernel"], params[name]["bias"]
+        if start == "zero_biases":
+            assert not bias.any()
+            continue
+        assert 0.9 * bound < jnp.abs(kernel).max() <= bound
+        assert 0 < jnp.abs(bias).max() <= bound
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_clients_take_full_batch_steps_of_their_optimiser(optimizer):
     setting = SETTING._replace(optimizer=optimizer)
