@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,9 +91,8 @@ def test_the_numbers_are_those_of_the_model_that_was_left(finished):
         **{f: tuple(v) if isinstance(v, list) else v for f, v in vars(asked).items()}
     )
     prepared = task.prepare(asked)
-    name = "fedavg-1epochs-server0.01-seed0"
     like = prepared.init(runs.jax.random.key(0))
-    params = fj.data.load_arrays(finished / "models" / f"{name}.safetensors", like)
+    params = fj.data.load_arrays(finished / "models" / f"{NAME}.safetensors", like)
     found = fj.metrics.performance(
         prepared.apply, fj.likelihoods.categorical, params, prepared.test
     )
@@ -126,6 +126,7 @@ def model_bytes(folder):
     return path.read_bytes()
 
 
+NAME = "fedavg-1epochs-server0.01-seed0"
 LONG = (*SMALL, "--rounds", "25", "--server-optimizer", "adam", "--server-learning-rate", "0.01")
 
 
@@ -148,42 +149,46 @@ def wait_for(condition, process):
         time.sleep(0.01)
 
 
-def test_killing_it_at_any_moment_changes_no_bit_of_the_result(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert main([*LONG, "--out", str(whole)]) == 0
-    checkpoints = killed / "checkpoints" / "fedavg-1epochs-server0.01-seed0"
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody interrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    assert main([*LONG, "--checkpoint-seconds", "0", "--out", str(out)]) == 0
+    return out
+
+
+def test_killing_it_at_any_moment_changes_no_bit_of_the_result(tmp_path, whole):
+    checkpoints = tmp_path / "checkpoints" / NAME
     for least in (2, 9):
-        process = start(killed)
+        process = start(tmp_path)
         wait_for(lambda least=least: newest(checkpoints) >= least, process)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert not (killed / "models").exists()
-    assert main([*LONG, "--out", str(killed)]) == 0
-    assert model_bytes(killed) == model_bytes(whole)
-    assert rows_of(killed) == rows_of(whole)
+    assert not (tmp_path / "models").exists()
+    assert main([*LONG, "--out", str(tmp_path)]) == 0
+    assert model_bytes(tmp_path) == model_bytes(whole)
+    assert rows_of(tmp_path) == rows_of(whole)
 
 
-def test_a_corrupt_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, capsys):
-    whole, spoilt = tmp_path / "whole", tmp_path / "spoilt"
-    for out in (whole, spoilt):
-        assert main([*SMALL, "--checkpoint-seconds", "0", "--out", str(out)]) == 0
-    newest = spoilt / "checkpoints" / "fedavg-1epochs-server1-seed0" / "3"
-    victim = max(newest.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+def test_a_corrupt_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, whole, capsys):
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(whole, spoilt)
+    shutil.rmtree(spoilt / "models")
+    files = (spoilt / "checkpoints" / NAME / "25").rglob("*")
+    victim = max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-5])
-    capsys.readouterr()
-    assert main([*SMALL, "--out", str(spoilt)]) == 0
+    assert main([*LONG, "--out", str(spoilt)]) == 0
     assert "corrupt" in capsys.readouterr().out
     assert model_bytes(spoilt) == model_bytes(whole)
     assert rows_of(spoilt) == rows_of(whole)
 
 
-def test_a_changed_configuration_is_refused_by_name(tmp_path, capsys):
-    assert main([*SMALL, "--out", str(tmp_path)]) == 0
-    assert main([*SMALL, "--learning-rate", "0.5", "--out", str(tmp_path)]) == 1
+def test_a_changed_configuration_is_refused_by_name(whole, capsys):
+    assert main([*LONG, "--learning-rate", "0.5", "--out", str(whole)]) == 1
     assert "learning_rate was 0.05, is 0.5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("algorithm", ["scaffold", "fedfisher_kfac", "fednova", "fedfish"])
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedfisher_kfac"])
 def test_other_algorithms_run_in_the_same_loop(tmp_path, algorithm):
     asked = [*SMALL, "--algorithm", algorithm, "--rounds", "1", "--out", str(tmp_path)]
     assert main(asked) == 0
@@ -218,9 +223,9 @@ def test_roles_of_held_out_plays_take_no_part_in_training(shared):
     prepared = task.prepare(asked)
     rows = [
         {
-            int(row)
-            for client in range(part.num_clients)
-            for row in part.indices[client, : part.sizes[client]]
+            row
+            for own, size in zip(part.indices.tolist(), part.sizes.tolist(), strict=True)
+            for row in own[:size]
         }
         for part in (prepared.train, prepared.validation, prepared.held_out)
     ]
