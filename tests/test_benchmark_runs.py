@@ -20,6 +20,7 @@ TINY = {
     "clients": ["--num-clients", "3", "--num-examples", "24", "--uploads", "3"],
     "pipeline": ["--dataset", "digits", "--epochs", "1"],
     "pfl": ["--num-clients", "2", "--num-examples", "12", "--batch-size", "3", *MATMUL],
+    "rounds": ["--num-clients", "2", "--num-examples", "12", "--batch-size", "3"],
 }
 
 

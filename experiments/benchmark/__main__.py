@@ -23,6 +23,7 @@ from experiments.benchmark import (
     pipeline,
     plot,
     report,
+    rounds,
     server,
     train,
 )
@@ -35,6 +36,7 @@ _SUITES = {
     "clients": clients.groups,
     "pipeline": pipeline.groups,
     "pfl": pfl.groups,
+    "rounds": rounds.groups,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 Model = Literal["lenet", "cnn"]
-Suite = Literal["train", "fisher", "server", "clients", "pipeline", "pfl"]
+Suite = Literal["train", "fisher", "server", "clients", "pipeline", "pfl", "rounds"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Config:
 
     # tyro shows these strings as --help and keeps their line breaks: one line each.
     suite: Suite
-    """Training, Fisher passes, the server's solve, growth with clients, a whole run, or rounds."""
+    """Training, Fisher passes, the server's solve, growth with clients, a whole run, rounds."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Folder for results.csv, results.json and plot.png; it must not hold results yet."""
     models: tuple[Model, ...] | None = None
@@ -99,6 +99,13 @@ SUITES: dict[str, dict[str, Any]] = {
         "chunks": (),
         "repeats": 5,
         "matmul_size": None,
+    },
+    "rounds": {
+        "num_clients": (20,),
+        "num_examples": 12_000,
+        "batch_size": 64,
+        "epochs": 1,
+        "repeats": 5,
     },
 }
 _ALL_KNOW = ("suite", "out", "data", "data_dir", "seconds_per_case")
