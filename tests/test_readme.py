@@ -7,16 +7,17 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_runs_and_beats_the_weighted_mean():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_the_examples_run_and_beat_the_weighted_mean():
     names: dict = {}
-    exec(code, names)
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(code, names)
     fj, federation, clients = names["fj"], names["federation"], names["clients"]
     mean, _ = fj.aggregation.merge(
         fj.aggregation.fedavg(), names["params"], {"params": clients.params}, federation.weights
     )
     test = names["test"]
     merged = fj.metrics.accuracy(names["apply"], names["merged"], test.inputs, test.targets)
+    assert names["state"].number == 5
     assert merged > fj.metrics.accuracy(names["apply"], mean, test.inputs, test.targets) + 0.1
 
 
