@@ -6,6 +6,7 @@ Data is partitioned over clients; clients train and summarize; the server aggreg
 from fisherjax import (
     aggregation,
     clients,
+    cohort,
     data,
     fisher,
     likelihoods,
@@ -28,6 +29,7 @@ from fisherjax import (
 __all__ = [
     "aggregation",
     "clients",
+    "cohort",
     "data",
     "fisher",
     "likelihoods",

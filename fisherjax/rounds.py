@@ -8,76 +8,22 @@ Letters: M clients, K of them in a cohort, E local epochs.
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from fisherjax import tree
 from fisherjax.aggregation import Aggregator
-from fisherjax.clients import COHORT, Federation, LocalModels, needs_squares, summarize_client
+from fisherjax.clients import Federation, needs_squares, summarize_client
+from fisherjax.cohort import How, Round, State, play
 from fisherjax.likelihoods import Likelihood
-from fisherjax.local import (
-    Recipe,
-    Restraint,
-    check_count,
-    check_data,
-    check_key,
-    check_optimizer,
-    count_steps,
-    make_recipe,
-    select,
-    start_state,
-    train_client,
-)
-from fisherjax.mapping import chunk_size, map_clients, replicate
-from fisherjax.typing import Apply, Array, Key, Params
+from fisherjax.local import check_count, check_data, check_key, check_optimizer, make_recipe
+from fisherjax.mapping import chunk_size, replicate
+from fisherjax.typing import Apply, Key, Params
 
-
-class State(NamedTuple):
-    """What goes from round to round.
-
-    Attributes:
-        number: of the next round, from 0.
-        params: the global model.
-        optimizer: the state of the server's optimiser, () without one.
-        aggregator: what the method keeps, for instance SCAFFOLD's controls.
-    """
-
-    number: Array
-    params: Params
-    optimizer: Any
-    aggregator: Any
-
-
-class Round(NamedTuple):
-    """What happened in one round.
-
-    Attributes:
-        number: from 0.
-        cohort: [K] which clients took part.
-        start: the model that was sent to them.
-        models: what they trained; leaves of `models.params` are [K, ...].
-        diverged: [K] True for a client whose update was not finite and was left out.
-        info: what the aggregator reports.
-    """
-
-    number: Array
-    cohort: Array
-    start: Params
-    models: LocalModels
-    diverged: Array
-    info: Any
-
-    @property
-    def loss(self) -> Array:
-        """The mean loss in nats of an example in the last local epoch, over clients that count."""
-        counted = jnp.where(self.diverged, 0, self.models.steps)
-        losses = jnp.where(counted > 0, self.models.loss[:, -1], 0)
-        return (counted * losses).sum() / jnp.maximum(counted.sum(), 1)
+__all__ = ["Federated", "Round", "State", "Traffic", "federated", "run"]
 
 
 class Traffic(NamedTuple):
@@ -191,9 +137,9 @@ def federated(
     options["squared_gradients"] = needs_squares(aggregator)
     mu = proximal if proximal > 0 else None
 
-    def how(params: Params, federation: Federation) -> _How:
+    def how(params: Params, federation: Federation) -> How:
         recipe = make_recipe(apply, likelihood, params, federation, **options)
-        return _How(recipe, aggregator, server_optimizer, cohort, epochs, chunk, federation.mesh)
+        return How(recipe, aggregator, server_optimizer, cohort, epochs, chunk, federation.mesh)
 
     def init(params: Params) -> State:
         tree.check_floating(params)
@@ -216,7 +162,7 @@ def federated(
 
     def round(state: State, federation: Federation, key: Key) -> tuple[State, Round]:
         state, key = replicate((state, key), federation.mesh)
-        return _round(how(state.params, federation), state, federation, key, mu)
+        return play(how(state.params, federation), state, federation, key, mu)
 
     def traffic(params: Params, federation: Federation) -> Traffic:
         return _traffic(how(params, federation), params, federation)
@@ -262,116 +208,7 @@ def run(
     return going(state)
 
 
-class _How(NamedTuple):
-    """What a round is compiled for."""
-
-    recipe: Recipe
-    aggregator: Aggregator
-    server_optimizer: optax.GradientTransformation | None
-    cohort: int
-    epochs: int
-    clients_per_chunk: int
-    mesh: Mesh | None
-
-
-@partial(jax.jit, static_argnums=0)
-def _round(
-    how: _How, state: State, federation: Federation, key: Key, mu: Array | None
-) -> tuple[State, Round]:
-    key = jax.random.fold_in(key, state.number)
-    cohort = _draw_cohort(key, federation.num_clients, how.cohort)
-    models, updates = _clients(how, state, federation, key, mu, cohort)
-
-    finite = jnp.stack([_is_finite(leaf) for leaf in jax.tree.leaves(updates)]).all(0)
-    updates = jax.tree.map(lambda x: jnp.where(_along(finite, x), x, jnp.zeros_like(x)), updates)
-    sizes = jnp.where(finite, federation.sizes[cohort], 0)
-    weights = sizes / jnp.maximum(sizes.sum(), 1)
-    if how.aggregator.correction is not None:
-        updates, weights = jax.tree.map(
-            lambda x: jnp.zeros((federation.num_clients, *x.shape[1:]), x.dtype).at[cohort].set(x),
-            (updates, weights),
-        )
-
-    received = (updates, weights)
-    if how.aggregator.reduce is not None:
-        received = how.aggregator.reduce(updates, weights)
-    merged, kept, info = how.aggregator.finish(received, state.params, state.aggregator)
-    params, server = _serve(how, merged, state)
-    after = State(state.number + 1, params, server, kept)
-    after = jax.tree.map(
-        lambda new, old: jnp.where(sizes.sum() > 0, new, old).astype(old.dtype), after, state
-    )
-    after = after._replace(number=state.number + 1)
-    return after, Round(state.number, cohort, state.params, models, ~finite, info)
-
-
-def _draw_cohort(key: Key, num_clients: int, cohort: int) -> Array:
-    """Draw clients without replacement, in ascending order."""
-    if cohort == num_clients:
-        return jnp.arange(num_clients)
-    drawn = jax.random.permutation(jax.random.fold_in(key, COHORT), num_clients)
-    return jnp.sort(drawn[:cohort])
-
-
-def _clients(
-    how: _How, state: State, federation: Federation, key: Key, mu: Array | None, cohort: Array
-) -> tuple[LocalModels, Any]:
-    """Train and summarize the clients of a cohort."""
-
-    def one(
-        own: tuple[Array, Params | None],
-        start: Params,
-        key: Key,
-        mu: Array | None,
-        federation: Federation,
-    ) -> tuple[LocalModels, Any]:
-        client, correction = own
-        restraint = Restraint(None if mu is None else (mu, start), correction)
-        first, numbers = start_state(how.recipe, start), jnp.arange(how.epochs)
-        ready = (how.recipe, federation, client, key)
-        end, losses = train_client(*ready, first, restraint, numbers)
-        trained = end.params, end.squared_gradients
-        summarize = how.aggregator.summarize
-        update = summarize_client(summarize, federation, client, key, trained, start)
-        steps = how.epochs * count_steps(federation.sizes[client], how.recipe.batch_size)
-        return LocalModels(end.params, losses, steps), update
-
-    correction = None
-    if how.aggregator.correction is not None:
-        every = how.aggregator.correction(state.aggregator)
-        correction = jax.tree.map(lambda x: x[cohort], every)
-    return map_clients(
-        one,
-        (cohort, correction),
-        state.params,
-        key,
-        mu,
-        federation,
-        sizes=federation.sizes[cohort],
-        clients_per_chunk=how.clients_per_chunk,
-        mesh=how.mesh,
-    )
-
-
-def _serve(how: _How, merged: Params, state: State) -> tuple[Params, Any]:
-    """Take the server's step along the pseudo-gradient."""
-    if how.server_optimizer is None:
-        return merged, state.optimizer
-    gradient = jax.tree.map(lambda w, m: w - m.astype(w.dtype), state.params, merged)
-    updates, server = how.server_optimizer.update(gradient, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
-    return select(how.recipe.mask, params, merged), server
-
-
-def _is_finite(leaf: Array) -> Array:
-    return jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1)
-
-
-def _along(flags: Array, leaf: Array) -> Array:
-    return flags.reshape(-1, *(1,) * (leaf.ndim - 1))
-
-
-def _traffic(how: _How, params: Params, federation: Federation) -> Traffic:
+def _traffic(how: How, params: Params, federation: Federation) -> Traffic:
     def update(params: Params, federation: Federation) -> Any:
         squares = params if how.recipe.squared_gradients else None
         client, key = jnp.asarray(0), jax.random.key(0)

@@ -77,6 +77,16 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
         merged, _ = fj.aggregation.merge(aggregator, params, updates, alone.weights)
         spread_merged, _ = fj.aggregation.merge(aggregator, params, spread_updates, spread.weights)
         same(merged, spread_merged)
+    fedfish = fj.aggregation.fedfish(apply, categorical, batch_size=4, last_epoch=True)
+    method = fj.rounds.federated(
+        apply, categorical, fedfish, cohort=8, optimizer=optimizer, epochs=2, batch_size=4
+    )
+    ends = []
+    for federation in (alone, spread):
+        start, key = method.init(params), jax.random.key(2)
+        *_, (state, _) = fj.rounds.run(method, start, federation, key=key, rounds=2)
+        ends.append(state.params)
+    same(*ends)
     print(jax.process_count(), "processes,", jax.device_count(), "devices")
 
 

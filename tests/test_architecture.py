@@ -31,6 +31,7 @@ ORDER = [
     "quadratic",
     "solvers",
     "aggregation",
+    "cohort",
     "rounds",
     "metrics",
     "personalization",
