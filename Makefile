@@ -34,8 +34,8 @@ test: $(VENV)/.dev ## Run the fast tests and the examples of the documentation
 test-slow: $(VENV)/.dev ## Run every test
 	$(VENV)/bin/python -m pytest -n $(WORKERS) -m ""
 
-test-oldest: $(OLDEST)/.test ## Run the fast tests on the oldest supported versions
-	$(OLDEST)/bin/python -m pytest -n $(WORKERS)
+test-oldest: $(OLDEST)/.test ## Run the fast tests on the oldest supported versions, optimised
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(OLDEST)/bin/python -m pytest -n $(WORKERS)
 
 test-newest: ## Run the fast tests nearest to JAX's inside on its newest supported version
 	@python="$(NEWEST_PYTHON)"; if [ -z "$$python" ]; then \

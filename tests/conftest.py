@@ -7,6 +7,9 @@ from pathlib import Path
 
 # Two test processes share one accelerator: neither may claim its whole memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Most of the tests' time is compiling, and their arrays are small: this saves a quarter. The oldest
+# versions are tested with all optimisations (Makefile).
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest
