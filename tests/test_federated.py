@@ -205,6 +205,10 @@ def test_other_algorithms_run_in_the_same_loop(tmp_path, algorithm):
         (["--total-epochs", "5", "--local-epochs", "2"], "--total-epochs is 5"),
         (["--server-learning-rate", "0.1"], "--server-learning-rate is 0.1"),
         (["--held-out-plays", "1"], "--held-out-plays is 1"),
+        (
+            ["--algorithm", "fedfisher_full", "--num-clients", "30", "--cohort", "20"],
+            "fedfisher_full needs a matrix of",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, capsys, options, message):

@@ -43,20 +43,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             where_and_how = config.WHERE_AND_HOW
             records.check_config(asked.out, asked, "unfinished runs", where_and_how)
         task = prepare(asked)
+        runs.check(asked, task)
     except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
-        print(error, file=sys.stderr)
-        return 1
+        return _refuse(error)
     records.write_config(asked.out, asked, config.command)
     console.print(task.told)
     start = time.perf_counter()
     try:
         rows = _run(asked, task, console)
+    except (ValueError, OSError) as error:  # checkpoints of another state, a full disk
+        return _refuse(error)
     except KeyboardInterrupt:
         console.print(f"Interrupted. What was saved is in {asked.out}; the same command continues.")
         return 130
     _report(asked, task, rows, console, time.perf_counter() - start)
     return 0
+
+
+def _refuse(error: Exception) -> int:
+    Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
+    print(error, file=sys.stderr)
+    return 1
 
 
 def _run(asked: Config, task: Task, console: Console) -> list[Row]:

@@ -1,5 +1,6 @@
 """One run: rounds of one algorithm from one seed, measured, saved, and continued if stopped."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable
@@ -14,9 +15,9 @@ import optax
 import experiments.config
 import fisherjax as fj
 from experiments import checkpoints
-from experiments.federated.config import Config, rounds
+from experiments.federated.config import MERGES, Config, rounds
 from experiments.federated.task import Task
-from experiments.methods import methods
+from experiments.methods import check_full, methods
 from fisherjax.metrics import Performance
 from fisherjax.typing import Params
 
@@ -84,6 +85,25 @@ class Watcher(NamedTuple):
 
     round: Callable[[int, float | None], None]
     warn: Callable[[str], None]
+
+
+def check(config: Config, task: Task) -> None:
+    """Refuse algorithms that cannot run on this network, before anything is trained.
+
+    Args:
+        config: the experiment.
+        task: what `prepare` returned.
+
+    Raises:
+        ValueError: if a full Fisher matrix would not fit, or a structure does not cover a layer;
+            the message names it.
+    """
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    for algorithm in config.algorithm:
+        if algorithm in MERGES:
+            asked = dataclasses.replace(_asked(config, algorithm, 1), num_clients=config.cohort)
+            check_full(asked, params)
+        _method(config, task.apply, algorithm, 1).traffic(params, task.train)
 
 
 def run(config: Config, task: Task, unit: Unit, folder: Path, watcher: Watcher) -> list[Row]:
@@ -172,10 +192,15 @@ def _local_optimizer(config: Config) -> optax.GradientTransformation:
 def _aggregator(
     config: Config, apply: Any, algorithm: str, epochs: int
 ) -> fj.aggregation.Aggregator:
-    if algorithm == "fedfish_last_epoch":
+    if algorithm not in MERGES:  # fedfish_last_epoch, which only training in rounds serves
         batch = config.batch_size
         return fj.aggregation.fedfish(apply, _LIKELIHOOD, batch_size=batch, last_epoch=True)
-    asked = experiments.config.Config(
+    return methods(_asked(config, algorithm, epochs), apply)[algorithm].server(None, None)
+
+
+def _asked(config: Config, algorithm: str, epochs: int) -> experiments.config.Config:
+    """Say what is merged as a one-shot experiment says it."""
+    return experiments.config.Config(
         algorithms=(algorithm,),
         num_clients=config.num_clients,
         epochs=epochs,
@@ -183,7 +208,6 @@ def _aggregator(
         momentum=config.momentum,
         damping=config.damping if algorithm == "fedfisher_kfac" else "default",
     )
-    return methods(asked, apply)[algorithm].server(None, None)
 
 
 def _at_rate(state: fj.rounds.State, rate: float) -> fj.rounds.State:
