@@ -1,19 +1,20 @@
 """What an experiment can be told: the options of the command, their defaults and their checks."""
 
-import argparse
 import dataclasses
 import hashlib
 import json
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from experiments import commands
 from experiments.choices import CHOICES, SHARE_TRAINING, check_name
+from experiments.commands import contents
 
+PROGRAM = "experiments.one_shot"
 WHERE_AND_HOW = ("data_dir", "out", "clients_per_chunk")
 """Options that change no result beyond rounding: a run may continue with others."""
 
@@ -150,15 +151,11 @@ def parse(arguments: Sequence[str], description: str) -> Config:
         ValueError: if an option has a value that it cannot have.
         SystemExit: for `--help` and for options that do not exist.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--dataset", nargs="?", default=Config.dataset)
-    dataset = first.parse_known_args(arguments)[0].dataset
-    config = tyro.cli(
-        Config,
-        prog="python -m experiments.one_shot",
-        args=list(arguments),
-        default=defaults(dataset or Config.dataset),
-        description=description,
+    config = commands.read(
+        arguments,
+        PROGRAM,
+        description,
+        lambda dataset: defaults(dataset or Config.dataset),
     )
     check(config)
     if config.out is None:
@@ -201,12 +198,6 @@ def check(config: Config) -> None:
         _check_number(config, "clients_per_chunk", expected, lambda x: x in within)
     for field in ("partition_seeds", "seeds", "algorithms"):
         _check_list(field, getattr(config, field))
-
-
-def contents(config: Config) -> dict[str, Any]:
-    """Return the configuration as JSON holds it."""
-    values = dataclasses.asdict(config)
-    return {k: list(v) if isinstance(v, tuple) else _plain(v) for k, v in values.items()}
 
 
 def name(config: Config) -> str:
@@ -254,26 +245,8 @@ def split(config: Config) -> tuple[str, str]:
 
 
 def command(config: Config) -> str:
-    """Write the command that runs a configuration again, every option spelled out.
-
-    Args:
-        config: any configuration.
-
-    Returns:
-        One line for a shell.
-    """
-    words = ["python", "-m", "experiments.one_shot"]
-    for field, value in contents(config).items():
-        option = field.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
-        elif value is not None:
-            words += [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
-    return shlex.join(words)
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    """Write the command that runs a configuration again, every option spelled out."""
+    return commands.write(config, PROGRAM)
 
 
 def _is_not_negative(x: float) -> bool:

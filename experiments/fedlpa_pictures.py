@@ -20,7 +20,16 @@ import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments import config, features, fisher_blocks, gaussians, niid_table, records, runs
+from experiments import (
+    commands,
+    config,
+    features,
+    fisher_blocks,
+    gaussians,
+    niid_table,
+    records,
+    runs,
+)
 from experiments.experiment import prepare
 from experiments.figures import canvas, save
 from experiments.niid_report import NAMES, Cell
@@ -72,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         _check(asked)
-        asked.out.mkdir(parents=True, exist_ok=True)
+        records.check_writable(asked.out)
         parts = []
         for name, draw in (
             ("gaussians", draw_gaussians),
@@ -83,9 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parts.append(draw(asked, asked.out / f"{name}.png"))
             console.print(parts[-1], markup=False)
     except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
-        print(error, file=sys.stderr)
-        return 1
+        return commands.refuse(error)
     text = "\n".join(["# Why curvature merges better than averaging", "", *parts])
     records.write_text(asked.out / "summary.md", text)
     names = "gaussians.png, fisher.png, tsne.png, summary.md"

@@ -13,9 +13,7 @@ every error and barrier. summary.md: the table.
 
 import dataclasses
 import math
-import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +23,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from experiments import records, toy_regression
+from experiments import commands, records, toy_regression
 from experiments.barriers import Row, barriers, evaluate, write_rows
 from experiments.figures import canvas, save
 from experiments.toy_regression import SUPPORTS, Runs, Setting
@@ -92,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         _check(asked)
-        _make_folder(asked.out)
+        records.check_writable(asked.out)
         with console.status("training"):
             runs = toy_regression.train(_setting(asked), range(asked.num_seeds))
         merged = {}
@@ -107,9 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw_barriers(rows, asked.out / "barriers.png")
         records.write_text(asked.out / "summary.md", text)
     except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
-        print(error, file=sys.stderr)
-        return 1
+        return commands.refuse(error)
     console.print(text, markup=False, soft_wrap=True)
     names = "functions.png, barriers.png, barriers.csv, summary.md"
     console.print(f"In {asked.out}/: {names}", soft_wrap=True)
@@ -167,20 +163,11 @@ def summary(asked: Config, rows: Sequence[Row]) -> str:
             "![barriers of all seeds](barriers.png)",
             "",
             "```",
-            command(asked),
+            commands.write(asked, "experiments.function_space"),
             "```",
             "",
         ]
     )
-
-
-def command(asked: Config) -> str:
-    """Write the command that computes this again, every option spelled out."""
-    words = ["python", "-m", "experiments.function_space"]
-    for field, value in dataclasses.asdict(asked).items():
-        values = value if isinstance(value, tuple) else [value]
-        words += [f"--{field.replace('_', '-')}", *map(str, values)]
-    return shlex.join(words)
 
 
 def draw_functions(
@@ -271,15 +258,6 @@ def _check(asked: Config) -> None:
         raise ValueError(f"--noise is {asked.noise}, expected a finite number, zero or more")
     if not 0 < asked.learning_rate < math.inf:
         raise ValueError(f"--learning-rate is {asked.learning_rate}, expected a number above 0")
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):  # now, not after the training
-            pass
-    except OSError as error:
-        raise OSError(f"cannot write to --out {out} ({error}): choose another folder") from error
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from experiments import config, memory, niid_report, records, runs
+from experiments import commands, config, memory, niid_report, records, runs
 from experiments.choices import check_name
 from experiments.config import Config
 from experiments.experiment import prepare_splits
@@ -140,9 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for dataset in grid.datasets:
             _run(grid, dataset, done, console)
     except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
-        print(error, file=sys.stderr)
-        return 1
+        return commands.refuse(error)
     except KeyboardInterrupt:
         console.print(
             f"Interrupted. What was finished is in {grid.out}; the same command continues."

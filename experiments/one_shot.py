@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from experiments import config, figures, memory, records, report, rounds, runs
+from experiments import commands, config, figures, memory, records, report, rounds, runs
 from experiments.experiment import Experiment, prepare
 from experiments.progress import Watch
 from experiments.records import Row
@@ -44,12 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 need = memory.predict(experiment)
             console.print(memory.check(need, memory.available()))
     except (ValueError, OSError) as error:
-        return _refuse(error)
+        return commands.refuse(error)
     try:
         if experiment is not None:
             rows = _execute(experiment, rows, missing, console)
     except runs.Diverged as error:
-        return _refuse(error)
+        return commands.refuse(error)
     except KeyboardInterrupt:
         console.print(
             f"Interrupted. What was finished is in {asked.out}; the same command continues it:\n"
@@ -102,12 +102,6 @@ def _report(asked: config.Config, rows: list[Row], console: Console) -> None:
     records.write_text(asked.out / "summary.md", summary)
     figures.accuracy(table, title, asked.out / "accuracy.png")
     console.print(f"\nIn {asked.out}/: {', '.join(names)}", soft_wrap=True)
-
-
-def _refuse(error: Exception) -> int:
-    Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
-    print(error, file=sys.stderr)
-    return 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 import fisherjax as fj
-from experiments.config import WHERE_AND_HOW, Config, command, contents
+from experiments.commands import contents
+from experiments.config import WHERE_AND_HOW, Config, command
 
 CONFIG, RESULTS, LABELS = "config.json", "results.csv", "label_counts.csv"
 

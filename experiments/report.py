@@ -9,7 +9,8 @@ from rich import box
 from rich.table import Table
 
 from experiments.choices import TRAIN_THEIR_OWN
-from experiments.config import Config, command, contents, split
+from experiments.commands import contents
+from experiments.config import Config, command, split
 from experiments.records import Row
 
 MEANINGS = {

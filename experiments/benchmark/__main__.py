@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments import commands
 from experiments.benchmark import (
     clients,
     config,
@@ -57,21 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = config.parse(sys.argv[1:] if arguments is None else arguments, __doc__)
         report.check_out(asked.out)
     except (ValueError, OSError) as error:
-        return _refuse(error)
+        return commands.refuse(error)
     try:
         _run(asked, console)
     except FileNotFoundError as error:  # a data set that is not prepared
-        return _refuse(error)
+        return commands.refuse(error)
     except KeyboardInterrupt:
         console.print(f"Interrupted. What was measured is in {asked.out}.", soft_wrap=True)
         return 130
     return 0
-
-
-def _refuse(error: Exception) -> int:
-    Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
-    print(error, file=sys.stderr)
-    return 1
 
 
 def _run(asked: Config, console: Console) -> None:

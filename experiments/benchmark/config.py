@@ -169,12 +169,6 @@ def num_examples(config: Config, model: str) -> int:
     return config.num_examples or SUITES[config.suite]["num_examples"][model]
 
 
-def contents(config: Config) -> dict[str, Any]:
-    """Return the configuration as JSON holds it."""
-    values = dataclasses.asdict(config)
-    return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-
-
 def _option(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 

@@ -14,8 +14,9 @@ import jax
 from rich.table import Table
 
 from experiments import records
-from experiments.benchmark.config import Config, contents
+from experiments.benchmark.config import Config
 from experiments.benchmark.measure import MATMUL, Row
+from experiments.commands import contents
 
 CSV, JSON, PLOT = "results.csv", "results.json", "plot.png"
 _SHOWN = {

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments import records
+from experiments import commands, records
 from experiments.federated import config, report, runs
 from experiments.federated.config import Config
 from experiments.federated.runs import Row, Unit
@@ -45,25 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         task = prepare(asked)
         runs.check(asked, task)
     except (ValueError, OSError) as error:
-        return _refuse(error)
+        return commands.refuse(error)
     records.write_config(asked.out, asked, config.command)
     console.print(task.told)
     start = time.perf_counter()
     try:
         rows = _run(asked, task, console)
     except (ValueError, OSError) as error:  # checkpoints of another state, a full disk
-        return _refuse(error)
+        return commands.refuse(error)
     except KeyboardInterrupt:
         console.print(f"Interrupted. What was saved is in {asked.out}; the same command continues.")
         return 130
     _report(asked, task, rows, console, time.perf_counter() - start)
     return 0
-
-
-def _refuse(error: Exception) -> int:
-    Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
-    print(error, file=sys.stderr)
-    return 1
 
 
 def _run(asked: Config, task: Task, console: Console) -> list[Row]:

@@ -1,18 +1,16 @@
 """What a federated experiment can be told: options, defaults of each data set, checks."""
 
-import argparse
 import dataclasses
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from experiments import commands
 from experiments.choices import ALGORITHMS as MERGES
 from experiments.choices import check_name
-from experiments.config import contents
 
 DATASETS = ("digits", "mnist", "cifar10", "tiny_shakespeare")
 ALGORITHMS = (*MERGES, "fedfish_last_epoch")
@@ -22,6 +20,7 @@ _CHOICES = {
     "algorithm": ALGORITHMS,
     "server_optimizer": SERVER_OPTIMIZERS,
 }
+PROGRAM = "experiments.federated"
 WHERE_AND_HOW = ("data_dir", "out", "clients_per_chunk", "checkpoint_seconds", "keep_models")
 """Options that change no result beyond rounding: a run may continue with others."""
 
@@ -153,15 +152,8 @@ def parse(arguments: Sequence[str], description: str) -> Config:
         ValueError: if an option has a value that it cannot have.
         SystemExit: for `--help` and for options that do not exist.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--dataset", nargs="?", default=Config.dataset)
-    dataset = first.parse_known_args(arguments)[0].dataset
-    config = tyro.cli(
-        Config,
-        prog="python -m experiments.federated",
-        args=list(arguments),
-        default=defaults(dataset or Config.dataset),
-        description=description,
+    config = commands.read(
+        arguments, PROGRAM, description, lambda dataset: defaults(dataset or Config.dataset)
     )
     check(config)
     return config
@@ -231,22 +223,8 @@ def rounds(config: Config, local_epochs: int) -> int:
 
 
 def command(config: Config) -> str:
-    """Write the command that runs a configuration again, every option spelled out.
-
-    Args:
-        config: any configuration.
-
-    Returns:
-        One line for a shell.
-    """
-    words = ["python", "-m", "experiments.federated"]
-    for field, value in contents(config).items():
-        option = field.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
-        elif value is not None:
-            words += [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
-    return shlex.join(words)
+    """Write the command that runs a configuration again, every option spelled out."""
+    return commands.write(config, PROGRAM)
 
 
 def _check(config: Config, field: str, expected: str, accepted: Any) -> None:
