@@ -99,8 +99,8 @@ def _fedlpa(config: Config, apply: Apply) -> dict[str, Method]:
     )
     solvers = {
         "fedlpa": None,
-        "fedlpa_ea": fj.aggregation.expectation_approximation(),
-        "fedlpa_gd": fj.aggregation.residual_descent(),
+        "fedlpa_ea": fj.solvers.expectation_approximation(),
+        "fedlpa_gd": fj.solvers.residual_descent(),
     }
     clients = make()
     return {

@@ -65,7 +65,7 @@ def test_fused_layers_are_what_the_library_merges(x64):
     methods = {
         "Kronecker": fj.aggregation.fedlpa(linear, gaussian, **exact),
         "Kronecker, approximate": fj.aggregation.fedlpa(
-            linear, gaussian, **options, solver=fj.aggregation.expectation_approximation()
+            linear, gaussian, **options, solver=fj.solvers.expectation_approximation()
         ),
         "full": fj.aggregation.fedfisher(linear, gaussian, **exact, fisher=fj.fisher.full),
     }

@@ -4,11 +4,7 @@ from fisherjax.aggregation.base import Aggregator
 from fisherjax.aggregation.fedavg import fedavg
 from fisherjax.aggregation.fedfish import fedfish
 from fisherjax.aggregation.fedfisher import fedfisher
-from fisherjax.aggregation.fedlpa import (
-    expectation_approximation,
-    fedlpa,
-    residual_descent,
-)
+from fisherjax.aggregation.fedlpa import fedlpa
 from fisherjax.aggregation.fednova import fednova
 from fisherjax.aggregation.fisher_merge import fisher_merge
 from fisherjax.aggregation.merging import check_updates, merge, merge_stream
@@ -18,7 +14,6 @@ from fisherjax.aggregation.scaffold import scaffold
 __all__ = [
     "Aggregator",
     "check_updates",
-    "expectation_approximation",
     "fedavg",
     "fedfish",
     "fedfisher",
@@ -28,6 +23,5 @@ __all__ = [
     "merge",
     "merge_stream",
     "regmean",
-    "residual_descent",
     "scaffold",
 ]

@@ -16,8 +16,8 @@ NUMBERS = ("NHWC", "HWIO", "NHWC")
 EXACT = solvers.conjugate_gradients(tolerance=1e-13, max_iterations=500)
 SOLVERS = {
     "cg": EXACT,
-    "ea": aggregation.expectation_approximation(),
-    "gd": aggregation.residual_descent(steps=50),
+    "ea": solvers.expectation_approximation(),
+    "gd": solvers.residual_descent(steps=50),
 }
 
 
@@ -281,7 +281,7 @@ def test_descent_decreases_its_objective_monotonically(updates, scale):
     start = objective(updates, merged_by(fedlpa(solver=SOLVERS["ea"]), updates)[0])
     before, values = start, []
     for steps in (1, 2, 3, 10, 50, 200):
-        solver = aggregation.residual_descent(steps=steps)
+        solver = solvers.residual_descent(steps=steps)
         after = objective(updates, merged_by(fedlpa(solver=solver), updates)[0])
         assert all(after[name] < before[name] for name in LAYERS)
         values, before = [*values, after], after
@@ -291,7 +291,7 @@ def test_descent_decreases_its_objective_monotonically(updates, scale):
 def test_a_descent_step_is_two_eta_over_the_number_of_entries(updates):
     """Where that is below the cap."""
     rate = 1e-3
-    solver = aggregation.residual_descent(steps=1, learning_rate=rate)
+    solver = solvers.residual_descent(steps=1, learning_rate=rate)
     start, _ = merged_by(fedlpa(solver=SOLVERS["ea"]), updates)
     after, _ = merged_by(fedlpa(solver=solver), updates)
     for name, v in matrices(start).items():
@@ -302,7 +302,7 @@ def test_a_descent_step_is_two_eta_over_the_number_of_entries(updates):
 
 
 def test_the_cap_is_one_over_the_largest_eigenvalue_squared(updates):
-    solver = aggregation.residual_descent(steps=1, learning_rate=1e12, power_iterations=2000)
+    solver = solvers.residual_descent(steps=1, learning_rate=1e12, power_iterations=2000)
     start, _ = merged_by(fedlpa(solver=SOLVERS["ea"]), updates)
     after, _ = merged_by(fedlpa(solver=solver), updates)
     for name, v in matrices(start).items():
@@ -315,7 +315,7 @@ def test_the_cap_is_one_over_the_largest_eigenvalue_squared(updates):
 
 def test_descent_reaches_the_exact_solution_in_the_end(updates):
     exact, _ = merged_by(fedlpa(damping=1.0), updates)
-    solver = aggregation.residual_descent(steps=20_000)
+    solver = solvers.residual_descent(steps=20_000)
     descended, info = merged_by(fedlpa(damping=1.0, solver=solver), updates)
     assert_close(descended, exact, 1e-6)
     assert all(jax.tree.leaves(info.converged))
@@ -417,4 +417,4 @@ def test_damping_is_finite_and_not_negative(damping):
 @pytest.mark.parametrize("option", ["steps", "learning_rate", "power_iterations"])
 def test_descent_refuses_numbers_that_are_not_positive(option):
     with pytest.raises(ValueError, match=f"{option} is 0; expected a positive number"):
-        aggregation.residual_descent(**{option: 0})
+        solvers.residual_descent(**{option: 0})

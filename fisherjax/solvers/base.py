@@ -1,0 +1,95 @@
+"""What every solver returns and uses."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from fisherjax.typing import Array, Params
+
+
+class Info(NamedTuple):
+    """How a solve went, leaf by leaf.
+
+    Attributes:
+        iterations: Products with the operator that the leaf used.
+        residual: ||matvec(x) - rhs|| / ||rhs|| at the end.
+        converged: Whether the residual is at or below the tolerance that was asked for.
+    """
+
+    iterations: Any
+    residual: Any
+    converged: Any
+
+
+class Solution(NamedTuple):
+    """The answer of a solver.
+
+    Attributes:
+        params: The unknowns, put back together by `restore`.
+        info: How the solve went.
+    """
+
+    params: Params
+    info: Info
+
+
+Solver = Callable[..., Solution]
+
+
+def as_partial(function: Callable) -> Partial:
+    """Make a function an argument of a compiled solver, which may carry its arrays as data."""
+    return function if isinstance(function, Partial) else Partial(function)
+
+
+def report(matvec: Callable, rhs: Any, x: Any, products: Any, tolerance: float = 1e-4) -> Info:
+    """Say how far from solved a system is; `products` is one number, or one for each leaf."""
+    if jax.tree.structure(products) != jax.tree.structure(rhs):
+        products = jax.tree.map(lambda _: jnp.asarray(products), rhs)
+    return _compiled_info(as_partial(matvec), rhs, x, products, tolerance)
+
+
+@jax.jit
+def _compiled_info(matvec: Callable, rhs: Any, x: Any, count: Any, tolerance: Array) -> Info:
+    residual = jax.tree.map(_relative_residual, matvec(x), rhs)
+    return Info(count, residual, jax.tree.map(lambda r: r <= tolerance, residual))
+
+
+def _relative_residual(product: Array, rhs: Array) -> Array:
+    size = jnp.sqrt(dot(rhs, rhs))
+    error = product - rhs
+    return ratio(size != 0, jnp.sqrt(dot(error, error)), size)
+
+
+def dot(left: Array, right: Array) -> Array:
+    """Multiply two vectors in the highest precision."""
+    return jnp.vdot(left, right, precision=jax.lax.Precision.HIGHEST)
+
+
+def ratio(defined: Array, numerator: Any, denominator: Array) -> Array:
+    """Divide where it is defined, and give zero elsewhere without ever dividing by zero."""
+    return jnp.where(defined, numerator / jnp.where(defined, denominator, 1), 0)
+
+
+def any_leaf(flags: Any) -> Array:
+    """Say whether any leaf is true."""
+    return jnp.any(jnp.stack(jax.tree.leaves(flags)))
+
+
+def check_positive(name: str, value: float) -> None:
+    """Refuse numbers that are not above zero."""
+    if not value > 0:
+        raise ValueError(f"{name} is {value}; expected a positive number.")
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Refuse numbers below zero."""
+    if not value >= 0:
+        raise ValueError(f"{name} is {value}; expected zero or a positive number.")
+
+
+def identity(blocks: Any) -> Any:
+    """Return what it is given: blocks that are params already, or no preconditioner."""
+    return blocks

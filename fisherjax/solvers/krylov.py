@@ -1,0 +1,108 @@
+"""Conjugate gradients, the default."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax.solvers.base import (
+    Solution,
+    Solver,
+    any_leaf,
+    as_partial,
+    check_not_negative,
+    check_positive,
+    dot,
+    identity,
+    ratio,
+    report,
+)
+from fisherjax.typing import Array
+
+_map = jax.tree.map
+
+
+def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> Solver:
+    """Make the default solver: conjugate gradients, with no step size and no validation data.
+
+    Minimises 1/2 x^T A x - b^T x over init + the Krylov space of the first residual, or of the
+    preconditioned one, where the problem comes with a preconditioner. A leaf stops when
+    ||A x - b|| <= tolerance ||b||, or when it meets a direction without curvature.
+
+    Args:
+        tolerance: Relative residual at which a leaf stops.
+        max_iterations: The most products with the operator.
+
+    Returns:
+        The solver.
+
+    Raises:
+        ValueError: If the tolerance is negative or max_iterations is not positive.
+
+    Example:
+        >>> solve = conjugate_gradients(tolerance=1e-6)
+        >>> matrix = jnp.array([[2.0, 1.0], [1.0, 2.0]])
+        >>> print(solve(lambda x: matrix @ x, jnp.array([3.0, 3.0]), jnp.zeros(2)).params)
+        [1. 1.]
+
+    Source: Hestenes and Stiefel, Methods of conjugate gradients for solving linear systems, 1952.
+    """
+    check_positive("max_iterations", max_iterations)
+    check_not_negative("tolerance", tolerance)
+
+    def solve(
+        matvec: Callable,
+        rhs: Any,
+        init: Any,
+        restore: Callable = identity,
+        precondition: Callable = identity,
+    ) -> Solution:
+        system = (as_partial(matvec), as_partial(precondition), rhs, init)
+        x, count = _conjugate_gradients(*system, tolerance, max_iterations)
+        return Solution(restore(x), report(matvec, rhs, x, count, tolerance))
+
+    return solve
+
+
+@jax.jit
+def _conjugate_gradients(
+    matvec: Callable,
+    precondition: Callable,
+    rhs: Any,
+    init: Any,
+    tolerance: Array,
+    max_iterations: Array,
+) -> tuple[Any, Any]:
+    bound = _map(lambda b: jnp.square(tolerance).astype(b.dtype) * dot(b, b), rhs)
+
+    def unfinished(state: tuple) -> Array:
+        _, residual, direction, _, _, step = state
+        active = _map(lambda p, s, b: (s > b) & jnp.any(p != 0), direction, norms(residual), bound)
+        return (step < max_iterations) & any_leaf(active)
+
+    def norms(residual: Any) -> Any:
+        return _map(lambda r: dot(r, r), residual)
+
+    def body(state: tuple) -> tuple:
+        x, residual, direction, height, count, step = state
+        product = matvec(direction)
+        curvature = _map(dot, direction, product)
+        # A leaf that is done, or whose direction has no curvature left, stands still from now on.
+        going = _map(lambda c, s, b: (c > 0) & (s > b), curvature, norms(residual), bound)
+        alpha = _map(ratio, going, height, curvature)
+        x = _map(lambda x, a, p: x + a * p, x, alpha, direction)
+        residual = _map(lambda r, a, q: r - a * q, residual, alpha, product)
+        steepest = precondition(residual)
+        new = _map(lambda g, r, z, h: jnp.where(g, dot(r, z), h), going, residual, steepest, height)
+        beta = _map(ratio, going, new, height)
+        direction = _map(lambda g, z, b, p: g * (z + b * p), going, steepest, beta, direction)
+        return x, residual, direction, new, _map(jnp.add, count, going), step + 1
+
+    residual = _map(jnp.subtract, rhs, matvec(init))
+    direction = precondition(residual)
+    height = _map(dot, residual, direction)
+    count = _map(lambda _: jnp.zeros((), jnp.int32), height)
+    state = (init, residual, direction, height, count, 0)
+    state = jax.lax.while_loop(unfinished, body, state)
+    return state[0], state[4]
