@@ -75,13 +75,13 @@ def fedlpa(
         >>> updates = [method.summarize(None, w[i], data[i], None) for i in range(2)]
         >>> [fisher["fisher"].dense().item() for fisher in updates]
         [9.0, 4.0]
-        >>> print(fj.aggregation.merge(method, w[0], updates)[0]["w"].round(4))
-        [[0.3077]]
+        >>> print(f"{fj.aggregation.merge(method, w[0], updates)[0]['w'].item():.4f}")
+        0.3077
 
     Source: the paper above and the authors' code. Deviations: the code solves twice, by
-        `solvers.expectation_approximation` and `residual_descent`, and reports the better of the two on
-        the test data; here one solver is chosen beforehand. Its Fisher pass sees augmented images;
-        here the examples are taken as they are.
+        `solvers.expectation_approximation` and `residual_descent`, and reports the better of the
+        two on the test data; here one solver is chosen beforehand. Its Fisher pass sees augmented
+        images; here the examples are taken as they are.
     """
     if not isinstance(damping, jax.core.Tracer) and not 0 <= damping < float("inf"):
         raise ValueError(f"damping is {damping}; expected a finite number, zero or more.")
