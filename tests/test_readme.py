@@ -1,5 +1,6 @@
 """The README's code runs, and its tables are those that the experiments wrote."""
 
+import csv
 import re
 from pathlib import Path
 
@@ -26,6 +27,22 @@ def test_each_table_is_the_one_of_its_experiment():
     assert tables
     for folder, table in tables:
         assert table in (ROOT / folder / "summary.md").read_text(), folder
+
+
+def test_the_table_of_fedlpa_holds_the_means_that_were_measured():
+    with open(ROOT / "experiments/results/niid_mnist/table.csv", newline="") as file:
+        measured = {
+            (row["partition"], row["number"], row["algorithm"]): float(row["mean"] or "nan")
+            for row in csv.DictReader(file)
+        }
+    rows = re.findall(r"^\| (β|#C) = (\S+) \|(.*)\|$", README, re.MULTILINE)
+    assert len(rows) == 9
+    for kind, number, cells in rows:
+        partition = {"β": "niid_bench", "#C": "classes_per_client"}[kind]
+        algorithms = ("fedlpa", "fedlpa_ea", "fedfisher_kfac", "fedavg")
+        for algorithm, cell in zip(algorithms, cells.split("|"), strict=True):
+            mean = measured[partition, number, algorithm]
+            assert abs(float(cell.split()[0]) - mean) < 0.0501, (kind, number, algorithm)
 
 
 def test_each_file_that_it_names_exists():
