@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from fisherjax import tree
 from fisherjax.aggregation import Aggregator
 from fisherjax.clients import COHORT, Federation, LocalModels, summarize_client
 from fisherjax.local import Recipe, Restraint, count_steps, select, start_state, train_client
@@ -86,8 +87,8 @@ def play(
     cohort = _draw_cohort(key, federation.num_clients, how.cohort)
     models, updates = _clients(how, state, federation, key, mu, cohort)
 
-    finite = jnp.stack([_is_finite(leaf) for leaf in jax.tree.leaves(updates)]).all(0)
-    updates = jax.tree.map(lambda x: jnp.where(_along(finite, x), x, jnp.zeros_like(x)), updates)
+    finite = tree.finite(updates).all(0)
+    updates = tree.keep(finite, updates)
     sizes = jnp.where(finite, federation.sizes[cohort], 0)
     weights = sizes / jnp.maximum(sizes.sum(), 1)
     loss = (weights * jnp.where(sizes > 0, models.loss[:, -1], 0)).sum()
@@ -166,11 +167,3 @@ def _serve(how: How, merged: Params, state: State) -> tuple[Params, Any]:
     updates, server = how.server_optimizer.update(gradient, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     return select(how.recipe.mask, params, merged), server
-
-
-def _is_finite(leaf: Array) -> Array:
-    return jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1)
-
-
-def _along(flags: Array, leaf: Array) -> Array:
-    return flags.reshape(-1, *(1,) * (leaf.ndim - 1))

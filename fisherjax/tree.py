@@ -69,6 +69,44 @@ def weighted_sum(stacked: Any, weights: Array) -> Any:
     return jax.tree.map(leaf, stacked)
 
 
+def finite(stacked: Any) -> Array:
+    """Say of every leaf and client whether all entries are finite.
+
+    Args:
+        stacked: Leaves [M, ...].
+
+    Returns:
+        True or False, [leaves, M].
+
+    Example:
+        >>> print(finite({"w": jnp.array([[1.0], [jnp.nan]])}))
+        [[ True False]]
+    """
+    leaves = jax.tree.leaves(stacked)
+    return jnp.stack([jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in leaves])
+
+
+def keep(kept: Array, stacked: Any) -> Any:
+    """Replace what some clients hold by zeros.
+
+    Args:
+        kept: [M] False for those.
+        stacked: Leaves [M, ...].
+
+    Returns:
+        The stacked pytree.
+
+    Example:
+        >>> print(keep(jnp.array([True, False]), jnp.array([[1.0], [jnp.nan]])).T)
+        [[1. 0.]]
+    """
+
+    def leaf(x: Array) -> Array:
+        return jnp.where(kept.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))
+
+    return jax.tree.map(leaf, stacked)
+
+
 def stack(trees: Sequence[Any]) -> Any:
     """Stack one pytree a client into a single pytree with a leading client axis.
 

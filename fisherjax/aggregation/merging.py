@@ -174,15 +174,13 @@ def _screened(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -
             "learning rate, or leave them out with on_nonfinite='drop'."
         )
     kept = table.all(0)
-    cleaned = jax.tree.map(lambda x: jnp.where(_along(kept, x), x, jnp.zeros_like(x)), updates)
-    return cleaned, jnp.where(kept, weights, 0)
+    return tree.keep(kept, updates), jnp.where(kept, weights, 0)
 
 
 @partial(jax.jit, static_argnums=0)
 def _finite(mesh: Mesh | None, updates: Any) -> Array:
     """Say of every leaf and client whether it is finite, [leaves, M], on every device."""
-    leaves = jax.tree.leaves(updates)
-    table = jnp.stack([jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in leaves])
+    table = tree.finite(updates)
     if mesh is None:
         return table
     return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
@@ -215,10 +213,6 @@ def _check_shapes(merged: Params, params: Params) -> None:
             f"The merged model has leaves of shapes {described(merged)}, but params has "
             f"{described(params)}. Pass the params of the network that the clients trained."
         )
-
-
-def _along(flags: np.ndarray, leaf: Array) -> np.ndarray:
-    return flags.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
 def _weights(weights: Array | None, updates: Any) -> Array:

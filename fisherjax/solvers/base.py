@@ -73,6 +73,15 @@ def ratio(defined: Array, numerator: Any, denominator: Array) -> Array:
     return jnp.where(defined, numerator / jnp.where(defined, denominator, 1), 0)
 
 
+def power_iteration(matvec: Callable, start: Any, iterations: Array) -> Any:
+    """Turn each leaf towards its top eigenvector, of norm one; one that is zero stays zero."""
+
+    def normalised(v: Any) -> Any:
+        return jax.tree.map(lambda x: x * ratio(jnp.any(x != 0), 1, jnp.sqrt(dot(x, x))), v)
+
+    return jax.lax.fori_loop(0, iterations, lambda _, v: normalised(matvec(v)), normalised(start))
+
+
 def any_leaf(flags: Any) -> Array:
     """Say whether any leaf is true."""
     return jnp.any(jnp.stack(jax.tree.leaves(flags)))

@@ -14,6 +14,7 @@ from fisherjax.solvers.base import (
     check_positive,
     dot,
     identity,
+    power_iteration,
     ratio,
     report,
 )
@@ -68,11 +69,7 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
 def _gradient_descent(
     matvec: Callable, rhs: Any, init: Any, steps: Array, power_iterations: Array
 ) -> Any:
-    def normalised(v: Any) -> Any:
-        return _map(lambda x: x * ratio(jnp.any(x != 0), 1, jnp.sqrt(dot(x, x))), v)
-
-    start = normalised(_map(jnp.subtract, rhs, matvec(init)))
-    top = jax.lax.fori_loop(0, power_iterations, lambda _, v: normalised(matvec(v)), start)
+    top = power_iteration(matvec, _map(jnp.subtract, rhs, matvec(init)), power_iterations)
     largest = _map(dot, top, matvec(top))
     step = _map(lambda s: ratio(s > 0, 1, s), largest)
 

@@ -12,6 +12,7 @@ from fisherjax.solvers.base import (
     as_partial,
     check_positive,
     identity,
+    power_iteration,
     report,
 )
 from fisherjax.typing import Array
@@ -111,11 +112,7 @@ def _descend(
     def residual(blocks: Any) -> Any:
         return jax.tree.map(jnp.subtract, matvec(blocks), rhs)
 
-    def normalised(blocks: Any) -> Any:
-        return jax.tree.map(lambda x: x / _at_least_tiny(jnp.linalg.norm(x)), blocks)
-
-    top = normalised(residual(start))
-    top = jax.lax.fori_loop(0, power_iterations, lambda _, v: normalised(matvec(v)), top)
+    top = power_iteration(matvec, residual(start), power_iterations)
     largest = jax.tree.map(jnp.linalg.norm, matvec(top))
 
     def step(x: Array, largest: Array, slope: Array) -> Array:
