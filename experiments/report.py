@@ -200,7 +200,7 @@ def _cells(line: Line) -> list[str]:
         f"{statistics.fmean(line.accuracies):.1f}",
         "-" if deviation is None else f"{deviation:.1f}",
         str(len(line.accuracies)),
-        "-" if line.upload_bytes is None else _size(line.upload_bytes),
+        "-" if line.upload_bytes is None else size(line.upload_bytes),
         "-" if line.seconds is None else f"{line.seconds:.3f}",
     ]
 
@@ -215,7 +215,13 @@ def _last_merged(table: Sequence[Line]) -> Line | None:
     return merged[-1] if merged else None
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """Write a number of bytes.
+
+    Example:
+        >>> size(35328)
+        '35.3 kB'
+    """
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments.federated import config, runs, task
+from experiments.federated import config, report, runs, task
 from experiments.federated.__main__ import main
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +120,36 @@ def test_traffic_is_the_bytes_of_a_client(finished):
         where = {"algorithm": algorithm, "split": "traffic"}
         assert {*values(rows, **where, metric="up")} == {times * model}
         assert {*values(rows, **where, metric="down")} == {model}
+
+
+def test_measurements_stand_at_the_same_local_epochs_whatever_a_round_has(finished):
+    for epochs, every, expected in ((1, 3, [3, 6, 8]), (2, 3, [2, 3, 4]), (4, 3, [1, 2])):
+        asked = config.Config(total_epochs=8, eval_every=every)
+        rounds = range(1, config.rounds(asked, epochs) + 1)
+        assert [n for n in rounds if config.measured(asked, epochs, n)] == expected
+    rows = rows_of(finished)
+    where = {"split": "test", "metric": "accuracy", "seed": 1, "algorithm": "fedavg"}
+    assert len(values(rows, **where, local_epochs=1)) == 4
+    assert len(values(rows, **where, local_epochs=2)) == 2
+
+
+def test_the_perplexity_of_text_is_exp_of_the_loss_of_a_character():
+    rows = [
+        runs.Row("fedavg", 1, 1.0, seed, 1, split, None, metric, value)
+        for seed in (0, 1)
+        for split, metric, value in (
+            ("test", "loss", math.log(8 + seed)),
+            ("test", "accuracy", 0.5),
+            ("traffic", "down", 8),
+            ("traffic", "up", 8),
+        )
+    ]
+    for dataset, shown in (("tiny_shakespeare", True), ("digits", False)):
+        asked = config.Config(dataset, ("fedavg",), rounds=1, local_epochs=(1,), seeds=(0, 1))
+        found = report.columns(asked, report.lines(asked, rows))
+        assert ("perplexity" in found) == shown
+        if shown:
+            assert found["perplexity"] == ["8.50 ± 0.71"]
 
 
 def model_bytes(folder):

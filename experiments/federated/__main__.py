@@ -131,7 +131,7 @@ def _told(unit: Unit, rows: Sequence[Row], seconds: float) -> str:
 
 def _report(asked: Config, task: Task, rows: list[Row], console: Console, seconds: float) -> None:
     found = report.lines(asked, rows)
-    console.print(report.table(found, task.told))
+    console.print(report.table(asked, found, task.told))
     console.print(report.footnote(asked), style="dim")
     names = ["config.json", "results.csv", "summary.md", "curves.png"]
     report.figure(asked, rows, "test", "accuracy", "test accuracy", asked.out / "curves.png")

@@ -77,7 +77,7 @@ class Config:
     personal_epochs: int = 1
     """Of fine-tuning on held-out clients."""
     eval_every: int = 1
-    """Rounds between two measurements."""
+    """Local epochs between two measurements, over all rounds; after the last round always."""
     barrier: bool = True
     """Also measure the client-server barrier; each takes two passes over the cohort's data."""
     clients_per_chunk: int | None = None
@@ -220,6 +220,25 @@ def rounds(config: Config, local_epochs: int) -> int:
         10
     """
     return config.rounds if config.total_epochs is None else config.total_epochs // local_epochs
+
+
+def measured(config: Config, local_epochs: int, number: int) -> bool:
+    """Say whether the model is measured after a round.
+
+    Args:
+        config: any configuration.
+        local_epochs: of a round.
+        number: of rounds played.
+
+    Returns:
+        Whether those rounds crossed a multiple of `eval_every` local epochs, or were the last.
+
+    Example:
+        >>> [n for n in range(1, 9) if measured(Config(rounds=8, eval_every=10), 4, n)]
+        [3, 5, 8]
+    """
+    crossed = number * local_epochs % config.eval_every < local_epochs
+    return crossed or number == rounds(config, local_epochs)
 
 
 def command(config: Config) -> str:

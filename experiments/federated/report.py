@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from experiments.federated.config import Config, command, rounds
 from experiments.federated.runs import FRACTIONS, Row
 from experiments.figures import canvas, save
 from experiments.records import write_text
+from experiments.report import size
 
 COLOURS = ("#0b5fa5", "#c4501b", "#2a7f3f", "#7a3fa0", "#8a6d1a", "#222222")
 
@@ -27,8 +29,11 @@ class Line(NamedTuple):
         local_epochs: of a round.
         server_learning_rate: that was used.
         test: final accuracy on the test data.
+        perplexity: there, exp of the mean loss of a prediction.
         personal: by fraction, accuracy on held-out clients.
         barrier: in loss, the mean over the rounds measured.
+        down: bytes that a client receives in a round.
+        up: bytes that it sends.
         diverged: clients that were left out.
     """
 
@@ -36,8 +41,11 @@ class Line(NamedTuple):
     local_epochs: int
     server_learning_rate: float
     test: tuple[float, ...]
+    perplexity: tuple[float, ...]
     personal: dict[float, tuple[float, ...]]
     barrier: tuple[float, ...]
+    down: float
+    up: float
     diverged: int
 
 
@@ -64,53 +72,77 @@ def lines(config: Config, rows: Sequence[Row]) -> list[Line]:
                 for seed in sorted({row.seed for row in own})
                 if _values(own, "cohort", "barrier_loss", seed=seed)
             ]
-            diverged = round(sum(_values(own, "cohort", "diverged")))
-            rate = own[0].server_learning_rate
-            test = _percent(last, "test")
-            found.append(Line(algorithm, epochs, rate, test, personal, tuple(barrier), diverged))
+            (down,), (up,) = ({*_values(last, "traffic", way)} for way in ("down", "up"))
+            found.append(
+                Line(
+                    algorithm=algorithm,
+                    local_epochs=epochs,
+                    server_learning_rate=own[0].server_learning_rate,
+                    test=_percent(last, "test"),
+                    perplexity=tuple(math.exp(loss) for loss in _values(last, "test", "loss")),
+                    personal=personal,
+                    barrier=tuple(barrier),
+                    down=down,
+                    up=up,
+                    diverged=round(sum(_values(own, "cohort", "diverged"))),
+                )
+            )
     return found
 
 
-HEADINGS = (
-    *("local epochs", "algorithm", "server rate", "test", "held out"),
-    *("25 % tuned", "50 % tuned", "barrier", "diverged"),
-)
-
-
-def cells(line: Line) -> list[str]:
-    """Write a line as text.
+def columns(config: Config, found: Sequence[Line]) -> dict[str, list[str]]:
+    """Write lines as text, column by column.
 
     Args:
-        line: of `lines`.
+        config: the experiment.
+        found: what `lines` returned.
 
     Returns:
-        One cell for each of `HEADINGS`.
+        By heading, a cell for each line. Text has a perplexity.
     """
-    personal = [_spread(line.personal[fraction]) for fraction in FRACTIONS]
-    barrier = _spread(line.barrier, digits=3)
-    rate = f"{line.server_learning_rate:g}"
-    start = [str(line.local_epochs), line.algorithm, rate, _spread(line.test)]
-    return [*start, *personal, barrier, str(line.diverged)]
+    written = {
+        "local epochs": [str(line.local_epochs) for line in found],
+        "algorithm": [line.algorithm for line in found],
+        "server rate": [f"{line.server_learning_rate:g}" for line in found],
+        "test": [_spread(line.test) for line in found],
+    }
+    if _is_text(config):
+        written["perplexity"] = [_spread(line.perplexity, digits=2) for line in found]
+    for fraction in FRACTIONS:
+        heading = f"{100 * fraction:g} % tuned" if fraction else "held out"
+        written[heading] = [_spread(line.personal[fraction]) for line in found]
+    return written | {
+        "barrier": [_spread(line.barrier, digits=3) for line in found],
+        "down": [size(line.down) for line in found],
+        "up": [size(line.up) for line in found],
+        "diverged": [str(line.diverged) for line in found],
+    }
 
 
-def table(found: Sequence[Line], title: str) -> Table:
+def table(config: Config, found: Sequence[Line], title: str) -> Table:
     """Lay the lines out for a terminal."""
     shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for number, heading in enumerate(HEADINGS):
-        shown.add_column(heading, justify="left" if number == 1 else "right", no_wrap=True)
-    for line in found:
-        shown.add_row(*cells(line))
+    written = columns(config, found)
+    for heading in written:
+        justify = "left" if heading == "algorithm" else "right"
+        shown.add_column(heading, justify=justify, no_wrap=True)
+    for row in zip(*written.values(), strict=True):
+        shown.add_row(*row)
     return shown
 
 
 def footnote(config: Config) -> str:
     """Say what the columns are."""
-    what = "next-character accuracy" if config.dataset == "tiny_shakespeare" else "accuracy"
+    what, perplexity = "Accuracy", ""
+    if _is_text(config):
+        what = "Next-character accuracy"
+        perplexity = " Perplexity is exp of the test loss of a character."
     return (
-        f"{what.capitalize()} in %, mean ± standard deviation over {len(config.seeds)} seeds, of "
-        "the last model: on the test data, then the mean over held-out clients of the model as it "
-        "is and fine-tuned on 25 or 50 % of their data, always on the other half. The barrier is "
-        "in loss, the mean over the rounds measured. Diverged clients are counted over all rounds."
+        f"{what} in %, mean ± standard deviation over {len(config.seeds)} seeds, of the last "
+        "model: on the test data, then the mean over held-out clients of the model as it is and "
+        "fine-tuned on 25 or 50 % of their data, always on the other half. The barrier is in loss, "
+        f"the mean over the rounds measured.{perplexity} Down and up are a client's bytes in a "
+        "round. Diverged clients are counted over all rounds."
     )
 
 
@@ -126,13 +158,14 @@ def summary(config: Config, found: Sequence[Line], title: str, seconds: float) -
     Returns:
         The text.
     """
-    body = [f"| {' | '.join(cells(line))} |" for line in found]
+    written = columns(config, found)
+    body = [f"| {' | '.join(row)} |" for row in zip(*written.values(), strict=True)]
     return "\n".join(
         [
             f"# {title}",
             "",
-            f"| {' | '.join(HEADINGS)} |",
-            "| ---: | --- |" + " ---: |" * (len(HEADINGS) - 2),
+            f"| {' | '.join(written)} |",
+            "| ---: | --- |" + " ---: |" * (len(written) - 2),
             *body,
             "",
             footnote(config),
@@ -192,6 +225,10 @@ def figure(
             panel.set_ylabel(label)
             panel.legend(frameon=False)
     save(drawn, path)
+
+
+def _is_text(config: Config) -> bool:
+    return config.dataset == "tiny_shakespeare"
 
 
 def _colours(config: Config) -> list[str]:

@@ -15,7 +15,7 @@ import optax
 import experiments.config
 import fisherjax as fj
 from experiments import checkpoints
-from experiments.federated.config import MERGES, Config, rounds
+from experiments.federated.config import MERGES, Config, measured, rounds
 from experiments.federated.task import Task
 from experiments.methods import check_full, methods
 from fisherjax.metrics import Performance
@@ -133,7 +133,7 @@ def run(config: Config, task: Task, unit: Unit, folder: Path, watcher: Watcher) 
     going = fj.rounds.run(method, state, task.train, key=key, rounds=left) if left else ()
     for reached, done in going:
         state, number = reached, int(reached.number)
-        rows += _after_round(config, task, unit, number, last, state, done)
+        rows += _after_round(config, task, unit, number, state, done)
         watcher.round(number, _latest(rows, number))
         if number == last:
             rows += _at_the_end(config, task, unit, method, state, personal_key)
@@ -224,7 +224,6 @@ def _after_round(
     task: Task,
     unit: Unit,
     number: int,
-    last: int,
     state: fj.rounds.State,
     done: fj.rounds.Round,
 ) -> list[Row]:
@@ -232,7 +231,7 @@ def _after_round(
         _row(unit, number, "cohort", "loss", done.loss / task.positions),
         _row(unit, number, "cohort", "diverged", done.diverged.sum()),
     ]
-    if number % config.eval_every and number != last:
+    if not measured(config, unit.local_epochs, number):
         return rows
     rows += _performance(task, unit, number, "test", _measure(task, state.params, task.test))
     if config.barrier:
