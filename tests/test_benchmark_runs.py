@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmark import __main__ as command
-from experiments.benchmark import measure, report, torch_peer
+from experiments.benchmark import config, measure, report, torch_peer
 
 SERVER = ["--models", "lenet", "--num-clients", "2", "--num-examples", "24", "--adam-steps", "2"]
 MATMUL = ["--matmul-size", "16"]
@@ -21,6 +21,7 @@ TINY = {
     "pipeline": ["--dataset", "digits", "--epochs", "1"],
     "pfl": ["--num-clients", "2", "--num-examples", "12", "--batch-size", "3", *MATMUL],
     "rounds": ["--num-clients", "2", "--num-examples", "12", "--batch-size", "3"],
+    "devices": ["--models", "lenet", "--num-clients", "2", "--num-examples", "12"],
 }
 
 
@@ -50,6 +51,12 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path, capsys, arguments, 
     assert command.main([*arguments, "--out", str(tmp_path / "out")]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_devices_that_do_not_divide_the_clients_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(config.jax, "device_count", lambda: 2)
+    assert command.main(["--suite", "devices", "--num-clients", "5", "--out", str(tmp_path)]) == 1
+    assert "--num-clients is 5, expected multiples of 2, the" in capsys.readouterr().err
 
 
 def test_an_unknown_suite_is_refused(tmp_path, capsys):

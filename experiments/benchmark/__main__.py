@@ -18,6 +18,7 @@ from experiments import commands
 from experiments.benchmark import (
     clients,
     config,
+    devices,
     fisher,
     measure,
     pfl,
@@ -38,6 +39,7 @@ _SUITES = {
     "pipeline": pipeline.groups,
     "pfl": pfl.groups,
     "rounds": rounds.groups,
+    "devices": devices.groups,
 }
 
 

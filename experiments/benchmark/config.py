@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 
 Model = Literal["lenet", "cnn"]
-Suite = Literal["train", "fisher", "server", "clients", "pipeline", "pfl", "rounds"]
+Suite = Literal["train", "fisher", "server", "clients", "pipeline", "pfl", "rounds", "devices"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Config:
 
     # tyro shows these strings as --help and keeps their line breaks: one line each.
     suite: Suite
-    """Training, Fisher passes, the server's solve, growth with clients, a whole run, rounds."""
+    """Training, Fisher passes, the server, growth with clients, a whole run, rounds, devices."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Folder for results.csv, results.json and plot.png; it must not hold results yet."""
     models: tuple[Model, ...] | None = None
@@ -100,6 +101,14 @@ SUITES: dict[str, dict[str, Any]] = {
         "repeats": 5,
         "matmul_size": None,
     },
+    "devices": {
+        "models": ("lenet", "cnn"),
+        "num_clients": (20,),
+        "num_examples": {"lenet": 10_000, "cnn": 1_000},
+        "batch_size": 64,
+        "epochs": 1,
+        "repeats": 5,
+    },
     "rounds": {
         "num_clients": (20,),
         "num_examples": 12_000,
@@ -157,6 +166,8 @@ def filled(config: Config) -> Config:
         _check(field.name, value)
     if config.suite in ("train", "pfl"):
         _check_chunks(config.chunks or (), config.num_clients or known["num_clients"])
+    if config.suite == "devices":
+        _check_devices(config.num_clients or known["num_clients"])
     missing = {name: value for name, value in known.items() if getattr(config, name) is None}
     examples = missing.get("num_examples")
     if isinstance(examples, dict):  # each model has its own number: see `num_examples`
@@ -178,6 +189,15 @@ def _check_chunks(chunks: tuple[int, ...], num_clients: tuple[int, ...]) -> None
         raise ValueError(
             f"--chunks is {' '.join(map(str, chunks))}, expected at most {min(num_clients)}, the "
             "number of clients"
+        )
+
+
+def _check_devices(num_clients: tuple[int, ...]) -> None:
+    devices = jax.device_count()
+    if any(number % devices for number in num_clients):
+        raise ValueError(
+            f"--num-clients is {' '.join(map(str, num_clients))}, expected multiples of {devices}, "
+            "the number of devices"
         )
 
 
