@@ -101,8 +101,9 @@ def test_a_tiny_run_leaves_complete_files(tmp_path, suite):
     assert command.main(tiny(suite, tmp_path)) == 0
     document = check_files(tmp_path)
     cases = {row["case"] for row in document["results"]}
-    assert any(case.startswith("fisherjax") for case in cases)
-    assert cases == {row["case"] for row in document["results"] if row["metric"] == "median"}
+    assert (
+        cases == {row["case"] for row in document["results"] if row["metric"] == "median"} != set()
+    )
 
 
 @pytest.mark.slow
