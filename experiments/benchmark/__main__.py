@@ -81,20 +81,23 @@ def _run(asked: Config, console: Console) -> None:
             console.print(text, style="yellow", soft_wrap=True, markup=False)
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
+    # Drawn between measurements, never by a thread of its own: that would take part of a measured
+    # core, and would fail to import while TensorFlow Datasets is, which makes imports lazy.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("preparing", total=None)
+        bar.refresh()
         for group in _SUITES[asked.suite](asked, note):
             bar.reset(task, total=len(group.cases) * (asked.repeats + 1), completed=-1)
 
             def show(case: str, workload: str = group.workload) -> None:
-                bar.update(task, advance=1, description=f"{workload}: {case}")
+                bar.update(task, advance=1, description=f"{workload}: {case}", refresh=True)
 
             measured = measure.measure(group, asked.repeats, asked.seconds_per_case, show)
             new = measure.rows(asked.suite, group, measured)
             rows += new
             report.write(asked, rows, notes)
             console.print(report.table(group.workload, new))
-            bar.update(task, description="preparing", total=None)
+            bar.update(task, description="preparing", total=None, refresh=True)
     if asked.suite == "clients":
         plot.growth(clients.panels(rows), asked.out / report.PLOT)
     else:
