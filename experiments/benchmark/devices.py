@@ -1,6 +1,7 @@
 """What spreading clients over all devices gives: training and Fisher passes, beside one device."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ import jax
 import fisherjax as fj
 from experiments.benchmark.config import Config, num_examples
 from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import CATEGORICAL, OPTIMIZER, federate, workload
-from fisherjax.clients import Federation
+from experiments.benchmark.workloads import CATEGORICAL, OPTIMIZER, Workload, federate, workload
+from fisherjax.clients import Federation, LocalModels
+from fisherjax.typing import Params
 
 ALONE = "one device"
 _STRUCTURES = {"diagonal Fisher": fj.fisher.diagonal, "K-FAC Fisher": fj.fisher.kfac}
@@ -36,35 +38,35 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
             alone = federate(work, num_clients)
             where = {ALONE: alone, f"all {count}": fj.clients.shard(alone)}
 
-            def train(federation: Federation, apply: Any = work.apply, start: Any = work.params):
-                return fj.training.train(
-                    apply,
-                    CATEGORICAL,
-                    start,
-                    federation,
-                    key=jax.random.key(1),
-                    optimizer=OPTIMIZER,
-                    epochs=config.epochs,
-                    batch_size=config.batch_size,
-                )
-
-            phases = {"training": train}
+            train = _training(config, work)
             models = train(alone).params
+            phases = {"training": (train, config.epochs * examples)}
             for phase, fisher in _STRUCTURES.items():
-                phases[phase] = _summary(config, work.apply, fisher, models)
-            for phase, run in phases.items():
-                units = examples * (config.epochs if run is train else 1)
-                cases = [
-                    Case(case, lambda run=run, own=own: run(own), units)
-                    for case, own in where.items()
-                ]
+                phases[phase] = _summary(config, work, fisher, models), examples
+            for phase, (run, units) in phases.items():
+                cases = [Case(case, partial(run, own), units) for case, own in where.items()]
                 title = f"{phase}, {name}, {num_clients} clients, {examples} images"
                 yield Group(title, "samples", ALONE, cases)
 
 
-def _summary(config: Config, apply: Any, fisher: Any, models: Any) -> Callable[[Federation], Any]:
+def _training(config: Config, work: Workload) -> Callable[[Federation], LocalModels]:
+    return lambda federation: fj.training.train(
+        work.apply,
+        CATEGORICAL,
+        work.params,
+        federation,
+        key=jax.random.key(1),
+        optimizer=OPTIMIZER,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+    )
+
+
+def _summary(
+    config: Config, work: Workload, fisher: Any, models: Params
+) -> Callable[[Federation], Any]:
     aggregator = fj.aggregation.fedfisher(
-        apply, CATEGORICAL, fisher=fisher, batch_size=config.batch_size
+        work.apply, CATEGORICAL, fisher=fisher, batch_size=config.batch_size
     )
     return lambda federation: fj.clients.summarize(
         aggregator, models, federation, key=jax.random.key(2)

@@ -48,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands.refuse(error)
     records.write_config(asked.out, asked, config.command)
     console.print(task.told)
-    start = time.perf_counter()
     try:
         rows = _run(asked, task, console)
     except (ValueError, OSError) as error:  # checkpoints of another state, a full disk
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print(f"Interrupted. What was saved is in {asked.out}; the same command continues.")
         return 130
-    _report(asked, task, rows, console, time.perf_counter() - start)
+    _report(asked, task, rows, console)
     return 0
 
 
@@ -129,7 +128,7 @@ def _told(unit: Unit, rows: Sequence[Row], seconds: float) -> str:
     )
 
 
-def _report(asked: Config, task: Task, rows: list[Row], console: Console, seconds: float) -> None:
+def _report(asked: Config, task: Task, rows: list[Row], console: Console) -> None:
     found = report.lines(asked, rows)
     console.print(report.table(asked, found, task.told))
     console.print(report.footnote(asked), style="dim")
@@ -140,7 +139,7 @@ def _report(asked: Config, task: Task, rows: list[Row], console: Console, second
         label = "client-server barrier, nats"
         path = asked.out / "barrier.png"
         report.figure(asked, rows, "cohort", "barrier_loss", label, path)
-    text = report.summary(asked, found, task.told, seconds)
+    text = report.summary(asked, found, task.told)
     records.write_text(asked.out / "summary.md", text)
     console.print(f"\nIn {asked.out}/: {', '.join(names)}", soft_wrap=True)
 

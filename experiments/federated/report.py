@@ -137,23 +137,24 @@ def footnote(config: Config) -> str:
     if _is_text(config):
         what = "Next-character accuracy"
         perplexity = " Perplexity is exp of the test loss of a character."
+    number = len(config.seeds)
+    runs = "one seed" if number == 1 else f"mean ± standard deviation over {number} seeds"
     return (
-        f"{what} in %, mean ± standard deviation over {len(config.seeds)} seeds, of the last "
-        "model: on the test data, then the mean over held-out clients of the model as it is and "
-        "fine-tuned on 25 or 50 % of their data, always on the other half. The barrier is in loss, "
-        f"the mean over the rounds measured.{perplexity} Down and up are a client's bytes in a "
-        "round. Diverged clients are counted over all rounds."
+        f"{what} in %, {runs}, of the last model: on the test data, then the mean over held-out "
+        "clients of the model as it is and fine-tuned on 25 or 50 % of their data, always on the "
+        "other half. The barrier is in loss, the mean over the rounds measured."
+        f"{perplexity} Down and up are a client's bytes in a round. Diverged clients are counted "
+        "over all rounds."
     )
 
 
-def summary(config: Config, found: Sequence[Line], title: str, seconds: float) -> str:
+def summary(config: Config, found: Sequence[Line], title: str) -> str:
     """Write the results in Markdown.
 
     Args:
         config: the experiment.
         found: what `lines` returned.
         title: of the document.
-        seconds: that the session took.
 
     Returns:
         The text.
@@ -172,8 +173,6 @@ def summary(config: Config, found: Sequence[Line], title: str, seconds: float) -
             "",
             "![accuracy](curves.png)",
             *(["", "![barrier](barrier.png)"] if config.barrier else []),
-            "",
-            f"The last session took {seconds:.0f} s.",
             "",
             f"    {command(config)}",
             "",
