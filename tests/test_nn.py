@@ -43,7 +43,7 @@ def assert_close(ours, theirs, tolerance=1e-12):
     kernel=st.tuples(SIDES, SIDES),
     strides=st.tuples(SIDES, SIDES),
     padding=PADDINGS,
-    channels=st.tuples(SIDES, SIDES),
+    channels=st.tuples(st.sampled_from([1, 3, 48]), SIDES),  # wide ones are added up by rows
     batch=SIDES,
 )
 def test_patches_are_the_convolution_with_all_its_derivatives(

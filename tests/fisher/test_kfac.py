@@ -68,7 +68,7 @@ class Positions(flax.linen.Module):
 
 ASYMMETRIC = ((0, 1), (2, 0))
 GRID = [
-    ((3, (3, 3), (1, 1), "VALID", True), (2, (3, 2), (2, 2), "SAME", False)),
+    ((24, (3, 3), (1, 1), "VALID", True), (2, (3, 2), (2, 2), "SAME", False)),
     ((3, (3, 2), (1, 2), ASYMMETRIC, False), (2, (3, 3), (2, 2), "VALID", True)),
     ((2, (2, 3), (1, 2), "SAME", True), (3, (1, 1), (1, 1), ASYMMETRIC, True)),
     ((3, (3, 3), (2, 2), ASYMMETRIC, True), (2, (2, 2), (1, 2), "VALID", False)),
