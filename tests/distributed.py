@@ -77,6 +77,20 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
         merged, _ = fj.aggregation.merge(aggregator, params, updates, alone.weights)
         spread_merged, _ = fj.aggregation.merge(aggregator, params, spread_updates, spread.weights)
         same(merged, spread_merged)
+    # One data set whose examples are spread; some carry no weight, on one device none does.
+    x, y = random.normal(size=(64, 3)).astype(np.float32), random.integers(0, 3, 64, np.int32)
+    weights = random.uniform(size=64).astype(np.float32) * (np.arange(64) > 17)
+    by_row = jax.sharding.NamedSharding(spread.mesh, jax.sharding.PartitionSpec("clients"))
+    alone_rows = [jnp.asarray(array) for array in (x, y, weights)]
+    spread_rows = [jax.device_put(array, by_row) for array in (x, y, weights)]
+    for fisher in (fj.fisher.diagonal, fj.fisher.kfac):
+        one, many = (
+            fisher(
+                apply, categorical, params, x, y, kind=fj.fisher.empirical, weights=w, batch_size=3
+            )
+            for x, y, w in (alone_rows, spread_rows)
+        )
+        same(one, many)
     fedfish = fj.aggregation.fedfish(apply, categorical, batch_size=4, last_epoch=True)
     method = fj.rounds.federated(
         apply, categorical, fedfish, cohort=8, optimizer=optimizer, epochs=2, batch_size=4

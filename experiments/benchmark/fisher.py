@@ -1,11 +1,13 @@
 """Both Fishers over a data set beside nngeometry's, and beside the gradients of one epoch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import fisherjax as fj
 from experiments.benchmark import torch_peer
@@ -25,6 +27,8 @@ Factors = Sequence[tuple[np.ndarray, np.ndarray]]
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     """Give one group for each network and structure: the true Fisher of ten classes.
+
+    With several devices the examples are also spread over all of them.
 
     Args:
         config: with the suite's values filled in.
@@ -51,8 +55,9 @@ def _cases(work: Workload, structure: str, config: Config, peer: bool) -> list[C
     images, labels, size = jnp.asarray(work.images), jnp.asarray(work.labels), config.batch_size
     batch, samples = min(size, len(labels)), len(labels)
 
-    def ours(params: Params, images: Any) -> Any:
-        return function(work.apply, CATEGORICAL, params, images, batch_size=size)
+    def ours(params: Params, images: Any, weights: Any = None) -> Any:
+        options = {"weights": weights, "batch_size": size}
+        return function(work.apply, CATEGORICAL, params, images, **options)
 
     one_gradient = gradient(work.apply)
     first = images[:batch], labels[:batch]
@@ -64,10 +69,27 @@ def _cases(work: Workload, structure: str, config: Config, peer: bool) -> list[C
         Case(GRADIENTS, lambda: epoch(work.params), samples, epoch_flops),
         *matmul_cases(config.matmul_size),
     ]
+    if jax.device_count() > 1:
+        spread, weights = _spread(images)
+        run = partial(ours, work.params, spread, weights=weights)
+        cases.insert(1, Case(_spread_name(), run, samples))
     if peer:
         theirs = torch_peer.fisher(work, representation, size)
         cases.insert(0, Case(PEER, theirs, samples, peak=torch_peer.peak))
     return cases
+
+
+def _spread_name() -> str:
+    return f"{OURS}, spread over {jax.device_count()} devices"
+
+
+def _spread(images: Any) -> tuple[Any, Any]:
+    """Give every device as many images, filled up with some of weight zero."""
+    padding = -len(images) % jax.device_count()
+    padded = jnp.pad(images, [(0, padding), *[(0, 0)] * (images.ndim - 1)])
+    weights = (jnp.arange(len(padded)) < len(images)).astype(float)
+    by_row = NamedSharding(fj.mapping.client_mesh(), PartitionSpec(fj.mapping.AXIS))
+    return jax.device_put((padded, weights), by_row)
 
 
 def _epoch(
@@ -90,17 +112,22 @@ def _epoch(
 def _comparison(
     name: str, structure: str
 ) -> Callable[[dict[str, Any]], dict[str, dict[str, float]]]:
+    def error(ours: Any, theirs: Any) -> float:
+        if structure == "diagonal":
+            return _relative(torch_peer.kernels(ours.entries), torch_peer.diagonal(name, theirs))
+        pairs = [
+            (ours.factors[k]["input"], ours.factors[k]["output"]) for k in sorted(ours.factors)
+        ]
+        return kronecker_error(pairs, torch_peer.factors(name, theirs))
+
     def compare(results: dict[str, Any]) -> dict[str, dict[str, float]]:
         if PEER not in results:
             return {}
-        if structure == "diagonal":
-            ours = torch_peer.kernels(results[OURS].entries)
-            error = _relative(ours, torch_peer.diagonal(name, results[PEER]))
-        else:
-            factors = results[OURS].factors
-            pairs = [(factors[k]["input"], factors[k]["output"]) for k in sorted(factors)]
-            error = kronecker_error(pairs, torch_peer.factors(name, results[PEER]))
-        return {OURS: {"relative_error": error}}
+        return {
+            case: {"relative_error": error(results[case], results[PEER])}
+            for case in (OURS, _spread_name())
+            if case in results
+        }
 
     return compare
 

@@ -41,7 +41,7 @@ def diagonal(
         apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
         likelihood: What the outputs mean.
         params: Any pytree of floating arrays.
-        inputs: [N, ...].
+        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own.
         targets: [N, ...]; only the empirical kind reads them.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
         weights: [n] weights of the rows in use, zero for padding.
@@ -53,7 +53,8 @@ def diagonal(
         The operator; its entries have the shapes of params.
 
     Raises:
-        ValueError: If shapes do not fit, or the kind lacks its targets or key.
+        ValueError: If shapes do not fit, the kind lacks its targets or key, or indices are given
+            for inputs that are spread over devices.
         TypeError: If params are not floating.
 
     Example:
@@ -68,8 +69,9 @@ def diagonal(
     """
     options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
     passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
-    return _diagonal(
-        apply, likelihood, kind, batch_size, params, inputs, targets, weights, indices, key
+    static = (apply, likelihood, kind, batch_size)
+    return passes.run(
+        _diagonal, static, params, inputs, targets, weights=weights, indices=indices, key=key
     )
 
 

@@ -33,7 +33,7 @@ def full(
         apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
         likelihood: What the outputs mean.
         params: Any pytree of floating arrays, d numbers in all.
-        inputs: [N, ...].
+        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own.
         targets: [N, ...]; only the empirical kind reads them.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
         weights: [n] weights of the rows in use, zero for padding.
@@ -45,7 +45,8 @@ def full(
         The operator with its matrix [d, d], d^2 numbers in at least float32.
 
     Raises:
-        ValueError: If shapes do not fit, or the kind lacks its targets or key.
+        ValueError: If shapes do not fit, the kind lacks its targets or key, or indices are given
+            for inputs that are spread over devices.
         TypeError: If params are not floating.
 
     Example:
@@ -61,8 +62,9 @@ def full(
     """
     options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
     passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
-    return _full(
-        apply, likelihood, kind, batch_size, params, inputs, targets, weights, indices, key
+    static = (apply, likelihood, kind, batch_size)
+    return passes.run(
+        _full, static, params, inputs, targets, weights=weights, indices=indices, key=key
     )
 
 
@@ -127,7 +129,7 @@ def vector_product(
         apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
         likelihood: What the outputs mean.
         params: Any pytree of floating arrays.
-        inputs: [N, ...].
+        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own.
         vector: v, the structure, shapes and dtypes of params.
         targets: [N, ...]; only the empirical kind reads them.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
@@ -140,7 +142,8 @@ def vector_product(
         F v, in the structure of params.
 
     Raises:
-        ValueError: If shapes do not fit, or the kind lacks its targets or key.
+        ValueError: If shapes do not fit, the kind lacks its targets or key, or indices are given
+            for inputs that are spread over devices.
         TypeError: If params are not floating.
 
     Example:
@@ -163,7 +166,10 @@ def vector_product(
             f"{Template.of(params).shapes}, in the same structure."
         )
     static = (apply, likelihood, kind, batch_size)
-    return _vector_product(*static, params, inputs, vector, targets, weights, indices, key)
+    both = (params, vector)
+    return passes.run(
+        _vector_product, static, both, inputs, targets, weights=weights, indices=indices, key=key
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -172,14 +178,15 @@ def _vector_product(
     likelihood: Likelihood,
     kind: Callable[..., Array],
     batch_size: int,
-    params: Params,
+    params_and_vector: tuple[Params, Params],
     inputs: Array,
-    vector: Params,
     targets: Array | None,
     weights: Array | None,
     indices: Array | None,
     key: Key | None,
 ) -> Params:
+    params, vector = params_and_vector
+
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Params:
         z, jv = jax.jvp(lambda p: apply(p, x), (params,), (vector,))
         s = kind(likelihood, z, y, key)

@@ -61,7 +61,7 @@ def kfac(
             not.
         likelihood: What the outputs mean.
         params: Any pytree of floating arrays.
-        inputs: [N, ...].
+        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own.
         targets: [N, ...]; only the empirical kind reads them.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
         weights: [n] weights of the rows in use, zero for padding.
@@ -77,7 +77,8 @@ def kfac(
 
     Raises:
         ValueError: If a leaf belongs to no layer and `otherwise` is None; the message names it and
-            why (normalisation, shared weights, dilation, a cast). Also if shapes do not fit.
+            why (normalisation, shared weights, dilation, a cast). Also if shapes do not fit, or
+            indices are given for inputs that are spread over devices.
         TypeError: If params are not floating.
 
     Example:
@@ -100,7 +101,9 @@ def kfac(
             f"otherwise is {otherwise!r}; expected None, fisher.diagonal or fisher.zero."
         )
     static = (apply, likelihood, kind, batch_size, otherwise)
-    return _kfac(*static, params, inputs, targets, weights, indices, key)
+    return passes.run(
+        _kfac, static, params, inputs, targets, weights=weights, indices=indices, key=key
+    )
 
 
 def _refusal(uncovered: dict[str, str]) -> str:

@@ -2,18 +2,21 @@
 
 Padding is by weight: an example of weight zero leaves no trace, so a padded client equals an
 unpadded one, and an empty client gives zeros. Minibatches after the last example that counts are
-not run.
+not run. Examples that are spread over devices are passed over where they are.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from fisherjax import tree
 from fisherjax.fisher import kinds
 from fisherjax.likelihoods import Likelihood
+from fisherjax.mapping import mesh_of, replicate
 from fisherjax.typing import Apply, Array, Key, Params
 
 BatchSums = Callable[[Array, Array | None, Array, Key | None], Any]
@@ -71,6 +74,82 @@ def weighted_mean(
     total = weights.sum()
     scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
     return jax.tree.map(lambda x: x * scale.astype(x.dtype), sums)
+
+
+def run(
+    function: Callable[..., Any],
+    static: tuple,
+    common: Any,
+    inputs: Array,
+    targets: Array | None,
+    *,
+    weights: Array | None,
+    indices: Array | None,
+    key: Key | None,
+) -> Any:
+    """Run a compiled mean over examples, on every device that holds some of them.
+
+    Args:
+        function: `(*static, common, inputs, targets, weights, indices, key) -> mean`, jitted.
+        static: What it is compiled for.
+        common: What it needs besides, the same for all examples.
+        inputs: [N, ...]; with a `NamedSharding` that splits its first axis, each device runs over
+            its own rows, in minibatches of its own and with a key of its own.
+        targets: [N, ...] or None.
+        weights: [n] or None.
+        indices: [n] or None.
+        key: Or None.
+
+    Returns:
+        The mean; on all devices if inputs are spread.
+
+    Raises:
+        ValueError: If inputs are spread and indices are given.
+    """
+    mesh = mesh_of(inputs)
+    axis = inputs.sharding.spec[0] if mesh and inputs.sharding.spec else None
+    if axis is None:
+        return function(*static, common, inputs, targets, weights, indices, key)
+    if indices is not None:
+        raise ValueError(
+            "indices select rows of all inputs, but the inputs are spread over devices, each of "
+            "which sees its own rows only. Spread the selected rows, or leave rows out by weights "
+            "of zero."
+        )
+    weights = jnp.ones(inputs.shape[0]) if weights is None else jnp.asarray(weights, float)
+    common, key = replicate((common, key), mesh)
+    return _on_every_device(function, static, mesh, axis, common, inputs, targets, weights, key)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _on_every_device(
+    function: Callable[..., Any],
+    static: tuple,
+    mesh: Mesh,
+    axis: str | tuple[str, ...],
+    common: Any,
+    inputs: Array,
+    targets: Array | None,
+    weights: Array,
+    key: Key | None,
+) -> Any:
+    def on_one(
+        common: Any, key: Key | None, inputs: Array, targets: Array | None, weights: Array
+    ) -> Any:
+        key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
+        own = function(*static, common, inputs, targets, weights, None, key)
+        total = jax.lax.psum(weights.sum(), axis)
+        share = weights.sum() / jnp.where(total > 0, total, 1)
+        return jax.lax.psum(jax.tree.map(lambda x: x * share.astype(x.dtype), own), axis)
+
+    rows, everywhere = PartitionSpec(axis), PartitionSpec()
+    return jax.shard_map(
+        on_one,
+        mesh=mesh,
+        in_specs=(everywhere, everywhere, rows, rows, rows),
+        out_specs=everywhere,
+        check_vma=False,
+    )(common, key, inputs, targets, weights)
 
 
 def check(

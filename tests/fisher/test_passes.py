@@ -121,6 +121,41 @@ def test_a_second_call_compiles_nothing(mlp, structure, compilations):
     assert count() == 0
 
 
+def spread(array):
+    """Split rows over devices, of which there is one here; tests/distributed.py has eight."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), "examples")
+    return jax.device_put(
+        array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("examples"))
+    )
+
+
+def test_rows_spread_over_devices_give_the_same_and_compile_once(mlp, structure, compilations):
+    apply, params, x = mlp
+    weights, rows = jnp.arange(11.0), spread(x)
+    mean = structure(apply, LIKELIHOOD, params, rows, weights=weights, batch_size=4)
+    assert_close(mean, structure(apply, LIKELIHOOD, params, x, weights=weights))
+    with compilations() as count:
+        structure(apply, LIKELIHOOD, params, rows, weights=weights, batch_size=4)
+    assert count() == 0
+
+
+def test_labels_for_spread_rows_come_from_the_key(mlp, structure):
+    apply, params, x = mlp
+    one, again, other = (
+        structure(
+            apply, LIKELIHOOD, params, spread(x), kind=fisher.sampled, key=jax.random.key(number)
+        )
+        for number in (0, 0, 1)
+    )
+    assert_close(one, again)
+    assert any(jnp.any(a != b) for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True))
+
+
+def test_rows_of_spread_inputs_cannot_be_chosen(mlp, structure):
+    with pytest.raises(ValueError, match="its own rows only"):
+        structure(mlp.apply, LIKELIHOOD, mlp.params, spread(mlp.inputs), indices=jnp.array([0, 3]))
+
+
 BAD = {
     "integer params": (dict(params={"w": jnp.ones((4, 3), int)}), TypeError, "'w'.*dtype int"),
     "no params": (dict(params={}), ValueError, "no leaves"),
