@@ -91,7 +91,7 @@ def test_what_is_extrapolated_is_multiplied_but_not_its_first_call():
 
 def test_flops_of_a_training_step_are_those_of_its_matrix_products():
     x, w = jnp.ones((7, 3)), {"a": jnp.ones((3, 5)), "b": jnp.ones((5, 2))}
-    gradient = jax.grad(lambda w: (jnp.tanh(x @ w["a"]) @ w["b"]).sum())
+    gradient = jax.grad(lambda w: jnp.cos(jnp.tanh(x @ w["a"]) @ w["b"]).sum())
     forward, weights, inputs = 2 * 7 * (15 + 10), 2 * 7 * (15 + 10), 2 * 7 * 10
     assert flops.count(gradient, w) == forward + weights + inputs
 
@@ -102,6 +102,23 @@ def test_flops_of_a_scan_are_counted_every_round_and_under_jit_and_vmap():
 
     x = jnp.ones((2, 3, 3))
     assert flops.count(jax.jit(jax.vmap(rounds)), x) == 2 * 4 * 2 * 27
+
+
+def test_products_that_no_result_needs_are_not_counted():
+    def rounds(x):
+        def body(_, both):
+            needed, unneeded = both
+            return needed @ needed, unneeded @ needed
+
+        return jax.lax.fori_loop(0, 4, body, (x, x))[0]
+
+    def unneeded(x):
+        return jax.lax.scan(lambda y, _: (y @ y, jnp.sum(x @ x)), x, length=3)[0]
+
+    x = jnp.ones((3, 3))
+    assert flops.count(jax.jit(rounds), x) == 4 * 2 * 27
+    assert flops.count(unneeded, x) == 3 * 2 * 27
+    assert flops.count(lambda x: jnp.sum(x @ x) * 0 + x, x) == 2 * 27
 
 
 def test_flops_of_a_convolution_are_those_of_its_patches():

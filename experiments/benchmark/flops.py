@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from experiments.benchmark.measure import MATMUL, Case
 
@@ -13,8 +14,9 @@ from experiments.benchmark.measure import MATMUL, Case
 def count(function: Callable[..., Any], *arguments: Any) -> float:
     """Count the FLOPs of a function's matrix products, 2 m n k each; nothing else counts.
 
-    The trace is counted, so the number is the same on every backend. The body of a loop without a
-    fixed number of rounds counts once. Convolutions must be patches (`fisherjax.nn`).
+    The trace is counted without what no result needs, as compilers leave it out, so the number is
+    the same on every backend. The body of a loop without a fixed number of rounds counts once.
+    Convolutions must be patches (`fisherjax.nn`).
 
     Args:
         function: of the arguments.
@@ -62,8 +64,9 @@ def _bytes(product: Any) -> float:
 
 
 def _total(jaxpr: Any, of_product: Callable[[Any], float]) -> float:
+    needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     total = 0.0
-    for equation in jaxpr.eqns:
+    for equation in needed.eqns:
         if equation.primitive.name == "dot_general":
             total += of_product(equation)
         rounds = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
