@@ -12,15 +12,17 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from fisherjax.typing import Array
 
-# A row of the kernel, kw * cin, from which rows are multiplied one after the other: measured.
+# kw * cin from which the derivative for the images is summed over rows of the kernel: measured.
 _WIDE = 48
 
 _OBSERVER: contextvars.ContextVar[Callable[..., Array] | None] = contextvars.ContextVar(
@@ -74,8 +76,10 @@ def conv_general_dilated(
 
     .. math:: y_{bt} = P_{bt} K, \qquad P \in R^{B \times T \times k_h k_w c_{in}}
 
-    The rows of K are the kernel's in (kh, kw, cin) order. What patches do not cover (dilation,
-    groups, other layouts, other than two spatial axes) goes to `jax.lax.conv_general_dilated`.
+    The rows of K are the kernel's in (kh, kw, cin) order. Where kw cin is large, tangents of
+    the images are multiplied one row of the kernel after the other, so that patches of them never
+    lie in memory. What patches do not cover (dilation, groups, other layouts, other than two
+    spatial axes) goes to `jax.lax.conv_general_dilated`.
 
     Args:
         lhs: images [B, H, W, cin].
@@ -274,13 +278,48 @@ def _output_size(
 
 
 def _patch_product(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Array:
-    width = rhs.shape[1] * rhs.shape[2]
-    product = _product_of_rows if width >= _WIDE and rhs.shape[0] > 1 else _product_of_patches
-    return product(lhs, rhs, settings)
+    padding = settings["padding"]
+    how = _How(
+        settings["window_strides"],
+        padding if isinstance(padding, str) else tuple(map(tuple, padding)),
+        settings["precision"],
+        settings["preferred_element_type"],
+    )
+    is_wide = rhs.shape[0] > 1 and rhs.shape[1] * rhs.shape[2] >= _WIDE
+    return (_wide_product if is_wide else _product_of_patches)(lhs, rhs, how)
 
 
-def _product_of_patches(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Array:
-    cut = patches(lhs, rhs.shape[:2], settings["window_strides"], settings["padding"])
+class _How(NamedTuple):
+    window_strides: tuple[int, int]
+    padding: str | tuple[tuple[int, int], ...]
+    precision: Any
+    preferred_element_type: Any
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _wide_product(lhs: Array, rhs: Array, how: _How) -> Array:
+    """Multiply patches, but pass derivatives to the images without patches of tangents."""
+    return _product_of_patches(lhs, rhs, how)
+
+
+def _wide_product_jvp(
+    how: _How, primals: tuple[Array, Array], tangents: tuple[Any, Any]
+) -> tuple[Array, Array]:
+    (lhs, rhs), (images, kernel) = primals, tangents
+    y = _wide_product(lhs, rhs, how)
+    terms = []
+    if not isinstance(images, SymbolicZero):
+        terms.append(_product_of_rows(images, rhs, how))
+    if not isinstance(kernel, SymbolicZero):
+        terms.append(_product_of_patches(lhs, kernel, how))
+    return y, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(y)
+
+
+_wide_product.defjvp(_wide_product_jvp, symbolic_zeros=True)
+
+
+def _product_of_patches(lhs: Array, rhs: Array, how: _How) -> Array:
+    cut = patches(lhs, rhs.shape[:2], how.window_strides, how.padding)
     kernel = rhs.reshape(-1, rhs.shape[3]).T
     # XLA's CPU product is twice as slow where the sum is long and the result small, as in the
     # kernel's derivative: repeating the kernel splits that sum into groups.
@@ -289,23 +328,22 @@ def _product_of_patches(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Arr
         "gnk,gok->gno",
         cut.reshape(groups, -1, cut.shape[3]),
         jnp.broadcast_to(kernel, (groups, *kernel.shape)),
-        precision=settings["precision"],
-        preferred_element_type=settings["preferred_element_type"],
+        precision=how.precision,
+        preferred_element_type=how.preferred_element_type,
     )
     return y.reshape(*cut.shape[:3], rhs.shape[3])
 
 
-def _product_of_rows(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Array:
-    """Add up the products of the kernel's rows: whole patches never lie in memory."""
-    strides, padding = settings["window_strides"], settings["padding"]
-    bands = _bands(lhs, rhs.shape[:2], strides, padding)
-    rows, _ = _output_size(lhs.shape[1:3], rhs.shape[:2], strides, padding)
-    dtype = settings["preferred_element_type"] or rhs.dtype
+def _product_of_rows(lhs: Array, rhs: Array, how: _How) -> Array:
+    """Add up the products of the kernel's rows: patches as a whole never lie in memory."""
+    bands = _bands(lhs, rhs.shape[:2], how.window_strides, how.padding)
+    rows, _ = _output_size(lhs.shape[1:3], rhs.shape[:2], how.window_strides, how.padding)
+    dtype = how.preferred_element_type or rhs.dtype
     parts = [
         jnp.matmul(
-            _every(bands, 1, row, rows, strides[0]),
+            _every(bands, 1, row, rows, how.window_strides[0]),
             rhs[row].reshape(-1, rhs.shape[3]),
-            precision=settings["precision"],
+            precision=how.precision,
             preferred_element_type=jnp.promote_types(dtype, jnp.float32),
         )
         for row in range(rhs.shape[0])
