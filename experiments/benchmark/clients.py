@@ -12,7 +12,7 @@ from experiments.benchmark import apart
 from experiments.benchmark.config import Config
 from experiments.benchmark.measure import Case, Group, Row
 from experiments.benchmark.plot import Panels
-from experiments.benchmark.workloads import CATEGORICAL, OPTIMIZER, federate, local_steps, workload
+from experiments.benchmark.workloads import CATEGORICAL, federate, local_steps, train, workload
 
 _UPLOADS_PER_CHUNK = 100
 _MOST_HELD = 1_000  # uploads merged all at once, for comparison
@@ -93,17 +93,8 @@ def training(*, repeats: int, budget: float, **options: Any) -> dict[str, Any]:
     work, federation, facts = _prepared(**options)
 
     def run() -> Any:
-        return fj.training.train(
-            work.apply,
-            CATEGORICAL,
-            work.params,
-            federation,
-            key=jax.random.key(1),
-            optimizer=OPTIMIZER,
-            epochs=options["epochs"],
-            batch_size=options["batch_size"],
-            clients_per_chunk=options["clients_per_chunk"],
-        )
+        how = {name: options[name] for name in ("epochs", "batch_size", "clients_per_chunk")}
+        return train(work, federation, **how)
 
     steps = options["epochs"] * local_steps(federation, options["batch_size"]).sum()
     return apart.measured(Case("training", run, float(steps), facts=facts), repeats, budget)

@@ -9,8 +9,8 @@ import jax
 import fisherjax as fj
 from experiments.benchmark.config import Config, num_examples
 from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import CATEGORICAL, OPTIMIZER, Workload, federate, workload
-from fisherjax.clients import Federation, LocalModels
+from experiments.benchmark.workloads import CATEGORICAL, Workload, federate, train, workload
+from fisherjax.clients import Federation
 from fisherjax.typing import Params
 
 ALONE = "one device"
@@ -38,28 +38,15 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
             alone = federate(work, num_clients)
             where = {ALONE: alone, f"all {count}": fj.clients.shard(alone)}
 
-            train = _training(config, work)
-            models = train(alone).params
-            phases = {"training": (train, config.epochs * examples)}
+            training = partial(train, work, epochs=config.epochs, batch_size=config.batch_size)
+            models = training(alone).params
+            phases = {"training": (training, config.epochs * examples)}
             for phase, fisher in _STRUCTURES.items():
                 phases[phase] = _summary(config, work, fisher, models), examples
             for phase, (run, units) in phases.items():
                 cases = [Case(case, partial(run, own), units) for case, own in where.items()]
                 title = f"{phase}, {name}, {num_clients} clients, {examples} images"
                 yield Group(title, "samples", ALONE, cases)
-
-
-def _training(config: Config, work: Workload) -> Callable[[Federation], LocalModels]:
-    return lambda federation: fj.training.train(
-        work.apply,
-        CATEGORICAL,
-        work.params,
-        federation,
-        key=jax.random.key(1),
-        optimizer=OPTIMIZER,
-        epochs=config.epochs,
-        batch_size=config.batch_size,
-    )
 
 
 def _summary(

@@ -10,7 +10,7 @@ import numpy as np
 import fisherjax as fj
 from experiments.benchmark.config import Config, num_examples
 from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import CATEGORICAL, OPTIMIZER, Workload, split, workload
+from experiments.benchmark.workloads import CATEGORICAL, Workload, split, train, workload
 
 TOLERANCE = 1e-3
 PAPER_STEPS = 2000
@@ -74,16 +74,7 @@ def _uploads(work: Workload, config: Config, num_clients: int) -> tuple[Any, Any
     """Train the clients and compute the factors of each on some of its examples."""
     data, partition = (work.images, work.labels), split(work, num_clients)
     federation = fj.clients.federation(data, partition)
-    models = fj.training.train(
-        work.apply,
-        CATEGORICAL,
-        work.params,
-        federation,
-        key=jax.random.key(1),
-        optimizer=OPTIMIZER,
-        epochs=config.epochs,
-        batch_size=config.batch_size,
-    )
+    models = train(work, federation, epochs=config.epochs, batch_size=config.batch_size)
     random = np.random.default_rng(2)
     some = [random.permutation(own)[: config.fisher_examples] for own in partition]
     aggregator = fj.aggregation.fedfisher(work.apply, CATEGORICAL)

@@ -11,8 +11,6 @@ from experiments.benchmark.config import Config, num_examples
 from experiments.benchmark.flops import count, matmul_cases, precisions
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.workloads import (
-    CATEGORICAL,
-    OPTIMIZER,
     Workload,
     federate,
     gradient,
@@ -20,6 +18,7 @@ from experiments.benchmark.workloads import (
     local_steps,
     native_convolutions,
     split,
+    train,
     workload,
 )
 from fisherjax.typing import Apply
@@ -81,13 +80,9 @@ def _ours(work: Workload, config: Config, num_clients: int) -> list[Case]:
     def case(name: str, apply: Apply, chunk: int, precision: str) -> Case:
         def run() -> Any:
             with jax.default_matmul_precision(precisions().get(precision)):
-                return fj.training.train(
-                    apply,
-                    CATEGORICAL,
-                    work.params,
+                return train(
+                    work._replace(apply=apply),
                     federation,
-                    key=jax.random.key(1),
-                    optimizer=OPTIMIZER,
                     epochs=config.epochs,
                     batch_size=config.batch_size,
                     clients_per_chunk=chunk,

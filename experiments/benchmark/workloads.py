@@ -101,6 +101,28 @@ def federate(work: Workload, num_clients: int) -> fj.clients.Federation:
     return fj.clients.federation((work.images, work.labels), split(work, num_clients))
 
 
+def train(
+    work: Workload,
+    federation: fj.clients.Federation,
+    *,
+    epochs: int,
+    batch_size: int,
+    clients_per_chunk: int | None = None,
+) -> fj.clients.LocalModels:
+    """Train the clients, always with the same key and optimiser."""
+    return fj.training.train(
+        work.apply,
+        CATEGORICAL,
+        work.params,
+        federation,
+        key=jax.random.key(1),
+        optimizer=OPTIMIZER,
+        epochs=epochs,
+        batch_size=batch_size,
+        clients_per_chunk=clients_per_chunk,
+    )
+
+
 def local_steps(federation: fj.clients.Federation, batch_size: int) -> np.ndarray:
     """Return how many minibatches an epoch is for each client, [M]."""
     sizes = np.asarray(federation.sizes)
