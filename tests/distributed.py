@@ -7,6 +7,7 @@ rounding, and prints how many devices took part.
 
 import os
 import sys
+from functools import partial
 
 
 def main(devices: int, port: str | None = None, process: str | None = None) -> None:
@@ -91,6 +92,12 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
             for x, y, w in (alone_rows, spread_rows)
         )
         same(one, many)
+    # The same rows on every device: only labels that are drawn anew on each make a difference.
+    share, key = x[: len(x) // spread.mesh.size], jax.random.key(3)
+    everywhere = jax.device_put(np.tile(share, (spread.mesh.size, 1)), by_row)
+    drawn = partial(fj.fisher.diagonal, apply, categorical, params, kind=fj.fisher.sampled)
+    first = drawn(jnp.asarray(share), key=jax.random.fold_in(key, 0)).entries["b"]
+    assert not np.allclose(whole(drawn(everywhere, key=key).entries["b"]), first, rtol=0.01)
     fedfish = fj.aggregation.fedfish(apply, categorical, batch_size=4, last_epoch=True)
     method = fj.rounds.federated(
         apply, categorical, fedfish, cohort=8, optimizer=optimizer, epochs=2, batch_size=4

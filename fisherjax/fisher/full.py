@@ -33,7 +33,8 @@ def full(
         apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
         likelihood: What the outputs mean.
         params: Any pytree of floating arrays, d numbers in all.
-        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own.
+        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own, and
+            draws labels of its own for the sampled kind.
         targets: [N, ...]; only the empirical kind reads them.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
         weights: [n] weights of the rows in use, zero for padding.
@@ -129,7 +130,8 @@ def vector_product(
         apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
         likelihood: What the outputs mean.
         params: Any pytree of floating arrays.
-        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own.
+        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own, and
+            draws labels of its own for the sampled kind.
         vector: v, the structure, shapes and dtypes of params.
         targets: [N, ...]; only the empirical kind reads them.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
