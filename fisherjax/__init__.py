@@ -3,18 +3,22 @@
 Data is partitioned over clients; clients train and summarize; the server aggregates; metrics judge.
 """
 
+import importlib
+from types import ModuleType
+
 from fisherjax import (
-    aggregation,
+    algorithms,
+    checks,
     clients,
-    cohort,
-    data,
+    configuration,
+    datasets,
+    files,
     fisher,
     likelihoods,
-    local,
-    mapping,
+    merging,
     metrics,
-    models,
     nn,
+    parallel,
     partition,
     personalization,
     quadratic,
@@ -25,19 +29,24 @@ from fisherjax import (
     tree,
     typing,
 )
+from fisherjax.typing import Examples, Model
 
 __all__ = [
-    "aggregation",
+    "Examples",
+    "Model",
+    "algorithms",
+    "checks",
     "clients",
-    "cohort",
-    "data",
+    "configuration",
+    "datasets",
+    "files",
     "fisher",
     "likelihoods",
-    "local",
-    "mapping",
+    "merging",
     "metrics",
-    "models",
+    "networks",
     "nn",
+    "parallel",
     "partition",
     "personalization",
     "quadratic",
@@ -48,4 +57,11 @@ __all__ = [
     "tree",
     "typing",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import `networks` when it is first used: nothing else here needs flax."""
+    if name == "networks":
+        return importlib.import_module("fisherjax.networks")
+    raise AttributeError(f"module 'fisherjax' has no attribute {name!r}")

@@ -9,31 +9,11 @@ output factor S(z) is what the true Fisher information needs,
 given as K cotangents of the shape of z, so that F = mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax.typing import Array, Key
-
-
-class Likelihood(NamedTuple):
-    """A likelihood, as pure functions of the outputs.
-
-    Attributes:
-        negative_log_likelihood: `(z [B, ..., C], y) -> [B]`, in nats.
-        sample: `(key, z) -> y`, one draw of the targets for each example.
-        factor: `(z) -> S [K, B, ..., C]`, the columns of the output factor.
-        check: `(shape of z, y) -> None`, raises ValueError or TypeError when the targets do not
-            fit.
-    """
-
-    negative_log_likelihood: Callable[[Array, Array], Array]
-    sample: Callable[[Key, Array], Array]
-    factor: Callable[[Array], Array]
-    check: Callable[[tuple[int, ...], Array], None]
+from fisherjax.typing import Array, Likelihood
 
 
 def _over_examples(values: Array) -> Array:

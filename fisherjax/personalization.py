@@ -7,16 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import metrics, training
-from fisherjax.clients import SPLIT, Federation
-from fisherjax.likelihoods import Likelihood
-from fisherjax.local import shuffle
+from fisherjax.clients import SPLIT, Federation, client_key, ids, shuffled, view
 from fisherjax.metrics import Performance
-from fisherjax.typing import Apply, Array, Key, Params
+from fisherjax.typing import Array, Key, Model, Params
 
 
 def personalize(
-    apply: Apply,
-    likelihood: Likelihood,
+    model: Model,
     params: Params,
     federation: Federation,
     *,
@@ -30,28 +27,26 @@ def personalize(
     first, a share f of all the client's examples trains, so that 0 is the model as it stands.
 
     Args:
-        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
-        likelihood: what is minimised and measured.
-        params: the global model.
-        federation: clients that were held out, see `clients.select`.
-        key: of the shuffling and of training.
+        model: What is minimised and measured.
+        params: The global model.
+        federation: Clients that were held out, see `clients.select`.
+        key: Of the shuffling and of training.
         fractions: f, each from 0 to 0.5.
-        **options: of `training.train`: optimizer, epochs, batch_size, ...
+        **options: Of `training.train`: optimizer, epochs, batch_size, ...
 
     Returns:
         For each fraction what every client reaches; average with `.mean()`.
 
     Raises:
-        ValueError: if a fraction is out of range, or as `training.train`.
-        TypeError: as `training.train`.
+        ValueError: If a fraction is out of range, or as `training.train`.
+        TypeError: As `training.train`.
 
     Example:
         >>> import optax, fisherjax as fj
         >>> data = jnp.eye(4), jnp.array([0, 0, 1, 1])
         >>> federation = fj.clients.federation(data, [[0, 1, 2, 3]])
         >>> found = personalize(
-        ...     lambda w, x: x @ w,
-        ...     fj.likelihoods.categorical,
+        ...     fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical),
         ...     jnp.zeros((4, 2)),
         ...     federation,
         ...     key=jax.random.key(0),
@@ -76,11 +71,10 @@ def personalize(
     for fraction in fractions:
         own = pool._replace(sizes=(fraction * federation.sizes).astype(pool.sizes.dtype))
         if fraction == 0:
-            found.append(metrics.performance(apply, likelihood, params, test))
+            found.append(metrics.performance(model, params, test))
             continue
-        models = training.train(apply, likelihood, params, own, key=key, **options)
-        tuned = metrics.performance(apply, likelihood, models.params, test, stacked=True)
-        found.append(tuned)
+        trained = training.train(model, params, own, key=key, **options)
+        found.append(metrics.performance(model, trained.params, test, stacked=True))
     return found
 
 
@@ -89,8 +83,8 @@ def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
     """Split every client's examples at random into halves; the second has the odd one.
 
     Args:
-        federation: the clients' data.
-        key: folded by client.
+        federation: The clients' data.
+        key: Folded by client.
 
     Returns:
         Two federations of the same clients and the same data.
@@ -101,12 +95,11 @@ def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
         >>> [half.sizes.tolist() for half in halve(federation, jax.random.key(0))]
         [[1, 1], [2, 1]]
     """
-    key = jax.random.fold_in(key, SPLIT)
 
-    def rows(client: Array) -> tuple[Array, Array]:
-        indices, size = federation.indices[client], federation.sizes[client]
-        mixed = shuffle(jax.random.fold_in(key, client), indices, size)
-        return mixed, jnp.roll(mixed, -(size // 2))
+    def rows(place: Array) -> tuple[Array, Array]:
+        own = client_key(key, SPLIT, ids(federation)[place])
+        mixed = shuffled(own, view(federation, place)).indices
+        return mixed, jnp.roll(mixed, -(federation.sizes[place] // 2))
 
     first, second = jax.lax.map(rows, jnp.arange(federation.num_clients))
     half = federation.sizes // 2

@@ -18,46 +18,48 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fisherjax import tree
-from fisherjax.fisher import Kronecker, Operator
+from fisherjax import checks, tree
+from fisherjax.fisher import Diagonal, Kronecker, Operator
 from fisherjax.typing import Array, Params
 
 
 class Quadratic(NamedTuple):
     """A symmetric positive semi-definite system matvec(x) = rhs over blocks.
 
-    Every leaf of a block pytree is a system of its own: `matvec` does not couple leaves.
-
-    Blocks have the dtype of the operators, at least float32, and `restore` keeps that.
+    Every leaf of a block pytree is a system of its own: `matvec` does not couple leaves. Blocks
+    have the dtype of the operators, at least float32, and `restore` keeps that.
 
     Attributes:
-        matvec: blocks -> blocks, x -> sum_i p_i F_i x + lambda x.
+        matvec: Blocks -> blocks, x -> sum_i p_i F_i x + lambda x.
         rhs: sum_i p_i F_i W_i + lambda Wbar.
         init: Wbar, the weighted mean: where solvers start, and what is kept where F is zero.
-        restore: blocks -> params.
-        precondition: blocks -> blocks, roughly the inverse of `matvec`; the identity unless damped
-            Kronecker factors give a better one.
+        restore: Blocks -> params; None where blocks are params already.
+        precondition: Blocks -> blocks, roughly the inverse of `matvec`; None where there is none.
+        is_diagonal: Whether `matvec` is elementwise, so that its entries are matvec(ones).
     """
 
     matvec: Callable[[Any], Any]
     rhs: Any
     init: Any
-    restore: Callable[[Any], Params]
-    precondition: Callable[[Any], Any]
+    restore: Callable[[Any], Params] | None = None
+    precondition: Callable[[Any], Any] | None = None
+    is_diagonal: bool = False
 
 
 class Sums(NamedTuple):
     """What the quadratic needs of the clients, for operators that add up leaf by leaf.
 
     Attributes:
-        fisher: sum_i p_i F_i, an operator.
-        product: sum_i p_i F_i W_i, blocks.
-        mean: sum_i p_i W_i, blocks.
+        fisher: sum_i w_i F_i, an operator.
+        product: sum_i w_i F_i W_i, blocks.
+        mean: sum_i w_i W_i, blocks.
+        weight: sum_i w_i, which the quadratic divides by.
     """
 
     fisher: Operator
     product: Any
     mean: Any
+    weight: Array
 
 
 def quadratic(fishers: Operator, params: Params, weights: Array, damping: float) -> Quadratic:
@@ -72,6 +74,9 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
     Returns:
         The system, as blocks.
 
+    Raises:
+        ValueError: If damping is negative, or the weights are not M that sum to one.
+
     Example:
         >>> from fisherjax import fisher
         >>> fishers = fisher.Diagonal({"w": jnp.array([[1.0], [3.0]])})
@@ -85,29 +90,40 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
         damped inverse of (sum_i p_i A_i) (x) (sum_i p_i G_i). There is none without damping: in a
         singular system it would move what has no curvature.
     """
+    checks.number("damping", damping)
+    weights = _check_weights(weights, jax.tree.leaves(params))
     strengths, rhs, init = _damped_clients(fishers, params, weights, damping)
     matvec = Partial(_damped_mv, Partial(_weighted_mv, fishers, weights), strengths)
-    precondition = Partial(_same)
-    is_damped = not isinstance(damping, jax.core.Tracer) and damping > 0
-    if is_damped and isinstance(fishers, Kronecker):
+    precondition = None
+    if isinstance(fishers, Kronecker) and not checks.is_traced(damping) and damping > 0:
         precondition = Partial(_block_mv, _approximate_inverse(fishers, weights, strengths))
-    return Quadratic(matvec, rhs, init, Partial(_restore, fishers), precondition)
+    is_diagonal = isinstance(fishers, Diagonal)
+    return Quadratic(matvec, rhs, init, Partial(_restore, fishers), precondition, is_diagonal)
 
 
 def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
     """Add up diagonal or dense clients, so that the server never holds them all.
 
     Args:
-        fishers: Stacked `Diagonal` or `Dense` operators. Kronecker operators do not add up.
+        fishers: Stacked operators that add up, see `Operator.adds_up`.
         params: Stacked client models, leaves [M, ...].
-        weights: p_i [M].
+        weights: w_i [M], of any sum.
 
     Returns:
-        The sums; those of several groups of clients add up leaf by leaf.
+        The sums, at least float32; those of several groups of clients add up leaf by leaf.
+
+    Raises:
+        TypeError: If the operators do not add up.
     """
+    if not fishers.adds_up:
+        raise TypeError(
+            f"{type(fishers).__name__} operators do not add up leaf by leaf: set up `quadratic` "
+            "with those of all clients."
+        )
     blocks = jax.vmap(_blocks)(fishers, params)
     product = jax.vmap(_block_mv)(fishers, blocks)
-    return Sums(*(tree.weighted_sum(x, weights) for x in (fishers, product, blocks)))
+    summed = (tree.weighted_sum(x, weights) for x in (fishers, product, blocks))
+    return Sums(*summed, jnp.sum(weights))
 
 
 def from_sums(totals: Sums, damping: float) -> Quadratic:
@@ -119,10 +135,15 @@ def from_sums(totals: Sums, damping: float) -> Quadratic:
 
     Returns:
         The system, as blocks.
+
+    Raises:
+        ValueError: If damping is negative.
     """
-    strengths, rhs = _damped_sums(totals, damping)
-    matvec = Partial(_damped_mv, Partial(_block_mv, totals.fisher), strengths)
-    return Quadratic(matvec, rhs, totals.mean, Partial(_restore, totals.fisher), Partial(_same))
+    checks.number("damping", damping)
+    (fisher, mean), strengths, rhs = _damped_sums(totals, damping)
+    matvec = Partial(_damped_mv, Partial(_block_mv, fisher), strengths)
+    is_diagonal = isinstance(fisher, Diagonal)
+    return Quadratic(matvec, rhs, mean, Partial(_restore, fisher), None, is_diagonal)
 
 
 @jax.jit
@@ -138,9 +159,13 @@ def _damped_clients(
 
 
 @jax.jit
-def _damped_sums(totals: Sums, damping: Array) -> tuple[Any, Any]:
-    strengths = jax.tree.map(lambda scale: damping * scale, totals.fisher.block_means())
-    return strengths, _pull(totals.product, strengths, totals.mean)
+def _damped_sums(totals: Sums, damping: Array) -> tuple[Any, Any, Any]:
+    def divide(x: Array) -> Array:
+        return x / jnp.where(totals.weight > 0, totals.weight, 1).astype(x.dtype)
+
+    fisher, product, mean = jax.tree.map(divide, totals[:3])
+    strengths = jax.tree.map(lambda scale: damping * scale, fisher.block_means())
+    return (fisher, mean), strengths, _pull(product, strengths, mean)
 
 
 @jax.jit
@@ -169,10 +194,6 @@ def _restore(fisher: Operator, blocks: Any) -> Params:
     return fisher.restore(blocks)
 
 
-def _same(blocks: Any) -> Any:
-    return blocks
-
-
 def _weighted_mv(fishers: Operator, weights: Array, blocks: Any) -> Any:
     return tree.weighted_sum(jax.vmap(_block_mv, (0, None))(fishers, blocks), weights)
 
@@ -183,3 +204,15 @@ def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:
 
 def _pull(values: Any, strengths: Any, blocks: Any) -> Any:
     return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, strengths, blocks)
+
+
+def _check_weights(weights: Array, stacked: list[Array]) -> Array:
+    if not checks.is_traced(weights):
+        weights = jnp.asarray(weights, float)
+        if weights.shape != stacked[0].shape[:1] or not abs(float(weights.sum()) - 1) < 1e-3:
+            raise ValueError(
+                f"weights have shape {weights.shape} and sum {float(weights.sum()):g}; expected "
+                f"one for each of {stacked[0].shape[0]} clients and sum one. Divide them by their "
+                "sum."
+            )
+    return weights

@@ -1,37 +1,75 @@
-"""Federated rounds: broadcast, sample a cohort, train, summarize, aggregate, again.
+"""Federated rounds: broadcast, train a cohort, summarize, aggregate, again.
 
-A round is one compiled program. `run` is a generator, so that research code can stop, log or
-branch: a `State` is plain data, and going on from an old one repeats what followed it.
+A round is one compiled program, made of the pieces that one-shot runs call one by one:
+`training.train_cohort`, `merging.summarize_cohort` and the algorithm's `aggregate`. `run` is a
+generator, so that research code can stop, log or branch: a `State` is plain data, and going on from
+an old one repeats what followed it.
 
-Letters: M clients, K of them in a cohort, E local epochs.
+Letters: M clients, K of them in a cohort.
 """
 
-import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import tree
-from fisherjax.aggregation import Aggregator
-from fisherjax.clients import Federation, needs_squares, summarize_client
-from fisherjax.cohort import How, Round, State, play
-from fisherjax.likelihoods import Likelihood
-from fisherjax.local import check_count, check_data, check_key, check_optimizer, make_recipe
-from fisherjax.mapping import chunk_size, replicate
-from fisherjax.typing import Apply, Key, Params
+from fisherjax import checks, merging, training, tree
+from fisherjax.algorithms.base import Algorithm
+from fisherjax.clients import AGGREGATE, COHORT, Federation, select
+from fisherjax.configuration import cached
+from fisherjax.parallel import Layout, chunk_size, mesh_of, replicate
+from fisherjax.training import LocalTraining, Trained
+from fisherjax.typing import Array, Key, Model, Params
 
-__all__ = ["Federated", "Round", "State", "Traffic", "federated", "run"]
+
+class State(NamedTuple):
+    """What goes from round to round.
+
+    Attributes:
+        number: Of the next round, from 0.
+        params: The global model.
+        algorithm: What the server keeps, for instance SCAFFOLD's control.
+        private: What each client keeps, stacked [M, ...]; () for most algorithms.
+    """
+
+    number: Array
+    params: Params
+    algorithm: Any
+    private: Any
+
+
+class Round(NamedTuple):
+    """What happened in one round.
+
+    Attributes:
+        number: From 0.
+        cohort: [K] places of the clients that took part.
+        start: The model that was sent to them.
+        trained: What they trained, stacked [K, ...].
+        loss: Mean training loss in nats of an example in the last local epoch, of the clients that
+            were not left out.
+        diverged: [K] True for a client whose update was not finite and was left out.
+        info: What the algorithm reports.
+    """
+
+    number: Array
+    cohort: Array
+    start: Params
+    trained: Trained
+    loss: Array
+    diverged: Array
+    info: Any
 
 
 class Traffic(NamedTuple):
     """Bytes of one client in one round, as they are in memory.
 
     Attributes:
-        down: from the server: the model and what corrects its steps.
-        up: to the server: the update.
+        down: From the server: the model and what the client's optimiser is given.
+        up: To the server: the update.
     """
 
     down: int
@@ -39,139 +77,144 @@ class Traffic(NamedTuple):
 
 
 class Federated(NamedTuple):
-    """A federated algorithm as pure functions.
+    """A federated experiment as pure functions.
 
     Attributes:
-        init: `params -> State`.
+        init: `(params, num_clients) -> State`.
         check: `(state, federation, key) -> None`, raises ValueError or TypeError where they do not
             fit.
         round: `(state, federation, key) -> (State, Round)`, compiled once for the shapes.
         traffic: `(params, federation) -> Traffic`.
     """
 
-    init: Callable[[Params], State]
+    init: Callable[[Params, int], State]
     check: Callable[[State, Federation, Key], None]
     round: Callable[[State, Federation, Key], tuple[State, Round]]
     traffic: Callable[[Params, Federation], Traffic]
 
 
+class _Plan(NamedTuple):
+    """What a round is compiled for."""
+
+    algorithm: Algorithm
+    local: LocalTraining
+    layout: Layout
+    cohort: int
+    epochs: int
+
+
+@cached
 def federated(
-    apply: Apply,
-    likelihood: Likelihood,
-    aggregator: Aggregator,
+    model: Model,
+    algorithm: Algorithm,
     *,
     cohort: int,
     optimizer: optax.GradientTransformation,
     epochs: int,
     batch_size: int,
-    server_optimizer: optax.GradientTransformation | None = None,
-    proximal: float = 0.0,
     clients_per_chunk: int | None = None,
-    **training: Any,
 ) -> Federated:
-    r"""Make a federated algorithm of any aggregator.
+    """Make rounds of any algorithm.
 
-    A round draws K clients without replacement, trains each from W for E epochs, merges what they
-    send to W', and gives the server's optimiser the pseudo-gradient
-
-    .. math:: g = W - W', \qquad W \leftarrow W + \mathrm{update}(g).
-
-    Descent at rate 1 replaces W by W', and so does no optimiser at all. A client whose update is
-    not finite is left out; where nobody is left, the round changes nothing but the number.
+    A round draws K clients without replacement, trains each for some epochs from what the algorithm
+    broadcasts, and aggregates what they send. A client whose update is not finite is left out and
+    keeps what it kept; where nobody is left, the round changes nothing but the number.
 
     Args:
-        apply: `apply(params, inputs [B, ...]) -> outputs`.
-        likelihood: whose negative log-likelihood clients minimise.
-        aggregator: how updates are merged.
+        model: What clients train.
+        algorithm: How they train and how updates are merged; with a server's optimiser
+            `algorithms.with_server_optimizer`.
         cohort: K, from 1 to M.
-        optimizer: of the clients, any of optax; starts afresh in every round.
-        epochs: E, at least 1.
-        batch_size: of the clients' minibatches.
-        server_optimizer: any of optax, on the pseudo-gradient; None takes the merged model. Leaves
-            that the mask leaves out always take the merged value.
-        proximal: mu >= 0 of FedProx.
-        clients_per_chunk: side by side on a device, up to K; None chooses 1 on a CPU and K
+        optimizer: Of the clients, any of optax; starts afresh in every round.
+        epochs: Of local training in a round, at least 1.
+        batch_size: Of the clients' minibatches.
+        clients_per_chunk: Side by side on a device, up to K; None chooses 1 on a CPU and K
             elsewhere.
-        **training: `mask`, `augment` and `apply_train` of `training.train`.
 
     Returns:
-        The algorithm.
+        The experiment, the same object for equal arguments.
 
     Raises:
-        TypeError: if an argument has the wrong kind.
-        ValueError: if a number is out of range.
+        TypeError: If an argument has the wrong kind.
+        ValueError: If a number is out of range.
 
     Example:
         >>> import jax, optax, numpy as np, fisherjax as fj
         >>> data = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
         >>> federation = fj.clients.federation(data, [np.array([0, 2]), np.array([1, 3])])
-        >>> method = fj.rounds.federated(
-        ...     lambda w, x: x @ w,
-        ...     fj.likelihoods.categorical,
-        ...     fj.aggregation.fedavg(),
+        >>> experiment = fj.rounds.federated(
+        ...     fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical),
+        ...     fj.algorithms.fedavg(),
         ...     cohort=1,
         ...     optimizer=optax.sgd(1.0),
         ...     epochs=2,
         ...     batch_size=2,
         ... )
-        >>> state = method.init(np.zeros((4, 2), np.float32))
+        >>> state = experiment.init(np.zeros((4, 2), np.float32), federation.num_clients)
         >>> key = jax.random.key(0)
-        >>> for state, done in fj.rounds.run(method, state, federation, key=key, rounds=3):
+        >>> for state, done in fj.rounds.run(experiment, state, federation, key=key, rounds=3):
         ...     print(done.number, done.cohort.shape, done.loss < 0.7)
         0 (1,) True
         1 (1,) True
         2 (1,) True
 
-    Source: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan, Adaptive federated
-        optimization, ICLR 2021, algorithm 1 (FedOpt), for any way to merge.
+    Source: McMahan et al., AISTATS 2017, algorithm 1, for any way to train and to merge.
     """
+    checks.model(model)
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"algorithm is a {type(algorithm).__name__}; expected an Algorithm such as "
+            "algorithms.fedavg()."
+        )
     for name, value in (("cohort", cohort), ("epochs", epochs), ("batch_size", batch_size)):
-        check_count(name, value)
-    check_optimizer("optimizer", optimizer)
-    if server_optimizer is not None:
-        check_optimizer("server_optimizer", server_optimizer)
-    if not 0 <= proximal < math.inf:
-        raise ValueError(f"proximal is {proximal}; expected a finite number, zero or more.")
+        checks.count(name, value)
+    checks.optimizer("optimizer", optimizer)
     chunk = chunk_size(clients_per_chunk, cohort)
-    options = {"optimizer": optimizer, "batch_size": batch_size, **training}
-    options["squared_gradients"] = needs_squares(aggregator)
-    mu = proximal if proximal > 0 else None
+    wrapped = algorithm.optimizer(optimizer)
 
-    def how(params: Params, federation: Federation) -> How:
-        recipe = make_recipe(apply, likelihood, params, federation, **options)
-        return How(recipe, aggregator, server_optimizer, cohort, epochs, chunk, federation.mesh)
+    def plan(federation: Federation) -> _Plan:
+        local = LocalTraining(model, wrapped, min(batch_size, federation.indices.shape[1]))
+        return _Plan(algorithm, local, Layout(chunk, federation.mesh), cohort, epochs)
 
-    def init(params: Params) -> State:
-        tree.check_floating(params)
+    def init(params: Params, num_clients: int) -> State:
+        checks.floating(params)
         params = jax.tree.map(jnp.asarray, params)
-        server = () if server_optimizer is None else server_optimizer.init(params)
-        state = State(jnp.asarray(0, jnp.int32), params, server, aggregator.init(params))
+        own = algorithm.init_client(params)
+        private = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
+        number = jnp.asarray(0, jnp.int32)
+        state = State(number, params, algorithm.init(params, num_clients), private)
         return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), state)
 
     def check(state: State, federation: Federation, key: Key) -> None:
-        check_key(key)
-        tree.check_floating(state.params)
-        check_data(apply, likelihood, state.params, federation)
-        how(state.params, federation)
+        if not isinstance(state, State):
+            raise TypeError(f"state is a {type(state).__name__}; expected init(params, M).")
+        training.check(model, state.params, federation, key, optimizer, epochs, batch_size)
         if cohort > federation.num_clients:
             raise ValueError(
                 f"cohort is {cohort}, but the federation has {federation.num_clients} clients; "
                 "expected at most all of them."
             )
-        _check_fits(state, jax.eval_shape(init, state.params))
+        _check_fits(state, jax.eval_shape(lambda w: init(w, federation.num_clients), state.params))
+        if not bool(tree.finite(jax.tree.map(lambda x: x[None], state.params)).all()):
+            raise ValueError(
+                "state.params are not finite: the model has diverged. Start from a state before "
+                "that, with smaller learning rates."
+            )
 
     def round(state: State, federation: Federation, key: Key) -> tuple[State, Round]:
-        state, key = replicate((state, key), federation.mesh)
-        return play(how(state.params, federation), state, federation, key, mu)
+        mesh = federation.mesh
+        if mesh is not None and mesh_of(state.params) is None:
+            state = replicate(state, mesh)
+        return _round(plan(federation), state, federation, replicate(key, mesh))
 
     def traffic(params: Params, federation: Federation) -> Traffic:
-        return _traffic(how(params, federation), params, federation)
+        return _traffic(plan(federation), init, params, federation)
 
     return Federated(init, check, round, traffic)
 
 
 def run(
-    method: Federated, state: State, federation: Federation, *, key: Key, rounds: int
+    experiment: Federated, state: State, federation: Federation, *, key: Key, rounds: int
 ) -> Iterator[tuple[State, Round]]:
     """Run rounds one after another, and yield after each.
 
@@ -180,44 +223,109 @@ def run(
     run that was not interrupted, bit for bit.
 
     Args:
-        method: what `federated` made.
-        state: `method.init(params)`, or one that was yielded.
-        federation: the clients' data.
-        key: of everything random, folded by round, purpose and client.
-        rounds: how many, at least 1.
+        experiment: What `federated` made.
+        state: `experiment.init(params, M)`, or one that was yielded.
+        federation: The clients' data.
+        key: Of everything random, folded by round, purpose and client.
+        rounds: How many, at least 1.
 
     Yields:
         The state after each round, and what happened in it. Arrays are on their way: reading one
         waits for it.
 
     Raises:
-        TypeError: if an argument has the wrong kind.
-        ValueError: if there are no rounds, the cohort is larger than the federation, or the data or
-            the state do not fit; at once, not at the first round.
+        TypeError: If an argument has the wrong kind.
+        ValueError: If there are no rounds, the cohort is larger than the federation, the state's
+            params are not finite, or the data or the state do not fit; at once, not at the first
+            round.
 
     Example: see `federated`.
     """
-    check_count("rounds", rounds)
-    method.check(state, federation, key)
+    checks.count("rounds", rounds)
+    if not isinstance(experiment, Federated):
+        raise TypeError(f"experiment is a {type(experiment).__name__}; expected rounds.federated.")
+    experiment.check(state, federation, key)
 
     def going(state: State) -> Iterator[tuple[State, Round]]:
         for _ in range(rounds):
-            state, done = method.round(state, federation, key)
+            state, done = experiment.round(state, federation, key)
             yield state, done
 
     return going(state)
 
 
-def _traffic(how: How, params: Params, federation: Federation) -> Traffic:
-    def update(params: Params, federation: Federation) -> Any:
-        squares = params if how.recipe.squared_gradients else None
-        client, key = jnp.asarray(0), jax.random.key(0)
-        function = how.aggregator.summarize
-        return summarize_client(function, federation, client, key, (params, squares), params)
+@partial(jax.jit, static_argnums=0)
+def _round(plan: _Plan, state: State, federation: Federation, key: Key) -> tuple[State, Round]:
+    """Play one round: train, summarize, merge."""
+    algorithm, layout = plan.algorithm, plan.layout
+    key = jax.random.fold_in(key, state.number)
+    cohort = _draw_cohort(key, federation.num_clients, plan.cohort)
+    chosen = select(federation, cohort)
+    private = jax.tree.map(lambda x: x[cohort], state.private)
+    start, extras = _broadcast(algorithm, state, private)
 
-    up = _bytes(jax.eval_shape(update, params, federation))
-    down = _bytes(jax.eval_shape(lambda x: x, params))
-    return Traffic(down if how.aggregator.correction is None else 2 * down, up)
+    arrays = (start, extras, chosen, key)
+    trained = training.train_cohort(plan.local, layout, *arrays, plan.epochs)
+    updates, kept = merging.summarize_cohort(algorithm, layout, trained, private, chosen, key)
+
+    finite = tree.finite((updates, kept)).all(0)
+    sizes = jnp.where(finite, chosen.sizes, 0)
+    weights = sizes / jnp.maximum(sizes.sum(), 1)
+    loss = (weights * jnp.where(sizes > 0, trained.loss[:, -1], 0)).sum()
+
+    received = (tree.keep(finite, updates.values), weights)
+    received = received if algorithm.reduce is None else algorithm.reduce(*received)
+    server_key = jax.random.fold_in(key, AGGREGATE)
+    merged, kept_by_server, info = algorithm.aggregate(
+        server_key, received, state.params, state.algorithm, cohort
+    )
+    # Who diverged keeps what it kept, and so do those who sat the round out.
+    kept = tree.keep(finite, kept, private)
+    everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), state.private, kept)
+    after = State(state.number + 1, merged, kept_by_server, everyone)
+    after = jax.tree.map(
+        lambda new, old: jnp.where(sizes.sum() > 0, new, old).astype(old.dtype), after, state
+    )
+    after = after._replace(number=state.number + 1)
+    return after, Round(state.number, cohort, state.params, trained, loss, ~finite, info)
+
+
+def _broadcast(algorithm: Algorithm, state: State, private: Any) -> tuple[tuple, Any]:
+    """Give what clients start from, common or stacked, and what their optimisers are given."""
+    if not jax.tree.leaves(private):  # the same for everybody
+        start, extras = algorithm.broadcast(state.params, state.algorithm, private)
+        return (start, None), (extras, None)
+    start, extras = jax.vmap(partial(algorithm.broadcast, state.params, state.algorithm))(private)
+    return (None, start), (None, extras)
+
+
+def _draw_cohort(key: Key, num_clients: int, cohort: int) -> Array:
+    """Draw clients without replacement, in ascending order."""
+    if cohort == num_clients:
+        return jnp.arange(num_clients)
+    drawn = jax.random.permutation(jax.random.fold_in(key, COHORT), num_clients)
+    return jnp.sort(drawn[:cohort])
+
+
+def _traffic(
+    plan: _Plan, init: Callable[[Params, int], State], params: Params, federation: Federation
+) -> Traffic:
+    state = jax.eval_shape(lambda w: init(w, federation.num_clients), params)
+
+    def sent(state: State) -> tuple[Any, Any]:
+        own = jax.tree.map(lambda x: x[0], state.private)
+        return plan.algorithm.broadcast(state.params, state.algorithm, own)
+
+    def update(state: State, federation: Federation) -> Any:
+        chosen = select(federation, jnp.arange(1))
+        private = jax.tree.map(lambda x: x[:1], state.private)
+        start, extras = _broadcast(plan.algorithm, state, private)
+        layout, key = Layout(1), jax.random.key(0)
+        trained = training.train_cohort(plan.local, layout, start, extras, chosen, key, 1)
+        return merging.summarize_cohort(plan.algorithm, layout, trained, private, chosen, key)[0]
+
+    down = _bytes(jax.eval_shape(sent, state))
+    return Traffic(down, _bytes(jax.eval_shape(update, state, federation)))
 
 
 def _bytes(shapes: Any) -> int:
@@ -225,12 +333,12 @@ def _bytes(shapes: Any) -> int:
 
 
 def _check_fits(state: State, expected: State) -> None:
-    for field in ("optimizer", "aggregator"):
+    for field in ("algorithm", "private"):
         given, wanted = (_described(getattr(x, field)) for x in (state, expected))
         if given != wanted:
             raise ValueError(
                 f"state.{field} has leaves {given}; expected {wanted} for these params. Start with "
-                "init(params) of this algorithm, or go on with a state that it yielded."
+                "init(params, M) of this experiment, or go on with a state that it yielded."
             )
 
 

@@ -42,10 +42,10 @@ class Role(NamedTuple):
     """What one speaker says in one play.
 
     Attributes:
-        play: its name, or "" where none is known.
-        speaker: as the play names it. Someone whose name changes is two roles: Marcius becomes
+        play: Its name, or "" where none is known.
+        speaker: As the play names it. Someone whose name changes is two roles: Marcius becomes
             Coriolanus, Gloucester King Richard III.
-        text: all the speaker's lines, joined by newlines.
+        text: All the speaker's lines, joined by newlines.
     """
 
     play: str
@@ -57,11 +57,11 @@ class Windows(NamedTuple):
     """The speech of roles as examples, for `clients.federation(windows, windows.partition)`.
 
     Attributes:
-        inputs: [N, L] numbers of characters, of the smallest unsigned type.
-        targets: int32 [N, L], the character after each.
-        partition: for each of M clients its rows, consecutive windows in the order of its speech.
-        roles: the M roles behind them.
-        alphabet: the C characters, in the order of their numbers.
+        inputs: Numbers of characters [N, L], of the smallest unsigned type.
+        targets: The character after each, int32 [N, L].
+        partition: For each of M clients its rows, consecutive windows in the order of its speech.
+        roles: The M roles behind them.
+        alphabet: The C characters, in the order of their numbers.
     """
 
     inputs: np.ndarray
@@ -83,19 +83,20 @@ def roles(text: str, openings: Sequence[tuple[str, str]] = OPENINGS) -> tuple[Ro
     others (stage directions, titles) belong to nobody, and a speech without words is none.
 
     Args:
-        text: plays, for instance `data.load_text()`.
-        openings: for each play its name and how its first speech begins, with the speaker's line,
+        text: Plays, for instance `datasets.load_text()`.
+        openings: For each play its name and how its first speech begins, with the speaker's line,
             in the order of the text. With `()` the whole text is one play called "".
 
     Returns:
         The roles in the order of their first speech. One name in two plays is two roles.
 
     Raises:
-        ValueError: if there is no speech, or the openings are not found once each, in order.
+        ValueError: If there is no speech, or the openings are not found once each, in order.
 
     Example:
+        >>> import fisherjax as fj
         >>> play = "ROMEO:\nIs the day so young?\n\nBENVOLIO:\nBut new struck nine."
-        >>> roles(play + "\n\nROMEO:\nAy me!", openings=())[0]
+        >>> fj.text.roles(play + "\n\nROMEO:\nAy me!", openings=())[0]
         Role(play='', speaker='ROMEO', text='Is the day so young?\nAy me!')
     """
     play, found, speeches = "", [], {}
@@ -103,6 +104,7 @@ def roles(text: str, openings: Sequence[tuple[str, str]] = OPENINGS) -> tuple[Ro
         heading, _, speech = paragraph.strip("\n").partition("\n")
         if len(heading) < 2 or not heading.endswith(":") or not speech:
             continue
+        # The text names no play: a play begins where its first words are spoken.
         for name, opening in openings:
             if f"{heading}\n{speech}".startswith(opening):
                 play = name
@@ -128,37 +130,37 @@ def windows(
     min_characters: int = 2000,
     alphabet: str | None = None,
 ) -> Windows:
-    r"""Cut the speech of the larger roles into windows, one client for each role.
+    """Cut the speech of the larger roles into windows, one client for each role.
 
-    .. math:: x_k = c_{kL}, \ldots, c_{kL + L - 1}, \qquad y_k = c_{kL + 1}, \ldots, c_{kL + L},
-              \qquad k = 0, \ldots, \lfloor (n - 1) / L \rfloor - 1
+        x_k = c[kL : kL + L],    y_k = c[kL + 1 : kL + L + 1],    k = 0, ..., floor((n - 1) / L) - 1
 
     for a role that says the n characters c. Every character but the first is a target once; what is
     left at the end is dropped, so that nothing is padded.
 
     Args:
-        roles: what `roles` returned.
+        roles: What `roles` returned.
         context: L, the characters of a window.
-        min_characters: roles that say less are dropped, and so are those without one window.
-        alphabet: the characters that may occur; None takes all that occur in the roles, also in
+        min_characters: Roles that say less are dropped, and so are those without one window.
+        alphabet: The characters that may occur; None takes all that occur in the roles, also in
             those that are dropped, sorted.
 
     Returns:
         The windows of all kept roles, role by role.
 
     Raises:
-        ValueError: if context is below 1, no role is long enough, or a role says a character that
+        ValueError: If context is below 1, no role is long enough, or a role says a character that
             is not in the alphabet.
 
     Example:
-        >>> cut = windows([Role("", "ROMEO", "Ay me!")], context=2, min_characters=1)
-        >>> [decode(row, cut.alphabet) for row in cut.inputs]
-        ['Ay', ' m']
-        >>> [decode(row, cut.alphabet) for row in cut.targets]
-        ['y ', 'me']
+        >>> import fisherjax as fj
+        >>> romeo = fj.text.Role("", "ROMEO", "Ay me!")
+        >>> cut = fj.text.windows([romeo], context=2, min_characters=1)
+        >>> [fj.text.decode(row, cut.alphabet) for row in (*cut.inputs, *cut.targets)]
+        ['Ay', ' m', 'y ', 'me']
     """
     if context < 1:
         raise ValueError(f"context is {context}, expected a window of at least 1 character")
+    # One more than a window: the target of its last character.
     smallest = max(min_characters, context + 1)
     kept = tuple(role for role in roles if len(role.text) >= smallest)
     if not kept:
@@ -168,6 +170,7 @@ def windows(
             f"a window of context={context} and one more: the longest says {longest}. Ask for "
             f"min_characters up to {longest} and a context below it"
         )
+    # Of all roles, so that the choice of who is kept does not change the numbers of characters.
     if alphabet is None:
         alphabet = "".join(sorted(set().union(*(role.text for role in roles))))
     inputs, targets = [], []
@@ -190,17 +193,18 @@ def encode(text: str, alphabet: str) -> np.ndarray:
     """Turn a text into the numbers of its characters.
 
     Args:
-        text: of n characters.
+        text: Of n characters.
         alphabet: C different characters; the first has number 0.
 
     Returns:
         Numbers [n], of the smallest unsigned type that holds C - 1.
 
     Raises:
-        ValueError: if a character is not in the alphabet, or one is there twice.
+        ValueError: If a character is not in the alphabet, or one is there twice.
 
     Example:
-        >>> encode("abba", "ab")
+        >>> import fisherjax as fj
+        >>> fj.text.encode("abba", "ab")
         array([0, 1, 1, 0], dtype=uint8)
     """
     numbers = {character: number for number, character in enumerate(alphabet)}
@@ -227,7 +231,8 @@ def decode(numbers: np.ndarray, alphabet: str) -> str:
         The text of n characters.
 
     Example:
-        >>> decode(encode("abba", "ab"), "ab")
+        >>> import fisherjax as fj
+        >>> fj.text.decode([0, 1, 1, 0], "ab")
         'abba'
     """
     return "".join(alphabet[number] for number in numbers)

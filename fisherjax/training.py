@@ -1,8 +1,9 @@
-"""Local training: every client runs its own optimiser on its own examples, from a common start.
+"""Local training: every client runs its own optimiser on its own examples.
 
 One compiled program trains all clients. Client i takes ceil(n_i / B) steps an epoch: its examples
 are shuffled, the last short batch is kept and averaged over its own examples. Minibatches are
-gathered from the one copy of the data.
+gathered from the one copy of the data. One-shot runs and rounds train by the same function,
+`train_cohort`.
 """
 
 from collections.abc import Callable
@@ -12,25 +13,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
-from fisherjax.clients import Federation, LocalModels
-from fisherjax.likelihoods import Likelihood
-from fisherjax.local import (
-    ApplyTrain,
-    Augment,
-    Recipe,
-    Restraint,
-    State,
-    check_count,
-    check_data,
-    check_key,
-    count_steps,
-    make_recipe,
-    start_state,
-    train_client,
+from fisherjax import checks
+from fisherjax.clients import (
+    TRAIN,
+    Federation,
+    client_key,
+    ids,
+    minibatches,
+    num_batches,
+    shuffled,
+    view,
 )
-from fisherjax.mapping import (
+from fisherjax.parallel import (
+    Layout,
     Memory,
     chunk_size,
     map_clients,
@@ -38,12 +34,72 @@ from fisherjax.mapping import (
     replicate,
     stacked_shapes,
 )
-from fisherjax.typing import Apply, Array, Key, Params
+from fisherjax.typing import Array, Key, Model, Params
+
+# The losses of this many epochs, or of twice as many and so on, have room in the program: another
+# number of epochs need not compile again.
+_EPOCHS = 64
+
+
+class Trained(NamedTuple):
+    """What local training yields, and what an algorithm summarizes.
+
+    Models that were trained elsewhere are `Trained(stacked params)`. `summarize` of one client sees
+    the same without the client axis.
+
+    Attributes:
+        params: Stacked, leaves [M, ...].
+        start: What they were trained from: one model, or one for each client, stacked. None if that
+            is not known.
+        steps: [M] optimiser steps taken.
+        loss: [M, epochs] mean training loss in nats of every epoch, measured while it ran; 0 for a
+            client without data.
+        extras: Stacked, what an algorithm's optimiser kept of its state, see `keeping`; () if
+            nothing.
+    """
+
+    params: Params
+    start: Params | None = None
+    steps: Array | None = None
+    loss: Array | None = None
+    extras: Any = ()
+
+
+class LocalTraining(NamedTuple):
+    """What a client's training is compiled for.
+
+    Attributes:
+        model: Recognised by the identity of its functions.
+        optimizer: Any of optax, recognised by identity.
+        batch_size: B.
+    """
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    batch_size: int
+
+
+class Kept(NamedTuple):
+    """The state of an optimiser of which a part comes back from training.
+
+    Attributes:
+        own: What `Trained.extras` holds.
+        base: The state of the optimiser around which it was wrapped.
+    """
+
+    own: Any
+    base: Any
+
+
+class _State(NamedTuple):
+    """What a step changes."""
+
+    params: Params
+    optimizer: Any
 
 
 def train(
-    apply: Apply,
-    likelihood: Likelihood,
+    model: Model,
     params: Params,
     federation: Federation,
     *,
@@ -51,68 +107,49 @@ def train(
     optimizer: optax.GradientTransformation,
     epochs: int,
     batch_size: int,
+    extras: Any = (),
     clients_per_chunk: int | None = None,
-    mask: Any = None,
-    augment: Augment | None = None,
-    apply_train: ApplyTrain | None = None,
-    proximal: float = 0.0,
-    correction: Params | None = None,
-    squared_gradients: bool = False,
     progress: Callable[[int, Array], None] | None = None,
-) -> LocalModels:
-    r"""Train every client on its own examples.
+) -> Trained:
+    """Train every client on its own examples, from a common start W.
 
-    .. math:: W_i \leftarrow W_i - \eta \nabla \left( \frac{1}{|b|} \sum_{n \in b}
-              -\log p(y_n | x_n, W_i) + \frac{\mu}{2} \| W_i - W \|^2 \right) - e_i
+        W_i <- W_i - step of the gradient of mean_{n in b} -log p(y_n | x_n, W_i)
 
     for the minibatches b of a fresh permutation of client i's examples in every epoch. A client
-    without examples keeps the start. Compiled once for the same function objects and shapes.
+    without examples keeps the start. Compiled once for the same function objects and shapes,
+    whatever the number of epochs.
 
     Args:
-        apply: `apply(params, inputs [B, ...]) -> outputs`.
-        likelihood: whose negative log-likelihood is minimised.
-        params: the common start, floating leaves.
-        federation: the clients' data.
-        key: folded by client and epoch; the chunk does not matter.
-        optimizer: any optax optimiser; its state starts afresh on every client.
-        epochs: passes over each client's data, at least 1.
+        model: Its negative log-likelihood is minimised, through `apply_train` if it has one; leaves
+            that its mask leaves out are not trained.
+        params: The common start, floating leaves.
+        federation: The clients' data.
+        key: Folded by client and epoch; the chunk does not matter.
+        optimizer: Any of optax; its state starts afresh on every client. An algorithm that changes
+            how clients train wraps it: `algorithm.optimizer(optax.sgd(0.1))`.
+        epochs: Passes over each client's data, at least 1.
         batch_size: B, at least 1.
+        extras: Stacked, what such a wrapped optimiser is given besides (SCAFFOLD's correction).
         clients_per_chunk: 1 trains client after client (best on a CPU), k trains k side by side
             (faster on an accelerator, and memory grows with it); None chooses.
-        mask: like params, with True where a leaf is trained; others keep their value or take
-            the statistics of `apply_train`. None trains everything.
-        augment: `augment(key, inputs [B, ...]) -> inputs`, applied to each minibatch.
-        apply_train: `apply_train(params, inputs, key) -> (outputs, new)` in place of apply, for
-            dropout and running statistics. `new` is None, or like params; its leaves are taken
-            where the mask is False. A short batch is filled up by repeating its own examples, which
-            carry no weight in the loss but do enter such statistics.
-        proximal: mu >= 0, how strongly trained leaves are pulled back to the start W (FedProx). The
-            loss that is returned leaves this out.
-        correction: e_i, stacked like params with a leading axis M, subtracted from trained leaves
-            after each step of the optimiser, which does not see it (SCAFFOLD).
-        squared_gradients: whether to add up the squared gradients of the last epoch's minibatches,
-            before the proximal term, for FedFish.
-        progress: called with the epoch, from 0, and the losses [M] of that epoch. All clients then
+        progress: Called with the epoch, from 0, and the losses [M] of that epoch. All clients then
             train for an epoch before the next, and their optimiser states are all kept; without it
             a client trains to the end, and only those of a chunk are in memory.
 
     Returns:
-        The stacked params, the loss of every epoch in nats, the number of steps, and the squared
-        gradients if asked for.
+        The stacked params, the steps, the loss of every epoch in nats, and what the optimiser kept.
 
     Raises:
-        TypeError: if params are not floating, or an argument has the wrong kind.
-        ValueError: if the targets do not fit the outputs, the mask does not fit params, or a number
+        TypeError: If params are not floating, or an argument has the wrong kind.
+        ValueError: If the targets do not fit the outputs, the mask does not fit params, or a number
             is not positive.
 
     Example:
-        >>> import jax, optax, numpy as np
-        >>> from fisherjax import clients, likelihoods, training
+        >>> import jax, optax, numpy as np, fisherjax as fj
         >>> data = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
-        >>> federation = clients.federation(data, [np.array([0, 1, 2]), np.array([3])])
-        >>> models = training.train(
-        ...     lambda w, x: x @ w,
-        ...     likelihoods.categorical,
+        >>> federation = fj.clients.federation(data, [np.array([0, 1, 2]), np.array([3])])
+        >>> trained = fj.training.train(
+        ...     fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical),
         ...     np.zeros((4, 2)),
         ...     federation,
         ...     key=jax.random.key(0),
@@ -120,48 +157,26 @@ def train(
         ...     epochs=2,
         ...     batch_size=2,
         ... )
-        >>> models.params.shape, models.steps.tolist()
+        >>> trained.params.shape, trained.steps.tolist()
         ((2, 4, 2), [4, 2])
 
-    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
-        Data", AISTATS 2017, ClientUpdate. The proximal term: Li et al., "Federated Optimization in
-        Heterogeneous Networks", MLSys 2020, equation 2. The correction: Karimireddy et al.,
-        "SCAFFOLD", ICML 2020, algorithm 1; outside the optimiser as in NIID-Bench's code.
+    Source: McMahan et al., Communication-efficient learning of deep networks from decentralized
+        data, AISTATS 2017, ClientUpdate.
     """
-    run = _prepare(
-        apply,
-        likelihood,
-        params,
-        federation,
-        key=key,
-        optimizer=optimizer,
-        epochs=epochs,
-        batch_size=batch_size,
-        clients_per_chunk=clients_per_chunk,
-        mask=mask,
-        augment=augment,
-        apply_train=apply_train,
-        proximal=proximal,
-        correction=correction,
-        squared_gradients=squared_gradients,
-    )
+    local = check(model, params, federation, key, optimizer, epochs, batch_size)
+    if jax.tree.leaves(extras):
+        checks.stacked(extras, federation.num_clients, "extras")
+    layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
+    params = jax.tree.map(jnp.asarray, params)
+    start, key = replicate(((params, None), key), layout.mesh)
+    arrays = (start, (None, extras), federation, key)
     if progress is None:
-        trained, losses, squares = _all_epochs(*run.how, epochs, *run.arrays, federation)
-    else:
-        trained, losses, squares = _epoch_by_epoch(run, epochs, federation, progress)
-    steps = epochs * count_steps(federation.sizes, run.how.recipe.batch_size)
-    return LocalModels(trained, losses, steps, squares)
+        return train_cohort(local, layout, *arrays, epochs)
+    return _epoch_by_epoch(local, layout, arrays, epochs, progress)
 
 
 def train_memory(
-    apply: Apply,
-    likelihood: Likelihood,
-    params: Params,
-    federation: Federation,
-    *,
-    epochs: int,
-    progress: Any = None,
-    **options: Any,
+    model: Model, params: Params, federation: Federation, *, progress: Any = None, **options: Any
 ) -> Memory:
     """Predict the memory of `train`, with the data and the models of all clients.
 
@@ -169,29 +184,25 @@ def train_memory(
     chunk.
 
     Args:
-        apply: as for `train`.
-        likelihood: as for `train`.
-        params: as for `train`.
-        federation: as for `train`.
-        epochs: as for `train`.
-        progress: as for `train`; whether it is None is all that counts.
-        **options: all others of `train`.
+        model: As for `train`.
+        params: As for `train`.
+        federation: As for `train`.
+        progress: As for `train`; whether it is None is all that counts.
+        **options: All others of `train`.
 
     Returns:
         Bytes on each device.
 
     Raises:
-        TypeError: as `train`.
-        ValueError: as `train`.
+        TypeError: As `train`.
+        ValueError: As `train`.
 
     Example:
-        >>> import jax, optax, numpy as np
-        >>> from fisherjax import clients, likelihoods, training
+        >>> import jax, optax, numpy as np, fisherjax as fj
         >>> data = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
-        >>> federation = clients.federation(data, [np.array([0, 1, 2]), np.array([3])])
-        >>> need = training.train_memory(
-        ...     lambda w, x: x @ w,
-        ...     likelihoods.categorical,
+        >>> federation = fj.clients.federation(data, [np.array([0, 1, 2]), np.array([3])])
+        >>> need = fj.training.train_memory(
+        ...     fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical),
         ...     np.zeros((4, 2), np.float32),
         ...     federation,
         ...     key=jax.random.key(0),
@@ -202,197 +213,295 @@ def train_memory(
         >>> need.resident > federation.inputs.nbytes
         True
     """
-    run = _prepare(apply, likelihood, params, federation, epochs=epochs, **options)
+    key, epochs = options["key"], options["epochs"]
+    extras = options.get("extras", ())
+    local = check(
+        model, params, federation, key, options["optimizer"], epochs, options["batch_size"]
+    )
+    chunk = chunk_size(options.get("clients_per_chunk"), federation.num_clients)
+    layout = Layout(chunk, federation.mesh)
+    params = jax.tree.map(jnp.asarray, params)
+    start, key = replicate(((params, None), key), layout.mesh)
     if progress is None:
-        return memory(_all_epochs, *run.how, epochs, *run.arrays, federation)
-    params, *others = run.arrays
-    start = jax.eval_shape(lambda w: start_state(run.how.recipe, w), params)
-    states = stacked_shapes(start, federation.num_clients, run.how.mesh)
-    return memory(_epoch, *run.how, states, *others, federation, 0)
+        static = (local, layout, _capacity(epochs))
+        return memory(_all_epochs, *static, start, (None, extras), federation, key, epochs)
+    states = jax.eval_shape(lambda w: _first_state(local, w), params)
+    states = stacked_shapes(states, federation.num_clients, layout.mesh)
+    arrays = (start, (None, extras), federation, key)
+    return memory(_one_epoch, local, layout, states, *arrays, (0, epochs))
 
 
-class _How(NamedTuple):
-    """What a program is compiled for."""
-
-    recipe: Recipe
-    clients_per_chunk: int
-    mesh: Mesh | None
-
-
-class _Arrays(NamedTuple):
-    """What a program computes with, besides the data."""
-
-    params: Params
-    key: Key
-    proximal: tuple[Array, Params] | None
-    correction: Params | None
-
-
-class _Run(NamedTuple):
-    """Checked arguments, on the devices that the clients are spread over."""
-
-    how: _How
-    arrays: _Arrays
-
-
-def _prepare(
-    apply: Apply,
-    likelihood: Likelihood,
+def check(
+    model: Model,
     params: Params,
     federation: Federation,
-    *,
     key: Key,
     optimizer: optax.GradientTransformation,
     epochs: int,
     batch_size: int,
-    clients_per_chunk: int | None = None,
-    mask: Any = None,
-    augment: Augment | None = None,
-    apply_train: ApplyTrain | None = None,
-    proximal: float = 0.0,
-    correction: Params | None = None,
-    squared_gradients: bool = False,
-) -> _Run:
-    params = jax.tree.map(jnp.asarray, params)
-    check_data(apply, likelihood, params, federation)
-    recipe = make_recipe(
-        apply,
-        likelihood,
-        params,
-        federation,
-        optimizer=optimizer,
-        batch_size=batch_size,
-        mask=mask,
-        augment=augment,
-        apply_train=apply_train,
-        squared_gradients=squared_gradients,
-    )
-    check_key(key)
-    check_count("epochs", epochs)
-    _check_restraint(proximal, correction, params, federation.num_clients)
-    chunk = chunk_size(clients_per_chunk, federation.num_clients)
-    mesh = federation.mesh
-    params, key = replicate((params, key), mesh)
-    pull = None
-    if isinstance(proximal, jax.core.Tracer) or proximal > 0:
-        pull = (replicate(jnp.asarray(proximal, float), mesh), params)
-    return _Run(_How(recipe, chunk, mesh), _Arrays(params, key, pull, correction))
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _all_epochs(
-    recipe: Recipe,
-    chunk: int,
-    mesh: Mesh | None,
-    epochs: int,
-    params: Params,
-    key: Key,
-    proximal: tuple[Array, Params] | None,
-    correction: Params | None,
-    federation: Federation,
-) -> tuple[Params, Array, Params | None]:
-    """Train client after client to the end: only the clients of a chunk have optimiser states."""
-
-    def one(
-        own: tuple[Array, Params | None],
-        params: Params,
-        key: Key,
-        proximal: tuple[Array, Params] | None,
-        federation: Federation,
-    ) -> tuple[Params, Array, Params | None]:
-        client, correction = own
-        state, losses = train_client(
-            recipe,
-            federation,
-            client,
-            key,
-            start_state(recipe, params),
-            Restraint(proximal, correction),
-            jnp.arange(epochs),
+) -> LocalTraining:
+    """Check what clients train with, and put it together."""
+    checks.model(model)
+    if not isinstance(federation, Federation):
+        raise TypeError(
+            f"federation is a {type(federation).__name__}; expected the result of "
+            "clients.federation."
         )
-        return state.params, losses, state.squared_gradients
+    checks.floating(params)
+    checks.mask(model, params)
+    checks.optimizer("optimizer", optimizer)
+    checks.key(key)
+    checks.count("epochs", epochs)
+    batch_size = checks.count("batch_size", batch_size)
+    checks.outputs(model, params, federation.inputs, federation.targets)
+    return LocalTraining(model, optimizer, min(batch_size, federation.indices.shape[1]))
+
+
+def train_cohort(
+    local: LocalTraining,
+    layout: Layout,
+    start: tuple[Params | None, Params | None],
+    extras: tuple[Any, Any],
+    federation: Federation,
+    key: Key,
+    epochs: int,
+) -> Trained:
+    """Train the clients of a federation to the end: only those of a chunk have optimiser states.
+
+    Args:
+        local: What they train with.
+        layout: Where they are computed.
+        start: One model for everybody and None, or None and a stacked one for each client.
+        extras: What the optimiser is given, likewise.
+        federation: The clients.
+        key: Folded by purpose, client and epoch.
+        epochs: Passes over each client's data.
+
+    Returns:
+        What `train` does.
+    """
+    arrays = (start, extras, federation, key, epochs)
+    params, loss, kept = _all_epochs(local, layout, _capacity(epochs), *arrays)
+    return _trained(local, start, params, loss[:, :epochs], kept, federation)
+
+
+def keeping(
+    transformation: optax.GradientTransformation, base: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Put a transformation before an optimiser, and let its state come back from training.
+
+    Args:
+        transformation: It sees the gradients first, and is given `start`, `extras` and `last_epoch`
+            as extra arguments.
+        base: The user's optimiser.
+
+    Returns:
+        The chain of both. `Trained.extras` is the stacked final state of the transformation.
+    """
+    first, second = map(optax.with_extra_args_support, (transformation, base))
+
+    def init(params: Params) -> Kept:
+        return Kept(first.init(params), second.init(params))
+
+    def update(gradient: Params, state: Kept, params: Params, **given: Any) -> tuple[Params, Kept]:
+        gradient, own = first.update(gradient, state.own, params, **given)
+        updates, rest = second.update(gradient, state.base, params, **given)
+        return updates, Kept(own, rest)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def select_leaves(mask: tuple[bool, ...], trained: Params, others: Params) -> Params:
+    """Take the leaves of `trained` where the mask is True, those of `others` elsewhere."""
+    leaves = zip(mask, jax.tree.leaves(trained), jax.tree.leaves(others), strict=True)
+    selected = [x if chosen else y.astype(x.dtype) for chosen, x, y in leaves]
+    return jax.tree.unflatten(jax.tree.structure(trained), selected)
+
+
+def _capacity(epochs: int) -> int:
+    """Round a number of epochs up to one that programs are compiled for."""
+    return max(_EPOCHS, 1 << (epochs - 1).bit_length())
+
+
+def _trained(
+    local: LocalTraining,
+    start: tuple[Params | None, Params | None],
+    params: Params,
+    loss: Array,
+    kept: Any,
+    federation: Federation,
+) -> Trained:
+    common, own = start
+    steps = loss.shape[1] * num_batches(federation.sizes, local.batch_size)
+    return Trained(params, common if own is None else own, steps, loss, kept)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _all_epochs(
+    local: LocalTraining,
+    layout: Layout,
+    capacity: int,
+    start: tuple[Params | None, Params | None],
+    extras: tuple[Any, Any],
+    federation: Federation,
+    key: Key,
+    epochs: Array,
+) -> tuple[Params, Array, Any]:
+    def one(own: Any, common: Any, federation: Federation, key: Key, epochs: Array) -> Any:
+        place, *mine = own
+        given = tuple(map(_either, common, mine))
+        epoch = _client_epochs(local, federation, place, key, given, epochs)
+
+        def body(number: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
+            state, loss = epoch(number, carry[0])
+            return state, carry[1].at[number].set(loss)
+
+        losses = jnp.zeros(capacity, jnp.result_type(float))
+        ready = (_first_state(local, given[0]), losses)
+        state, losses = jax.lax.fori_loop(0, epochs, body, ready)
+        return state.params, losses, _kept(state)
 
     return map_clients(
         one,
-        (jnp.arange(federation.num_clients), correction),
-        params,
-        key,
-        proximal,
+        (jnp.arange(federation.num_clients), start[1], extras[1]),
+        (start[0], extras[0]),
         federation,
+        key,
+        epochs,
         sizes=federation.sizes,
-        clients_per_chunk=chunk,
-        mesh=mesh,
+        **layout._asdict(),
     )
 
 
 def _epoch_by_epoch(
-    run: _Run, epochs: int, federation: Federation, progress: Callable[[int, Array], None]
-) -> tuple[Params, Array, Params | None]:
+    local: LocalTraining,
+    layout: Layout,
+    arrays: tuple,
+    epochs: int,
+    progress: Callable[[int, Array], None],
+) -> Trained:
     """Train all clients for an epoch before the next, so that something can be shown after each."""
-    params, *others = run.arrays
-    state = _starts(run.how.recipe, federation.num_clients, params)
+    start, _, federation, _ = arrays
+    states = _first_states(local, federation.num_clients, start[0])
     losses = []
     for epoch in range(epochs):
-        state, loss = _epoch(*run.how, state, *others, federation, epoch)
+        states, loss = _one_epoch(local, layout, states, *arrays, (epoch, epochs))
         losses.append(loss)
-        progress(epoch, loss[:, 0])
-    return state.params, jnp.concatenate(losses, axis=1), state.squared_gradients
+        progress(epoch, loss)
+    loss = jnp.stack(losses, axis=1)
+    return _trained(local, start, states.params, loss, _kept(states), federation)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _starts(recipe: Recipe, num_clients: int, params: Params) -> State:
+def _first_states(local: LocalTraining, num_clients: int, params: Params) -> _State:
     def stack(leaf: Array) -> Array:
         return jnp.broadcast_to(leaf, (num_clients, *leaf.shape))
 
-    return jax.tree.map(stack, start_state(recipe, params))
+    return jax.tree.map(stack, _first_state(local, params))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
-def _epoch(
-    recipe: Recipe,
-    chunk: int,
-    mesh: Mesh | None,
-    state: State,
-    key: Key,
-    proximal: tuple[Array, Params] | None,
-    correction: Params | None,
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _one_epoch(
+    local: LocalTraining,
+    layout: Layout,
+    states: _State,
+    start: tuple[Params | None, Params | None],
+    extras: tuple[Any, Any],
     federation: Federation,
-    epoch: Array,
-) -> tuple[State, Array]:
-    def one(
-        own: tuple[Array, State, Params | None],
-        key: Key,
-        proximal: tuple[Array, Params] | None,
-        federation: Federation,
-        epoch: Array,
-    ) -> tuple[State, Array]:
-        client, state, correction = own
-        restraint = Restraint(proximal, correction)
-        return train_client(recipe, federation, client, key, state, restraint, epoch[None])
+    key: Key,
+    epoch: tuple[Array, Array],
+) -> tuple[_State, Array]:
+    def one(own: Any, common: Any, federation: Federation, key: Key, epoch: Any) -> Any:
+        place, state, *mine = own
+        number, epochs = epoch
+        given = tuple(map(_either, common, mine))
+        return _client_epochs(local, federation, place, key, given, epochs)(number, state)
 
     return map_clients(
         one,
-        (jnp.arange(federation.num_clients), state, correction),
-        key,
-        proximal,
+        (jnp.arange(federation.num_clients), states, start[1], extras[1]),
+        (start[0], extras[0]),
         federation,
-        jnp.asarray(epoch),
+        key,
+        jax.tree.map(jnp.asarray, epoch),
         sizes=federation.sizes,
-        clients_per_chunk=chunk,
-        mesh=mesh,
+        **layout._asdict(),
     )
 
 
-def _check_restraint(
-    proximal: float, correction: Params | None, params: Params, num_clients: int
-) -> None:
-    if not isinstance(proximal, jax.core.Tracer) and not 0 <= proximal < float("inf"):
-        raise ValueError(f"proximal is {proximal}; expected a finite number, zero or more.")
-    if correction is None:
-        return
-    expected = jax.tree.map(lambda leaf: (num_clients, *leaf.shape), params)
-    if jax.tree.map(jnp.shape, correction) != expected:
-        raise ValueError(
-            f"correction has leaves of shapes {jax.tree.map(jnp.shape, correction)}; expected "
-            f"{expected}, params with a leading axis of the {num_clients} clients."
-        )
+def _either(common: Any, own: Any) -> Any:
+    return common if own is None else own
+
+
+def _first_state(local: LocalTraining, params: Params) -> _State:
+    # The conversion makes weakly typed scalars strong, as they are after the first step.
+    return jax.tree.map(
+        lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)),
+        _State(params, local.optimizer.init(params)),
+    )
+
+
+def _kept(state: _State) -> Any:
+    return state.optimizer.own if isinstance(state.optimizer, Kept) else ()
+
+
+def _client_epochs(
+    local: LocalTraining,
+    federation: Federation,
+    place: Array,
+    key: Key,
+    given: tuple[Params, Any],
+    epochs: Array,
+) -> Callable[[Array, _State], tuple[_State, Array]]:
+    """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
+    examples, size = view(federation, place), federation.sizes[place]
+    key = client_key(key, TRAIN, ids(federation)[place])
+    start, extras = given
+
+    def epoch(number: Array, state: _State) -> tuple[_State, Array]:
+        shuffle_key, step_key = jax.random.split(jax.random.fold_in(key, number))
+        steps, batch = minibatches(shuffled(shuffle_key, examples), local.batch_size)
+        extra = {"start": start, "extras": extras, "last_epoch": number == epochs - 1}
+
+        def body(step: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
+            state, total = carry
+            batch_key = jax.random.fold_in(step_key, step)
+            state, loss = _step(local, state, extra, batch(step), batch_key)
+            return state, total + loss.astype(total.dtype)
+
+        total = jnp.zeros((), jnp.result_type(float))
+        state, total = jax.lax.fori_loop(0, steps, body, (state, total))
+        return state, total / jnp.maximum(size, 1)
+
+    return epoch
+
+
+def _step(
+    local: LocalTraining,
+    state: _State,
+    extra: dict[str, Any],
+    batch: tuple[Array, Array, Array],
+    key: Key,
+) -> tuple[_State, Array]:
+    """Take one step; return the sum of the valid examples' losses too."""
+    model, mask = local.model, checks.mask(local.model, state.params)
+    inputs, targets, weights = batch
+
+    def mean_loss(params: Params) -> tuple[Array, tuple[Array, Params | None]]:
+        if model.apply_train is None:
+            outputs, new = model.apply(params, inputs), None
+        else:
+            outputs, new = model.apply_train(params, inputs, key, weights)
+        losses = model.likelihood.negative_log_likelihood(outputs, targets)
+        total = jnp.where(weights > 0, losses, 0).sum()
+        return total / (weights > 0).sum(), (total, new)
+
+    gradient, (total, new) = jax.grad(mean_loss, has_aux=True)(state.params)
+    gradient = select_leaves(mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
+    # What is not trained is where it started, as far as the optimiser is concerned.
+    extra = extra | {"start": select_leaves(mask, extra["start"], state.params)}
+    optimizer = optax.with_extra_args_support(local.optimizer)
+    updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params, **extra)
+    params = optax.apply_updates(state.params, updates)
+    params = select_leaves(mask, params, state.params if new is None else new)
+    return _State(params, optimizer_state), total

@@ -18,12 +18,22 @@ def names(tree: Any) -> tuple[str, ...]:
     Returns:
         One name for every leaf, in the order of `jax.tree.leaves`.
 
+    Raises:
+        ValueError: If two leaves have one name, because a key holds a slash: whatever goes by
+            names would give one leaf's values to the other.
+
     Example:
         >>> names({"dense": {"kernel": 1.0, "bias": 2.0}})
         ('dense/bias', 'dense/kernel')
     """
-    paths = jax.tree_util.tree_leaves_with_path(tree)
-    return tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    named = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path in paths)
+    if len(set(named)) < len(named):
+        twice = next(name for name in named if named.count(name) > 1)
+        raise ValueError(
+            f"Two leaves of the pytree are called '{twice}': a key holds a slash. Rename that key."
+        )
+    return named
 
 
 def inner(left: Any, right: Any) -> Array:
@@ -53,7 +63,8 @@ def weighted_sum(stacked: Any, weights: Array) -> Any:
         weights: [M].
 
     Returns:
-        The pytree without its client axis, leaves of the same dtype.
+        The pytree without its client axis, leaves at least float32: weights that are rounded to
+        bfloat16 no longer add up to one, nor do their terms.
 
     Example:
         >>> print(weighted_sum({"w": jnp.array([[1.0], [3.0]])}, jnp.array([0.5, 0.5]))["w"])
@@ -61,10 +72,9 @@ def weighted_sum(stacked: Any, weights: Array) -> Any:
     """
 
     def leaf(x: Array) -> Array:
-        # Weights rounded to bfloat16 would no longer add up to one.
         wide = jnp.promote_types(x.dtype, jnp.float32)
         terms = (weights.astype(wide), x.astype(wide))
-        return jnp.tensordot(*terms, 1, precision=jax.lax.Precision.HIGHEST).astype(x.dtype)
+        return jnp.tensordot(*terms, 1, precision=jax.lax.Precision.HIGHEST)
 
     return jax.tree.map(leaf, stacked)
 
@@ -86,12 +96,13 @@ def finite(stacked: Any) -> Array:
     return jnp.stack([jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in leaves])
 
 
-def keep(kept: Array, stacked: Any) -> Any:
-    """Replace what some clients hold by zeros.
+def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:
+    """Replace what some clients hold.
 
     Args:
         kept: [M] False for those.
         stacked: Leaves [M, ...].
+        otherwise: What they hold then, leaves [M, ...]; zeros if None.
 
     Returns:
         The stacked pytree.
@@ -100,11 +111,12 @@ def keep(kept: Array, stacked: Any) -> Any:
         >>> print(keep(jnp.array([True, False]), jnp.array([[1.0], [jnp.nan]])).T)
         [[1. 0.]]
     """
+    otherwise = jax.tree.map(jnp.zeros_like, stacked) if otherwise is None else otherwise
 
-    def leaf(x: Array) -> Array:
-        return jnp.where(kept.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))
+    def leaf(x: Array, other: Array) -> Array:
+        return jnp.where(kept.reshape(-1, *(1,) * (x.ndim - 1)), x, other)
 
-    return jax.tree.map(leaf, stacked)
+    return jax.tree.map(leaf, stacked, otherwise)
 
 
 def stack(trees: Sequence[Any]) -> Any:
@@ -146,25 +158,4 @@ def _check_same(first: Any, tree: Any, client: int) -> None:
             raise ValueError(
                 f"Leaf '{name}' of client {client} has shape {given[0]} and dtype {given[1]}, but "
                 f"client 0 has {expected[0]} and {expected[1]}. Bring all clients to one network."
-            )
-
-
-def check_floating(params: Any, what: str = "params") -> None:
-    """Refuse a pytree that has no leaves, or leaves that are not floating-point arrays.
-
-    Args:
-        params: The pytree to look at; only its dtypes are read.
-        what: How the message calls it.
-
-    Raises:
-        ValueError: If there is no leaf.
-        TypeError: If a leaf is not floating; the message names it.
-    """
-    if not jax.tree.leaves(params):
-        raise ValueError(f"{what} has no leaves; expected a pytree of floating-point arrays.")
-    for name, leaf in zip(names(params), jax.tree.leaves(params), strict=True):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(
-                f"Leaf '{name}' of {what} has dtype {jnp.result_type(leaf)}; expected floating "
-                "point. Convert it, or keep integers out of the pytree (close over them in apply)."
             )

@@ -1,14 +1,14 @@
-"""Shared type aliases and the shape legend.
+"""What everybody passes around: `Model`, `Examples`, a few aliases, and the shape legend.
 
 Letters used in every docstring:
 
 =====  ==============================================================
 M      clients
+K      clients of a cohort; in an output factor its columns
 N      examples of the whole federation; n_i those of client i, and
        p_i = n_i / N its weight
 B      examples of a minibatch
 C      classes, or outputs of the network
-K      columns of an output factor S, with S S^T = E_y[g g^T]
 T      output locations of a convolution (1 for a dense layer)
 d      parameters
 a, o   rows of a layer's matrix V (inputs, one more for a bias) and its
@@ -19,7 +19,7 @@ a, o   rows of a layer's matrix V (inputs, one more for a bias) and its
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,3 +30,96 @@ Params = Any
 """Any pytree of floating arrays."""
 Apply = Callable[[Params, Array], Array]
 """`apply(params, inputs [B, ...]) -> outputs [B, C]`, or [B, ..., C] for sequences."""
+ApplyTrain = Callable[[Params, Array, Key, Array], tuple[Array, Params | None]]
+"""`apply_train(params, inputs, key, weights [B]) -> (outputs, new)`, see `Model`."""
+
+
+class Likelihood(NamedTuple):
+    """What the outputs of a network mean, as pure functions of the outputs z.
+
+    Attributes:
+        negative_log_likelihood: `(z [B, ..., C], y) -> [B]`, in nats.
+        sample: `(key, z) -> y`, one draw of the targets for each example.
+        factor: `(z) -> S [K, B, ..., C]`, the columns of the output factor.
+        check: `(shape of z, y) -> None`, raises ValueError or TypeError when the targets do not
+            fit.
+    """
+
+    negative_log_likelihood: Callable[[Array, Array], Array]
+    sample: Callable[[Key, Array], Array]
+    factor: Callable[[Array], Array]
+    check: Callable[[tuple[int, ...], Array], None]
+
+
+class _Model(NamedTuple):
+    apply: Apply
+    likelihood: Likelihood
+    apply_train: ApplyTrain | None
+    mask: tuple[tuple[str, bool], ...] | None
+
+
+class Model(_Model):
+    """A network and what its outputs mean: pure functions, hashable, whatever made them.
+
+    Attributes:
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`; flax, equinox, haiku and bare
+            functions all reduce to it.
+        likelihood: Of the targets given the outputs, such as `likelihoods.categorical`.
+        apply_train: `(params, inputs, key, weights [B]) -> (outputs, new)` in place of apply while
+            training, for dropout, augmentation and running statistics. `new` is None, or like
+            params; its leaves are taken where the mask is False. Rows that fill up a short
+            minibatch repeat its own examples, with weight zero.
+        mask: Like params, True where a leaf is trained; the others keep their value or take the
+            statistics of `apply_train`. None trains everything. Kept as a pair (name, trained) for
+            each leaf.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> model = fj.Model(lambda w, x: x @ w["dense"], fj.likelihoods.gaussian)
+        >>> model._replace(mask=None) == model, hash(model) == hash(fj.Model(*model))
+        (True, True)
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        apply: Apply,
+        likelihood: Likelihood,
+        apply_train: ApplyTrain | None = None,
+        mask: Any = None,
+    ) -> "Model":
+        """Turn the mask into what can be hashed."""
+        return super().__new__(cls, apply, likelihood, apply_train, _hashable(mask))
+
+
+def _hashable(mask: Any) -> tuple[tuple[str, Any], ...] | None:
+    if mask is None or (isinstance(mask, tuple) and all(map(_is_named, mask))):
+        return mask
+    paths = jax.tree_util.tree_leaves_with_path(mask)
+    return tuple((jax.tree_util.keystr(p, simple=True, separator="/"), leaf) for p, leaf in paths)
+
+
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+
+
+class Examples(NamedTuple):
+    """One client's view of the data, or a whole data set; no image is copied.
+
+    Attributes:
+        inputs: [N, ...], everybody's.
+        targets: [N, ...], everybody's; None where nothing reads them.
+        indices: [n] rows that are this client's, then padding; None takes all rows in order.
+        weights: [n], 0 for padding, 1 or another weight for an example; None is 1 for all.
+
+    Example:
+        >>> import jax.numpy as jnp, fisherjax as fj
+        >>> fj.Examples(jnp.ones((3, 8)), jnp.array([0, 1, 1])).weights is None
+        True
+    """
+
+    inputs: Array
+    targets: Array | None = None
+    indices: Array | None = None
+    weights: Array | None = None

@@ -6,25 +6,21 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.layers import LayersNotFoundError, Trace, trace, unpack
 from fisherjax.fisher.operators import Diagonal, Template
-from fisherjax.likelihoods import Likelihood
-from fisherjax.typing import Apply, Array, Key, Params
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 _COLUMNS_AT_ONCE = 16  # of the output factor: their tangents are in memory together
 
 
 def diagonal(
-    apply: Apply,
-    likelihood: Likelihood,
+    model: Model,
     params: Params,
-    inputs: Array,
-    targets: Array | None = None,
+    examples: Examples,
     *,
     kind: Callable[..., Array] = kinds.true,
-    weights: Array | None = None,
-    indices: Array | None = None,
     key: Key | None = None,
     batch_size: int = 64,
 ) -> Diagonal:
@@ -38,15 +34,12 @@ def diagonal(
     examples, which a minibatch holds as [K, B, size of the leaf].
 
     Args:
-        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
-        likelihood: What the outputs mean.
+        model: Any network, jitted or not, and what its outputs mean.
         params: Any pytree of floating arrays.
-        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own, and
-            draws labels of its own for the sampled kind.
-        targets: [N, ...]; only the empirical kind reads them.
+        examples: Only the empirical kind reads their targets. Where the sharding of the inputs
+            splits N over devices, each runs over its own, and draws labels of its own for the
+            sampled kind.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
-        weights: [n] weights of the rows in use, zero for padding.
-        indices: [n] rows of `inputs` in use; all of them if None.
         key: For the sampled kind.
         batch_size: Examples of a minibatch.
 
@@ -60,53 +53,38 @@ def diagonal(
 
     Example:
         >>> import fisherjax as fj
-        >>> apply = lambda params, x: x @ params["w"]
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.gaussian)
         >>> params, x = {"w": jnp.ones((2, 1))}, jnp.array([[1.0, 2.0], [3.0, 0.0]])
-        >>> print(fj.fisher.diagonal(apply, fj.likelihoods.gaussian, params, x).entries["w"].T)
+        >>> print(fj.fisher.diagonal(model, params, fj.Examples(x)).entries["w"].T)
         [[5. 2.]]
 
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, section 4; Matena and Raffel,
         Merging models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
     """
-    options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
-    passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
-    static = (apply, likelihood, kind, batch_size)
-    return passes.run(
-        _diagonal, static, params, inputs, targets, weights=weights, indices=indices, key=key
-    )
+    model = passes.check(model, params, examples, kind, key, batch_size)
+    static = (model, by_value(kind), batch_size)
+    return passes.run(_diagonal, static, params, examples, key)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _diagonal(
-    apply: Apply,
-    likelihood: Likelihood,
+    model: Model,
     kind: Callable[..., Array],
     batch_size: int,
     params: Params,
-    inputs: Array,
-    targets: Array | None,
-    weights: Array | None,
-    indices: Array | None,
+    examples: Examples,
     key: Key | None,
 ) -> Diagonal:
     template = Template.of(params)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
-        seen = _try_layers(apply, params, x)
-        columns = kind(likelihood, seen.outputs, y, key)
+        seen = _try_layers(model.apply, params, x)
+        columns = kind(model.likelihood, seen.outputs, y, key)
         sums = _layer_sums(seen, weighted_columns(columns, w))
         rest = [name for name in template.names() if name not in sums]
-        return sums | leaf_sums(apply, params, x, columns, w, rest)
+        return sums | leaf_sums(model.apply, params, x, columns, w, rest)
 
-    means = passes.weighted_mean(
-        batch_sums,
-        inputs,
-        targets,
-        weights=weights,
-        indices=indices,
-        key=key,
-        batch_size=batch_size,
-    )
+    means = passes.weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
     return Diagonal(template.restore(means))
 
 

@@ -6,22 +6,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.operators import Dense, Template, ravel
-from fisherjax.likelihoods import Likelihood
-from fisherjax.typing import Apply, Array, Key, Params
+from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 def full(
-    apply: Apply,
-    likelihood: Likelihood,
+    model: Model,
     params: Params,
-    inputs: Array,
-    targets: Array | None = None,
+    examples: Examples,
     *,
     kind: Callable[..., Array] = kinds.true,
-    weights: Array | None = None,
-    indices: Array | None = None,
     key: Key | None = None,
     batch_size: int = 64,
 ) -> Dense:
@@ -30,15 +26,12 @@ def full(
         F = sum_n w_n J_n^T S_n S_n^T J_n / sum_n w_n.
 
     Args:
-        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
-        likelihood: What the outputs mean.
+        model: Any network, jitted or not, and what its outputs mean.
         params: Any pytree of floating arrays, d numbers in all.
-        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own, and
-            draws labels of its own for the sampled kind.
-        targets: [N, ...]; only the empirical kind reads them.
+        examples: Only the empirical kind reads their targets. Where the sharding of the inputs
+            splits N over devices, each runs over its own, and draws labels of its own for the
+            sampled kind.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
-        weights: [n] weights of the rows in use, zero for padding.
-        indices: [n] rows of `inputs` in use; all of them if None.
         key: For the sampled kind.
         batch_size: Examples of a minibatch, which holds [K, B, d] gradients.
 
@@ -52,41 +45,34 @@ def full(
 
     Example:
         >>> import fisherjax as fj
-        >>> apply = lambda params, x: x @ params["w"]
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.gaussian)
         >>> params, x = {"w": jnp.ones((2, 1))}, jnp.array([[1.0, 2.0]])
-        >>> print(fj.fisher.full(apply, fj.likelihoods.gaussian, params, x).matrix)
+        >>> print(fj.fisher.full(model, params, fj.Examples(x)).matrix)
         [[1. 2.]
          [2. 4.]]
 
     Source: Martens, New insights and perspectives on the natural gradient method, JMLR 2020,
         section 8.
     """
-    options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
-    passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
-    static = (apply, likelihood, kind, batch_size)
-    return passes.run(
-        _full, static, params, inputs, targets, weights=weights, indices=indices, key=key
-    )
+    model = passes.check(model, params, examples, kind, key, batch_size)
+    static = (model, by_value(kind), batch_size)
+    return passes.run(_full, static, params, examples, key)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _full(
-    apply: Apply,
-    likelihood: Likelihood,
+    model: Model,
     kind: Callable[..., Array],
     batch_size: int,
     params: Params,
-    inputs: Array,
-    targets: Array | None,
-    weights: Array | None,
-    indices: Array | None,
+    examples: Examples,
     key: Key | None,
 ) -> Dense:
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Array:
-        columns = kind(likelihood, apply(params, x), y, key)
+        columns = kind(model.likelihood, model.apply(params, x), y, key)
 
         def gradients(example: Array, factor: Array) -> Array:
-            _, pullback = jax.vjp(lambda p: apply(p, example[None])[0], params)
+            _, pullback = jax.vjp(lambda p: model.apply(p, example[None])[0], params)
             return jax.vmap(lambda s: ravel(pullback(s)[0]))(factor)
 
         g = jax.vmap(gradients)(x, jnp.moveaxis(columns, 0, 1))
@@ -96,29 +82,17 @@ def _full(
             weighted.T, g.reshape(-1, g.shape[-1]), precision=jax.lax.Precision.HIGHEST
         )
 
-    matrix = passes.weighted_mean(
-        batch_sums,
-        inputs,
-        targets,
-        weights=weights,
-        indices=indices,
-        key=key,
-        batch_size=batch_size,
-    )
+    matrix = passes.weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
     return Dense(matrix, Template.of(params))
 
 
 def vector_product(
-    apply: Apply,
-    likelihood: Likelihood,
+    model: Model,
     params: Params,
-    inputs: Array,
+    examples: Examples,
     vector: Params,
-    targets: Array | None = None,
     *,
     kind: Callable[..., Array] = kinds.true,
-    weights: Array | None = None,
-    indices: Array | None = None,
     key: Key | None = None,
     batch_size: int = 256,
 ) -> Params:
@@ -127,16 +101,13 @@ def vector_product(
         F v = sum_n w_n J_n^T S_n S_n^T J_n v / sum_n w_n.
 
     Args:
-        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
-        likelihood: What the outputs mean.
+        model: Any network, jitted or not, and what its outputs mean.
         params: Any pytree of floating arrays.
-        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own, and
-            draws labels of its own for the sampled kind.
+        examples: Only the empirical kind reads their targets. Where the sharding of the inputs
+            splits N over devices, each runs over its own, and draws labels of its own for the
+            sampled kind.
         vector: v, the structure, shapes and dtypes of params.
-        targets: [N, ...]; only the empirical kind reads them.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
-        weights: [n] weights of the rows in use, zero for padding.
-        indices: [n] rows of `inputs` in use; all of them if None.
         key: For the sampled kind; the same key gives the same matrix.
         batch_size: Examples of a minibatch.
 
@@ -150,60 +121,43 @@ def vector_product(
 
     Example:
         >>> import fisherjax as fj
-        >>> apply = lambda params, x: x @ params["w"]
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.gaussian)
         >>> params, x = {"w": jnp.ones((2, 1))}, jnp.array([[1.0, 2.0]])
-        >>> print(
-        ...     fj.fisher.vector_product(apply, fj.likelihoods.gaussian, params, x, params)["w"].T
-        ... )
+        >>> print(fj.fisher.vector_product(model, params, fj.Examples(x), params)["w"].T)
         [[3. 6.]]
 
     Source: Schraudolph, Fast curvature matrix-vector products for second-order gradient descent,
         Neural Computation 2002.
     """
-    options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
-    passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
+    model = passes.check(model, params, examples, kind, key, batch_size)
     if Template.of(vector) != Template.of(params):
         raise ValueError(
             f"vector has leaves of shapes {Template.of(vector).shapes}; expected those of params, "
             f"{Template.of(params).shapes}, in the same structure."
         )
-    static = (apply, likelihood, kind, batch_size)
+    static = (model, by_value(kind), batch_size)
     both = (params, vector)
-    return passes.run(
-        _vector_product, static, both, inputs, targets, weights=weights, indices=indices, key=key
-    )
+    return passes.run(_vector_product, static, both, examples, key)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _vector_product(
-    apply: Apply,
-    likelihood: Likelihood,
+    model: Model,
     kind: Callable[..., Array],
     batch_size: int,
     params_and_vector: tuple[Params, Params],
-    inputs: Array,
-    targets: Array | None,
-    weights: Array | None,
-    indices: Array | None,
+    examples: Examples,
     key: Key | None,
 ) -> Params:
     params, vector = params_and_vector
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Params:
-        z, jv = jax.jvp(lambda p: apply(p, x), (params,), (vector,))
-        s = kind(likelihood, z, y, key)
+        z, jv = jax.jvp(lambda p: model.apply(p, x), (params,), (vector,))
+        s = kind(model.likelihood, z, y, key)
         s = s.reshape(*s.shape[:2], -1)
         flat = jv.reshape(jv.shape[0], -1)
         cotangent = jnp.einsum("kbc,kbe,be,b->bc", s, s, flat, w.astype(s.dtype))
-        _, pullback = jax.vjp(lambda p: apply(p, x), params)
+        _, pullback = jax.vjp(lambda p: model.apply(p, x), params)
         return pullback(cotangent.reshape(z.shape))[0]
 
-    return passes.weighted_mean(
-        batch_sums,
-        inputs,
-        targets,
-        weights=weights,
-        indices=indices,
-        key=key,
-        batch_size=batch_size,
-    )
+    return passes.weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.diagonal import (
     Diagonal,
@@ -16,38 +17,33 @@ from fisherjax.fisher.diagonal import (
 )
 from fisherjax.fisher.layers import Trace, trace
 from fisherjax.fisher.operators import Kronecker, Template
-from fisherjax.likelihoods import Likelihood
-from fisherjax.typing import Apply, Array, Key, Params
+from fisherjax.typing import Array, Examples, Key, Model, Params
 
-Otherwise = Callable[..., Diagonal] | None
+Fallback = Callable[..., Diagonal] | None
 
 
 def zero(*args: object, **kwargs: object) -> Diagonal:
     """Mark leaves that K-FAC does not cover as without curvature.
 
-    Written `fisher.kfac(otherwise=fisher.zero)`. A merge then leaves them at the clients' weighted
-    mean, which is what running statistics want. It is only ever passed as `otherwise`.
+    Written `fisher.kfac(fallback=fisher.zero)`. A merge then leaves them at the clients' weighted
+    mean, which is what running statistics want. It is only ever passed as `fallback`.
 
     Raises:
         TypeError: If it is called.
     """
     del args, kwargs
-    raise TypeError("fisher.zero is an option, fisher.kfac(otherwise=fisher.zero), not a Fisher.")
+    raise TypeError("fisher.zero is an option, fisher.kfac(fallback=fisher.zero), not a Fisher.")
 
 
 def kfac(
-    apply: Apply,
-    likelihood: Likelihood,
+    model: Model,
     params: Params,
-    inputs: Array,
-    targets: Array | None = None,
+    examples: Examples,
     *,
     kind: Callable[..., Array] = kinds.true,
-    weights: Array | None = None,
-    indices: Array | None = None,
     key: Key | None = None,
     batch_size: int = 64,
-    otherwise: Otherwise = None,
+    fallback: Fallback = None,
 ) -> Kronecker:
     """Compute Kronecker factors of the Fisher information for every dense and convolution layer.
 
@@ -57,19 +53,15 @@ def kfac(
     tangents of its pre-activations. Exact for one example of a dense layer.
 
     Args:
-        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`, flax, equinox or bare; jitted or
-            not.
-        likelihood: What the outputs mean.
+        model: Any network, jitted or not, and what its outputs mean.
         params: Any pytree of floating arrays.
-        inputs: [N, ...]; where their sharding splits N over devices, each runs over its own, and
-            draws labels of its own for the sampled kind.
-        targets: [N, ...]; only the empirical kind reads them.
+        examples: Only the empirical kind reads their targets. Where the sharding of the inputs
+            splits N over devices, each runs over its own, and draws labels of its own for the
+            sampled kind.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
-        weights: [n] weights of the rows in use, zero for padding.
-        indices: [n] rows of `inputs` in use; all of them if None.
         key: For the sampled kind.
         batch_size: Examples of a minibatch.
-        otherwise: For leaves that belong to no such layer: None refuses them, `fisher.diagonal`
+        fallback: For leaves that belong to no such layer: None refuses them, `fisher.diagonal`
             gives them a diagonal, `fisher.zero` no curvature, so that merging takes their weighted
             mean.
 
@@ -77,16 +69,16 @@ def kfac(
         The operator, factors [a, a] and [o, o] in at least float32.
 
     Raises:
-        ValueError: If a leaf belongs to no layer and `otherwise` is None; the message names it and
+        ValueError: If a leaf belongs to no layer and `fallback` is None; the message names it and
             why (normalisation, shared weights, dilation, a cast). Also if shapes do not fit, or
             indices are given for inputs that are spread over devices.
         TypeError: If params are not floating.
 
     Example:
         >>> import fisherjax as fj
-        >>> apply = lambda params, x: x @ params["w"]
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.gaussian)
         >>> params, x = {"w": jnp.ones((2, 1))}, jnp.array([[1.0, 2.0]])
-        >>> print(fj.fisher.kfac(apply, fj.likelihoods.gaussian, params, x).factors["w"]["input"])
+        >>> print(fj.fisher.kfac(model, params, fj.Examples(x)).factors["w"]["input"])
         [[1. 2.]
          [2. 4.]]
 
@@ -95,65 +87,50 @@ def kfac(
         over classes and its use for merging: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024.
         Their code splits the scale differently between the factors; the products are equal.
     """
-    options = {"weights": weights, "indices": indices, "key": key, "batch_size": batch_size}
-    passes.check(apply, likelihood, params, inputs, targets, kind=kind, **options)
-    if otherwise not in (None, diagonal, zero):
+    model = passes.check(model, params, examples, kind, key, batch_size)
+    if fallback not in (None, diagonal, zero):
         raise ValueError(
-            f"otherwise is {otherwise!r}; expected None, fisher.diagonal or fisher.zero."
+            f"fallback is {fallback!r}; expected None, fisher.diagonal or fisher.zero."
         )
-    static = (apply, likelihood, kind, batch_size, otherwise)
-    return passes.run(
-        _kfac, static, params, inputs, targets, weights=weights, indices=indices, key=key
-    )
+    static = (model, by_value(kind), batch_size, fallback)
+    return passes.run(_kfac, static, params, examples, key)
 
 
 def _refusal(uncovered: dict[str, str]) -> str:
     lines = "\n".join(f"  '{name}': {reason}" for name, reason in uncovered.items())
     return (
         "K-FAC covers dense and two-dimensional convolution layers, not these parameters:\n"
-        f"{lines}\nPass otherwise=fisher.diagonal to give them a diagonal Fisher, or "
-        "otherwise=fisher.zero to leave them at the weighted mean when merging, or change the "
+        f"{lines}\nPass fallback=fisher.diagonal to give them a diagonal Fisher, or "
+        "fallback=fisher.zero to leave them at the weighted mean when merging, or change the "
         "network."
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _kfac(
-    apply: Apply,
-    likelihood: Likelihood,
+    model: Model,
     kind: Callable[..., Array],
     batch_size: int,
-    otherwise: Otherwise,
+    fallback: Fallback,
     params: Params,
-    inputs: Array,
-    targets: Array | None,
-    weights: Array | None,
-    indices: Array | None,
+    examples: Examples,
     key: Key | None,
 ) -> Kronecker:
     layers = []
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> tuple[dict, dict]:
-        seen = trace(apply, params, x)
-        if seen.uncovered and otherwise is None:
+        seen = trace(model.apply, params, x)
+        if seen.uncovered and fallback is None:
             raise ValueError(_refusal(seen.uncovered))
         layers[:] = seen.layers
-        columns = kind(likelihood, seen.outputs, y, key)
+        columns = kind(model.likelihood, seen.outputs, y, key)
         names = list(seen.uncovered)
-        if otherwise is zero:
+        if fallback is zero:
             leaves = Template.of(params).by_name(params)
             return _factor_sums(seen, columns, w), {n: jnp.zeros_like(leaves[n]) for n in names}
-        return _factor_sums(seen, columns, w), leaf_sums(apply, params, x, columns, w, names)
+        return _factor_sums(seen, columns, w), leaf_sums(model.apply, params, x, columns, w, names)
 
-    factors, entries = passes.weighted_mean(
-        batch_sums,
-        inputs,
-        targets,
-        weights=weights,
-        indices=indices,
-        key=key,
-        batch_size=batch_size,
-    )
+    factors, entries = passes.weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
     return Kronecker(factors, entries, tuple(layers), Template.of(params))
 
 

@@ -13,8 +13,7 @@ structure.
 import jax
 import jax.numpy as jnp
 
-from fisherjax.likelihoods import Likelihood
-from fisherjax.typing import Array, Key
+from fisherjax.typing import Array, Key, Likelihood
 
 
 def true(likelihood: Likelihood, z: Array, targets: Array | None = None, key: Key | None = None):

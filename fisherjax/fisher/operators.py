@@ -1,17 +1,19 @@
 """Fisher operators: a client's curvature as data, a pytree with matrix-vector products.
 
 An operator acts on params. It is frozen data, so a client can return it, `vmap` can stack it and a
-file can hold it. Each splits params into *blocks* that it does not couple, as the leaves of a
-pytree: leaves for a diagonal, matrices V [a, o] of layers for Kronecker factors, one vector for a
-dense matrix. Solvers work on blocks and treat every leaf on its own.
+file can hold it. `adds_up` says whether a sum over clients is the sum of the leaves, and
+`default_damping` what the server's problem is damped by. Each splits params into *blocks* that it
+does not couple, as the leaves of a pytree: leaves for a diagonal, matrices V [a, o] of layers for
+Kronecker factors, one vector for a dense matrix. Solvers work on blocks and treat every leaf on its
+own.
 
 The sum of several Kronecker operators is not a Kronecker operator: add their products, not factors.
 """
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -20,6 +22,9 @@ from fisherjax.fisher.layers import Layer, matrix, unpack
 from fisherjax.typing import Array, Params
 
 _PRECISION = jax.lax.Precision.HIGHEST
+
+
+_STATIC = {"static": True}  # of a field that is part of the structure, not an array
 
 
 class Template(NamedTuple):
@@ -60,7 +65,8 @@ def ravel(params: Params) -> Array:
     return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Diagonal:
     """A diagonal Fisher, F v = f * v.
 
@@ -74,6 +80,8 @@ class Diagonal:
     """
 
     entries: Params
+    adds_up: ClassVar[bool] = True
+    default_damping: ClassVar[float] = 0.0
 
     def blocks(self, params: Params) -> Params:
         """Split params into blocks: each leaf is one."""
@@ -108,7 +116,8 @@ class Diagonal:
         return jnp.diag(ravel(self.entries))
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Dense:
     """A full Fisher matrix on the flattened params, F v = matrix @ ravel(v).
 
@@ -118,7 +127,9 @@ class Dense:
     """
 
     matrix: Array
-    template: Template = flax.struct.field(pytree_node=False)
+    template: Template = dataclasses.field(metadata=_STATIC)
+    adds_up: ClassVar[bool] = True
+    default_damping: ClassVar[float] = 0.0
 
     def blocks(self, params: Params) -> Array:
         """Split params into blocks: all of it is one."""
@@ -153,7 +164,8 @@ class Dense:
         return self.matrix
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Kronecker:
     """Kronecker factors for each layer, F V = A V G, and a diagonal for what no layer covers.
 
@@ -171,8 +183,10 @@ class Kronecker:
 
     factors: dict[str, dict[str, Array]]
     entries: dict[str, Array]
-    layers: tuple[Layer, ...] = flax.struct.field(pytree_node=False)
-    template: Template = flax.struct.field(pytree_node=False)
+    layers: tuple[Layer, ...] = dataclasses.field(metadata=_STATIC)
+    template: Template = dataclasses.field(metadata=_STATIC)
+    adds_up: ClassVar[bool] = False
+    default_damping: ClassVar[float] = 1.0
 
     def blocks(self, params: Params) -> dict[str, Array]:
         """Split params into blocks: the matrix V of each layer, and each remaining leaf."""
@@ -235,7 +249,7 @@ class Kronecker:
             name: 1 / (f + jnp.where(shifts[name] > 0, shifts[name], 1))
             for name, f in self.entries.items()
         }
-        return self.replace(factors=factors, entries=entries)
+        return dataclasses.replace(self, factors=factors, entries=entries)
 
     def mv(self, params: Params) -> Params:
         """Multiply a vector of the shape of params by the operator."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from fisherjax.quadratic import Quadratic
 from fisherjax.typing import Array, Params
 
 
@@ -36,7 +37,8 @@ class Solution(NamedTuple):
     info: Info
 
 
-Solver = Callable[..., Solution]
+Solver = Callable[[Quadratic], Solution]
+"""`solve(problem) -> Solution`, made by a factory."""
 
 
 def as_partial(function: Callable) -> Partial:
@@ -44,11 +46,22 @@ def as_partial(function: Callable) -> Partial:
     return function if isinstance(function, Partial) else Partial(function)
 
 
-def report(matvec: Callable, rhs: Any, x: Any, products: Any, tolerance: float = 1e-4) -> Info:
-    """Say how far from solved a system is; `products` is one number, or one for each leaf."""
-    if jax.tree.structure(products) != jax.tree.structure(rhs):
-        products = jax.tree.map(lambda _: jnp.asarray(products), rhs)
-    return _compiled_info(as_partial(matvec), rhs, x, products, tolerance)
+def solution(problem: Quadratic, x: Any, products: Any, tolerance: float = 1e-4) -> Solution:
+    """Put the answer together, and say how far from solved the system is.
+
+    Args:
+        problem: The system.
+        x: The blocks that were found.
+        products: With the operator, one number or one for each leaf.
+        tolerance: Relative residual that counts as converged.
+
+    Returns:
+        The params and how the solve went.
+    """
+    if jax.tree.structure(products) != jax.tree.structure(problem.rhs):
+        products = jax.tree.map(lambda _: jnp.asarray(products), problem.rhs)
+    info = _compiled_info(as_partial(problem.matvec), problem.rhs, x, products, tolerance)
+    return Solution(x if problem.restore is None else problem.restore(x), info)
 
 
 @jax.jit
@@ -85,18 +98,6 @@ def power_iteration(matvec: Callable, start: Any, iterations: Array) -> Any:
 def any_leaf(flags: Any) -> Array:
     """Say whether any leaf is true."""
     return jnp.any(jnp.stack(jax.tree.leaves(flags)))
-
-
-def check_positive(name: str, value: float) -> None:
-    """Refuse numbers that are not above zero."""
-    if not value > 0:
-        raise ValueError(f"{name} is {value}; expected a positive number.")
-
-
-def check_not_negative(name: str, value: float) -> None:
-    """Refuse numbers below zero."""
-    if not value >= 0:
-        raise ValueError(f"{name} is {value}; expected zero or a positive number.")
 
 
 def identity(blocks: Any) -> Any:

@@ -6,58 +6,49 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax.solvers.base import (
-    Solution,
-    Solver,
-    as_partial,
-    check_not_negative,
-    identity,
-    ratio,
-    report,
-)
+from fisherjax import checks
+from fisherjax.configuration import cached
+from fisherjax.quadratic import Quadratic
+from fisherjax.solvers.base import Solution, Solver, as_partial, ratio, solution
 from fisherjax.typing import Array
 
 _map = jax.tree.map
 
 
+@cached
 def closed_form(floor: float = 1e-6) -> Solver:
     """Solve a diagonal system directly, x_j = b_j / a_j where a_j >= floor, else the start's x_j.
 
-    The diagonal is read off as matvec(ones), so it is exact for elementwise operators and
-    meaningless for others.
+    The diagonal is read off as matvec(ones).
 
     Args:
         floor: Below this a coordinate counts as without curvature and keeps its start.
 
     Returns:
-        The solver. `info.residual` is large where the operator was not diagonal.
+        The solver.
 
     Raises:
-        ValueError: If the floor is negative.
+        ValueError: If the floor is negative; on solving, if the system is not diagonal.
 
     Example:
-        >>> solve = closed_form()
-        >>> diagonal = jnp.array([2.0, 0.0])
-        >>> print(
-        ...     solve(lambda x: diagonal * x, jnp.array([4.0, 0.0]), jnp.array([1.0, 5.0])).params
-        ... )
+        >>> entries, rhs, init = jnp.array([2.0, 0.0]), jnp.array([4.0, 0.0]), jnp.array([1.0, 5.0])
+        >>> problem = Quadratic(lambda x: entries * x, rhs, init, is_diagonal=True)
+        >>> print(closed_form()(problem).params)
         [2. 5.]
 
     Source: Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, equation
         5. The floor as in the FedFisher authors' code.
     """
-    check_not_negative("floor", floor)
+    checks.number("floor", floor)
 
-    def solve(
-        matvec: Callable,
-        rhs: Any,
-        init: Any,
-        restore: Callable = identity,
-        precondition: Callable = identity,
-    ) -> Solution:
-        del precondition
-        x = _closed_form(as_partial(matvec), rhs, init, floor)
-        return Solution(restore(x), report(matvec, rhs, x, 1))
+    def solve(problem: Quadratic) -> Solution:
+        if not problem.is_diagonal:
+            raise ValueError(
+                "closed_form solves diagonal systems only, and this one is not (is_diagonal is "
+                "False): use conjugate_gradients()."
+            )
+        x = _closed_form(as_partial(problem.matvec), problem.rhs, problem.init, floor)
+        return solution(problem, x, 1)
 
     return solve
 

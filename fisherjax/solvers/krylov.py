@@ -6,23 +6,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fisherjax import checks
+from fisherjax.configuration import cached
+from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import (
     Solution,
     Solver,
     any_leaf,
     as_partial,
-    check_not_negative,
-    check_positive,
     dot,
     identity,
     ratio,
-    report,
+    solution,
 )
 from fisherjax.typing import Array
 
 _map = jax.tree.map
 
 
+@cached
 def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> Solver:
     """Make the default solver: conjugate gradients, with no step size and no validation data.
 
@@ -43,24 +45,20 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
     Example:
         >>> solve = conjugate_gradients(tolerance=1e-6)
         >>> matrix = jnp.array([[2.0, 1.0], [1.0, 2.0]])
-        >>> print(solve(lambda x: matrix @ x, jnp.array([3.0, 3.0]), jnp.zeros(2)).params)
+        >>> problem = Quadratic(lambda x: matrix @ x, jnp.array([3.0, 3.0]), jnp.zeros(2))
+        >>> print(solve(problem).params)
         [1. 1.]
 
     Source: Hestenes and Stiefel, Methods of conjugate gradients for solving linear systems, 1952.
     """
-    check_positive("max_iterations", max_iterations)
-    check_not_negative("tolerance", tolerance)
+    checks.count("max_iterations", max_iterations)
+    checks.number("tolerance", tolerance)
 
-    def solve(
-        matvec: Callable,
-        rhs: Any,
-        init: Any,
-        restore: Callable = identity,
-        precondition: Callable = identity,
-    ) -> Solution:
-        system = (as_partial(matvec), as_partial(precondition), rhs, init)
+    def solve(problem: Quadratic) -> Solution:
+        precondition = identity if problem.precondition is None else problem.precondition
+        system = (as_partial(problem.matvec), as_partial(precondition), problem.rhs, problem.init)
         x, count = _conjugate_gradients(*system, tolerance, max_iterations)
-        return Solution(restore(x), report(matvec, rhs, x, count, tolerance))
+        return solution(problem, x, count, tolerance)
 
     return solve
 

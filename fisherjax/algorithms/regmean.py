@@ -10,19 +10,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import tree
-from fisherjax.aggregation.base import Aggregator, no_state
-from fisherjax.clients import Examples
+from fisherjax import checks
+from fisherjax.algorithms.base import Algorithm, weighted_sum
+from fisherjax.configuration import cached
 from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import input_moments
 from fisherjax.fisher.layers import trace
 from fisherjax.fisher.operators import Template
-from fisherjax.typing import Apply, Array, Key, Params
+from fisherjax.training import Trained
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
-def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggregator:
+@cached
+def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algorithm:
     """Make RegMean, which merges each dense kernel by least squares over its inputs u.
 
         W = Wbar + (sum_i p_i H_i)^-1 sum_i p_i H_i (W_i - Wbar),   H_i = shrink(E_i[u u^T]),
@@ -32,12 +34,12 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
     over clients.
 
     Args:
-        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
+        model: The network; what its outputs mean is not used.
         shrink: Factor of the off-diagonal entries, 0 <= shrink < 1.
         batch_size: Examples of a minibatch in the Gram pass.
 
     Returns:
-        The aggregator. Updates are {"params": W_i, "grams": {kernel name: E_i[u u^T] [in, in]}},
+        The algorithm. Updates are {"params": W_i, "grams": {kernel name: E_i[u u^T] [in, in]}},
         and what the server needs of them adds up over clients.
 
     Raises:
@@ -45,11 +47,11 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
 
     Example:
         >>> import jax.numpy as jnp, fisherjax as fj
-        >>> method = regmean(lambda params, x: x @ params["w"], shrink=0.0)
-        >>> updates = {"params": {"w": jnp.array([[[0.0]], [[4.0]]])}}
-        >>> updates["grams"] = {"w": jnp.array([[[1.0]], [[3.0]]])}
-        >>> merged, _ = fj.aggregation.merge(method, {"w": jnp.zeros((1, 1))}, updates)
-        >>> print(merged["w"].round())
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.gaussian)
+        >>> method, params = regmean(model, shrink=0.0), {"w": jnp.array([[[0.0]], [[4.0]]])}
+        >>> values = {"params": params, "grams": {"w": jnp.array([[[1.0]], [[3.0]]])}}
+        >>> updates = fj.algorithms.Update(values, method.kind)
+        >>> print(fj.merging.merge(method, {"w": jnp.zeros((1, 1))}, updates)[0]["w"].round())
         [[3.]]
 
     Source: the paper above. Deviations from its use in Jhunjhunwala, Wang, Joshi, FedFisher,
@@ -63,29 +65,32 @@ def regmean(apply: Apply, *, shrink: float = 0.9, batch_size: int = 256) -> Aggr
             "wherever inputs are linearly dependent: use 0.99 to come close."
         )
 
-    def summarize(key: Key, params: Params, examples: Examples, global_params: Params) -> Any:
-        del key, global_params
-        return {"params": params, "grams": _grams(apply, batch_size, params, examples)}
+    checks.count("batch_size", batch_size)
 
-    def reduce(updates: Any, weights: Array) -> Any:
+    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        del key
+        grams = _grams(model.apply, batch_size, trained.params, examples)
+        return {"params": trained.params, "grams": grams}, private
+
+    def reduce(updates: dict[str, Any], weights: Array) -> Any:
         grams = {name: _shrunk(gram, shrink) for name, gram in updates["grams"].items()}
         leaves = _by_name(updates["params"])
         kernels = {name: leaves[name] for name in grams}
         products = {n: jnp.matmul(grams[n], kernels[n], precision=_PRECISION) for n in grams}
         weighted = {"gram": grams, "product": products, "kernel": kernels}
         present = (weights > 0).astype(weights.dtype)
-        plain = tree.weighted_sum(updates["params"], present)
         return {
-            "weighted": tree.weighted_sum(weighted, weights),
-            "sum": plain,
-            "count": present.sum(),
+            "weighted": weighted_sum(weighted, weights),
+            "plain": weighted_sum(updates["params"], present),
         }
 
-    def finish(sums: Any, global_params: Params, state: Any) -> tuple[Params, Any, Any]:
-        del global_params
+    def aggregate(
+        key: Key, sums: Any, params: Params, state: Any, cohort: Array
+    ) -> tuple[Params, Any, Any]:
+        del key, params, cohort
         return _solved(sums), state, ()
 
-    return Aggregator(no_state, summarize, reduce, finish)
+    return Algorithm(summarize, aggregate, reduce, kind="params and Gram matrices", model=model)
 
 
 def _by_name(params: Params) -> dict[str, Array]:
@@ -110,15 +115,8 @@ def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) ->
             )
         return dense
 
-    return passes.weighted_mean(
-        batch_sums,
-        examples.inputs,
-        None,
-        weights=examples.weights,
-        indices=examples.indices,
-        key=None,
-        batch_size=batch_size,
-    )
+    unlabelled = examples._replace(targets=None)
+    return passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
 
 
 def _shrunk(gram: Array, shrink: float) -> Array:
@@ -128,8 +126,8 @@ def _shrunk(gram: Array, shrink: float) -> Array:
 
 @jax.jit
 def _solved(sums: Any) -> Params:
-    mean = jax.tree.map(lambda x: x / sums["count"].astype(x.dtype), sums["sum"])
-    dense = jax.tree.map(_matched, *(sums["weighted"][n] for n in ("gram", "product", "kernel")))
+    mean, weighted = sums["plain"].mean(), sums["weighted"].mean()
+    dense = jax.tree.map(_matched, *(weighted[name] for name in ("gram", "product", "kernel")))
     return Template.of(mean).restore(_by_name(mean) | dense)
 
 

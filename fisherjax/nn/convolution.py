@@ -1,12 +1,4 @@
-"""Convolution and pooling that are fast inside compiled loops, on a CPU above all.
-
-XLA's CPU convolution is slow, several times more so inside a loop; a convolution written as
-patches times a matrix is not. `conv_general_dilated` has the signature of lax's, so it is injected
-with `flax.linen.Conv(..., conv_general_dilated=nn.conv_general_dilated)`, and the parameters keep
-their shape.
-
-Images are [B, H, W, C]; kernels are [kh, kw, cin, cout].
-"""
+"""Convolution as patches times a matrix, and who may watch it."""
 
 import contextlib
 import contextvars
@@ -22,9 +14,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from fisherjax.typing import Array
 
+Pair = Sequence[int]
+Padding = str | Sequence[tuple[int, int]]
+
 # kw * cin from which the derivative for the images is summed over rows of the kernel: measured.
 _WIDE = 48
 
+# A context variable, not a global: another thread that traces meanwhile is not watched.
 _OBSERVER: contextvars.ContextVar[Callable[..., Array] | None] = contextvars.ContextVar(
     "fisherjax_convolution_observer", default=None
 )
@@ -38,18 +34,17 @@ def observe_convolutions(callback: Callable[..., Array]) -> Iterator[None]:
     only while JAX traces, so a function that was compiled outside the context ignores it.
 
     Args:
-        callback: called as `callback(y, lhs, rhs, window_strides=..., padding=..., ...)` with the
+        callback: Called as `callback(y, lhs, rhs, window_strides=..., padding=..., ...)` with the
             output y [B, H', W', cout], the layer's input, its four-dimensional kernel and the
             remaining arguments of `jax.lax.conv_general_dilated`; returns what takes y's place.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from fisherjax import nn
+        >>> import jax.numpy as jnp, fisherjax as fj
         >>> x, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2))
-        >>> numbers = ("NHWC", "HWIO", "NHWC")
-        >>> with nn.observe_convolutions(lambda y, lhs, rhs, **settings: 0 * y):
-        ...     y = nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=numbers)
-        >>> float(y.sum())
+        >>> how = {"window_strides": (1, 1), "padding": "VALID"}
+        >>> how["dimension_numbers"] = ("NHWC", "HWIO", "NHWC")
+        >>> with fj.nn.observe_convolutions(lambda y, lhs, rhs, **settings: 0 * y):
+        ...     print(fj.nn.conv_general_dilated(x, kernel, **how).sum())
         0.0
     """
     token = _OBSERVER.set(callback)
@@ -62,19 +57,19 @@ def observe_convolutions(callback: Callable[..., Array]) -> Iterator[None]:
 def conv_general_dilated(
     lhs: Array,
     rhs: Array,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
+    window_strides: Pair,
+    padding: Padding,
+    lhs_dilation: Pair | None = None,
+    rhs_dilation: Pair | None = None,
     dimension_numbers: Any = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Array:
-    r"""Convolve as patches times a matrix, where that is possible.
+    """Convolve as patches times a matrix, where that is possible.
 
-    .. math:: y_{bt} = P_{bt} K, \qquad P \in R^{B \times T \times k_h k_w c_{in}}
+        y_bt = P_bt K,    patches P [B, T, kh kw cin]
 
     The rows of K are the kernel's in (kh, kw, cin) order. Where kw cin is large, tangents of
     the images are multiplied one row of the kernel after the other, so that patches of them never
@@ -82,27 +77,26 @@ def conv_general_dilated(
     spatial axes) goes to `jax.lax.conv_general_dilated`.
 
     Args:
-        lhs: images [B, H, W, cin].
-        rhs: kernel [kh, kw, cin, cout].
-        window_strides: strides along height and width.
+        lhs: Images [B, H, W, cin].
+        rhs: Kernel [kh, kw, cin, cout].
+        window_strides: Strides along height and width.
         padding: "VALID", "SAME", "SAME_LOWER" or ((top, bottom), (left, right)).
-        lhs_dilation: as in lax.
-        rhs_dilation: as in lax.
-        dimension_numbers: as in lax; patches need ("NHWC", "HWIO", "NHWC").
-        feature_group_count: as in lax.
-        batch_group_count: as in lax.
-        precision: of the matrix product, as in lax.
-        preferred_element_type: of the matrix product, as in lax.
+        lhs_dilation: As in lax.
+        rhs_dilation: As in lax.
+        dimension_numbers: As in lax; patches need ("NHWC", "HWIO", "NHWC").
+        feature_group_count: As in lax.
+        batch_group_count: As in lax.
+        precision: Of the matrix product, as in lax.
+        preferred_element_type: Of the matrix product, as in lax.
 
     Returns:
         The output [B, H', W', cout].
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fisherjax import nn
+        >>> import jax.numpy as jnp, fisherjax as fj
         >>> x, kernel = jnp.ones((2, 28, 28, 1)), jnp.ones((5, 5, 1, 6))
         >>> numbers = ("NHWC", "HWIO", "NHWC")
-        >>> nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=numbers).shape
+        >>> fj.nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=numbers).shape
         (2, 24, 24, 6)
     """
     settings = {
@@ -123,85 +117,21 @@ def conv_general_dilated(
     return y if callback is None else callback(y, lhs, rhs, **settings)
 
 
-def max_pool(x: Array, window: int | tuple[int, int]) -> Array:
-    """Take the maximum over windows that do not overlap; rows and columns left over are cropped.
-
-    The gradient goes to the first maximum of a window, row by row, as in `lax.reduce_window` and in
-    PyTorch. That matters: a constant background makes ties in most windows, and sharing the
-    gradient among them, as `jnp.max` does, changes the output factor of a first convolution by 6 %
-    on MNIST.
-
-    Args:
-        x: images [B, H, W, C].
-        window: height and width of a window, which are the strides too.
-
-    Returns:
-        The maxima [B, H // height, W // width, C].
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from fisherjax import nn
-        >>> nn.max_pool(jnp.arange(25.0).reshape(1, 5, 5, 1), 2)[0, :, :, 0]
-        Array([[ 6.,  8.],
-               [16., 18.]], dtype=float32)
-    """
-    height, width = (window, window) if isinstance(window, int) else window
-    rows, columns = x.shape[1] // height, x.shape[2] // width
-    x = x[:, : rows * height, : columns * width]
-    return _window_maximum(x.reshape(x.shape[0], rows, height, columns, width, x.shape[3]))
-
-
-@jax.custom_jvp
-def _window_maximum(windows: Array) -> Array:
-    """Take the maximum of [B, H', height, W', width, C] over each window."""
-    # Within rows first, then over rows: so it is fast.
-    return _maximum(_maximum(windows, axis=4), axis=2)
-
-
-@_window_maximum.defjvp
-def _window_maximum_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    # The rule of the chain of maxima would pass a gradient through one selection after the other;
-    # one selection by the number of the maximum measured six times as fast on a CPU.
-    (windows,), (tangent,) = primals, tangents
-    y = _window_maximum(windows)
-    height, width = windows.shape[2], windows.shape[4]
-    places = [(i, j) for i in range(height) for j in range(width)]
-    first = jnp.full(y.shape, len(places) - 1, jnp.int32)
-    for number, (i, j) in reversed(list(enumerate(places[:-1]))):
-        first = jnp.where(windows[:, :, i, :, j] == y, number, first)
-    number = jnp.arange(len(places)).reshape(height, 1, width, 1)
-    is_first = first[:, :, None, :, None] == number
-    return y, jnp.where(is_first, tangent, 0).sum((2, 4))
-
-
-def _maximum(x: Array, axis: int) -> Array:
-    first, *others = [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
-    for other in others:
-        first = jnp.maximum(first, other)
-    return first
-
-
-def patches(
-    images: Array,
-    kernel_shape: Sequence[int],
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-) -> Array:
+def patches(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Padding) -> Array:
     """Cut out what a convolution kernel sees at each output location.
 
     Args:
         images: [B, H, W, C].
-        kernel_shape: height kh and width kw of the kernel.
-        window_strides: strides along height and width.
+        kernel_shape: Height kh and width kw of the kernel.
+        window_strides: Strides along height and width.
         padding: "VALID", "SAME", "SAME_LOWER" or ((top, bottom), (left, right)); zeros.
 
     Returns:
         Patches [B, H', W', kh * kw * C], in (kh, kw, C) order as the rows of a reshaped kernel.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from fisherjax import nn
-        >>> nn.patches(jnp.ones((2, 5, 5, 3)), (3, 3), (2, 2), "VALID").shape
+        >>> import jax.numpy as jnp, fisherjax as fj
+        >>> fj.nn.patches(jnp.ones((2, 5, 5, 3)), (3, 3), (2, 2), "VALID").shape
         (2, 2, 2, 27)
     """
     bands = _bands(images, kernel_shape, window_strides, padding)
@@ -209,12 +139,7 @@ def patches(
     return _windows(bands, 1, kernel_shape[0], rows, window_strides[0])
 
 
-def _bands(
-    images: Array,
-    kernel_shape: Sequence[int],
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-) -> Array:
+def _bands(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Padding) -> Array:
     """Cut out what a row of the kernel sees, [B, H, W', kw * C]; H with padding.
 
     Columns first, then rows: 5 + 5 copies in place of 25, and so many sums in the derivative.
@@ -222,6 +147,7 @@ def _bands(
     shape = images.shape[1:3]
     pads = _pads(shape, kernel_shape, window_strides, padding)
     if any(low or high for low, high in pads):
+        # Not jnp.pad, which refuses negative padding; lax crops.
         edges = [(0, 0, 0), *((low, high, 0) for low, high in pads), (0, 0, 0)]
         images = lax.pad(images, jnp.zeros((), images.dtype), edges)
     _, columns = _output_size(shape, kernel_shape, window_strides, padding)
@@ -240,11 +166,12 @@ def _every(images: Array, axis: int, first: int, count: int, stride: int) -> Arr
 
 
 def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:
+    # What is wrong as a convolution (channels, dtypes) is not covered either: lax says so best.
     if lhs.ndim != 4 or lhs.dtype != rhs.dtype or lhs.shape[3] != rhs.shape[2]:
         return False
     numbers = settings["dimension_numbers"]
     layout = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec), tuple(numbers.out_spec))
-    if layout != ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)):
+    if layout != ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)):  # NHWC, HWIO, NHWC
         return False
     dilations = {*settings["lhs_dilation"], *settings["rhs_dilation"]}
     groups = {settings["feature_group_count"], settings["batch_group_count"]}
@@ -254,10 +181,7 @@ def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:
 
 
 def _pads(
-    shape: Sequence[int],
-    kernel_shape: Sequence[int],
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
+    shape: Pair, kernel_shape: Pair, window_strides: Pair, padding: Padding
 ) -> list[tuple[int, int]]:
     if isinstance(padding, str):
         return lax.padtype_to_pads(shape, kernel_shape, window_strides, padding)
@@ -265,10 +189,7 @@ def _pads(
 
 
 def _output_size(
-    shape: Sequence[int],
-    kernel_shape: Sequence[int],
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
+    shape: Pair, kernel_shape: Pair, window_strides: Pair, padding: Padding
 ) -> tuple[int, ...]:
     pads = _pads(shape, kernel_shape, window_strides, padding)
     return tuple(
@@ -285,11 +206,14 @@ def _patch_product(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Array:
         settings["precision"],
         settings["preferred_element_type"],
     )
+    # A kernel of one row has one band, which is all of its patches: nothing to add up.
     is_wide = rhs.shape[0] > 1 and rhs.shape[1] * rhs.shape[2] >= _WIDE
     return (_wide_product if is_wide else _product_of_patches)(lhs, rhs, how)
 
 
 class _How(NamedTuple):
+    """What of the settings matters to patches; hashable, as JAX wants static arguments."""
+
     window_strides: tuple[int, int]
     padding: str | tuple[tuple[int, int], ...]
     precision: Any
@@ -307,6 +231,8 @@ def _wide_product_jvp(
 ) -> tuple[Array, Array]:
     (lhs, rhs), (images, kernel) = primals, tangents
     y = _wide_product(lhs, rhs, how)
+    # Symbolic zeros save a product where only the images or only the kernel is differentiated, as
+    # in the first layer, whose images are data.
     terms = []
     if not isinstance(images, SymbolicZero):
         terms.append(_product_of_rows(images, rhs, how))
@@ -339,6 +265,7 @@ def _product_of_rows(lhs: Array, rhs: Array, how: _How) -> Array:
     bands = _bands(lhs, rhs.shape[:2], how.window_strides, how.padding)
     rows, _ = _output_size(lhs.shape[1:3], rhs.shape[:2], how.window_strides, how.padding)
     dtype = how.preferred_element_type or rhs.dtype
+    # Added up in at least float32 and rounded once, as within a single product.
     parts = [
         jnp.matmul(
             _every(bands, 1, row, rows, how.window_strides[0]),

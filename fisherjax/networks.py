@@ -1,4 +1,4 @@
-"""The papers' networks in flax, with their initialisation, and the pair (params, apply) of a model.
+"""The papers' networks in flax, with their initialisation, and what makes functions of them.
 
 Nothing else in the library needs flax: any `apply(params, inputs) -> outputs` will do.
 
@@ -11,7 +11,7 @@ are flattened in that order. Transformer names its own.
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import flax.linen
@@ -19,21 +19,20 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import nn
-from fisherjax.typing import Apply, Array, Key, Params
+from fisherjax.typing import Apply, ApplyTrain, Array, Key, Params
 
 
 class MLP(flax.linen.Module):
     """Map inputs of any shape through dense layers with ReLU between them.
 
     Args:
-        features: widths of the hidden layers.
-        num_classes: number of outputs.
-        use_bias: whether layers have a bias.
+        features: Widths of the hidden layers.
+        num_classes: Number of outputs.
+        use_bias: Whether layers have a bias.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fisherjax import models
-        >>> params = models.init(models.MLP(), jax.random.key(0), jnp.zeros((1, 64)))
+        >>> import jax, jax.numpy as jnp, fisherjax as fj
+        >>> params = fj.networks.init(fj.networks.MLP(), jax.random.key(0), jnp.zeros((1, 64)))
         >>> {name: layer["kernel"].shape for name, layer in params.items()}
         {'dense1': (64, 64), 'dense2': (64, 64), 'dense3': (64, 10)}
     """
@@ -53,15 +52,8 @@ class LeNet(flax.linen.Module):
     """Classify images: conv5 6, pool, conv5 16, pool, dense 120, 84, num_classes.
 
     Args:
-        num_classes: number of outputs.
-        use_bias: whether layers have a bias; 44,190 parameters without, on 28 x 28 x 1 images.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fisherjax import models
-        >>> params = models.init(models.LeNet(), jax.random.key(0), jnp.zeros((1, 28, 28, 1)))
-        >>> params["conv2"]["kernel"].shape
-        (5, 5, 6, 16)
+        num_classes: Number of outputs.
+        use_bias: Whether layers have a bias; 44,190 parameters without, on 28 x 28 x 1 images.
     """
 
     num_classes: int = 10
@@ -85,15 +77,8 @@ class CNN(flax.linen.Module):
     """Classify images: conv5 32, pool, conv5 64, pool, dense 512, 128, num_classes ("FedNet").
 
     Args:
-        num_classes: number of outputs.
-        use_bias: whether layers have a bias; 939,616 parameters without, on 32 x 32 x 3 images.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fisherjax import models
-        >>> params = models.init(models.CNN(), jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
-        >>> params["dense1"]["kernel"].shape
-        (1600, 512)
+        num_classes: Number of outputs.
+        use_bias: Whether layers have a bias; 939,616 parameters without, on 32 x 32 x 3 images.
     """
 
     num_classes: int = 10
@@ -107,11 +92,9 @@ class CNN(flax.linen.Module):
 
 
 class Transformer(flax.linen.Module):
-    r"""Predict each next token of a sequence from those up to it: a decoder-only transformer.
+    """Predict each next token of a sequence from those up to it: a decoder-only transformer.
 
-    .. math:: h \leftarrow h + \mathrm{attention}(\mathrm{norm}(h)), \qquad
-              h \leftarrow h + W_2 \, \mathrm{relu}(W_1 \, \mathrm{norm}(h)), \qquad
-              z = W \, \mathrm{norm}(h)
+        h <- h + attention(norm(h)),    h <- h + W_2 relu(W_1 norm(h)),    z = W norm(h)
 
     Position t attends to the positions up to t only. The log-likelihood of a sequence is a sum
     over its L positions, and so is its gradient: a learning rate that suits the mean over
@@ -119,17 +102,16 @@ class Transformer(flax.linen.Module):
 
     Args:
         num_classes: C, the number of tokens.
-        width: of the hidden vectors, a multiple of num_heads.
-        num_layers: blocks of attention and of two dense layers, the first 4 width wide.
-        num_heads: of the attention.
-        context: the longest sequence; there is one learned vector for each position.
+        width: Of the hidden vectors, a multiple of num_heads.
+        num_layers: Blocks of attention and of two dense layers, the first 4 width wide.
+        num_heads: Of the attention.
+        context: The longest sequence; there is one learned vector for each position.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fisherjax import models
-        >>> model, tokens = models.Transformer(num_classes=65), jnp.zeros((2, 80), jnp.uint8)
-        >>> params = models.init(model, jax.random.key(0), tokens)
-        >>> jax.eval_shape(models.apply_fn(model), params, tokens).shape
+        >>> import jax, jax.numpy as jnp, fisherjax as fj
+        >>> model, tokens = fj.networks.Transformer(num_classes=65), jnp.zeros((2, 80), jnp.uint8)
+        >>> params = fj.networks.init(model, jax.random.key(0), tokens)
+        >>> jax.eval_shape(fj.networks.apply_fn(model), params, tokens).shape
         (2, 80, 65)
 
     Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; as a decoder with the
@@ -205,22 +187,21 @@ def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
     """Draw a model's parameters.
 
     Args:
-        model: a flax module that has parameters only, no running statistics.
-        key: a typed key.
-        inputs: a batch [B, ...] of inputs (NumPy or JAX); only shape and dtype are used.
+        model: A flax module that has parameters only, no running statistics.
+        key: A typed key.
+        inputs: A batch [B, ...] of inputs (NumPy or JAX); only shape and dtype are used.
 
     Returns:
         The content of flax's "params" collection, nested dicts of arrays.
 
     Raises:
-        ValueError: if the model keeps anything besides parameters.
+        ValueError: If the model keeps anything besides parameters.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fisherjax import models
-        >>> params = models.init(models.MLP((32,)), jax.random.key(0), jnp.zeros((5, 8, 8, 1)))
-        >>> params["dense1"]["kernel"].shape
-        (64, 32)
+        >>> import jax, jax.numpy as jnp, fisherjax as fj
+        >>> model, images = fj.networks.LeNet(), jnp.zeros((1, 28, 28, 1))
+        >>> fj.networks.init(model, jax.random.key(0), images)["conv2"]["kernel"].shape
+        (5, 5, 6, 16)
     """
     dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
     # Lazily: nothing but the initialisers runs.
@@ -230,7 +211,7 @@ def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
         raise ValueError(
             f"{type(model).__name__} keeps the collections {others} besides its parameters; "
             "expected parameters only. Call model.init yourself, put all into one pytree, and give "
-            "training.train a mask and apply_train."
+            "fisherjax.Model a mask and apply_train."
         )
     return variables["params"]
 
@@ -238,26 +219,29 @@ def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
 def apply_fn(model: flax.linen.Module, normalize: Callable[[Array], Array] | None = None) -> Apply:
     """Make the function `apply(params, inputs) -> outputs` of a flax model.
 
-    Compiled loops recognise a function by its identity: call this once and keep the result.
-
     Args:
-        model: a flax module.
-        normalize: applied to the inputs first, for instance `data.normalizer(dataset)`, so that
+        model: A flax module; what it is made of can be hashed.
+        normalize: Applied to the inputs first, for instance `datasets.normalizer(dataset)`, so that
             images stay uint8 in memory.
 
     Returns:
-        A function of params and inputs [B, ...], with outputs [B, ..., C].
+        A function of params and inputs [B, ...], with outputs [B, ..., C]. Equal arguments give the
+        same function object, so that nothing compiles again.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fisherjax import models
-        >>> model = models.MLP()
-        >>> apply = models.apply_fn(model, normalize=lambda x: x / 16)
-        >>> params = models.init(model, jax.random.key(0), jnp.zeros((1, 64)))
+        >>> import jax, jax.numpy as jnp, fisherjax as fj
+        >>> model = fj.networks.MLP()
+        >>> apply = fj.networks.apply_fn(model, normalize=lambda x: x / 16)
+        >>> params = fj.networks.init(model, jax.random.key(0), jnp.zeros((1, 64)))
         >>> apply(params, jnp.ones((3, 64))).shape
         (3, 10)
     """
+    return _apply_fn(model, normalize)
 
+
+# Not functools.cache: a function holds on to all that was compiled for it, so old ones have to go.
+@lru_cache
+def _apply_fn(model: flax.linen.Module, normalize: Callable[[Array], Array] | None) -> Apply:
     def apply(params: Params, inputs: Array) -> Array:
         inputs = inputs if normalize is None else normalize(inputs)
         # K-FAC does not recognise a layer whose parameters are cast on their way to it.
@@ -268,27 +252,53 @@ def apply_fn(model: flax.linen.Module, normalize: Callable[[Array], Array] | Non
     return apply
 
 
-def _uniform(fan_in: int) -> Callable[..., Array]:
-    """Return an initialiser that draws from U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
+def augmented(apply: Apply, augment: Callable[[Key, Array], Array]) -> ApplyTrain:
+    """Make the `apply_train` of a `fisherjax.Model` that trains on augmented inputs.
+
+    Args:
+        apply: `(params, inputs) -> outputs`; it alone is used outside of training.
+        augment: `(key, inputs) -> inputs` for apply, such as `datasets.crop_and_flip(normalize)`.
+
+    Returns:
+        `apply_train(params, inputs, key, weights) -> (outputs, None)`. Equal arguments give the
+        same function object, so that nothing compiles again.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fisherjax as fj
+        >>> noisy = lambda key, x: x + jax.random.normal(key, x.shape)
+        >>> apply_train = fj.networks.augmented(lambda w, x: w * x, noisy)
+        >>> apply_train(2.0, jnp.zeros(3), jax.random.key(0), jnp.ones(3))[0].shape
+        (3,)
+    """
+    return _augmented(apply, augment)
+
+
+@lru_cache
+def _augmented(apply: Apply, augment: Callable[[Key, Array], Array]) -> ApplyTrain:
+    def apply_train(params: Params, inputs: Array, key: Key, weights: Array) -> tuple[Array, None]:
+        del weights  # what they leave out is left out of the loss
+        # The first edition kept the other half for dropout: so its augmentations are drawn again.
+        augment_key, _ = jax.random.split(key)
+        return apply(params, augment(augment_key, inputs)), None
+
+    return apply_train
+
+
+def _settings(fan_in: int, use_bias: bool) -> dict[str, Any]:
+    """Return what layers have in common: all is drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
     bound = fan_in**-0.5
 
     def draw(key: Key, shape: tuple[int, ...], dtype: Any = float) -> Array:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
-    return draw
+    dtype = jnp.result_type(float)
+    return {"use_bias": use_bias, "param_dtype": dtype, "kernel_init": draw, "bias_init": draw}
 
 
 def _dense_layers(hidden: Array, features: tuple[int, ...], use_bias: bool) -> Array:
     for number, width in enumerate(features, start=1):
-        initializer = _uniform(hidden.shape[-1])
-        hidden = flax.linen.Dense(
-            width,
-            use_bias=use_bias,
-            param_dtype=jnp.result_type(float),
-            kernel_init=initializer,
-            bias_init=initializer,
-            name=f"dense{number}",
-        )(hidden)
+        settings = _settings(hidden.shape[-1], use_bias)
+        hidden = flax.linen.Dense(width, name=f"dense{number}", **settings)(hidden)
         hidden = flax.linen.relu(hidden) if number < len(features) else hidden
     return hidden
 
@@ -304,17 +314,13 @@ def _conv_layers(
         )
     hidden = images
     for number, channels in enumerate(features, start=1):
-        initializer = _uniform(25 * hidden.shape[-1])
         hidden = flax.linen.Conv(
             channels,
             (5, 5),
             padding="VALID",
-            use_bias=use_bias,
-            param_dtype=jnp.result_type(float),
-            kernel_init=initializer,
-            bias_init=initializer,
             conv_general_dilated=nn.conv_general_dilated,
             name=f"conv{number}",
+            **_settings(25 * hidden.shape[-1], use_bias),
         )(hidden)
         # The maximum commutes with ReLU and leaves it a quarter of the work.
         hidden = flax.linen.relu(nn.max_pool(hidden, 2))

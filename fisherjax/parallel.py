@@ -17,12 +17,24 @@ from fisherjax.typing import Array
 AXIS = "clients"
 
 
+class Layout(NamedTuple):
+    """Where clients are computed.
+
+    Attributes:
+        clients_per_chunk: Side by side on a device.
+        mesh: Devices that share the clients, None for a single one.
+    """
+
+    clients_per_chunk: int
+    mesh: Mesh | None = None
+
+
 class Memory(NamedTuple):
     """What a compiled program needs on one device, in bytes.
 
     Attributes:
-        resident: its arguments and results: data, models, updates.
-        scratch: what it needs while it runs; grows with the clients of a chunk.
+        resident: Its arguments and results: data, models, updates.
+        scratch: What it needs while it runs; grows with the clients of a chunk.
     """
 
     resident: int
@@ -60,8 +72,8 @@ def map_clients(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from fisherjax import mapping
-        >>> mapping.map_clients(jnp.sum, jnp.arange(6.0).reshape(3, 2), clients_per_chunk=2)
+        >>> from fisherjax import parallel
+        >>> parallel.map_clients(jnp.sum, jnp.arange(6.0).reshape(3, 2), clients_per_chunk=2)
         Array([1., 5., 9.], dtype=float32)
     """
     if mesh is None:
@@ -98,8 +110,8 @@ def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
         ValueError: if it is not an integer from 1 to M.
 
     Example:
-        >>> from fisherjax import mapping
-        >>> mapping.chunk_size(3, num_clients=5)
+        >>> from fisherjax import parallel
+        >>> parallel.chunk_size(3, num_clients=5)
         3
     """
     if clients_per_chunk is None:
@@ -125,10 +137,10 @@ def wasted_steps(steps: Sequence[int], clients_per_chunk: int) -> float:
         Steps of finished clients over all steps computed, from 0 to 1.
 
     Example:
-        >>> from fisherjax import mapping
-        >>> mapping.wasted_steps([1, 4, 1, 4], clients_per_chunk=4)
+        >>> from fisherjax import parallel
+        >>> parallel.wasted_steps([1, 4, 1, 4], clients_per_chunk=4)
         0.375
-        >>> mapping.wasted_steps([1, 4, 1, 4], clients_per_chunk=2)
+        >>> parallel.wasted_steps([1, 4, 1, 4], clients_per_chunk=2)
         0.0
     """
     steps = np.asarray(steps)
@@ -151,8 +163,8 @@ def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
 
     Example:
         >>> import jax
-        >>> from fisherjax import mapping
-        >>> mapping.client_mesh(jax.devices()[:1]).size
+        >>> from fisherjax import parallel
+        >>> parallel.client_mesh(jax.devices()[:1]).size
         1
     """
     devices = jax.devices() if devices is None else list(devices)
@@ -236,9 +248,9 @@ def memory(compiled_function: Any, *arguments: Any) -> Memory:
 
     Example:
         >>> import jax
-        >>> from fisherjax import mapping
+        >>> from fisherjax import parallel
         >>> x = jax.ShapeDtypeStruct((1000,), "float32")
-        >>> mapping.memory(jax.jit(lambda x: x + 1), x).resident
+        >>> parallel.memory(jax.jit(lambda x: x + 1), x).resident
         8000
     """
     analysis = compiled_function.lower(*arguments).compile().memory_analysis()

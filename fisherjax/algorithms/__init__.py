@@ -1,0 +1,121 @@
+"""Merging methods, one paper a file, one interface, and the table of them.
+
+A paper is one file and one row of `TABLE`: commands, labels and the battery of laws read that row.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from fisherjax import checks, fisher
+from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.algorithms.fedavg import fedavg
+from fisherjax.algorithms.fedfish import fedfish
+from fisherjax.algorithms.fedfisher import fedfisher, paper_adam
+from fisherjax.algorithms.fedlpa import expectation_approximation, fedlpa, residual_descent
+from fisherjax.algorithms.fednova import fednova
+from fisherjax.algorithms.fedopt import with_server_optimizer
+from fisherjax.algorithms.fedprox import fedprox
+from fisherjax.algorithms.fisher_merge import fisher_merge
+from fisherjax.algorithms.regmean import regmean
+from fisherjax.algorithms.scaffold import scaffold
+from fisherjax.typing import Model
+
+__all__ = [
+    "LAWS",
+    "TABLE",
+    "Algorithm",
+    "Row",
+    "Update",
+    "expectation_approximation",
+    "fedavg",
+    "fedfish",
+    "fedfisher",
+    "fedlpa",
+    "fednova",
+    "fedprox",
+    "fisher_merge",
+    "make",
+    "options",
+    "paper_adam",
+    "regmean",
+    "residual_descent",
+    "scaffold",
+    "with_server_optimizer",
+]
+
+LAWS = ("identity", "order", "weights", "empty", "shift")
+"""What a merge may obey: clients with one model get it back; the order of clients and the scale of
+weights do not matter; a client without weight has no influence; moving all models moves the merged
+one with them."""
+
+
+class Row(NamedTuple):
+    """What there is to know of a method, once.
+
+    Attributes:
+        label: For tables and figures.
+        factory: With keyword defaults, the options of the command line; its first argument is
+            `model` if it needs the network.
+        laws: Those of `LAWS` that hold.
+    """
+
+    label: str
+    factory: Callable[..., Algorithm]
+    laws: tuple[str, ...] = LAWS
+
+
+TABLE = {
+    "fedavg": Row("FedAvg", fedavg),
+    "fisher_merge": Row("Fisher merging", fisher_merge),
+    "regmean": Row("RegMean", regmean),
+    "fedfisher_diag": Row("FedFisher (diagonal)", partial(fedfisher, fisher=fisher.diagonal)),
+    "fedfisher_kfac": Row("FedFisher (K-FAC)", fedfisher),
+    "fedfisher_full": Row("FedFisher (full)", partial(fedfisher, fisher=fisher.full)),
+    "fedlpa": Row("FedLPA", fedlpa),
+    "fedlpa_ea": Row("FedLPA (EA)", partial(fedlpa, solver=expectation_approximation())),
+    "fedlpa_gd": Row("FedLPA (GD)", partial(fedlpa, solver=residual_descent())),
+    "fednova": Row("FedNova", fednova),
+    "fedfish": Row("FedFish", fedfish),
+    "fedfish_last_epoch": Row("FedFish (last epoch)", partial(fedfish, last_epoch=True)),
+    "fedprox": Row("FedProx", fedprox),
+    "scaffold": Row("SCAFFOLD", scaffold),
+}
+"""Every method by the name that commands know it by."""
+
+
+def options(name: str) -> dict[str, object]:
+    """Give the keyword options of a method and their defaults, as the table's factory has them.
+
+    Example:
+        >>> options("fedprox")
+        {'mu': 0.001}
+    """
+    parameters = inspect.signature(TABLE[name].factory).parameters.values()
+    return {p.name: p.default for p in parameters if p.name != "model"}
+
+
+def make(name: str, model: Model, **chosen: object) -> Algorithm:
+    """Make a method of the table.
+
+    Args:
+        name: Of its row.
+        model: The network; not every method needs it.
+        **chosen: Options, see `options`.
+
+    Returns:
+        The algorithm, the same object for equal arguments.
+
+    Raises:
+        ValueError: If the name is unknown; the message names the nearest.
+        TypeError: If the method has no such option.
+
+    Example:
+        >>> make("fedprox", None, mu=0.1) is fedprox(mu=0.1)
+        True
+    """
+    checks.one_of("algorithm", name, TABLE)
+    factory = TABLE[name].factory
+    first = () if "model" not in inspect.signature(factory).parameters else (model,)
+    return factory(*first, **chosen)

@@ -1,0 +1,25 @@
+"""Federated averaging: W = sum_i p_i W_i.
+
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas, Communication-efficient learning of deep networks
+from decentralized data, AISTATS 2017, algorithm 1.
+"""
+
+from fisherjax.algorithms.base import Algorithm, averaging
+from fisherjax.configuration import cached
+
+
+@cached
+def fedavg() -> Algorithm:
+    """Make federated averaging, W = sum_i p_i W_i, of every leaf.
+
+    Returns:
+        The algorithm. Updates are {"params": W_i}, and add up over clients.
+
+    Example:
+        >>> import jax.numpy as jnp, fisherjax as fj
+        >>> updates = fj.algorithms.Update({"params": {"w": jnp.array([[0.0], [4.0]])}}, "params")
+        >>> merged, _, _ = fj.merging.merge(fedavg(), {"w": jnp.zeros(1)}, updates)
+        >>> print(merged["w"])
+        [2.]
+    """
+    return averaging()

@@ -1,0 +1,135 @@
+"""FedFish: clients count where their gradients are large, round by round.
+
+Dhawan, Mitchell, Charles, Garrett, Dziugaite, Leveraging function space aggregation for federated
+learning at scale, TMLR 2024, algorithm 1.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fisherjax import checks, solvers, training
+from fisherjax.algorithms.base import Algorithm, fisher_sums, solve_sums, unchanged
+from fisherjax.clients import minibatches, num_batches, shuffled
+from fisherjax.configuration import cached
+from fisherjax.fisher import Diagonal
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Examples, Key, Model, Params
+
+
+@cached
+def fedfish(
+    model: Model,
+    *,
+    batch_size: int = 64,
+    last_epoch: bool = False,
+    average: bool = False,
+    floor: float = 1e-12,
+) -> Algorithm:
+    r"""Make FedFish, the coordinate-wise mean of the models weighted by squared batch gradients.
+
+        F_i = sum_b (gradient of the mean loss of minibatch b)^2,
+        W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator is at least `floor`,
+
+    and the weighted mean sum_i p_i W_ij elsewhere: parameters that no client used. With a server
+    optimiser, `with_server_optimizer`, the pseudo-gradient is sum_i p_i F_i (W - W_i) over
+    sum_i p_i F_i.
+
+    Args:
+        model: The network and what is minimised on the clients.
+        batch_size: B, as in training; the last short minibatch counts as one.
+        last_epoch: Take the squares of training's last epoch, which the algorithm's `optimizer`
+            adds up at no cost, while the weights still move. Otherwise they are computed at the
+            final weights, in a pass of its own over the shuffled data.
+        average: Divide by the number of minibatches. The sum grows with the client's data, which
+            p_i then counts twice, as in the paper.
+        floor: Smallest weighted sum of squares that counts.
+
+    Returns:
+        The algorithm. Updates are {"params": W_i, "fisher": Diagonal}, and add up over clients.
+
+    Raises:
+        ValueError: If a number is out of range; on summarize, if the last epoch's squares are asked
+            for and models were trained without the algorithm's optimiser.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> model = fj.Model(lambda w, x: x @ w["w"], fj.likelihoods.gaussian)
+        >>> method, w = fedfish(model, batch_size=1), {"w": jnp.zeros((2, 1))}
+        >>> data = fj.Examples(jnp.array([[1.0, 0.0], [2.0, 0.0]]), jnp.ones((2, 1)))
+        >>> update, _ = method.summarize(jax.random.key(0), fj.training.Trained(w), data, ())
+        >>> print(update["fisher"].entries["w"].T)
+        [[5. 0.]]
+
+    Source: the paper above, which leaves open what happens where no client has any Fisher
+        information; the last epoch's squares are its appendix A.5.1. Squares are kept in at least
+        float32.
+    """
+    checks.count("batch_size", batch_size)
+
+    def gradient(params: Params, inputs: Array, targets: Array, weights: Array) -> Params:
+        def loss(params: Params) -> Array:
+            losses = model.likelihood.negative_log_likelihood(model.apply(params, inputs), targets)
+            return jnp.where(weights > 0, losses, 0).sum() / (weights > 0).sum()
+
+        return jax.grad(loss)(params)
+
+    def squares(key: Key, params: Params, examples: Examples) -> Params:
+        number, batch = minibatches(shuffled(key, examples), batch_size)
+
+        def body(step: Array, total: Params) -> Params:
+            return _add_squares(total, gradient(params, *batch(step)))
+
+        return jax.lax.fori_loop(0, number, body, _zeros(params))
+
+    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        if last_epoch and not jax.tree.leaves(trained.extras):
+            raise ValueError(
+                "This FedFish needs the squared gradients of the last epoch. Train with "
+                "training.train(..., optimizer=algorithm.optimizer(base)), or let it compute them "
+                "in a pass of its own (last_epoch=False)."
+            )
+        total = trained.extras if last_epoch else squares(key, trained.params, examples)
+        if average:
+            size = examples.inputs.shape[0]
+            if examples.weights is not None:
+                size = jnp.count_nonzero(examples.weights)
+            steps = jnp.maximum(num_batches(size, batch_size), 1)
+            total = jax.tree.map(lambda x: x / steps.astype(x.dtype), total)
+        return {"params": trained.params, "fisher": Diagonal(total)}, private
+
+    return Algorithm(
+        summarize,
+        solve_sums(solvers.closed_form(floor)),
+        fisher_sums,
+        optimizer=_squaring if last_epoch else unchanged,
+        kind=f"params, squared batch gradients{' (mean)' if average else ''}",
+        model=model,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _squaring(base: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Add up the squared gradients of the last epoch, before the user's optimiser sees them."""
+
+    def update(gradient: Params, total: Params, params: Params, *, last_epoch: Array, **_: Any):
+        del params
+        seen = _add_squares(total, gradient)
+        total = jax.tree.map(lambda new, old: jnp.where(last_epoch, new, old), seen, total)
+        return gradient, total
+
+    return training.keeping(optax.GradientTransformationExtraArgs(_zeros, update), base)
+
+
+def _add_squares(squares: Params, gradient: Params) -> Params:
+    return jax.tree.map(lambda s, g: s + jnp.square(g.astype(s.dtype)), squares, gradient)
+
+
+def _zeros(params: Params) -> Params:
+    """Make zeros like params, at least float32: squares are too small for bfloat16."""
+    return jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), params
+    )

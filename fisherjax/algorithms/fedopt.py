@@ -1,0 +1,74 @@
+"""Adaptive federated optimisation: the server takes a step of its own along the pseudo-gradient.
+
+Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan, Adaptive federated optimization,
+ICLR 2021, algorithm 1 (FedOpt), for any way to merge.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fisherjax import checks
+from fisherjax.algorithms.base import Algorithm
+from fisherjax.configuration import cached
+from fisherjax.training import select_leaves
+from fisherjax.typing import Array, Key, Model, Params
+
+
+class ServerState(NamedTuple):
+    """What the wrapped algorithm keeps, and the state of the server's optimiser."""
+
+    algorithm: Any
+    optimizer: Any
+
+
+@cached
+def with_server_optimizer(
+    algorithm: Algorithm, optimizer: optax.GradientTransformation, model: Model | None = None
+) -> Algorithm:
+    """Let the server's optimiser take a step instead of the merged model W'.
+
+        g = W - W',   W <- W + update(g).
+
+    Descent at rate 1 replaces W by W'.
+
+    Args:
+        algorithm: Any.
+        optimizer: Any of optax, on the pseudo-gradient g.
+        model: Leaves that its mask leaves out take the merged value; None optimises all.
+
+    Returns:
+        The algorithm, whose state holds that of the optimiser too.
+
+    Raises:
+        TypeError: If the optimiser is not one of optax.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> slow = with_server_optimizer(fj.algorithms.fedavg(), optax.sgd(0.25))
+        >>> updates = fj.algorithms.Update({"params": {"w": jnp.array([[0.0], [4.0]])}}, "params")
+        >>> print(fj.merging.merge(slow, {"w": jnp.zeros(1)}, updates)[0]["w"])
+        [0.5]
+    """
+    checks.optimizer("server_optimizer", optimizer)
+
+    def init(params: Params, num_clients: int) -> ServerState:
+        return ServerState(algorithm.init(params, num_clients), optimizer.init(params))
+
+    def broadcast(params: Params, state: ServerState, private: Any) -> tuple[Params, Any]:
+        return algorithm.broadcast(params, state.algorithm, private)
+
+    def aggregate(
+        key: Key, received: Any, params: Params, state: ServerState, cohort: Array
+    ) -> tuple[Params, ServerState, Any]:
+        merged, kept, info = algorithm.aggregate(key, received, params, state.algorithm, cohort)
+        gradient = jax.tree.map(lambda w, m: jnp.asarray(w) - m.astype(w.dtype), params, merged)
+        updates, server = optimizer.update(gradient, state.optimizer, params)
+        moved = optax.apply_updates(params, updates)
+        if model is not None:
+            moved = select_leaves(checks.mask(model, params), moved, merged)
+        return moved, ServerState(kept, server), info
+
+    return algorithm._replace(init=init, broadcast=broadcast, aggregate=aggregate)

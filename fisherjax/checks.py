@@ -1,0 +1,249 @@
+"""Every check of an argument, once: what was given, what was expected, how to mend it.
+
+Checks look at types, shapes and dtypes, and at values where those are known: under tracing they
+pass. Names of arguments come first, so that the messages read alike.
+"""
+
+import difflib
+import math
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fisherjax import tree
+from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
+
+
+def is_traced(*values: Any) -> bool:
+    """Say whether any leaf is known to JAX only while a function is traced."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
+def count(name: str, value: Any) -> int:
+    """Refuse what is not a positive integer; True is none."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
+    if not is_integer or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected an integer of at least 1.")
+    return int(value)
+
+
+def number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
+    """Refuse what is not a finite number with low <= value < below."""
+    if is_traced(value):
+        return
+    meant = "zero or more" if low == 0 else f"at least {low:g}"
+    expected = (
+        f"a finite number, {meant}" if below == math.inf else f"{low:g} <= {name} < {below:g}"
+    )
+    if not isinstance(value, (numbers.Real, np.ndarray, jax.Array)) or jnp.shape(value):
+        raise TypeError(f"{name} is {value!r}; expected {expected}.")
+    if not low <= value < below:  # negated, because NaN compares false
+        raise ValueError(f"{name} is {value}; expected {expected}.")
+
+
+def positive(name: str, value: Any) -> None:
+    """Refuse what is not a number above zero."""
+    number(name, value)
+    if not is_traced(value) and not value > 0:
+        raise ValueError(f"{name} is {value}; expected a positive number.")
+
+
+def one_of(name: str, value: Any, known: Iterable[Any]) -> None:
+    """Refuse what is not among a few known values, and name the nearest."""
+    known = list(known)
+    if value in known:
+        return
+    near = difflib.get_close_matches(str(value), map(str, known), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    expected = " or ".join(repr(x) for x in known)
+    raise ValueError(f"{name} is {value!r}; expected {expected}.{hint}")
+
+
+def function(name: str, value: Any, example: str) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{name} is {value!r}; expected a function such as {example}.")
+
+
+def optimizer(name: str, value: Any) -> None:
+    """Refuse what is not an optax optimiser."""
+    if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        raise TypeError(
+            f"{name} is {value!r}; expected an optax optimiser such as optax.sgd(1e-2, 0.9)."
+        )
+
+
+def key(value: Key) -> None:
+    """Refuse old-style keys, several keys, and what is no key."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"key is {type(value).__name__} {value!r}, not a typed key; make one with "
+            "jax.random.key(seed)."
+        )
+    if value.shape:
+        raise ValueError(
+            f"key has shape {value.shape}; expected one key. Use jax.vmap, or take one of them."
+        )
+
+
+def model(value: Model) -> None:
+    """Refuse what is not a `Model`, or a model of parts that are none."""
+    if not isinstance(value, Model):
+        raise TypeError(
+            f"model is {_kind(value)}; expected fisherjax.Model(apply, likelihood), for instance "
+            "Model(apply, likelihoods.categorical)."
+        )
+    function("apply", value.apply, "apply(params, inputs) -> outputs")
+    if not isinstance(value.likelihood, Likelihood):
+        raise TypeError(
+            f"likelihood is {value.likelihood!r}; expected a Likelihood such as "
+            "likelihoods.categorical."
+        )
+    if value.apply_train is not None:
+        function("apply_train", value.apply_train, "apply_train(params, inputs, key, weights)")
+
+
+def mask(value: Model, params: Params) -> tuple[bool, ...]:
+    """Give a model's mask as one True (trained) or False a leaf; refuse one that does not fit."""
+    names = tree.names(params)
+    if value.mask is None:
+        return (True,) * len(names)
+    given = tuple(name for name, _ in value.mask)
+    if given != names:
+        raise ValueError(
+            f"The mask has leaves {list(given)}; expected one True or False for each leaf of "
+            f"params, {list(names)}."
+        )
+    leaves = [leaf for _, leaf in value.mask]
+    if not all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves) or not any(leaves):
+        raise ValueError(
+            f"The mask's leaves are {leaves}; expected Python's True (trained) or False, and at "
+            "least one True."
+        )
+    return tuple(map(bool, leaves))
+
+
+def floating(params: Params, what: str = "params") -> None:
+    """Refuse a pytree that has no leaves, or leaves that are not floating-point arrays."""
+    if not jax.tree.leaves(params):
+        raise ValueError(f"{what} has no leaves; expected a pytree of floating-point arrays.")
+    for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
+        dtype = getattr(leaf, "dtype", None) or np.result_type(type(leaf))
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"Leaf '{name}' of {what} has dtype {dtype}; expected floating point. Convert it, "
+                "or keep integers out of the pytree (close over them in apply)."
+            )
+
+
+def stacked(params: Params, num_clients: int, what: str = "the stacked params") -> None:
+    """Refuse leaves without a leading axis of clients."""
+    for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
+        if jnp.shape(leaf)[:1] != (num_clients,):
+            raise ValueError(
+                f"Leaf '{name}' of {what} has shape {jnp.shape(leaf)}; expected a leading axis of "
+                f"{num_clients} clients. Pass a list to give one pytree for each client."
+            )
+
+
+def examples(value: Examples) -> None:
+    """Refuse what are not arrays of fitting lengths."""
+    if not isinstance(value, Examples):
+        raise TypeError(
+            f"examples is {_kind(value)}; expected fisherjax.Examples(inputs, targets)."
+        )
+    for name, array in value._asdict().items():
+        if array is not None and not getattr(array, "ndim", 0):
+            raise TypeError(
+                f"{name} is {_kind(array)}; expected an array with an axis of examples."
+            )
+    inputs, targets, indices, weights = value
+    if inputs is None:
+        raise TypeError("inputs is None; expected an array with an axis of examples.")
+    if indices is not None and not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(
+            f"indices have dtype {indices.dtype}; expected integers. Turn a mask into rows with "
+            "numpy.flatnonzero, or pass it as weights."
+        )
+    if targets is not None and targets.shape[0] != inputs.shape[0]:
+        raise ValueError(
+            f"There are {targets.shape[0]} targets for {inputs.shape[0]} inputs; expected as many."
+        )
+    rows = inputs.shape[0] if indices is None else indices.shape[0]
+    if rows == 0 or inputs.shape[0] == 0:
+        raise ValueError("The data set is empty; expected at least one example.")
+    if weights is not None and weights.shape != (rows,):
+        raise ValueError(
+            f"weights has shape {weights.shape}; expected ({rows},), one for each row in use."
+        )
+    _values("weights", weights, 0, math.inf, "finite numbers, zero or more")
+    _values("indices", indices, 0, inputs.shape[0] - 1, f"rows of {inputs.shape[0]} inputs")
+
+
+def outputs(model: Model, params: Params, inputs: Array, targets: Array | None = None) -> Any:
+    """Trace a network on a data set; refuse it where that fails or the targets do not fit.
+
+    Returns:
+        The shape and dtype of the outputs for all inputs.
+    """
+    shape = jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)
+    z = _traced("apply", model.apply, params, shape)
+    if getattr(z, "ndim", 0) < 1:
+        raise ValueError(f"apply returned {z}; expected outputs [B, C], an array.")
+    if targets is not None:
+        model.likelihood.check(z.shape, targets)
+    if model.apply_train is not None:
+        _train_outputs(model, params, inputs, z)
+    return z
+
+
+def _train_outputs(model: Model, params: Params, inputs: Array, z: Any) -> None:
+    shape, ones = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs, inputs))
+    ones = jax.ShapeDtypeStruct(inputs.shape[:1], jnp.result_type(float))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    result = _traced("apply_train", model.apply_train, params, shape, key, ones)
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(
+            f"apply_train returned {_kind(result)}; expected a pair (outputs, new), where new is "
+            "None or like params."
+        )
+    if getattr(result[0], "shape", None) != z.shape:
+        raise ValueError(
+            f"apply_train returned outputs of shape {getattr(result[0], 'shape', None)}; expected "
+            f"{z.shape}, as apply does."
+        )
+    if result[1] is not None and jax.tree.structure(result[1]) != jax.tree.structure(params):
+        raise ValueError(
+            f"apply_train returned new leaves {list(tree.names(result[1]))}; expected None, or all "
+            f"leaves of params, {list(tree.names(params))}."
+        )
+
+
+def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: Any) -> Any:
+    try:
+        return jax.eval_shape(function, params, inputs, *rest)
+    except Exception as error:
+        raise ValueError(
+            f"{name} failed on inputs of shape {inputs.shape} and dtype {inputs.dtype} "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check that the params and "
+            "the inputs are those of this network."
+        ) from error
+
+
+def _values(name: str, values: Array | None, low: float, high: float, meaning: str) -> None:
+    if values is None or is_traced(values):
+        return
+    smallest, largest = float(values.min()), float(values.max())
+    # Negated, because comparisons with NaN are false.
+    if not (low <= smallest and largest <= high and largest < math.inf):
+        raise ValueError(f"{name} run from {smallest:g} to {largest:g}; expected {meaning}.")
+
+
+def _kind(value: Any) -> str:
+    article = "an" if type(value).__name__[:1] in "aeiouAEIOU" else "a"
+    return f"{article} {type(value).__name__}"

@@ -1,0 +1,102 @@
+"""Configuration by value: what is made of equal arguments is the same object.
+
+`jax.jit` recognises a function by its identity. Whoever writes `partial(fisher.sampled,
+num_samples=2)` or `fedfisher(model)` inside a loop must not compile again for it.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+class _Partial(functools.partial):
+    """A partial that equals another of the same function and arguments."""
+
+    def _content(self) -> tuple:
+        return self.func, self.args, tuple(sorted(self.keywords.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Partial) and self._content() == other._content()
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+
+def by_value(value: Any) -> Any:
+    """Make a `functools.partial` compare by what it holds.
+
+    Args:
+        value: Anything; partials inside partials count too.
+
+    Returns:
+        An equivalent that is equal for equal contents, or the value itself if it is no partial.
+
+    Example:
+        >>> from functools import partial
+        >>> partial(int, base=2) == partial(int, base=2)
+        False
+        >>> by_value(partial(int, base=2)) == by_value(partial(int, base=2))
+        True
+    """
+    # Not jax.tree_util.Partial, a subclass whose arguments are arrays.
+    if type(value) is not functools.partial:
+        return value
+    keywords = {name: by_value(item) for name, item in value.keywords.items()}
+    return _Partial(value.func, *map(by_value, value.args), **keywords)
+
+
+def cached(factory: Callable) -> Callable:
+    """Let a factory return the same object for equal arguments.
+
+    Arguments that cannot be hashed, such as traced numbers, make a new object each time.
+
+    Args:
+        factory: A function whose result depends on its arguments only.
+
+    Returns:
+        The factory.
+
+    Example:
+        >>> make = cached(lambda damping=1.0: [damping])
+        >>> make() is make(damping=1.0), make() is make(2.0)
+        (True, False)
+    """
+    signature = inspect.signature(factory)
+    # Bounded, because a cached object keeps its model and optimiser alive.
+    made = functools.lru_cache(maxsize=256)(factory)
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return factory(*args, **kwargs)  # raises what Python says of a wrong call
+        bound.apply_defaults()
+        bound.arguments = {name: by_value(value) for name, value in bound.arguments.items()}
+        try:
+            hash((bound.args, tuple(bound.kwargs.items())))
+        except TypeError:
+            return factory(*args, **kwargs)
+        return made(*bound.args, **bound.kwargs)
+
+    return make
+
+
+def name_of(function: Callable) -> str:
+    """Say what a configured function is: its name, and what a partial adds to it.
+
+    Example:
+        >>> from functools import partial
+        >>> name_of(partial(int, base=2))
+        'int(base=2)'
+    """
+    if not isinstance(function, functools.partial):
+        return getattr(function, "__name__", str(function))
+    extras = [str(x) for x in function.args]
+    extras += [f"{k}={_shown(v)}" for k, v in sorted(function.keywords.items())]
+    return f"{name_of(function.func)}({', '.join(extras)})"
+
+
+def _shown(value: Any) -> str:
+    return name_of(value) if callable(value) else repr(value)

@@ -1,0 +1,351 @@
+"""Data sets as arrays or text, and what prepares images.
+
+Images stay uint8 until a batch is used: `normalizer` makes the function that scales them,
+`crop_and_flip` the one that also augments them, both for the device.
+
+Letters: N examples, B images of a batch.
+"""
+
+import contextlib
+import difflib
+import functools
+import io
+import json
+import math
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fisherjax.typing import Array, Key
+
+# Mean and deviation per channel, as the FedFisher experiments have them: MNIST's also for
+# Fashion-MNIST, CIFAR-10's also for CIFAR-100, and SVHN as it is.
+_MNIST = (0.1307,), (0.3081,)
+_CIFAR = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
+_MOMENTS = {
+    "digits": ((0.0,), (1.0,)),
+    "mnist": _MNIST,
+    "fashion_mnist": _MNIST,
+    "cifar10": _CIFAR,
+    "cifar100": _CIFAR,
+    "svhn_cropped": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+}
+NAMES = tuple(_MOMENTS)
+"""The data sets that `load` knows."""
+
+
+class Dataset(NamedTuple):
+    """One split of a data set in memory, with the constants of its normalisation.
+
+    Attributes:
+        inputs: Images uint8 [N, H, W, channels], or inputs of any other kind [N, ...].
+        targets: Class labels int32 [N].
+        num_classes: How many classes there are.
+        scale: The largest value of a pixel.
+        mean: Of each channel, after division by the scale.
+        std: Likewise the standard deviation.
+        name: What `load` calls the data set.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    num_classes: int
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    name: str
+
+
+def load(name: str, data_dir: str | os.PathLike | None = None) -> tuple[Dataset, Dataset]:
+    """Read a data set into memory.
+
+    "digits" comes with scikit-learn: 1797 images of 8x8, of which the last 360 rows of
+    `numpy.random.RandomState(0).permutation(1797)` are for testing. The others (`NAMES`) are read
+    through TensorFlow Datasets, prepared beforehand; TensorFlow is not needed to read them.
+
+    Args:
+        name: One of `NAMES`.
+        data_dir: Folder of the prepared data sets; without it the environment's `TFDS_DATA_DIR`,
+            without that `~/tensorflow_datasets`. Digits need none.
+
+    Returns:
+        The training and the test split.
+
+    Raises:
+        ValueError: If the name is unknown.
+        FileNotFoundError: If the folder is missing or the data set is not prepared there; the
+            message holds the command that prepares it.
+        ImportError: If the package that reads the data set is missing.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> train, test = fj.datasets.load("digits")
+        >>> train.inputs.shape, train.inputs.dtype.name, test.inputs.shape
+        ((1437, 8, 8, 1), 'uint8', (360, 8, 8, 1))
+
+    Source: normalisation of Jhunjhunwala, Wang, Joshi, "FedFisher", AISTATS 2024 (code).
+    """
+    if name not in NAMES:
+        nearest = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"unknown data set {name!r}: did you mean {nearest!r}? Known: {', '.join(NAMES)}"
+        )
+    splits, num_classes, scale = _read_digits() if name == "digits" else _read_tfds(name, data_dir)
+    train, test = (
+        Dataset(inputs, targets, num_classes, scale, *_MOMENTS[name], name)
+        for inputs, targets in splits
+    )
+    return train, test
+
+
+def _read_digits():
+    with _needed_for("the digits come with scikit-learn"):
+        from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    # Stored as the other data sets are: whole numbers, here from 0 to 16, and one channel.
+    images = digits.images.astype(np.uint8)[..., None]
+    rows = np.random.RandomState(0).permutation(len(images))
+    splits = [
+        (images[part], digits.target[part].astype(np.int32)) for part in np.split(rows, [-360])
+    ]
+    return splits, 10, 16.0
+
+
+@contextlib.contextmanager
+def _needed_for(use: str) -> Iterator[None]:
+    """Say what a missing package is needed for, and how to get it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{use} ({error}): pip install 'fisherjax[experiments]'") from error
+
+
+def load_text(name: str = "tiny_shakespeare", data_dir: str | os.PathLike | None = None) -> str:
+    r"""Read a text into memory.
+
+    Args:
+        name: "tiny_shakespeare", parts of nine plays, prepared through TensorFlow Datasets as the
+            data sets of `load` are. Your own text is a string already: `Path(file).read_text()`.
+        data_dir: As for `load`.
+
+    Returns:
+        The whole text; the splits train, validation and test are consecutive pieces of it.
+
+    Raises:
+        ValueError: If the name is unknown.
+        FileNotFoundError: As `load`.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> text = fj.datasets.load_text()  # doctest: +SKIP
+        >>> text[:46]  # doctest: +SKIP
+        'First Citizen:\nBefore we proceed any further, '
+
+    Source: Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks", 2015 (data).
+    """
+    if name != "tiny_shakespeare":
+        raise ValueError(
+            f"unknown text {name!r}: expected 'tiny_shakespeare'; images are read by "
+            "datasets.load, a text of your own by pathlib.Path(file).read_text()"
+        )
+    sources = _sources(name, ["train", "validation", "test"], data_dir)
+    return "".join(record["text"].decode() for source in sources for record in source)
+
+
+def _read_tfds(name: str, data_dir):
+    """Read both splits with the images still encoded: our loop decodes in half the time."""
+    sources = _sources(name, ["train", "test"], data_dir, still_encoded=("image",))
+    features = sources[0].dataset_info.features
+    shape, num_classes = features["image"].shape, features["label"].num_classes
+    return [_decode(source, shape) for source in sources], num_classes, 255.0
+
+
+def _sources(name: str, splits: list[str], data_dir, still_encoded: tuple[str, ...] = ()):
+    import tensorflow_datasets as tfds
+
+    data_dir = data_dir or os.environ.get("TFDS_DATA_DIR")
+    # A bucket ("gs://...") is no folder of this machine, and TensorFlow Datasets checks it.
+    if data_dir and "://" not in str(data_dir):
+        data_dir = Path(data_dir).expanduser()
+        if not data_dir.is_dir():
+            raise FileNotFoundError(
+                f"the data directory {str(data_dir)!r} does not exist: pass the folder that holds "
+                f"{name!r} as data_dir or TFDS_DATA_DIR, or {_how_to_prepare(name, data_dir)}"
+            )
+    try:
+        return tfds.data_source(
+            name,
+            split=splits,
+            data_dir=data_dir,
+            download=False,
+            decoders={feature: tfds.decode.SkipDecoding() for feature in still_encoded},
+        )
+    except ImportError:  # a package is missing, not the data: preparing it again would not help
+        raise
+    except Exception as error:  # of many types, depending on what is missing
+        raise FileNotFoundError(
+            f"no data set {name!r} in {str(data_dir or '~/tensorflow_datasets')!r} that can be "
+            f"read without TensorFlow: {_how_to_prepare(name, data_dir)}\nA copy of it in another "
+            "format (tfrecord) would be in the way: choose another data_dir then."
+        ) from error
+
+
+def _how_to_prepare(name: str, data_dir) -> str:
+    where = f", data_dir={json.dumps(str(data_dir))}" if data_dir else ""
+    # The only format that is read without TensorFlow.
+    code = (
+        "import tensorflow_datasets as tfds; "
+        f'tfds.builder("{name}"{where}, file_format="array_record").download_and_prepare()'
+    )
+    return f"prepare it once:\n  pip install 'fisherjax[prepare]'\n  python -c {shlex.quote(code)}"
+
+
+def _decode(source, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    with _needed_for("decoding images needs pillow"):
+        from PIL import Image
+
+    inputs = np.empty((len(source), *shape), np.uint8)
+    targets = np.empty(len(source), np.int32)
+    chunk = 4096  # encoded images held at a time
+    for start in range(0, len(source), chunk):
+        rows = range(start, min(start + chunk, len(source)))
+        for row, record in zip(rows, source.__getitems__(list(rows)), strict=True):
+            with Image.open(io.BytesIO(record["image"]), formats=("PNG", "JPEG")) as image:
+                inputs[row] = np.asarray(image).reshape(shape)
+            targets[row] = record["label"]
+    return inputs, targets
+
+
+def normalizer(dataset: Dataset) -> Callable[[Array], Array]:
+    """Make the function that turns stored pixels into what a network is trained on.
+
+        normalize(x) = (x / scale - mean) / std
+
+    Args:
+        dataset: Its constants are used, its arrays are not.
+
+    Returns:
+        `normalize(x)`, for `jit` and `vmap`: integer x [..., channels] becomes float32; floating x
+        passes unchanged, as it has been normalised before. Equal constants give the same function
+        object, so that nothing compiles again.
+
+    Raises:
+        ValueError: If the constants cannot normalise (a zero deviation, differing lengths).
+
+    Example:
+        >>> import fisherjax as fj
+        >>> train, _ = fj.datasets.load("digits")
+        >>> float(fj.datasets.normalizer(train)(train.inputs).max())
+        1.0
+    """
+    scale = float(dataset.scale)
+    mean, std = (tuple(map(float, values)) for values in (dataset.mean, dataset.std))
+    if len(mean) != len(std) or not all(math.isfinite(x) and x > 0 for x in (scale, *std)):
+        raise ValueError(
+            f"cannot normalise {dataset.name!r} with scale {scale}, mean {mean}, std {std}: give "
+            "one mean and one std per channel, scale and stds above 0"
+        )
+    return _normalizer(scale, mean, std)
+
+
+@functools.cache
+def _normalizer(scale, mean, std):
+    mean, std = np.float32(mean), np.float32(std)
+
+    def normalize(x):
+        x = jnp.asarray(x)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"inputs have dtype {x.dtype}, expected stored pixels (integers)")
+        # As many axes as x: JAX can be told to refuse anything else.
+        per_channel = (1,) * (x.ndim - 1) + (-1,)
+        x = x.astype(jnp.float32) / np.float32(scale)
+        return (x - mean.reshape(per_channel)) / std.reshape(per_channel)
+
+    return normalize
+
+
+def crop_and_flip(normalize: Callable[[Array], Array], padding: int = 4, mode: str = "constant"):
+    """Make the augmentation of the CIFAR experiments: a random crop and a random mirror image.
+
+    Each image is normalised, padded on all sides, cut to its old size at a random place and
+    mirrored left to right in half of the cases.
+
+    Args:
+        normalize: What `normalizer` returned.
+        padding: Width of the border; the crop moves by up to this many pixels each way.
+        mode: What the border holds, as in `numpy.pad`: "constant" is zeros, "reflect" the image
+            mirrored at its outermost pixels, which needs a padding below its size.
+
+    Returns:
+        `augment(key, images)` from stored images [B, H, W, channels] to normalised ones, every
+        image with draws of its own; the same object for the same arguments.
+
+    Raises:
+        ValueError: If the padding is not a whole number from 0 up, or the mode is unknown.
+
+    Example:
+        >>> import jax, fisherjax as fj
+        >>> train, _ = fj.datasets.load("digits")
+        >>> augment = fj.datasets.crop_and_flip(fj.datasets.normalizer(train), padding=1)
+        >>> augment(jax.random.key(0), train.inputs[:2]).shape
+        (2, 8, 8, 1)
+
+    Source: with zeros Jhunjhunwala, Wang, Joshi, "FedFisher", AISTATS 2024 (code). It draws once
+    for a whole minibatch; drawing for each image is the usual form and augments more. With
+    reflection Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos", ICDE 2022 (code).
+    """
+    if not isinstance(padding, int) or isinstance(padding, bool) or padding < 0:
+        raise ValueError(f"padding is {padding!r}, expected a whole number of pixels from 0 up")
+    if mode not in ("constant", "reflect"):
+        raise ValueError(f"mode is {mode!r}, expected 'constant' or 'reflect'")
+    return _crop_and_flip(normalize, padding, mode)
+
+
+@functools.cache
+def _crop_and_flip(normalize, padding, mode):
+    def augment(key: Key, images: Array) -> Array:
+        if images.ndim != 4:
+            raise ValueError(f"images have shape {images.shape}, expected [B, H, W, channels]")
+        batch, height, width, _ = images.shape
+        if mode == "reflect" and padding >= min(height, width):
+            raise ValueError(
+                f"images of shape {images.shape} cannot be reflected by padding={padding}: it must "
+                "be below their height and width"
+            )
+        offset_key, flip_key = jax.random.split(key)
+        down, right = jax.random.randint(offset_key, (2, batch, 1), -padding, padding + 1)
+        # For each pixel of the result the row [B, H] and column [B, W] of the original that it
+        # shows; outside of the original it shows the border. The padded image is never made.
+        rows = jnp.arange(height)[None] + down
+        columns = jnp.arange(width)[None]
+        flipped = jax.random.bernoulli(flip_key, 0.5, (batch, 1))
+        columns = jnp.where(flipped, width - 1 - columns, columns) + right
+        if mode == "reflect":
+            rows, columns = _reflected(rows, height), _reflected(columns, width)
+        # One gather of the stored bytes: slicing padded floats image by image took 20 times longer.
+        cropped = images[
+            jnp.arange(batch)[:, None, None],
+            jnp.clip(rows, 0, height - 1)[:, :, None],
+            jnp.clip(columns, 0, width - 1)[:, None, :],
+        ]
+        inside_rows = (rows >= 0) & (rows < height)
+        inside_columns = (columns >= 0) & (columns < width)
+        inside = inside_rows[:, :, None, None] & inside_columns[:, None, :, None]
+        # After normalisation: the border is zeros of what the network sees, not black.
+        return jnp.where(inside, normalize(cropped), 0)
+
+    return augment
+
+
+def _reflected(places: Array, size: int) -> Array:
+    """Fold places outside 0 to size - 1 back inside, without repeating the edge."""
+    return size - 1 - jnp.abs(size - 1 - jnp.abs(places))

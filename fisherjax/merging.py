@@ -1,0 +1,555 @@
+"""Summarize and merge: what clients send, whether it can be trusted, and the model made of it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fisherjax import checks, tree
+from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.clients import AGGREGATE, SUMMARIZE, Federation, client_key, ids, view
+from fisherjax.parallel import (
+    Layout,
+    Memory,
+    chunk_size,
+    map_clients,
+    memory,
+    mesh_of,
+    replicate,
+    stacked_shapes,
+)
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Key, Params
+
+
+def summarize(
+    algorithm: Algorithm,
+    trained: Trained | Sequence[Params],
+    federation: Federation,
+    *,
+    key: Key,
+    clients_per_chunk: int | None = None,
+) -> Update:
+    """Compute every client's update: what it sends to the server.
+
+    Compiled once for equal algorithms and shapes. What an algorithm keeps on the clients is fresh
+    here, as in a first round; `rounds` carries it on.
+
+    Args:
+        algorithm: Its `summarize` runs for each client.
+        trained: What `training.train` returned; or M models that were trained elsewhere, as a list
+            or as `Trained(stacked params)`.
+        federation: The clients' data.
+        key: Folded by client.
+        clients_per_chunk: Side by side on a device; None chooses 1 on a CPU and all elsewhere.
+
+    Returns:
+        The stacked updates.
+
+    Raises:
+        ValueError: If the models are not as many as the clients, or lack what the algorithm needs
+            of their training, or the targets do not fit the outputs.
+        TypeError: If params are not floating, or an argument has the wrong kind.
+
+    Example:
+        >>> import numpy as np, fisherjax as fj
+        >>> data = np.zeros((3, 8)), np.array([0, 1, 1])
+        >>> federation = fj.clients.federation(data, [np.array([2]), np.array([0, 1])])
+        >>> models, key = [{"w": np.zeros(2)}, {"w": np.ones(2)}], jax.random.key(0)
+        >>> sent = fj.merging.summarize(fj.algorithms.fedavg(), models, federation, key=key)
+        >>> sent.kind, sent.values["params"]["w"].shape
+        ('params', (2, 2))
+    """
+    trained = _as_trained(trained)
+    _check_summary(algorithm, trained, federation, key)
+    layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
+    key, start = replicate((key, trained.start), layout.mesh)
+    private = _first_private(algorithm, trained.params)
+    trained = trained._replace(start=start, loss=None)
+    return summarize_cohort(algorithm, layout, trained, private, federation, key)[0]
+
+
+def summarize_memory(
+    algorithm: Algorithm,
+    params: Params,
+    federation: Federation,
+    *,
+    key: Key,
+    clients_per_chunk: int | None = None,
+) -> Memory:
+    """Predict the memory of `summarize`, with the models and updates of all clients.
+
+    Args:
+        algorithm: As for `summarize`.
+        params: One model, or its shapes.
+        federation: The clients' data.
+        key: As for `summarize`.
+        clients_per_chunk: As for `summarize`.
+
+    Returns:
+        Bytes on each device.
+
+    Raises:
+        ValueError: If clients_per_chunk is not a number of clients.
+
+    Example:
+        >>> import numpy as np, fisherjax as fj
+        >>> data = np.zeros((3, 8), np.float32), np.array([0, 1, 1])
+        >>> federation = fj.clients.federation(data, [np.array([2]), np.array([0, 1])])
+        >>> small, large = (
+        ...     fj.merging.summarize_memory(
+        ...         fj.algorithms.fedavg(), {"w": np.zeros(n)}, federation, key=jax.random.key(0)
+        ...     )
+        ...     for n in (1, 1001)
+        ... )
+        >>> large.resident - small.resident  # two models in, two models out
+        16000
+    """
+    num_clients, mesh = federation.num_clients, federation.mesh
+    layout = Layout(chunk_size(clients_per_chunk, num_clients), mesh)
+    key, start = replicate((key, params), mesh)
+    extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
+    private = jax.eval_shape(algorithm.init_client, params)
+    stacked, own, extras = stacked_shapes((params, private, extras), num_clients, mesh)
+    steps = jax.ShapeDtypeStruct((num_clients,), jnp.int32)
+    trained = Trained(stacked, start, steps, None, extras)
+    return memory(_summarize, algorithm, layout, trained, own, federation, key)
+
+
+def merge(
+    algorithm: Algorithm,
+    params: Params,
+    updates: Update | Sequence[Update],
+    weights: Array | None = None,
+    *,
+    state: Any = None,
+    cohort: Array | None = None,
+    key: Key | None = None,
+    on_nonfinite: str = "raise",
+) -> tuple[Params, Any, Any]:
+    """Merge client updates to one model: the server's half of a round.
+
+    Args:
+        algorithm: The method.
+        params: The global params that clients started from; their structure and dtypes are the
+            result's.
+        updates: Stacked, as `summarize` gives them, or a list of M as they were loaded from files.
+        weights: [M], non-negative, for instance numbers of examples; scaled to sum one. Equal
+            weights if None.
+        state: What the algorithm kept of the last merge; None starts afresh.
+        cohort: [M] places of these clients among all; all of them in order if None.
+        key: For algorithms that draw on the server.
+        on_nonfinite: "raise" or "drop", what to do about a client that diverged.
+
+    Returns:
+        The merged params, the algorithm's state, and what it reports (of a solver: iterations,
+        residual, converged).
+
+    Raises:
+        ValueError: If updates do not fit together or to the algorithm, the weights do not fit, a
+            client's update is not finite and `on_nonfinite` is "raise", or the merged model is not;
+            the message names clients and leaves.
+        TypeError: If params are not floating, or updates are something else.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> updates = [fj.algorithms.Update({"params": {"w": w}}, "params") for w in jnp.eye(2)]
+        >>> merged, _, _ = merge(fj.algorithms.fedavg(), {"w": jnp.zeros(2)}, updates, [1, 3])
+        >>> print(merged["w"])
+        [0.25 0.75]
+    """
+    checks.floating(params)
+    values = _checked(algorithm, updates)
+    num_clients = jax.tree.leaves(values)[0].shape[0]
+    weights = _weights(weights, num_clients)
+    if not checks.is_traced(weights) and not weights.sum() > 0:
+        raise ValueError(
+            "Every weight is zero; expected some clients to count, for instance "
+            "federation.weights or numbers of examples."
+        )
+    mesh = mesh_of(values)
+    params, weights = replicate((params, jnp.asarray(_shares(weights), float)), mesh)
+    values, weights = check_updates(values, weights, on_nonfinite)
+    state = algorithm.init(params, num_clients) if state is None else state
+    cohort = jnp.arange(num_clients) if cohort is None else cohort
+    key = jax.random.key(0) if key is None else key
+    received = (values, weights)
+    if algorithm.reduce is not None:
+        received = _reduce(algorithm.reduce, values, weights)
+    return _aggregated(algorithm, key, received, params, state, cohort)
+
+
+def merge_stream(
+    algorithm: Algorithm,
+    params: Params,
+    chunks: Iterable[tuple[Any, Array | None]],
+    *,
+    state: Any = None,
+    on_nonfinite: str = "raise",
+) -> tuple[Params, Any, Any]:
+    """Merge client updates that arrive a chunk at a time, and hold one chunk and the sums only.
+
+    The same as `merge` of all chunks at once, to rounding. Compiled once for each shape of a chunk:
+    let all chunks but the last be equally long.
+
+    Args:
+        algorithm: A method whose updates add up, that is with a `reduce`: fedavg, fisher_merge,
+            regmean, fednova, scaffold, fedfisher with a diagonal or full Fisher.
+        params: The global params that clients started from, as for `merge`.
+        chunks: Pairs (updates, weights [m]) of some clients each: stacked updates, or a list of m;
+            weights non-negative, for instance numbers of examples, or None for one each. They are
+            scaled to sum one over all chunks.
+        state: As for `merge`.
+        on_nonfinite: "raise" or "drop", what to do about a client that diverged.
+
+    Returns:
+        As `merge`.
+
+    Raises:
+        ValueError: If the method needs all updates at once, there are no chunks, a chunk does not
+            fit, no client has weight, or a client's update is not finite and `on_nonfinite` is
+            "raise"; the message counts clients from the first chunk on.
+        TypeError: As `merge`.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> models = ({"params": {"w": jnp.full((2, 1), x)}} for x in (1.0, 3.0))
+        >>> chunks = ((fj.algorithms.Update(values, "params"), jnp.ones(2)) for values in models)
+        >>> print(merge_stream(fj.algorithms.fedavg(), {"w": jnp.zeros(1)}, chunks)[0]["w"])
+        [2.]
+    """
+    checks.floating(params)
+    if algorithm.reduce is None:
+        raise ValueError(
+            "This method needs every client's update at once (its reduce is None), as FedFisher "
+            "with K-FAC does: Kronecker factors do not add up. Use merge, or a method that adds up "
+            "such as fedavg, fisher_merge, regmean or fedfisher(model, fisher=fisher.diagonal)."
+        )
+    totals, weight, clients, first = None, 0.0, 0, None
+    for number, chunk in enumerate(chunks):
+        values, weights = _chunk(algorithm, chunk, number)
+        shapes = jax.tree.map(lambda x: x.shape[1:], values)
+        first = shapes if first is None else first
+        if shapes != first:
+            raise ValueError(
+                f"Chunk {number} holds leaves of shapes {shapes} for each client, but chunk 0 "
+                f"{first}. All clients must have trained the same network."
+            )
+        num_clients = weights.shape[0]
+        weights = replicate(jnp.asarray(weights, float), mesh_of(values))
+        values, weights = _screened(values, weights, on_nonfinite, first=clients)
+        sums = _reduce(algorithm.reduce, values, weights)
+        totals = sums if totals is None else _add(totals, sums)
+        weight, clients = weight + float(weights.sum()), clients + num_clients
+    if totals is None:
+        raise ValueError("There are no chunks to merge: expected at least one pair of updates.")
+    if not weight > 0:
+        raise ValueError(f"None of the {clients} clients has weight: every weight is zero.")
+    params = replicate(params, mesh_of(totals))
+    state = algorithm.init(params, clients) if state is None else state
+    return _aggregated(algorithm, jax.random.key(0), totals, params, state, jnp.arange(clients))
+
+
+def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
+    """Find clients whose update holds NaN or infinity, on the host, before they spoil a merge.
+
+    Args:
+        updates: Stacked updates or params, leaves [M, ...].
+        weights: [M].
+        on_nonfinite: "raise", or "drop" to leave those clients out.
+
+    Returns:
+        Updates and weights. With "drop", a diverged client has weight zero and finite entries, and
+        the weights of the others sum to one again. Under tracing nothing is checked.
+
+    Raises:
+        ValueError: With "raise", naming the diverged clients and the first leaf concerned; with
+            "drop", if no client is left.
+
+    Example:
+        >>> updates = {"w": jnp.array([[1.0], [jnp.nan]])}
+        >>> print(check_updates(updates, jnp.array([0.5, 0.5]), on_nonfinite="drop")[1])
+        [1. 0.]
+    """
+    cleaned, kept = _screened(updates, weights, on_nonfinite)
+    if kept is weights:
+        return updates, weights
+    if not np.any(np.asarray(kept) > 0):
+        raise ValueError("No client is left: every update with weight is not finite.")
+    return cleaned, kept / kept.sum()
+
+
+def summarize_cohort(
+    algorithm: Algorithm,
+    layout: Layout,
+    trained: Trained,
+    private: Any,
+    federation: Federation,
+    key: Key,
+) -> tuple[Update, Any]:
+    """Compute the updates of a federation's clients, and what each keeps, stacked.
+
+    Args:
+        algorithm: Whose.
+        layout: Where clients are computed.
+        trained: Stacked; its start is common or stacked.
+        private: Stacked, what each client kept before.
+        federation: The clients.
+        key: Folded by purpose and client.
+
+    Returns:
+        The updates, and what each client keeps from now on.
+    """
+    values, kept = _summarize(algorithm, layout, trained, private, federation, key)
+    return Update(values, algorithm.kind), kept
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _summarize(
+    algorithm: Algorithm,
+    layout: Layout,
+    trained: Trained,
+    private: Any,
+    federation: Federation,
+    key: Key,
+) -> tuple[dict[str, Any], Any]:
+    # The start is one model for all, or stacked like the params.
+    is_common = _rank(trained.start) < _rank(trained.params)
+    common = trained.start if is_common else None
+    own_start = None if is_common else trained.start
+
+    def one(own: Any, start: Params | None, federation: Federation, key: Key) -> Any:
+        place, mine, private = own
+        mine = mine._replace(start=mine.start if start is None else start)
+        client = client_key(key, SUMMARIZE, ids(federation)[place])
+        return algorithm.summarize(client, mine, view(federation, place), private)
+
+    return map_clients(
+        one,
+        (jnp.arange(federation.num_clients), trained._replace(start=own_start), private),
+        common,
+        federation,
+        key,
+        sizes=federation.sizes,
+        **layout._asdict(),
+    )
+
+
+def _rank(params: Params | None) -> int:
+    leaves = jax.tree.leaves(params)
+    return jnp.ndim(leaves[0]) if leaves else 0
+
+
+def _as_trained(trained: Any) -> Trained:
+    if isinstance(trained, Trained):
+        return trained
+    if isinstance(trained, (list, tuple)):
+        return Trained(tree.stack(list(trained)))
+    raise TypeError(
+        f"trained is a {type(trained).__name__}; expected what training.train returned, a list of "
+        "one params pytree for each client, or training.Trained(stacked params)."
+    )
+
+
+def _check_summary(
+    algorithm: Algorithm, trained: Trained, federation: Federation, key: Key
+) -> None:
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"algorithm is a {type(algorithm).__name__}; expected an Algorithm such as "
+            "algorithms.fedavg()."
+        )
+    if not isinstance(federation, Federation):
+        raise TypeError(
+            f"federation is a {type(federation).__name__}; expected the result of "
+            "clients.federation."
+        )
+    checks.key(key)
+    checks.floating(trained.params)
+    checks.stacked(trained.params, federation.num_clients)
+    if algorithm.model is not None:
+        checks.model(algorithm.model)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trained.params)
+        checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
+
+
+@partial(jax.jit, static_argnums=0)
+def _first_private(algorithm: Algorithm, stacked: Params) -> Any:
+    return jax.vmap(algorithm.init_client)(stacked)
+
+
+def _extras(algorithm: Algorithm, params: Params) -> Any:
+    """Make what an algorithm's optimiser keeps, whatever it is wrapped around."""
+    import optax
+
+    state = algorithm.optimizer(optax.identity()).init(params)
+    return getattr(state, "own", ())
+
+
+def _checked(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
+    """Stack updates if need be; refuse another kind, or leaves of different numbers of clients."""
+    if isinstance(updates, (list, tuple)):
+        for client, update in enumerate(updates):
+            _check_kind(algorithm, update, f"The update of client {client}")
+        updates = tree.stack(list(updates))
+    _check_kind(algorithm, updates, "updates")
+    values = updates.values
+    lengths = {
+        name: jnp.shape(leaf)[:1]
+        for name, leaf in zip(tree.names(values), jax.tree.leaves(values), strict=True)
+    }
+    if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
+        found = {name: length[0] if length else None for name, length in lengths.items()}
+        raise ValueError(
+            f"The leaves of the stacked updates have leading axes {found}; expected one of the "
+            "same number of clients for all."
+        )
+    return values
+
+
+def _check_kind(algorithm: Algorithm, update: Any, what: str) -> None:
+    if not isinstance(update, Update):
+        raise TypeError(
+            f"{what} is a {type(update).__name__}; expected what merging.summarize returns, a list "
+            "of algorithms.Update, or Update(stacked values, algorithm.kind)."
+        )
+    if update.kind != algorithm.kind:
+        raise ValueError(
+            f"{what} holds '{update.kind}', but this algorithm merges '{algorithm.kind}'. "
+            "Summarize with the algorithm that merges."
+        )
+
+
+def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[dict[str, Any], np.ndarray]:
+    if not (isinstance(chunk, tuple) and len(chunk) == 2):
+        raise ValueError(
+            f"Chunk {number} is a {type(chunk).__name__}; expected a pair (updates, weights), "
+            "where weights may be None."
+        )
+    values = _checked(algorithm, chunk[0])
+    return values, _weights(chunk[1], jax.tree.leaves(values)[0].shape[0])
+
+
+def _weights(weights: Any, num_clients: int) -> Any:
+    """Check the clients' weights, [M]; in float64 on the host unless they are traced."""
+    if weights is None:
+        return np.ones(num_clients)
+    if not checks.is_traced(weights):
+        try:
+            weights = np.asarray(weights, np.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"weights are {weights!r}; expected numbers, one a client.") from error
+    if weights.shape != (num_clients,):
+        raise ValueError(
+            f"weights has shape {weights.shape}; expected ({num_clients},), one for each update."
+        )
+    if not checks.is_traced(weights) and not (np.all(weights >= 0) and np.isfinite(weights).all()):
+        raise ValueError(
+            f"weights are {weights.tolist()}; expected finite non-negative "
+            "numbers, for instance federation.weights or numbers of examples."
+        )
+    return weights
+
+
+def _shares(weights: Any) -> Any:
+    """Scale weights to sum one, whatever their size."""
+    scaled = weights / weights.max()
+    return scaled / scaled.sum()
+
+
+def _screened(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> tuple[Any, Array]:
+    """Give diverged clients zeros and weight zero; `first` is the number of the first client."""
+    checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
+    if checks.is_traced(updates, weights):
+        return updates, weights
+    table = _finite(mesh_of(updates), updates)  # [leaves, M]
+    if checks.is_traced(table):  # everything is known, but inside somebody's jit
+        return updates, weights
+    table = np.asarray(table)
+    diverged = np.flatnonzero(~table.all(0))
+    if diverged.size == 0:
+        return updates, weights
+    if on_nonfinite == "raise":
+        leaf = tree.names(updates)[int(np.flatnonzero(~table[:, diverged[0]])[0])]
+        raise ValueError(
+            f"The updates of clients {(first + diverged).tolist()} are not finite (client "
+            f"{first + diverged[0]}: leaf '{leaf}'): they diverged. Train them with a smaller "
+            "learning rate, or leave them out with on_nonfinite='drop'."
+        )
+    kept = table.all(0)
+    return tree.keep(kept, updates), jnp.where(kept, weights, 0)
+
+
+@partial(jax.jit, static_argnums=0)
+def _finite(mesh: Mesh | None, updates: Any) -> Array:
+    """Say of every leaf and client whether it is finite, [leaves, M], on every device."""
+    table = tree.finite(updates)
+    if mesh is None:
+        return table
+    return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
+
+
+@partial(jax.jit, static_argnums=0)
+def _reduce(reduce: Callable[[Any, Array], Any], values: Any, weights: Array) -> Any:
+    return reduce(values, weights)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _add(totals: Any, sums: Any) -> Any:
+    return jax.tree.map(jnp.add, totals, sums)
+
+
+def _aggregated(
+    algorithm: Algorithm, key: Key, received: Any, params: Params, state: Any, cohort: Array
+) -> tuple[Params, Any, Any]:
+    """Aggregate, and refuse a model that does not fit or is not finite."""
+    key = jax.random.fold_in(key, AGGREGATE)
+    merged, state, info = algorithm.aggregate(key, received, params, state, cohort)
+    _check_shapes(merged, params)
+    merged = jax.tree.map(lambda leaf, start: leaf.astype(jnp.result_type(start)), merged, params)
+    if not checks.is_traced(merged) and not bool(_all_finite(merged)):
+        leaf = next(
+            name
+            for name, x in zip(tree.names(merged), jax.tree.leaves(merged), strict=True)
+            if not bool(jnp.isfinite(x).all())
+        )
+        raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {_suspect(received)}")
+    return merged, state, info
+
+
+@jax.jit
+def _all_finite(params: Params) -> Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
+
+
+def _suspect(received: Any) -> str:
+    """Name the client and leaf with the largest entry, where the updates of all are at hand."""
+    advice = "its numbers are too large to merge, or a Fisher is not positive semi-definite"
+    if not (isinstance(received, tuple) and isinstance(received[0], dict)):
+        return f"The sums of the updates are finite; of some client {advice}."
+    values = received[0]
+    leaves = {
+        n: jnp.abs(x) for n, x in zip(tree.names(values), jax.tree.leaves(values), strict=True)
+    }
+    leaf = max(leaves, key=lambda name: float(leaves[name].max()))
+    client = int(leaves[leaf].reshape(leaves[leaf].shape[0], -1).max(1).argmax())
+    return (
+        f"Every update is finite; client {client} has the largest entry, "
+        f"{float(leaves[leaf][client].max()):.3g} in leaf '{leaf}': {advice}."
+    )
+
+
+def _check_shapes(merged: Params, params: Params) -> None:
+    def described(model: Params) -> dict[str, tuple[int, ...]]:
+        return dict(zip(tree.names(model), map(jnp.shape, jax.tree.leaves(model)), strict=True))
+
+    same = jax.tree.structure(merged) == jax.tree.structure(params)
+    if not same or described(merged) != described(params):
+        raise ValueError(
+            f"The merged model has leaves of shapes {described(merged)}, but params has "
+            f"{described(params)}. Pass the params of the network that the clients trained."
+        )

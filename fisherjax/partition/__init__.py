@@ -1,0 +1,26 @@
+"""Which example belongs to which client.
+
+Every scheme is a NumPy function on the host, of the targets and an integer seed, and returns a
+*partition*: a list with one integer array of row numbers per client. Together the arrays name
+every example exactly once, unless a scheme says otherwise; a client's array may be empty. The seed
+of the partition has nothing to do with the keys of training, so that one split can be trained many
+times.
+
+Letters: M clients, N examples, C classes.
+"""
+
+from fisherjax.partition.checks import check_partition
+from fisherjax.partition.label_blind import central, hold_out, iid, natural
+from fisherjax.partition.label_skew import classes_per_client, fedfisher, label_counts, niid_bench
+
+__all__ = [
+    "central",
+    "check_partition",
+    "classes_per_client",
+    "fedfisher",
+    "hold_out",
+    "iid",
+    "label_counts",
+    "natural",
+    "niid_bench",
+]

@@ -1,0 +1,124 @@
+"""What every scheme refuses, and what no partition may be."""
+
+import math
+import numbers
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def check_partition(partition: Sequence[np.ndarray], num_examples: int) -> None:
+    """Refuse a partition that names a row twice, or one that does not exist.
+
+    Rows that belong to nobody are allowed, and so are clients without any.
+
+    Args:
+        partition: M arrays of row numbers.
+        num_examples: N; rows run from 0 to N - 1.
+
+    Raises:
+        ValueError: If there is no client, or a row is out of range or named twice; the message
+            names the client.
+        TypeError: If row numbers are not integers.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> fj.partition.check_partition([[0, 2], [1], []], num_examples=3)
+    """
+    if len(partition) == 0:
+        raise ValueError("the partition has no client: pass one array of row numbers per client")
+    owner = np.full(num_examples, -1)
+    for client, part in enumerate(partition):
+        rows = np.asarray(part)
+        if rows.ndim != 1:
+            raise ValueError(
+                f"client {client}'s rows have shape {rows.shape}, expected one dimension [n_i]"
+            )
+        # Before the type: NumPy makes an empty list an array of floats.
+        if rows.size == 0:
+            continue
+        if not np.issubdtype(rows.dtype, np.integer):
+            raise TypeError(
+                f"client {client}'s rows have dtype {rows.dtype}, expected integers: turn a mask "
+                "into rows with numpy.flatnonzero"
+            )
+        if rows.min() < 0 or rows.max() >= num_examples:
+            raise ValueError(
+                f"client {client}'s rows run from {rows.min()} to {rows.max()}, but there are "
+                f"{num_examples} examples, 0 to {num_examples - 1}"
+            )
+        values, counts = np.unique(rows, return_counts=True)
+        if counts.max() > 1:
+            raise ValueError(
+                f"client {client} holds row {values[counts.argmax()]} {counts.max()} times: "
+                "every row may appear once"
+            )
+        taken = rows[owner[rows] >= 0]
+        if taken.size:
+            raise ValueError(
+                f"row {taken[0]} belongs to client {owner[taken[0]]} and to client {client}: "
+                "clients must not share examples"
+            )
+        owner[rows] = client
+
+
+def labels(targets) -> np.ndarray:
+    """Give class labels as an array [N]; refuse what are none."""
+    targets = np.asarray(targets)
+    if targets.ndim != 1 or targets.size == 0:
+        raise ValueError(
+            f"targets have shape {targets.shape}, expected class labels [N] of at least one "
+            "example: turn one-hot rows into labels with argmax(-1)"
+        )
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise TypeError(
+            f"targets have dtype {targets.dtype}, expected integer class labels: cast them with "
+            "astype(int), or split other targets with partition.iid"
+        )
+    if targets.min() < 0:
+        raise ValueError(
+            f"the smallest label is {targets.min()}, expected labels from 0 up: drop or renumber "
+            "the unlabelled examples"
+        )
+    return targets
+
+
+def num_clients(value: int, num_examples: int) -> None:
+    """Refuse more clients than examples, or none."""
+    _integer("num_clients", value)
+    if not 1 <= value <= num_examples:
+        raise ValueError(
+            f"num_clients is {value}, expected 1 to {num_examples}, the number of examples: "
+            "ask for fewer clients or bring more data"
+        )
+
+
+def concentration(name: str, value: float) -> None:
+    """Refuse what no Dirichlet distribution can have."""
+    if not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
+        raise ValueError(
+            f"{name} is {value!r}, but a Dirichlet concentration is a finite number above 0: "
+            "try 0.1 for very different clients, 100 for similar ones"
+        )
+
+
+def count(name: str, value: int, smallest: int) -> None:
+    """Refuse what is not an integer, or a smaller one."""
+    _integer(name, value)
+    if value < smallest:
+        raise ValueError(f"{name} is {value}, expected {smallest} or more")
+
+
+def _integer(name: str, value: int, expected: str = "an integer") -> None:
+    # True is an integer to Python, and a mistake here.
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, expected {expected}")
+
+
+def random_state(seed: int) -> np.random.RandomState:
+    """Give the generator of a seed; the papers' splits are draws of NumPy's older one."""
+    expected = "an integer from 0 to 2**32 - 1"
+    _integer("seed", seed, expected)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed}, expected {expected}")
+    return np.random.RandomState(int(seed))

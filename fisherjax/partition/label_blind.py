@@ -1,0 +1,133 @@
+"""Schemes that do not look at the labels: equal parts, one part, groups that exist already."""
+
+import numbers
+
+import numpy as np
+
+from fisherjax.partition import checks
+
+
+def iid(targets_or_num_examples, num_clients: int, seed: int) -> list[np.ndarray]:
+    """Deal all examples out at random into equal parts, sizes differing by at most one.
+
+    Args:
+        targets_or_num_examples: The targets [N, ...], whose values are ignored, or N itself.
+        num_clients: M, between 1 and N.
+        seed: Of `numpy.random.RandomState`, which draws one permutation of the N rows.
+
+    Returns:
+        M arrays of row numbers; the first N mod M clients have the extra example.
+
+    Raises:
+        ValueError: If `num_clients` or `seed` is out of range.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> [len(part) for part in fj.partition.iid(10, num_clients=3, seed=0)]
+        [4, 3, 3]
+
+    Source: "homogeneous" of Li et al., "Federated Learning on Non-IID Data Silos", ICDE 2022.
+    """
+    num_examples = _num_examples(targets_or_num_examples)
+    checks.num_clients(num_clients, num_examples)
+    return np.array_split(checks.random_state(seed).permutation(num_examples), num_clients)
+
+
+def central(targets_or_num_examples) -> list[np.ndarray]:
+    """Give everything to one client, the ceiling that merging is compared with.
+
+    Args:
+        targets_or_num_examples: The targets [N, ...], whose values are ignored, or N itself.
+
+    Returns:
+        One array with the rows 0 to N - 1.
+
+    Raises:
+        ValueError: If there is no example.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> fj.partition.central(4)
+        [array([0, 1, 2, 3])]
+    """
+    num_examples = _num_examples(targets_or_num_examples)
+    checks.num_clients(1, num_examples)
+    return [np.arange(num_examples)]
+
+
+def natural(groups) -> list[np.ndarray]:
+    """Give every group of examples to a client of its own: a writer, a speaker, a hospital.
+
+    Args:
+        groups: Who each example comes from, [N] numbers or strings.
+
+    Returns:
+        One array of ascending row numbers for each distinct group, groups in sorted order, that of
+        `numpy.unique(groups)`.
+
+    Raises:
+        ValueError: If `groups` is not one label for each of at least one example.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> fj.partition.natural(["Romeo", "Juliet", "Romeo"])
+        [array([1]), array([0, 2])]
+
+    Source: Caldas, Duddu, Wu, Li, Konečný, McMahan, Smith, Talwalkar, "LEAF: A Benchmark for
+    Federated Settings", 2018.
+    """
+    groups = np.asarray(groups)
+    if groups.ndim != 1 or groups.size == 0:
+        raise ValueError(
+            f"groups have shape {groups.shape}, expected one label for each example, [N], and at "
+            "least one example"
+        )
+    _, number, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    # One sort for all groups, stable so that the rows of each stay in order.
+    return np.split(np.argsort(number, kind="stable"), np.cumsum(sizes)[:-1])
+
+
+def hold_out(num_clients: int, num_held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Choose clients at random that take no part in training, to judge a model on new clients.
+
+    Args:
+        num_clients: M.
+        num_held_out: How many are held out, between 1 and M - 1.
+        seed: Of `numpy.random.RandomState`, which draws one permutation of the M clients.
+
+    Returns:
+        The numbers of the clients that are kept [M - num_held_out] and of those held out
+        [num_held_out], each ascending.
+
+    Raises:
+        ValueError: If no client would be kept or none held out, or the seed is out of range.
+        TypeError: If a count or the seed is not an integer.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> fj.partition.hold_out(5, 2, seed=0)
+        (array([1, 3, 4]), array([0, 2]))
+
+    Source: Yuan, Morningstar, Ning, Singhal, "What Do We Mean by Generalization in Federated
+    Learning?", ICLR 2022 (participation gap).
+    """
+    checks.count("num_clients", num_clients, 2)
+    checks.count("num_held_out", num_held_out, 1)
+    if num_held_out >= num_clients:
+        raise ValueError(
+            f"num_held_out is {num_held_out} of {num_clients} clients, which leaves none to train: "
+            f"hold out 1 to {num_clients - 1}"
+        )
+    held_out, kept = np.split(checks.random_state(seed).permutation(num_clients), [num_held_out])
+    return np.sort(kept), np.sort(held_out)
+
+
+def _num_examples(targets_or_num_examples) -> int:
+    if isinstance(targets_or_num_examples, numbers.Integral):
+        return int(targets_or_num_examples)
+    shape = np.shape(targets_or_num_examples)
+    if not shape:
+        raise TypeError(
+            f"got {targets_or_num_examples!r}, expected the targets [N, ...] or their number N"
+        )
+    return shape[0]
