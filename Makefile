@@ -71,7 +71,7 @@ clean: ## Remove the environments, caches and build products; results under runs
 # One stamp file an environment: nothing is installed again until pyproject.toml changes.
 $(VENV)/.base: pyproject.toml
 	$(call environment,$(VENV))
-	$(VENV)/bin/python $(INSTALL) --editable .
+	$(VENV)/bin/python $(INSTALL) --editable ".[experiments]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

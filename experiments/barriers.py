@@ -47,10 +47,10 @@ def evaluate(width: int, runs: Runs, merged: dict[str, Params]) -> list[Row]:
     Raises:
         ValueError: if a merged model's error is not finite.
     """
-    apply = toy_regression.network(width)
-    own = toy_regression.local_errors(apply, runs)
+    model = toy_regression.model(width)
+    own = toy_regression.local_errors(model, runs)
     errors = {
-        name: toy_regression.merged_errors(apply, models, runs) for name, models in merged.items()
+        name: toy_regression.merged_errors(model, models, runs) for name, models in merged.items()
     }
     rows = []
     for run, cell in enumerate(zip(runs.overlaps, runs.seeds, strict=True)):

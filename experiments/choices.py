@@ -1,40 +1,23 @@
 """The names that an experiment may choose from."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import fisherjax as fj
 
 MODELS = {
-    "mlp": fj.models.MLP,
-    "lenet": fj.models.LeNet,
-    "cnn": fj.models.CNN,
-    "simple_cnn": fj.models.SimpleCNN,
-    "simple_cnn_mnist": fj.models.SimpleCNNMNIST,
+    "mlp": fj.networks.MLP,
+    "lenet": fj.networks.LeNet,
+    "cnn": fj.networks.CNN,
+    "simple_cnn": fj.networks.SimpleCNN,
+    "simple_cnn_mnist": fj.networks.SimpleCNNMNIST,
 }
-SHARE_TRAINING = (
-    "fedavg",
-    "fisher_merge",
-    "regmean",
-    "fedfisher_diag",
-    "fedfisher_kfac",
-    "fedfisher_full",
-    "fedlpa",
-    "fedlpa_ea",
-    "fedlpa_gd",
-    "fednova",
-    "fedfish",
-)
-"""Algorithms that merge the same clients."""
-TRAIN_THEIR_OWN = ("fedprox", "scaffold")
-"""Algorithms whose clients are trained in another way."""
-ALGORITHMS = SHARE_TRAINING + TRAIN_THEIR_OWN
 PARTITIONS = ("fedfisher", "iid", "niid_bench", "classes_per_client")
 CHOICES = {
-    "dataset": fj.data.NAMES,
+    "dataset": fj.datasets.NAMES,
     "model": tuple(MODELS),
     "partition": PARTITIONS,
-    "algorithms": ALGORITHMS,
+    "algorithms": fj.algorithms.TABLE,  # itself: a row that is added counts
     "augment_border": ("constant", "reflect"),
     "fisher_kind": ("true", "sampled", "empirical"),
     "solver": ("cg", "gd", "adam"),
@@ -43,7 +26,12 @@ CHOICES = {
 """By the name of the option."""
 
 
-def check_name(field: str, value: str, known: Sequence[str] | None = None) -> None:
+def label(name: str) -> str:
+    """Say what an algorithm is called in tables and figures; another name stays as it is."""
+    return fj.algorithms.TABLE[name].label if name in fj.algorithms.TABLE else name
+
+
+def check_name(field: str, value: str, known: Collection[str] | None = None) -> None:
     """Refuse a name that an option does not know.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from experiments import commands
-from experiments.choices import CHOICES, SHARE_TRAINING, check_name
+from experiments.choices import CHOICES, check_name
 from experiments.commands import contents
 
 PROGRAM = "experiments.one_shot"
@@ -72,7 +72,9 @@ class Config:
     """Subtract the mean of the pixels and divide by their deviation, after scaling to [0, 1]."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of the initial model and of training; each is trained once on each split."""
-    algorithms: Annotated[Names, _names("algorithms")] = SHARE_TRAINING[:5]
+    algorithms: Annotated[Names, _names("algorithms")] = (
+        *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
+    )
     """How to merge; fedfisher_full is for a few thousand parameters, fedlpa_gd is slow."""
     fisher_kind: Annotated[str, _names("fisher_kind")] = "true"
     """Labels of the Fisher: expected under the model (true), drawn from it, or the data's."""

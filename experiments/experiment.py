@@ -15,7 +15,7 @@ from experiments.choices import MODELS
 from experiments.config import Config
 from experiments.methods import Method, check_full, methods
 from fisherjax.clients import Federation
-from fisherjax.typing import Apply, Array, Key, Params
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 NUM_VALIDATION = 500
 _SPLIT = (
@@ -31,32 +31,30 @@ class Experiment(NamedTuple):
 
     Attributes:
         config: what was asked.
-        apply: the network, on stored images.
+        model: the network, on stored images; training may crop and mirror them.
         normalize: what it does to them first.
         init: `key -> params`.
         optimizer: of every client.
-        augment: of training images, or None.
         methods: by the name of the algorithm.
         federations: by partition seed.
         central: all training data at one client.
         label_counts: by partition seed, [M, C].
-        test: images and labels.
-        local_accuracies: `(stacked params, images, labels) -> [M]`.
-        accuracy: `(params, images, labels) -> scalar`.
-        ensemble_accuracy: `(stacked params, weights, images, labels) -> scalar`.
+        test: images and labels that nobody trains on.
+        local_accuracies: `(stacked params, examples) -> [M]`.
+        accuracy: `(params, examples) -> scalar`.
+        ensemble_accuracy: `(stacked params, weights, examples) -> scalar`.
     """
 
     config: Config
-    apply: Apply
+    model: Model
     normalize: Callable[[Array], Array]
     init: Callable[[Key], Params]
     optimizer: optax.GradientTransformation
-    augment: Callable[[Key, Array], Array] | None
     methods: dict[str, Method]
     federations: dict[int, Federation]
     central: Federation
     label_counts: dict[int, np.ndarray]
-    test: tuple[Array, Array]
+    test: Examples
     local_accuracies: Callable[..., Array]
     accuracy: Callable[..., Array]
     ensemble_accuracy: Callable[..., Array]
@@ -100,33 +98,32 @@ def prepare_splits(configs: Sequence[Config]) -> list[Experiment]:
             raise ValueError(
                 f"{other} and {config} differ in more than {', '.join(_SPLIT)}: prepare each alone"
             )
-    train, test = fj.data.load(config.dataset, config.data_dir)
+    train, test = fj.datasets.load(config.dataset, config.data_dir)
     partitions = [
         {seed: _partition(own, train, seed) for seed in own.partition_seeds} for own in configs
     ]
-    model = MODELS[config.model](num_classes=train.num_classes)
-    normalize = fj.data.normalizer(train if config.normalize else _raw(train))
-    apply = fj.models.apply_fn(model, normalize)
-    init = jax.jit(lambda key: fj.models.init(model, key, train.inputs))
+    network = MODELS[config.model](num_classes=train.num_classes)
+    normalize = fj.datasets.normalizer(train if config.normalize else _raw(train))
+    model = _model(config, fj.networks.apply_fn(network, normalize), normalize)
+    init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
     check_full(config, jax.eval_shape(init, jax.random.key(0)))
 
     data = jnp.asarray(train.inputs), jnp.asarray(train.targets)
     federations = _federations(data, partitions)
     first = Experiment(
         config=config,
-        apply=apply,
+        model=model,
         normalize=normalize,
         init=init,
         optimizer=_optimizer(config),
-        augment=_augment(config, normalize),
-        methods=methods(config, apply),
+        methods=methods(config, model),
         federations=federations[0],
         central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
         label_counts={},
-        test=(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
-        local_accuracies=jax.jit(partial(fj.metrics.local_accuracies, apply)),
-        accuracy=jax.jit(partial(fj.metrics.accuracy, apply)),
-        ensemble_accuracy=jax.jit(partial(fj.metrics.ensemble_accuracy, apply)),
+        test=Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
+        local_accuracies=jax.jit(partial(fj.metrics.local_accuracies, model)),
+        accuracy=jax.jit(partial(fj.metrics.accuracy, model)),
+        ensemble_accuracy=jax.jit(partial(fj.metrics.ensemble_accuracy, model)),
     )
     return [
         first._replace(
@@ -140,7 +137,7 @@ def prepare_splits(configs: Sequence[Config]) -> list[Experiment]:
     ]
 
 
-def validation(experiment: Experiment, partition_seed: int) -> tuple[Array, Array]:
+def validation(experiment: Experiment, partition_seed: int) -> Examples:
     """Draw images for the solvers that need some from the training data, with replacement.
 
     Args:
@@ -153,14 +150,14 @@ def validation(experiment: Experiment, partition_seed: int) -> tuple[Array, Arra
     inputs, targets = experiment.central.inputs, experiment.central.targets
     random = np.random.default_rng((partition_seed, NUM_VALIDATION))
     rows = random.integers(len(targets), size=NUM_VALIDATION)
-    return inputs[rows], targets[rows]
+    return Examples(inputs[rows], targets[rows])
 
 
 def _without_split(config: Config) -> Config:
     return dataclasses.replace(config, **{field: getattr(Config, field) for field in _SPLIT})
 
 
-def _partition(config: Config, train: fj.data.Dataset, seed: int) -> list[np.ndarray]:
+def _partition(config: Config, train: fj.datasets.Dataset, seed: int) -> list[np.ndarray]:
     targets, num_clients = train.targets, config.num_clients
     if config.partition == "iid":
         return fj.partition.iid(targets, num_clients, seed)
@@ -180,7 +177,7 @@ def _partition(config: Config, train: fj.data.Dataset, seed: int) -> list[np.nda
     return fj.partition.fedfisher(targets, num_clients, config.alpha, seed)
 
 
-def _raw(dataset: fj.data.Dataset) -> fj.data.Dataset:
+def _raw(dataset: fj.datasets.Dataset) -> fj.datasets.Dataset:
     """Leave pixels as they are, but for their scale."""
     channels = len(dataset.mean)
     return dataset._replace(mean=(0.0,) * channels, std=(1.0,) * channels)
@@ -193,12 +190,12 @@ def _optimizer(config: Config) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(config.weight_decay), descent)
 
 
-def _augment(
-    config: Config, normalize: Callable[[Array], Array]
-) -> Callable[[Key, Array], Array] | None:
+def _model(config: Config, apply: Apply, normalize: Callable[[Array], Array]) -> Model:
+    model = Model(apply, fj.likelihoods.categorical)
     if not config.augment:
-        return None
-    return fj.data.crop_and_flip(normalize, mode=config.augment_border)
+        return model
+    augment = fj.datasets.crop_and_flip(normalize, mode=config.augment_border)
+    return model._replace(apply_train=fj.networks.augmented(apply, augment))
 
 
 def _federations(

@@ -30,9 +30,10 @@ def features(experiment: Experiment, params: Params, images: Array) -> np.ndarra
     layer = {"kernel": np.eye(width, dtype=np.float32)}
     if "bias" in params[last]:
         layer["bias"] = np.zeros(width, np.float32)
-    model = MODELS[experiment.config.model](num_classes=width)
-    apply = fj.models.apply_fn(model, experiment.normalize)
-    return np.asarray(fj.metrics.logits(apply, {**params, last: layer}, images))
+    network = MODELS[experiment.config.model](num_classes=width)
+    apply = fj.networks.apply_fn(network, experiment.normalize)
+    model = fj.Model(apply, fj.likelihoods.categorical)
+    return np.asarray(fj.metrics.logits(model, {**params, last: layer}, images))
 
 
 def purity(points: np.ndarray, labels: np.ndarray, neighbours: int = NEIGHBOURS) -> float:

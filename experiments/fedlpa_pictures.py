@@ -30,9 +30,10 @@ from experiments import (
     records,
     runs,
 )
+from experiments.choices import label
 from experiments.experiment import prepare
 from experiments.figures import canvas, save
-from experiments.niid_report import NAMES, Cell
+from experiments.niid_report import Cell
 from experiments.niid_table import Grid
 
 COLOURS = ("#0b5fa5", "#c4501b", "#2a7f3f", "#7a3fa0", "#222222")
@@ -161,7 +162,7 @@ def draw_fisher(asked: Config, path: Path) -> str:
     Returns:
         The numbers, in Markdown.
     """
-    train, _ = fj.data.load(asked.dataset, asked.data_dir)
+    train, _ = fj.datasets.load(asked.dataset, asked.data_dir)
     blocks = fisher_blocks.compute(train, asked.num_examples, asked.epochs, asked.seed)
     found = fisher_blocks.similarities(blocks)
     figure, both = canvas(10, 5, columns=2)
@@ -223,10 +224,10 @@ def draw_features(asked: Config, path: Path) -> str:
         points = features.features(experiment, model.params, images)
         placed = features.embed(points, asked.seed)
         pure = [features.purity(x, labels) for x in (points, placed)]
-        accuracy = float(experiment.accuracy(model.params, *experiment.test))
-        lines.append((NAMES.get(name, name), *(f"{100 * x:.1f}" for x in (accuracy, *pure))))
+        accuracy = float(experiment.accuracy(model.params, experiment.test))
+        lines.append((label(name), *(f"{100 * x:.1f}" for x in (accuracy, *pure))))
         axes.scatter(*placed.T, c=labels, cmap="tab10", s=2, linewidths=0)
-        axes.set_title(f"{NAMES.get(name, name)}\npurity {100 * pure[0]:.1f} %", fontsize="medium")
+        axes.set_title(f"{label(name)}\npurity {100 * pure[0]:.1f} %", fontsize="medium")
         axes.set_xticks([])
         axes.set_yticks([])
     save(figure, path)

@@ -55,7 +55,7 @@ class ThreeConvolutions(flax.linen.Module):
         return flax.linen.Dense(self.num_classes, name="dense")(images.reshape(len(images), -1))
 
 
-def compute(data: fj.data.Dataset, num_examples: int, epochs: int, seed: int) -> Blocks:
+def compute(data: fj.datasets.Dataset, num_examples: int, epochs: int, seed: int) -> Blocks:
     """Train a small network and compute its empirical Fisher information twice.
 
     Args:
@@ -69,29 +69,29 @@ def compute(data: fj.data.Dataset, num_examples: int, epochs: int, seed: int) ->
     """
     inputs = jnp.asarray(data.inputs[:num_examples])
     targets = jnp.asarray(data.targets[:num_examples])
-    model = ThreeConvolutions(data.num_classes)
-    apply = fj.models.apply_fn(model, fj.data.normalizer(data))
+    network = ThreeConvolutions(data.num_classes)
+    apply = fj.networks.apply_fn(network, fj.datasets.normalizer(data))
+    model = fj.Model(apply, fj.likelihoods.categorical)
     start, key = jax.random.split(jax.random.key(seed))
     federation = fj.clients.federation((inputs, targets), fj.partition.central(len(targets)))
-    models = fj.training.train(
-        apply,
-        fj.likelihoods.categorical,
-        fj.models.init(model, start, inputs),
+    trained = fj.training.train(
+        model,
+        fj.networks.init(network, start, inputs),
         federation,
         key=key,
         optimizer=optax.sgd(0.02, 0.9),
         epochs=epochs,
         batch_size=32,
     )
-    params = jax.tree.map(lambda leaf: leaf[0], models.params)
-    arguments = (apply, fj.likelihoods.categorical, params, inputs, targets)
+    params = jax.tree.map(lambda leaf: leaf[0], trained.params)
+    examples, kind = fj.Examples(inputs, targets), fj.fisher.empirical
     layers = {name: sum(leaf.size for leaf in layer.values()) for name, layer in params.items()}
     return Blocks(
         tuple(layers),
         tuple(layers.values()),
-        np.asarray(fj.fisher.full(*arguments, kind=fj.fisher.empirical).matrix, float),
-        np.asarray(fj.fisher.kfac(*arguments, kind=fj.fisher.empirical).dense(), float),
-        float(fj.metrics.accuracy(apply, params, inputs, targets)),
+        np.asarray(fj.fisher.full(model, params, examples, kind=kind).matrix, float),
+        np.asarray(fj.fisher.kfac(model, params, examples, kind=kind).dense(), float),
+        float(fj.metrics.accuracy(model, params, examples)),
     )
 
 

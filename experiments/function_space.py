@@ -25,16 +25,11 @@ from rich.console import Console
 
 from experiments import commands, records, toy_regression
 from experiments.barriers import Row, barriers, evaluate, write_rows
+from experiments.choices import label
 from experiments.figures import canvas, save
 from experiments.toy_regression import SUPPORTS, Runs, Setting
 from fisherjax.typing import Params
 
-NAMES = {
-    "fedavg": "FedAvg",
-    "fedfish": "FedFish",
-    "fedfisher_kfac": "FedFisher(K-FAC)",
-    "fedfisher_full": "FedFisher(full)",
-}
 COLOURS = {
     "fedavg": "#222222",
     "fedfish": "#c4501b",
@@ -95,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs = toy_regression.train(_setting(asked), range(asked.num_seeds))
         merged = {}
         for name in ("fedavg", "fedfish", *asked.others):
-            with console.status(NAMES[name]):
-                method = toy_regression.aggregator(name, asked.width)
+            with console.status(label(name)):
+                method = toy_regression.algorithm(name, asked.width)
                 merged[name] = toy_regression.merge(method, runs)
         rows = evaluate(asked.width, runs, merged)
         text = summary(asked, rows)
@@ -130,7 +125,7 @@ def summary(asked: Config, rows: Sequence[Row]) -> str:
             lower = "-"
             if name != "fedavg":
                 lower = f"{100 * np.mean(values < own['fedavg']):.0f}"
-            lines.append((overlap, NAMES[name], *quantiles, lower, f"{np.median(local):.4f}"))
+            lines.append((overlap, label(name), *quantiles, lower, f"{np.median(local):.4f}"))
     headings = (
         *("overlap", "algorithm", "median barrier", "lower quartile", "upper quartile"),
         *("below FedAvg, % of seeds", "local MSE"),
@@ -196,8 +191,8 @@ def draw_functions(
             axes.plot(x, y, "--", color=colour, lw=1.2, label=f"client {client + 1}")
         for name, stacked in merged.items():
             value = found[overlap][name][asked.drawn_seed]
-            label = f"{NAMES[name]}, barrier {value:.3f}"
-            axes.plot(x, apply(_select(stacked, run), x), color=COLOURS[name], lw=1.6, label=label)
+            shown = f"{label(name)}, barrier {value:.3f}"
+            axes.plot(x, apply(_select(stacked, run), x), color=COLOURS[name], lw=1.6, label=shown)
         axes.set_xticks([-1, -0.5, 0, 0.5, 1])
         axes.set_ylim(-2.2, 2.2)
         axes.set_title(f"overlap: {overlap}", fontsize="medium", loc="left")
@@ -221,7 +216,7 @@ def draw_barriers(rows: Sequence[Row], path: Path) -> None:
         for place, (name, values) in enumerate(own.items()):
             middle = group + 0.8 * ((place + 0.5) / len(own) - 0.5)
             spread = np.linspace(-0.06, 0.06, len(values)) if len(values) > 1 else 0
-            style = {"color": COLOURS[name], "label": NAMES[name] if group == 0 else None}
+            style = {"color": COLOURS[name], "label": label(name) if group == 0 else None}
             axes.plot(middle + spread * np.ones(len(values)), values, "o", ms=3, alpha=0.6, **style)
             median = [np.median(values)] * 2
             axes.plot([middle - 0.08, middle + 0.08], median, color=COLOURS[name], lw=2.5)

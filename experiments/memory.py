@@ -45,35 +45,24 @@ def predict(experiment: Experiment) -> Need:
     federation = next(iter(experiment.federations.values()))
     params, key = runs.start(experiment, experiment.config.seeds[0])
     chunk = runs.chunk(experiment.config, federation)
-    trainings = {"training": {}} | {
-        f"training for {name}": method.restraint(params)
-        for name, method in experiment.methods.items()
-        if method.restraint is not None
-    }
-    needs = {
-        step: fj.training.train_memory(
-            experiment.apply,
-            fj.likelihoods.categorical,
+    needs = {}
+    for optimizer, methods in runs.by_training(experiment).items():
+        own = "" if optimizer == experiment.optimizer else f" for {' and '.join(methods)}"
+        needs[f"training{own}"] = fj.training.train_memory(
+            experiment.model,
             params,
             federation,
             key=key,
+            optimizer=optimizer,
             progress=True,
             **runs.training_options(experiment, federation),
-            **restraint,
         )
-        for step, restraint in trainings.items()
-    }
     for name, method in experiment.methods.items():
-        needs[f"the clients' summaries for {name}"] = fj.clients.summarize_memory(
-            method.clients,
-            params,
-            federation,
-            key=key,
-            global_params=params,
-            clients_per_chunk=chunk,
+        needs[f"the clients' summaries for {name}"] = fj.merging.summarize_memory(
+            method.clients, params, federation, key=key, clients_per_chunk=chunk
         )
     step = max(needs, key=lambda name: sum(needs[name]))
-    side_by_side = fj.mapping.chunk_size(chunk, federation.num_clients)
+    side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)
     return Need(step, *needs[step], side_by_side)
 
 

@@ -1,147 +1,140 @@
-"""Which functions of the library an algorithm's name stands for."""
+"""Methods by their names: those of the library's table, with the options of the command."""
 
 import functools
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import optax
 from jax.tree_util import Partial
 
 import fisherjax as fj
 from experiments.config import Config
-from fisherjax.aggregation import Aggregator
-from fisherjax.typing import Apply, Array, Params
+from fisherjax.algorithms import TABLE, Algorithm
+from fisherjax.typing import Array, Examples, Model, Params
 
 _KINDS = {
     "true": fj.fisher.true,
     "sampled": fj.fisher.sampled,
     "empirical": fj.fisher.empirical,
 }
-_STRUCTURES = {
-    "fedfisher_diag": fj.fisher.diagonal,
-    "fedfisher_kfac": fj.fisher.kfac,
-    "fedfisher_full": fj.fisher.full,
-}
 _FULL_LIMIT = 4e9  # bytes of all clients' full Fisher matrices together
+_ANY_OPTIMIZER = optax.identity()
 
 
 class Method(NamedTuple):
     """One algorithm, ready for many runs.
 
     Attributes:
-        clients: its `summarize` is the clients' half. Methods with equal `clients` need the same
-            updates, which are computed once; it is the same object in all runs, so that nothing
-            compiles twice.
-        server: `(validation images, labels) -> aggregator`, whose other half merges the updates.
-        restraint: `initial params -> options of fj.training.train`, of an algorithm that trains its
-            own clients; None for those that merge the same ones.
+        clients: how clients train, and what they send. It is the same object in all runs, so that
+            nothing compiles twice. Methods with equal `sent` need the same updates of the same
+            clients, which are computed once.
+        server: `validation images -> algorithm`, which merges the updates.
     """
 
-    clients: Aggregator
-    server: Callable[[Array, Array], Aggregator]
-    restraint: Callable[[Params], dict[str, Any]] | None = None
+    clients: Algorithm
+    server: Callable[[Examples], Algorithm]
+
+    @property
+    def sent(self) -> Any:
+        """What tells updates apart."""
+        return self.clients if self.clients.kind == "unnamed" else self.clients.kind
 
 
-def methods(config: Config, apply: Apply) -> dict[str, Method]:
+def methods(config: Config, model: Model) -> dict[str, Method]:
     """Make the algorithms of an experiment.
 
     Args:
-        config: names them, and the kind of Fisher, the dampings and the solver.
-        apply: `(params, inputs [B, ...]) -> outputs [B, C]`.
+        config: names them, and has their options.
+        model: the network.
 
     Returns:
         A method for each name.
     """
-    likelihood, kind = fj.likelihoods.categorical, _KINDS[config.fisher_kind]
-    damping = None if config.damping == "default" else config.damping
-
-    def fedfisher(name: str) -> Method:
-        make = partial(
-            fj.aggregation.fedfisher,
-            apply,
-            likelihood,
-            fisher=_STRUCTURES[name],
-            kind=kind,
-            damping=damping,
-        )
-        if config.solver == "adam":
-            inside = name != "fedfisher_diag"
-            return Method(make(), lambda x, y: make(solver=validated_adam(apply, x, y, inside)))
-        return _alone(make(solver=fj.solvers.gradient_descent() if config.solver == "gd" else None))
-
-    ready = {name: fedfisher(name) for name in config.algorithms if name in _STRUCTURES}
-    if "fedavg" in config.algorithms:
-        ready["fedavg"] = _alone(fj.aggregation.fedavg())
-    if "regmean" in config.algorithms:
-        ready["regmean"] = _alone(fj.aggregation.regmean(apply))
-    if "fisher_merge" in config.algorithms:
-        method = _alone(fj.aggregation.fisher_merge(apply, likelihood, kind=kind))
-        if "fedfisher_diag" in ready:  # its clients send the same
-            method = method._replace(clients=ready["fedfisher_diag"].clients)
-        ready["fisher_merge"] = method
-    if "fedfish" in config.algorithms:
-        squares = {"batch_size": config.batch_size}
-        ready["fedfish"] = _alone(fj.aggregation.fedfish(apply, likelihood, **squares))
-    ready |= _fedlpa(config, apply) | _niid_bench(config)
-    return {name: ready[name] for name in config.algorithms}
+    return {name: _method(config, model, name) for name in config.algorithms}
 
 
-def _fedlpa(config: Config, apply: Apply) -> dict[str, Method]:
-    """Make FedLPA with each solver; their clients send the same."""
-    make = partial(
-        fj.aggregation.fedlpa,
-        apply,
-        fj.likelihoods.categorical,
-        damping=config.fedlpa_damping,
-        balanced=config.fedlpa_balanced,
-    )
-    solvers = {
-        "fedlpa": None,
-        "fedlpa_ea": fj.solvers.expectation_approximation(),
-        "fedlpa_gd": fj.solvers.residual_descent(),
-    }
-    clients = make()
-    return {
-        name: _alone(make(solver=solver))._replace(clients=clients)
-        for name, solver in solvers.items()
-    }
+def _method(config: Config, model: Model, name: str) -> Method:
+    known = fj.algorithms.options(name)
+    asked = {k: v for k, v in _asked(config, name).items() if k in known}
+    make = functools.partial(fj.algorithms.make, name, model, **asked)
+    if "solver" not in known or _is(name, fj.algorithms.fedlpa) or config.solver == "cg":
+        return _alone(make())
+    if config.solver == "gd":
+        return _alone(make(solver=fj.solvers.gradient_descent()))
+    inside = known.get("fisher") is not fj.fisher.diagonal
+    return Method(make(), lambda images: make(solver=validated_adam(model, images, inside)))
 
 
-def _niid_bench(config: Config) -> dict[str, Method]:
-    """Make the algorithms that FedLPA is compared with."""
-    steps = {"epochs": config.epochs, "batch_size": config.batch_size}
-    scaffold = fj.aggregation.scaffold(config.num_clients, **steps)
-    return {
-        "fednova": _alone(fj.aggregation.fednova(**steps, momentum=config.momentum)),
-        "fedprox": _alone(fj.aggregation.fedavg())._replace(
-            restraint=lambda _: {"proximal": config.mu}
-        ),
-        "scaffold": _alone(scaffold)._replace(
-            restraint=lambda params: {"correction": scaffold.init(params).correction}
-        ),
-    }
+def _asked(config: Config, name: str) -> dict[str, Any]:
+    """Give the options of the command that a method may know, by their names in the library."""
+    if _is(name, fj.algorithms.fedlpa):  # its labels are the data's, and its damping is absolute
+        return {"damping": config.fedlpa_damping, "balanced": config.fedlpa_balanced}
+    asked = {"kind": _KINDS[config.fisher_kind], "mu": config.mu}
+    if config.damping != "default":
+        asked["damping"] = config.damping
+    # Minibatches of a Fisher pass change its time and no result.
+    if "kind" not in fj.algorithms.options(name):
+        asked["batch_size"] = config.batch_size
+    return asked
 
 
-def validated_adam(
-    apply: Apply, inputs: Array, targets: Array, epsilon_inside_root: bool
-) -> fj.solvers.Solver:
+def _is(name: str, factory: Callable[..., Algorithm]) -> bool:
+    made_by = TABLE[name].factory
+    return getattr(made_by, "func", made_by) is factory
+
+
+def trainings(algorithms: Sequence[str]) -> int:
+    """Count how often the clients of an experiment train.
+
+    Args:
+        algorithms: their names.
+
+    Returns:
+        Once as they are, and once more for every way in which algorithms change it.
+
+    Example:
+        >>> trainings(["fedavg", "regmean", "fedprox", "fednova"])
+        3
+    """
+    return len({_ANY_OPTIMIZER, *map(_optimizer, algorithms)})
+
+
+def trains_its_own(algorithm: str) -> bool:
+    """Say whether an algorithm changes how clients train; False for what is no algorithm.
+
+    Example:
+        >>> trains_its_own("scaffold"), trains_its_own("fedavg"), trains_its_own("ensemble")
+        (True, False, False)
+    """
+    return algorithm in TABLE and _optimizer(algorithm) != _ANY_OPTIMIZER
+
+
+def _optimizer(algorithm: str) -> optax.GradientTransformation:
+    model = Model(_outputs, fj.likelihoods.categorical)  # any
+    return fj.algorithms.make(algorithm, model).optimizer(_ANY_OPTIMIZER)
+
+
+def _outputs(params: Params, inputs: Array) -> Array:
+    return inputs @ params
+
+
+def validated_adam(model: Model, images: Examples, epsilon_inside_root: bool) -> fj.solvers.Solver:
     """Make the paper's Adam, which keeps the iterate that is best on validation data.
 
     Args:
-        apply: `(params, inputs [B, ...]) -> outputs [B, C]`.
-        inputs: validation images [n, ...].
-        targets: their labels [n].
+        model: the network.
+        images: validation images [n, ...] and their labels.
         epsilon_inside_root: the authors put it inside for K-FAC and outside for the diagonal.
 
     Returns:
-        The solver; others made with the same `apply` and shapes share its compiled program.
+        The solver; others made with the same model and shapes share its compiled program.
     """
-    return fj.solvers.paper_adam(
+    return fj.algorithms.paper_adam(
         epsilon_inside_root=epsilon_inside_root,
         # The images are data of the score, not constants of the program.
-        score=Partial(_score(apply), inputs, targets),
+        score=Partial(_score(model), images),
     )
 
 
@@ -165,15 +158,15 @@ def check_full(config: Config, params: Params) -> None:
         )
 
 
-def _alone(aggregator: Aggregator) -> Method:
-    return Method(aggregator, lambda *_: aggregator)
+def _alone(algorithm: Algorithm) -> Method:
+    return Method(algorithm, lambda _: algorithm)
 
 
 @functools.cache
-def _score(apply: Apply) -> Callable[..., Array]:
-    """Return `(inputs, targets, params) -> accuracy`, the same object for the same `apply`."""
+def _score(model: Model) -> Callable[..., Array]:
+    """Return `(images, params) -> accuracy`, the same object for the same model."""
 
-    def accuracy(inputs: Array, targets: Array, params: Params) -> Array:
-        return fj.metrics.accuracy(apply, params, inputs, targets)
+    def accuracy(images: Examples, params: Params) -> Array:
+        return fj.metrics.accuracy(model, params, images)
 
     return accuracy

@@ -16,22 +16,16 @@ from typing import NamedTuple
 from rich import box
 from rich.table import Table
 
-from experiments.choices import TRAIN_THEIR_OWN
+from experiments.choices import label
+from experiments.methods import trains_its_own
 from experiments.records import Row
 
 PAPER = Path(__file__).with_name("fedlpa_paper.csv")
-NAMES = {
-    "fedlpa": "FedLPA",
-    "fedlpa_ea": "FedLPA (EA)",
-    "fedlpa_gd": "FedLPA (GD)",
-    "fednova": "FedNova",
-    "scaffold": "SCAFFOLD",
-    "fedavg": "FedAvg",
-    "fedprox": "FedProx",
-    "dense": "DENSE",
-    "fedfisher_kfac": "FedFisher (K-FAC)",
-}
-"""Of the columns; others keep the names they have in commands."""
+COLUMNS = (
+    *("fedlpa", "fedlpa_ea", "fedlpa_gd", "fednova", "scaffold", "fedavg", "fedprox", "dense"),
+    "fedfisher_kfac",
+)
+"""In the paper's order; dense is the paper's only. Others come after them."""
 WALL, MOST_EPOCHS = "wall_seconds", 200
 
 
@@ -112,7 +106,7 @@ def measured(rows: Sequence[Row]) -> Measured:
     walls = [row.value for row in rows if row.metric == WALL]
     training = {row.seed: 0.0 for row in rows}
     for row in rows:
-        if (row.algorithm == "local" and row.client == 0) or row.algorithm in TRAIN_THEIR_OWN:
+        if (row.algorithm == "local" and row.client == 0) or trains_its_own(row.algorithm):
             training[row.seed] += row.seconds
     return Measured(
         {name: tuple(values) for name, values in accuracies.items()},
@@ -123,8 +117,8 @@ def measured(rows: Sequence[Row]) -> Measured:
 
 def columns(algorithms: Sequence[str]) -> list[str]:
     """Order algorithms as the paper does, with its DENSE before those that it does not have."""
-    order = [name for name in NAMES if name in algorithms or name == "dense"]
-    return order + [name for name in algorithms if name not in NAMES]
+    order = [name for name in COLUMNS if name in algorithms or name == "dense"]
+    return order + [name for name in algorithms if name not in COLUMNS]
 
 
 def lines(
@@ -142,7 +136,7 @@ def lines(
     """
     paper = published(epochs)
     names = columns(algorithms)
-    headings = ["", *(NAMES.get(name, name) for name in names), "seconds"]
+    headings = ["", *("DENSE" if name == "dense" else label(name) for name in names), "seconds"]
     body = []
     for cell, own in results.items():
         seconds = "-" if own.seconds is None else f"{own.seconds:.0f}"

@@ -3,7 +3,7 @@
     python -m experiments.niid_table --datasets mnist --epochs 10 --seeds 0 1 2 --out runs/niid
 
 Each cell and seed is one run of `experiments.one_shot`, in a folder of its own with its label
-table: clients are trained once for all algorithms but FedProx and SCAFFOLD, which train their own.
+table: clients are trained once for all algorithms but those that change how, which train their own.
 The seed sets the split, the initial model and the minibatches. Training is NIID-Bench's: SGD with
 momentum and weight decay, images scaled to [0, 1] only, those of CIFAR-10 cropped and mirrored.
 table.md and table.csv are written anew after every run; the same command continues.

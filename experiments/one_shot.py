@@ -90,7 +90,7 @@ def _report(asked: config.Config, rows: list[Row], console: Console) -> None:
     table = report.lines(rows, asked.algorithms)
     title = report.title(asked)
     console.print(report.accuracy_table(table, title))
-    console.print(report.footnote(), style="dim")
+    console.print(report.footnote(asked.algorithms), style="dim")
     summary = report.summary(rows, asked, records.read_environment(asked.out))
     names = [records.CONFIG, records.RESULTS, records.LABELS, "summary.md", "accuracy.png"]
     curves = rounds.curves(rows, asked.algorithms)

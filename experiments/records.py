@@ -162,7 +162,7 @@ def write_config(out: Path, config: Any, command: Callable[[Any], str] = command
 
 def environment() -> dict[str, Any]:
     """Return the versions and the device that results depend on."""
-    packages = ("jax", "jaxlib", "flax", "optax", "kfac-jax", "numpy")
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     versions = {package: importlib.metadata.version(package) for package in packages}
     devices = jax.devices()
     return {

@@ -22,6 +22,7 @@ from rich.table import Table
 
 import fisherjax as fj
 from experiments.methods import validated_adam
+from fisherjax.algorithms import TABLE
 from fisherjax.typing import Array, Params
 
 LAYERS = {"conv1": "conv1", "conv2": "conv2", "fc1": "dense1", "fc2": "dense2", "fc3": "dense3"}
@@ -75,7 +76,7 @@ def load(path: Path) -> Reference:
     Raises:
         FileNotFoundError: if there is no such file.
     """
-    arrays = fj.data.load_arrays(path)
+    arrays = fj.files.load_arrays(path)
     sizes = arrays["partition_sizes"]
     partition = np.split(arrays["partition_indices"], np.cumsum(sizes)[:-1])
     models = [
@@ -173,7 +174,7 @@ class Merged(NamedTuple):
 
 
 def merge_all(
-    reference: Reference, train: fj.data.Dataset, test: fj.data.Dataset
+    reference: Reference, train: fj.datasets.Dataset, test: fj.datasets.Dataset
 ) -> dict[str, Merged]:
     """Merge the reference clients in every way.
 
@@ -185,32 +186,25 @@ def merge_all(
     Returns:
         The results, by the names of `AUTHORS`.
     """
-    model = fj.models.LeNet()
-    apply = fj.models.apply_fn(model, fj.data.normalizer(train))
-    likelihood = fj.likelihoods.categorical
+    apply = fj.networks.apply_fn(fj.networks.LeNet(), fj.datasets.normalizer(train))
+    model = fj.Model(apply, fj.likelihoods.categorical)
     federation = fj.clients.federation(train, reference.partition)
-    chosen = tuple(jnp.asarray(x[reference.validation]) for x in (train.inputs, train.targets))
-    adam = validated_adam(apply, *chosen, epsilon_inside_root=True)
-    kfac, by_adam = (fj.aggregation.fedfisher(apply, likelihood, solver=s) for s in (None, adam))
-    diagonal = fj.aggregation.fedfisher(apply, likelihood, fisher=fj.fisher.diagonal)
-    # For each name, the aggregator of the clients and that of the server.
-    pairs = {
-        "fedavg": (fj.aggregation.fedavg(),) * 2,
-        "fisher_merge": (diagonal, fj.aggregation.fisher_merge(apply, likelihood)),
-        "regmean": (fj.aggregation.regmean(apply),) * 2,
-        "fedfisher_diag": (diagonal, diagonal),
-        "fedfisher_kfac": (kfac, kfac),
-        "fedfisher_kfac, paper's Adam": (kfac, by_adam),
-    }
+    rows = reference.validation
+    chosen = fj.Examples(jnp.asarray(train.inputs[rows]), jnp.asarray(train.targets[rows]))
+    adam = validated_adam(model, chosen, epsilon_inside_root=True)
+    methods = {name: fj.algorithms.make(name, model) for name in AUTHORS if name in TABLE}
+    methods["fedfisher_kfac, paper's Adam"] = fj.algorithms.fedfisher(model, solver=adam)
+    trained = fj.training.Trained(reference.params)
     params = jax.tree.map(lambda leaf: leaf[0], reference.params)
     updates, results = {}, {}
-    for name, (clients, server) in pairs.items():
+    for name, method in methods.items():
         start = time.perf_counter()
-        if clients not in updates:
+        if method.kind not in updates:
             key = jax.random.key(0)  # the true Fisher draws nothing
-            updates[clients] = fj.clients.summarize(clients, reference.params, federation, key=key)
-        merged, _ = fj.aggregation.merge(server, params, updates[clients], federation.weights)
-        accuracy = float(fj.metrics.accuracy(apply, merged, test.inputs, test.targets))
+            updates[method.kind] = fj.merging.summarize(method, trained, federation, key=key)
+        merged = fj.merging.merge(method, params, updates[method.kind], federation.weights)[0]
+        examples = fj.Examples(test.inputs, test.targets)
+        accuracy = float(fj.metrics.accuracy(model, merged, examples))
         results[name] = Merged(accuracy, time.perf_counter() - start)
     return results
 
@@ -220,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     try:
         reference = load(config.reference)
-        train, test = fj.data.load("mnist", config.data_dir)
+        train, test = fj.datasets.load("mnist", config.data_dir)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -8,9 +8,9 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from experiments.choices import TRAIN_THEIR_OWN
 from experiments.commands import contents
 from experiments.config import Config, command, split
+from experiments.methods import trains_its_own
 from experiments.records import Row
 
 MEANINGS = {
@@ -113,7 +113,7 @@ def summary(rows: Sequence[Row], config: Config, environment: dict[str, object])
             "| --- | ---: | ---: | ---: | ---: | ---: |",
             *body,
             "",
-            footnote(),
+            footnote(config.algorithms),
             "",
             "![accuracy](accuracy.png)",
             "",
@@ -139,14 +139,15 @@ def title(config: Config) -> str:
     return f"{config.dataset}, {config.model}, {config.num_clients} clients ({how})"
 
 
-def footnote() -> str:
-    """Say what the columns hold."""
+def footnote(algorithms: Sequence[str]) -> str:
+    """Say what the columns hold, of these algorithms."""
+    own = [name for name in algorithms if trains_its_own(name)]
+    all_three = f"of {' and '.join(own)} of all three, " if own else ""
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in MEANINGS.items())
     return (
         "Test accuracy, its mean and standard deviation over runs (partition seeds x seeds); "
         "upload of one client; seconds of the clients' summaries and the merge, of local and "
-        f"central of training, of {' and '.join(TRAIN_THEIR_OWN)} of all three, median over runs, "
-        "where the first includes compilation. "
+        f"central of training, {all_three}median over runs, where the first includes compilation. "
         f"{meanings[0].upper()}{meanings[1:]}."
     )
 

@@ -6,17 +6,19 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 import fisherjax as fj
-from experiments.choices import TRAIN_THEIR_OWN
 from experiments.config import Config
 from experiments.experiment import Experiment, validation
-from experiments.methods import Method
+from experiments.methods import Method, trainings
 from experiments.records import Row, Unit
-from fisherjax.clients import Federation, LocalModels
+from fisherjax.algorithms import Algorithm, Update
+from fisherjax.clients import Federation
+from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Params
 
-_ROUNDS = 2  # keys of fj.clients are folded with 0 to train and with 1 to summarize
+_ROUNDS = 2  # the library folds keys with 0 to train and with 1 to summarize
 
 
 class Diverged(ValueError):
@@ -37,11 +39,10 @@ class Progress(NamedTuple):
 
 def epochs(config: Config, unit: Unit) -> int:
     """Count the epochs of a unit, in all of its trainings."""
-    trainings = 1
-    if unit[0] is not None:
-        trainings += len(set(config.algorithms) & set(TRAIN_THEIR_OWN))
-        trainings += len(config.algorithms) * config.then_rounds
-    return trainings * config.epochs
+    if unit[0] is None:
+        return config.epochs
+    later = len(config.algorithms) * config.then_rounds
+    return (trainings(config.algorithms) + later) * config.epochs
 
 
 def steps(config: Config, unit: Unit) -> int:
@@ -57,13 +58,11 @@ def chunk(config: Config, federation: Federation) -> int | None:
 
 
 def training_options(experiment: Experiment, federation: Federation) -> dict[str, Any]:
-    """Return how clients are trained, as options of `fj.training.train`."""
+    """Return how clients are trained, as options of `fj.training.train` but for the optimiser."""
     return {
-        "optimizer": experiment.optimizer,
         "epochs": experiment.config.epochs,
         "batch_size": experiment.config.batch_size,
         "clients_per_chunk": chunk(experiment.config, federation),
-        "augment": experiment.augment,
     }
 
 
@@ -88,7 +87,7 @@ def run(experiment: Experiment, unit: Unit, progress: Progress) -> list[Row]:
     rows, merged = train_and_merge(experiment, unit, progress)
     _, key = start(experiment, seed)
     for name, (params, seconds, upload) in merged.items():
-        accuracy = experiment.accuracy(params, *experiment.test)
+        accuracy = experiment.accuracy(params, experiment.test)
         rows.append(_row(name, unit, accuracy, seconds=seconds, upload_bytes=upload))
         rows += _then_rounds(experiment, unit, name, params, key, progress)
     return rows
@@ -126,28 +125,39 @@ def train_and_merge(
     """
     params, key = start(experiment, unit[1])
     rows, merged = [], {}
-    for restraint in dict.fromkeys([None, *(m.restraint for m in experiment.methods.values())]):
-        federation = experiment.federations[unit[0]]
-        options = {} if restraint is None else restraint(params)
-        models, training = _train(experiment, federation, params, key, progress, **options)
-        stacked, weights = _finite(experiment.config, models.params, federation.weights)
-        if restraint is None:
-            rows = _references(experiment, unit, models.params, stacked, weights, training)
-        methods = {n: m for n, m in experiment.methods.items() if m.restraint is restraint}
+    federation = experiment.federations[unit[0]]
+    for optimizer, methods in by_training(experiment).items():
+        trained, training = _train(experiment, federation, params, key, progress, optimizer)
+        stacked, weights = _finite(experiment.config, trained.params, federation.weights)
+        as_they_are = optimizer == experiment.optimizer
+        if as_they_are:
+            rows = _references(experiment, unit, trained.params, stacked, weights, training)
+        trained = trained._replace(params=stacked)
         for name, result in _merged(
-            experiment, methods, unit, params, stacked, weights, key, progress
+            experiment, methods, unit, params, trained, weights, key, progress
         ).items():
-            own_training = 0.0 if restraint is None else training
+            own_training = 0.0 if as_they_are else training
             merged[name] = result._replace(seconds=round(result.seconds + own_training, 4))
     return rows, {name: merged[name] for name in experiment.methods}
+
+
+def by_training(
+    experiment: Experiment,
+) -> dict[optax.GradientTransformation, dict[str, Method]]:
+    """Group methods by the optimiser that their clients train with; the plain one comes first."""
+    groups = {experiment.optimizer: {}}
+    for name, method in experiment.methods.items():
+        optimizer = method.clients.optimizer(experiment.optimizer)
+        groups.setdefault(optimizer, {})[name] = method
+    return groups
 
 
 def _references(
     experiment: Experiment, unit: Unit, local: Params, stacked: Params, weights: Array, time: float
 ) -> list[Row]:
     """Measure the clients' own models, and their ensemble."""
-    accuracies = experiment.local_accuracies(local, *experiment.test)
-    ensemble = experiment.ensemble_accuracy(stacked, weights, *experiment.test)
+    accuracies = experiment.local_accuracies(local, experiment.test)
+    ensemble = experiment.ensemble_accuracy(stacked, weights, experiment.test)
     rows = [_row("local", unit, own, client=i, seconds=time) for i, own in enumerate(accuracies)]
     return [*rows, _row("ensemble", unit, ensemble, upload_bytes=_upload(stacked))]
 
@@ -157,33 +167,31 @@ def _merged(
     methods: dict[str, Method],
     unit: Unit,
     params: Params,
-    stacked: Params,
+    trained: Trained,
     weights: Array,
     key: Key,
     progress: Progress,
 ) -> dict[str, Merged]:
     """Merge the same clients by several methods."""
-    results = {}
-    images = validation(experiment, unit[0])
-    for clients in {method.clients: None for method in methods.values()}:
-        sharing = {n: m for n, m in methods.items() if m.clients == clients}
+    config, results = experiment.config, {}
+    federation, images = experiment.federations[unit[0]], validation(experiment, unit[0])
+    for sent in dict.fromkeys(method.sent for method in methods.values()):
+        sharing = {n: m for n, m in methods.items() if m.sent == sent}
+        clients = next(iter(sharing.values())).clients
         progress.step(f"{next(iter(sharing))}: summaries of the clients")
         updates, seconds = _timed(
-            lambda clients=clients: fj.clients.summarize(
-                clients,
-                stacked,
-                experiment.federations[unit[0]],
-                key=key,
-                global_params=params,
-                clients_per_chunk=chunk(experiment.config, experiment.federations[unit[0]]),
+            lambda clients=clients: fj.merging.summarize(
+                clients, trained, federation, key=key, clients_per_chunk=chunk(config, federation)
             )
         )
         for number, (name, method) in enumerate(sharing.items()):
             if number > 0:
                 progress.step(f"{name}: merge")
-            server = method.server(*images)
-            (merged, _), more = _timed(
-                lambda server=server, updates=updates: _merge(server, params, updates, weights)
+            server = method.server(images)
+            merged, more = _timed(
+                lambda server=server, updates=updates: _merge(
+                    config, server, params, updates, weights
+                )
             )
             results[name] = Merged(merged, seconds + more, _upload(updates))
     return results
@@ -197,28 +205,33 @@ def _then_rounds(
     federation = experiment.federations[unit[0]]
     for number in range(2, experiment.config.then_rounds + 2):
         round_key = jax.random.fold_in(jax.random.fold_in(key, _ROUNDS), number)
-        models, seconds = _train(experiment, federation, params, round_key, progress)
+        models, seconds = _train(
+            experiment, federation, params, round_key, progress, experiment.optimizer
+        )
         stacked, weights = _finite(experiment.config, models.params, federation.weights)
         params = fj.tree.weighted_sum(stacked, weights)
-        accuracy = experiment.accuracy(params, *experiment.test)
+        accuracy = experiment.accuracy(params, experiment.test)
         row = _row(name, unit, accuracy, seconds=seconds, upload_bytes=_upload(stacked))
         rows.append(row._replace(round=number))
     return rows
 
 
 def _merge(
-    server: fj.aggregation.Aggregator, params: Params, updates: Any, weights: Array
-) -> tuple[Params, Any]:
+    config: Config, server: Algorithm, params: Params, updates: Update, weights: Array
+) -> Params:
+    options = {"on_nonfinite": config.on_nonfinite}
     try:
-        return fj.aggregation.merge(server, params, updates, weights)
+        return fj.merging.merge(server, params, updates, weights, **options)[0]
     except ValueError as error:
         raise Diverged(str(error)) from error
 
 
 def _central(experiment: Experiment, seed: int, progress: Progress) -> list[Row]:
     params, key = start(experiment, seed)
-    models, seconds = _train(experiment, experiment.central, params, key, progress)
-    accuracy = experiment.local_accuracies(models.params, *experiment.test)[0]
+    models, seconds = _train(
+        experiment, experiment.central, params, key, progress, experiment.optimizer
+    )
+    accuracy = experiment.local_accuracies(models.params, experiment.test)[0]
     return [_row("central", (None, seed), accuracy, seconds=seconds)]
 
 
@@ -246,8 +259,8 @@ def _train(
     params: Params,
     key: Key,
     progress: Progress,
-    **restraint: Any,
-) -> tuple[LocalModels, float]:
+    optimizer: optax.GradientTransformation,
+) -> tuple[Trained, float]:
     config = experiment.config
     weights = np.asarray(federation.weights)
 
@@ -266,21 +279,20 @@ def _train(
 
     return _timed(
         lambda: fj.training.train(
-            experiment.apply,
-            fj.likelihoods.categorical,
+            experiment.model,
             params,
             federation,
             key=key,
+            optimizer=optimizer,
             progress=after_epoch,
             **training_options(experiment, federation),
-            **restraint,
         )
     )
 
 
 def _finite(config: Config, stacked: Params, weights: Array) -> tuple[Params, Array]:
     try:
-        return fj.aggregation.check_updates(stacked, weights, config.on_nonfinite)
+        return fj.merging.check_updates(stacked, weights, config.on_nonfinite)
     except ValueError as error:
         raise Diverged(str(error)) from error
 

@@ -16,9 +16,9 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from fisherjax.aggregation import Aggregator
+from fisherjax.algorithms import Algorithm
 from fisherjax.clients import Federation
-from fisherjax.typing import Apply, Array, Key, Params
+from fisherjax.typing import Apply, Array, Key, Model, Params
 
 SUPPORTS = {
     "full": ((-1.0, 1.0), (-1.0, 1.0)),
@@ -27,17 +27,14 @@ SUPPORTS = {
 }
 """From where to where each of the two clients sees inputs, by how much they overlap."""
 
-_GAUSSIAN = fj.likelihoods.gaussian
-METHODS: dict[str, Callable[[Apply], Aggregator]] = {
-    "fedavg": lambda _: fj.aggregation.fedavg(),
+METHODS: dict[str, Callable[[Model], Algorithm]] = {
+    "fedavg": lambda _: fj.algorithms.fedavg(),
     # The floor is as good as zero: only parameters that no client's function depends on fall back.
-    "fedfish": lambda apply: fj.aggregation.fisher_merge(apply, _GAUSSIAN, floor=1e-12),
-    "fedfisher_kfac": lambda apply: fj.aggregation.fedfisher(apply, _GAUSSIAN),
-    "fedfisher_full": lambda apply: fj.aggregation.fedfisher(
-        apply, _GAUSSIAN, fisher=fj.fisher.full
-    ),
+    "fedfish": lambda model: fj.algorithms.fisher_merge(model, floor=1e-12),
+    "fedfisher_kfac": fj.algorithms.fedfisher,
+    "fedfisher_full": functools.partial(fj.algorithms.fedfisher, fisher=fj.fisher.full),
 }
-"""Ways to merge, made from `apply`. In one round and with a server step of 1, FedFish is the mean
+"""Ways to merge, made from a model. In one round and with a server step of 1, FedFish is the mean
 weighted by the diagonal Fisher; that of the squared loss, mean_n (df/dw)^2, does not need targets
 and does not vanish where the fit is perfect.
 
@@ -94,7 +91,7 @@ class Network(flax.linen.Module):
         width: of the hidden layers.
         start: "zero_biases", with kernels from LeCun's normal distribution, flax's default: the
             first layer's units are then all odd about x = 0; or "uniform", kernels and biases
-            from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default and that of `fj.models`.
+            from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default and that of `fj.networks`.
     """
 
     width: int = 64
@@ -121,13 +118,18 @@ class Network(flax.linen.Module):
 @functools.cache
 def network(width: int) -> Apply:
     """Return `apply(params, inputs [B, 1]) -> outputs [B, 1]`, one function for each width."""
-    return fj.models.apply_fn(Network(width))
+    return fj.networks.apply_fn(Network(width))
+
+
+def model(width: int) -> Model:
+    """Return the network of a width as the library wants it; equal ones for equal widths."""
+    return Model(network(width), fj.likelihoods.gaussian)
 
 
 @functools.cache
-def aggregator(name: str, width: int) -> Aggregator:
+def algorithm(name: str, width: int) -> Algorithm:
     """Return a way to merge networks of a width, one object for each name in `METHODS`."""
-    return METHODS[name](network(width))
+    return METHODS[name](model(width))
 
 
 def draw(key: Key, supports: Array, num_points: int, noise: float) -> Federation:
@@ -167,7 +169,7 @@ def train(setting: Setting, seeds: Sequence[int]) -> Runs:
     overlaps, all_seeds = zip(*pairs, strict=True)
     supports = jnp.array([SUPPORTS[overlap] for overlap in overlaps])
     runs = Runs(overlaps, all_seeds, *_train(setting, jnp.array(all_seeds), supports))
-    broken = ~np.isfinite(local_errors(network(setting.width), runs))
+    broken = ~np.isfinite(local_errors(model(setting.width), runs))
     if broken.any():
         overlap, seed = pairs[int(broken.any(1).argmax())]
         raise ValueError(
@@ -177,11 +179,11 @@ def train(setting: Setting, seeds: Sequence[int]) -> Runs:
     return runs
 
 
-def merge(method: Aggregator, runs: Runs) -> Params:
+def merge(method: Algorithm, runs: Runs) -> Params:
     """Merge the two clients of every run, each of them counting one half.
 
     Args:
-        method: for instance `aggregator("fedfish", width)`.
+        method: for instance `algorithm("fedfish", width)`.
         runs: with trained clients.
 
     Returns:
@@ -190,16 +192,16 @@ def merge(method: Aggregator, runs: Runs) -> Params:
     return _merge(method, runs.starts, runs.locals, runs.federations)
 
 
-def local_errors(apply: Apply, runs: Runs) -> np.ndarray:
+def local_errors(model: Model, runs: Runs) -> np.ndarray:
     """Compute each client's mean squared error, of its own model on its own points, [R, 2]."""
-    return np.asarray(_errors(apply, runs.locals, runs.federations, True))
+    return np.asarray(_errors(model, runs.locals, runs.federations, True))
 
 
-def merged_errors(apply: Apply, merged: Params, runs: Runs) -> np.ndarray:
+def merged_errors(model: Model, merged: Params, runs: Runs) -> np.ndarray:
     """Compute the mean squared errors of merged models on each client's points.
 
     Args:
-        apply: of the network.
+        model: the network.
         merged: one model a run, leaves [R, ...].
         runs: whose points.
 
@@ -207,7 +209,7 @@ def merged_errors(apply: Apply, merged: Params, runs: Runs) -> np.ndarray:
         Errors [R, 2]; less those of the local models they are the barriers of the clients, whose
         mean is the client-server barrier.
     """
-    return np.asarray(_errors(apply, merged, runs.federations, False))
+    return np.asarray(_errors(model, merged, runs.federations, False))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -219,10 +221,11 @@ def _train(setting: Setting, seeds: Array, supports: Array) -> tuple[Federation,
         seed, supports = run
         data_key, start_key, train_key = jax.random.split(jax.random.key(seed), 3)
         federation = draw(data_key, supports, setting.num_points, setting.noise)
-        start = fj.models.init(Network(setting.width, setting.start), start_key, federation.inputs)
-        models = fj.training.train(
-            network(setting.width),
-            _GAUSSIAN,
+        start = fj.networks.init(
+            Network(setting.width, setting.start), start_key, federation.inputs
+        )
+        trained = fj.training.train(
+            model(setting.width),
             start,
             federation,
             key=train_key,
@@ -230,28 +233,29 @@ def _train(setting: Setting, seeds: Array, supports: Array) -> tuple[Federation,
             epochs=setting.steps,
             batch_size=setting.num_points,
         )
-        return federation, start, models.params
+        return federation, start, trained.params
 
-    chunk = fj.mapping.chunk_size(None, len(seeds))
-    return fj.mapping.map_clients(one, (seeds, supports), clients_per_chunk=chunk)
+    chunk = fj.parallel.chunk_size(None, len(seeds))
+    return fj.parallel.map_clients(one, (seeds, supports), clients_per_chunk=chunk)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _merge(method: Aggregator, starts: Params, locals_: Params, federations: Federation) -> Params:
+def _merge(method: Algorithm, starts: Params, locals_: Params, federations: Federation) -> Params:
     def one(run: tuple[Any, Any, Federation]) -> Params:
         start, models, federation = run
         # No method here draws anything.
-        updates = fj.clients.summarize(method, models, federation, key=jax.random.key(0))
-        return fj.aggregation.merge(method, start, updates)[0]
+        trained = fj.training.Trained(models)
+        updates = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
+        return fj.merging.merge(method, start, updates)[0]
 
     # In turn: the full Fisher information of every run at once would fill the memory.
     return jax.lax.map(one, (starts, locals_, federations))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _errors(apply: Apply, models: Params, federations: Federation, stacked: bool) -> Array:
+def _errors(model: Model, models: Params, federations: Federation, stacked: bool) -> Array:
     def one(run: tuple[Params, Federation]) -> Array:
         # The loss of the Gaussian likelihood is half of the squared error.
-        return 2 * fj.metrics.performance(apply, _GAUSSIAN, *run, stacked=stacked).loss
+        return 2 * fj.metrics.performance(model, *run, stacked=stacked).loss
 
     return jax.lax.map(one, (models, federations))

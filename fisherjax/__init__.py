@@ -28,6 +28,7 @@ from fisherjax import (
     training,
     tree,
     typing,
+    updates,
 )
 from fisherjax.typing import Examples, Model
 
@@ -56,6 +57,7 @@ __all__ = [
     "training",
     "tree",
     "typing",
+    "updates",
 ]
 __version__ = "0.2.0.dev0"
 

@@ -197,14 +197,16 @@ def outputs(model: Model, params: Params, inputs: Array, targets: Array | None =
         raise ValueError(f"apply returned {z}; expected outputs [B, C], an array.")
     if targets is not None:
         model.likelihood.check(z.shape, targets)
-    if model.apply_train is not None:
-        _train_outputs(model, params, inputs, z)
     return z
 
 
-def _train_outputs(model: Model, params: Params, inputs: Array, z: Any) -> None:
-    shape, ones = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs, inputs))
-    ones = jax.ShapeDtypeStruct(inputs.shape[:1], jnp.result_type(float))
+def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) -> None:
+    """Trace `apply_train` on a minibatch; refuse it where that fails or does not fit `apply`."""
+    if model.apply_train is None:
+        return
+    shape = jax.ShapeDtypeStruct((batch_size, *inputs.shape[1:]), inputs.dtype)
+    z = _traced("apply", model.apply, params, shape)
+    ones = jax.ShapeDtypeStruct((batch_size,), jnp.result_type(float))
     key = jax.eval_shape(lambda: jax.random.key(0))
     result = _traced("apply_train", model.apply_train, params, shape, key, ones)
     if not (isinstance(result, tuple) and len(result) == 2):

@@ -7,23 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fisherjax import checks, tree
+from fisherjax import checks, clients, parallel, tree
 from fisherjax.algorithms.base import Algorithm, Update
-from fisherjax.clients import AGGREGATE, SUMMARIZE, Federation, client_key, ids, view
-from fisherjax.parallel import (
-    Layout,
-    Memory,
-    chunk_size,
-    map_clients,
-    memory,
-    mesh_of,
-    replicate,
-    stacked_shapes,
-)
+from fisherjax.clients import Federation
+from fisherjax.parallel import Layout, Memory, mesh_of, replicate
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Params
+from fisherjax.updates import check_updates, check_weights, screen, shares, stacked_values, suspect
 
 
 def summarize(
@@ -66,7 +57,7 @@ def summarize(
     """
     trained = _as_trained(trained)
     _check_summary(algorithm, trained, federation, key)
-    layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
+    layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     key, start = replicate((key, trained.start), layout.mesh)
     private = _first_private(algorithm, trained.params)
     trained = trained._replace(start=start, loss=None)
@@ -110,14 +101,14 @@ def summarize_memory(
         16000
     """
     num_clients, mesh = federation.num_clients, federation.mesh
-    layout = Layout(chunk_size(clients_per_chunk, num_clients), mesh)
+    layout = Layout(parallel.chunk_size(clients_per_chunk, num_clients), mesh)
     key, start = replicate((key, params), mesh)
     extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
     private = jax.eval_shape(algorithm.init_client, params)
-    stacked, own, extras = stacked_shapes((params, private, extras), num_clients, mesh)
+    stacked, own, extras = parallel.stacked_shapes((params, private, extras), num_clients, mesh)
     steps = jax.ShapeDtypeStruct((num_clients,), jnp.int32)
     trained = Trained(stacked, start, steps, None, extras)
-    return memory(_summarize, algorithm, layout, trained, own, federation, key)
+    return parallel.memory(_summarize, algorithm, layout, trained, own, federation, key)
 
 
 def merge(
@@ -163,16 +154,16 @@ def merge(
         [0.25 0.75]
     """
     checks.floating(params)
-    values = _checked(algorithm, updates)
+    values = stacked_values(algorithm, updates)
     num_clients = jax.tree.leaves(values)[0].shape[0]
-    weights = _weights(weights, num_clients)
+    weights = check_weights(weights, num_clients)
     if not checks.is_traced(weights) and not weights.sum() > 0:
         raise ValueError(
             "Every weight is zero; expected some clients to count, for instance "
             "federation.weights or numbers of examples."
         )
     mesh = mesh_of(values)
-    params, weights = replicate((params, jnp.asarray(_shares(weights), float)), mesh)
+    params, weights = replicate((params, jnp.asarray(shares(weights), float)), mesh)
     values, weights = check_updates(values, weights, on_nonfinite)
     state = algorithm.init(params, num_clients) if state is None else state
     cohort = jnp.arange(num_clients) if cohort is None else cohort
@@ -229,7 +220,7 @@ def merge_stream(
             "with K-FAC does: Kronecker factors do not add up. Use merge, or a method that adds up "
             "such as fedavg, fisher_merge, regmean or fedfisher(model, fisher=fisher.diagonal)."
         )
-    totals, weight, clients, first = None, 0.0, 0, None
+    totals, weight, seen, first = None, 0.0, 0, None
     for number, chunk in enumerate(chunks):
         values, weights = _chunk(algorithm, chunk, number)
         shapes = jax.tree.map(lambda x: x.shape[1:], values)
@@ -241,46 +232,17 @@ def merge_stream(
             )
         num_clients = weights.shape[0]
         weights = replicate(jnp.asarray(weights, float), mesh_of(values))
-        values, weights = _screened(values, weights, on_nonfinite, first=clients)
+        values, weights = screen(values, weights, on_nonfinite, first=seen)
         sums = _reduce(algorithm.reduce, values, weights)
         totals = sums if totals is None else _add(totals, sums)
-        weight, clients = weight + float(weights.sum()), clients + num_clients
+        weight, seen = weight + float(weights.sum()), seen + num_clients
     if totals is None:
         raise ValueError("There are no chunks to merge: expected at least one pair of updates.")
     if not weight > 0:
-        raise ValueError(f"None of the {clients} clients has weight: every weight is zero.")
+        raise ValueError(f"None of the {seen} clients has weight: every weight is zero.")
     params = replicate(params, mesh_of(totals))
-    state = algorithm.init(params, clients) if state is None else state
-    return _aggregated(algorithm, jax.random.key(0), totals, params, state, jnp.arange(clients))
-
-
-def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
-    """Find clients whose update holds NaN or infinity, on the host, before they spoil a merge.
-
-    Args:
-        updates: Stacked updates or params, leaves [M, ...].
-        weights: [M].
-        on_nonfinite: "raise", or "drop" to leave those clients out.
-
-    Returns:
-        Updates and weights. With "drop", a diverged client has weight zero and finite entries, and
-        the weights of the others sum to one again. Under tracing nothing is checked.
-
-    Raises:
-        ValueError: With "raise", naming the diverged clients and the first leaf concerned; with
-            "drop", if no client is left.
-
-    Example:
-        >>> updates = {"w": jnp.array([[1.0], [jnp.nan]])}
-        >>> print(check_updates(updates, jnp.array([0.5, 0.5]), on_nonfinite="drop")[1])
-        [1. 0.]
-    """
-    cleaned, kept = _screened(updates, weights, on_nonfinite)
-    if kept is weights:
-        return updates, weights
-    if not np.any(np.asarray(kept) > 0):
-        raise ValueError("No client is left: every update with weight is not finite.")
-    return cleaned, kept / kept.sum()
+    state = algorithm.init(params, seen) if state is None else state
+    return _aggregated(algorithm, jax.random.key(0), totals, params, state, jnp.arange(seen))
 
 
 def summarize_cohort(
@@ -325,10 +287,10 @@ def _summarize(
     def one(own: Any, start: Params | None, federation: Federation, key: Key) -> Any:
         place, mine, private = own
         mine = mine._replace(start=mine.start if start is None else start)
-        client = client_key(key, SUMMARIZE, ids(federation)[place])
-        return algorithm.summarize(client, mine, view(federation, place), private)
+        client = clients.client_key(key, clients.SUMMARIZE, clients.ids(federation)[place])
+        return algorithm.summarize(client, mine, clients.view(federation, place), private)
 
-    return map_clients(
+    return parallel.map_clients(
         one,
         (jnp.arange(federation.num_clients), trained._replace(start=own_start), private),
         common,
@@ -390,107 +352,14 @@ def _extras(algorithm: Algorithm, params: Params) -> Any:
     return getattr(state, "own", ())
 
 
-def _checked(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
-    """Stack updates if need be; refuse another kind, or leaves of different numbers of clients."""
-    if isinstance(updates, (list, tuple)):
-        for client, update in enumerate(updates):
-            _check_kind(algorithm, update, f"The update of client {client}")
-        updates = tree.stack(list(updates))
-    _check_kind(algorithm, updates, "updates")
-    values = updates.values
-    lengths = {
-        name: jnp.shape(leaf)[:1]
-        for name, leaf in zip(tree.names(values), jax.tree.leaves(values), strict=True)
-    }
-    if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
-        found = {name: length[0] if length else None for name, length in lengths.items()}
-        raise ValueError(
-            f"The leaves of the stacked updates have leading axes {found}; expected one of the "
-            "same number of clients for all."
-        )
-    return values
-
-
-def _check_kind(algorithm: Algorithm, update: Any, what: str) -> None:
-    if not isinstance(update, Update):
-        raise TypeError(
-            f"{what} is a {type(update).__name__}; expected what merging.summarize returns, a list "
-            "of algorithms.Update, or Update(stacked values, algorithm.kind)."
-        )
-    if update.kind != algorithm.kind:
-        raise ValueError(
-            f"{what} holds '{update.kind}', but this algorithm merges '{algorithm.kind}'. "
-            "Summarize with the algorithm that merges."
-        )
-
-
 def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[dict[str, Any], np.ndarray]:
     if not (isinstance(chunk, tuple) and len(chunk) == 2):
         raise ValueError(
             f"Chunk {number} is a {type(chunk).__name__}; expected a pair (updates, weights), "
             "where weights may be None."
         )
-    values = _checked(algorithm, chunk[0])
-    return values, _weights(chunk[1], jax.tree.leaves(values)[0].shape[0])
-
-
-def _weights(weights: Any, num_clients: int) -> Any:
-    """Check the clients' weights, [M]; in float64 on the host unless they are traced."""
-    if weights is None:
-        return np.ones(num_clients)
-    if not checks.is_traced(weights):
-        try:
-            weights = np.asarray(weights, np.float64)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"weights are {weights!r}; expected numbers, one a client.") from error
-    if weights.shape != (num_clients,):
-        raise ValueError(
-            f"weights has shape {weights.shape}; expected ({num_clients},), one for each update."
-        )
-    if not checks.is_traced(weights) and not (np.all(weights >= 0) and np.isfinite(weights).all()):
-        raise ValueError(
-            f"weights are {weights.tolist()}; expected finite non-negative "
-            "numbers, for instance federation.weights or numbers of examples."
-        )
-    return weights
-
-
-def _shares(weights: Any) -> Any:
-    """Scale weights to sum one, whatever their size."""
-    scaled = weights / weights.max()
-    return scaled / scaled.sum()
-
-
-def _screened(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> tuple[Any, Array]:
-    """Give diverged clients zeros and weight zero; `first` is the number of the first client."""
-    checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
-    if checks.is_traced(updates, weights):
-        return updates, weights
-    table = _finite(mesh_of(updates), updates)  # [leaves, M]
-    if checks.is_traced(table):  # everything is known, but inside somebody's jit
-        return updates, weights
-    table = np.asarray(table)
-    diverged = np.flatnonzero(~table.all(0))
-    if diverged.size == 0:
-        return updates, weights
-    if on_nonfinite == "raise":
-        leaf = tree.names(updates)[int(np.flatnonzero(~table[:, diverged[0]])[0])]
-        raise ValueError(
-            f"The updates of clients {(first + diverged).tolist()} are not finite (client "
-            f"{first + diverged[0]}: leaf '{leaf}'): they diverged. Train them with a smaller "
-            "learning rate, or leave them out with on_nonfinite='drop'."
-        )
-    kept = table.all(0)
-    return tree.keep(kept, updates), jnp.where(kept, weights, 0)
-
-
-@partial(jax.jit, static_argnums=0)
-def _finite(mesh: Mesh | None, updates: Any) -> Array:
-    """Say of every leaf and client whether it is finite, [leaves, M], on every device."""
-    table = tree.finite(updates)
-    if mesh is None:
-        return table
-    return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
+    values = stacked_values(algorithm, chunk[0])
+    return values, check_weights(chunk[1], jax.tree.leaves(values)[0].shape[0])
 
 
 @partial(jax.jit, static_argnums=0)
@@ -507,7 +376,7 @@ def _aggregated(
     algorithm: Algorithm, key: Key, received: Any, params: Params, state: Any, cohort: Array
 ) -> tuple[Params, Any, Any]:
     """Aggregate, and refuse a model that does not fit or is not finite."""
-    key = jax.random.fold_in(key, AGGREGATE)
+    key = jax.random.fold_in(key, clients.AGGREGATE)
     merged, state, info = algorithm.aggregate(key, received, params, state, cohort)
     _check_shapes(merged, params)
     merged = jax.tree.map(lambda leaf, start: leaf.astype(jnp.result_type(start)), merged, params)
@@ -517,30 +386,13 @@ def _aggregated(
             for name, x in zip(tree.names(merged), jax.tree.leaves(merged), strict=True)
             if not bool(jnp.isfinite(x).all())
         )
-        raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {_suspect(received)}")
+        raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {suspect(received)}")
     return merged, state, info
 
 
 @jax.jit
 def _all_finite(params: Params) -> Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
-
-
-def _suspect(received: Any) -> str:
-    """Name the client and leaf with the largest entry, where the updates of all are at hand."""
-    advice = "its numbers are too large to merge, or a Fisher is not positive semi-definite"
-    if not (isinstance(received, tuple) and isinstance(received[0], dict)):
-        return f"The sums of the updates are finite; of some client {advice}."
-    values = received[0]
-    leaves = {
-        n: jnp.abs(x) for n, x in zip(tree.names(values), jax.tree.leaves(values), strict=True)
-    }
-    leaf = max(leaves, key=lambda name: float(leaves[name].max()))
-    client = int(leaves[leaf].reshape(leaves[leaf].shape[0], -1).max(1).argmax())
-    return (
-        f"Every update is finite; client {client} has the largest entry, "
-        f"{float(leaves[leaf][client].max()):.3g} in leaf '{leaf}': {advice}."
-    )
 
 
 def _check_shapes(merged: Params, params: Params) -> None:

@@ -55,20 +55,20 @@ def map_clients(
     with the chunk. The results do not depend on it beyond rounding.
 
     Args:
-        function: of one client's slice of `stacked`, and of `common`.
-        stacked: a pytree, leaves [M, ...].
-        *common: pytrees that are the same for all clients. With a mesh every array that the
+        function: Of one client's slice of `stacked`, and of `common`.
+        stacked: A pytree, leaves [M, ...].
+        *common: Pytrees that are the same for all clients. With a mesh every array that the
             function needs must be here: it cannot close over any.
         sizes: [M]; chunks are formed from clients of similar size, because a chunk takes as long as
             its largest client.
-        clients_per_chunk: from 1 to M, on each device.
-        mesh: of devices, each of which takes an equal share of the clients; see `client_mesh`.
+        clients_per_chunk: From 1 to M, on each device.
+        mesh: Of devices, each of which takes an equal share of the clients; see `client_mesh`.
 
     Returns:
         The stacked results, in the clients' order, spread over the mesh like the clients.
 
     Raises:
-        ValueError: if the mesh does not divide the clients into equal shares.
+        ValueError: If the mesh does not divide the clients into equal shares.
 
     Example:
         >>> import jax.numpy as jnp
@@ -100,14 +100,14 @@ def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
     """Check the chunk size, and choose it where it is None: 1 on a CPU, all clients elsewhere.
 
     Args:
-        clients_per_chunk: from 1 to M, or None.
+        clients_per_chunk: From 1 to M, or None.
         num_clients: M.
 
     Returns:
         A number from 1 to M.
 
     Raises:
-        ValueError: if it is not an integer from 1 to M.
+        ValueError: If it is not an integer from 1 to M.
 
     Example:
         >>> from fisherjax import parallel
@@ -116,9 +116,8 @@ def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
     """
     if clients_per_chunk is None:
         return 1 if jax.default_backend() == "cpu" else num_clients
-    if not isinstance(clients_per_chunk, numbers.Integral) or not (
-        1 <= clients_per_chunk <= num_clients
-    ):
+    is_integer = isinstance(clients_per_chunk, numbers.Integral)
+    if not is_integer or not 1 <= clients_per_chunk <= num_clients:
         raise ValueError(
             f"clients_per_chunk is {clients_per_chunk!r}; expected an integer from 1 (one client "
             f"after the other) to {num_clients} (all at once), or None to choose."
@@ -130,8 +129,8 @@ def wasted_steps(steps: Sequence[int], clients_per_chunk: int) -> float:
     """Say how much of the work on clients side by side is spent waiting for the largest of a chunk.
 
     Args:
-        steps: of each client.
-        clients_per_chunk: from 1 to M.
+        steps: Of each client.
+        clients_per_chunk: From 1 to M.
 
     Returns:
         Steps of finished clients over all steps computed, from 0 to 1.
@@ -153,13 +152,13 @@ def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Lay devices out along the client axis.
 
     Args:
-        devices: of one kind; all of them, over all processes, if None.
+        devices: Of one kind; all of them, over all processes, if None.
 
     Returns:
         The mesh.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: If there are none.
 
     Example:
         >>> import jax
@@ -180,11 +179,11 @@ def check_divides(mesh: Mesh, num_clients: int) -> None:
     """Refuse a mesh whose devices would get different numbers of clients.
 
     Args:
-        mesh: with the client axis.
+        mesh: With the client axis.
         num_clients: M.
 
     Raises:
-        ValueError: if M is not a multiple of the devices; the message names numbers that fit.
+        ValueError: If M is not a multiple of the devices; the message names numbers that fit.
     """
     if num_clients % mesh.size:
         fitting = [n for n in range(1, mesh.size + 1) if num_clients % n == 0]
@@ -240,8 +239,8 @@ def memory(compiled_function: Any, *arguments: Any) -> Memory:
     """Ask the compiler what a program will need, without running it.
 
     Args:
-        compiled_function: the result of `jax.jit`.
-        *arguments: as it is called; shapes (`jax.ShapeDtypeStruct`) may stand for arrays.
+        compiled_function: The result of `jax.jit`.
+        *arguments: As it is called; shapes (`jax.ShapeDtypeStruct`) may stand for arrays.
 
     Returns:
         The bytes. A call with such arguments afterwards need not compile again.

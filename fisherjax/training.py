@@ -14,26 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks
-from fisherjax.clients import (
-    TRAIN,
-    Federation,
-    client_key,
-    ids,
-    minibatches,
-    num_batches,
-    shuffled,
-    view,
-)
-from fisherjax.parallel import (
-    Layout,
-    Memory,
-    chunk_size,
-    map_clients,
-    memory,
-    replicate,
-    stacked_shapes,
-)
+from fisherjax import checks, clients, parallel
+from fisherjax.clients import Federation
+from fisherjax.parallel import Layout, Memory
 from fisherjax.typing import Array, Key, Model, Params
 
 # The losses of this many epochs, or of twice as many and so on, have room in the program: another
@@ -166,12 +149,12 @@ def train(
     local = check(model, params, federation, key, optimizer, epochs, batch_size)
     if jax.tree.leaves(extras):
         checks.stacked(extras, federation.num_clients, "extras")
-    layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    params = jax.tree.map(jnp.asarray, params)
-    start, key = replicate(((params, None), key), layout.mesh)
-    arrays = (start, (None, extras), federation, key)
+    layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
+    start = (jax.tree.map(jnp.asarray, params), None)
+    start, key = parallel.replicate((start, key), layout.mesh)
+    arrays = ((start, (None, extras)), federation, key)
     if progress is None:
-        return train_cohort(local, layout, *arrays, epochs)
+        return train_cohort(local, layout, start, (None, extras), federation, key, epochs)
     return _epoch_by_epoch(local, layout, arrays, epochs, progress)
 
 
@@ -213,22 +196,21 @@ def train_memory(
         >>> need.resident > federation.inputs.nbytes
         True
     """
-    key, epochs = options["key"], options["epochs"]
-    extras = options.get("extras", ())
-    local = check(
-        model, params, federation, key, options["optimizer"], epochs, options["batch_size"]
-    )
-    chunk = chunk_size(options.get("clients_per_chunk"), federation.num_clients)
+    names = ("key", "optimizer", "epochs", "batch_size")
+    key, optimizer, epochs, batch_size = (options[name] for name in names)
+    local = check(model, params, federation, key, optimizer, epochs, batch_size)
+    chunk = parallel.chunk_size(options.get("clients_per_chunk"), federation.num_clients)
     layout = Layout(chunk, federation.mesh)
-    params = jax.tree.map(jnp.asarray, params)
-    start, key = replicate(((params, None), key), layout.mesh)
+    params, key = parallel.replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
+    given = ((params, None), (None, options.get("extras", ())))
+    arrays = (given, federation, key)
     if progress is None:
-        static = (local, layout, _capacity(epochs))
-        return memory(_all_epochs, *static, start, (None, extras), federation, key, epochs)
+        return parallel.memory(
+            _run, local, layout, _capacity(epochs), None, *arrays, (0, epochs, epochs)
+        )
     states = jax.eval_shape(lambda w: _first_state(local, w), params)
-    states = stacked_shapes(states, federation.num_clients, layout.mesh)
-    arrays = (start, (None, extras), federation, key)
-    return memory(_one_epoch, local, layout, states, *arrays, (0, epochs))
+    states = parallel.stacked_shapes(states, federation.num_clients, layout.mesh)
+    return parallel.memory(_run, local, layout, 1, states, *arrays, (0, 1, epochs))
 
 
 def check(
@@ -254,7 +236,9 @@ def check(
     checks.count("epochs", epochs)
     batch_size = checks.count("batch_size", batch_size)
     checks.outputs(model, params, federation.inputs, federation.targets)
-    return LocalTraining(model, optimizer, min(batch_size, federation.indices.shape[1]))
+    batch_size = min(batch_size, federation.indices.shape[1])
+    checks.train_outputs(model, params, federation.inputs, batch_size)
+    return LocalTraining(model, optimizer, batch_size)
 
 
 def train_cohort(
@@ -280,8 +264,8 @@ def train_cohort(
     Returns:
         What `train` does.
     """
-    arrays = (start, extras, federation, key, epochs)
-    params, loss, kept = _all_epochs(local, layout, _capacity(epochs), *arrays)
+    arrays = ((start, extras), federation, key, (0, epochs, epochs))
+    (params, kept), loss = _run(local, layout, _capacity(epochs), None, *arrays)
     return _trained(local, start, params, loss[:, :epochs], kept, federation)
 
 
@@ -332,45 +316,8 @@ def _trained(
     federation: Federation,
 ) -> Trained:
     common, own = start
-    steps = loss.shape[1] * num_batches(federation.sizes, local.batch_size)
+    steps = loss.shape[1] * clients.num_batches(federation.sizes, local.batch_size)
     return Trained(params, common if own is None else own, steps, loss, kept)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _all_epochs(
-    local: LocalTraining,
-    layout: Layout,
-    capacity: int,
-    start: tuple[Params | None, Params | None],
-    extras: tuple[Any, Any],
-    federation: Federation,
-    key: Key,
-    epochs: Array,
-) -> tuple[Params, Array, Any]:
-    def one(own: Any, common: Any, federation: Federation, key: Key, epochs: Array) -> Any:
-        place, *mine = own
-        given = tuple(map(_either, common, mine))
-        epoch = _client_epochs(local, federation, place, key, given, epochs)
-
-        def body(number: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
-            state, loss = epoch(number, carry[0])
-            return state, carry[1].at[number].set(loss)
-
-        losses = jnp.zeros(capacity, jnp.result_type(float))
-        ready = (_first_state(local, given[0]), losses)
-        state, losses = jax.lax.fori_loop(0, epochs, body, ready)
-        return state.params, losses, _kept(state)
-
-    return map_clients(
-        one,
-        (jnp.arange(federation.num_clients), start[1], extras[1]),
-        (start[0], extras[0]),
-        federation,
-        key,
-        epochs,
-        sizes=federation.sizes,
-        **layout._asdict(),
-    )
 
 
 def _epoch_by_epoch(
@@ -381,14 +328,14 @@ def _epoch_by_epoch(
     progress: Callable[[int, Array], None],
 ) -> Trained:
     """Train all clients for an epoch before the next, so that something can be shown after each."""
-    start, _, federation, _ = arrays
+    (start, _), federation, _ = arrays
     states = _first_states(local, federation.num_clients, start[0])
     losses = []
     for epoch in range(epochs):
-        states, loss = _one_epoch(local, layout, states, *arrays, (epoch, epochs))
+        states, loss = _run(local, layout, 1, states, *arrays, (epoch, epoch + 1, epochs))
         losses.append(loss)
-        progress(epoch, loss)
-    loss = jnp.stack(losses, axis=1)
+        progress(epoch, loss[:, 0])
+    loss = jnp.concatenate(losses, axis=1)
     return _trained(local, start, states.params, loss, _kept(states), federation)
 
 
@@ -400,30 +347,45 @@ def _first_states(local: LocalTraining, num_clients: int, params: Params) -> _St
     return jax.tree.map(stack, _first_state(local, params))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _one_epoch(
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _run(
     local: LocalTraining,
     layout: Layout,
-    states: _State,
-    start: tuple[Params | None, Params | None],
-    extras: tuple[Any, Any],
+    capacity: int,
+    states: _State | None,
+    given: tuple[tuple, tuple],
     federation: Federation,
     key: Key,
-    epoch: tuple[Array, Array],
-) -> tuple[_State, Array]:
-    def one(own: Any, common: Any, federation: Federation, key: Key, epoch: Any) -> Any:
-        place, state, *mine = own
-        number, epochs = epoch
-        given = tuple(map(_either, common, mine))
-        return _client_epochs(local, federation, place, key, given, epochs)(number, state)
+    epochs: tuple[Array, Array, Array],
+) -> tuple[Any, Array]:
+    """Train each client from epoch `first` to before `last` of `all`.
 
-    return map_clients(
+    Without states it starts afresh, and gives params and what the optimiser kept; otherwise the
+    states. The losses have room for `capacity` epochs.
+    """
+
+    def one(own: Any, common: Any, federation: Federation, key: Key, epochs: Any) -> Any:
+        place, state, *mine = own
+        first, last, total = epochs
+        own_given = tuple(map(_either, common, mine))
+        epoch = _client_epochs(local, federation, place, key, own_given, total)
+
+        def body(number: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
+            state, loss = epoch(number, carry[0])
+            return state, carry[1].at[number - first].set(loss)
+
+        begin = _first_state(local, own_given[0]) if state is None else state
+        losses = jnp.zeros(capacity, jnp.result_type(float))
+        end, losses = jax.lax.fori_loop(first, last, body, (begin, losses))
+        return (end.params, _kept(end)) if state is None else end, losses
+
+    return parallel.map_clients(
         one,
-        (jnp.arange(federation.num_clients), states, start[1], extras[1]),
-        (start[0], extras[0]),
+        (jnp.arange(federation.num_clients), states, *(own for _, own in given)),
+        tuple(common for common, _ in given),
         federation,
         key,
-        jax.tree.map(jnp.asarray, epoch),
+        jax.tree.map(jnp.asarray, epochs),
         sizes=federation.sizes,
         **layout._asdict(),
     )
@@ -454,13 +416,14 @@ def _client_epochs(
     epochs: Array,
 ) -> Callable[[Array, _State], tuple[_State, Array]]:
     """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
-    examples, size = view(federation, place), federation.sizes[place]
-    key = client_key(key, TRAIN, ids(federation)[place])
+    examples, size = clients.view(federation, place), federation.sizes[place]
+    key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
     start, extras = given
 
     def epoch(number: Array, state: _State) -> tuple[_State, Array]:
         shuffle_key, step_key = jax.random.split(jax.random.fold_in(key, number))
-        steps, batch = minibatches(shuffled(shuffle_key, examples), local.batch_size)
+        mixed = clients.shuffled(shuffle_key, examples)
+        steps, batch = clients.minibatches(mixed, local.batch_size)
         extra = {"start": start, "extras": extras, "last_epoch": number == epochs - 1}
 
         def body(step: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:

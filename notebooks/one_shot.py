@@ -31,11 +31,13 @@ import sys
 
 from IPython import get_ipython
 
-if "google.colab" in sys.modules:  # elsewhere: `make demo`, or `pip install -e .` in the repository
-    source = "git+https://github.com/fisherjax/fisherjax"
-    get_ipython().run_line_magic("pip", f"install --quiet {source}")
+if "google.colab" in sys.modules:  # elsewhere: `make demo`, or `pip install -e '.[experiments]'`
+    source = "fisherjax[experiments] @ git+https://github.com/fisherjax/fisherjax"
+    get_ipython().run_line_magic("pip", f"install --quiet '{source}'")
 
 # %%
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -54,7 +56,7 @@ CLIENT_COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"]  # Okab
 # ## The data
 
 # %%
-train, test = fj.data.load("digits")
+train, test = fj.datasets.load("digits")
 print(f"{len(train.targets)} images to learn from, {len(test.targets)} to test on")
 
 _, panels = plt.subplots(1, 10, figsize=(8, 1))
@@ -94,24 +96,26 @@ heat_map(panel, counts, names, "what each client has seen: number of training im
 # %% [markdown]
 # ## Local training
 #
-# A model is a pytree `params` and a function `apply(params, inputs)`. One call trains all clients
-# from a common start, as one compiled program. The recipe is that of `make demo`.
+# A model is a function `apply(params, inputs)` of a pytree `params`, and what its outputs mean. One
+# call trains all clients from a common start, as one compiled program. The recipe is that of
+# `make demo`.
 
 # %%
-model = fj.models.MLP(features=(64, 64), num_classes=10, use_bias=False)
-apply = fj.models.apply_fn(model, fj.data.normalizer(train))
-likelihood = fj.likelihoods.categorical
+mlp = fj.networks.MLP(features=(64, 64), num_classes=10, use_bias=False)
+apply = fj.networks.apply_fn(mlp, fj.datasets.normalizer(train))
+model = fj.Model(apply, fj.likelihoods.categorical)
+test_examples = fj.Examples(test.inputs, test.targets)
 recipe = {"optimizer": optax.sgd(0.05, momentum=0.9), "epochs": 30, "batch_size": 32}
 
 init_key, key = jax.random.split(jax.random.key(0))
-start = fj.models.init(model, init_key, train.inputs)
-clients = fj.training.train(apply, likelihood, start, federation, key=key, **recipe)
+start = fj.networks.init(mlp, init_key, train.inputs)
+clients = fj.training.train(model, start, federation, key=key, **recipe)
 
 
 @jax.jit
 def test_outputs(params):
     """Compute the network's outputs on the test images [360, 10]."""
-    return fj.metrics.logits(apply, params, test.inputs)
+    return fj.metrics.logits(model, params, test.inputs)
 
 
 @jax.jit
@@ -140,14 +144,14 @@ heat_map(panel, local, names, "what each client knows: test accuracy, %")
 
 
 # %%
-def one_shot(aggregator):
+def one_shot(algorithm):
     """Run both halves; return what the clients send and what the server makes of it."""
-    updates = fj.clients.summarize(aggregator, clients, federation, key=key)
-    merged, _ = fj.aggregation.merge(aggregator, start, updates, federation.weights)
-    return updates, merged
+    updates = fj.merging.summarize(algorithm, clients, federation, key=key)
+    merged, _, _ = fj.merging.merge(algorithm, start, updates, federation.weights)
+    return updates.values, merged
 
 
-_, fedavg = one_shot(fj.aggregation.fedavg())
+_, fedavg = one_shot(fj.algorithms.fedavg())
 
 _, panel = plt.subplots(figsize=(6.5, 2.8))
 digits = np.arange(10)
@@ -190,7 +194,7 @@ panel.margins(x=0.01)
 # over hidden units is an image: *which pixels matter to whom*.
 
 # %%
-diagonal = fj.aggregation.fedfisher(apply, likelihood, fisher=fj.fisher.diagonal)
+diagonal = fj.algorithms.fedfisher(model, fisher=fj.fisher.diagonal)
 diagonal_updates, diagonal_merged = one_shot(diagonal)
 entries = diagonal_updates["fisher"].entries["dense1"]["kernel"]  # [clients, pixels, hidden units]
 
@@ -211,7 +215,7 @@ for panel in panels.flat:
 # digit by digit.
 
 # %%
-kfac = fj.aggregation.fedfisher(apply, likelihood, fisher=fj.fisher.kfac)
+kfac = fj.algorithms.fedfisher(model, fisher=fj.fisher.kfac)
 kfac_updates, kfac_merged = one_shot(kfac)
 factors = kfac_updates["fisher"].factors
 
@@ -263,12 +267,12 @@ for panel in panels.flat:
 # ceiling.
 
 # %%
-_, fisher_merged = one_shot(fj.aggregation.fisher_merge(apply, likelihood))
-_, regmean_merged = one_shot(fj.aggregation.regmean(apply))
+_, fisher_merged = one_shot(fj.algorithms.fisher_merge(model))
+_, regmean_merged = one_shot(fj.algorithms.regmean(model))
 everything = fj.clients.federation(train, fj.partition.central(train.targets))
-central = fj.training.train(apply, likelihood, start, everything, key=key, **recipe)
+central = fj.training.train(model, start, everything, key=key, **recipe)
 
-local_accuracies = fj.metrics.local_accuracies(apply, clients.params, test.inputs, test.targets)
+local_accuracies = fj.metrics.local_accuracies(model, clients.params, test_examples)
 outputs = {
     "best client": local_outputs[local_accuracies.argmax()],
     "ensemble": fj.tree.weighted_sum(local_outputs, federation.weights),
@@ -314,8 +318,8 @@ def point(t):
 
 def losses(params):
     """Compute the mean loss on each client's data, in nats [clients]."""
-    z = fj.metrics.logits(apply, params, train.inputs)
-    return likelihood.negative_log_likelihood(z, train.targets) @ owner / owner.sum(0)
+    z = fj.metrics.logits(model, params, train.inputs)
+    return model.likelihood.negative_log_likelihood(z, train.targets) @ owner / owner.sum(0)
 
 
 def bowl(update, params):
@@ -372,7 +376,11 @@ def with_identity(factor):
 identities = {name: with_identity(factor) for name, factor in factors.items()}
 fishers = {
     "K-FAC": (kfac_updates["fisher"], "-", MERGED),
-    "K-FAC with $G = I$": (kfac_updates["fisher"].replace(factors=identities), "--", "#d55e00"),
+    "K-FAC with $G = I$": (
+        dataclasses.replace(kfac_updates["fisher"], factors=identities),
+        "--",
+        "#d55e00",
+    ),
     "diagonal": (diagonal_updates["fisher"], ":", "#009e73"),
 }
 
@@ -383,8 +391,8 @@ def accuracies(fisher, dampings):
 
     def accuracy(damping):
         problem = fj.quadratic.quadratic(fisher, clients.params, federation.weights, damping)
-        params = fj.solvers.conjugate_gradients()(*problem).params
-        return 100 * fj.metrics.accuracy(apply, params, test.inputs, test.targets)
+        params = fj.solvers.conjugate_gradients()(problem).params
+        return 100 * fj.metrics.accuracy(model, params, test_examples)
 
     return jax.vmap(accuracy)(dampings)
 
@@ -422,16 +430,14 @@ def network(params, x):
 
 shapes = {"kernel": (64, 32), "bias": (32,), "readout": (32, 10)}
 params = {name: 0.1 * jax.random.normal(jax.random.key(1), shape) for name, shape in shapes.items()}
-trained = fj.training.train(network, likelihood, params, federation, key=key, **recipe)
+own = fj.Model(network, fj.likelihoods.categorical)
+trained = fj.training.train(own, params, federation, key=key, **recipe)
 
-methods = {
-    "FedAvg": fj.aggregation.fedavg(),
-    "FedFisher": fj.aggregation.fedfisher(network, likelihood),
-}
+methods = {"FedAvg": fj.algorithms.fedavg(), "FedFisher": fj.algorithms.fedfisher(own)}
 for name, method in methods.items():
-    updates = fj.clients.summarize(method, trained, federation, key=key)
-    merged, _ = fj.aggregation.merge(method, params, updates, federation.weights)
-    accuracy = 100 * fj.metrics.accuracy(network, merged, test.inputs, test.targets)
+    updates = fj.merging.summarize(method, trained, federation, key=key)
+    merged, _, _ = fj.merging.merge(method, params, updates, federation.weights)
+    accuracy = 100 * fj.metrics.accuracy(own, merged, test_examples)
     print(f"{name}: {accuracy:.1f} %")
 
 # %% [markdown]
@@ -444,4 +450,5 @@ for name, method in methods.items():
 #   other partitions, methods and solvers, with tables of means and deviations.
 # * `fj.fisher`: the full Fisher information and the matrix-free product, of the true, sampled or
 #   empirical kind, for one model and one data set, no clients needed.
-# * `fj.aggregation.Aggregator`: four pure functions. A new method is one such tuple.
+# * `fj.algorithms.Algorithm`: a few pure functions, most with defaults. A new method is one such
+#   tuple, and `fj.rounds` runs it for many rounds.

@@ -170,9 +170,9 @@ def test_one_full_batch_step_in_pytorch_has_the_loss_of_ours():
 
 def test_rounds_by_either_dispatch_average_the_same_models():
     images, labels = synthetic((3, 3, 1), 6)
-    model = fj.models.MLP((5,))
-    apply = fj.models.apply_fn(model, normalize)
-    params = fj.models.init(model, jax.random.key(0), images)
+    model = fj.networks.MLP((5,))
+    apply = fj.networks.apply_fn(model, normalize)
+    params = fj.networks.init(model, jax.random.key(0), images)
     partition = [np.arange(4), np.arange(4, 6)]
     federation = fj.clients.federation((images, labels), partition)
     # One batch a client, so that the order of its examples does not matter.
@@ -184,7 +184,7 @@ def test_rounds_by_either_dispatch_average_the_same_models():
 
 def test_the_network_of_pfl_research_has_its_number_of_parameters():
     shape = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.uint8)
-    params = jax.eval_shape(lambda: fj.models.init(pfl.Network(), jax.random.key(0), shape))
+    params = jax.eval_shape(lambda: fj.networks.init(pfl.Network(), jax.random.key(0), shape))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 1_626_442
 
 

@@ -93,7 +93,7 @@ def test_the_numbers_are_those_of_the_model_that_was_left(finished):
     )
     prepared = task.prepare(asked)
     like = prepared.init(runs.jax.random.key(0))
-    params = fj.data.load_arrays(finished / "models" / f"{NAME}.safetensors", like)
+    params = fj.files.load_arrays(finished / "models" / f"{NAME}.safetensors", like)
     found = fj.metrics.performance(
         prepared.apply, fj.likelihoods.categorical, params, prepared.test
     )

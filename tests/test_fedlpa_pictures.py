@@ -19,7 +19,7 @@ def linear(params, x):
 
 @pytest.fixture(scope="module")
 def blocks():
-    return fisher_blocks.compute(fj.data.load("digits")[0], num_examples=40, epochs=1, seed=0)
+    return fisher_blocks.compute(fj.datasets.load("digits")[0], num_examples=40, epochs=1, seed=0)
 
 
 def test_a_product_of_gaussians_is_least_where_its_gradient_vanishes():
@@ -87,7 +87,7 @@ def test_kronecker_blocks_couple_no_two_layers_and_full_ones_have_the_true_diago
 
 
 def test_kronecker_factors_of_one_example_are_exact_in_a_dense_layer_only():
-    one = fisher_blocks.compute(fj.data.load("digits")[0], num_examples=1, epochs=1, seed=0)
+    one = fisher_blocks.compute(fj.datasets.load("digits")[0], num_examples=1, epochs=1, seed=0)
     found = fisher_blocks.similarities(one)
     assert np.isclose(found["dense"]["Kronecker"], 1, atol=1e-5)
     assert found["dense"]["diagonal"] < 0.9
@@ -114,8 +114,8 @@ def test_the_last_layer_makes_a_models_outputs_of_its_features(dataset, model):
         network = fedlpa_pictures.features.MODELS[model](num_classes=10)
         experiment = experiment._replace(
             config=dataclasses.replace(experiment.config, model=model),
-            init=lambda key: fj.models.init(network, key, images),
-            apply=fj.models.apply_fn(network, experiment.normalize),
+            init=lambda key: fj.networks.init(network, key, images),
+            apply=fj.networks.apply_fn(network, experiment.normalize),
         )
     params = experiment.init(jax.random.key(0))
     seen = features.features(experiment, params, jnp.asarray(images))

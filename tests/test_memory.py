@@ -36,11 +36,11 @@ def federation_of(num_examples: int, num_clients: int) -> Federation:
 
 @pytest.fixture
 def network():
-    model = fj.models.LeNet(num_classes=10)
+    model = fj.networks.LeNet(num_classes=10)
     params = jax.eval_shape(
-        lambda key: fj.models.init(model, key, jnp.zeros((1, *IMAGE))), jax.random.key(0)
+        lambda key: fj.networks.init(model, key, jnp.zeros((1, *IMAGE))), jax.random.key(0)
     )
-    return fj.models.apply_fn(model, lambda x: x / 255.0), params
+    return fj.networks.apply_fn(model, lambda x: x / 255.0), params
 
 
 def test_training_never_gathers_the_clients_images(network):

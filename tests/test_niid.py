@@ -178,5 +178,5 @@ def test_runs_from_before_these_options_keep_their_folder():
 def test_niid_benchs_networks_have_biases(model):
     network = MODELS[model](num_classes=10)
     shape = (1, 28, 28, 1) if model == "simple_cnn_mnist" else (1, 32, 32, 3)
-    params = jax.eval_shape(lambda: fj.models.init(network, jax.random.key(0), np.zeros(shape)))
+    params = jax.eval_shape(lambda: fj.networks.init(network, jax.random.key(0), np.zeros(shape)))
     assert all("bias" in layer for layer in params.values())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fisherjax import data, partition
+from fisherjax import datasets, partition
 
 LABELS = st.lists(st.integers(0, 6), min_size=1, max_size=80).map(np.array)
 ALPHAS = st.floats(1e-6, 1e6)
@@ -62,7 +62,7 @@ def test_fedfisher_cuts_each_shuffled_class_at_the_floor_of_the_cumulated_shares
 
 
 def test_fedfisher_is_the_split_of_the_authors_clients(shared):
-    train, _ = data.load("mnist", shared / "data")
+    train, _ = datasets.load("mnist", shared / "data")
     with np.load(shared / "reference" / "mnist_lenet_m5_alpha01.npz") as reference:
         ends = np.cumsum(reference["partition_sizes"])
         expected = np.split(reference["partition_indices"], ends[:-1])

@@ -1,5 +1,8 @@
 """The server's quadratic against the formula written out with dense matrices."""
 
+import dataclasses
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,7 +112,7 @@ def test_every_solver_finds_the_pseudo_inverse_solution(structure, clients, weig
     methods = [solvers.conjugate_gradients(1e-12), solvers.gradient_descent(steps=20_000)]
     methods += [solvers.closed_form()] if structure == "diagonal" else []
     for solve in methods:
-        np.testing.assert_allclose(ravel(solve(*problem).params), expected, rtol=1e-8, atol=1e-8)
+        np.testing.assert_allclose(ravel(solve(problem).params), expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "dense"], indirect=True)
@@ -122,12 +125,73 @@ def test_sums_of_clients_give_the_same_system(structure, clients, weights, dampi
     totals = jax.tree.map(jnp.add, quadratic.sums(*part), quadratic.sums(*last))
     summed = quadratic.from_sums(totals, damping)
     x = clients[0][0].blocks(draw(5))
-    for left, right in (
-        (summed.matvec(x), whole.matvec(x)),
-        (summed.rhs, whole.rhs),
-        (summed.init, whole.init),
-    ):
-        np.testing.assert_allclose(ravel(left), ravel(right), rtol=1e-10, atol=1e-12)
+    left, right = ((p.matvec(x), p.rhs, p.init) for p in (summed, whole))
+    chex.assert_trees_all_close(left, right, rtol=1e-10, atol=1e-12)
+    assert summed.is_diagonal == whole.is_diagonal == (structure == "diagonal")
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "dense"], indirect=True)
+def test_weights_of_sums_may_have_any_sum(structure, clients, weights):
+    """The quadratic divides by it; without any weight it keeps zero and stays finite."""
+    fishers, models = map(tree.stack, clients)
+    x = clients[0][0].blocks(draw(5))
+
+    def system(scale):
+        problem = quadratic.from_sums(quadratic.sums(fishers, models, scale * weights), 0.7)
+        return problem.matvec(x), problem.rhs, problem.init
+
+    assert quadratic.sums(fishers, models, 40 * weights).weight == pytest.approx(40)
+    chex.assert_trees_all_close(system(40), system(1), rtol=1e-10, atol=1e-12)
+    nothing = system(0)
+    chex.assert_trees_all_equal(nothing, jax.tree.map(jnp.zeros_like, nothing))
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "dense"], indirect=True)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sums_are_at_least_float32(structure, clients, weights, dtype):
+    narrow = jax.tree.map(lambda x: x.astype(dtype), tree.stack(list(zip(*clients, strict=True))))
+    totals = quadratic.sums(*narrow, weights.astype(jnp.float32))
+    assert {leaf.dtype for leaf in jax.tree.leaves(totals)} == {jnp.dtype("float32")}
+    problem = quadratic.from_sums(totals, 1.0)
+    assert {leaf.dtype for leaf in jax.tree.leaves(problem[1:3])} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("structure", ["kronecker"], indirect=True)
+def test_kronecker_operators_are_never_summed(clients, weights):
+    fishers, models = map(tree.stack, clients)
+    with pytest.raises(TypeError, match=r"Kronecker operators do not add up .*`quadratic`"):
+        quadratic.sums(fishers, models, weights)
+
+
+def test_only_a_diagonal_system_has_a_closed_form(structure, clients, weights):
+    problem = quadratic.quadratic(*map(tree.stack, clients), weights, 0.7)
+    assert problem.is_diagonal == (structure == "diagonal")
+    if structure == "diagonal":
+        exact = solvers.conjugate_gradients(1e-12)(problem).params
+        found = solvers.closed_form()(problem).params
+        chex.assert_trees_all_close(found, exact, rtol=1e-9, atol=1e-9)
+    else:
+        with pytest.raises(ValueError, match=r"diagonal systems only.*conjugate_gradients\(\)"):
+            solvers.closed_form()(problem)
+
+
+@pytest.mark.parametrize("structure", ["diagonal"], indirect=True)
+@pytest.mark.parametrize(
+    "wrong", [[0.2, 0.5], [0.2, 0.5, 0.2], [2.0, 5.0, 3.0], [0.0, 0.0, 0.0], [np.nan, 0.5, 0.5]]
+)
+def test_weights_sum_to_one_and_are_as_many_as_clients(clients, wrong):
+    with pytest.raises(ValueError, match=r"weights have shape .*each of 3 clients and sum one"):
+        quadratic.quadratic(*map(tree.stack, clients), jnp.array(wrong), 0.7)
+
+
+@pytest.mark.parametrize("structure", ["diagonal"], indirect=True)
+@pytest.mark.parametrize("damping", [-1e-3, np.nan, np.inf])
+def test_damping_is_finite_and_not_negative(clients, weights, damping):
+    fishers, models = map(tree.stack, clients)
+    with pytest.raises(ValueError, match="damping is .*; expected a finite number, zero or more"):
+        quadratic.quadratic(fishers, models, weights, damping)
+    with pytest.raises(ValueError, match="damping is .*; expected a finite number, zero or more"):
+        quadratic.from_sums(quadratic.sums(fishers, models, weights), damping)
 
 
 def test_damping_is_relative_to_each_block(structure, clients, weights):
@@ -137,27 +201,28 @@ def test_damping_is_relative_to_each_block(structure, clients, weights):
     scaled = [jax.tree.map(lambda x: 1e-4 * x, f) for f in fishers]
     if structure == "kronecker":
         scaled = [
-            f.replace(
+            dataclasses.replace(
+                f,
                 factors={
                     "dense/kernel": f.factors["dense/kernel"]
                     | {"input": 1e-4 * f.factors["dense/kernel"]["input"]}
-                }
+                },
             )
             for f in fishers
         ]
     rescaled = quadratic.quadratic(tree.stack(scaled), tree.stack(models), weights, 0.3)
     solve = solvers.conjugate_gradients(1e-12)
-    left, right = (ravel(solve(*p).params) for p in (problem, rescaled))
-    np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-9)
+    left, right = (solve(p).params for p in (problem, rescaled))
+    chex.assert_trees_all_close(left, right, rtol=1e-9, atol=1e-9)
 
 
 def test_solvers_compile_once_for_problems_of_one_shape(structure, clients, weights, compilations):
     fishers, models = map(tree.stack, clients)
     solve = solvers.conjugate_gradients()
-    solve(*quadratic.quadratic(fishers, models, weights, 1.0))
+    solve(quadratic.quadratic(fishers, models, weights, 1.0))
     others, other_weights = jax.tree.map(lambda x: 2 * x, (fishers, models)), weights[::-1]
     with compilations() as count:
-        solve(*quadratic.quadratic(*others, other_weights, 0.5))
+        solve(quadratic.quadratic(*others, other_weights, 0.5))
     assert count() == 0
 
 
@@ -169,8 +234,8 @@ def test_the_problem_crosses_jit_as_data(structure, clients, weights):
         build(fishers, models, weights),
     )
     solve = solvers.conjugate_gradients(1e-12)
-    left, right = (ravel(solve(*p).params) for p in (problem, traced))
-    np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-9)
+    left, right = (solve(p).params for p in (problem, traced))
+    chex.assert_trees_all_close(left, right, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("structure", ["kronecker"], indirect=True)
@@ -194,7 +259,7 @@ def test_preconditioning_finds_the_same_solution_in_fewer_products(structure, we
         precondition=lambda x: x
     )
     solve = solvers.conjugate_gradients(1e-8, max_iterations=1000)
-    (left, fast), (right, slow) = solve(*problem), solve(*plain)
+    (left, fast), (right, slow) = solve(problem), solve(plain)
     assert fast.converged["kernel"]
     assert slow.converged["kernel"]
     np.testing.assert_allclose(left["kernel"], right["kernel"], atol=1e-4)
@@ -206,6 +271,6 @@ def test_a_layer_without_curvature_keeps_the_mean_under_preconditioning(clients,
     fishers, models = map(tree.stack, clients)
     nothing = jax.tree.map(jnp.zeros_like, fishers)
     problem = quadratic.quadratic(nothing, models, weights, 1.0)
-    solution = solvers.conjugate_gradients()(*problem)
-    np.testing.assert_array_equal(ravel(solution.params), ravel(problem.restore(problem.init)))
+    solution = solvers.conjugate_gradients()(problem)
+    chex.assert_trees_all_equal(solution.params, problem.restore(problem.init))
     assert all(jax.tree.leaves(solution.info.converged))

@@ -12,14 +12,14 @@ def test_the_examples_run_and_beat_the_weighted_mean():
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         exec(code, names)
-    fj, federation, clients = names["fj"], names["federation"], names["clients"]
-    mean, _ = fj.aggregation.merge(
-        fj.aggregation.fedavg(), names["params"], {"params": clients.params}, federation.weights
-    )
-    test = names["test"]
-    merged = fj.metrics.accuracy(names["apply"], names["merged"], test.inputs, test.targets)
+    fj, model, federation = names["fj"], names["model"], names["federation"]
+    fedavg = fj.algorithms.fedavg()
+    updates = fj.algorithms.Update({"params": names["trained"].params}, fedavg.kind)
+    mean, _, _ = fj.merging.merge(fedavg, names["params"], updates, federation.weights)
+    test = fj.Examples(names["test"].inputs, names["test"].targets)
+    merged = fj.metrics.accuracy(model, names["merged"], test)
     assert names["state"].number == 5
-    assert merged > fj.metrics.accuracy(names["apply"], mean, test.inputs, test.targets) + 0.1
+    assert merged > fj.metrics.accuracy(model, mean, test) + 0.1
 
 
 def test_each_table_is_the_one_of_its_experiment():

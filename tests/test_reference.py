@@ -21,15 +21,17 @@ def reference(shared: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def mnist(shared: Path):
-    return fj.data.load("mnist", shared / "data")
+    return fj.datasets.load("mnist", shared / "data")
 
 
 @pytest.fixture(scope="module")
 def apply(mnist):
-    return fj.models.apply_fn(fj.models.LeNet(), fj.data.normalizer(mnist[0]))
+    return fj.networks.apply_fn(fj.networks.LeNet(), fj.datasets.normalizer(mnist[0]))
 
 
-def error_of(structure, apply, reference: Reference, train: fj.data.Dataset, client: int) -> float:
+def error_of(
+    structure, apply, reference: Reference, train: fj.datasets.Dataset, client: int
+) -> float:
     """Compute one client's Fisher by the library's pass; return the largest error of a layer."""
     params = jax.tree.map(lambda leaf: leaf[client], reference.params)
     rows = jax.numpy.asarray(reference.partition[client])

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +10,11 @@ import optax
 import pytest
 
 import fisherjax as fj
-from fisherjax import rounds
+from fisherjax import algorithms, merging, rounds, training
+from fisherjax.algorithms import with_server_optimizer
 
 BATCH, EPOCHS, CLIENTS = 4, 2, 6
 SIZES = (7, 0, 12, 4, 5, 9)
-CATEGORICAL = fj.likelihoods.categorical
 
 
 def apply(params, inputs):
@@ -21,89 +22,100 @@ def apply(params, inputs):
     return hidden @ params["second"]["kernel"]
 
 
-@pytest.fixture(scope="module")
-def world():
+MODEL = fj.Model(apply, fj.likelihoods.categorical)
+
+
+def make_world(dtype):
     random = np.random.default_rng(0)
-    inputs = random.normal(size=(sum(SIZES), 3)).astype(np.float32)
+    inputs = random.normal(size=(sum(SIZES), 3)).astype(dtype)
     targets = random.integers(0, 4, len(inputs)).astype(np.int32)
     rows = np.split(random.permutation(len(inputs)), np.cumsum(SIZES)[:-1])
     params = {
-        "first": {"kernel": jnp.asarray(random.normal(size=(3, 5)), jnp.float32)},
-        "second": {"kernel": jnp.asarray(random.normal(size=(5, 4)), jnp.float32)},
+        "first": {"kernel": jnp.asarray(random.normal(size=(3, 5)), dtype)},
+        "second": {"kernel": jnp.asarray(random.normal(size=(5, 4)), dtype)},
     }
     return fj.clients.federation((inputs, targets), rows), params
 
 
+@pytest.fixture(scope="module")
+def world():
+    return make_world(np.float32)
+
+
 SGD = optax.sgd(0.1, 0.9)
-METHODS = {
-    "fedavg": fj.aggregation.fedavg(),
-    "fedfish": fj.aggregation.fedfish(apply, CATEGORICAL, batch_size=BATCH),
-    "fedfish_last_epoch": fj.aggregation.fedfish(
-        apply, CATEGORICAL, batch_size=BATCH, last_epoch=True, average=True
+ADAM = optax.adam(0.01)
+METHODS = {name: algorithms.make(name, MODEL) for name in algorithms.TABLE} | {
+    "fedfish": algorithms.fedfish(MODEL, batch_size=BATCH),
+    "fedfish_last_epoch": algorithms.fedfish(
+        MODEL, batch_size=BATCH, last_epoch=True, average=True
     ),
-    "fisher_merge": fj.aggregation.fisher_merge(apply, CATEGORICAL),
-    "fedfisher_kfac": fj.aggregation.fedfisher(apply, CATEGORICAL),
-    "fedfisher_full": fj.aggregation.fedfisher(
-        apply, CATEGORICAL, fisher=fj.fisher.full, damping=0.1
-    ),
-    "regmean": fj.aggregation.regmean(apply),
-    "fednova": fj.aggregation.fednova(epochs=EPOCHS, batch_size=BATCH, momentum=0.9),
-    "fedlpa": fj.aggregation.fedlpa(apply, CATEGORICAL),
-    "scaffold": fj.aggregation.scaffold(CLIENTS, epochs=EPOCHS, batch_size=BATCH),
+    "fedfisher_full": algorithms.fedfisher(MODEL, fisher=fj.fisher.full, damping=0.1),
+    "adam": with_server_optimizer(algorithms.fedavg(), ADAM),
+    "scaffold_adam": with_server_optimizer(algorithms.scaffold(), ADAM),
 }
 
 
-def federated(name="fedavg", cohort=CLIENTS, **options):
+def federated(method="fedavg", cohort=CLIENTS, model=MODEL, **options):
+    algorithm = METHODS[method] if isinstance(method, str) else method
     settings = {"optimizer": SGD, "epochs": EPOCHS, "batch_size": BATCH} | options
-    return rounds.federated(apply, CATEGORICAL, METHODS[name], cohort=cohort, **settings)
+    return rounds.federated(model, algorithm, cohort=cohort, **settings)
 
 
-def play(method, world, number=3, start=None, seed=0):
+def play(experiment, world, number=3, start=None, seed=0):
     federation, params = world
-    state = method.init(params) if start is None else start
-    return list(rounds.run(method, state, federation, key=jax.random.key(seed), rounds=number))
+    state = experiment.init(params, federation.num_clients) if start is None else start
+    return list(rounds.run(experiment, state, federation, key=jax.random.key(seed), rounds=number))
 
 
 def assert_same(left, right, tolerance=0.0):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), left, right
-    )
+    chex.assert_trees_all_close(left, right, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_round_of_everybody_is_training_summarizing_and_merging(world, name):
-    federation, params = world
-    key = jax.random.fold_in(jax.random.key(0), 0)
-    models = fj.training.train(
-        apply,
-        CATEGORICAL,
-        params,
-        federation,
-        key=key,
-        optimizer=SGD,
-        epochs=EPOCHS,
-        batch_size=BATCH,
-        squared_gradients=True,
-    )
-    method = METHODS[name]
-    updates = fj.clients.summarize(method, models, federation, key=key, global_params=params)
-    merged, _ = fj.aggregation.merge(method, params, updates, federation.weights)
-    [(state, done)] = play(federated(name), world, 1)
-    assert_same(done.models.params, models.params, 1e-6)
-    assert_same(done.models.steps, models.steps)
-    assert_same(state.params, merged, 2e-4)
+def test_a_round_of_everybody_is_training_summarizing_and_merging(x64, name, compilations):
+    federation, params = make_world(np.float64)
+    (state, done), (after, _) = play(federated(name), (federation, params), 2)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+
+    key, method = jax.random.fold_in(jax.random.key(0), 0), METHODS[name]
+    settings = {"epochs": EPOCHS, "batch_size": BATCH, "optimizer": method.optimizer(SGD)}
+    trained = training.train(MODEL, params, federation, key=key, **settings)
+    updates = merging.summarize(method, trained, federation, key=key)
+    merged, kept, _ = merging.merge(method, params, updates, federation.weights, key=key)
+    for field in ("params", "loss", "steps", "extras"):
+        assert_same(getattr(done.trained, field), getattr(trained, field), 1e-12)
+    assert_same(state.params, merged, 1e-6)
+    assert_same(state.algorithm, kept, 1e-6)
+
+    # The same experiment put together a second time is the first one.
+    fresh = algorithms.make(name, MODEL) if METHODS[name] is algorithms.TABLE.get(name) else method
+    with compilations() as count:
+        again = federated(fresh)
+        [(repeated, _)] = play(again, (federation, params), 1)
+    assert count() == 0
+    assert_same(repeated, state)
+
+
+@pytest.mark.parametrize("name", algorithms.TABLE)
+def test_equal_arguments_are_one_experiment(name):
+    def experiment(**changes):
+        return federated(algorithms.make(name, fj.Model(*MODEL)), **changes)
+
+    assert experiment() is experiment()
+    assert experiment(epochs=3) is not experiment()
 
 
 def test_descent_at_rate_one_takes_the_merged_model(world):
     plain = play(federated(cohort=3), world)
-    descent = play(federated(cohort=3, server_optimizer=optax.sgd(1.0)), world)
+    method = with_server_optimizer(algorithms.fedavg(), optax.sgd(1.0))
+    descent = play(federated(method, cohort=3), world)
     assert_same(descent[-1][0].params, plain[-1][0].params, 1e-5)
 
 
 def test_the_servers_optimiser_sees_the_pseudo_gradient(world):
     _, params = world
     adam = optax.adam(0.1)
-    [(state, _)] = play(federated(server_optimizer=adam), world, 1)
+    [(state, _)] = play(federated(with_server_optimizer(algorithms.fedavg(), adam)), world, 1)
     [(merged, _)] = play(federated(), world, 1)
     gradient = jax.tree.map(jnp.subtract, params, merged.params)
     updates, _ = adam.update(gradient, adam.init(params), params)
@@ -114,10 +126,20 @@ def test_two_algorithms_with_one_key_see_the_same_cohorts_and_minibatches(world)
     results = [play(federated(name, cohort=3), world) for name in ("fedavg", "fedfish")]
     for (_, one), (_, other) in zip(*results, strict=True):
         assert_same(one.cohort, other.cohort)
-    assert_same(results[0][0][1].models.params, results[1][0][1].models.params)
+    assert_same(results[0][0][1].trained.params, results[1][0][1].trained.params)
     other = play(federated(cohort=3), world, seed=1)
     pairs = zip(results[0], other, strict=True)
     assert any((a.cohort != b.cohort).any() for (_, a), (_, b) in pairs)
+
+
+def test_clients_of_a_cohort_train_as_they_do_among_all(world):
+    federation, params = world
+    [(_, done)] = play(federated(cohort=3), world, 1)
+    key = jax.random.fold_in(jax.random.key(0), 0)
+    settings = {"epochs": EPOCHS, "batch_size": BATCH, "optimizer": SGD}
+    everybody = training.train(MODEL, params, federation, key=key, **settings)
+    own = jax.tree.map(lambda leaf: leaf[done.cohort], everybody.params)
+    assert_same(done.trained.params, own, 1e-6)
 
 
 def test_cohorts_hold_nobody_twice_and_everybody_in_the_end(world):
@@ -126,9 +148,9 @@ def test_cohorts_hold_nobody_twice_and_everybody_in_the_end(world):
     assert set(np.concatenate(cohorts).tolist()) == set(range(CLIENTS))
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+@pytest.mark.parametrize("name", ["adam", "scaffold_adam"])
 def test_going_on_from_a_state_repeats_the_run_bit_for_bit(world, name):
-    method = federated(name, cohort=3, server_optimizer=optax.adam(0.01))
+    method = federated(name, cohort=3)
     whole = play(method, world, 5)
     rest = play(method, world, 3, start=whole[1][0])
     assert_same(rest[-1], whole[-1])
@@ -153,49 +175,103 @@ def spoiled(world, clients):
     federation, params = world
     inputs = federation.inputs
     for client in clients:
-        rows = federation.indices[client, : SIZES[client]]
-        inputs = inputs.at[rows[rows > 0]].set(jnp.nan)  # all clients are padded with row 0
+        # Row 0, with which all clients are padded, may be among them: padding is never read.
+        inputs = inputs.at[federation.indices[client, : SIZES[client]]].set(jnp.nan)
     return federation._replace(inputs=inputs), params
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedfish_last_epoch", "fedfisher_kfac", "scaffold"])
 def test_a_client_that_diverges_is_left_out_and_reported(world, name):
     federation, params = spoiled(world, [2, 5])
-    [(state, done)] = play(federated(name), (federation, params), 1)
+    method = federated(name)
+    [(state, done)] = play(method, (federation, params), 1)
     assert done.diverged.tolist() == [False, False, True, False, False, True]
     assert np.isfinite(done.loss)
     absent = federation._replace(sizes=federation.sizes.at[jnp.array([2, 5])].set(0))
-    [(expected, _)] = play(federated(name), (absent, params), 1)
+    [(expected, _)] = play(method, (absent, params), 1)
     assert_same(state.params, expected.params, 1e-5)
+    # It keeps what it kept, here the start.
+    start = method.init(params, CLIENTS)
+    for new, old in zip(*map(jax.tree.leaves, (state.private, start.private)), strict=True):
+        np.testing.assert_array_equal(new[np.array([2, 5])], old[np.array([2, 5])])
+
+
+def test_the_padding_of_clients_is_never_read(world):
+    federation, params = world
+    clients = [int(np.argmax(np.any(np.asarray(federation.indices) == 0, 1)))]
+    owner = next(
+        c for c in range(CLIENTS) if 0 in federation.indices[c, : federation.sizes[c]].tolist()
+    )
+    assert clients, "row 0 pads everybody"
+    [(_, done)] = play(federated(), (spoiled(world, [owner])), 1)
+    assert done.diverged.tolist() == [client == owner for client in range(CLIENTS)]
 
 
 def test_a_round_in_which_everybody_diverges_changes_only_the_number(world):
     federation, params = spoiled(world, range(CLIENTS))
-    method = federated(server_optimizer=optax.adam(0.1))
-    start = method.init(params)
-    [(state, done)] = play(method, (federation, params), 1)
-    assert_same(state, start._replace(number=jnp.asarray(1)))
-    assert done.loss == 0
+    for name in ("adam", "scaffold"):
+        method = federated(name)
+        start = method.init(params, CLIENTS)
+        [(state, done)] = play(method, (federation, params), 1)
+        assert_same(state, start._replace(number=jnp.asarray(1)))
+        assert done.loss == 0
 
 
 def test_scaffolds_control_of_the_server_stays_the_mean_of_the_clients(world):
     for state, _ in play(federated("scaffold", cohort=3), world, 4):
-        mean = jax.tree.map(lambda c: c.mean(0), state.aggregator.clients)
-        assert_same(state.aggregator.server, mean, 1e-5)
-    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(state.aggregator.server))
+        mean = jax.tree.map(lambda c: c.mean(0), state.private)
+        assert_same(state.algorithm.server, mean, 1e-5)
+    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(state.algorithm.server))
+
+
+def test_clients_that_sit_a_round_out_keep_their_own_state(world):
+    method = federated("scaffold", cohort=2)
+    before = method.init(world[1], CLIENTS)
+    changed = set()
+    for state, done in play(method, world, 6):
+        for client in range(CLIENTS):
+            old, new = (jax.tree.map(lambda x: x[client], s.private) for s in (before, state))
+            if client in done.cohort.tolist():
+                if SIZES[client]:
+                    assert any(map(np.any, jax.tree.leaves(jax.tree.map(jnp.subtract, new, old))))
+                changed.add(client)
+            else:
+                assert_same(new, old)
+        before = state
+    assert len(changed) > 2
+
+
+def test_what_clients_keep_is_theirs_and_is_carried_from_round_to_round(world):
+    # Every client counts the rounds it took part in, and sends nothing of it.
+    plain = algorithms.fedavg()
+
+    def summarize(key, trained, examples, private):
+        update, _ = plain.summarize(key, trained, examples, ())
+        return update, private + 1
+
+    counting = plain._replace(summarize=summarize, init_client=lambda params: jnp.zeros((), int))
+    found = play(federated(counting, cohort=2), world, 10)
+    taken = np.zeros(CLIENTS, int)
+    for state, done in found:
+        taken[np.asarray(done.cohort)] += 1
+        np.testing.assert_array_equal(state.private, taken)
+    expected = play(federated(cohort=2), world, 10)
+    assert_same(found[-1][0].params, expected[-1][0].params, 1e-6)
 
 
 def test_leaves_that_are_not_trained_take_the_merged_value(world):
     mask = {"first": {"kernel": False}, "second": {"kernel": True}}
-    method = federated(mask=mask, server_optimizer=optax.adamw(0.1, weight_decay=0.1))
-    [(state, _)] = play(method, world, 1)
+    model = fj.Model(apply, fj.likelihoods.categorical, mask=mask)
+    adamw = optax.adamw(0.1, weight_decay=0.1)
+    method = with_server_optimizer(algorithms.fedavg(), adamw, model)
+    [(state, _)] = play(federated(method, model=model), world, 1)
     assert_same(state.params["first"], world[1]["first"], 1e-6)
     assert np.any(state.params["second"]["kernel"] != world[1]["second"]["kernel"])
 
 
 def test_the_proximal_term_holds_clients_back(world):
     def moved(mu):
-        [(state, _)] = play(federated(proximal=mu), world, 1)
+        [(state, _)] = play(federated(algorithms.fedprox(mu)), world, 1)
         change = jax.tree.map(jnp.subtract, state.params, world[1])
         return fj.tree.inner(change, change)
 
@@ -208,7 +284,9 @@ def test_traffic_counts_bytes(world):
     for name, expected in {
         "fedavg": (size, size),
         "fedfish": (size, 2 * size),
-        "scaffold": (2 * size, size + 4),
+        "fednova": (size, size + 4),
+        "scaffold": (2 * size, 2 * size),
+        "scaffold_adam": (2 * size, 2 * size),
     }.items():
         assert federated(name).traffic(params, federation) == expected
 
@@ -216,9 +294,8 @@ def test_traffic_counts_bytes(world):
 def test_the_barrier_of_a_single_client_is_zero(world):
     federation, _ = world
     for state, done in play(federated(cohort=1), world, 4):
-        barrier = fj.metrics.client_server_barrier(
-            apply, CATEGORICAL, state.params, done.models.params, federation, clients=done.cohort
-        )
+        own = fj.clients.select(federation, done.cohort)
+        barrier = fj.metrics.client_server_barrier(MODEL, state.params, done.trained.params, own)
         assert_same(tuple(barrier), (0.0, 0.0), 1e-6)
 
 
@@ -228,7 +305,6 @@ def test_the_barrier_of_a_single_client_is_zero(world):
         ({"cohort": 7}, "cohort is 7, but the federation has 6"),
         ({"cohort": 0}, "cohort is 0"),
         ({"epochs": 0}, "epochs is 0"),
-        ({"proximal": -1.0}, "proximal is -1.0"),
         ({"clients_per_chunk": 9}, "clients_per_chunk is 9"),
     ],
 )
@@ -239,17 +315,35 @@ def test_numbers_out_of_range_are_refused(world, change, message):
 
 def test_bad_input_is_refused_before_the_first_round(world):
     federation, params = world
-    method, key = federated(server_optimizer=optax.adam(0.1)), jax.random.key(0)
-    state = method.init(params)
+    method, key = federated("adam"), jax.random.key(0)
+    state = method.init(params, CLIENTS)
     run = partial(rounds.run, method, state, federation)
     with pytest.raises(ValueError, match="rounds is 0"):
         run(key=key, rounds=0)
-    with pytest.raises(TypeError, match="key is not a typed key"):
+    with pytest.raises(TypeError, match="not a typed key"):
         run(key=0, rounds=1)
     with pytest.raises(TypeError, match=r"server_optimizer is 0\.1"):
-        federated(server_optimizer=0.1)
-    smaller = method.init({"first": params["first"]})
-    with pytest.raises(ValueError, match=r"state.optimizer has leaves"):
+        with_server_optimizer(algorithms.fedavg(), 0.1)
+    smaller = method.init({"first": params["first"]}, CLIENTS)
+    with pytest.raises(ValueError, match=r"state.algorithm has leaves"):
         rounds.run(
-            method, state._replace(optimizer=smaller.optimizer), federation, key=key, rounds=1
+            method, state._replace(algorithm=smaller.algorithm), federation, key=key, rounds=1
         )
+
+
+def test_a_state_of_another_number_of_clients_is_refused(world):
+    federation, params = world
+    method = federated("scaffold")
+    state = method.init(params, CLIENTS + 1)
+    with pytest.raises(ValueError, match=r"state.private has leaves .*\[7, .*\[6, "):
+        rounds.run(method, state, federation, key=jax.random.key(0), rounds=1)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_params_that_are_not_finite_are_refused(world, value):
+    federation, params = world
+    params = params | {"second": {"kernel": params["second"]["kernel"].at[0, 0].set(value)}}
+    method = federated()
+    state = method.init(params, CLIENTS)
+    with pytest.raises(ValueError, match="params are not finite"):
+        rounds.run(method, state, federation, key=jax.random.key(0), rounds=1)

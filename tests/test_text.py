@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fisherjax import clients, data, likelihoods, metrics, models, text, training
+from fisherjax import (
+    Examples,
+    Model,
+    clients,
+    datasets,
+    likelihoods,
+    metrics,
+    networks,
+    text,
+    training,
+)
 
 PLAY = """A street.
 
@@ -29,7 +39,7 @@ Was that my father?"""
 def shakespeare(shared):
     if not (shared / "data" / "tiny_shakespeare").is_dir():
         pytest.skip("needs ../shared/data/tiny_shakespeare")
-    return data.load_text(data_dir=shared / "data")
+    return datasets.load_text(data_dir=shared / "data")
 
 
 @pytest.fixture(scope="module")
@@ -205,12 +215,11 @@ def test_clients_learn_their_own_periodic_speech(key):
     roles = [text.Role("", "A", "abc" * 70), text.Role("", "B", "acb" * 70)]
     cut = text.windows(roles, context=8, min_characters=100)
     federation = clients.federation(cut, cut.partition)
-    model = models.Transformer(cut.num_classes, width=16, num_layers=1, num_heads=2, context=8)
-    apply = models.apply_fn(model)
+    network = networks.Transformer(cut.num_classes, width=16, num_layers=1, num_heads=2, context=8)
+    model = Model(networks.apply_fn(network), likelihoods.categorical)
     trained = training.train(
-        apply,
-        likelihoods.categorical,
-        models.init(model, key, cut.inputs),
+        model,
+        networks.init(network, key, cut.inputs),
         federation,
         key=key,
         optimizer=optax.adam(1e-2),
@@ -220,7 +229,7 @@ def test_clients_learn_their_own_periodic_speech(key):
     for own, other in ((0, 1), (1, 0)):
         params = jax.tree.map(lambda leaf, own=own: leaf[own], trained.params)
         mine, theirs = (
-            metrics.accuracy(apply, params, cut.inputs[rows], cut.targets[rows])
+            metrics.accuracy(model, params, Examples(cut.inputs[rows], cut.targets[rows]))
             for rows in (cut.partition[own], cut.partition[other])
         )
         assert mine == 1

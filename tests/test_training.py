@@ -1,15 +1,20 @@
 """Local training is what a loop over epochs and batches in Python would do, client by client."""
 
+from functools import partial
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import fisherjax as fj
 from fisherjax import clients, likelihoods, training
 
 BATCH = 3
 SIZES = (7, 0, 12, 4, 5)
+WITH_DATA = np.array([0, 2, 3, 4])
 OPTIMIZER = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.1, momentum=0.9))
 
 
@@ -28,6 +33,11 @@ def partition():
 
 
 @pytest.fixture
+def federation(x64, data, partition):
+    return clients.federation(data, partition)
+
+
+@pytest.fixture
 def params(x64):
     rng = np.random.default_rng(2)
     return {"kernel": jnp.array(rng.normal(size=(4, 3))), "bias": jnp.array(rng.normal(size=3))}
@@ -37,24 +47,31 @@ def apply(params, inputs):
     return inputs @ params["kernel"] + params["bias"]
 
 
-def noisy_apply(params, inputs, key):
-    kept = jax.random.bernoulli(key, 0.7, inputs.shape)
-    return apply(params, inputs * kept), None
-
-
 def jitter(key, inputs):
     return inputs + 0.1 * jax.random.normal(key, inputs.shape)
 
 
-def train(params, federation, key, **settings):
+def noisy_apply(params, inputs, key, weights):
+    own, other = jax.random.split(key)
+    kept = jax.random.bernoulli(own, 0.7, inputs.shape)
+    return apply(params, jitter(other, inputs) * kept), None
+
+
+MODEL = fj.Model(apply, likelihoods.categorical)
+NOISY = MODEL._replace(apply_train=noisy_apply)
+BIAS_ONLY = fj.Model(apply, likelihoods.categorical, mask={"kernel": False, "bias": True})
+
+
+def train(params, federation, key, model=MODEL, **settings):
     settings = {"optimizer": OPTIMIZER, "epochs": 2, "batch_size": BATCH} | settings
-    return training.train(apply, likelihoods.categorical, params, federation, key=key, **settings)
+    return training.train(model, params, federation, key=key, **settings)
 
 
 def assert_close(left, right, tolerance=1e-12):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), left, right
-    )
+    chex.assert_trees_all_close(left, right, rtol=tolerance, atol=tolerance)
+
+
+assert_same = partial(chex.assert_trees_all_equal, strict=True)
 
 
 def client(stacked, index):
@@ -71,10 +88,18 @@ def logging_params(params, steps):
 LOGGING_MASK = {"weights": {"kernel": True, "bias": True}, "log": False, "step": False}
 
 
-def logging_apply(params, inputs, key):
+def logging_apply(params, inputs, key, weights):
     step = params["step"].astype(int)
     log = params["log"].at[step].set(inputs[:, 0])
     return apply(params["weights"], inputs), params | {"log": log, "step": params["step"] + 1}
+
+
+LOGGING = fj.Model(
+    lambda params, inputs: apply(params["weights"], inputs),
+    likelihoods.categorical,
+    logging_apply,
+    LOGGING_MASK,
+)
 
 
 @jax.jit
@@ -99,22 +124,11 @@ def by_hand(params, batches, data):
 
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_each_client_is_trained_as_by_hand_on_shuffled_whole_epochs(
-    data, partition, params, key, chunk
+    data, partition, federation, params, key, chunk
 ):
     epochs = 2
-    models = training.train(
-        lambda params, inputs: apply(params["weights"], inputs),
-        likelihoods.categorical,
-        logging_params(params, steps=epochs * 4),
-        clients.federation(data, partition),
-        key=key,
-        optimizer=OPTIMIZER,
-        epochs=epochs,
-        batch_size=BATCH,
-        clients_per_chunk=chunk,
-        mask=LOGGING_MASK,
-        apply_train=logging_apply,
-    )
+    start = logging_params(params, steps=epochs * 4)
+    models = train(start, federation, key, LOGGING, epochs=epochs, clients_per_chunk=chunk)
     orders = set()
     for i, rows in enumerate(partition):
         steps = -(-len(rows) // BATCH)
@@ -135,138 +149,166 @@ def test_each_client_is_trained_as_by_hand_on_shuffled_whole_epochs(
         assert_close(models.loss[i], means)
     # Every client with data was shuffled anew in every epoch (an empty one has one order, none).
     assert len(orders) == epochs * (len(SIZES) - 1) + 1
+    assert_same(models.start, start)
+    assert models.extras == ()
 
 
-def test_a_client_is_trained_the_same_alone_as_beside_a_bigger_one(data, partition, params, key):
-    together = train(params, clients.federation(data, partition), key)
+def test_a_client_is_trained_the_same_alone_as_beside_a_bigger_one(
+    data, partition, federation, params, key
+):
+    together = train(params, federation, key)
     alone = train(params, clients.federation(data, partition[:1]), key)
     assert_close(client(together.params, 0), client(alone.params, 0))
     assert_close(together.loss[0], alone.loss[0])
 
 
+@pytest.mark.parametrize("model", [MODEL, NOISY])
+def test_a_selected_client_trains_as_among_the_others_bit_for_bit(federation, params, key, model):
+    together = train(params, federation, key, model)
+    for one in (2, 0):
+        alone = train(params, clients.select(federation, [one]), key, model)
+        assert_same(client(alone._replace(start=()), 0), client(together._replace(start=()), one))
+    swapped = clients.select(clients.select(federation, [4, 2, 0]), [1, 0])
+    pair = train(params, swapped, key, model)
+    assert_same(pair.params, client(together.params, np.array([2, 4])))
+    # Numbered anew, it is another client.
+    other = train(params, swapped._replace(ids=None), key, model)
+    assert not np.allclose(other.params["kernel"], pair.params["kernel"])
+
+
 @pytest.mark.parametrize("chunk", [2, 5])
-def test_the_chunk_changes_nothing_not_even_the_random_draws(data, partition, params, key, chunk):
-    federation = clients.federation(data, partition)
-    settings = {"augment": jitter, "apply_train": noisy_apply}
-    one_by_one = train(params, federation, key, clients_per_chunk=1, **settings)
-    assert_close(train(params, federation, key, clients_per_chunk=chunk, **settings), one_by_one)
+def test_the_chunk_changes_nothing_not_even_the_random_draws(federation, params, key, chunk):
+    one_by_one = train(params, federation, key, NOISY, clients_per_chunk=1)
+    assert_close(train(params, federation, key, NOISY, clients_per_chunk=chunk), one_by_one)
 
 
-def test_permuting_the_clients_permutes_the_results(data, partition, params, key):
+def test_permuting_the_clients_permutes_the_results(data, partition, federation, params, key):
     # One batch holds all of a client's data, so that the order within it is of no account.
     order = [3, 0, 4, 2, 1]
-    models = train(params, clients.federation(data, partition), key, batch_size=12)
+    models = train(params, federation, key, batch_size=12)
     permuted = clients.federation(data, [partition[i] for i in order])
-    assert_close(train(params, permuted, key, batch_size=12), client(models, np.array(order)))
+    found = train(params, permuted, key, batch_size=12)
+    for field in ("params", "steps", "loss"):
+        assert_close(getattr(found, field), client(getattr(models, field), np.array(order)))
 
 
 def test_clients_draw_apart_and_the_key_decides(data, params, key):
     twins = clients.federation(data, [np.arange(9), np.arange(9)])
     models = train(params, twins, key)
     assert not np.allclose(models.params["kernel"][0], models.params["kernel"][1])
-    jax.tree.map(np.testing.assert_array_equal, train(params, twins, key), models)
+    assert_same(train(params, twins, key), models)
     other = train(params, twins, jax.random.fold_in(key, 1))
     assert not np.allclose(other.params["kernel"], models.params["kernel"])
 
 
-def test_a_client_without_examples_keeps_the_start(data, partition, params, key):
-    models = train(params, clients.federation(data, partition), key)
-    jax.tree.map(np.testing.assert_array_equal, client(models.params, 1), params)
+def test_a_client_without_examples_keeps_the_start(federation, params, key):
+    models = train(params, federation, key)
+    assert_same(client(models.params, 1), params)
     assert models.steps[1] == 0
     np.testing.assert_array_equal(models.loss[1], 0)
 
 
-def test_without_steps_the_loss_is_the_mean_over_the_clients_examples(data, partition, params, key):
-    models = train(params, clients.federation(data, partition), key, optimizer=optax.sgd(0.0))
+def test_without_steps_the_loss_is_the_mean_over_the_clients_examples(
+    data, partition, federation, params, key
+):
+    models = train(params, federation, key, optimizer=optax.sgd(0.0))
     losses = likelihoods.categorical.negative_log_likelihood(apply(params, data[0]), data[1])
     for i, rows in enumerate(partition):
-        assert_close(models.loss[i], [losses[rows].sum() / max(len(rows), 1)] * 2)
+        mean = losses[rows].sum() / max(len(rows), 1)
+        np.testing.assert_allclose(models.loss[i], [mean] * 2, rtol=1e-12)
 
 
-def test_leaves_outside_the_mask_keep_their_bits(data, partition, params, key):
+def test_leaves_outside_the_mask_keep_their_bits(federation, params, key):
     # Weight decay would move them even at gradient zero.
-    federation = clients.federation(data, partition)
-    models = train(params, federation, key, mask={"kernel": False, "bias": True})
-    for i in (0, 2, 3, 4):
+    models = train(params, federation, key, BIAS_ONLY)
+    for i in WITH_DATA:
         np.testing.assert_array_equal(models.params["kernel"][i], params["kernel"])
         assert not np.any(models.params["bias"][i] == params["bias"])
 
 
-def test_leaves_outside_the_mask_do_not_touch_the_others(data, partition, params, key):
+def test_leaves_outside_the_mask_do_not_touch_the_others(federation, params, key):
     # Clipping by the norm of the whole gradient would couple them.
-    federation = clients.federation(data, partition)
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
-    mask = {"kernel": False, "bias": True}
-    masked = train(params, federation, key, mask=mask, optimizer=optimizer)
-    alone = training.train(
+    masked = train(params, federation, key, BIAS_ONLY, optimizer=optimizer)
+    biases = fj.Model(
         lambda bias, inputs: apply({"kernel": params["kernel"], "bias": bias}, inputs),
         likelihoods.categorical,
-        params["bias"],
-        federation,
-        key=key,
-        optimizer=optimizer,
-        epochs=2,
-        batch_size=BATCH,
     )
+    alone = train(params["bias"], federation, key, biases, optimizer=optimizer)
     assert_close(masked.params["bias"], alone.params)
 
 
-def test_every_step_of_every_client_draws_anew(data, partition, params, key):
-    def drawing_apply(params, inputs, key):
-        outputs, new = logging_apply(params, inputs, key)
-        row = new["log"][params["step"].astype(int)].at[1].set(jax.random.normal(key))
-        return outputs, new | {"log": new["log"].at[params["step"].astype(int)].set(row)}
+def test_every_step_of_every_client_draws_anew(federation, params, key):
+    def drawing_apply(params, inputs, key, weights):
+        # The draw of the step is kept in place of the first feature.
+        marked = inputs.at[:, 0].set(jax.random.normal(key))
+        return logging_apply(params, marked, key, weights)
 
-    models = training.train(
-        lambda params, inputs: apply(params["weights"], inputs),
-        likelihoods.categorical,
-        logging_params(params, steps=2 * 4),
-        clients.federation(data, partition),
-        key=key,
-        optimizer=OPTIMIZER,
-        epochs=2,
-        batch_size=BATCH,
-        mask=LOGGING_MASK,
-        # The draw of the augmentation is kept in place of the first feature.
-        augment=lambda key, inputs: inputs.at[:, 0].set(jax.random.normal(key)),
-        apply_train=drawing_apply,
-    )
+    model = LOGGING._replace(apply_train=drawing_apply)
+    models = train(logging_params(params, steps=2 * 4), federation, key, model)
     taken = np.arange(8) < np.asarray(models.steps)[:, None]
-    draws = np.asarray(models.params["log"])[taken][:, :2]
-    assert len(np.unique(draws)) == draws.size == 2 * models.steps.sum()
+    draws = np.asarray(models.params["log"])[taken][:, 0]
+    assert len(np.unique(draws)) == draws.size == models.steps.sum()
 
 
-def test_the_start_survives_training(data, partition, params, key):
-    federation = clients.federation(data, partition)
+def test_apply_train_is_told_which_rows_fill_up_a_minibatch(partition, federation, params, key):
+    def counting_apply(params, inputs, key, weights):
+        row = jnp.where(weights > 0, 1.0, 0.0)
+        _, new = logging_apply(params, inputs.at[:, 0].set(row), key, weights)
+        return apply(params["weights"], inputs), new
+
+    model = LOGGING._replace(apply_train=counting_apply)
+    models = train(logging_params(params, steps=2 * 4), federation, key, model)
+    log = np.asarray(models.params["log"])
+    for i, rows in enumerate(partition):
+        counted = log[i][: int(models.steps[i])].sum(1)
+        expected = [min(BATCH, len(rows) - at) for at in range(0, len(rows), BATCH)] * 2
+        np.testing.assert_array_equal(counted, expected)
+
+
+def test_augmented_inputs_are_drawn_in_every_step_and_in_training_only(federation, params, key):
+    def drawn_by_hand(params, inputs, key, weights):
+        return apply(params, jitter(jax.random.split(key)[0], inputs)), None
+
+    augmented = MODEL._replace(apply_train=fj.networks.augmented(apply, jitter))
+    models = train(params, federation, key, augmented)
+    assert_same(models, train(params, federation, key, MODEL._replace(apply_train=drawn_by_hand)))
+    plain = train(params, federation, key)
+    assert np.all(models.params["kernel"][WITH_DATA] != plain.params["kernel"][WITH_DATA])
+    found = fj.metrics.performance(augmented, params, federation)
+    assert_same(found, fj.metrics.performance(MODEL, params, federation))
+
+
+def test_the_start_survives_training(federation, params, key):
     before = jax.tree.map(np.array, (params, federation))
     train(params, federation, key)
-    jax.tree.map(np.testing.assert_array_equal, (params, federation), before)
+    train(params, federation, key, progress=lambda *_: None)
+    assert_same(jax.tree.map(np.array, (params, federation)), before)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
-def test_params_keep_their_precision(data, partition, params, key, dtype):
+def test_params_keep_their_precision(federation, params, key, dtype):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    models = train(params, clients.federation(data, partition), key)
+    models = train(params, federation, key)
     assert {leaf.dtype for leaf in jax.tree.leaves(models.params)} == {jnp.dtype(dtype)}
     assert np.isfinite(models.loss).all()
 
 
-def test_progress_sees_every_epochs_losses(data, partition, params, key):
+def test_progress_sees_every_epochs_losses(federation, params, key):
     seen = []
     models = train(
         params,
-        clients.federation(data, partition),
+        federation,
         key,
         epochs=3,
         progress=lambda epoch, loss: seen.append((epoch, np.asarray(loss))),
     )
     assert [epoch for epoch, _ in seen] == [0, 1, 2]
     np.testing.assert_array_equal(np.stack([loss for _, loss in seen], 1), models.loss)
-    assert (models.loss[[0, 2, 3, 4], -1] < models.loss[[0, 2, 3, 4], 0]).all()
+    assert (models.loss[WITH_DATA, -1] < models.loss[WITH_DATA, 0]).all()
 
 
-def test_later_epochs_and_calls_compile_nothing(data, partition, params, key, compilations):
-    federation = clients.federation(data, partition)
+def test_later_epochs_and_calls_compile_nothing(federation, params, key, compilations):
     other_key = jax.random.fold_in(key, 1)
     # A Python number is weakly typed, which the first epoch's results are not.
     params["unused"] = 1.0
@@ -288,33 +330,191 @@ def test_later_epochs_and_calls_compile_nothing(data, partition, params, key, co
 
 
 def test_showing_progress_changes_no_bit_and_neither_way_compiles_twice(
-    data, partition, params, key, compilations
+    federation, params, key, compilations
 ):
-    federation = clients.federation(data, partition)
     settings = {"batch_size": 2, "epochs": 3, "optimizer": optax.sgd(0.1, 0.9)}
     shown = train(params, federation, key, **settings, progress=lambda *_: None)
     at_once = train(params, federation, key, **settings)
-    jax.tree.map(np.testing.assert_array_equal, shown, at_once)
+    assert_same(shown, at_once)
     with compilations() as count:
         train(params, federation, key, **settings)
     assert count() == 0
 
 
-def test_no_copy_of_the_clients_images_is_made(key):
+@pytest.mark.parametrize("progress", [None, lambda *_: None])
+def test_another_number_of_epochs_compiles_nothing(
+    federation, params, key, compilations, progress
+):
+    settings = {"progress": progress}
+    short = train(params, federation, key, **settings)
+    with compilations() as count:
+        long = train(params, federation, key, epochs=7, **settings)
+    # The array of the losses has another shape, and is cut out or put together; nothing else is.
+    assert count() <= 1
+    assert_same(long.loss[:, :2], short.loss)
+    assert long.loss.shape == (len(SIZES), 7)
+    assert_same(long.steps[WITH_DATA] * 2, short.steps[WITH_DATA] * 7)
+
+
+def test_more_epochs_than_there_was_room_for_are_trained(federation, params, key):
+    one = clients.select(federation, [3])
+    settings = {"batch_size": 4, "optimizer": optax.sgd(1e-3)}
+    models = train(params, one, key, epochs=70, **settings)
+    assert models.loss.shape == (1, 70)
+    assert (np.diff(models.loss[0]) < 0).all()
+    shown = train(params, one, key, epochs=70, progress=lambda *_: None, **settings)
+    assert_same(shown, models)
+
+
+# What an algorithm's optimiser is given: it keeps what it saw, and moves nothing itself.
+
+
+def watching(base):
+    def init(params):
+        return {
+            "steps": jnp.zeros((), int),
+            "last": jnp.zeros((), int),
+            "from start": jnp.zeros(()),
+            "extras": jnp.zeros(2),
+        }
+
+    def update(gradient, state, params, *, start, extras, last_epoch, **_):
+        away = jax.tree.map(lambda w, s: jnp.abs(w - s).max(), params, start)
+        seen = {
+            "steps": state["steps"] + 1,
+            "last": state["last"] + last_epoch,
+            "from start": sum(jax.tree.leaves(away)),
+            "extras": extras["own"] if extras else state["extras"],
+        }
+        return gradient, seen
+
+    return training.keeping(optax.GradientTransformationExtraArgs(init, update), base)
+
+
+WATCHING = watching(OPTIMIZER)
+OWN = {"own": np.arange(2.0 * len(SIZES)).reshape(len(SIZES), 2)}
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_what_an_optimiser_keeps_comes_back_of_every_client(federation, params, key, chunk):
+    settings = {"optimizer": WATCHING, "clients_per_chunk": chunk, "extras": OWN, "epochs": 3}
+    models = train(params, federation, key, **settings)
+    seen = models.extras
+    np.testing.assert_array_equal(seen["steps"], models.steps)
+    # A third of the steps are of the last of three epochs.
+    np.testing.assert_array_equal(3 * seen["last"], models.steps)
+    np.testing.assert_array_equal(seen["extras"][WITH_DATA], OWN["own"][WITH_DATA])
+    plain = train(params, federation, key, epochs=3, clients_per_chunk=chunk)
+    assert_same(models._replace(extras=()), plain)
+    assert_same(train(params, federation, key, progress=lambda *_: None, **settings), models)
+
+
+def test_an_optimiser_is_told_what_the_client_started_from(federation, params, key):
+    # With one minibatch an epoch, the second step sees what the first one changed.
+    one_step = train(params, federation, key, batch_size=12, epochs=1)
+    two = train(params, federation, key, batch_size=12, optimizer=WATCHING)
+    for i in WITH_DATA:
+        moved = jax.tree.map(
+            lambda w, s: jnp.abs(w - s).max(), client(one_step.params, i), params
+        )
+        assert_close(two.extras["from start"][i], sum(jax.tree.leaves(moved)))
+    np.testing.assert_array_equal(two.extras["from start"][1], 0)
+
+
+def test_without_extras_an_optimiser_is_given_none(federation, params, key):
+    models = train(params, federation, key, optimizer=WATCHING)
+    np.testing.assert_array_equal(models.extras["extras"], 0)
+
+
+def test_other_extras_change_what_they_change_and_compile_nothing(
+    federation, params, key, compilations
+):
+    def init(params):
+        return optax.EmptyState()
+
+    def shift(gradient, state, params, *, extras, **_):
+        return jax.tree.map(jnp.subtract, gradient, extras), state
+
+    optimizer = optax.chain(optax.GradientTransformationExtraArgs(init, shift), OPTIMIZER)
+
+    def stacked(size):
+        return jax.tree.map(lambda leaf: jnp.full((len(SIZES), *leaf.shape), size), params)
+
+    still = train(params, federation, key, optimizer=optimizer, extras=stacked(0.0))
+    assert_same(still, train(params, federation, key))
+    with compilations() as count:
+        moved = train(params, federation, key, optimizer=optimizer, extras=stacked(0.1))
+    assert count() == 0
+    assert np.all(moved.params["bias"][WITH_DATA] > still.params["bias"][WITH_DATA])
+
+
+def test_leaves_outside_the_mask_are_not_held_back(federation, params, key):
+    # The start of what is not trained is where it is: a pull towards the start is zero there.
+    start = logging_params(params, steps=2 * 4)
+    models = train(start, federation, key, LOGGING, optimizer=WATCHING)
+    trained = train(params, federation, key, optimizer=WATCHING)
+    assert_close(models.extras["from start"], trained.extras["from start"])
+    pulled = fj.algorithms.fedprox(0.5).optimizer(OPTIMIZER)
+    models = train(params, federation, key, BIAS_ONLY, optimizer=pulled)
+    np.testing.assert_array_equal(
+        models.params["kernel"], np.broadcast_to(params["kernel"], (5, 4, 3))
+    )
+
+
+def test_an_optimiser_that_keeps_nothing_gives_nothing_back(federation, params, key):
+    pulled = fj.algorithms.fedprox(0.5).optimizer(OPTIMIZER)
+    models = train(params, federation, key, optimizer=pulled)
+    assert models.extras == ()
+    shown = train(params, federation, key, optimizer=pulled, progress=lambda *_: None)
+    assert_same(shown, models)
+
+
+@pytest.mark.parametrize("progress", [None, lambda *_: None])
+def test_no_copy_of_the_clients_images_is_made(key, progress):
     images = np.zeros((200, 16, 16, 1), np.uint8)
     partition = np.split(np.arange(200), [150])
     federation = clients.federation((images, np.zeros(200, int)), partition)
     need = training.train_memory(
-        lambda params, x: x.reshape(len(x), -1) @ params,
-        likelihoods.categorical,
+        fj.Model(lambda params, x: x.reshape(len(x), -1) @ params, likelihoods.categorical),
         jnp.zeros((256, 2)),
         federation,
         key=key,
         optimizer=OPTIMIZER,
         epochs=2,
         batch_size=2,
+        progress=progress,
     )
     assert need.scratch < images.nbytes < need.resident
+
+
+def test_progress_keeps_every_clients_optimiser_and_a_chunk_its_own_only(federation, params, key):
+    params["unused"] = jnp.zeros(1000)
+
+    def need(chunk=1, progress=None):
+        return training.train_memory(
+            MODEL,
+            params,
+            federation,
+            key=key,
+            optimizer=OPTIMIZER,
+            epochs=2,
+            batch_size=BATCH,
+            clients_per_chunk=chunk,
+            progress=progress,
+        )
+
+    momentum = 8 * 1000
+    models = len(SIZES) * momentum
+    together, apart = need(progress=print), need()
+    assert apart.resident < 2 * models <= together.resident
+    assert need(chunk=5).resident == apart.resident
+    assert need(chunk=5).scratch - apart.scratch >= 4 * momentum
+
+
+def test_predicting_memory_checks_as_training_does(federation, params, key):
+    settings = {"key": key, "epochs": 2, "batch_size": BATCH}
+    with pytest.raises(TypeError, match="'sgd'; expected an optax optimiser"):
+        training.train_memory(MODEL, params, federation, optimizer="sgd", **settings)
 
 
 def test_sequences_are_examples_whose_log_likelihoods_add_up(x64, key):
@@ -322,114 +522,27 @@ def test_sequences_are_examples_whose_log_likelihoods_add_up(x64, key):
     federation = clients.federation(
         (sequences[:, :-1], sequences[:, 1:]), [np.arange(4), np.arange(4, 6)]
     )
-    bigrams = training.train(
-        lambda table, tokens: table[tokens],
-        likelihoods.categorical,
-        jnp.zeros((5, 5)),
-        federation,
-        key=key,
-        optimizer=optax.sgd(0.1),
-        epochs=2,
-        batch_size=4,
-    )
+    table = fj.Model(lambda table, tokens: table[tokens], likelihoods.categorical)
+    settings = {"optimizer": optax.sgd(0.1), "batch_size": 4}
+    bigrams = train(jnp.zeros((5, 5)), federation, key, table, **settings)
     # One batch an epoch, and at first all five symbols are equally likely at all seven places.
-    assert_close(bigrams.loss[:, 0], [7 * np.log(5)] * 2)
+    assert_close(bigrams.loss[:, 0], jnp.array([7 * np.log(5)] * 2))
     assert (bigrams.loss[:, 1] < bigrams.loss[:, 0]).all()
 
 
 def test_regression_finds_the_linear_map(x64, key):
     inputs = np.eye(4)
-    models = training.train(
-        lambda w, x: x @ w,
-        likelihoods.gaussian,
-        jnp.zeros((4, 4)),
-        clients.federation((inputs, 2 * inputs), [np.arange(4)]),
-        key=key,
-        optimizer=optax.sgd(0.5),
-        epochs=150,
-        batch_size=2,
-    )
+    federation = clients.federation((inputs, 2 * inputs), [np.arange(4)])
+    linear = fj.Model(lambda w, x: x @ w, likelihoods.gaussian)
+    settings = {"optimizer": optax.sgd(0.5), "epochs": 150, "batch_size": 2}
+    models = train(jnp.zeros((4, 4)), federation, key, linear, **settings)
     assert_close(models.params[0], 2 * np.eye(4), 1e-6)
 
 
-def stacked_like(params, seed):
-    source = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(source.normal(size=(len(SIZES), *leaf.shape)) / 10), params
-    )
-
-
-def test_the_proximal_term_pulls_every_step_back_to_the_start(data, partition, params, key):
-    federation, mu = clients.federation(data, partition), 0.7
-    pull = optax.stateless(
-        lambda gradient, now: jax.tree.map(
-            lambda g, w, start: g + mu * (w - start), gradient, now, params
-        )
-    )
-    expected = train(params, federation, key, optimizer=optax.chain(pull, OPTIMIZER))
-    models = train(params, federation, key, proximal=mu)
-    assert_close(models, expected)
-    shown = train(params, federation, key, proximal=mu, progress=lambda *_: None)
-    assert_close(shown, expected)
-    free = train(params, federation, key)
-    assert np.all(np.abs(models.params["bias"] - free.params["bias"])[[0, 2, 3, 4]] > 1e-6)
-
-
-def test_the_correction_is_subtracted_after_each_step_and_hidden_from_the_optimiser(
-    data, partition, params, key
-):
-    # One batch holds all of a client's data, so that the order within it is of no account.
-    federation, correction = clients.federation(data, partition), stacked_like(params, 3)
-    settings = {"epochs": 3, "batch_size": 12, "correction": correction}
-    models = train(params, federation, key, **settings)
-    for i in (0, 2, 3, 4):
-        own, state = params, OPTIMIZER.init(params)
-        for _ in range(3):
-            batch = data[0][partition[i]], data[1][partition[i]]
-            own, state, _ = step_by_hand(own, state, *batch)
-            own = jax.tree.map(jnp.subtract, own, client(correction, i))
-        assert_close(client(models.params, i), own)
-    assert_close(client(models.params, 1), params)
-    assert_close(train(params, federation, key, progress=lambda *_: None, **settings), models)
-    assert_close(train(params, federation, key, clients_per_chunk=2, **settings), models)
-
-
-def test_leaves_outside_the_mask_are_not_held_back(data, partition, params, key):
-    federation = clients.federation(data, partition)
-    models = train(
-        params,
-        federation,
-        key,
-        mask={"kernel": False, "bias": True},
-        proximal=0.5,
-        correction=stacked_like(params, 3),
-    )
-    for i in range(5):
-        np.testing.assert_array_equal(models.params["kernel"][i], params["kernel"])
-
-
-def test_no_restraint_changes_no_bit_and_its_size_compiles_nothing(
-    data, partition, params, key, compilations
-):
-    federation = clients.federation(data, partition)
-    free = train(params, federation, key)
-    zeros = jax.tree.map(jnp.zeros_like, stacked_like(params, 0))
-    jax.tree.map(np.testing.assert_array_equal, train(params, federation, key, proximal=0.0), free)
-    still = train(params, federation, key, correction=zeros)
-    jax.tree.map(np.testing.assert_array_equal, still, free)
-    corrections = [stacked_like(params, seed) for seed in (3, 4)]
-    train(params, federation, key, proximal=0.1, correction=corrections[0])
-    with compilations() as count:
-        train(params, federation, key, proximal=0.2, correction=corrections[1])
-        train(params, federation, key)
-        train(params, federation, key, proximal=0.0)
-    assert count() == 0
-
-
-def test_integer_params_are_refused_by_name(data, partition, params, key):
+def test_integer_params_are_refused_by_name(federation, params, key):
     params["bias"] = jnp.zeros(3, int)
     with pytest.raises(TypeError, match=r"'bias'.*int"):
-        train(params, clients.federation(data, partition), key)
+        train(params, federation, key)
 
 
 def test_targets_that_do_not_fit_the_outputs_are_refused(data, partition, params, key):
@@ -446,25 +559,33 @@ def test_targets_that_do_not_fit_the_outputs_are_refused(data, partition, params
         ({"batch_size": 0}, ValueError, "batch_size is 0"),
         ({"optimizer": "sgd"}, TypeError, "'sgd'; expected an optax optimiser"),
         ({"clients_per_chunk": 0}, ValueError, "clients_per_chunk is 0"),
-        ({"proximal": -0.1}, ValueError, "proximal is -0.1; expected a finite number, zero or"),
-        ({"proximal": np.nan}, ValueError, "proximal is nan"),
         (
-            {"correction": {"kernel": np.zeros((4, 3)), "bias": np.zeros((5, 3))}},
+            {"extras": {"kernel": np.zeros((4, 3)), "bias": np.zeros((5, 3))}},
             ValueError,
-            r"'kernel': \(4, 3\).*'kernel': \(5, 4, 3\).*leading axis of the 5 clients",
+            r"'kernel' of extras has shape \(4, 3\); expected a leading axis of 5 clients",
         ),
-        ({"mask": {"kernel": True}}, ValueError, r"\['kernel'\].*\['bias', 'kernel'\]"),
-        ({"mask": {"kernel": 1, "bias": 0}}, ValueError, "expected Python's True"),
-        ({"mask": {"kernel": False, "bias": False}}, ValueError, "at least one True"),
     ],
 )
-def test_bad_settings_are_refused(data, partition, params, key, settings, error, message):
+def test_bad_settings_are_refused(federation, params, key, settings, error, message):
     with pytest.raises(error, match=message):
-        train(params, clients.federation(data, partition), key, **settings)
+        train(params, federation, key, **settings)
 
 
-def test_what_is_no_key_or_federation_is_refused(data, partition, params, key):
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ({"kernel": True}, r"\['kernel'\].*\['bias', 'kernel'\]"),
+        ({"kernel": 1, "bias": 0}, "expected Python's True"),
+        ({"kernel": False, "bias": False}, "at least one True"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(federation, params, key, mask, message):
+    with pytest.raises(ValueError, match=message):
+        train(params, federation, key, fj.Model(apply, likelihoods.categorical, mask=mask))
+
+
+def test_what_is_no_key_or_federation_is_refused(data, federation, params, key):
     with pytest.raises(TypeError, match=r"jax.random.key\(seed\)"):
-        train(params, clients.federation(data, partition), 0)
+        train(params, federation, 0)
     with pytest.raises(TypeError, match=r"tuple; expected the result of clients.federation"):
         train(params, data, key)

@@ -12,7 +12,7 @@ from experiments.benchmark import apart
 from experiments.benchmark.config import Config
 from experiments.benchmark.measure import Case, Group, Row
 from experiments.benchmark.plot import Panels
-from experiments.benchmark.workloads import CATEGORICAL, federate, local_steps, train, workload
+from experiments.benchmark.workloads import federate, local_steps, train, workload
 
 _UPLOADS_PER_CHUNK = 100
 _MOST_HELD = 1_000  # uploads merged all at once, for comparison
@@ -94,7 +94,7 @@ def training(*, repeats: int, budget: float, **options: Any) -> dict[str, Any]:
 
     def run() -> Any:
         how = {name: options[name] for name in ("epochs", "batch_size", "clients_per_chunk")}
-        return train(work, federation, **how)
+        return train(work, federation, **how)._replace(start=None)  # which was there before
 
     steps = options["epochs"] * local_steps(federation, options["batch_size"]).sum()
     return apart.measured(Case("training", run, float(steps), facts=facts), repeats, budget)
@@ -104,13 +104,13 @@ def fishers(*, repeats: int, budget: float, **options: Any) -> dict[str, Any]:
     """Compute the clients' diagonal Fishers, of the untrained network."""
     work, federation, facts = _prepared(**options)
     size, num_clients = options["batch_size"], federation.num_clients
-    aggregator = _diagonal(work.apply, size)
+    algorithm = _diagonal(work.model, size)
     models = jax.tree.map(lambda x: jnp.tile(x, (num_clients,) + (1,) * x.ndim), work.params)
 
     def run() -> Any:
-        return fj.clients.summarize(
-            aggregator,
-            models,
+        return fj.merging.summarize(
+            algorithm,
+            fj.training.Trained(models),
             federation,
             key=jax.random.key(2),
             clients_per_chunk=options["clients_per_chunk"],
@@ -122,23 +122,23 @@ def fishers(*, repeats: int, budget: float, **options: Any) -> dict[str, Any]:
 
 def streamed(*, uploads: int, repeats: int, budget: float) -> dict[str, Any]:
     """Merge uploads a chunk at a time, each made when it is asked for."""
-    work, aggregator, chunks = _arriving(uploads)
+    work, algorithm, chunks = _arriving(uploads)
 
     def run() -> Any:
-        return fj.aggregation.merge_stream(aggregator, work.params, chunks())
+        return fj.merging.merge_stream(algorithm, work.params, chunks())
 
     return _merging(run, uploads, repeats, budget)
 
 
 def held(*, uploads: int, repeats: int, budget: float) -> dict[str, Any]:
     """Merge the same uploads all at once."""
-    work, aggregator, chunks = _arriving(uploads)
+    work, algorithm, chunks = _arriving(uploads)
 
     def run() -> Any:
         leaves = list(zip(*(jax.tree.leaves(chunk) for chunk, _ in chunks()), strict=True))
         structure = jax.tree.structure(next(chunks())[0])
         stacked = jax.tree.unflatten(structure, [jnp.concatenate(parts) for parts in leaves])
-        return fj.aggregation.merge(aggregator, work.params, stacked)
+        return fj.merging.merge(algorithm, work.params, stacked)
 
     return _merging(run, uploads, repeats, budget)
 
@@ -165,7 +165,7 @@ def _prepared(
     work = workload(where, "lenet", num_examples)
     federation = federate(work, num_clients)
     steps = local_steps(federation, batch_size)
-    wasted = fj.mapping.wasted_steps
+    wasted = fj.parallel.wasted_steps
     known = {
         "clients": num_clients,
         "before_bytes": apart.current_bytes(),
@@ -180,21 +180,22 @@ def _prepared(
     return work, federation, facts
 
 
-def _diagonal(apply: Any, batch_size: int = 64) -> fj.aggregation.Aggregator:
-    diagonal = fj.fisher.diagonal
-    return fj.aggregation.fedfisher(apply, CATEGORICAL, fisher=diagonal, batch_size=batch_size)
+def _diagonal(model: fj.Model, batch_size: int = 64) -> fj.algorithms.Algorithm:
+    return fj.algorithms.fedfisher(model, fisher=fj.fisher.diagonal, batch_size=batch_size)
 
 
-def _arriving(uploads: int) -> tuple[Any, fj.aggregation.Aggregator, Callable[[], Iterator]]:
+def _arriving(uploads: int) -> tuple[Any, fj.algorithms.Algorithm, Callable[[], Iterator]]:
     """Return a workload, a method and a function that makes chunks of uploads, one by one."""
     work = workload(Config("clients", Path(), data="synthetic"), "lenet", 1)
+    algorithm = _diagonal(work.model)
     length = min(_UPLOADS_PER_CHUNK, uploads)
 
     @jax.jit
     def make(number: Any) -> Any:
         scales = 1 + (number + jnp.arange(length) / length) / uploads
         params = jax.tree.map(lambda x: jnp.multiply.outer(scales, x), work.params)
-        return {"params": params, "fisher": fj.fisher.Diagonal(jax.tree.map(jnp.abs, params))}
+        values = {"params": params, "fisher": fj.fisher.Diagonal(jax.tree.map(jnp.abs, params))}
+        return fj.algorithms.Update(values, algorithm.kind)
 
     def chunks() -> Iterator[tuple[Any, None]]:
         for start in range(0, uploads, length):
@@ -203,4 +204,4 @@ def _arriving(uploads: int) -> tuple[Any, fj.aggregation.Aggregator, Callable[[]
                 chunk = jax.tree.map(lambda x, left=left: x[:left], chunk)
             yield chunk, None
 
-    return work, _diagonal(work.apply), chunks
+    return work, algorithm, chunks

@@ -9,9 +9,9 @@ import jax
 import fisherjax as fj
 from experiments.benchmark.config import Config, num_examples
 from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import CATEGORICAL, Workload, federate, train, workload
+from experiments.benchmark.workloads import Workload, federate, train, workload
 from fisherjax.clients import Federation
-from fisherjax.typing import Params
+from fisherjax.training import Trained
 
 ALONE = "one device"
 _STRUCTURES = {"diagonal Fisher": fj.fisher.diagonal, "K-FAC Fisher": fj.fisher.kfac}
@@ -39,10 +39,10 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
             where = {ALONE: alone, f"all {count}": fj.clients.shard(alone)}
 
             training = partial(train, work, epochs=config.epochs, batch_size=config.batch_size)
-            models = training(alone).params
+            trained = Trained(training(alone).params)
             phases = {"training": (training, config.epochs * examples)}
             for phase, fisher in _STRUCTURES.items():
-                phases[phase] = _summary(config, work, fisher, models), examples
+                phases[phase] = _summary(config, work, fisher, trained), examples
             for phase, (run, units) in phases.items():
                 cases = [Case(case, partial(run, own), units) for case, own in where.items()]
                 title = f"{phase}, {name}, {num_clients} clients, {examples} images"
@@ -50,11 +50,9 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
 
 
 def _summary(
-    config: Config, work: Workload, fisher: Any, models: Params
+    config: Config, work: Workload, fisher: Any, trained: Trained
 ) -> Callable[[Federation], Any]:
-    aggregator = fj.aggregation.fedfisher(
-        work.apply, CATEGORICAL, fisher=fisher, batch_size=config.batch_size
-    )
-    return lambda federation: fj.clients.summarize(
-        aggregator, models, federation, key=jax.random.key(2)
+    algorithm = fj.algorithms.fedfisher(work.model, fisher=fisher, batch_size=config.batch_size)
+    return lambda federation: fj.merging.summarize(
+        algorithm, trained, federation, key=jax.random.key(2)
     )

@@ -14,7 +14,7 @@ from experiments.benchmark import torch_peer
 from experiments.benchmark.config import Config, num_examples
 from experiments.benchmark.flops import count, matmul_cases
 from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import CATEGORICAL, Workload, gradient, workload
+from experiments.benchmark.workloads import Workload, gradient, workload
 from fisherjax.typing import Params
 
 OURS, PEER, GRADIENTS = "fisherjax", "nngeometry", "gradients of one epoch"
@@ -56,8 +56,8 @@ def _cases(work: Workload, structure: str, config: Config, peer: bool) -> list[C
     batch, samples = min(size, len(labels)), len(labels)
 
     def ours(params: Params, images: Any, weights: Any = None) -> Any:
-        options = {"weights": weights, "batch_size": size}
-        return function(work.apply, CATEGORICAL, params, images, **options)
+        examples = fj.Examples(images, weights=weights)
+        return function(work.model, params, examples, batch_size=size)
 
     one_gradient = gradient(work.apply)
     first = images[:batch], labels[:batch]
@@ -88,7 +88,7 @@ def _spread(images: Any) -> tuple[Any, Any]:
     padding = -len(images) % jax.device_count()
     padded = jnp.pad(images, [(0, padding), *[(0, 0)] * (images.ndim - 1)])
     weights = (jnp.arange(len(padded)) < len(images)).astype(float)
-    by_row = NamedSharding(fj.mapping.client_mesh(), PartitionSpec(fj.mapping.AXIS))
+    by_row = NamedSharding(fj.parallel.client_mesh(), PartitionSpec(fj.parallel.AXIS))
     return jax.device_put((padded, weights), by_row)
 
 

@@ -46,8 +46,9 @@ def phases(model: Any, shape: tuple[int, ...], config: Config) -> dict[str, tupl
         By name of the phase.
     """
     images, labels = map(jnp.asarray, synthetic(shape, config.batch_size))
-    params = fj.models.init(model, jax.random.key(0), images)
-    apply = fj.models.apply_fn(model, normalize)
+    params = fj.networks.init(model, jax.random.key(0), images)
+    apply = fj.networks.apply_fn(model, normalize)
+    classifier, examples = fj.Model(apply, CATEGORICAL), fj.Examples(images)
     state = OPTIMIZER.init(params)
 
     def step(params: Any, state: Any) -> Any:
@@ -58,10 +59,10 @@ def phases(model: Any, shape: tuple[int, ...], config: Config) -> dict[str, tupl
         return optax.apply_updates(params, updates), new
 
     def kfac(params: Any) -> Any:
-        return fj.fisher.kfac(apply, CATEGORICAL, params, images, batch_size=len(images))
+        return fj.fisher.kfac(classifier, params, examples, batch_size=len(images))
 
     def diagonal(params: Any) -> Any:
-        return fj.fisher.diagonal(apply, CATEGORICAL, params, images, batch_size=len(images))
+        return fj.fisher.diagonal(classifier, params, examples, batch_size=len(images))
 
     stacked = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (config.num_clients, *x.shape)), (kfac(params), params)
@@ -85,7 +86,7 @@ def main(config: Config) -> None:
     print(f"{rate / 1e9:.0f} GFLOP/s of a product, {bandwidth / 1e9:.1f} GB/s of a copy\n")
     print("| phase | FLOPs, ms | bytes, ms | measured, ms | over the larger floor |")
     print("| --- | ---: | ---: | ---: | ---: |")
-    models = {"LeNet": (fj.models.LeNet(), "lenet"), "CNN": (fj.models.CNN(), "cnn")}
+    models = {"LeNet": (fj.networks.LeNet(), "lenet"), "CNN": (fj.networks.CNN(), "cnn")}
     for name, (model, shape) in models.items():
         for phase, (function, *arguments) in phases(model, SHAPES[shape], config).items():
             floors = (

@@ -62,9 +62,9 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     work = workload(config, "cnn", config.num_examples)
     note(f"pfl: {work.source} images")
     data = work.images, work.labels
-    apply = fj.models.apply_fn(Network(), normalize)
-    native = fj.models.apply_fn(Network(jax.lax.conv_general_dilated), normalize)
-    params = fj.models.init(Network(), jax.random.key(0), work.images)
+    apply = fj.networks.apply_fn(Network(), normalize)
+    native = fj.networks.apply_fn(Network(jax.lax.conv_general_dilated), normalize)
+    params = fj.networks.init(Network(), jax.random.key(0), work.images)
     for num_clients in config.num_clients:
         partition = fj.partition.iid(work.labels, num_clients, seed=0)
         federation = fj.clients.federation(data, partition)
@@ -109,9 +109,8 @@ def fedavg_round(
     clients_per_chunk: int,
 ) -> Params:
     """Train the cohort and average its models, by fisherjax."""
-    models = fj.training.train(
-        apply,
-        CATEGORICAL,
+    trained = fj.training.train(
+        fj.Model(apply, CATEGORICAL),
         params,
         federation,
         key=jax.random.key(1),
@@ -120,8 +119,9 @@ def fedavg_round(
         batch_size=batch_size,
         clients_per_chunk=clients_per_chunk,
     )
-    updates = {"params": models.params}
-    return fj.aggregation.merge(fj.aggregation.fedavg(), params, updates, federation.weights)[0]
+    fedavg = fj.algorithms.fedavg()
+    updates = fj.algorithms.Update({"params": trained.params}, fedavg.kind)
+    return fj.merging.merge(fedavg, params, updates, federation.weights)[0]
 
 
 def dispatch(

@@ -48,7 +48,7 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     Raises:
         FileNotFoundError: if the data set is not prepared.
     """
-    fj.data.load(config.dataset, config.data_dir)
+    fj.datasets.load(config.dataset, config.data_dir)
     is_theirs = config.dataset == "mnist" and config.epochs == 10
     if is_theirs:
         note(f"{AUTHORS}: {AUTHORS_SECONDS:g} s on two CPU cores, not measured here")

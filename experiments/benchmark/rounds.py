@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import fisherjax as fj
 from experiments.benchmark.config import Config
 from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import CATEGORICAL, OPTIMIZER, federate, workload
+from experiments.benchmark.workloads import OPTIMIZER, federate, workload
 
 ALONE = "local training alone"
 _IDLE_ROUNDS = 100
@@ -30,22 +30,20 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     training = {"epochs": config.epochs, "batch_size": config.batch_size, "optimizer": OPTIMIZER}
     key = jax.random.key(1)
 
-    def method(aggregator: fj.aggregation.Aggregator, cohort: int) -> fj.rounds.Federated:
-        return fj.rounds.federated(work.apply, CATEGORICAL, aggregator, cohort=cohort, **training)
-
     def played(
-        method: fj.rounds.Federated, federation: fj.clients.Federation, rounds: int
+        algorithm: fj.algorithms.Algorithm, federation: fj.clients.Federation, rounds: int
     ) -> Callable[[], Any]:
-        state = method.init(work.params)
-        return lambda: list(fj.rounds.run(method, state, federation, key=key, rounds=rounds))[-1]
+        num_clients = federation.num_clients
+        experiment = fj.rounds.federated(work.model, algorithm, cohort=num_clients, **training)
+        state = experiment.init(work.params, num_clients)
+        options = {"key": key, "rounds": rounds}
+        return lambda: list(fj.rounds.run(experiment, state, federation, **options))[-1]
 
     squares = {"batch_size": config.batch_size}
-    aggregators = {
-        "fedavg": fj.aggregation.fedavg(),
-        "fedfish, last epoch": fj.aggregation.fedfish(
-            work.apply, CATEGORICAL, **squares, last_epoch=True
-        ),
-        "fedfish, a pass of its own": fj.aggregation.fedfish(work.apply, CATEGORICAL, **squares),
+    algorithms = {
+        "fedavg": fj.algorithms.fedavg(),
+        "fedfish, last epoch": fj.algorithms.fedfish(work.model, **squares, last_epoch=True),
+        "fedfish, a pass of its own": fj.algorithms.fedfish(work.model, **squares),
     }
     for cohort in config.num_clients:
         federation = federate(work, cohort)
@@ -53,21 +51,20 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
         def alone(federation: fj.clients.Federation = federation) -> Any:
             round_key = jax.random.fold_in(key, 0)
             return fj.training.train(
-                work.apply, CATEGORICAL, work.params, federation, key=round_key, **training
+                work.model, work.params, federation, key=round_key, **training
             ).params
 
         cases = [Case(ALONE, alone)]
         cases += [
-            Case(name, played(method(aggregator, cohort), federation, 1))
-            for name, aggregator in aggregators.items()
+            Case(name, played(algorithm, federation, 1)) for name, algorithm in algorithms.items()
         ]
         title = f"a round, {cohort} clients, {config.num_examples} images, LeNet"
         yield Group(title, "rounds", None, cases, beside=ALONE)
 
         nobody = federation._replace(sizes=jnp.zeros_like(federation.sizes))
         idle = [
-            Case(name, played(method(aggregator, cohort), nobody, _IDLE_ROUNDS), _IDLE_ROUNDS)
-            for name, aggregator in aggregators.items()
+            Case(name, played(algorithm, nobody, _IDLE_ROUNDS), _IDLE_ROUNDS)
+            for name, algorithm in algorithms.items()
         ]
         title = f"{_IDLE_ROUNDS} rounds, {cohort} clients without data, LeNet"
         yield Group(title, "rounds", None, idle)

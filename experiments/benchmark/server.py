@@ -10,7 +10,7 @@ import numpy as np
 import fisherjax as fj
 from experiments.benchmark.config import Config, num_examples
 from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import CATEGORICAL, Workload, split, train, workload
+from experiments.benchmark.workloads import Workload, split, train, workload
 
 TOLERANCE = 1e-3
 PAPER_STEPS = 2000
@@ -40,10 +40,10 @@ def _cases(work: Workload, adam_steps: int, updates: Any, weights: Any) -> list[
     """Merge in one compiled program by either solver, and as users call it, checks included."""
 
     def merge(solver: fj.solvers.Solver) -> Callable[..., Any]:
-        aggregator = fj.aggregation.fedfisher(work.apply, CATEGORICAL, solver=solver)
-        return partial(fj.aggregation.merge, aggregator, work.params)
+        algorithm = fj.algorithms.fedfisher(work.model, solver=solver)
+        return partial(fj.merging.merge, algorithm, work.params)
 
-    adam = merge(fj.solvers.paper_adam(epsilon_inside_root=True, steps=adam_steps))
+    adam = merge(fj.algorithms.paper_adam(epsilon_inside_root=True, steps=adam_steps))
     gradients = merge(fj.solvers.conjugate_gradients(tolerance=TOLERANCE))
     compiled_adam, compiled_gradients = jax.jit(adam), jax.jit(gradients)
     steps = f"{PAPER_STEPS} steps"
@@ -63,7 +63,7 @@ def _cases(work: Workload, adam_steps: int, updates: Any, weights: Any) -> list[
 
 
 def _facts(result: Any) -> dict[str, float]:
-    _, info = result
+    _, _, info = result
     return {
         "relative_residual": max(map(float, jax.tree.leaves(info.residual))),
         "iterations": max(map(int, jax.tree.leaves(info.iterations))),
@@ -74,11 +74,11 @@ def _uploads(work: Workload, config: Config, num_clients: int) -> tuple[Any, Any
     """Train the clients and compute the factors of each on some of its examples."""
     data, partition = (work.images, work.labels), split(work, num_clients)
     federation = fj.clients.federation(data, partition)
-    models = train(work, federation, epochs=config.epochs, batch_size=config.batch_size)
+    trained = train(work, federation, epochs=config.epochs, batch_size=config.batch_size)
     random = np.random.default_rng(2)
     some = [random.permutation(own)[: config.fisher_examples] for own in partition]
-    aggregator = fj.aggregation.fedfisher(work.apply, CATEGORICAL)
-    updates = fj.clients.summarize(
-        aggregator, models, fj.clients.federation(data, some), key=jax.random.key(2)
+    algorithm = fj.algorithms.fedfisher(work.model)
+    updates = fj.merging.summarize(
+        algorithm, trained, fj.clients.federation(data, some), key=jax.random.key(2)
     )
     return jax.block_until_ready(updates), federation.weights

@@ -41,7 +41,7 @@ def device() -> str:
 
 
 def network(name: str) -> Any:
-    """Make the network of `fisherjax.models`, without biases."""
+    """Make the network of `fisherjax.networks`, without biases."""
     import torch
 
     class Network(torch.nn.Module):

@@ -54,14 +54,14 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
 
 def chunk_name(chunk: int, num_clients: int) -> str:
     """Say how clients are mapped."""
-    default = chunk == fj.mapping.chunk_size(None, num_clients)
+    default = chunk == fj.parallel.chunk_size(None, num_clients)
     many = {1: "one after another", num_clients: "vmapped"}.get(chunk, f"chunks of {chunk}")
     return f"{many} (default)" if default else many
 
 
 def chunks(asked: Sequence[int], num_clients: int) -> list[int]:
     """List the chunks to compare, the backend's default first."""
-    default = fj.mapping.chunk_size(None, num_clients)
+    default = fj.parallel.chunk_size(None, num_clients)
     return list(dict.fromkeys(asked or (default, 1, num_clients)))
 
 
@@ -88,9 +88,9 @@ def _ours(work: Workload, config: Config, num_clients: int) -> list[Case]:
                     clients_per_chunk=chunk,
                 )
 
-        def facts(models: fj.clients.LocalModels) -> dict[str, float]:
-            loss = float(federation.weights @ models.loss[:, -1])
-            return {"loss": loss, "wasted_steps": fj.mapping.wasted_steps(steps, chunk)}
+        def facts(trained: fj.training.Trained) -> dict[str, float]:
+            loss = float(federation.weights @ trained.loss[:, -1])
+            return {"loss": loss, "wasted_steps": fj.parallel.wasted_steps(steps, chunk)}
 
         return Case(f"fisherjax, {name}", run, units, flops, precision, facts=facts)
 

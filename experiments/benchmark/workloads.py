@@ -15,7 +15,7 @@ from fisherjax.typing import Apply, Array, Params
 CATEGORICAL = fj.likelihoods.categorical
 OPTIMIZER = optax.sgd(0.01, momentum=0.9)
 SHAPES = {"lenet": (28, 28, 1), "cnn": (32, 32, 3)}
-_MODELS = {"lenet": fj.models.LeNet(), "cnn": fj.models.CNN()}
+_MODELS = {"lenet": fj.networks.LeNet(), "cnn": fj.networks.CNN()}
 _DATASETS = {"lenet": "mnist", "cnn": "cifar10"}
 
 
@@ -37,6 +37,11 @@ class Workload(NamedTuple):
     images: np.ndarray
     labels: np.ndarray
     source: str
+
+    @property
+    def model(self) -> fj.Model:
+        """The network, which classifies."""
+        return fj.Model(self.apply, CATEGORICAL)
 
 
 def normalize(x: Any) -> Any:
@@ -61,14 +66,14 @@ def workload(config: Config, name: str, num_examples: int) -> Workload:
     )
     images, labels = images[rows], labels[rows]
     model = _MODELS[name]
-    params = jax.jit(lambda key: fj.models.init(model, key, images))(jax.random.key(0))
-    return Workload(name, fj.models.apply_fn(model, normalize), params, images, labels, source)
+    params = jax.jit(lambda key: fj.networks.init(model, key, images))(jax.random.key(0))
+    return Workload(name, fj.networks.apply_fn(model, normalize), params, images, labels, source)
 
 
 def _images(config: Config, name: str) -> tuple[np.ndarray, np.ndarray, str]:
     if config.data == "auto":
         try:
-            train, _ = fj.data.load(_DATASETS[name], config.data_dir)
+            train, _ = fj.datasets.load(_DATASETS[name], config.data_dir)
             return train.inputs, train.targets, train.name
         except FileNotFoundError:
             pass
@@ -108,11 +113,10 @@ def train(
     epochs: int,
     batch_size: int,
     clients_per_chunk: int | None = None,
-) -> fj.clients.LocalModels:
+) -> fj.training.Trained:
     """Train the clients, always with the same key and optimiser."""
     return fj.training.train(
-        work.apply,
-        CATEGORICAL,
+        work.model,
         work.params,
         federation,
         key=jax.random.key(1),

@@ -9,15 +9,13 @@ from typing import Annotated, Any
 import tyro
 
 from experiments import commands
-from experiments.choices import ALGORITHMS as MERGES
-from experiments.choices import check_name
+from experiments.choices import CHOICES, check_name
 
 DATASETS = ("digits", "mnist", "cifar10", "tiny_shakespeare")
-ALGORITHMS = (*MERGES, "fedfish_last_epoch")
 SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
 _CHOICES = {
     "dataset": DATASETS,
-    "algorithm": ALGORITHMS,
+    "algorithm": CHOICES["algorithms"],
     "server_optimizer": SERVER_OPTIMIZERS,
 }
 PROGRAM = "experiments.federated"

@@ -15,14 +15,14 @@ import optax
 import experiments.config
 import fisherjax as fj
 from experiments import checkpoints
-from experiments.federated.config import MERGES, Config, measured, rounds
+from experiments.federated.config import Config, measured, rounds
 from experiments.federated.task import Task
 from experiments.methods import check_full, methods
+from fisherjax.algorithms.fedopt import ServerState
 from fisherjax.metrics import Performance
-from fisherjax.typing import Params
+from fisherjax.typing import Model, Params
 
 FRACTIONS = (0.0, 0.25, 0.5)
-_LIKELIHOOD = fj.likelihoods.categorical
 # optax.adam's epsilon is 1e-8; 1e-7 is that of the framework FedFish was run in.
 _SERVERS = {
     "none": None,
@@ -100,10 +100,9 @@ def check(config: Config, task: Task) -> None:
     """
     params = jax.eval_shape(task.init, jax.random.key(0))
     for algorithm in config.algorithm:
-        if algorithm in MERGES:
-            asked = dataclasses.replace(_asked(config, algorithm, 1), num_clients=config.cohort)
-            check_full(asked, params)
-        _method(config, task.apply, algorithm, 1).traffic(params, task.train)
+        asked = dataclasses.replace(_asked(config, algorithm), num_clients=config.cohort)
+        check_full(asked, params)
+        _method(config, task.model, algorithm, 1).traffic(params, task.train)
 
 
 def run(config: Config, task: Task, unit: Unit, folder: Path, watcher: Watcher) -> list[Row]:
@@ -120,9 +119,10 @@ def run(config: Config, task: Task, unit: Unit, folder: Path, watcher: Watcher) 
         All its rows, those from before the checkpoint too. The final params are in the newest
         checkpoint and, if wanted, in models/.
     """
-    method = _method(config, task.apply, unit.algorithm, unit.local_epochs)
+    method = _method(config, task.model, unit.algorithm, unit.local_epochs)
     init_key, key, personal_key = jax.random.split(jax.random.key(unit.seed), 3)
-    state = _at_rate(method.init(task.init(init_key)), unit.server_learning_rate)
+    state = method.init(task.init(init_key), task.train.num_clients)
+    state = _at_rate(state, unit.server_learning_rate)
     last = rounds(config, unit.local_epochs)
     rows: list[Row] = []
     found = checkpoints.restore(folder, state, watcher.warn)
@@ -143,7 +143,7 @@ def run(config: Config, task: Task, unit: Unit, folder: Path, watcher: Watcher) 
     if config.keep_models:
         models = folder.parent.parent / "models"
         models.mkdir(exist_ok=True)
-        fj.data.save_arrays(models / f"{unit.name}.safetensors", state.params)
+        fj.files.save_arrays(models / f"{unit.name}.safetensors", state.params)
     return rows
 
 
@@ -168,18 +168,19 @@ def select(config: Config, rows: Iterable[Row]) -> dict[tuple[str, int], float]:
 
 
 @functools.cache
-def _method(config: Config, apply: Any, algorithm: str, epochs: int) -> fj.rounds.Federated:
-    """Make an algorithm, the same object for all its runs, so that nothing compiles twice."""
+def _method(config: Config, model: Model, name: str, epochs: int) -> fj.rounds.Federated:
+    """Make an algorithm's rounds, the same object for all runs, so that nothing compiles twice."""
+    algorithm = methods(_asked(config, name), model)[name].clients
+    server = _SERVERS[config.server_optimizer]
+    if server is not None:
+        algorithm = fj.algorithms.with_server_optimizer(algorithm, server)
     return fj.rounds.federated(
-        apply,
-        _LIKELIHOOD,
-        _aggregator(config, apply, algorithm, epochs),
+        model,
+        algorithm,
         cohort=config.cohort,
         optimizer=_local_optimizer(config),
         epochs=epochs,
         batch_size=config.batch_size,
-        server_optimizer=_SERVERS[config.server_optimizer],
-        proximal=config.mu if algorithm == "fedprox" else 0.0,
         clients_per_chunk=config.clients_per_chunk,
     )
 
@@ -189,34 +190,26 @@ def _local_optimizer(config: Config) -> optax.GradientTransformation:
     return optax.sgd(config.learning_rate, config.momentum or None)
 
 
-def _aggregator(
-    config: Config, apply: Any, algorithm: str, epochs: int
-) -> fj.aggregation.Aggregator:
-    if algorithm not in MERGES:  # fedfish_last_epoch, which only training in rounds serves
-        batch = config.batch_size
-        return fj.aggregation.fedfish(apply, _LIKELIHOOD, batch_size=batch, last_epoch=True)
-    return methods(_asked(config, algorithm, epochs), apply)[algorithm].server(None, None)
-
-
-def _asked(config: Config, algorithm: str, epochs: int) -> experiments.config.Config:
+def _asked(config: Config, algorithm: str) -> experiments.config.Config:
     """Say what is merged as a one-shot experiment says it."""
     return experiments.config.Config(
         algorithms=(algorithm,),
         num_clients=config.num_clients,
-        epochs=epochs,
         batch_size=config.batch_size,
-        momentum=config.momentum,
+        mu=config.mu,
         damping=config.damping if algorithm == "fedfisher_kfac" else "default",
     )
 
 
 def _at_rate(state: fj.rounds.State, rate: float) -> fj.rounds.State:
     """Set the server's learning rate, which is data: another one compiles nothing."""
-    if not hasattr(state.optimizer, "hyperparams"):
+    server = state.algorithm
+    if not isinstance(server, ServerState):
         return state
-    rates = state.optimizer.hyperparams
+    rates = server.optimizer.hyperparams
     new = rates | {"learning_rate": jnp.full_like(rates["learning_rate"], rate)}
-    return state._replace(optimizer=state.optimizer._replace(hyperparams=new))
+    optimizer = server.optimizer._replace(hyperparams=new)
+    return state._replace(algorithm=server._replace(optimizer=optimizer))
 
 
 def _after_round(
@@ -235,13 +228,9 @@ def _after_round(
         return rows
     rows += _performance(task, unit, number, "test", _measure(task, state.params, task.test))
     if config.barrier:
+        cohort = fj.clients.select(task.train, done.cohort)
         barrier = fj.metrics.client_server_barrier(
-            task.apply,
-            _LIKELIHOOD,
-            state.params,
-            done.models.params,
-            task.train,
-            clients=done.cohort,
+            task.model, state.params, done.trained.params, cohort
         )
         rows.append(_row(unit, number, "cohort", "barrier_loss", barrier.loss / task.positions))
         rows.append(_row(unit, number, "cohort", "barrier_accuracy", barrier.accuracy))
@@ -262,8 +251,7 @@ def _at_the_end(
         found = _measure(task, state.params, federation)
         rows += _performance(task, unit, number, split, found)
     personal = fj.personalization.personalize(
-        task.apply,
-        _LIKELIHOOD,
+        task.model,
         state.params,
         task.held_out,
         key=key,
@@ -282,7 +270,7 @@ def _at_the_end(
 
 
 def _measure(task: Task, params: Params, federation: fj.clients.Federation) -> Performance:
-    return fj.metrics.performance(task.apply, _LIKELIHOOD, params, federation)
+    return fj.metrics.performance(task.model, params, federation)
 
 
 def _performance(task: Task, unit: Unit, number: int, split: str, found: Performance) -> list[Row]:

@@ -1,7 +1,6 @@
 """What is learned: the network, the clients that train, and those that judge."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,12 +9,12 @@ import numpy as np
 import fisherjax as fj
 from experiments.federated.config import Config
 from fisherjax.clients import Federation
-from fisherjax.typing import Apply, Key, Params
+from fisherjax.typing import Key, Model, Params
 
 _MODELS = {
-    "digits": fj.models.MLP,
-    "mnist": fj.models.LeNet,
-    "cifar10": fj.models.SimpleCNN,
+    "digits": fj.networks.MLP,
+    "mnist": fj.networks.LeNet,
+    "cifar10": fj.networks.SimpleCNN,
 }
 
 
@@ -23,7 +22,7 @@ class Task(NamedTuple):
     """A data set, split.
 
     Attributes:
-        apply: the network, on stored inputs.
+        model: the network, on stored inputs.
         init: `key -> params`.
         train: the clients that train.
         validation: clients that choose options.
@@ -33,7 +32,7 @@ class Task(NamedTuple):
         told: what the data are, in a sentence.
     """
 
-    apply: Apply
+    model: Model
     init: Callable[[Key], Params]
     train: Federation
     validation: Federation
@@ -60,14 +59,15 @@ def prepare(config: Config) -> Task:
 
 
 def _images(config: Config) -> Task:
-    train, test = fj.data.load(config.dataset, config.data_dir)
+    train, test = fj.datasets.load(config.dataset, config.data_dir)
     number = config.num_clients + config.validation_clients + config.held_out_clients
     rows = fj.partition.fedfisher(train.targets, number, config.alpha, config.partition_seed)
     everybody = fj.clients.federation(train, rows)
-    model = _MODELS[config.dataset](num_classes=train.num_classes)
+    network = _MODELS[config.dataset](num_classes=train.num_classes)
+    apply = fj.networks.apply_fn(network, fj.datasets.normalizer(train))
     return Task(
-        apply=fj.models.apply_fn(model, fj.data.normalizer(train)),
-        init=jax.jit(lambda key: fj.models.init(model, key, train.inputs)),
+        model=Model(apply, fj.likelihoods.categorical),
+        init=jax.jit(lambda key: fj.networks.init(network, key, train.inputs)),
         **_groups(everybody, _apart(config, np.arange(number), number)),
         test=fj.clients.federation(test, fj.partition.central(len(test.targets))),
         positions=1,
@@ -76,7 +76,7 @@ def _images(config: Config) -> Task:
 
 
 def _plays(config: Config) -> Task:
-    windows = fj.text.windows(fj.text.roles(fj.data.load_text(data_dir=config.data_dir)))
+    windows = fj.text.windows(fj.text.roles(fj.datasets.load_text(data_dir=config.data_dir)))
     everybody = fj.clients.federation(windows, windows.partition)
     number, roles = everybody.num_clients, np.arange(everybody.num_clients)
     transfer = ""
@@ -90,7 +90,7 @@ def _plays(config: Config) -> Task:
         transfer = f", transfer to {' and '.join(names[i] for i in chosen)}"
     else:
         groups = _apart(config, roles, number)
-    model = fj.models.Transformer(num_classes=windows.num_classes)
+    network = fj.networks.Transformer(num_classes=windows.num_classes)
     held_out = groups[2]
     test = [np.concatenate([windows.partition[client] for client in held_out])]
     parts = _groups(everybody, groups)
@@ -101,8 +101,8 @@ def _plays(config: Config) -> Task:
         )
     counts = f"{len(groups[0])} roles train, {len(held_out)} are held out"
     return Task(
-        apply=fj.models.apply_fn(model),
-        init=jax.jit(lambda key: fj.models.init(model, key, windows.inputs)),
+        model=Model(fj.networks.apply_fn(network), fj.likelihoods.categorical),
+        init=jax.jit(lambda key: fj.networks.init(network, key, windows.inputs)),
         **parts,
         test=fj.clients.federation(windows, test),
         positions=windows.inputs.shape[1],
@@ -133,5 +133,6 @@ def _groups(
     everybody: Federation, groups: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> dict[str, Federation]:
     names = ("train", "validation", "held_out")
-    select = partial(fj.clients.select, everybody)
-    return dict(zip(names, map(select, groups), strict=True))
+    # Each group is numbered from 0: what its clients draw does not depend on who they were.
+    parts = (fj.clients.select(everybody, group)._replace(ids=None) for group in groups)
+    return dict(zip(names, parts, strict=True))

@@ -66,6 +66,7 @@ class Row(NamedTuple):
     laws: tuple[str, ...] = LAWS
 
 
+_UNSOLVED = ("order", "weights", "empty")
 TABLE = {
     "fedavg": Row("FedAvg", fedavg),
     "fisher_merge": Row("Fisher merging", fisher_merge),
@@ -74,9 +75,12 @@ TABLE = {
     "fedfisher_kfac": Row("FedFisher (K-FAC)", fedfisher),
     "fedfisher_full": Row("FedFisher (full)", partial(fedfisher, fisher=fisher.full)),
     "fedlpa": Row("FedLPA", fedlpa),
-    "fedlpa_ea": Row("FedLPA (EA)", partial(fedlpa, solver=expectation_approximation())),
-    "fedlpa_gd": Row("FedLPA (GD)", partial(fedlpa, solver=residual_descent())),
-    "fednova": Row("FedNova", fednova),
+    # Mean factors stand for the mean of products: equal models do not come back, nor does a shift;
+    # descent from there leads to both in the limit only.
+    "fedlpa_ea": Row("FedLPA (EA)", partial(fedlpa, solver=expectation_approximation()), _UNSOLVED),
+    "fedlpa_gd": Row("FedLPA (GD)", partial(fedlpa, solver=residual_descent()), _UNSOLVED),
+    # Clients that came to one model by paths of different lengths are scaled apart.
+    "fednova": Row("FedNova", fednova, ("order", "weights", "empty", "shift")),
     "fedfish": Row("FedFish", fedfish),
     "fedfish_last_epoch": Row("FedFish (last epoch)", partial(fedfish, last_epoch=True)),
     "fedprox": Row("FedProx", fedprox),

@@ -1,11 +1,13 @@
 """Federated averaging of everything that params hold, running statistics among them."""
 
+import chex
 import flax.linen
 import jax
 import numpy as np
 import optax
 
-from fisherjax import aggregation, clients, likelihoods, training
+import fisherjax as fj
+from fisherjax import algorithms, clients, merging, training
 
 
 class Normalised(flax.linen.Module):
@@ -22,36 +24,37 @@ def test_running_statistics_are_trained_by_nobody_and_averaged_like_weights(key)
     inputs = source.normal(size=(30, 3)).astype(np.float32) + np.arange(30)[:, None] / 10
     data = inputs, source.integers(0, 2, 30)
     parts = [np.arange(10), np.arange(10, 30)]
-    model = Normalised()
-    variables = model.init(key, data[0][:1])
+    network = Normalised()
+    variables = network.init(key, data[0][:1])
 
-    def apply_train(variables, x, key):
-        z, new = model.apply(variables, x, train=True, mutable=["batch_stats"])
+    def apply_train(variables, x, key, weights):
+        z, new = network.apply(variables, x, train=True, mutable=["batch_stats"])
         return z, variables | new
 
-    models = training.train(
-        model.apply,
-        likelihoods.categorical,
+    mask = {
+        "params": jax.tree.map(lambda _: True, variables["params"]),
+        "batch_stats": jax.tree.map(lambda _: False, variables["batch_stats"]),
+    }
+    model = fj.Model(network.apply, fj.likelihoods.categorical, apply_train, mask)
+    federation, fedavg = clients.federation(data, parts), algorithms.fedavg()
+    trained = training.train(
+        model,
         variables,
-        clients.federation(data, parts),
+        federation,
         key=key,
-        optimizer=optax.sgd(0.1),
+        optimizer=fedavg.optimizer(optax.sgd(0.1)),
         epochs=3,
         batch_size=30,
-        mask={
-            "params": jax.tree.map(lambda _: True, variables["params"]),
-            "batch_stats": jax.tree.map(lambda _: False, variables["batch_stats"]),
-        },
-        apply_train=apply_train,
     )
-    means = models.params["batch_stats"]["BatchNorm_0"]["mean"]
+    means = trained.params["batch_stats"]["BatchNorm_0"]["mean"]
     kept = 1 - 0.9**3  # of the constant mean of the only batch, after three steps
     for own, rows in zip(means, parts, strict=True):
         np.testing.assert_allclose(own, kept * inputs[rows].mean(0), rtol=1e-4, atol=1e-4)
-    merged, _ = aggregation.merge(
-        aggregation.fedavg(), variables, {"params": models.params}, [10, 20]
-    )
-    expected = jax.tree.map(lambda x: (x[0] + 2 * x[1]) / 3, models.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged, expected)
+    updates = merging.summarize(fedavg, trained, federation, key=key)
+    merged, state, info = merging.merge(fedavg, variables, updates, [10, 20])
+    assert state == info == ()
+    expected = jax.tree.map(lambda x: (x[0] + 2 * x[1]) / 3, trained.params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(merged, variables)
+    chex.assert_trees_all_close(merged, expected, atol=1e-6)
     mean = merged["batch_stats"]["BatchNorm_0"]["mean"]
     np.testing.assert_allclose(mean, kept * inputs.mean(0), rtol=1e-4, atol=1e-4)

@@ -1,5 +1,6 @@
 """The diagonal Fisher is the diagonal of the full one, for layers and for every other leaf."""
 
+import chex
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from fisherjax import fisher, likelihoods, nn
+from fisherjax import Examples, Model, fisher, likelihoods, nn
 
 
 class Images(flax.linen.Module):
@@ -70,8 +71,8 @@ def network(request, x64, sequence):
 def test_diagonal_is_the_diagonal_of_the_full_fisher(network, oracle, name):
     apply, params, x = network
     likelihood = getattr(likelihoods, name)
-    entries = fisher.diagonal(apply, likelihood, params, x, batch_size=3).entries
-    assert jax.tree.structure(entries) == jax.tree.structure(params)
+    entries = fisher.diagonal(Model(apply, likelihood), params, Examples(x), batch_size=3).entries
+    chex.assert_trees_all_equal_shapes(entries, params)
     columns = likelihood.factor(apply(params, x))
     expected = jnp.diagonal(oracle(apply, params, x, columns))
     np.testing.assert_allclose(ravel_pytree(entries)[0], expected, rtol=1e-10, atol=1e-14)
@@ -81,11 +82,11 @@ def test_diagonal_is_the_diagonal_of_the_full_fisher(network, oracle, name):
 def test_kinds_mean_the_same_for_the_diagonal_and_the_full_fisher(mlp, targets_for, key, kind):
     apply, params, x = mlp
     y = targets_for("categorical", apply(params, x))
+    arguments = Model(apply, likelihoods.categorical), params, Examples(x, y)
     options = {"kind": kind, "key": key, "batch_size": 4}
-    diagonal = fisher.diagonal(apply, likelihoods.categorical, params, x, y, **options)
-    full = fisher.full(apply, likelihoods.categorical, params, x, y, **options)
-    expected = jnp.diagonal(full.matrix)
-    np.testing.assert_allclose(ravel_pytree(diagonal.entries)[0], expected, rtol=1e-10, atol=1e-14)
+    diagonal = fisher.diagonal(*arguments, **options)
+    full = fisher.full(*arguments, **options)
+    chex.assert_trees_all_close(diagonal.entries, full.diagonal(), rtol=1e-10, atol=1e-14)
 
 
 def test_minibatch_means_are_never_squared(mlp):
@@ -96,7 +97,8 @@ def test_minibatch_means_are_never_squared(mlp):
     def odd(params, x):  # f(-x) = -f(x): gradients of opposite sign, squares that agree
         return jnp.tanh(x @ params["kernel"])
 
-    both = fisher.diagonal(odd, likelihoods.gaussian, params, mirrored).entries["kernel"]
-    alone = fisher.diagonal(odd, likelihoods.gaussian, params, x[:1]).entries["kernel"]
+    model = Model(odd, likelihoods.gaussian)
+    both = fisher.diagonal(model, params, Examples(mirrored)).entries["kernel"]
+    alone = fisher.diagonal(model, params, Examples(x[:1])).entries["kernel"]
     assert both.min() > 0
     np.testing.assert_allclose(both, alone, rtol=1e-10, atol=1e-14)

@@ -3,13 +3,14 @@
 import itertools
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from fisherjax import fisher, likelihoods
+from fisherjax import Examples, Model, fisher, likelihoods
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_true_fisher_is_the_gauss_newton_matrix(network, jacobian, targets_for, 
     hessian = jax.jit(jax.vmap(jax.hessian(loss)))(z.reshape(len(z), -1), z, y)
     j = jacobian(apply, params, x)
     gauss_newton = jnp.einsum("nod,noc,nce->de", j, hessian, j) / len(x)
-    matrix = fisher.full(apply, likelihood, params, x, batch_size=4).matrix
+    matrix = fisher.full(Model(apply, likelihood), params, Examples(x), batch_size=4).matrix
     np.testing.assert_allclose(matrix, gauss_newton, rtol=1e-10, atol=1e-12)
 
 
@@ -68,9 +69,8 @@ def test_true_fisher_is_the_mean_over_all_labels_of_squared_gradients(network, n
         total += jnp.einsum("n,nd,ne->de", probability, gradient, gradient) / len(x)
         mass += probability
     np.testing.assert_allclose(mass, 1, rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(
-        fisher.full(apply, likelihood, params, x).matrix, total, rtol=1e-10, atol=1e-12
-    )
+    matrix = fisher.full(Model(apply, likelihood), params, Examples(x)).matrix
+    np.testing.assert_allclose(matrix, total, rtol=1e-10, atol=1e-12)
 
 
 def test_true_fisher_of_a_linear_softmax_is_the_hessian_of_the_loss(mlp, targets_for):
@@ -87,7 +87,7 @@ def test_true_fisher_of_a_linear_softmax_is_the_hessian_of_the_loss(mlp, targets
         z = apply(restore(flat), x)
         return likelihoods.categorical.negative_log_likelihood(z, y).mean()
 
-    matrix = fisher.full(apply, likelihoods.categorical, params, x).matrix
+    matrix = fisher.full(Model(apply, likelihoods.categorical), params, Examples(x)).matrix
     np.testing.assert_allclose(matrix, jax.jit(jax.hessian(loss))(flat), rtol=1e-10, atol=1e-12)
 
 
@@ -103,7 +103,7 @@ def test_empirical_fisher_is_the_mean_of_outer_products_of_gradients(network, ta
 
     gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))(flat, x, y)
     matrix = fisher.full(
-        apply, likelihood, params, x, y, kind=fisher.empirical, batch_size=3
+        Model(apply, likelihood), params, Examples(x, y), kind=fisher.empirical, batch_size=3
     ).matrix
     np.testing.assert_allclose(matrix, gradients.T @ gradients / len(x), rtol=1e-10, atol=1e-12)
 
@@ -114,16 +114,16 @@ def test_empirical_fisher_is_the_mean_of_outer_products_of_gradients(network, ta
 )
 def test_sampled_fisher_is_the_true_one_on_average(mlp, key, name, num_samples):
     apply, params, x = mlp
-    likelihood, draws = getattr(likelihoods, name), 800
+    arguments, draws = (Model(apply, getattr(likelihoods, name)), params, Examples(x)), 800
     kind = partial(fisher.sampled, num_samples=num_samples)
 
     @jax.jit
     def entries(key):
-        return fisher.full(apply, likelihood, params, x, kind=kind, key=key, batch_size=4).matrix
+        return fisher.full(*arguments, kind=kind, key=key, batch_size=4).matrix
 
     samples = jax.vmap(entries)(jax.random.split(key, draws))
     standard_error = samples.std(0) / np.sqrt(draws)
-    error = samples.mean(0) - fisher.full(apply, likelihood, params, x).matrix
+    error = samples.mean(0) - fisher.full(*arguments).matrix
     # 820 different entries: the largest of so many normal deviates stays below 5.
     assert jnp.abs(error / standard_error).max() < 5
     assert standard_error.max() < 0.1 * samples.mean(0).max()
@@ -131,9 +131,10 @@ def test_sampled_fisher_is_the_true_one_on_average(mlp, key, name, num_samples):
 
 def test_minibatches_draw_their_labels_independently(mlp, key):
     apply, params, x = mlp
+    model = Model(apply, likelihoods.categorical)
     options = {"kind": fisher.sampled, "key": key, "batch_size": 11}
     once, twice = (
-        fisher.full(apply, likelihoods.categorical, params, inputs, **options).matrix
+        fisher.full(model, params, Examples(inputs), **options).matrix
         for inputs in (x, jnp.concatenate([x, x]))
     )
     assert jnp.abs(once - twice).max() > 1e-3
@@ -144,16 +145,19 @@ def test_vector_product_is_the_matrix_times_the_vector(sequence, targets_for, ke
     apply, params, x = sequence
     y = targets_for("categorical", apply(params, x))
     vector = jax.tree.map(jnp.cos, params)
-    weights = jnp.linspace(0, 2, len(x))
-    options = {"kind": kind, "key": key, "weights": weights, "batch_size": 3}
-    dense = fisher.full(apply, likelihoods.categorical, params, x, y, **options).matrix
-    product = fisher.vector_product(apply, likelihoods.categorical, params, x, vector, y, **options)
-    assert jax.tree.structure(product) == jax.tree.structure(params)
-    expected = dense @ ravel_pytree(vector)[0]
-    np.testing.assert_allclose(ravel_pytree(product)[0], expected, rtol=1e-10, atol=1e-12)
+    examples = Examples(x, y, weights=jnp.linspace(0, 2, len(x)))
+    arguments = Model(apply, likelihoods.categorical), params, examples
+    options = {"kind": kind, "key": key, "batch_size": 3}
+    dense = fisher.full(*arguments, **options)
+    product = fisher.vector_product(*arguments, vector, **options)
+    _, restore = ravel_pytree(params)
+    expected = restore(dense.matrix @ ravel_pytree(vector)[0])
+    chex.assert_trees_all_close(product, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_vector_product_refuses_a_vector_of_another_shape(mlp):
     apply, params, x = mlp
     with pytest.raises(ValueError, match="vector has leaves of shapes"):
-        fisher.vector_product(apply, likelihoods.gaussian, params, x, params["first"])
+        fisher.vector_product(
+            Model(apply, likelihoods.gaussian), params, Examples(x), params["first"]
+        )

@@ -1,12 +1,13 @@
 """Kronecker factors against two other computations: the full Fisher, and flax interception."""
 
+import chex
 import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fisherjax import fisher, likelihoods, nn
+from fisherjax import Examples, Model, fisher, likelihoods, nn
 
 CATEGORICAL = likelihoods.categorical
 
@@ -14,9 +15,8 @@ CATEGORICAL = likelihoods.categorical
 @pytest.mark.parametrize("name", ["categorical", "gaussian", "bernoulli"])
 def test_each_dense_layer_is_exact_for_one_example(mlp, name):
     apply, params, x = mlp
-    likelihood = getattr(likelihoods, name)
-    blocks = fisher.kfac(apply, likelihood, params, x[:1]).dense()
-    full = fisher.full(apply, likelihood, params, x[:1]).matrix
+    arguments = Model(apply, getattr(likelihoods, name)), params, Examples(x[:1])
+    blocks, full = (f(*arguments).dense() for f in (fisher.kfac, fisher.full))
     first = 5 + 4 * 5
     np.testing.assert_allclose(blocks[:first, :first], full[:first, :first], rtol=1e-10, atol=1e-13)
     np.testing.assert_allclose(blocks[first:, first:], full[first:, first:], rtol=1e-10, atol=1e-13)
@@ -30,7 +30,8 @@ def test_one_dense_layer_of_many_classes_is_exact_for_one_example(x64):
     draw = np.random.default_rng(0).normal
     params = {"kernel": jnp.asarray(draw(size=(3, 40))), "bias": jnp.asarray(draw(size=40))}
     x = jnp.asarray(draw(size=(1, 3)))
-    left, right = (f(apply, CATEGORICAL, params, x).dense() for f in (fisher.kfac, fisher.full))
+    arguments = Model(apply, CATEGORICAL), params, Examples(x)
+    left, right = (f(*arguments).dense() for f in (fisher.kfac, fisher.full))
     np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-13)
 
 
@@ -149,7 +150,7 @@ def test_convolution_factors_equal_those_of_interception(x64, settings):
         def apply(params, x, model=model):
             return model.apply({"params": params}, x)
 
-        found = fisher.kfac(apply, CATEGORICAL, params, x, batch_size=2)
+        found = fisher.kfac(Model(apply, CATEGORICAL), params, Examples(x), batch_size=2)
         assert_factors_agree(found.factors, expected)
 
 
@@ -164,7 +165,8 @@ def test_sequence_factors_equal_those_of_interception(x64, targets_for, kind):
     def apply(params, x):
         return model.apply({"params": params}, x)
 
-    found = fisher.kfac(apply, CATEGORICAL, params, x, y, kind=kind, batch_size=2)
+    examples = Examples(x, y)
+    found = fisher.kfac(Model(apply, CATEGORICAL), params, examples, kind=kind, batch_size=2)
     expected = jax.jit(lambda p: intercepted(model, p, x, lambda z: kind(CATEGORICAL, z, y)))(
         params
     )
@@ -183,7 +185,8 @@ def test_a_kernel_that_sees_the_whole_image_once_is_exact_for_one_example(x64):
     draw = np.random.default_rng(0).normal
     params = {"kernel": jnp.asarray(draw(size=(3, 2, 2, 4))), "bias": jnp.asarray(draw(size=4))}
     x = jnp.asarray(draw(size=(1, 3, 2, 2)))
-    left, right = (f(apply, CATEGORICAL, params, x).dense() for f in (fisher.kfac, fisher.full))
+    arguments = Model(apply, CATEGORICAL), params, Examples(x)
+    left, right = (f(*arguments).dense() for f in (fisher.kfac, fisher.full))
     np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-12)
 
 
@@ -253,18 +256,18 @@ def troubled(trouble):
 def test_what_is_not_covered_is_refused_by_name_and_reason(trouble):
     apply, variables, x = troubled(trouble)
     with pytest.raises(ValueError, match=TROUBLES[trouble]) as refusal:
-        fisher.kfac(apply, CATEGORICAL, variables, x)
+        fisher.kfac(Model(apply, CATEGORICAL), variables, Examples(x))
     assert "good" not in str(refusal.value)
-    assert "otherwise=fisher.diagonal" in str(refusal.value)
+    assert "fallback=fisher.diagonal" in str(refusal.value)
 
 
 @pytest.mark.parametrize("trouble", ["BatchNorm", "shared"])
-def test_otherwise_gives_the_rest_a_diagonal_or_nothing(trouble):
+def test_fallback_gives_the_rest_a_diagonal_or_nothing(trouble):
     apply, variables, x = troubled(trouble)
-    options = {"likelihood": CATEGORICAL, "params": variables, "inputs": x}
-    mixed = fisher.kfac(apply, **options, otherwise=fisher.diagonal)
-    without = fisher.kfac(apply, **options, otherwise=fisher.zero)
-    exact = fisher.diagonal(apply, **options)
+    arguments = Model(apply, CATEGORICAL), variables, Examples(x)
+    mixed = fisher.kfac(*arguments, fallback=fisher.diagonal)
+    without = fisher.kfac(*arguments, fallback=fisher.zero)
+    exact = fisher.diagonal(*arguments)
     assert mixed.factors.keys() == without.factors.keys() == {"params/good/kernel"}
     left, right = mixed.template.by_name(exact.entries), mixed.entries
     assert (
@@ -275,22 +278,20 @@ def test_otherwise_gives_the_rest_a_diagonal_or_nothing(trouble):
     for name, value in right.items():
         np.testing.assert_allclose(value, left[name], rtol=1e-5)
         assert (without.entries[name] == 0).all()
-    for side in ("input", "output"):
-        one, other = (f.factors["params/good/kernel"][side] for f in (mixed, without))
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+    chex.assert_trees_all_close(mixed.factors, without.factors, rtol=1e-6)
 
 
 def test_jitted_networks_are_seen_through(mlp):
     apply, params, x = mlp
-    plain, jitted = (fisher.kfac(f, CATEGORICAL, params, x) for f in (apply, jax.jit(apply)))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), plain, jitted
+    plain, jitted = (
+        fisher.kfac(Model(f, CATEGORICAL), params, Examples(x)) for f in (apply, jax.jit(apply))
     )
+    chex.assert_trees_all_close(plain, jitted, rtol=1e-10, atol=1e-14)
 
 
-def test_otherwise_and_zero_are_only_what_they_are(mlp):
-    apply, params, x = mlp
-    with pytest.raises(ValueError, match=r"otherwise is .*expected None, fisher\.diagonal"):
-        fisher.kfac(apply, CATEGORICAL, params, x, otherwise=fisher.full)
+def test_fallback_and_zero_are_only_what_they_are(mlp):
+    arguments = Model(mlp.apply, CATEGORICAL), mlp.params, Examples(mlp.inputs)
+    with pytest.raises(ValueError, match=r"fallback is .*expected None, fisher\.diagonal"):
+        fisher.kfac(*arguments, fallback=fisher.full)
     with pytest.raises(TypeError, match="is an option"):
-        fisher.zero(apply, CATEGORICAL, params, x)
+        fisher.zero(*arguments)

@@ -6,6 +6,7 @@ example n and any c. A network that only looks as if it had a layer breaks it wi
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -240,8 +241,7 @@ def test_unpacking_a_layers_matrix_gives_its_leaves_back(shape, bias):
     value = layers.matrix(layer, leaves)
     assert value.shape == (np.prod(shape[:-1]) + (bias is not None), shape[-1])
     back = layers.unpack(layer, value)
-    assert back.keys() == leaves.keys()
-    assert all((back[name] == leaves[name]).all() for name in leaves)
+    chex.assert_trees_all_equal(back, leaves)
 
 
 def test_the_bias_is_the_last_row_and_its_activation_is_one():

@@ -1,5 +1,6 @@
 """Laws that hold for every Fisher operator, on pytrees of odd shapes."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,13 +64,12 @@ def vector(x64):
 
 
 def assert_same(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12), left, right)
+    chex.assert_trees_all_close(left, right, rtol=1e-10, atol=1e-12)
 
 
 def test_mv_is_multiplication_by_the_dense_matrix(operator, vector):
     product = operator.mv(vector)
-    assert jax.tree.structure(product) == jax.tree.structure(vector)
+    chex.assert_trees_all_equal_shapes(product, vector)
     np.testing.assert_allclose(
         ravel(product), operator.dense() @ ravel(vector), rtol=1e-10, atol=1e-12
     )
@@ -83,7 +83,7 @@ def test_the_matrix_is_symmetric_positive_semi_definite(operator):
 
 def test_diagonal_and_trace_are_those_of_the_matrix(operator, vector):
     diagonal = operator.diagonal()
-    assert jax.tree.structure(diagonal) == jax.tree.structure(vector)
+    chex.assert_trees_all_equal_shapes(diagonal, vector)
     np.testing.assert_allclose(
         ravel(diagonal), jnp.diagonal(operator.dense()), rtol=1e-10, atol=1e-12
     )

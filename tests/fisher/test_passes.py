@@ -1,18 +1,21 @@
 """Weights, padding, minibatches and bad input, for every structure of the Fisher alike."""
 
+from functools import partial
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fisherjax import fisher, likelihoods
+from fisherjax import Examples, Model, clients, fisher, likelihoods
 
 LIKELIHOOD = likelihoods.categorical
 
 
-def product(apply, likelihood, params, inputs, targets=None, **options):
+def product(model, params, examples, **options):
     vector = jax.tree.map(jnp.ones_like, params)
-    return fisher.vector_product(apply, likelihood, params, inputs, vector, targets, **options)
+    return fisher.vector_product(model, params, examples, vector, **options)
 
 
 STRUCTURES = [fisher.diagonal, fisher.kfac, fisher.full, product]
@@ -23,23 +26,26 @@ def structure(request):
     return request.param
 
 
+@pytest.fixture
+def model(mlp):
+    return Model(mlp.apply, LIKELIHOOD)
+
+
 def assert_close(left, right, tolerance=1e-12):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=tolerance), left, right
-    )
+    chex.assert_trees_all_close(left, right, rtol=1e-10, atol=tolerance)
 
 
-def test_batch_size_does_not_matter(mlp, structure):
-    apply, params, x = mlp
-    whole = structure(apply, LIKELIHOOD, params, x)
+def test_batch_size_does_not_matter(mlp, model, structure):
+    _, params, x = mlp
+    whole = structure(model, params, Examples(x))
     for batch_size in (1, 4):
-        parts = structure(apply, LIKELIHOOD, params, x, batch_size=batch_size)
+        parts = structure(model, params, Examples(x), batch_size=batch_size)
         assert_close(parts, whole)
 
 
-def test_padded_clients_equal_unpadded_ones_under_jit_and_vmap(mlp, structure):
+def test_padded_clients_equal_unpadded_ones_under_jit_and_vmap(mlp, model, structure):
     """Padding first, last, in between and in whole minibatches; garbage in padded rows."""
-    apply, params, x = mlp
+    _, params, x = mlp
     valid = np.zeros((5, 11))
     valid[0, :] = 1
     valid[1, 7:] = 1  # the first two minibatches are all padding
@@ -47,38 +53,58 @@ def test_padded_clients_equal_unpadded_ones_under_jit_and_vmap(mlp, structure):
     valid[3, [1, 4, 5, 10]] = 1
     # Client 4 is empty.
     garbage = jnp.where(valid[..., None] > 0, x, 1e3 * jnp.cos(jnp.arange(44.0)).reshape(11, 4))
-    clients = jax.tree.map(lambda leaf: jnp.stack([leaf * (1 + i) for i in range(5)]), params)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf * (1 + i) for i in range(5)]), params)
 
     @jax.jit
     @jax.vmap
     def padded(params, inputs, weights):
-        return structure(apply, LIKELIHOOD, params, inputs, weights=weights, batch_size=3)
+        return structure(model, params, Examples(inputs, weights=weights), batch_size=3)
 
-    together = padded(clients, garbage, jnp.asarray(valid))
+    together = padded(stacked, garbage, jnp.asarray(valid))
     for client in range(4):
-        own = jax.tree.map(lambda leaf, client=client: leaf[client], clients)
-        alone = structure(apply, LIKELIHOOD, own, x[valid[client] > 0])
+        own = jax.tree.map(lambda leaf, client=client: leaf[client], stacked)
+        alone = structure(model, own, Examples(x[valid[client] > 0]))
         assert_close(jax.tree.map(lambda leaf, client=client: leaf[client], together), alone)
     assert all((leaf[4] == 0).all() for leaf in jax.tree.leaves(together))
 
 
-def test_an_example_of_weight_two_counts_twice(mlp, structure):
-    apply, params, x = mlp
+def test_the_row_that_padding_points_at_never_reaches_a_client(mlp, model, structure):
+    """Row 0 fills up everybody's indices; its owner's NaN stay its owner's."""
+    _, params, x = mlp
+    rows = [np.array([0, 1, 2, 3, 4]), np.array([10, 5, 7]), np.array([], int), np.array([6])]
+    data = x.at[0].set(jnp.nan), jnp.zeros(len(x), int)
+    federation = clients.federation(data, rows)
+
+    def of_one(client):
+        own = clients.view(federation, client)
+        return structure(model, params, own, batch_size=2)
+
+    together = jax.jit(jax.vmap(of_one))(jnp.arange(len(rows)))
+    assert jnp.isnan(jnp.stack([leaf[0].sum() for leaf in jax.tree.leaves(together)])).any()
+    for client in (1, 3):
+        alone = structure(model, params, Examples(x[rows[client]]))
+        assert_close(jax.tree.map(lambda leaf, client=client: leaf[client], together), alone)
+        assert_close(of_one(client), alone)
+    for empty in (jax.tree.map(lambda leaf: leaf[2], together), of_one(2)):
+        chex.assert_trees_all_equal(empty, jax.tree.map(jnp.zeros_like, empty))
+
+
+def test_an_example_of_weight_two_counts_twice(mlp, model, structure):
+    _, params, x = mlp
     repeats = np.array([2, 1, 0, 1, 3, 1, 1, 0, 0, 1, 2])
-    repeated = structure(apply, LIKELIHOOD, params, jnp.repeat(x, repeats, axis=0))
-    weighted = structure(apply, LIKELIHOOD, params, x, weights=jnp.asarray(repeats), batch_size=4)
-    rescaled = structure(apply, LIKELIHOOD, params, x, weights=1e-9 * repeats, batch_size=4)
-    assert_close(weighted, repeated)
-    assert_close(rescaled, repeated)
+    repeated = structure(model, params, Examples(jnp.repeat(x, repeats, axis=0)))
+    for weights in (jnp.asarray(repeats), 1e-9 * repeats):
+        weighted = structure(model, params, Examples(x, weights=weights), batch_size=4)
+        assert_close(weighted, repeated)
 
 
-def test_indices_choose_rows_of_inputs_and_targets(mlp, structure, targets_for):
+def test_indices_choose_rows_of_inputs_and_targets(mlp, model, structure, targets_for):
     apply, params, x = mlp
     y = targets_for("categorical", apply(params, x))
     rows, weights = jnp.array([7, 3, 3, 0, 9]), jnp.array([1.0, 0.5, 2.0, 1.0, 0.0])
-    options = {"kind": fisher.empirical, "weights": weights, "batch_size": 2}
-    by_index = structure(apply, LIKELIHOOD, params, x, y, indices=rows, **options)
-    gathered = structure(apply, LIKELIHOOD, params, x[rows], y[rows], **options)
+    options = {"kind": fisher.empirical, "batch_size": 2}
+    by_index = structure(model, params, Examples(x, y, rows, weights), **options)
+    gathered = structure(model, params, Examples(x[rows], y[rows], weights=weights), **options)
     assert_close(by_index, gathered)
 
 
@@ -89,35 +115,62 @@ def test_integer_inputs_keep_all_digits(mlp):
     def normalized(params, x):
         return apply(params, x.astype(float) / 255 if x.dtype == jnp.uint8 else x)
 
-    images = fisher.full(normalized, LIKELIHOOD, params, levels)
-    assert_close(images, fisher.full(normalized, LIKELIHOOD, params, levels / 255), 1e-14)
+    model = Model(normalized, LIKELIHOOD)
+    images = fisher.full(model, params, Examples(levels))
+    assert_close(images, fisher.full(model, params, Examples(levels / 255)), 1e-14)
 
 
-def test_float32_params_give_float32_even_where_64_bits_are_enabled(mlp, structure):
-    apply, params, x = mlp
+def test_float32_params_give_float32_even_where_64_bits_are_enabled(mlp, model, structure):
+    _, params, x = mlp
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-    weights = jnp.ones(len(x))
-    result = structure(apply, LIKELIHOOD, params, x.astype(jnp.float32), weights=weights)
+    examples = Examples(x.astype(jnp.float32), weights=jnp.ones(len(x)))
+    result = structure(model, params, examples)
     assert {leaf.dtype for leaf in jax.tree.leaves(result)} == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize("structure", [fisher.diagonal, fisher.kfac, fisher.full])
-def test_bfloat16_networks_are_summed_in_float32(mlp, structure):
-    apply, params, x = mlp
+def test_bfloat16_networks_are_summed_in_float32(mlp, model, structure):
+    _, params, x = mlp
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    result = structure(apply, LIKELIHOOD, narrow, x.astype(jnp.bfloat16))
+    result = structure(model, narrow, Examples(x.astype(jnp.bfloat16)))
     assert {leaf.dtype for leaf in jax.tree.leaves(result)} == {jnp.dtype("float32")}
-    wide = structure(apply, LIKELIHOOD, params, x)
+    wide = structure(model, params, Examples(x))
     for left, right in zip(jax.tree.leaves(result), jax.tree.leaves(wide), strict=True):
         assert jnp.linalg.norm(left - right) < 0.05 * jnp.linalg.norm(right)
 
 
-def test_a_second_call_compiles_nothing(mlp, structure, compilations):
-    apply, params, x = mlp
-    structure(apply, LIKELIHOOD, params, x)
+def test_a_second_call_compiles_nothing(mlp, model, structure, compilations):
+    _, params, x = mlp
+    structure(model, params, Examples(x))
     other = jax.tree.map(jnp.cos, params)
     with compilations() as count:
-        structure(apply, LIKELIHOOD, other, x)
+        structure(Model(*model), other, Examples(x))
+    assert count() == 0
+
+
+def test_kinds_configured_in_place_compile_once(mlp, model, structure, key, compilations):
+    arguments = model, mlp.params, Examples(mlp.inputs)
+
+    def two_samples():
+        return structure(*arguments, kind=partial(fisher.sampled, num_samples=2), key=key)
+
+    first = two_samples()
+    with compilations() as count:
+        second = two_samples()
+    assert count() == 0
+    assert_close(first, second)
+    # Another number is another program, not the one that is there already.
+    three = structure(*arguments, kind=partial(fisher.sampled, num_samples=3), key=key)
+    assert any(jnp.any(a != b) for a, b in zip(*map(jax.tree.leaves, (first, three)), strict=True))
+
+
+def test_how_a_network_trains_is_not_compiled_in(mlp, model, structure, compilations):
+    _, params, x = mlp
+    structure(model, params, Examples(x))
+    mask = jax.tree.map(lambda _: True, params)
+    other = Model(*model[:2], apply_train=lambda p, x, key, w: (mlp.apply(p, x), None), mask=mask)
+    with compilations() as count:
+        structure(other, params, Examples(x))
     assert count() == 0
 
 
@@ -129,51 +182,77 @@ def spread(array):
     )
 
 
-def test_rows_spread_over_devices_give_the_same_and_compile_once(mlp, structure, compilations):
-    apply, params, x = mlp
-    weights, rows = jnp.arange(11.0), spread(x)
-    mean = structure(apply, LIKELIHOOD, params, rows, weights=weights, batch_size=4)
-    assert_close(mean, structure(apply, LIKELIHOOD, params, x, weights=weights))
+def test_rows_spread_over_devices_give_the_same_and_compile_once(
+    mlp, model, structure, compilations
+):
+    _, params, x = mlp
+    whole = Examples(x, weights=jnp.arange(11.0))
+    rows = whole._replace(inputs=spread(x))
+    mean = structure(model, params, rows, batch_size=4)
+    assert_close(mean, structure(model, params, whole))
     with compilations() as count:
-        structure(apply, LIKELIHOOD, params, rows, weights=weights, batch_size=4)
+        structure(model, params, rows, batch_size=4)
     assert count() == 0
 
 
-def test_labels_for_spread_rows_come_from_the_key(mlp, structure):
-    apply, params, x = mlp
+def test_labels_for_spread_rows_come_from_the_key(mlp, model, structure):
+    examples = Examples(spread(mlp.inputs))
     one, again, other = (
-        structure(
-            apply, LIKELIHOOD, params, spread(x), kind=fisher.sampled, key=jax.random.key(number)
-        )
+        structure(model, mlp.params, examples, kind=fisher.sampled, key=jax.random.key(number))
         for number in (0, 0, 1)
     )
     assert_close(one, again)
     assert any(jnp.any(a != b) for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True))
 
 
-def test_rows_of_spread_inputs_cannot_be_chosen(mlp, structure):
+def test_rows_of_spread_inputs_cannot_be_chosen(mlp, model, structure):
+    examples = Examples(spread(mlp.inputs), indices=jnp.array([0, 3]))
     with pytest.raises(ValueError, match="its own rows only"):
-        structure(mlp.apply, LIKELIHOOD, mlp.params, spread(mlp.inputs), indices=jnp.array([0, 3]))
+        structure(model, mlp.params, examples)
 
 
 BAD = {
+    "no model": (dict(model=len), TypeError, r"model is a builtin.*fisherjax\.Model\(apply"),
+    "apply": (dict(model=Model(3, LIKELIHOOD)), TypeError, "apply is 3; expected a function"),
+    "likelihood": (
+        dict(model=Model(len, "categorical")),
+        TypeError,
+        r"likelihood is 'categorical'; .*likelihoods\.categorical",
+    ),
     "integer params": (dict(params={"w": jnp.ones((4, 3), int)}), TypeError, "'w'.*dtype int"),
     "no params": (dict(params={}), ValueError, "no leaves"),
+    "other params": (
+        dict(params={"w": jnp.ones(2)}),
+        ValueError,
+        r"failed.*\(1, 4\).*KeyError",
+    ),
+    "array of inputs": (dict(examples=jnp.ones((11, 4))), TypeError, r"examples is .*Examples\("),
+    "no inputs": (dict(inputs=None), TypeError, "inputs is None; expected an array"),
     "no examples": (dict(inputs=jnp.ones((0, 4)), targets=jnp.ones(0, int)), ValueError, "empty"),
+    "no rows": (dict(indices=jnp.zeros(0, int)), ValueError, "empty"),
     "list of inputs": (dict(inputs=[[1.0] * 4]), TypeError, "inputs is a list"),
     "number of targets": (dict(targets=jnp.zeros(3, int)), ValueError, "3 targets for 11 inputs"),
     "target out of range": (dict(targets=jnp.full(11, 3)), ValueError, "between 0 and 2"),
     "target dtype": (dict(targets=jnp.ones(11)), TypeError, "integer class labels"),
     "no targets": (dict(targets=None), ValueError, "pass targets"),
     "no key": (dict(kind=fisher.sampled), ValueError, "pass key"),
+    "old key": (
+        dict(key=jnp.zeros(2, jnp.uint32)),
+        TypeError,
+        r"not a typed.*jax\.random\.key",
+    ),
+    "seed": (dict(key=0), TypeError, "key is int 0, not a typed key"),
+    "no kind": (dict(kind="true"), TypeError, r"kind is 'true'; .*fisher\.true, "),
     "weights shape": (dict(weights=jnp.ones(10)), ValueError, r"shape \(10,\); expected \(11,\)"),
     "negative weight": (dict(weights=-jnp.ones(11)), ValueError, "zero or more"),
     "NaN weight": (dict(weights=jnp.full(11, jnp.nan)), ValueError, "weights run from nan"),
+    "infinite weight": (dict(weights=jnp.full(11, jnp.inf)), ValueError, "weights run from inf"),
     "row out of range": (dict(indices=jnp.array([0, 11])), ValueError, "0 to 11.*11 inputs"),
+    "negative row": (dict(indices=jnp.array([0, -1])), ValueError, "-1 to 0.*11 inputs"),
     "mask for indices": (dict(indices=jnp.ones(11, bool)), TypeError, "integers.*flatnonzero"),
     "batch size": (dict(batch_size=0), ValueError, "batch_size is 0"),
     "outputs without an axis": (
-        dict(apply=lambda params, x: x.sum(1) * params["second"]["kernel"].sum()),
+        dict(model=Model(lambda p, x: x.sum(1) * p["second"]["kernel"].sum(), LIKELIHOOD)),
         ValueError,
         "outputs of shape .*own",
     ),
@@ -181,10 +260,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_bad_input_is_refused_with_what_to_do(mlp, structure, targets_for, fault):
+def test_bad_input_is_refused_with_what_to_do(mlp, model, structure, targets_for, fault):
     change, error, words = BAD[fault]
-    arguments = {"apply": mlp.apply, "likelihood": LIKELIHOOD, "params": mlp.params}
-    arguments |= {"inputs": mlp.inputs, "targets": targets_for("categorical", jnp.ones((11, 3)))}
-    arguments |= {"kind": fisher.empirical} | change
+    examples = Examples(mlp.inputs, targets_for("categorical", jnp.ones((11, 3))))
+    fields = {name: change[name] for name in Examples._fields if name in change}
+    rest = {name: value for name, value in change.items() if name not in fields}
+    arguments = {"model": model, "params": mlp.params, "examples": examples._replace(**fields)}
     with pytest.raises(error, match=words):
-        structure(**arguments)
+        structure(**arguments | {"kind": fisher.empirical} | rest)
+
+
+def test_several_keys_are_refused(mlp, model, structure, key):
+    examples = Examples(mlp.inputs)
+    with pytest.raises(ValueError, match=r"key has shape \(2,\); expected one key"):
+        structure(model, mlp.params, examples, kind=fisher.sampled, key=jax.random.split(key))

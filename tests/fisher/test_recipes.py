@@ -1,4 +1,4 @@
-"""Recipes: a network of any framework as the pair (params, apply) that this library takes.
+"""Recipes: a network of any framework as the pair (apply, params) that this library takes.
 
 `apply(params, inputs [B, ...])` returns outputs [B, C], and params is a pytree of floating arrays.
 Keep the function: a second call with the same one does not compile again. All recipes below are
@@ -7,6 +7,7 @@ one network, and give the same Fisher information.
 
 from types import SimpleNamespace
 
+import chex
 import equinox as eqx
 import flax.linen
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fisherjax import fisher, likelihoods
+from fisherjax import Examples, Model, fisher, likelihoods
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def arrays():
     }
     images = jnp.asarray(draw.normal(size=(8, 6, 6, 1)), jnp.float32)
     apply, params = bare_function(weights)
-    arguments = apply, likelihoods.categorical, params, images
+    arguments = Model(apply, likelihoods.categorical), params, Examples(images)
     factors, entries = fisher.kfac(*arguments).factors, fisher.diagonal(*arguments).entries
     return SimpleNamespace(weights=weights, images=images, factors=factors, entries=entries)
 
@@ -148,20 +149,21 @@ RECIPES = [bare_function, flax_linen, flax_nnx, equinox]
 def test_every_framework_gives_the_same_factors(arrays, recipe):
     apply, params = recipe(arrays.weights)
     for function in (apply, jax.jit(apply)):
-        found = fisher.kfac(function, likelihoods.categorical, params, arrays.images)
+        model = Model(function, likelihoods.categorical)
+        found = fisher.kfac(model, params, Examples(arrays.images))
         assert [layer.shape for layer in found.layers] == [(3, 3, 1, 2), (32, 3)]
-        pairs = zip(found.factors.values(), arrays.factors.values(), strict=True)
-        for factor, expected in pairs:
-            for side in ("input", "output"):
-                np.testing.assert_allclose(factor[side], expected[side], rtol=1e-4, atol=1e-6)
-    assert jax.tree.structure(found.mv(params)) == jax.tree.structure(params)
+        # Every framework has names of its own for the layers; the order is the same.
+        pair = [list(factors.values()) for factors in (found.factors, arrays.factors)]
+        chex.assert_trees_all_close(*pair, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_equal_shapes(found.mv(params), params)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_framework_gets_the_diagonal_in_its_own_structure(arrays, recipe):
     apply, params = recipe(arrays.weights)
-    entries = fisher.diagonal(apply, likelihoods.categorical, params, arrays.images).entries
-    assert jax.tree.structure(entries) == jax.tree.structure(params)
+    model = Model(apply, likelihoods.categorical)
+    entries = fisher.diagonal(model, params, Examples(arrays.images)).entries
+    chex.assert_trees_all_equal_shapes(entries, params)
     by_shape = {leaf.shape: leaf for leaf in jax.tree.leaves(arrays.entries)}
     for leaf in jax.tree.leaves(entries):
         np.testing.assert_allclose(leaf, by_shape[leaf.shape], rtol=1e-4, atol=1e-6)
@@ -175,11 +177,11 @@ def test_equinox_layers_with_transposed_kernels_have_a_diagonal_and_no_factors(a
         return jax.vmap(eqx.combine(params, rest))(x)
 
     x = arrays.images[:, 0, :4, 0]
+    arguments = Model(apply, likelihoods.categorical), params, Examples(x)
     with pytest.raises(ValueError, match="'layers/0/weight': its use was not recognised"):
-        fisher.kfac(apply, likelihoods.categorical, params, x)
-    entries = fisher.diagonal(apply, likelihoods.categorical, params, x).entries
-    full = fisher.full(apply, likelihoods.categorical, params, x).diagonal()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), entries, full)
+        fisher.kfac(*arguments)
+    entries, full = (f(*arguments).diagonal() for f in (fisher.diagonal, fisher.full))
+    chex.assert_trees_all_close(entries, full, rtol=1e-4, atol=1e-7)
 
 
 def test_batch_statistics_stay_at_the_mean(arrays):
@@ -195,7 +197,10 @@ def test_batch_statistics_stay_at_the_mean(arrays):
     model, x = Network(), arrays.images[:, 0, :4, 0]
     variables = model.init(jax.random.key(0), x)
     operator = fisher.kfac(
-        model.apply, likelihoods.categorical, variables, x, otherwise=fisher.zero
+        Model(model.apply, likelihoods.categorical),
+        variables,
+        Examples(x),
+        fallback=fisher.zero,
     )
     product = operator.mv(variables)
     assert (product["batch_stats"]["BatchNorm_0"]["var"] == 0).all()

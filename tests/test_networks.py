@@ -1,5 +1,7 @@
 """The networks have the papers' sizes and initialisation, and are what their names say."""
 
+import functools
+
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fisherjax import fisher, likelihoods, metrics, models, tree
+from fisherjax import Examples, Model, fisher, likelihoods, metrics, networks, tree
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -19,21 +21,23 @@ def count(params):
 @pytest.mark.parametrize(
     ("model", "shape", "size"),
     [
-        (models.LeNet(), (28, 28, 1), 44_190),
-        (models.SimpleCNNMNIST(), (28, 28, 1), 44_426),
-        (models.SimpleCNN(), (32, 32, 3), 62_006),
-        (models.CNN(), (32, 32, 3), 939_616),
-        (models.MLP((254, 64), use_bias=True), (28, 28, 1), 216_360),
-        (models.MLP(), (64,), 64 * 64 + 64 * 64 + 64 * 10),
+        (networks.LeNet(), (28, 28, 1), 44_190),
+        (networks.SimpleCNNMNIST(), (28, 28, 1), 44_426),
+        (networks.SimpleCNN(), (32, 32, 3), 62_006),
+        (networks.CNN(), (32, 32, 3), 939_616),
+        (networks.MLP((254, 64), use_bias=True), (28, 28, 1), 216_360),
+        (networks.MLP(), (64,), 64 * 64 + 64 * 64 + 64 * 10),
     ],
 )
 def test_parameter_counts_are_the_papers(key, model, shape, size):
-    assert count(models.init(model, key, np.zeros((1, *shape)))) == size
+    assert count(networks.init(model, key, np.zeros((1, *shape)))) == size
 
 
-@pytest.mark.parametrize("model", [models.LeNet(use_bias=True), models.MLP((50,), use_bias=True)])
+@pytest.mark.parametrize(
+    "model", [networks.LeNet(use_bias=True), networks.MLP((50,), use_bias=True)]
+)
 def test_parameters_are_uniform_within_one_over_the_root_of_fan_in(key, model):
-    params = models.init(model, key, np.zeros((1, 28, 28, 1)))
+    params = networks.init(model, key, np.zeros((1, 28, 28, 1)))
     for layer in params.values():
         kernel, bias = layer["kernel"], layer["bias"]
         bound = (kernel.size // kernel.shape[-1]) ** -0.5
@@ -44,11 +48,11 @@ def test_parameters_are_uniform_within_one_over_the_root_of_fan_in(key, model):
         np.testing.assert_allclose(kernel.std(), bound / 3**0.5, rtol=2 / kernel.size**0.5)
 
 
-@pytest.mark.parametrize("model", [models.LeNet(use_bias=True), models.CNN(num_classes=7)])
+@pytest.mark.parametrize("model", [networks.LeNet(use_bias=True), networks.CNN(num_classes=7)])
 def test_the_convolutional_networks_compute_what_they_say(x64, key, model):
     images = jax.random.normal(key, (3, 28, 28, 2), float)
-    params = models.init(model, key, images)
-    outputs = jax.jit(models.apply_fn(model))(params, images)
+    params = networks.init(model, key, images)
+    outputs = jax.jit(networks.apply_fn(model))(params, images)
     assert outputs.shape == (3, model.num_classes)
     np.testing.assert_allclose(outputs, jax.jit(plain)(params, images), rtol=1e-11)
 
@@ -68,66 +72,102 @@ def plain(params, hidden):
 
 
 def test_initialisation_reads_shapes_only_and_its_key(key):
-    model = models.MLP((5,))
+    model = networks.MLP((5,))
     images = np.arange(2 * 4 * 4, dtype=np.uint8).reshape(2, 4, 4, 1)
-    params = models.init(model, key, images)
-    same = models.init(model, key, np.zeros((7, 16), np.float32))
-    other = models.init(model, jax.random.key(1), images)
+    params = networks.init(model, key, images)
+    same = networks.init(model, key, np.zeros((7, 16), np.float32))
+    other = networks.init(model, jax.random.key(1), images)
     jax.tree.map(np.testing.assert_array_equal, params, same)
     assert not np.array_equal(params["dense1"]["kernel"], other["dense1"]["kernel"])
 
 
 def test_parameters_take_the_default_precision(x64, key):
-    params = models.init(models.MLP(), key, np.zeros((1, 8), np.float32))
+    params = networks.init(networks.MLP(), key, np.zeros((1, 8), np.float32))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float64")}
 
 
 def test_normalisation_happens_in_apply(key):
     images = np.arange(2 * 28 * 28, dtype=np.uint8).reshape(2, 28, 28, 1)
-    model = models.MLP()
-    params = models.init(model, key, images)
+    model = networks.MLP()
+    params = networks.init(model, key, images)
 
     def normalize(x):
         return x.astype(jnp.float32) / 255 - 0.5
 
-    raw = jax.jit(models.apply_fn(model, normalize))(params, images)
-    normalised = jax.jit(models.apply_fn(model))(params, normalize(images))
+    raw = jax.jit(networks.apply_fn(model, normalize))(params, images)
+    normalised = jax.jit(networks.apply_fn(model))(params, normalize(images))
     np.testing.assert_allclose(raw, normalised, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_arguments_give_the_same_functions_and_nothing_compiles_again(key, compilations):
+    def halve(x):
+        return x / 2
+
+    def jitter(key, x):
+        return x + jax.random.normal(key, x.shape)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def use(apply_train, params, images):
+        return apply_train(params, images, key, jnp.ones(2))[0]
+
+    def functions(features, augment=jitter):
+        apply = networks.apply_fn(networks.MLP(features), halve)
+        return apply, networks.augmented(apply, augment)
+
+    assert functions((4,)) == functions((4,))
+    assert networks.apply_fn(networks.MLP()) is networks.apply_fn(networks.MLP(), normalize=None)
+    assert len({*functions((4,)), *functions((5,)), *functions((4,), lambda key, x: x)}) == 5
+    params, images = networks.init(networks.MLP((4,)), key, np.ones((2, 8))), jnp.ones((2, 8))
+    use(functions((4,))[1], params, images)
+    with compilations() as count:
+        use(functions((4,))[1], params, images)
+    assert count() == 0
+
+
+def test_training_sees_what_the_first_half_of_the_key_makes_of_the_inputs(key):
+    def jitter(key, x):
+        return x + jax.random.normal(key, x.shape)
+
+    apply_train = networks.augmented(lambda w, x: w * x, jitter)
+    outputs, new = apply_train(2.0, jnp.arange(3.0), key, jnp.zeros(3))
+    expected = 2.0 * jitter(jax.random.split(key)[0], jnp.arange(3.0))
+    np.testing.assert_array_equal(outputs, expected)
+    assert new is None
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
 def test_parameters_are_never_cast(x64, key, dtype):
     # A cast between parameter and product would hide the layer from K-FAC.
-    model = models.MLP((4,))
-    params = jax.tree.map(lambda x: x.astype(dtype), models.init(model, key, np.zeros((1, 8))))
-    outputs = models.apply_fn(model)(params, np.ones((2, 8), np.float32))
+    model = networks.MLP((4,))
+    params = jax.tree.map(lambda x: x.astype(dtype), networks.init(model, key, np.zeros((1, 8))))
+    outputs = networks.apply_fn(model)(params, np.ones((2, 8), np.float32))
     assert outputs.dtype == dtype
-    jaxpr = jax.make_jaxpr(models.apply_fn(model))(params, np.ones((2, 8), np.float32))
+    jaxpr = jax.make_jaxpr(networks.apply_fn(model))(params, np.ones((2, 8), np.float32))
     converted = [e.invars[0] for e in jaxpr.eqns if e.primitive.name == "convert_element_type"]
     assert not set(map(id, converted)) & set(map(id, jaxpr.jaxpr.invars[:-1]))
 
 
 def test_empty_batches_pass(key):
     images = np.zeros((0, 28, 28, 1), np.float32)
-    for model in (models.LeNet(), models.MLP()):
-        params = models.init(model, key, images)
-        assert models.apply_fn(model)(params, images).shape == (0, 10)
+    for model in (networks.LeNet(), networks.MLP()):
+        params = networks.init(model, key, images)
+        assert networks.apply_fn(model)(params, images).shape == (0, 10)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8, 1), (1, 784)])
 def test_images_that_do_not_fit_are_refused(key, shape):
     with pytest.raises(ValueError, match=r"LeNet got inputs of shape .* expected images .* MLP"):
-        models.init(models.LeNet(), key, np.zeros(shape))
+        networks.init(networks.LeNet(), key, np.zeros(shape))
 
 
 def test_a_model_with_running_statistics_is_refused(key):
     with pytest.raises(ValueError, match=r"batch_stats.*apply_train"):
-        models.init(flax.linen.BatchNorm(use_running_average=False), key, np.zeros((2, 3)))
+        networks.init(flax.linen.BatchNorm(use_running_average=False), key, np.zeros((2, 3)))
 
 
 # The transformer
 
-TINY = models.Transformer(num_classes=7, width=16, num_layers=2, num_heads=2, context=6)
+TINY = networks.Transformer(num_classes=7, width=16, num_layers=2, num_heads=2, context=6)
 
 
 @pytest.fixture
@@ -136,12 +176,12 @@ def tokens(key):
 
 
 def test_the_transformer_computes_what_it_says(x64, key, tokens):
-    params = models.init(TINY, key, tokens)
+    params = networks.init(TINY, key, tokens)
     # Biases and norms start at 0 and 1, where a mistake with them would not show.
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(key, x.shape, x.dtype), params)
-    logits = jax.jit(models.apply_fn(TINY))(params, tokens)
+    logits = jax.jit(networks.apply_fn(TINY))(params, tokens)
     assert logits.shape == (3, 6, 7)
-    assert count(params) == count(models.init(TINY, key, tokens[:, :2]))
+    assert count(params) == count(networks.init(TINY, key, tokens[:, :2]))
     params, tokens = jax.tree.map(np.asarray, (params, tokens))
     for sequence, expected in zip(tokens, logits, strict=True):
         plainly = plain_transformer(params, sequence)
@@ -178,8 +218,8 @@ def plain_norm(layer, hidden):
 
 
 def test_no_logit_sees_a_later_token_and_every_logit_sees_the_earlier_ones(x64, key, tokens):
-    params = models.init(TINY, key, tokens)
-    apply = jax.jit(models.apply_fn(TINY))
+    params = networks.init(TINY, key, tokens)
+    apply = jax.jit(networks.apply_fn(TINY))
     before = apply(params, tokens)
     for place in range(6):
         after = apply(params, tokens.at[:, place].add(1) % 7)
@@ -188,34 +228,32 @@ def test_no_logit_sees_a_later_token_and_every_logit_sees_the_earlier_ones(x64, 
 
 
 def test_a_shorter_sequence_has_the_logits_of_the_beginning(key, tokens):
-    params = models.init(TINY, key, tokens)
-    apply = jax.jit(models.apply_fn(TINY))
+    params = networks.init(TINY, key, tokens)
+    apply = jax.jit(networks.apply_fn(TINY))
     np.testing.assert_allclose(
         apply(params, tokens[:, :4]), apply(params, tokens)[:, :4], rtol=1e-5, atol=1e-6
     )
 
 
 def test_accuracy_of_a_transformer_is_that_of_the_next_token(key, tokens):
-    params = models.init(TINY, key, tokens)
-    apply = jax.jit(models.apply_fn(TINY))
-    targets = apply(params, tokens).argmax(-1)
-    assert metrics.accuracy(apply, params, tokens, targets) == 1
+    params = networks.init(TINY, key, tokens)
+    model = Model(networks.apply_fn(TINY), likelihoods.categorical)
+    targets = model.apply(params, tokens).argmax(-1)
+    assert metrics.accuracy(model, params, Examples(tokens, targets)) == 1
     # Positions count, not whole sequences.
-    wrong = targets.at[0, :5].add(1) % 7
-    np.testing.assert_allclose(metrics.accuracy(apply, params, tokens, wrong), 13 / 18, rtol=1e-6)
+    wrong = Examples(tokens, targets.at[0, :5].add(1) % 7)
+    np.testing.assert_allclose(metrics.accuracy(model, params, wrong), 13 / 18, rtol=1e-6)
 
 
 def test_kfac_covers_every_matrix_of_a_transformer(key, tokens):
     model = TINY.clone(num_layers=1)
-    params = models.init(model, key, tokens)
+    params = networks.init(model, key, tokens)
     information = fisher.kfac(
-        models.apply_fn(model),
-        likelihoods.categorical,
+        Model(networks.apply_fn(model), likelihoods.categorical),
         params,
-        tokens,
-        tokens,
+        Examples(tokens, tokens),
         kind=fisher.empirical,
-        otherwise=fisher.diagonal,
+        fallback=fisher.diagonal,
     )
     covered = {layer.kernel for layer in information.layers}
     assert covered == {name for name in tree.names(params) if name.endswith("kernel")}
@@ -232,4 +270,4 @@ def test_kfac_covers_every_matrix_of_a_transformer(key, tokens):
 )
 def test_tokens_that_do_not_fit_are_refused(key, model, tokens, error, message):
     with pytest.raises(error, match=message):
-        models.init(model, key, tokens)
+        networks.init(model, key, tokens)

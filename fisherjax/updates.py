@@ -1,0 +1,157 @@
+"""Whether what clients sent can be merged: its kind, its shapes, its weights, its numbers.
+
+Every check of updates, on the host, before they spoil a merge; under tracing values are not known
+and pass.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fisherjax import checks, tree
+from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.parallel import mesh_of
+from fisherjax.typing import Array
+
+
+def stacked_values(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
+    """Stack updates if need be; refuse another kind, or leaves of different numbers of clients."""
+    if isinstance(updates, (list, tuple)):
+        for client, update in enumerate(updates):
+            _check_kind(algorithm, update, f"The update of client {client}")
+        updates = tree.stack(list(updates))
+    _check_kind(algorithm, updates, "updates")
+    values = updates.values
+    lengths = {
+        name: jnp.shape(leaf)[:1]
+        for name, leaf in zip(tree.names(values), jax.tree.leaves(values), strict=True)
+    }
+    if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
+        found = {name: length[0] if length else None for name, length in lengths.items()}
+        raise ValueError(
+            f"The leaves of the stacked updates have leading axes {found}; expected one of the "
+            "same number of clients for all."
+        )
+    return values
+
+
+def check_weights(weights: Any, num_clients: int) -> Any:
+    """Check the clients' weights, [M]; in float64 on the host unless they are traced."""
+    if weights is None:
+        return np.ones(num_clients)
+    if not checks.is_traced(weights):
+        try:
+            weights = np.asarray(weights, np.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"weights are {weights!r}; expected numbers, one a client.") from error
+    if weights.shape != (num_clients,):
+        raise ValueError(
+            f"weights has shape {weights.shape}; expected ({num_clients},), one for each update."
+        )
+    if not checks.is_traced(weights) and not (np.all(weights >= 0) and np.isfinite(weights).all()):
+        raise ValueError(
+            f"weights are {weights.tolist()}; expected finite non-negative "
+            "numbers, for instance federation.weights or numbers of examples."
+        )
+    return weights
+
+
+def shares(weights: Any) -> Any:
+    """Scale weights to sum one, whatever their size."""
+    scaled = weights / weights.max()
+    return scaled / scaled.sum()
+
+
+def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
+    """Find clients whose update holds NaN or infinity, on the host, before they spoil a merge.
+
+    Args:
+        updates: Stacked updates or params, leaves [M, ...].
+        weights: [M].
+        on_nonfinite: "raise", or "drop" to leave those clients out.
+
+    Returns:
+        Updates and weights. With "drop", a diverged client has weight zero and finite entries, and
+        the weights of the others sum to one again. Under tracing nothing is checked.
+
+    Raises:
+        ValueError: With "raise", naming the diverged clients and the first leaf concerned; with
+            "drop", if no client is left.
+
+    Example:
+        >>> updates = {"w": jnp.array([[1.0], [jnp.nan]])}
+        >>> print(check_updates(updates, jnp.array([0.5, 0.5]), on_nonfinite="drop")[1])
+        [1. 0.]
+    """
+    cleaned, kept = screen(updates, weights, on_nonfinite)
+    if kept is weights:
+        return updates, weights
+    if not np.any(np.asarray(kept) > 0):
+        raise ValueError("No client is left: every update with weight is not finite.")
+    return cleaned, kept / kept.sum()
+
+
+def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> tuple[Any, Array]:
+    """Give diverged clients zeros and weight zero; `first` is the number of the first client."""
+    checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
+    if checks.is_traced(updates, weights):
+        return updates, weights
+    table = _finite(mesh_of(updates), updates)  # [leaves, M]
+    if checks.is_traced(table):  # everything is known, but inside somebody's jit
+        return updates, weights
+    table = np.asarray(table)
+    diverged = np.flatnonzero(~table.all(0))
+    if diverged.size == 0:
+        return updates, weights
+    if on_nonfinite == "raise":
+        leaf = tree.names(updates)[int(np.flatnonzero(~table[:, diverged[0]])[0])]
+        raise ValueError(
+            f"The updates of clients {(first + diverged).tolist()} are not finite (client "
+            f"{first + diverged[0]}: leaf '{leaf}'): they diverged. Train them with a smaller "
+            "learning rate, or leave them out with on_nonfinite='drop'."
+        )
+    kept = table.all(0)
+    return tree.keep(kept, updates), jnp.where(kept, weights, 0)
+
+
+def suspect(received: Any) -> str:
+    """Name the client and leaf with the largest entry, where the updates of all are at hand."""
+    advice = "its numbers are too large to merge, or a Fisher is not positive semi-definite"
+    if not (isinstance(received, tuple) and isinstance(received[0], dict)):
+        return f"The sums of the updates are finite; of some client {advice}."
+    values = received[0]
+    leaves = {
+        n: jnp.abs(x) for n, x in zip(tree.names(values), jax.tree.leaves(values), strict=True)
+    }
+    leaf = max(leaves, key=lambda name: float(leaves[name].max()))
+    client = int(leaves[leaf].reshape(leaves[leaf].shape[0], -1).max(1).argmax())
+    return (
+        f"Every update is finite; client {client} has the largest entry, "
+        f"{float(leaves[leaf][client].max()):.3g} in leaf '{leaf}': {advice}."
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def _finite(mesh: Mesh | None, updates: Any) -> Array:
+    """Say of every leaf and client whether it is finite, [leaves, M], on every device."""
+    table = tree.finite(updates)
+    if mesh is None:
+        return table
+    return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
+
+
+def _check_kind(algorithm: Algorithm, update: Any, what: str) -> None:
+    if not isinstance(update, Update):
+        raise TypeError(
+            f"{what} is a {type(update).__name__}; expected what merging.summarize returns, a list "
+            "of algorithms.Update, or Update(stacked values, algorithm.kind)."
+        )
+    if update.kind != algorithm.kind:
+        raise ValueError(
+            f"{what} holds '{update.kind}', but this algorithm merges '{algorithm.kind}'. "
+            "Summarize with the algorithm that merges."
+        )

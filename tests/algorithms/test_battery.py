@@ -1,0 +1,383 @@
+"""Laws of merging, for every row of the table of algorithms."""
+
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fisherjax as fj
+from fisherjax import algorithms, clients, merging, solvers, training, tree
+from fisherjax.algorithms import LAWS, TABLE, Update
+
+SIZES = (7, 3, 9, 5)
+WEIGHTS = np.array([0.1, 0.4, 0.2, 0.3])
+BASE = optax.sgd(0.5, 0.9)
+EXACT = solvers.conjugate_gradients(tolerance=1e-13, max_iterations=500)
+# Where exactness is asked for; and few steps where the default is many.
+OPTIONS = {
+    "fedfisher_diag": {"solver": EXACT},
+    "fedfisher_kfac": {"solver": EXACT},
+    "fedfisher_full": {"solver": EXACT, "damping": 0.1},
+    "fedlpa": {"solver": EXACT},
+    "fedlpa_gd": {"solver": algorithms.residual_descent(steps=20)},
+}
+NEEDS_EACH_UPDATE = {"fedfisher_kfac", "fedlpa", "fedlpa_ea", "fedlpa_gd"}
+
+
+def apply(params, x):
+    hidden = jnp.tanh(x @ params["first"]["kernel"] + params["first"]["bias"])
+    return hidden @ params["second"]["kernel"]
+
+
+def make(name):
+    model = fj.Model(apply, fj.likelihoods.categorical)
+    return algorithms.make(name, model, **OPTIONS.get(name, {}))
+
+
+def draw_params(seed):
+    draw = np.random.default_rng(seed).normal
+    shapes = {"first": {"bias": (3,), "kernel": (4, 3)}, "second": {"kernel": (3, 2)}}
+    return jax.tree.map(
+        lambda shape: jnp.asarray(draw(size=shape)), shapes, is_leaf=lambda s: isinstance(s, tuple)
+    )
+
+
+def train(algorithm, start, federation):
+    return training.train(
+        fj.Model(apply, fj.likelihoods.categorical),
+        start,
+        federation,
+        key=jax.random.key(1),
+        optimizer=algorithm.optimizer(BASE),
+        epochs=2,
+        batch_size=3,
+    )
+
+
+def summarize(algorithm, trained, federation):
+    return merging.summarize(algorithm, trained, federation, key=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Four clients of different sizes, in float64."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    source = np.random.default_rng(0)
+    data = source.normal(size=(24, 4)), source.integers(0, 2, 24)
+    partition = np.split(source.permutation(24), np.cumsum(SIZES)[:-1])
+    yield SimpleNamespace(
+        data=data, federation=clients.federation(data, partition), start=draw_params(0), rows={}
+    )
+    jax.config.update("jax_enable_x64", before)
+
+
+def prepared(world, name):
+    """Make the algorithm of a row, train the clients by it, and let them send."""
+    if name not in world.rows:
+        algorithm = make(name)
+        trained = train(algorithm, world.start, world.federation)
+        updates = summarize(algorithm, trained, world.federation)
+        world.rows[name] = SimpleNamespace(
+            name=name,
+            algorithm=algorithm,
+            trained=trained,
+            models=[pick(trained.params, client) for client in range(4)],
+            updates=updates,
+            main="change" if "change" in updates.values and name == "fednova" else "params",
+        )
+    return world.rows[name]
+
+
+@pytest.fixture(params=TABLE)
+def row(request, world):
+    return prepared(world, request.param)
+
+
+@pytest.fixture
+def merge(row, world):
+    def merge(updates, weights=WEIGHTS, start=world.start, **options):
+        return merging.merge(row.algorithm, start, updates, weights, **options)[0]
+
+    return merge
+
+
+def pick(stacked, rows):
+    rows = np.asarray(rows)
+    return jax.tree.map(lambda leaf: leaf[rows], stacked)
+
+
+def changed(updates, **values):
+    return Update(updates.values | values, updates.kind)
+
+
+def assert_same(left, right, tolerance=1e-9):
+    chex.assert_trees_all_equal_shapes_and_dtypes(left, right)
+    chex.assert_trees_all_close(left, right, rtol=tolerance, atol=tolerance)
+
+
+def plain_mean(stacked, weights):
+    return tree.weighted_sum(stacked, jnp.asarray(weights))
+
+
+# The laws, each a list of pairs that are equal where it holds.
+
+
+def identity(row, world, merge):
+    """Whatever else clients found out: only the models are equal."""
+    one = row.models[2]
+    equal = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (4, *leaf.shape)), one)
+    trained = row.trained._replace(params=equal)
+    yield merge(summarize(row.algorithm, trained, world.federation)), one
+
+
+def order(row, world, merge):
+    places = [2, 0, 3, 1]
+    yield merge(pick(row.updates, places), WEIGHTS[places]), merge(row.updates)
+
+
+def weights(row, world, merge):
+    expected = merge(row.updates)
+    yield merge(row.updates, 1e5 * WEIGHTS), expected
+    yield merge(row.updates, [1, 4, 2, 3]), expected
+    yield merge(row.updates, None), merge(row.updates, [3] * 4)
+
+
+def empty(row, world, merge):
+    disturbed = jax.tree.map(lambda leaf: leaf.at[1].mul(-100), row.updates)
+    without = merge(pick(row.updates, [0, 2, 3]), [1, 2, 3])
+    yield merge(disturbed, [1, 0, 2, 3]), without
+
+
+def shift(row, world, merge):
+    """The start and all models move; the curvatures stay."""
+    by = draw_params(9)
+    moved = row.updates
+    if "params" in moved.values:
+        moved = changed(moved, params=jax.tree.map(jnp.add, moved.values["params"], by))
+    start = jax.tree.map(jnp.add, world.start, by)
+    yield merge(moved, start=start), jax.tree.map(jnp.add, merge(row.updates), by)
+
+
+CHECKS = dict(identity=identity, order=order, weights=weights, empty=empty, shift=shift)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_laws_of_a_row_hold_and_no_others(row, world, merge, law):
+    for left, right in CHECKS[law](row, world, merge):
+        if law in TABLE[row.name].laws:
+            assert_same(left, right)
+        else:
+            error = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), left, right)
+            assert max(jax.tree.leaves(error)) > 1e-3
+
+
+def test_a_single_client_gets_its_model_back(row, merge):
+    for client in range(4):
+        alone = [pick(row.updates, client)]
+        assert_same(merge(alone, None), row.models[client], 1e-11)
+
+
+def test_equal_curvatures_give_the_weighted_mean(row, world, merge):
+    values = row.updates.values
+    if row.name == "fednova":
+        change = jax.tree.map(lambda w, start: w - start, row.trained.params, world.start)
+        equal = changed(row.updates, change=change, length=jnp.ones(4))
+    else:
+        what = {"fisher", "grams"} & set(values)
+        equal = changed(
+            row.updates,
+            **{k: jax.tree.map(lambda x: jnp.broadcast_to(x[1], x.shape), values[k]) for k in what},
+        )
+    expected = plain_mean(row.trained.params, WEIGHTS)
+    if row.name == "regmean":  # which takes the plain mean of what is not a dense kernel
+        expected["first"]["bias"] = row.trained.params["first"]["bias"].mean(0)
+    assert_same(merge(equal), expected)
+
+
+# The same by other ways.
+
+
+def test_compiled_and_plain_merges_agree(row, world, merge):
+    compiled = jax.jit(lambda p, u, w: merging.merge(row.algorithm, p, u, w)[0])
+    assert_same(compiled(world.start, row.updates, jnp.asarray(WEIGHTS)), merge(row.updates))
+
+
+def test_a_list_of_updates_is_the_same_as_a_stack(row, merge):
+    updates = [pick(row.updates, client) for client in range(4)]
+    assert_same(merge(updates), merge(row.updates), 0)
+
+
+def test_chunks_stream_to_what_all_merge_to_at_once(row, world, merge):
+    weights = 10 * WEIGHTS
+    chunks = [(pick(row.updates, rows), weights[rows]) for rows in ([3, 0], [1, 2])]
+    if row.name in NEEDS_EACH_UPDATE:
+        with pytest.raises(ValueError, match=r"every client's update at once"):
+            merging.merge_stream(row.algorithm, world.start, chunks)
+        return
+    merged, _, _ = merging.merge_stream(row.algorithm, world.start, chunks)
+    assert_same(merged, merge(row.updates))
+
+
+def test_sums_of_groups_of_clients_add_up(row, world, merge):
+    algorithm, weights = row.algorithm, jnp.asarray(WEIGHTS)
+    assert (algorithm.reduce is None) == (row.name in NEEDS_EACH_UPDATE)
+    if algorithm.reduce is None:
+        return
+    groups = [
+        jax.jit(algorithm.reduce)(pick(row.updates.values, rows), weights[np.asarray(rows)])
+        for rows in ([3, 0], [1, 2])
+    ]
+    sums = jax.tree.map(jnp.add, *groups)
+    state = algorithm.init(world.start, 4)
+    key = jax.random.key(0)
+    merged, after, _ = algorithm.aggregate(key, sums, world.start, state, jnp.arange(4))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+    assert_same(merged, merge(row.updates))
+
+
+def test_updates_go_through_a_file(row, world, merge, tmp_path):
+    """Each client writes one; the server knows the structure from `jax.eval_shape`."""
+    algorithm, stacked = row.algorithm, row.trained
+    alone = training.Trained(
+        row.models[0], world.start, stacked.steps[0], None, pick(stacked.extras, 0)
+    )
+    examples, private = clients.view(world.federation, 0), algorithm.init_client(world.start)
+    like, _ = jax.eval_shape(algorithm.summarize, jax.random.key(0), alone, examples, private)
+    loaded = []
+    for client, suffix in enumerate((".npz", ".safetensors", ".npz", ".safetensors")):
+        path = tmp_path / f"client{client}{suffix}"
+        fj.files.save_arrays(path, pick(row.updates, client))
+        loaded.append(fj.files.load_arrays(path, like=Update(like, algorithm.kind)))
+    assert_same(merge(loaded), merge(row.updates), 0)
+
+
+# What is compiled again, and what is the same object.
+
+
+def test_a_second_merge_compiles_nothing(row, merge, compilations):
+    merge(row.updates)
+    others = jax.tree.map(lambda leaf: leaf * 2, row.updates)
+    with compilations() as count:
+        merge(others, [0.3, 0.2, 0.4, 0.1])
+    assert count() == 0
+
+
+def test_made_again_of_equal_arguments_it_compiles_nothing(row, world, compilations):
+    with compilations() as count:
+        again = make(row.name)
+        trained = train(again, world.start, world.federation)
+        updates = summarize(again, trained, world.federation)
+    assert count() == 0
+    assert again is row.algorithm
+    chex.assert_trees_all_equal(updates, row.updates)
+
+
+def test_equal_bases_give_the_same_optimiser(row):
+    assert row.algorithm.optimizer(BASE) is make(row.name).optimizer(BASE)
+    assert row.algorithm.optimizer(BASE) is not row.algorithm.optimizer(optax.sgd(0.5, 0.9))
+
+
+# What merge gives and what it refuses.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_structure_and_dtype_are_those_of_params(row, world, merge, dtype):
+    def narrow(params):
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    start = narrow(world.start)
+    updates = changed(row.updates, **{row.main: narrow(row.updates.values[row.main])})
+    merged = merge(updates, start=start)
+    chex.assert_trees_all_equal_shapes_and_dtypes(merged, start)
+    wide = jax.tree.map(lambda leaf: leaf.astype(float), merged)
+    coarse = dtype == "bfloat16"
+    chex.assert_trees_all_close(wide, merge(row.updates), rtol=0, atol=0.2 if coarse else 1e-3)
+    alone = merge([pick(updates, 2)], None, start=start)
+    # FedNova adds a change to the start, which rounds.
+    rounding = 4 * float(jnp.finfo(dtype).eps) if row.name == "fednova" else 0
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda leaf: leaf.astype(float), alone),
+        jax.tree.map(lambda leaf: leaf.astype(float), narrow(row.models[2])),
+        rtol=rounding,
+        atol=rounding,
+    )
+
+
+def test_a_diverged_client_is_named(row, merge):
+    broken = dict(row.updates.values[row.main])
+    kernel = broken["second"]["kernel"].at[1, 0, 0].set(jnp.nan).at[3, 0, 1].set(jnp.inf)
+    broken["second"] = {"kernel": kernel}
+    diverged = changed(row.updates, **{row.main: broken})
+    with pytest.raises(ValueError, match=rf"clients \[1, 3\].*'{row.main}/second/kernel'.*'drop'"):
+        merge(diverged)
+    assert_same(merge(diverged, on_nonfinite="drop"), merge(row.updates, [0.1, 0, 0.2, 0]))
+
+
+def test_updates_that_do_not_fit_together_are_named(row, merge):
+    def with_first_kernel(update, kernel):
+        main = update.values[row.main]
+        first = main["first"] | {"kernel": kernel}
+        return changed(update, **{row.main: main | {"first": first}})
+
+    updates = [pick(row.updates, client) for client in range(3)]
+    good, updates[1] = updates[1], with_first_kernel(updates[1], jnp.ones((5, 3)))
+    words = rf"'.*{row.main}/first/kernel' of client 1 has shape \(5, 3\)"
+    with pytest.raises(ValueError, match=words):
+        merge(updates, None)
+    rest = {k: v for k, v in updates[2].values[row.main].items() if k != "second"}
+    updates[1:] = good, changed(updates[2], **{row.main: rest})
+    with pytest.raises(ValueError, match="Client 2 holds another tree than client 0"):
+        merge(updates, None)
+
+
+def test_an_empty_client_is_legal(row, world):
+    """No examples: weight zero, finite update, no influence."""
+    partition = np.split(np.arange(24), [9, 9, 17])
+    federation = clients.federation(world.data, partition)
+    trained = train(row.algorithm, world.start, federation)
+    assert trained.steps.tolist() == [6, 0, 6, 6]
+    updates = summarize(row.algorithm, trained, federation)
+    chex.assert_tree_all_finite(updates)
+
+    def merge(updates, weights):
+        return merging.merge(row.algorithm, world.start, updates, weights)[0]
+
+    assert_same(merge(updates, federation.weights), merge(pick(updates, [0, 2, 3]), [9, 8, 7]))
+
+
+def test_updates_of_another_kind_are_refused_by_name(row, world):
+    others = [prepared(world, name) for name in TABLE]
+    assert len({other.algorithm.kind for other in others}) == 9
+    for other in others:
+        if other.algorithm.kind == row.algorithm.kind:
+            continue
+        one = [pick(other.updates, client) for client in range(4)]
+        for updates in (other.updates, one):
+            with pytest.raises(ValueError, match="but this algorithm merges") as refusal:
+                merging.merge(row.algorithm, world.start, updates, WEIGHTS)
+            message = str(refusal.value)
+            assert f"'{other.algorithm.kind}', but" in message
+            assert f"merges '{row.algorithm.kind}'" in message
+
+
+# Damping, of the Fishers that have one.
+
+
+@pytest.mark.parametrize("name", ["fedfisher_diag", "fedfisher_kfac", "fedfisher_full"])
+def test_damping_leads_from_the_solution_to_the_weighted_mean(world, name):
+    row = prepared(world, name)
+    mean = plain_mean(row.trained.params, WEIGHTS)
+    distances = []
+    for damping in (0.01, 1.0, 100.0, 1e8):
+        model = row.algorithm.model
+        damped = algorithms.make(name, model, damping=damping, solver=EXACT)
+        merged, _, _ = merging.merge(damped, world.start, row.updates, WEIGHTS)
+        gap = jax.tree.map(jnp.subtract, merged, mean)
+        distances.append(float(jnp.sqrt(tree.inner(gap, gap))))
+    assert np.all(np.diff(distances) < 0)
+    assert distances[-1] < 1e-6 < 1e-2 < distances[0]

@@ -1,0 +1,262 @@
+"""Data sets, and what prepares images."""
+
+import functools
+import shlex
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fisherjax import datasets
+
+# Data sets
+
+
+def test_digits_are_scikit_learns_split_in_two():
+    from sklearn.datasets import load_digits
+
+    splits = datasets.load("digits")
+    assert [len(split.inputs) for split in splits] == [1437, 360]
+    whole = load_digits()
+    images = np.concatenate([split.inputs for split in splits])[..., 0]
+    targets = np.concatenate([split.targets for split in splits])
+    rows = np.random.RandomState(0).permutation(1797)
+    np.testing.assert_array_equal(images, whole.images[rows])
+    np.testing.assert_array_equal(targets, whole.target[rows])
+    for split in splits:
+        assert (split.inputs.dtype, split.targets.dtype) == (np.uint8, np.int32)
+        assert (split.num_classes, split.name) == (10, "digits")
+
+
+@pytest.fixture(scope="module")
+def prepared(shared):
+    return functools.cache(lambda name: datasets.load(name, shared / "data"))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "image"),
+    [("mnist", (60000, 10000), (28, 28, 1)), ("cifar10", (50000, 10000), (32, 32, 3))],
+)
+def test_a_prepared_data_set_is_read_as_its_maker_reads_it(prepared, shared, name, sizes, image):
+    import tensorflow_datasets as tfds
+
+    for split, part, size in zip(prepared(name), ("train", "test"), sizes, strict=True):
+        assert (split.inputs.shape, split.inputs.dtype) == ((size, *image), np.uint8)
+        assert (split.targets.shape, split.targets.dtype) == ((size,), np.int32)
+        assert (split.num_classes, split.scale, split.name) == (10, 255.0, name)
+        source = tfds.data_source(name, split=part, data_dir=shared / "data", download=False)
+        for row in (0, 1, 4095, 4096, size // 2, size - 1):
+            np.testing.assert_array_equal(split.inputs[row], source[row]["image"])
+            assert split.targets[row] == source[row]["label"]
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_the_papers_constants_standardise_the_training_images(prepared, name):
+    train, _ = prepared(name)
+    x = np.asarray(datasets.normalizer(train)(train.inputs[:10_000]), np.float64)
+    np.testing.assert_allclose(x.mean((0, 1, 2)), 0, atol=0.02)
+    np.testing.assert_allclose(x.std((0, 1, 2)), 1, atol=0.04)
+
+
+def test_the_environment_names_the_folder_unless_the_caller_does(tmp_path, monkeypatch):
+    for folder in ("environment", "caller"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "environment"))
+    with pytest.raises(FileNotFoundError, match=r"no data set 'mnist' in '.*environment'"):
+        datasets.load("mnist")
+    with pytest.raises(FileNotFoundError, match=r"no data set 'mnist' in '.*caller'"):
+        datasets.load("mnist", tmp_path / "caller")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    for given_name, nearest in [("minst", "mnist"), ("CIFAR-10", "cifar10"), ("svhn", "svhn_")]:
+        with pytest.raises(ValueError, match=f"unknown data set '{given_name}'.*mean '{nearest}"):
+            datasets.load(given_name)
+
+
+def test_a_missing_folder_is_named(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"directory '.*nowhere' does not exist"):
+        datasets.load("mnist", tmp_path / "nowhere")
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "elsewhere"))
+    with pytest.raises(FileNotFoundError, match=r"directory '.*elsewhere' does not exist"):
+        datasets.load("mnist")
+
+
+@pytest.mark.parametrize("name", [name for name in datasets.NAMES if name != "digits"])
+@pytest.mark.parametrize("folder", ["plain", 'it\'s a "folder"'])
+def test_the_command_in_the_error_prepares_the_data_set_where_it_was_looked_for(
+    name, folder, tmp_path
+):
+    import tensorflow_datasets as tfds
+
+    place = tmp_path / folder
+    place.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"fisherjax\[prepare\]") as caught:
+        datasets.load(name, place)
+    (command,) = (line for line in str(caught.value).splitlines() if "python -c" in line)
+    program = shlex.split(command)
+    assert program[:2] == ["python", "-c"]
+    # Everything but the download itself.
+    statement, expression = program[2].split("; ")
+    assert statement == "import tensorflow_datasets as tfds"
+    builder = eval(expression.removesuffix(".download_and_prepare()"), {"tfds": tfds})
+    assert builder.name == name
+    assert str(builder.data_dir).startswith(str(place))
+    assert builder.info.file_format.value == "array_record"
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "said"),
+    [("digits", "sklearn.datasets", "scikit-learn"), ("mnist", "PIL", "pillow")],
+)
+def test_a_package_that_is_missing_is_named(shared, monkeypatch, name, package, said):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"{said}.*pip install 'fisherjax\[experiments\]'"):
+        datasets.load(name, shared / "data")
+
+
+def test_the_splits_of_a_text_are_joined_in_their_order(shared):
+    import tensorflow_datasets as tfds
+
+    text, start = datasets.load_text(data_dir=shared / "data"), 0
+    for split in ("train", "validation", "test"):
+        source = tfds.data_source("tiny_shakespeare", split=split, data_dir=shared / "data")
+        part = source[0]["text"].decode()
+        assert text[start : start + len(part)] == part
+        start += len(part)
+    assert len(text) == start
+
+
+def test_a_text_that_is_unknown_or_missing_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown text 'mnist'.*datasets\.load.*read_text"):
+        datasets.load_text("mnist")
+    with pytest.raises(FileNotFoundError, match=r"directory '.*nowhere' does not exist"):
+        datasets.load_text(data_dir=tmp_path / "nowhere")
+    with pytest.raises(
+        FileNotFoundError, match=r'no data set.*\n.*\n.*builder\("tiny_shakespeare"'
+    ):
+        datasets.load_text(data_dir=tmp_path)
+
+
+# Normalisation
+
+
+@pytest.fixture(scope="module")
+def colours():
+    images = np.random.RandomState(0).randint(0, 256, (5, 6, 4, 3)).astype(np.uint8)
+    targets = np.zeros(5, np.int32)
+    return datasets.Dataset(images, targets, 2, 255.0, (0.1, 0.2, 0.3), (0.5, 0.6, 0.7), "colours")
+
+
+def test_normalisation_is_affine_in_each_channel(colours):
+    x = jax.jit(datasets.normalizer(colours))(colours.inputs)
+    assert x.dtype == jnp.float32
+    for channel in range(3):
+        mean, std = colours.mean[channel], colours.std[channel]
+        expected = (colours.inputs[..., channel].astype(float) / 255 - mean) / std
+        np.testing.assert_allclose(x[..., channel], expected, rtol=1e-5, atol=1e-6)
+    again = datasets.normalizer(colours)(x)  # normalised before: unchanged
+    np.testing.assert_array_equal(again, x)
+    one_by_one = jax.vmap(jax.vmap(jax.vmap(datasets.normalizer(colours))))(colours.inputs)
+    np.testing.assert_allclose(one_by_one, x, rtol=1e-6, atol=1e-6)
+
+
+def test_equal_constants_give_the_same_functions_and_nothing_compiles_again(colours, compilations):
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def use(normalize, augment, key, x):
+        return normalize(x).sum() + augment(key, x).sum()
+
+    other = colours._replace(inputs=colours.inputs + 1, mean=list(np.array(colours.mean)))
+    first, second = datasets.normalizer(colours), datasets.normalizer(other)
+    assert first is second
+    assert datasets.crop_and_flip(first) is datasets.crop_and_flip(second, padding=4)
+    assert datasets.normalizer(colours._replace(scale=16)) is not first
+    x, key = jnp.asarray(colours.inputs), jax.random.key(0)
+    use(first, datasets.crop_and_flip(first), key, x)
+    with compilations() as count:
+        use(second, datasets.crop_and_flip(second), key, x)
+    assert count() == 0
+
+
+def test_constants_that_cannot_normalise_are_refused(colours):
+    for fault in ({"std": (0.5, 0.0, 0.7)}, {"std": (0.5,)}, {"scale": 0.0}, {"scale": np.nan}):
+        with pytest.raises(ValueError, match=r"cannot normalise 'colours'.*scale and stds above 0"):
+            datasets.normalizer(colours._replace(**fault))
+    with pytest.raises(TypeError, match="dtype bool"):
+        datasets.normalizer(colours)(colours.inputs > 3)
+
+
+# Augmentation
+
+
+def every_crop(image, padding, mode="constant"):
+    """List all results, from NumPy: padded after normalisation, cut, perhaps mirrored."""
+    height, width, _ = image.shape
+    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode)
+    for top in range(2 * padding + 1):
+        for left in range(2 * padding + 1):
+            crop = padded[top : top + height, left : left + width]
+            yield crop
+            yield crop[:, ::-1]
+
+
+@pytest.mark.parametrize(
+    ("padding", "mode"),
+    [(0, "constant"), (1, "constant"), (5, "constant"), (0, "reflect"), (3, "reflect")],
+)
+def test_an_augmented_image_is_one_of_its_crops(colours, padding, mode, key):
+    normalize = datasets.normalizer(colours)
+    result = datasets.crop_and_flip(normalize, padding, mode)(key, jnp.asarray(colours.inputs))
+    assert result.shape == colours.inputs.shape
+    for image, augmented in zip(np.asarray(normalize(colours.inputs)), result, strict=True):
+        distances = [np.abs(crop - augmented).max() for crop in every_crop(image, padding, mode)]
+        assert min(distances) < 1e-5
+
+
+def test_every_crop_is_drawn_equally_often_and_apart_from_its_neighbour(colours, key):
+    """18 outcomes; under equal chances the chi-square statistics have means 17 and 17^2."""
+    copies, normalize = 18 * 18 * 40, datasets.normalizer(colours)
+    images = jnp.broadcast_to(colours.inputs[:1], (copies, *colours.inputs.shape[1:]))
+    result = np.asarray(jax.jit(datasets.crop_and_flip(normalize, 1))(key, images))
+    crops = np.stack(list(every_crop(np.asarray(normalize(images[0])), 1)))
+    outcome = np.array([np.abs(crops - image).max((1, 2, 3)).argmin() for image in result])
+    single = Counter(outcome)
+    expected = copies / 18
+    assert sum((single[o] - expected) ** 2 / expected for o in range(18)) < 17 + 5 * 34**0.5
+    table = np.histogram2d(outcome[::2], outcome[1::2], bins=18)[0]
+    independent = table.sum(0) * table.sum(1)[:, None] / table.sum()
+    assert ((table - independent) ** 2 / independent).sum() < 289 + 5 * 578**0.5
+
+
+def test_augmentation_under_jit_and_vmap_is_the_eager_one(colours):
+    augment = datasets.crop_and_flip(datasets.normalizer(colours), 2)
+    images = jnp.asarray(np.stack([colours.inputs, colours.inputs[::-1]]))
+    keys = jax.random.split(jax.random.key(3), 2)
+    together = jax.jit(jax.vmap(augment))(keys, images)
+    for one, key, image in zip(together, keys, images, strict=True):
+        np.testing.assert_allclose(one, augment(key, image), rtol=1e-6, atol=1e-6)
+    assert not np.allclose(augment(keys[0], images[0]), augment(keys[1], images[0]))
+
+
+def test_images_normalised_before_are_only_moved(colours, key):
+    normalize = datasets.normalizer(colours)
+    augment = datasets.crop_and_flip(normalize, 2)
+    stored, floats = jnp.asarray(colours.inputs), normalize(colours.inputs)
+    np.testing.assert_array_equal(augment(key, stored), augment(key, floats))
+
+
+def test_augmentation_refuses_what_is_not_a_batch_of_images(colours, key):
+    for padding in (-1, 1.5, True):
+        with pytest.raises(ValueError, match=f"padding is {padding}"):
+            datasets.crop_and_flip(datasets.normalizer(colours), padding)
+    with pytest.raises(ValueError, match="mode is 'wrap', expected 'constant' or 'reflect'"):
+        datasets.crop_and_flip(datasets.normalizer(colours), mode="wrap")
+    with pytest.raises(ValueError, match="cannot be reflected by padding=4: it must be below"):
+        datasets.crop_and_flip(datasets.normalizer(colours), 4, "reflect")(
+            key, jnp.asarray(colours.inputs)
+        )
+    with pytest.raises(ValueError, match=r"shape \(6, 4, 3\), expected \[B, H, W, channels\]"):
+        datasets.crop_and_flip(datasets.normalizer(colours))(key, jnp.asarray(colours.inputs[0]))

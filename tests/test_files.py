@@ -1,0 +1,227 @@
+"""Files of named arrays: what was saved is what is loaded, whole or not at all."""
+
+import concurrent.futures
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from fisherjax import files
+
+SUFFIXES = [".safetensors", ".npz"]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    inputs: Any
+    outputs: Any
+    name: str = dataclasses.field(metadata={"static": True}, default="layer")
+
+
+ARRAYS = st.one_of(
+    hnp.arrays(
+        st.one_of(
+            hnp.floating_dtypes(),
+            hnp.integer_dtypes(),
+            hnp.unsigned_integer_dtypes(),
+            st.just(bool),
+        ),
+        hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+    ),
+    hnp.arrays(np.float32, (3, 2)).map(np.transpose),
+    hnp.arrays(np.float32, (4, 3), elements=st.floats(-9, 9, width=16)).map(lambda x: x[::2]),
+)
+KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/"), min_size=1)
+TREES = st.recursive(
+    ARRAYS,
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS.filter(lambda key: key != "__metadata__"), inner, max_size=3),
+        st.lists(inner, max_size=3),
+        st.builds(Pair, inner, inner),
+        st.builds(Factors, inner, inner),
+    ),
+    max_leaves=6,
+)
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert isinstance(a, np.ndarray)
+        assert a.dtype == b.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@given(tree=TREES)
+@settings(deadline=None, max_examples=60)
+def test_what_was_saved_is_what_is_loaded(tmp_path_factory, suffix, tree):
+    path = tmp_path_factory.mktemp("arrays") / f"tree{suffix}"
+    files.save_arrays(path, tree)
+    assert_same(files.load_arrays(path, like=tree), tree)
+    assert len(files.load_arrays(path)) == len(jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_names_are_paths_joined_by_slashes(tmp_path, suffix):
+    path = tmp_path / f"tree{suffix}"
+    tree = {
+        "conv.1/kernel.npy": np.ones(1),
+        "file": [np.ones(2), Pair(np.ones(3), {7: np.ones(4)})],
+        "layer.x": Factors(np.ones(5), np.ones(6)),
+        "x": np.ones(7),
+        "x.npy": np.ones(8),
+    }
+    files.save_arrays(path, tree)
+    assert {name: len(array) for name, array in files.load_arrays(path).items()} == {
+        "conv.1/kernel.npy": 1,
+        "file/0": 2,
+        "file/1/first": 3,
+        "file/1/second/7": 4,
+        "layer.x/inputs": 5,
+        "layer.x/outputs": 6,
+        "x": 7,
+        "x.npy": 8,
+    }
+    assert_same(files.load_arrays(path, like=tree), tree)
+
+
+def test_other_programs_read_the_files(tmp_path):
+    from safetensors.numpy import load_file
+
+    tree = {"dense": {"kernel": np.arange(6.0).reshape(2, 3).T}}
+    for suffix, read in zip(SUFFIXES, (load_file, np.load), strict=True):
+        files.save_arrays(tmp_path / f"tree{suffix}", tree)
+        found = read(tmp_path / f"tree{suffix}")["dense/kernel"]
+        np.testing.assert_array_equal(found, tree["dense"]["kernel"])
+    np.savez(tmp_path / "theirs.npz", **{"dense/kernel": tree["dense"]["kernel"]})
+    assert_same(files.load_arrays(tmp_path / "theirs.npz", like=tree), tree)
+
+
+def test_bfloat16_survives_where_the_format_has_it(tmp_path):
+    tree = {"w": jnp.array([1.5, -2.0, 3.25], jnp.bfloat16)}
+    files.save_arrays(tmp_path / "w.safetensors", tree)
+    loaded = files.load_arrays(tmp_path / "w.safetensors", like=tree)["w"]
+    assert loaded.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(loaded, tree["w"])
+    with pytest.raises(TypeError, match=r"w has dtype bfloat16, which a \.npz file cannot hold"):
+        files.save_arrays(tmp_path / "w.npz", tree)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_shapes_suffice_for_the_structure(tmp_path, suffix):
+    tree = {"a": np.ones((2, 3), np.float32), "b": [np.arange(4), 2.5]}
+    files.save_arrays(tmp_path / f"t{suffix}", tree)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), tree)
+    assert_same(files.load_arrays(tmp_path / f"t{suffix}", like), jax.tree.map(np.asarray, tree))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_fault_of_the_structure_is_listed(tmp_path, suffix):
+    path = tmp_path / f"tree{suffix}"
+    files.save_arrays(
+        path, {"a": np.ones(2), "b": np.ones((2, 3)), "c": np.ones(4), "d": np.ones(1)}
+    )
+    like = {"a": np.ones(2), "b": np.ones((3, 2)), "c": np.ones(4, np.float32), "e": np.ones(1)}
+    with pytest.raises(ValueError, match="not those of `like`") as caught:
+        files.load_arrays(path, like)
+    for fault in (
+        "missing e",
+        "not expected d",
+        "b is float64[2, 3], expected float64[3, 2]",
+        "c is float64[4], expected float32[4]",
+    ):
+        assert fault in str(caught.value)
+    assert "a is" not in str(caught.value)
+
+
+def test_other_suffixes_missing_files_and_missing_folders_are_named(tmp_path):
+    for name in ("model.pt", "model", "model.NPZ"):
+        with pytest.raises(ValueError, match=rf"'{name}' ends in .*\.safetensors or \.npz"):
+            files.save_arrays(tmp_path / name, {"a": np.ones(1)})
+        with pytest.raises(ValueError, match=rf"'{name}' ends in .*\.safetensors or \.npz"):
+            files.load_arrays(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"no file '.*absent\.npz'"):
+        files.load_arrays(tmp_path / "absent.npz")
+    with pytest.raises(FileNotFoundError, match=r"folder '.*nowhere' does not exist"):
+        files.save_arrays(tmp_path / "nowhere" / "a.npz", {"a": np.ones(1)})
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(
+    ("tree", "error", "message"),
+    [
+        ({"a/b": np.ones(1), "a": {"b": np.ones(1)}}, ValueError, "two leaves are called 'a/b'"),
+        ({"__metadata__": np.ones(1)}, ValueError, "called '__metadata__'.*rename"),
+        ({"a\0b": np.ones(1)}, ValueError, "cannot hold: rename"),
+        ({"name": "text"}, TypeError, "name has dtype <U4"),
+        ({"thing": np.array([object()])}, TypeError, "thing has dtype object"),
+        ({"key": jax.random.key(0)}, TypeError, "key has dtype key<fry>"),
+    ],
+)
+def test_what_cannot_be_stored_leaves_the_old_file_alone(tmp_path, suffix, tree, error, message):
+    path = tmp_path / f"tree{suffix}"
+    files.save_arrays(path, {"old": np.arange(3)})
+    with pytest.raises(error, match=message):
+        files.save_arrays(path, {"fine": np.ones(2), **tree})
+    np.testing.assert_array_equal(files.load_arrays(path)["old"], np.arange(3))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, suffix):
+    resource = pytest.importorskip("resource")
+    path = tmp_path / f"tree{suffix}"
+    files.save_arrays(path, {"old": np.arange(3)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(Exception, match=r"(?i)file too large"):
+            files.save_arrays(path, {"new": np.random.RandomState(0).rand(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    np.testing.assert_array_equal(files.load_arrays(path)["old"], np.arange(3))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_of_writers_at_once_one_wins_whole(tmp_path, suffix):
+    path = tmp_path / f"tree{suffix}"
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: files.save_arrays(path, {"a": np.full(10_000, i)}), range(32)))
+    assert len(set(files.load_arrays(path)["a"].tolist())) == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_cut_anywhere_is_called_damaged(tmp_path, suffix):
+    path = tmp_path / f"tree{suffix}"
+    files.save_arrays(path, {"a": np.arange(6.0), "b": {"c": np.ones(3, np.int8)}})
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"is damaged or not a .* file"):
+            files.load_arrays(path)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_new_file_replaces_the_old_with_the_usual_permissions(tmp_path, suffix):
+    path = tmp_path / f"tree{suffix}"
+    files.save_arrays(path, {"a": np.ones(1)})
+    files.save_arrays(path, {"b": np.ones(2)})
+    assert list(files.load_arrays(path)) == ["b"]
+    (tmp_path / "usual").touch()
+    assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
