@@ -30,7 +30,8 @@ def by_value(value: Any) -> Any:
         value: Anything; partials inside partials count too.
 
     Returns:
-        An equivalent that is equal for equal contents, or the value itself if it is no partial.
+        An equivalent that is equal for equal contents, or the value itself if it is no partial or
+        holds what cannot be hashed, such as an array.
 
     Example:
         >>> from functools import partial
@@ -43,7 +44,16 @@ def by_value(value: Any) -> Any:
     if type(value) is not functools.partial:
         return value
     keywords = {name: by_value(item) for name, item in value.keywords.items()}
-    return _Partial(value.func, *map(by_value, value.args), **keywords)
+    equivalent = _Partial(value.func, *map(by_value, value.args), **keywords)
+    return equivalent if _is_hashable(equivalent) else value
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def cached(factory: Callable) -> Callable:
@@ -64,7 +74,8 @@ def cached(factory: Callable) -> Callable:
     """
     signature = inspect.signature(factory)
     # Bounded, because a cached object keeps its model and optimiser alive.
-    made = functools.lru_cache(maxsize=256)(factory)
+    # By type too: 1, 1.0 and True are equal, and a factory may refuse one of them.
+    made = functools.lru_cache(maxsize=256, typed=True)(factory)
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -74,9 +85,7 @@ def cached(factory: Callable) -> Callable:
             return factory(*args, **kwargs)  # raises what Python says of a wrong call
         bound.apply_defaults()
         bound.arguments = {name: by_value(value) for name, value in bound.arguments.items()}
-        try:
-            hash((bound.args, tuple(bound.kwargs.items())))
-        except TypeError:
+        if not _is_hashable((bound.args, tuple(bound.kwargs.items()))):
             return factory(*args, **kwargs)
         return made(*bound.args, **bound.kwargs)
 

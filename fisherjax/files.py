@@ -1,19 +1,18 @@
-"""Files of flat named arrays, safetensors or NumPy's .npz: models, updates, factors."""
+"""Files of flat named arrays: models, updates, factors, as safetensors; NumPy's .npz is read."""
 
 import os
 import uuid
-import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import numpy as np
+from safetensors import numpy as safetensors
 
-_NUMPY_DTYPES = {
+_DTYPES = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64"),
 }
-_DTYPES = {".npz": _NUMPY_DTYPES | {"complex128"}, ".safetensors": _NUMPY_DTYPES | {"bfloat16"}}
 
 
 def save_arrays(path: str | os.PathLike, tree: Any) -> None:
@@ -23,13 +22,12 @@ def save_arrays(path: str | os.PathLike, tree: Any) -> None:
     at all: what was there before stays until the new one is complete.
 
     Args:
-        path: Ends in .safetensors or .npz; its folder exists.
+        path: Ends in .safetensors; its folder exists.
         tree: Any pytree of arrays: dicts, lists, NamedTuples, registered dataclasses.
 
     Raises:
         ValueError: For another suffix, two leaves of one name, or a name that cannot be stored.
-        TypeError: If a leaf is not an array, or of a type that the format does not hold (.npz
-            cannot tell bfloat16).
+        TypeError: If a leaf is not an array, or of a type that the format does not hold.
         FileNotFoundError: If the folder is missing.
 
     Example:
@@ -39,16 +37,17 @@ def save_arrays(path: str | os.PathLike, tree: Any) -> None:
         >>> fj.files.load_arrays(path)["dense/kernel"].shape
         (2, 3)
     """
-    path, suffix = _checked_path(path)
+    path = _checked_path(path, ".safetensors")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist: make it first")
-    arrays = {name: _stored(name, leaf, suffix) for name, leaf in _named(tree).items()}
+    arrays = {name: _stored(name, leaf) for name, leaf in _named(tree).items()}
     # In the same folder, as only there a renamed file replaces another in one step; and under a
     # name that no other writer has.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "xb") as file:
-            _WRITE[suffix](file, arrays)
+            # Not save_file, which takes the permission to read from everybody else.
+            file.write(safetensors.save(arrays))
             # On the disk before it has the name: after a power cut the name never stands for less.
             file.flush()
             os.fsync(file.fileno())
@@ -61,7 +60,7 @@ def load_arrays(path: str | os.PathLike, like: Any = None) -> Any:
     """Read a file of flat named arrays.
 
     Args:
-        path: A file that `save_arrays`, or another program, wrote.
+        path: A file that `save_arrays`, or another program, wrote: .safetensors or .npz.
         like: A pytree of arrays or `jax.ShapeDtypeStruct`; the result has its structure. Without it
             the result is a dict from names to arrays.
 
@@ -75,19 +74,24 @@ def load_arrays(path: str | os.PathLike, like: Any = None) -> Any:
 
     Example:
         >>> import tempfile, numpy as np, fisherjax as fj
-        >>> path = f"{tempfile.mkdtemp()}/model.npz"
+        >>> path = f"{tempfile.mkdtemp()}/model.safetensors"
         >>> fj.files.save_arrays(path, [np.zeros(2), np.ones(3)])
         >>> fj.files.load_arrays(path, like=[np.zeros(2), np.zeros(3)])[1]
         array([1., 1., 1.])
     """
-    path, suffix = _checked_path(path)
+    path = _checked_path(path, ".safetensors", ".npz")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}")
     try:
-        arrays = _READ[suffix](path)
+        if path.suffix == ".npz":
+            # A pickle may run anything: a file from a stranger must not.
+            with np.load(path, allow_pickle=False) as archive:
+                arrays = dict(archive)
+        else:
+            arrays = safetensors.load_file(path)
     except Exception as error:  # safetensors, zipfile and zlib each have their own
         raise ValueError(
-            f"{str(path)!r} is damaged or not a {suffix} file ({error}): write it again"
+            f"{str(path)!r} is damaged or not a {path.suffix} file ({error}): write it again"
         ) from error
     if like is None:
         return arrays
@@ -108,13 +112,14 @@ def load_arrays(path: str | os.PathLike, like: Any = None) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in expected])
 
 
-def _checked_path(path) -> tuple[Path, str]:
+def _checked_path(path: str | os.PathLike, *suffixes: str) -> Path:
     path = Path(path)
-    if path.suffix not in _DTYPES:
+    if path.suffix not in suffixes:
         raise ValueError(
-            f"the file name {path.name!r} ends in {path.suffix!r}: end it in .safetensors or .npz"
+            f"the file name {path.name!r} ends in {path.suffix!r}: end it in "
+            f"{' or '.join(suffixes)}"
         )
-    return path, path.suffix
+    return path
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -124,8 +129,7 @@ def _named(tree: Any) -> dict[str, Any]:
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
         if name in named:
             raise ValueError(f"two leaves are called {name!r}: rename a key that holds a '/'")
-        # safetensors keeps the first name for itself; zip archives end a name at a zero byte.
-        if name == "__metadata__" or "\0" in name:
+        if name == "__metadata__" or "\0" in name:  # the first is what safetensors keeps for itself
             raise ValueError(f"a leaf is called {name!r}, which a file cannot hold: rename it")
         named[name] = leaf
     return named
@@ -136,51 +140,14 @@ def _kind(leaf) -> str:
     return f"{leaf.dtype.name}{list(leaf.shape)}"
 
 
-def _stored(name: str, leaf, suffix: str) -> np.ndarray:
+def _stored(name: str, leaf) -> np.ndarray:
     """Return a leaf as the formats want it: on the host, in C order and native byte order."""
     # By its type first: numpy.asarray has no answer for JAX's keys, and an object would be pickled.
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
-    if leaf.dtype.name not in _DTYPES[suffix]:
+    if leaf.dtype.name not in _DTYPES:
         raise TypeError(
-            f"{name} has dtype {leaf.dtype}, which a {suffix} file cannot hold: expected one of "
-            f"{', '.join(sorted(_DTYPES[suffix]))}"
+            f"{name} has dtype {leaf.dtype}, which a .safetensors file cannot hold: expected one "
+            f"of {', '.join(sorted(_DTYPES))}"
         )
     return np.asarray(leaf, dtype=leaf.dtype.newbyteorder("="), order="C")
-
-
-def _write_safetensors(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
-    from safetensors.numpy import save
-
-    # Not save_file, which takes the permission to read from everybody else.
-    file.write(save(arrays))
-
-
-def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
-
-    return load_file(path)
-
-
-def _write_npz(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
-    # Not numpy.savez: it takes names as keywords, so that none may be "file", and numpy.load
-    # confuses "x" with "x.npy".
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array, allow_pickle=False)
-
-
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    arrays = {}
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            with archive.open(name) as entry:
-                # A pickle may run anything: a file from a stranger must not.
-                array = np.lib.format.read_array(entry, allow_pickle=False)
-            arrays[name.removesuffix(".npy")] = array
-    return arrays
-
-
-_WRITE = {".safetensors": _write_safetensors, ".npz": _write_npz}
-_READ = {".safetensors": _read_safetensors, ".npz": _read_npz}

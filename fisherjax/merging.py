@@ -171,7 +171,9 @@ def merge(
     received = (values, weights)
     if algorithm.reduce is not None:
         received = _reduce(algorithm.reduce, values, weights)
-    return _aggregated(algorithm, key, received, params, state, cohort)
+    result = _aggregated(algorithm, key, received, params, state, cohort)
+    _check_finite(result[0], values, weights)
+    return result
 
 
 def merge_stream(
@@ -220,7 +222,7 @@ def merge_stream(
             "with K-FAC does: Kronecker factors do not add up. Use merge, or a method that adds up "
             "such as fedavg, fisher_merge, regmean or fedfisher(model, fisher=fisher.diagonal)."
         )
-    totals, weight, seen, first = None, 0.0, 0, None
+    totals, weight, seen, first, scale = None, 0.0, 0, None, 0.0
     for number, chunk in enumerate(chunks):
         values, weights = _chunk(algorithm, chunk, number)
         shapes = jax.tree.map(lambda x: x.shape[1:], values)
@@ -231,7 +233,8 @@ def merge_stream(
                 f"{first}. All clients must have trained the same network."
             )
         num_clients = weights.shape[0]
-        weights = replicate(jnp.asarray(weights, float), mesh_of(values))
+        scale = scale or weights.max(initial=0.0)  # on the host: whatever the size of the weights
+        weights = replicate(jnp.asarray(weights / (scale or 1.0), float), mesh_of(values))
         values, weights = screen(values, weights, on_nonfinite, first=seen)
         sums = _reduce(algorithm.reduce, values, weights)
         totals = sums if totals is None else _add(totals, sums)
@@ -242,7 +245,9 @@ def merge_stream(
         raise ValueError(f"None of the {seen} clients has weight: every weight is zero.")
     params = replicate(params, mesh_of(totals))
     state = algorithm.init(params, seen) if state is None else state
-    return _aggregated(algorithm, jax.random.key(0), totals, params, state, jnp.arange(seen))
+    result = _aggregated(algorithm, jax.random.key(0), totals, params, state, jnp.arange(seen))
+    _check_finite(result[0])
+    return result
 
 
 def summarize_cohort(
@@ -375,19 +380,24 @@ def _add(totals: Any, sums: Any) -> Any:
 def _aggregated(
     algorithm: Algorithm, key: Key, received: Any, params: Params, state: Any, cohort: Array
 ) -> tuple[Params, Any, Any]:
-    """Aggregate, and refuse a model that does not fit or is not finite."""
+    """Aggregate, and refuse a model that does not fit."""
     key = jax.random.fold_in(key, clients.AGGREGATE)
     merged, state, info = algorithm.aggregate(key, received, params, state, cohort)
     _check_shapes(merged, params)
     merged = jax.tree.map(lambda leaf, start: leaf.astype(jnp.result_type(start)), merged, params)
+    return merged, state, info
+
+
+def _check_finite(merged: Params, values: Any = None, weights: Array | None = None) -> None:
+    """Refuse a merged model that is not finite; name the leaf, and who is to blame if at hand."""
     if not checks.is_traced(merged) and not bool(_all_finite(merged)):
         leaf = next(
             name
             for name, x in zip(tree.names(merged), jax.tree.leaves(merged), strict=True)
             if not bool(jnp.isfinite(x).all())
         )
-        raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {suspect(received)}")
-    return merged, state, info
+        blame = suspect(values, weights)
+        raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {blame}")
 
 
 @jax.jit

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from fisherjax import checks, tree
 from fisherjax.clients import Federation, minibatches, view
+from fisherjax.likelihoods import categorical
 from fisherjax.parallel import Layout, chunk_size, map_clients
 from fisherjax.typing import Array, Examples, Model, Params
 
@@ -44,7 +45,7 @@ def accuracy(model: Model, params: Params, examples: Examples, *, batch_size: in
     Args:
         model: The network.
         params: One model.
-        examples: Inputs [N, ...] and targets, [N, ...] class labels.
+        examples: Their targets are class labels; rows count by their weights.
         batch_size: Examples of a minibatch.
 
     Returns:
@@ -60,8 +61,8 @@ def accuracy(model: Model, params: Params, examples: Examples, *, batch_size: in
         >>> print(accuracy(model, jnp.array(1.0), fj.Examples(jnp.eye(2), jnp.array([0, 0]))))
         0.5
     """
-    outputs = logits(model, params, examples.inputs, batch_size=batch_size)
-    return _share_right(outputs, examples.targets)
+    inputs, targets, weights = _in_use(examples)
+    return _share_right(logits(model, params, inputs, batch_size=batch_size), targets, weights)
 
 
 def local_accuracies(
@@ -72,7 +73,7 @@ def local_accuracies(
     Args:
         model: The network.
         stacked: Leaves [M, ...].
-        examples: Inputs [N, ...] and targets, [N, ...] class labels.
+        examples: Their targets are class labels; rows count by their weights.
         batch_size: Examples of a minibatch.
 
     Returns:
@@ -88,8 +89,9 @@ def local_accuracies(
         >>> print(local_accuracies(model, jnp.array([1.0, -1.0]), examples))
         [0.5 0.5]
     """
-    outputs = _every_logits(model, batch_size, stacked, examples.inputs)
-    return jnp.stack([_share_right(own, examples.targets) for own in outputs])
+    inputs, targets, weights = _in_use(examples)
+    outputs = _every_logits(model, batch_size, stacked, inputs)
+    return jnp.stack([_share_right(own, targets, weights) for own in outputs])
 
 
 def ensemble_accuracy(
@@ -106,7 +108,7 @@ def ensemble_accuracy(
         model: The network.
         stacked: Leaves [M, ...].
         weights: p_i [M].
-        examples: Inputs [N, ...] and targets, [N, ...] class labels.
+        examples: Their targets are class labels; rows count by their weights.
         batch_size: Examples of a minibatch.
 
     Returns:
@@ -123,13 +125,14 @@ def ensemble_accuracy(
         >>> print(ensemble_accuracy(model, jnp.array([1.0, -1.0]), weights, examples))
         1.0
     """
-    outputs = _every_logits(model, batch_size, stacked, examples.inputs)
+    inputs, targets, counts = _in_use(examples)
+    outputs = _every_logits(model, batch_size, stacked, inputs)
     if jnp.shape(weights) != outputs.shape[:1]:
         raise ValueError(
             f"weights has shape {jnp.shape(weights)}; expected ({outputs.shape[0]},), one for each "
             "model."
         )
-    return _share_right(tree.weighted_sum(outputs, jnp.asarray(weights)), examples.targets)
+    return _share_right(tree.weighted_sum(outputs, jnp.asarray(weights)), targets, counts)
 
 
 class Performance(NamedTuple):
@@ -324,18 +327,27 @@ def _map_logits(model: Model, batch_size: int, stacked: Params, inputs: Array) -
     return jax.lax.map(lambda params: _logits(model, batch_size, params, inputs), stacked)
 
 
-def _share_right(outputs: Array, targets: Array) -> Array:
-    # A shape that merely broadcasts would compare every output with every target.
-    if targets is None or jnp.shape(targets) != outputs.shape[:-1]:
-        shape = None if targets is None else jnp.shape(targets)
-        raise ValueError(
-            f"targets have shape {shape} and the outputs {outputs.shape}; expected one class label "
-            f"for each output vector, {outputs.shape[:-1]}."
-        )
+def _in_use(examples: Examples) -> tuple[Array, Array, Array | None]:
+    """Give the rows that are in use, and their weights where they differ."""
+    checks.examples(examples)
+    inputs, targets, indices, weights = examples
+    if indices is None:
+        return inputs, targets, weights
+    return inputs[indices], None if targets is None else targets[indices], weights
+
+
+def _share_right(outputs: Array, targets: Array, weights: Array | None) -> Array:
+    if targets is None:
+        raise ValueError("targets are None; accuracy needs one class label for each output vector.")
+    # Checked, because a shape that merely broadcasts would compare every output with every target.
     targets = jnp.asarray(targets)
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(f"targets have dtype {targets.dtype}; expected integer class labels.")
-    return _hits(outputs, targets).mean()
+    categorical.check(outputs.shape, targets)
+    hits = _hits(outputs, targets)
+    if weights is None:
+        return hits.mean()
+    # An example may be a sequence of several targets, all of its weight.
+    weights = weights.reshape(-1, *(1,) * (hits.ndim - 1)) * jnp.ones_like(hits)
+    return jnp.where(weights > 0, hits * weights, 0).sum() / weights.sum()
 
 
 def _hits(outputs: Array, targets: Array) -> Array:

@@ -18,7 +18,7 @@ a, o   rows of a layer's matrix V (inputs, one more for a bias) and its
 *stacked* means that every leaf of a pytree has a leading client axis M.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -91,6 +91,11 @@ class Model(_Model):
     ) -> "Model":
         """Turn the mask into what can be hashed."""
         return super().__new__(cls, apply, likelihood, apply_train, _hashable(mask))
+
+    @classmethod
+    def _make(cls, fields: Iterable[Any]) -> "Model":
+        # What `_replace` calls: it must turn a new mask into what can be hashed, too.
+        return cls(*fields)
 
 
 def _hashable(mask: Any) -> tuple[tuple[str, Any], ...] | None:

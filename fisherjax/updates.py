@@ -118,15 +118,13 @@ def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> t
     return tree.keep(kept, updates), jnp.where(kept, weights, 0)
 
 
-def suspect(received: Any) -> str:
+def suspect(values: Any = None, weights: Array | None = None) -> str:
     """Name the client and leaf with the largest entry, where the updates of all are at hand."""
     advice = "its numbers are too large to merge, or a Fisher is not positive semi-definite"
-    if not (isinstance(received, tuple) and isinstance(received[0], dict)):
-        return f"The sums of the updates are finite; of some client {advice}."
-    values = received[0]
-    leaves = {
-        n: jnp.abs(x) for n, x in zip(tree.names(values), jax.tree.leaves(values), strict=True)
-    }
+    if values is None:
+        return f"Every update is finite; of some client {advice}."
+    counted = jax.tree.leaves(tree.keep(weights > 0, values))
+    leaves = {n: jnp.abs(x) for n, x in zip(tree.names(values), counted, strict=True)}
     leaf = max(leaves, key=lambda name: float(leaves[name].max()))
     client = int(leaves[leaf].reshape(leaves[leaf].shape[0], -1).max(1).argmax())
     return (

@@ -1,49 +1,68 @@
-"""The order in which the library is read: a module imports only modules above it.
+"""The order in which the library is read, and how much there is of it.
 
-`ORDER` is the architecture. A folder is one line of it, and `FISHER` is the order inside the only
-folder whose files build on one another; those of `aggregation/` share `base` and nothing else.
+A module imports only modules above it: `ORDER` is the architecture. A folder is one line of it.
+`FISHER` is the order inside the only folder whose files build on one another; the files of other
+folders share one file of it (`base`, `checks`) and know nothing of each other.
 """
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import fisherjax
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fisherjax"
 
 ORDER = [
     "typing",
+    "configuration",
     "compat",
     "tree",
+    "checks",
     "likelihoods",
     "nn",
-    "models",
-    "data",
+    "networks",
+    "datasets",
+    "files",
     "partition",
     "text",
-    "mapping",
+    "parallel",
     "clients",
-    "local",
     "training",
     "fisher",
     "quadratic",
     "solvers",
-    "aggregation",
-    "cohort",
+    "algorithms",
+    "updates",
+    "merging",
     "rounds",
     "metrics",
     "personalization",
 ]
-FISHER = ["kinds", "layers", "operators", "passes", "diagonal", "full", "kfac"]
+FISHER = ["kinds", "tags", "layers", "operators", "passes", "diagonal", "full", "kfac"]
+SHARED = {"base", "checks"}  # what the other files of a folder may import
+
+LATER = {"networks"}  # imported when it is first used
+INSIDE = {"compat"}  # not for users
 
 ALONE = {  # who may import what the rest must not see
-    "kfac_jax": {"compat", "fisher.layers"},
-    "tensorflow_datasets": {"data"},
-    "sklearn": {"data"},
+    "kfac_jax": {"compat"},
+    "flax": {"networks"},
+    "safetensors": {"files"},
+    "tensorflow_datasets": {"datasets"},
+    "sklearn": {"datasets"},
 }
-HEAVY = ["tensorflow", "tensorflow_datasets", "sklearn", "matplotlib", "tyro"]
+HEAVY = [
+    *("kfac_jax", "tensorflow_datasets", "tensorflow", "orbax", "flax"),
+    *("matplotlib", "rich", "sklearn", "PIL", "tyro"),
+]
+
+PUBLIC, PRIVATE = 10, 8  # parameters, of every kind
+FILE, LIBRARY = 320, 8000  # lines
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -83,12 +102,12 @@ def own_modules(path: Path) -> set[str]:
 def position(module: str) -> tuple[int, int]:
     """Return (line of ORDER, line inside the folder); a folder's __init__ reads its files."""
     folder, _, file = module.partition(".")
-    assert folder in ORDER, f"give {folder}.py its place in ORDER"
+    assert folder in ORDER, f"give {folder} its place in ORDER"
     if folder == "fisher" and file:
         assert file in FISHER, f"give fisher/{file}.py its place in FISHER"
         return ORDER.index(folder), FISHER.index(file)
-    inside = {"": len(FISHER), "base": 0}.get(file, 1)
-    return ORDER.index(folder), inside
+    inside = 0 if file in SHARED else 1
+    return ORDER.index(folder), inside if file else len(FISHER)
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module])
@@ -99,11 +118,28 @@ def test_a_module_imports_only_modules_above_it(module):
         assert position(imported) < place, f"{module} imports {imported}, which is not above it"
 
 
+def test_every_module_has_its_place():
+    assert {module.partition(".")[0] for module in MODULES if module} == set(ORDER)
+    files = {module.partition(".")[2] for module in MODULES if module.startswith("fisher.")}
+    assert files == set(FISHER)
+
+
 def test_the_package_imports_every_module_and_does_nothing_else():
     tree = ast.parse(MODULES[""].read_text())
-    assert own_modules(MODULES[""]) == set(ORDER) - {"compat"}
+    assert own_modules(MODULES[""]) == set(ORDER) - INSIDE - LATER
     assert ast.get_docstring(tree)
-    assert {type(node) for node in tree.body[1:]} == {ast.ImportFrom, ast.Assign}
+    kinds = [type(node) for node in tree.body[1:]]
+    assert set(kinds) == {ast.Import, ast.ImportFrom, ast.Assign, ast.FunctionDef}
+    [function] = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert function == "__getattr__"
+
+
+def test_the_package_offers_every_module_and_the_two_nouns_that_everybody_writes():
+    assert set(fisherjax.__all__) == {*ORDER, "Model", "Examples"} - INSIDE
+    for name in fisherjax.__all__:
+        assert getattr(fisherjax, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'network'"):
+        _ = fisherjax.network
 
 
 @pytest.mark.parametrize("library", ALONE)
@@ -113,7 +149,7 @@ def test_a_foreign_world_stops_at_the_files_that_know_it(library):
         for module, path in MODULES.items()
         if any(name.split(".")[0] == library for name in imports_of(path))
     }
-    assert users <= ALONE[library]
+    assert users == ALONE[library]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -126,3 +162,53 @@ def test_importing_the_package_loads_nothing_heavy():
     program = f"import sys, fisherjax; print([m for m in {HEAVY} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def functions_of(path: Path) -> Iterator[tuple[str, bool, ast.arguments]]:
+    """Yield the name, whether users see it, and the arguments of every function in a file."""
+    tree = ast.parse(path.read_text())
+    nested = {
+        inner
+        for outer in ast.walk(tree)
+        if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for inner in ast.walk(outer)
+        if inner is not outer
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            name = getattr(node, "name", "lambda")
+            is_public = not (name.startswith("_") or name == "lambda" or node in nested)
+            yield f"{name}, line {node.lineno}", is_public, node.args
+
+
+def count(arguments: ast.arguments) -> int:
+    """Count the parameters of every kind; *args is one, and so is **kwargs."""
+    named = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
+    return named + (arguments.vararg is not None) + (arguments.kwarg is not None)
+
+
+def test_all_kinds_of_parameters_count():
+    [function] = ast.parse("def f(a, /, b, c=1, *d, e, g=2, **h): pass").body
+    assert count(function.args) == 7
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_functions_take_few_parameters(module):
+    heavy = {
+        f"{module}.{name}": number
+        for name, is_public, arguments in functions_of(MODULES[module])
+        if (number := count(arguments)) > (PUBLIC if is_public else PRIVATE)
+    }
+    assert not heavy, f"give these a NamedTuple, or options of another function: {heavy}"
+
+
+LINES = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_file_is_read_in_one_sitting(module):
+    assert LINES[module] <= FILE, f"{module} has {LINES[module]} lines: split it, or shorten it"
+
+
+def test_the_library_stays_small():
+    assert sum(LINES.values()) <= LIBRARY, f"{sum(LINES.values())} lines"

@@ -10,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
+import fisherjax as fj
 from experiments import config, memory, one_shot, records, runs
-from experiments.choices import ALGORITHMS, CHOICES
+from experiments.choices import CHOICES
 from experiments.config import Config
 from experiments.experiment import Experiment, prepare, validation
-from experiments.methods import check_full
+from experiments.methods import check_full, methods
 from experiments.records import Row
+from fisherjax.algorithms import TABLE
 
 SMALL = Config(
     num_clients=3,
@@ -151,13 +153,49 @@ def test_nothing_compiles_again_for_another_split_or_seed(experiment, compilatio
 @pytest.mark.parametrize("solver", CHOICES["solver"])
 def test_one_client_is_what_every_algorithm_and_the_central_model_give(solver):
     everything = dataclasses.replace(
-        SMALL, num_clients=1, partition_seeds=(0,), solver=solver, algorithms=ALGORITHMS, mu=0.0
+        SMALL, num_clients=1, partition_seeds=(0,), solver=solver, algorithms=tuple(TABLE), mu=0.0
     )
     experiment = prepare(everything)
     rows = runs.run(experiment, (0, 0), SILENT)
     values = {row.value for row in rows}
-    assert {row.algorithm for row in rows} == {"local", "ensemble", *ALGORITHMS}
+    assert {row.algorithm for row in rows} == {"local", "ensemble", *TABLE}
     assert np.ptp(list(values)) < 2 / len(experiment.test[1])
+
+
+def test_options_of_the_command_reach_the_methods_that_know_them():
+    model = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
+    names = ("fedavg", "regmean", "fisher_merge", "fedfisher_diag", "fedlpa_ea", "fedfish")
+    asked = Config(
+        algorithms=(*names, "fedprox"),
+        **{"fisher_kind": "sampled", "damping": 0.25, "mu": 0.5, "batch_size": 8},
+        **{"fedlpa_damping": 0.125, "fedlpa_balanced": True},
+    )
+    sampled, ea = fj.fisher.sampled, fj.algorithms.expectation_approximation()
+    diagonal = {"fisher": fj.fisher.diagonal, "damping": 0.25}
+    expected = {
+        "fedavg": fj.algorithms.fedavg(),
+        "regmean": fj.algorithms.regmean(model, batch_size=8),
+        "fisher_merge": fj.algorithms.fisher_merge(model, kind=sampled),
+        "fedfisher_diag": fj.algorithms.fedfisher(model, kind=sampled, **diagonal),
+        "fedlpa_ea": fj.algorithms.fedlpa(model, solver=ea, damping=0.125, balanced=True),
+        "fedfish": fj.algorithms.fedfish(model, batch_size=8),
+        "fedprox": fj.algorithms.fedprox(mu=0.5),
+    }
+    made = methods(asked, model)
+    assert list(made) == list(expected)
+    assert all(made[name].clients is method for name, method in expected.items())
+
+
+def test_methods_that_change_training_train_once_more_with_the_same_minibatches():
+    """One epoch without momentum is as many steps as FedNova counts, and SCAFFOLD's first round."""
+    names = ("fedavg", "fednova", "fedprox", "scaffold")
+    asked = dataclasses.replace(SMALL, epochs=1, momentum=0.0, algorithms=names, mu=0.0)
+    told = []
+    rows = runs.run(prepare(asked), (0, 0), runs.Progress(told.append, lambda _: None))
+    assert len(told) == runs.epochs(asked, (0, 0)) == 4
+    assert len(set(told)) == 1
+    merged = accuracies(rows)
+    assert merged["fedprox"] == merged["scaffold"] == merged["fedavg"]
 
 
 def test_the_central_model_is_the_ceiling(experiment):

@@ -94,9 +94,7 @@ def test_the_numbers_are_those_of_the_model_that_was_left(finished):
     prepared = task.prepare(asked)
     like = prepared.init(runs.jax.random.key(0))
     params = fj.files.load_arrays(finished / "models" / f"{NAME}.safetensors", like)
-    found = fj.metrics.performance(
-        prepared.apply, fj.likelihoods.categorical, params, prepared.test
-    )
+    found = fj.metrics.performance(prepared.model, params, prepared.test)
     where = {"algorithm": "fedavg", "local_epochs": 1, "seed": 0, "server_learning_rate": 0.01}
     where |= {"round": 4, "split": "test"}
     rows = rows_of(finished)

@@ -11,6 +11,7 @@ import fisherjax as fj
 from experiments import features, fedlpa_pictures, fisher_blocks, gaussians
 from experiments.config import Config
 from experiments.experiment import prepare
+from fisherjax.training import Trained
 
 
 def linear(params, x):
@@ -55,24 +56,27 @@ def test_fused_layers_are_what_the_library_merges(x64):
     """Residuals of a linear model are the tangents of the Gaussian likelihood."""
     inputs, tangents, means = gaussians.draw_layers(3, num_examples=20)
     params = [{"w": jnp.asarray(mean.reshape(2, 2))} for mean in means]
+    model = fj.Model(linear, fj.likelihoods.gaussian)
     data = [
-        fj.clients.examples(x, x @ w["w"] - g)
+        fj.Examples(jnp.asarray(x), x @ w["w"] - g)
         for x, g, w in zip(inputs, tangents, params, strict=True)
     ]
     options = {"damping": 0.0, "kind": fj.fisher.empirical}
     exact = options | {"solver": fj.solvers.conjugate_gradients(tolerance=1e-10)}
-    gaussian = fj.likelihoods.gaussian
     methods = {
-        "Kronecker": fj.aggregation.fedlpa(linear, gaussian, **exact),
-        "Kronecker, approximate": fj.aggregation.fedlpa(
-            linear, gaussian, **options, solver=fj.solvers.expectation_approximation()
+        "Kronecker": fj.algorithms.fedlpa(model, **exact),
+        "Kronecker, approximate": fj.algorithms.fedlpa(
+            model, **options, solver=fj.algorithms.expectation_approximation()
         ),
-        "full": fj.aggregation.fedfisher(linear, gaussian, **exact, fisher=fj.fisher.full),
+        "full": fj.algorithms.fedfisher(model, **exact, fisher=fj.fisher.full),
     }
     fused = gaussians.fuse_layers(inputs, tangents, means)
     for name, method in methods.items():
-        updates = [method.summarize(None, w, d, None) for w, d in zip(params, data, strict=True)]
-        merged, _ = fj.aggregation.merge(method, params[0], updates)
+        updates = [
+            fj.algorithms.Update(method.summarize(None, Trained(w), d, ())[0], method.kind)
+            for w, d in zip(params, data, strict=True)
+        ]
+        merged = fj.merging.merge(method, params[0], updates)[0]
         assert np.allclose(merged["w"].ravel(), fused[name], atol=1e-6), name
 
 
@@ -115,13 +119,15 @@ def test_the_last_layer_makes_a_models_outputs_of_its_features(dataset, model):
         experiment = experiment._replace(
             config=dataclasses.replace(experiment.config, model=model),
             init=lambda key: fj.networks.init(network, key, images),
-            apply=fj.networks.apply_fn(network, experiment.normalize),
+            model=fj.Model(
+                fj.networks.apply_fn(network, experiment.normalize), fj.likelihoods.categorical
+            ),
         )
     params = experiment.init(jax.random.key(0))
     seen = features.features(experiment, params, jnp.asarray(images))
     last = params["dense3"]
     outputs = seen @ last["kernel"] + last.get("bias", 0)
-    assert np.allclose(outputs, experiment.apply(params, images), atol=1e-5)
+    assert np.allclose(outputs, experiment.model.apply(params, images), atol=1e-5)
     assert (seen >= 0).all()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import barriers, function_space, toy_regression
+from experiments import barriers, choices, function_space, toy_regression
 from experiments.toy_regression import METHODS, SUPPORTS, Setting
 
 SETTING = Setting(num_points=12, width=6, steps=20, learning_rate=0.02)
@@ -26,7 +26,7 @@ def merged(runs):
 
 
 def merge(name, runs):
-    return toy_regression.merge(toy_regression.aggregator(name, SETTING.width), runs)
+    return toy_regression.merge(toy_regression.algorithm(name, SETTING.width), runs)
 
 
 def select(stacked, *index):
@@ -225,8 +225,7 @@ def test_the_command_leaves_pictures_numbers_and_the_table_of_them(tmp_path, cap
             [
                 float(line["value"])
                 for line in lines
-                if line["overlap"] == overlap
-                and function_space.NAMES[line["algorithm"]] == algorithm
+                if line["overlap"] == overlap and choices.label(line["algorithm"]) == algorithm
             ]
             for algorithm in (name, "FedAvg")
         )

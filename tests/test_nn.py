@@ -171,3 +171,10 @@ def test_pooling_is_the_maximum_over_windows_and_ties_go_to_the_first(x64, key, 
     expected, expected_pullback = jax.vjp(reference, x)
     cotangent = jnp.sin(jnp.arange(y.size, dtype=float)).reshape(y.shape)
     assert_close((y, pullback(cotangent)), (expected, expected_pullback(cotangent)), 0)
+
+
+def test_settings_that_lax_does_not_have_are_refused_by_lax():
+    x, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2))
+    for convolve in (nn.conv_general_dilated, lax.conv_general_dilated):
+        with pytest.raises(TypeError, match="precison"):
+            convolve(x, kernel, (1, 1), "VALID", dimension_numbers=NHWC, precison=None)

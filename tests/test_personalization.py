@@ -17,6 +17,9 @@ def apply(params, inputs):
     return inputs @ params
 
 
+MODEL = fj.Model(apply, CATEGORICAL)
+
+
 @pytest.fixture
 def federation():
     random = np.random.default_rng(0)
@@ -33,7 +36,7 @@ def rows_of(federation, client):
 def run(federation, key, **options):
     settings = {"optimizer": optax.sgd(0.5), "epochs": 2, "batch_size": 2} | options
     params = jnp.zeros((3, 2))
-    return personalize(apply, CATEGORICAL, params, federation, key=key, **settings)
+    return personalize(MODEL, params, federation, key=key, **settings)
 
 
 def test_halves_are_disjoint_and_complete_and_random(federation, key):
@@ -49,7 +52,7 @@ def test_halves_are_disjoint_and_complete_and_random(federation, key):
 def test_every_fraction_is_tested_on_the_same_half(federation, key):
     _, test = halve(federation, key)
     nothing, some, more = run(federation, key)
-    plain = fj.metrics.performance(apply, CATEGORICAL, jnp.zeros((3, 2)), test)
+    plain = fj.metrics.performance(MODEL, jnp.zeros((3, 2)), test)
     jax.tree.map(np.testing.assert_array_equal, nothing, plain)
     for found in (nothing, some, more):
         assert found.sizes.tolist() == test.sizes.tolist()
@@ -60,8 +63,7 @@ def test_tuning_is_training_on_so_many_examples_of_the_first_half(federation, ke
     [found] = run(federation, key, fractions=(0.25,))
     part = first._replace(sizes=jnp.array([2, 0, 1, 0]))
     models = fj.training.train(
-        apply,
-        CATEGORICAL,
+        MODEL,
         jnp.zeros((3, 2)),
         part,
         key=key,
@@ -69,7 +71,7 @@ def test_tuning_is_training_on_so_many_examples_of_the_first_half(federation, ke
         epochs=2,
         batch_size=2,
     )
-    expected = fj.metrics.performance(apply, CATEGORICAL, models.params, test, stacked=True)
+    expected = fj.metrics.performance(MODEL, models.params, test, stacked=True)
     np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
     assert found.loss[0] != np.log(2.0)
 

@@ -188,9 +188,9 @@ def test_weights_sum_to_one_and_are_as_many_as_clients(clients, wrong):
 @pytest.mark.parametrize("damping", [-1e-3, np.nan, np.inf])
 def test_damping_is_finite_and_not_negative(clients, weights, damping):
     fishers, models = map(tree.stack, clients)
-    with pytest.raises(ValueError, match="damping is .*; expected a finite number, zero or more"):
+    with pytest.raises(ValueError, match=r"damping is .*; expected a finite number, zero or more"):
         quadratic.quadratic(fishers, models, weights, damping)
-    with pytest.raises(ValueError, match="damping is .*; expected a finite number, zero or more"):
+    with pytest.raises(ValueError, match=r"damping is .*; expected a finite number, zero or more"):
         quadratic.from_sums(quadratic.sums(fishers, models, weights), damping)
 
 
@@ -236,6 +236,10 @@ def test_the_problem_crosses_jit_as_data(structure, clients, weights):
     solve = solvers.conjugate_gradients(1e-12)
     left, right = (solve(p).params for p in (problem, traced))
     chex.assert_trees_all_close(left, right, rtol=1e-9, atol=1e-9)
+    methods = [solve] + [solvers.closed_form()] * (structure == "diagonal")
+    for method in methods:
+        inside = jax.jit(lambda problem, method=method: method(problem).params)(problem)
+        chex.assert_trees_all_close(inside, left, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("structure", ["kronecker"], indirect=True)

@@ -25,18 +25,19 @@ def mnist(shared: Path):
 
 
 @pytest.fixture(scope="module")
-def apply(mnist):
-    return fj.networks.apply_fn(fj.networks.LeNet(), fj.datasets.normalizer(mnist[0]))
+def model(mnist):
+    apply = fj.networks.apply_fn(fj.networks.LeNet(), fj.datasets.normalizer(mnist[0]))
+    return fj.Model(apply, fj.likelihoods.categorical)
 
 
 def error_of(
-    structure, apply, reference: Reference, train: fj.datasets.Dataset, client: int
+    structure, model: fj.Model, reference: Reference, train: fj.datasets.Dataset, client: int
 ) -> float:
     """Compute one client's Fisher by the library's pass; return the largest error of a layer."""
     params = jax.tree.map(lambda leaf: leaf[client], reference.params)
     rows = jax.numpy.asarray(reference.partition[client])
-    likelihood = fj.likelihoods.categorical
-    ours = structure(apply, likelihood, params, jax.numpy.asarray(train.inputs), indices=rows)
+    examples = fj.Examples(jax.numpy.asarray(train.inputs), indices=rows)
+    ours = structure(model, params, examples)
     if structure is fj.fisher.diagonal:
         return max(
             reference_clients.diagonal_error(ours.entries, reference, client, name)
@@ -48,9 +49,10 @@ def error_of(
     )
 
 
-def test_the_authors_weights_classify_as_they_report(reference, mnist, apply):
+def test_the_authors_weights_classify_as_they_report(reference, mnist, model):
     _, test = mnist
-    alone = fj.metrics.local_accuracies(apply, reference.params, test.inputs, test.targets)
+    examples = fj.Examples(test.inputs, test.targets)
+    alone = fj.metrics.local_accuracies(model, reference.params, examples)
     assert np.allclose(100 * np.asarray(alone), CLIENTS_ALONE, atol=0.06)
 
 
@@ -63,16 +65,16 @@ def test_the_partition_is_the_authors(reference, mnist):
 
 @pytest.mark.parametrize("structure", [fj.fisher.kfac, fj.fisher.diagonal])
 def test_fisher_information_of_the_smallest_client_is_the_authors(
-    reference, mnist, apply, structure
+    reference, mnist, model, structure
 ):
-    assert error_of(structure, apply, reference, mnist[0], client=3) < 1e-4
+    assert error_of(structure, model, reference, mnist[0], client=3) < 1e-4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", [0, 1, 2, 4])
 @pytest.mark.parametrize("structure", [fj.fisher.kfac, fj.fisher.diagonal])
-def test_fisher_information_is_the_authors(reference, mnist, apply, structure, client):
-    assert error_of(structure, apply, reference, mnist[0], client) < 1e-4
+def test_fisher_information_is_the_authors(reference, mnist, model, structure, client):
+    assert error_of(structure, model, reference, mnist[0], client) < 1e-4
 
 
 def test_the_error_of_kronecker_products_is_that_of_the_products_themselves():

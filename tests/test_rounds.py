@@ -44,12 +44,15 @@ def world():
 
 SGD = optax.sgd(0.1, 0.9)
 ADAM = optax.adam(0.01)
+EXACT = fj.solvers.conjugate_gradients(tolerance=1e-10, max_iterations=500)
 METHODS = {name: algorithms.make(name, MODEL) for name in algorithms.TABLE} | {
+    "fedfisher_full_exact": algorithms.fedfisher(
+        MODEL, fisher=fj.fisher.full, damping=0.1, solver=EXACT
+    ),
     "fedfish": algorithms.fedfish(MODEL, batch_size=BATCH),
     "fedfish_last_epoch": algorithms.fedfish(
         MODEL, batch_size=BATCH, last_epoch=True, average=True
     ),
-    "fedfisher_full": algorithms.fedfisher(MODEL, fisher=fj.fisher.full, damping=0.1),
     "adam": with_server_optimizer(algorithms.fedavg(), ADAM),
     "scaffold_adam": with_server_optimizer(algorithms.scaffold(), ADAM),
 }
@@ -84,7 +87,8 @@ def test_a_round_of_everybody_is_training_summarizing_and_merging(x64, name, com
     merged, kept, _ = merging.merge(method, params, updates, federation.weights, key=key)
     for field in ("params", "loss", "steps", "extras"):
         assert_same(getattr(done.trained, field), getattr(trained, field), 1e-12)
-    assert_same(state.params, merged, 1e-6)
+    # Where nothing is damped, conjugate gradients that stop at 1e-4 amplify rounding.
+    assert_same(state.params, merged, 1e-3 if name == "fedfisher_full" else 1e-6)
     assert_same(state.algorithm, kept, 1e-6)
 
     # The same experiment put together a second time is the first one.
@@ -197,13 +201,10 @@ def test_a_client_that_diverges_is_left_out_and_reported(world, name):
 
 
 def test_the_padding_of_clients_is_never_read(world):
-    federation, params = world
-    clients = [int(np.argmax(np.any(np.asarray(federation.indices) == 0, 1)))]
-    owner = next(
-        c for c in range(CLIENTS) if 0 in federation.indices[c, : federation.sizes[c]].tolist()
-    )
-    assert clients, "row 0 pads everybody"
-    [(_, done)] = play(federated(), (spoiled(world, [owner])), 1)
+    federation, _ = world
+    # Row 0 pads everybody, and is one client's own.
+    owner = next(c for c in range(CLIENTS) if 0 in federation.indices[c, : SIZES[c]].tolist())
+    [(_, done)] = play(federated(), spoiled(world, [owner]), 1)
     assert done.diverged.tolist() == [client == owner for client in range(CLIENTS)]
 
 

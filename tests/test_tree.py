@@ -1,5 +1,6 @@
 """Pytree algebra is linear algebra."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ def test_weighted_sum_of_a_stack_is_the_sum_of_its_clients(shapes, clients):
     weights = jnp.linspace(0.5, 1, clients)
     total = tree.weighted_sum(tree.stack(models), weights)
     expected = jax.tree.map(lambda *xs: sum(map(np.multiply, weights, xs)), *models)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), total, expected)
+    chex.assert_trees_all_close(total, expected, rtol=1e-6, atol=1e-5)
     assert jax.tree.map(jnp.shape, total) == jax.tree.map(np.shape, models[0])
 
 
@@ -62,13 +63,39 @@ def test_names_are_as_many_as_leaves_in_their_order(shapes):
         assert name == "/".join(str(getattr(k, "key", getattr(k, "idx", None))) for k in path)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(3)},
+        {"a": [jnp.ones(2)], "a/0": jnp.ones(3)},
+        {"x": jnp.ones(1), "a/b": {"c": jnp.ones(2)}, "a": {"b/c": jnp.ones(3)}},
+    ],
+)
+def test_names_that_collide_are_refused(params):
+    with pytest.raises(ValueError, match=r"Two leaves .* called 'a/(b|0|b/c)'.*holds a slash"):
+        tree.names(params)
+
+
+def test_a_slash_that_collides_with_nothing_is_a_name():
+    assert tree.names({"a/b": 1.0, "a": {"c": 2.0}}) == ("a/c", "a/b")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_weighted_sums_are_at_least_float32(x64, dtype):
+    stacked = {"w": jnp.ones((3, 2), dtype), "b": jnp.ones(3, jnp.float32)}
+    for weights in (jnp.ones(3, jnp.float16), jnp.ones(3, jnp.float64), jnp.ones(3, int)):
+        total = tree.weighted_sum(stacked, weights)
+        assert total["w"].dtype == jnp.promote_types(dtype, jnp.float32)
+        assert total["b"].dtype == jnp.float32
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_equal_clients_have_themselves_as_mean_in_any_dtype(dtype):
     model = {"w": jnp.linspace(-3, 3, 50, dtype=dtype)}
     for clients in (3, 7):
         weights = jnp.full(clients, 1 / clients)
         mean = tree.weighted_sum(tree.stack([model] * clients), weights)["w"]
-        assert mean.dtype == model["w"].dtype
+        assert mean.dtype == jnp.float32
         np.testing.assert_allclose(mean.astype(float), model["w"].astype(float), rtol=1e-6)
 
 
@@ -100,9 +127,16 @@ def test_stack_names_the_client_and_the_leaf_that_differ(fault):
         tree.stack(clients)
 
 
-def test_check_floating_names_the_leaf():
-    tree.check_floating(MODEL)
-    with pytest.raises(TypeError, match="'count' of params has dtype int32"):
-        tree.check_floating(MODEL | {"count": jnp.ones((), int)})
-    with pytest.raises(ValueError, match="no leaves"):
-        tree.check_floating({})
+def test_one_client_is_kept_or_replaced_and_finite_says_which():
+    stacked = {"w": jnp.array([[1.0, 2.0], [jnp.nan, 4.0], [5.0, jnp.inf]]), "b": jnp.ones(3)}
+    np.testing.assert_array_equal(tree.finite(stacked), [[True] * 3, [True, False, False]])
+    kept = tree.finite(stacked).all(0)
+    zeroed = tree.keep(kept, stacked)
+    chex.assert_trees_all_equal(
+        zeroed, {"w": jnp.array([[1.0, 2.0], [0, 0], [0, 0]]), "b": jnp.array([1.0, 0, 0])}
+    )
+    other = jax.tree.map(lambda x: jnp.full_like(x, 7), stacked)
+    chex.assert_trees_all_equal(
+        tree.keep(kept, stacked, other),
+        {"w": jnp.array([[1.0, 2.0], [7, 7], [7, 7]]), "b": jnp.array([1.0, 7, 7])},
+    )

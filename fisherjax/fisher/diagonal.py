@@ -6,10 +6,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.layers import LayersNotFoundError, Trace, trace, unpack
 from fisherjax.fisher.operators import Diagonal, Template
+from fisherjax.fisher.passes import Plan
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 _COLUMNS_AT_ONCE = 16  # of the output factor: their tangents are in memory together
@@ -61,16 +61,13 @@ def diagonal(
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, section 4; Matena and Raffel,
         Merging models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
     """
-    model = passes.check(model, params, examples, kind, key, batch_size)
-    static = (model, by_value(kind), batch_size)
-    return passes.run(_diagonal, static, params, examples, key)
+    plan = passes.check(model, params, examples, kind, key, batch_size)
+    return passes.run(_diagonal, (plan,), params, examples, key)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=0)
 def _diagonal(
-    model: Model,
-    kind: Callable[..., Array],
-    batch_size: int,
+    plan: Plan,
     params: Params,
     examples: Examples,
     key: Key | None,
@@ -78,13 +75,13 @@ def _diagonal(
     template = Template.of(params)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
-        seen = _try_layers(model.apply, params, x)
-        columns = kind(model.likelihood, seen.outputs, y, key)
+        seen = _try_layers(plan.model.apply, params, x)
+        columns = plan.kind(plan.model.likelihood, seen.outputs, y, key)
         sums = _layer_sums(seen, weighted_columns(columns, w))
         rest = [name for name in template.names() if name not in sums]
-        return sums | leaf_sums(model.apply, params, x, columns, w, rest)
+        return sums | leaf_sums(plan.model.apply, params, x, columns, w, rest)
 
-    means = passes.weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
+    means = passes.weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
     return Diagonal(template.restore(means))
 
 

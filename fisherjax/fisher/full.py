@@ -6,9 +6,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.operators import Dense, Template, ravel
+from fisherjax.fisher.passes import Plan
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
@@ -54,25 +54,22 @@ def full(
     Source: Martens, New insights and perspectives on the natural gradient method, JMLR 2020,
         section 8.
     """
-    model = passes.check(model, params, examples, kind, key, batch_size)
-    static = (model, by_value(kind), batch_size)
-    return passes.run(_full, static, params, examples, key)
+    plan = passes.check(model, params, examples, kind, key, batch_size)
+    return passes.run(_full, (plan,), params, examples, key)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=0)
 def _full(
-    model: Model,
-    kind: Callable[..., Array],
-    batch_size: int,
+    plan: Plan,
     params: Params,
     examples: Examples,
     key: Key | None,
 ) -> Dense:
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Array:
-        columns = kind(model.likelihood, model.apply(params, x), y, key)
+        columns = plan.kind(plan.model.likelihood, plan.model.apply(params, x), y, key)
 
         def gradients(example: Array, factor: Array) -> Array:
-            _, pullback = jax.vjp(lambda p: model.apply(p, example[None])[0], params)
+            _, pullback = jax.vjp(lambda p: plan.model.apply(p, example[None])[0], params)
             return jax.vmap(lambda s: ravel(pullback(s)[0]))(factor)
 
         g = jax.vmap(gradients)(x, jnp.moveaxis(columns, 0, 1))
@@ -82,7 +79,7 @@ def _full(
             weighted.T, g.reshape(-1, g.shape[-1]), precision=jax.lax.Precision.HIGHEST
         )
 
-    matrix = passes.weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
+    matrix = passes.weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
     return Dense(matrix, Template.of(params))
 
 
@@ -129,22 +126,18 @@ def vector_product(
     Source: Schraudolph, Fast curvature matrix-vector products for second-order gradient descent,
         Neural Computation 2002.
     """
-    model = passes.check(model, params, examples, kind, key, batch_size)
+    plan = passes.check(model, params, examples, kind, key, batch_size)
     if Template.of(vector) != Template.of(params):
         raise ValueError(
             f"vector has leaves of shapes {Template.of(vector).shapes}; expected those of params, "
             f"{Template.of(params).shapes}, in the same structure."
         )
-    static = (model, by_value(kind), batch_size)
-    both = (params, vector)
-    return passes.run(_vector_product, static, both, examples, key)
+    return passes.run(_vector_product, (plan,), (params, vector), examples, key)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=0)
 def _vector_product(
-    model: Model,
-    kind: Callable[..., Array],
-    batch_size: int,
+    plan: Plan,
     params_and_vector: tuple[Params, Params],
     examples: Examples,
     key: Key | None,
@@ -152,12 +145,12 @@ def _vector_product(
     params, vector = params_and_vector
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Params:
-        z, jv = jax.jvp(lambda p: model.apply(p, x), (params,), (vector,))
-        s = kind(model.likelihood, z, y, key)
+        z, jv = jax.jvp(lambda p: plan.model.apply(p, x), (params,), (vector,))
+        s = plan.kind(plan.model.likelihood, z, y, key)
         s = s.reshape(*s.shape[:2], -1)
         flat = jv.reshape(jv.shape[0], -1)
         cotangent = jnp.einsum("kbc,kbe,be,b->bc", s, s, flat, w.astype(s.dtype))
-        _, pullback = jax.vjp(lambda p: model.apply(p, x), params)
+        _, pullback = jax.vjp(lambda p: plan.model.apply(p, x), params)
         return pullback(cotangent.reshape(z.shape))[0]
 
-    return passes.weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
+    return passes.weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)

@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.diagonal import (
     Diagonal,
@@ -17,6 +16,7 @@ from fisherjax.fisher.diagonal import (
 )
 from fisherjax.fisher.layers import Trace, trace
 from fisherjax.fisher.operators import Kronecker, Template
+from fisherjax.fisher.passes import Plan
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 Fallback = Callable[..., Diagonal] | None
@@ -87,13 +87,12 @@ def kfac(
         over classes and its use for merging: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024.
         Their code splits the scale differently between the factors; the products are equal.
     """
-    model = passes.check(model, params, examples, kind, key, batch_size)
+    plan = passes.check(model, params, examples, kind, key, batch_size)
     if fallback not in (None, diagonal, zero):
         raise ValueError(
             f"fallback is {fallback!r}; expected None, fisher.diagonal or fisher.zero."
         )
-    static = (model, by_value(kind), batch_size, fallback)
-    return passes.run(_kfac, static, params, examples, key)
+    return passes.run(_kfac, (plan, fallback), params, examples, key)
 
 
 def _refusal(uncovered: dict[str, str]) -> str:
@@ -106,32 +105,27 @@ def _refusal(uncovered: dict[str, str]) -> str:
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@partial(jax.jit, static_argnums=(0, 1))
 def _kfac(
-    model: Model,
-    kind: Callable[..., Array],
-    batch_size: int,
-    fallback: Fallback,
-    params: Params,
-    examples: Examples,
-    key: Key | None,
+    plan: Plan, fallback: Fallback, params: Params, examples: Examples, key: Key | None
 ) -> Kronecker:
+    apply = plan.model.apply
     layers = []
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> tuple[dict, dict]:
-        seen = trace(model.apply, params, x)
+        seen = trace(apply, params, x)
         if seen.uncovered and fallback is None:
             raise ValueError(_refusal(seen.uncovered))
         layers[:] = seen.layers
-        columns = kind(model.likelihood, seen.outputs, y, key)
+        columns = plan.kind(plan.model.likelihood, seen.outputs, y, key)
         names = list(seen.uncovered)
         if fallback is zero:
             leaves = Template.of(params).by_name(params)
             return _factor_sums(seen, columns, w), {n: jnp.zeros_like(leaves[n]) for n in names}
-        return _factor_sums(seen, columns, w), leaf_sums(model.apply, params, x, columns, w, names)
+        return _factor_sums(seen, columns, w), leaf_sums(apply, params, x, columns, w, names)
 
-    factors, entries = passes.weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
-    return Kronecker(factors, entries, tuple(layers), Template.of(params))
+    means = passes.weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
+    return Kronecker(*means, tuple(layers), Template.of(params))
 
 
 def _factor_sums(seen: Trace, columns: Array, w: Array) -> dict[str, dict[str, Array]]:

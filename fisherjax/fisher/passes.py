@@ -7,7 +7,7 @@ not run. Examples that are spread over devices are passed over where they are.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,25 @@ from jax.sharding import Mesh, PartitionSpec
 
 from fisherjax import checks
 from fisherjax.clients import minibatches
+from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds
 from fisherjax.parallel import mesh_of, replicate
 from fisherjax.typing import Array, Examples, Key, Model, Params
+
+
+class Plan(NamedTuple):
+    """What a pass over a data set is compiled for.
+
+    Attributes:
+        model: Without how it trains: networks that differ in that only share a program.
+        kind: Of the Fisher information.
+        batch_size: Rows of a minibatch.
+    """
+
+    model: Model
+    kind: Callable[..., Array]
+    batch_size: int
+
 
 BatchSums = Callable[[Array, Array | None, Array, Key | None], Any]
 """`(inputs [B, ...], targets [B, ...], weights [B], key) -> sums over the minibatch`, a pytree."""
@@ -127,12 +143,8 @@ def check(
     kind: Callable[..., Array],
     key: Key | None,
     batch_size: int,
-) -> Model:
+) -> Plan:
     """Refuse bad arguments of a pass over a data set, by shapes and dtypes, before it is compiled.
-
-    Returns:
-        What of the model a Fisher depends on: networks that differ in how they train share a
-        program.
 
     Raises:
         ValueError: If shapes do not fit together, or the kind lacks its targets or key.
@@ -158,4 +170,4 @@ def check(
         model.likelihood.check((targets.shape[0], *z.shape[1:]), targets)
     y = None if targets is None else jax.ShapeDtypeStruct((1, *targets.shape[1:]), targets.dtype)
     jax.eval_shape(lambda z, y, key: kind(model.likelihood, z, y, key), z, y, key)
-    return model
+    return Plan(model, by_value(kind), int(batch_size))

@@ -19,6 +19,8 @@ Padding = str | Sequence[tuple[int, int]]
 
 # kw * cin from which the derivative for the images is summed over rows of the kernel: measured.
 _WIDE = 48
+# What patches know of the settings that are handed on, as lax has it; any other is lax's to judge.
+_OTHERS = {"batch_group_count": 1, "precision": None, "preferred_element_type": None}
 
 # A context variable, not a global: another thread that traces meanwhile is not watched.
 _OBSERVER: contextvars.ContextVar[Callable[..., Array] | None] = contextvars.ContextVar(
@@ -63,9 +65,7 @@ def conv_general_dilated(
     rhs_dilation: Pair | None = None,
     dimension_numbers: Any = None,
     feature_group_count: int = 1,
-    batch_group_count: int = 1,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    **others: Any,
 ) -> Array:
     """Convolve as patches times a matrix, where that is possible.
 
@@ -85,9 +85,8 @@ def conv_general_dilated(
         rhs_dilation: As in lax.
         dimension_numbers: As in lax; patches need ("NHWC", "HWIO", "NHWC").
         feature_group_count: As in lax.
-        batch_group_count: As in lax.
-        precision: Of the matrix product, as in lax.
-        preferred_element_type: Of the matrix product, as in lax.
+        **others: As in lax: batch_group_count; precision and preferred_element_type, which are
+            those of the matrix product.
 
     Returns:
         The output [B, H', W', cout].
@@ -106,11 +105,9 @@ def conv_general_dilated(
         "rhs_dilation": tuple(rhs_dilation or (1,) * (lhs.ndim - 2)),
         "dimension_numbers": lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers),
         "feature_group_count": feature_group_count,
-        "batch_group_count": batch_group_count,
-        "precision": precision,
-        "preferred_element_type": preferred_element_type,
     }
-    if not _patches_cover(lhs, rhs, settings):
+    settings |= _OTHERS | others
+    if others.keys() - _OTHERS or not _patches_cover(lhs, rhs, settings):
         return lax.conv_general_dilated(lhs, rhs, **settings)
     y = _patch_product(lhs, rhs, settings)
     callback = _OBSERVER.get()

@@ -42,7 +42,7 @@ def closed_form(floor: float = 1e-6) -> Solver:
     checks.number("floor", floor)
 
     def solve(problem: Quadratic) -> Solution:
-        if not problem.is_diagonal:
+        if not checks.is_traced(problem.is_diagonal) and not problem.is_diagonal:
             raise ValueError(
                 "closed_form solves diagonal systems only, and this one is not (is_diagonal is "
                 "False): use conjugate_gradients()."

@@ -143,13 +143,8 @@ def test_only_the_last_epoch_counts(world, key):
 def test_the_last_epochs_squares_are_those_of_a_loop_by_hand(world, key):
     """Of every minibatch as it comes, while momentum moves the weights."""
     federation, stacked = world
-    method, rate, momentum, epochs, batch_size = (
-        algorithms.fedfish(MODEL, last_epoch=True),
-        0.2,
-        0.9,
-        2,
-        2,
-    )
+    method = algorithms.fedfish(MODEL, last_epoch=True)
+    rate, momentum, epochs, batch_size = 0.2, 0.9, 2, 2
     trained = training.train(
         MODEL,
         {"w": stacked["w"][0]},

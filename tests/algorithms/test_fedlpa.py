@@ -1,5 +1,6 @@
 """FedLPA against its equations, written out with dense matrices."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fisherjax import aggregation, clients, fisher, likelihoods, nn, solvers, tree
+import fisherjax as fj
+from fisherjax import algorithms, fisher, likelihoods, merging, nn, solvers, training, tree
 
 WEIGHTS = np.array([0.5, 0.2, 0.3])
 DAMPING = 0.02
@@ -16,8 +18,8 @@ NUMBERS = ("NHWC", "HWIO", "NHWC")
 EXACT = solvers.conjugate_gradients(tolerance=1e-13, max_iterations=500)
 SOLVERS = {
     "cg": EXACT,
-    "ea": solvers.expectation_approximation(),
-    "gd": solvers.residual_descent(steps=50),
+    "ea": algorithms.expectation_approximation(),
+    "gd": algorithms.residual_descent(steps=50),
 }
 
 
@@ -33,9 +35,9 @@ def apply(params, x):
     return network(params, x, convolution=nn.conv_general_dilated)
 
 
-def fedlpa(**options):
+def fedlpa(apply=apply, **options):
     options = {"damping": DAMPING, "solver": EXACT} | options
-    return aggregation.fedlpa(apply, likelihoods.categorical, **options)
+    return algorithms.fedlpa(fj.Model(apply, likelihoods.categorical), **options)
 
 
 def draw(seed):
@@ -67,13 +69,15 @@ def world():
 
 
 def _send(models, images, labels, authors_split):
-    from fisherjax import clients
+    return send(fedlpa(authors_split=authors_split), models, images, labels)
 
-    summarize = fedlpa(authors_split=authors_split).summarize
-    data = map(clients.examples, images, labels)
-    return tree.stack(
-        [summarize(None, w, examples, None) for w, examples in zip(models, data, strict=True)]
-    )
+
+def send(method, models, images, labels):
+    """Let each client send, and stack what they do."""
+    examples = map(fj.Examples, images, labels)
+    pairs = zip(map(training.Trained, models), examples, strict=True)
+    values = [method.summarize(None, trained, e, ())[0] for trained, e in pairs]
+    return algorithms.Update(tree.stack(values), method.kind)
 
 
 @pytest.fixture
@@ -81,9 +85,23 @@ def updates(x64, world):
     return world.sent[True]
 
 
+def changed(updates, **values):
+    return algorithms.Update(updates.values | values, updates.kind)
+
+
+def with_factors(updates, change):
+    """Change the Kronecker factors of each layer."""
+    sent = updates.values["fisher"]
+    factors = {name: pair | change(pair) for name, pair in sent.factors.items()}
+    return changed(updates, fisher=dataclasses.replace(sent, factors=factors))
+
+
 def merged_by(method, updates, weights=WEIGHTS):
-    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:]), updates["params"])
-    return aggregation.merge(method, start, updates, weights)
+    # Those of another split are taken too: the equation is the same.
+    updates = algorithms.Update(updates.values, method.kind)
+    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:]), updates.values["params"])
+    merged, _, info = merging.merge(method, start, updates, weights)
+    return merged, info
 
 
 def assert_close(left, right, tolerance=1e-10):
@@ -109,14 +127,14 @@ def client(stacked, index):
 
 
 def damped_factors(updates, name):
-    factor = updates["fisher"].factors[name]
+    factor = updates.values["fisher"].factors[name]
     root = np.sqrt(DAMPING)
     inputs, outputs = factor["input"], factor["output"]
     return inputs + root * np.eye(inputs.shape[-1]), outputs + root * np.eye(outputs.shape[-1])
 
 
 def models_of(updates, name):
-    return np.stack([matrices(client(updates["params"], i))[name] for i in range(3)])
+    return np.stack([matrices(client(updates.values["params"], i))[name] for i in range(3)])
 
 
 def right_side(updates, name):
@@ -158,22 +176,18 @@ def test_factors_are_those_of_the_paper(x64, world):
         "dense2/kernel": (second.T @ second / n, dense[1].T @ dense[1] / n),
     }
     for name, pair in expected.items():
-        factor = client(world.sent[True]["fisher"].factors[name], 1)
+        factor = client(world.sent[True].values["fisher"].factors[name], 1)
         assert_close((factor["input"], factor["output"]), pair)
 
 
 def test_the_two_splits_are_one_fisher_information(x64, world):
-    authors, kfc = (jax.vmap(type(s["fisher"]).dense)(s["fisher"]) for s in world.sent.values())
+    sent = [updates.values["fisher"] for updates in world.sent.values()]
+    authors, kfc = (jax.vmap(fisher.Kronecker.dense)(each) for each in sent)
     assert_close(authors, kfc)
-    method = fisher.kfac(
-        apply,
-        likelihoods.categorical,
-        world.models[0],
-        world.images[0],
-        world.labels[0],
-        kind=fisher.empirical,
-    )
-    assert_close(kfc[0], method.dense())
+    model = fj.Model(apply, likelihoods.categorical)
+    examples = fj.Examples(world.images[0], world.labels[0])
+    alone = fisher.kfac(model, world.models[0], examples, kind=fisher.empirical)
+    assert_close(kfc[0], alone.dense())
 
 
 # The server's half
@@ -199,11 +213,9 @@ def test_the_expectation_approximation_inverts_the_mean_factors(updates):
 
 @pytest.mark.parametrize("side", ["input", "output"])
 def test_the_expectation_approximation_is_exact_where_one_factor_is_equal(updates, side):
-    factors = {
-        name: pair | {side: jnp.broadcast_to(pair[side][1], pair[side].shape)}
-        for name, pair in updates["fisher"].factors.items()
-    }
-    updates = updates | {"fisher": updates["fisher"].replace(factors=factors)}
+    updates = with_factors(
+        updates, lambda pair: {side: jnp.broadcast_to(pair[side][1], pair[side].shape)}
+    )
     exact, approximate = (merged_by(fedlpa(solver=SOLVERS[s]), updates)[0] for s in ("cg", "ea"))
     assert_close(approximate, exact)
 
@@ -211,10 +223,12 @@ def test_the_expectation_approximation_is_exact_where_one_factor_is_equal(update
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("balanced", [False, True])
 def test_equal_factors_give_the_weighted_mean(updates, name, balanced):
-    equal = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[1], leaf.shape), updates["fisher"])
+    equal = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf[1], leaf.shape), updates.values["fisher"]
+    )
     method = fedlpa(solver=SOLVERS[name], balanced=balanced)
-    merged, _ = merged_by(method, updates | {"fisher": equal})
-    assert_close(merged, tree.weighted_sum(updates["params"], jnp.asarray(WEIGHTS)))
+    merged, _ = merged_by(method, changed(updates, fisher=equal))
+    assert_close(merged, tree.weighted_sum(updates.values["params"], jnp.asarray(WEIGHTS)))
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -222,7 +236,7 @@ def test_a_single_client_gets_its_model_back(updates, name):
     for i in range(3):
         alone = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], updates)
         merged, _ = merged_by(fedlpa(solver=SOLVERS[name]), alone, weights=None)
-        assert_close(merged, client(updates["params"], i))
+        assert_close(merged, client(updates.values["params"], i))
 
 
 def test_damping_in_balance_does_not_see_the_split(x64, world):
@@ -240,14 +254,10 @@ def test_damping_in_balance_does_not_see_the_split(x64, world):
 def test_balance_is_the_ratio_of_mean_eigenvalues(updates, perfect):
     """It is one for a client whose gradients vanish, because it fits its data perfectly."""
     if perfect:
-        factors = {
-            name: pair | {"output": pair["output"].at[1].set(0)}
-            for name, pair in updates["fisher"].factors.items()
-        }
-        updates = updates | {"fisher": updates["fisher"].replace(factors=factors)}
+        updates = with_factors(updates, lambda pair: {"output": pair["output"].at[1].set(0)})
     merged, _ = merged_by(fedlpa(balanced=True), updates)
     for name, value in matrices(merged).items():
-        pairs = updates["fisher"].factors[name]
+        pairs = updates.values["fisher"].factors[name]
         system, right = 0, 0
         for i, (p, v) in enumerate(zip(WEIGHTS, models_of(updates, name), strict=True)):
             a, g = (np.asarray(pairs[side][i]) for side in ("input", "output"))
@@ -276,12 +286,12 @@ def _around(updates, name, v):
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_descent_decreases_its_objective_monotonically(updates, scale):
     """However large the operator is: the step is capped."""
-    large = jax.tree.map(lambda leaf: scale * leaf, updates["fisher"])
-    updates = updates | {"fisher": large}
+    large = jax.tree.map(lambda leaf: scale * leaf, updates.values["fisher"])
+    updates = changed(updates, fisher=large)
     start = objective(updates, merged_by(fedlpa(solver=SOLVERS["ea"]), updates)[0])
     before, values = start, []
     for steps in (1, 2, 3, 10, 50, 200):
-        solver = solvers.residual_descent(steps=steps)
+        solver = algorithms.residual_descent(steps=steps)
         after = objective(updates, merged_by(fedlpa(solver=solver), updates)[0])
         assert all(after[name] < before[name] for name in LAYERS)
         values, before = [*values, after], after
@@ -291,7 +301,7 @@ def test_descent_decreases_its_objective_monotonically(updates, scale):
 def test_a_descent_step_is_two_eta_over_the_number_of_entries(updates):
     """Where that is below the cap."""
     rate = 1e-3
-    solver = solvers.residual_descent(steps=1, learning_rate=rate)
+    solver = algorithms.residual_descent(steps=1, learning_rate=rate)
     start, _ = merged_by(fedlpa(solver=SOLVERS["ea"]), updates)
     after, _ = merged_by(fedlpa(solver=solver), updates)
     for name, v in matrices(start).items():
@@ -302,7 +312,7 @@ def test_a_descent_step_is_two_eta_over_the_number_of_entries(updates):
 
 
 def test_the_cap_is_one_over_the_largest_eigenvalue_squared(updates):
-    solver = solvers.residual_descent(steps=1, learning_rate=1e12, power_iterations=2000)
+    solver = algorithms.residual_descent(steps=1, learning_rate=1e12, power_iterations=2000)
     start, _ = merged_by(fedlpa(solver=SOLVERS["ea"]), updates)
     after, _ = merged_by(fedlpa(solver=solver), updates)
     for name, v in matrices(start).items():
@@ -315,7 +325,7 @@ def test_the_cap_is_one_over_the_largest_eigenvalue_squared(updates):
 
 def test_descent_reaches_the_exact_solution_in_the_end(updates):
     exact, _ = merged_by(fedlpa(damping=1.0), updates)
-    solver = solvers.residual_descent(steps=20_000)
+    solver = algorithms.residual_descent(steps=20_000)
     descended, info = merged_by(fedlpa(damping=1.0, solver=solver), updates)
     assert_close(descended, exact, 1e-6)
     assert all(jax.tree.leaves(info.converged))
@@ -337,13 +347,14 @@ def test_the_expectation_approximation_is_a_good_preconditioner(x64):
     params = {"w": jnp.asarray(source.normal(size=(10, 30, 12)))}
     template = fisher.operators.Template.of(client(params, 0))
     factors = {"w": {"input": factor(30, 1.0), "output": factor(12, 0.1)}}
-    sent = {"params": params, "fisher": fisher.Kronecker(factors, {}, (layer,), template)}
+    values = {"params": params, "fisher": fisher.Kronecker(factors, {}, (layer,), template)}
+    sent = algorithms.Update(values, "")
     counts = []
     for precondition in (True, False):
 
-        def solve(*problem, precondition=precondition):
+        def solve(problem, precondition=precondition):
             cg = solvers.conjugate_gradients(tolerance=1e-8, max_iterations=1000)
-            return cg(*problem) if precondition else cg(*problem[:4])
+            return cg(problem if precondition else problem._replace(precondition=None))
 
         _, info = merged_by(fedlpa(damping=1e-3, solver=solve), sent, np.ones(10))
         assert info.converged["w"]
@@ -361,26 +372,23 @@ def test_leaves_without_a_layer_are_refused_or_merged_by_mean_or_diagonal(x64, w
     source = np.random.default_rng(0)
     models = {"scale": source.normal(size=(3, 9)), "w": source.normal(size=(3, 9, 3))}
     models = jax.tree.map(jnp.asarray, models)
-    data = list(zip(world.images, world.labels, strict=True))
 
-    def method(otherwise, name="cg"):
-        options = {"damping": DAMPING, "solver": SOLVERS[name], "otherwise": otherwise}
-        return aggregation.fedlpa(scaled, likelihoods.categorical, **options)
+    def method(fallback, name="cg"):
+        return fedlpa(scaled, solver=SOLVERS[name], fallback=fallback)
 
-    def send(otherwise):
-        pairs = enumerate(clients.examples(x[:4], y[:4]) for x, y in data)
-        summarize = method(otherwise).summarize
-        return tree.stack([summarize(None, client(models, i), e, None) for i, e in pairs])
+    def sent_by(fallback):
+        first = ([column[:4] for column in columns] for columns in (world.images, world.labels))
+        return send(method(fallback), [client(models, i) for i in range(3)], *first)
 
-    with pytest.raises(ValueError, match=r"(?s)'scale'.*otherwise=fisher\.zero"):
-        send(None)
-    sent = send(fisher.zero)
+    with pytest.raises(ValueError, match=r"(?s)'scale'.*fallback=fisher\.zero"):
+        sent_by(None)
+    sent = sent_by(fisher.zero)
     for name in SOLVERS:
         merged, _ = merged_by(method(fisher.zero, name), sent)
         assert_close(merged["scale"], WEIGHTS @ np.asarray(models["scale"]))
-    sent = send(fisher.diagonal)
+    sent = sent_by(fisher.diagonal)
     merged, _ = merged_by(method(fisher.diagonal), sent)
-    f = WEIGHTS[:, None] * (sent["fisher"].entries["scale"] + DAMPING)
+    f = WEIGHTS[:, None] * (sent.values["fisher"].entries["scale"] + DAMPING)
     assert_close(merged["scale"], (f * models["scale"]).sum(0) / f.sum(0), 1e-9)
 
 
@@ -391,19 +399,14 @@ def test_without_damping_what_never_fires_does_no_harm(x64, world, name):
     def without_first_pixel(params, x):
         return x.reshape(-1, 9)[:, :4].at[:, 0].set(0) @ params["w"]
 
-    method = aggregation.fedlpa(
-        without_first_pixel, likelihoods.categorical, damping=0.0, solver=SOLVERS[name]
-    )
+    method = fedlpa(without_first_pixel, damping=0.0, solver=SOLVERS[name])
     source = np.random.default_rng(0)
     models = [{"w": jnp.asarray(source.normal(size=(4, 3)))} for _ in range(3)]
-    pairs = zip(models, world.images, world.labels, strict=True)
-    sent = tree.stack(
-        [method.summarize(None, w, clients.examples(x, y), None) for w, x, y in pairs]
-    )
+    sent = send(method, models, world.images, world.labels)
     merged, _ = merged_by(method, sent)
     assert np.isfinite(merged["w"]).all()
     if name == "cg":
-        mean = tree.weighted_sum(sent["params"], jnp.asarray(WEIGHTS))
+        mean = tree.weighted_sum(sent.values["params"], jnp.asarray(WEIGHTS))
         assert_close(merged["w"][0], mean["w"][0])
         assert np.abs(merged["w"][1:] - mean["w"][1:]).max() > 1e-2
 
@@ -416,5 +419,6 @@ def test_damping_is_finite_and_not_negative(damping):
 
 @pytest.mark.parametrize("option", ["steps", "learning_rate", "power_iterations"])
 def test_descent_refuses_numbers_that_are_not_positive(option):
-    with pytest.raises(ValueError, match=f"{option} is 0; expected a positive number"):
-        solvers.residual_descent(**{option: 0})
+    expected = "a positive number" if option == "learning_rate" else "an integer of at least 1"
+    with pytest.raises(ValueError, match=f"{option} is 0; expected {expected}"):
+        algorithms.residual_descent(**{option: 0})

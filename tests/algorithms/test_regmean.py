@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fisherjax import aggregation, clients, nn
+import fisherjax as fj
+from fisherjax import algorithms, merging, nn, training
 
 
 def network(params, x):
@@ -50,26 +51,38 @@ def world(x64):
     return images, [draw(seed) for seed in range(3)], np.array([0.5, 0.2, 0.3])
 
 
+def regmean(apply, **options):
+    # What the outputs mean is not used.
+    return algorithms.regmean(fj.Model(apply, fj.likelihoods.gaussian), **options)
+
+
+def send(method, models, inputs):
+    """Let each client send what it has to, of its inputs alone."""
+    pairs = zip(models, inputs, strict=True)
+    values = [
+        method.summarize(None, training.Trained(params), fj.Examples(jnp.asarray(x)), ())[0]
+        for params, x in pairs
+    ]
+    return [algorithms.Update(v, method.kind) for v in values]
+
+
 def merged_by(method, world):
     images, models, weights = world
-    updates = [
-        method.summarize(None, params, clients.examples(x, np.zeros(len(x), int)), None)
-        for params, x in zip(models, images, strict=True)
-    ]
-    return aggregation.merge(method, models[0], updates, weights)[0], updates
+    updates = send(method, models, images)
+    return merging.merge(method, models[0], updates, weights)[0], updates
 
 
 @pytest.mark.parametrize("shrink", [0.0, 0.9])
 def test_dense_kernels_are_the_weighted_least_squares_solution(world, shrink):
     images, models, weights = world
-    merged, updates = merged_by(aggregation.regmean(network, shrink=shrink), world)
+    merged, updates = merged_by(regmean(network, shrink=shrink), world)
     for layer in ("dense1", "dense2"):
         left, right = 0, 0
         for params, x, p, update in zip(models, images, weights, updates, strict=True):
             u = inputs_of_layers(params, x)[f"{layer}/kernel"]
             gram = u.T @ u / len(u)
             np.testing.assert_allclose(
-                update["grams"][f"{layer}/kernel"], gram, rtol=1e-10, atol=1e-12
+                update.values["grams"][f"{layer}/kernel"], gram, rtol=1e-10, atol=1e-12
             )
             gram = jnp.where(jnp.eye(len(gram), dtype=bool), gram, shrink * gram)
             left, right = left + p * gram, right + p * gram @ params[layer]["kernel"]
@@ -79,7 +92,7 @@ def test_dense_kernels_are_the_weighted_least_squares_solution(world, shrink):
 
 def test_everything_else_is_the_plain_mean_over_clients(world):
     _, models, _ = world
-    merged, _ = merged_by(aggregation.regmean(network), world)
+    merged, _ = merged_by(regmean(network), world)
     mean = jax.tree.map(lambda *leaves: sum(leaves) / 3, *models)
     for layer, leaf in (("conv", "kernel"), ("conv", "bias"), ("dense1", "bias")):
         np.testing.assert_allclose(merged[layer][leaf], mean[layer][leaf], rtol=1e-10, atol=1e-12)
@@ -91,27 +104,16 @@ def test_inputs_that_never_fire_keep_the_weighted_mean(x64, shrink):
     source = np.random.default_rng(0)
     x = source.normal(size=(3, 20, 6)) * np.array([1.0, 0.0, 1e-4, 1e3, 0.0, 1.0])
     kernels, weights = source.normal(size=(3, 6, 2)), np.array([0.5, 0.2, 0.3])
-    method = aggregation.regmean(lambda params, x: x @ params["w"], shrink=shrink)
-    updates = [
-        method.summarize(None, {"w": jnp.asarray(w)}, clients.examples(u, np.zeros(20, int)), None)
-        for w, u in zip(kernels, x, strict=True)
-    ]
-    merged, _ = aggregation.merge(method, {"w": jnp.zeros((6, 2))}, updates, weights)
+    method = regmean(lambda params, x: x @ params["w"], shrink=shrink)
+    updates = send(method, [{"w": jnp.asarray(w)} for w in kernels], x)
+    merged, _, _ = merging.merge(method, {"w": jnp.zeros((6, 2))}, updates, weights)
     mean = np.einsum("m,mio->io", weights, kernels)
     np.testing.assert_allclose(
         np.asarray(merged["w"])[[1, 4]], mean[[1, 4]], rtol=1e-10, atol=1e-12
     )
     fires = [0, 2, 3, 5]
-    alone = [
-        method.summarize(
-            None,
-            {"w": jnp.asarray(w[fires])},
-            clients.examples(u[:, fires], np.zeros(20, int)),
-            None,
-        )
-        for w, u in zip(kernels, x, strict=True)
-    ]
-    expected, _ = aggregation.merge(method, {"w": jnp.zeros((4, 2))}, alone, weights)
+    alone = send(method, [{"w": jnp.asarray(w[fires])} for w in kernels], x[:, :, fires])
+    expected, _, _ = merging.merge(method, {"w": jnp.zeros((4, 2))}, alone, weights)
     np.testing.assert_allclose(np.asarray(merged["w"])[fires], expected["w"], rtol=1e-9, atol=1e-9)
 
 
@@ -124,18 +126,27 @@ def test_outputs_on_the_clients_own_inputs_are_matched(x64):
     def apply(params, x):
         return x @ params["w"]
 
-    method = aggregation.regmean(apply, shrink=1 - 1e-9)
-    updates = [
-        method.summarize(None, {"w": jnp.asarray(w)}, clients.examples(x, np.zeros(3, int)), None)
-        for w, x in zip(kernels, own, strict=True)
-    ]
-    merged, _ = aggregation.merge(method, {"w": jnp.zeros((6, 3))}, updates)
+    method = regmean(apply, shrink=1 - 1e-9)
+    updates = send(method, [{"w": jnp.asarray(w)} for w in kernels], own)
+    merged, _, _ = merging.merge(method, {"w": jnp.zeros((6, 3))}, updates)
     for w, x in zip(kernels, own, strict=True):
         np.testing.assert_allclose(x @ merged["w"], x @ w, rtol=1e-6, atol=1e-6)
 
 
 def test_networks_without_dense_layers_are_refused():
-    method = aggregation.regmean(lambda params, x: x * params["scale"])
-    data = clients.examples(np.ones((2, 3)), np.zeros(2, int))
+    method = regmean(lambda params, x: x * params["scale"])
     with pytest.raises(ValueError, match="has none; use fedavg or fedfisher"):
-        method.summarize(None, {"scale": jnp.ones(3)}, data, None)
+        send(method, [{"scale": jnp.ones(3)}], [np.ones((2, 3))])
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"shrink": 1.0}, "shrink is 1.0; expected 0 <= shrink < 1"),
+        ({"shrink": -0.1}, "shrink is -0.1"),
+        ({"batch_size": 0}, "batch_size is 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(option, words):
+    with pytest.raises(ValueError, match=words):
+        regmean(network, **option)

@@ -1,0 +1,113 @@
+"""The server's own optimiser, around any way to merge."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fisherjax as fj
+from fisherjax import algorithms, clients, merging, training
+
+FEDAVG = algorithms.fedavg()
+WITH = algorithms.with_server_optimizer
+DESCENT = optax.sgd(1.0)
+
+
+def apply(params, x):
+    return x @ params["w"] + params["b"]
+
+
+MODEL = fj.Model(apply, fj.likelihoods.gaussian)
+METHODS = {
+    "fedavg": FEDAVG,
+    "fednova": algorithms.fednova(),
+    "scaffold": algorithms.scaffold(),
+    "fedfisher": algorithms.fedfisher(MODEL),
+}
+
+
+def draw(seed):
+    source = np.random.default_rng(seed)
+    return {"w": jnp.asarray(source.normal(size=(3, 2))), "b": jnp.asarray(source.normal(size=2))}
+
+
+@pytest.fixture
+def federation(x64):
+    source = np.random.default_rng(0)
+    data = source.normal(size=(12, 3)), source.normal(size=(12, 2))
+    return clients.federation(data, np.split(np.arange(12), [5, 9]))
+
+
+def sent(models):
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
+    return algorithms.Update({"params": stacked}, FEDAVG.kind)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_descent_at_rate_one_is_the_algorithm_itself(federation, name):
+    method, start, key = METHODS[name], draw(0), jax.random.key(0)
+    wrapped = WITH(method, DESCENT)
+    assert wrapped.kind == method.kind
+    trained = training.train(
+        MODEL,
+        start,
+        federation,
+        key=key,
+        optimizer=wrapped.optimizer(optax.sgd(0.1)),
+        epochs=2,
+        batch_size=4,
+    )
+    updates = merging.summarize(wrapped, trained, federation, key=key)
+    merged, kept, info = merging.merge(wrapped, start, updates, federation.weights)
+    expected, state, same_info = merging.merge(method, start, updates, federation.weights)
+    chex.assert_trees_all_close(merged, expected, rtol=1e-12, atol=1e-12)
+    chex.assert_trees_all_equal(kept.algorithm, state)
+    chex.assert_trees_all_equal(info, same_info)
+
+
+def test_adam_is_that_of_the_paper_from_merge_to_merge(x64):
+    """FedOpt's pseudo-gradient through Adam, written out; the state goes on."""
+    rate, b1, b2, eps = 0.1, 0.9, 0.99, 1e-3
+    method = WITH(FEDAVG, optax.adam(rate, b1, b2, eps))
+    params, state = draw(0), None
+    w = {name: np.asarray(leaf) for name, leaf in params.items()}
+    m, v = ({name: np.zeros_like(leaf) for name, leaf in w.items()} for _ in range(2))
+    for step in (1, 2, 3):
+        models = [draw(10 * step + client) for client in range(2)]
+        params, state, _ = merging.merge(method, params, sent(models), [1, 3], state=state)
+        for name in w:
+            merged = 0.25 * np.asarray(models[0][name]) + 0.75 * np.asarray(models[1][name])
+            g = w[name] - merged
+            m[name] = b1 * m[name] + (1 - b1) * g
+            v[name] = b2 * v[name] + (1 - b2) * g**2
+            m_hat, v_hat = m[name] / (1 - b1**step), v[name] / (1 - b2**step)
+            w[name] = w[name] - rate * m_hat / (np.sqrt(v_hat) + eps)
+        chex.assert_trees_all_close(params, jax.tree.map(jnp.asarray, w), rtol=1e-11, atol=1e-12)
+
+
+def test_leaves_that_are_not_trained_take_the_merged_value(x64):
+    model = MODEL._replace(mask={"w": True, "b": False})
+    adam, start, updates = optax.adamw(0.1, weight_decay=0.1), draw(0), sent([draw(1), draw(2)])
+    merged, *_ = merging.merge(FEDAVG, start, updates)
+    masked, *_ = merging.merge(WITH(FEDAVG, adam, model), start, updates)
+    whole, *_ = merging.merge(WITH(FEDAVG, adam), start, updates)
+    np.testing.assert_array_equal(masked["b"], merged["b"])
+    np.testing.assert_array_equal(masked["w"], whole["w"])
+    assert jnp.abs(whole["b"] - merged["b"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_structure_and_dtype_are_those_of_params(dtype):
+    start, models = (
+        jax.tree.map(lambda leaf: leaf.astype(dtype), tree) for tree in (draw(0), [draw(1)])
+    )
+    merged, *_ = merging.merge(WITH(FEDAVG, optax.adam(0.1)), start, sent(models))
+    chex.assert_trees_all_equal_shapes_and_dtypes(merged, start)
+
+
+def test_equal_arguments_give_the_same_object_and_bad_ones_are_refused():
+    assert WITH(FEDAVG, DESCENT) is WITH(FEDAVG, optimizer=DESCENT, model=None)
+    with pytest.raises(TypeError, match=r"server_optimizer is 0\.1"):
+        WITH(FEDAVG, 0.1)

@@ -1,0 +1,169 @@
+"""A paper is one file and one row of the table: commands, checkpoints and laws then know it."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import records
+from experiments.config import Config
+
+ROOT = Path(__file__).parents[1]
+TOY = '''
+"""Toy: parameters count where they moved; something is kept on the server and on clients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import fisherjax as fj
+from fisherjax.algorithms import TABLE, Algorithm, Row
+from fisherjax.algorithms.base import fisher_sums, solve_sums
+from fisherjax.configuration import cached
+
+
+@cached
+def toy(mu: float = 0.0) -> Algorithm:
+    def summarize(key, trained, examples, private):
+        del key, examples
+        moved = jax.tree.map(lambda w, start: (w - start) ** 2, trained.params, trained.start)
+        update = {"params": trained.params, "fisher": fj.fisher.Diagonal(moved)}
+        return update, private + trained.steps
+
+    solve = solve_sums(fj.solvers.closed_form(1e-12))
+
+    def aggregate(key, sums, params, state, cohort):
+        merged, _, info = solve(key, sums, params, (), cohort)
+        return merged, state + 1, info
+
+    return Algorithm(
+        summarize,
+        aggregate,
+        fisher_sums,
+        init=lambda params, num_clients: jnp.asarray(0, jnp.int32),
+        init_client=lambda params: jnp.asarray(0, jnp.int32),
+        optimizer=functools.cache(lambda base: optax.chain(optax.scale(1 - mu), base)),
+        kind="params and where they moved",
+    )
+
+
+TABLE["toy"] = Row("Toy", toy)
+'''
+COMMANDS = """
+import json, sys
+import toy
+from experiments import choices, federated, one_shot
+from experiments.federated.__main__ import main as federated
+
+assert choices.label("toy") == "Toy"
+commands = {"one_shot": one_shot.main, "federated": federated}
+sys.exit(max(commands[name](words) for name, *words in json.loads(sys.argv[1])))
+"""
+ONE_SHOT = Config(
+    num_clients=3,
+    partition_seeds=(0, 1),
+    seeds=(0,),
+    epochs=1,
+    batch_size=64,
+    algorithms=("fedavg", "toy"),
+    mu=0.5,
+    central=False,
+)
+FEDERATED = (
+    *("--num-clients", "4", "--validation-clients", "1", "--held-out-clients", "1"),
+    *("--cohort", "2", "--alpha", "1", "--batch-size", "40", "--rounds", "2"),
+    *("--local-epochs", "1", "--algorithm", "toy", "--checkpoint-seconds", "0"),
+)
+NAME = "toy-1epochs-server1-seed0"
+
+
+def python(folder, *words):
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def run(folder, *commands):
+    return python(folder, "-c", COMMANDS, json.dumps(commands))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("toy")
+    (made / "toy.py").write_text(TOY)
+    return made
+
+
+def both(folder):
+    asked = ["--" + field.replace("_", "-") for field in ("num_clients", "epochs", "batch_size")]
+    values = (ONE_SHOT.num_clients, ONE_SHOT.epochs, ONE_SHOT.batch_size)
+    words = [w for pair in zip(asked, map(str, values), strict=True) for w in pair]
+    words += ["--partition-seeds", "0", "1", "--seeds", "0", "--no-central", "--mu", "0.5"]
+    words += ["--algorithms", *ONE_SHOT.algorithms, "--out", str(folder / "one_shot")]
+    return ("one_shot", *words), ("federated", *FEDERATED, "--out", str(folder / "federated"))
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    done = run(folder, *both(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def left(folder):
+    """All that both commands found out, but for the time that it took."""
+    rows = records.read(folder / "one_shot" / "results.csv")
+    with open(folder / "federated" / "results.csv", newline="") as file:
+        measured = list(csv.reader(file))
+    model = (folder / "federated" / "models" / f"{NAME}.safetensors").read_bytes()
+    return [row._replace(seconds=None) for row in rows], measured, model
+
+
+def test_both_commands_run_it(finished):
+    rows, measured, _ = left(finished)
+    found = {
+        (row.algorithm, row.partition_seed): row for row in rows if row.algorithm in ("toy", "fedavg")
+    }
+    assert len(found) == 4
+    for split in (0, 1):
+        assert found["toy", split].upload_bytes == 2 * found["fedavg", split].upload_bytes
+        assert found["toy", split].value != found["fedavg", split].value
+    assert "| toy |" in (finished / "one_shot" / "summary.md").read_text()
+    assert "of toy of all three" in (finished / "one_shot" / "summary.md").read_text()
+    assert {int(row[4]) for row in measured[1:]} == {1, 2}
+    assert "| toy |" in (finished / "federated" / "summary.md").read_text()
+
+
+def test_the_same_commands_go_on_where_they_were_stopped(finished):
+    before = left(finished)
+    kept = [row for row in records.read(finished / "one_shot" / "results.csv")]
+    records.write(finished / "one_shot" / "results.csv", [r for r in kept if r.partition_seed == 0])
+    checkpoints = finished / "federated" / "checkpoints" / NAME
+    shutil.rmtree(checkpoints / "2")
+    shutil.rmtree(finished / "federated" / "models")
+    done = run(finished, *both(finished))
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2 runs are done" in done.stdout
+    assert left(finished) == before
+    assert {path.name for path in checkpoints.iterdir()} == {"1", "2"}
+
+
+def test_a_name_like_it_is_refused_with_it_as_the_nearest(folder):
+    for command, option in (("one_shot", "--algorithms"), ("federated", "--algorithm")):
+        refused = run(folder, [command, option, "toyy", "--out", str(folder / "refused")])
+        assert refused.returncode == 1
+        assert "did you mean 'toy'" in refused.stderr
+
+
+def test_the_battery_of_laws_runs_on_it(folder):
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "toy", "-k", "toy"]
+    done = python(folder, *words, "tests/algorithms/test_battery.py")
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout
