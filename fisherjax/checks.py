@@ -63,6 +63,12 @@ def one_of(name: str, value: Any, known: Iterable[Any]) -> None:
     raise ValueError(f"{name} is {value!r}; expected {expected}.{hint}")
 
 
+def instance(name: str, value: Any, kind: type, expected: str) -> None:
+    """Refuse what is of another type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {_kind(value)}; expected {expected}.")
+
+
 def function(name: str, value: Any, example: str) -> None:
     """Refuse what cannot be called."""
     if not callable(value):
@@ -93,11 +99,7 @@ def key(value: Key) -> None:
 
 def model(value: Model) -> None:
     """Refuse what is not a `Model`, or a model of parts that are none."""
-    if not isinstance(value, Model):
-        raise TypeError(
-            f"model is {_kind(value)}; expected fisherjax.Model(apply, likelihood), for instance "
-            "Model(apply, likelihoods.categorical)."
-        )
+    instance("model", value, Model, "fisherjax.Model(apply, likelihood)")
     function("apply", value.apply, "apply(params, inputs) -> outputs")
     if not isinstance(value.likelihood, Likelihood):
         raise TypeError(
@@ -153,10 +155,7 @@ def stacked(params: Params, num_clients: int, what: str = "the stacked params") 
 
 def examples(value: Examples) -> None:
     """Refuse what are not arrays of fitting lengths."""
-    if not isinstance(value, Examples):
-        raise TypeError(
-            f"examples is {_kind(value)}; expected fisherjax.Examples(inputs, targets)."
-        )
+    instance("examples", value, Examples, "fisherjax.Examples(inputs, targets)")
     for name, array in value._asdict().items():
         if array is not None and not getattr(array, "ndim", 0):
             raise TypeError(
@@ -219,10 +218,10 @@ def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) 
             f"apply_train returned outputs of shape {getattr(result[0], 'shape', None)}; expected "
             f"{z.shape}, as apply does."
         )
-    if result[1] is not None and jax.tree.structure(result[1]) != jax.tree.structure(params):
+    if result[1] is not None and tree.shapes(result[1]) != tree.shapes(params):
         raise ValueError(
-            f"apply_train returned new leaves {list(tree.names(result[1]))}; expected None, or all "
-            f"leaves of params, {list(tree.names(params))}."
+            f"apply_train returned new leaves {tree.shapes(result[1])}; expected None, or those of "
+            f"params, {tree.shapes(params)}."
         )
 
 

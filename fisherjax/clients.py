@@ -5,7 +5,7 @@ those integers are padded, never images. `minibatches` is the one place where pa
 training, Fisher passes and metrics all take their examples from there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,6 +79,10 @@ def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
                [4, 0, 0]], dtype=int32)
     """
     pair = (data.inputs, data.targets) if hasattr(data, "inputs") else data
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        kind = type(data).__name__
+        raise TypeError(f"data is a {kind}; expected a Dataset or a pair (inputs, targets).")
+    checks.instance("partition", partition, Iterable, "the rows of every client")
     inputs, targets = (x if hasattr(x, "ndim") else np.asarray(x) for x in pair)
     if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
         raise ValueError(
@@ -118,8 +122,12 @@ def view(federation: Federation, client: int | Array) -> Examples:
         >>> clients.view(clients.federation(data, [np.array([2]), np.array([0, 1])]), 0).weights
         Array([1., 0.], dtype=float32)
     """
-    if not checks.is_traced(client) and not 0 <= client < federation.num_clients:
-        raise IndexError(f"client is {client}; expected 0 to {federation.num_clients - 1}.")
+    check(federation)
+    if not checks.is_traced(client):
+        place, last = np.asarray(client), federation.num_clients - 1
+        is_number = place.ndim == 0 and np.issubdtype(place.dtype, np.integer)
+        if not is_number or not 0 <= place <= last:
+            raise IndexError(f"client is {client!r}; expected 0 to {last}.")
     indices, size = federation.indices[client], federation.sizes[client]
     weights = (jnp.arange(indices.shape[0]) < size).astype(jnp.result_type(float))
     return Examples(federation.inputs, federation.targets, indices, weights)
@@ -148,6 +156,7 @@ def select(federation: Federation, clients: Sequence[int] | Array) -> Federation
         >>> clients.select(federation, [1]).sizes
         Array([2], dtype=int32)
     """
+    check(federation)
     if not checks.is_traced(clients):
         clients = _check_selection(np.asarray(clients), federation.num_clients)
     kept = jax.tree.map(lambda x: x[clients], (federation.indices, federation.sizes))
@@ -159,6 +168,11 @@ def ids(federation: Federation) -> Array:
     if federation.ids is None:
         return jnp.arange(federation.num_clients, dtype=jnp.int32)
     return federation.ids
+
+
+def check(federation: Federation) -> None:
+    """Refuse what is no `Federation`."""
+    checks.instance("federation", federation, Federation, "the result of clients.federation")
 
 
 def client_key(key: Key, purpose: int, client: Array) -> Key:
@@ -217,7 +231,9 @@ def minibatches(
         2 [3. 4. 3.] [1. 1. 0.]
     """
     rows, weights = _rows(examples)
-    length = min(batch_size, rows.shape[0])
+    length = min(checks.count("batch_size", batch_size), rows.shape[0])
+    # Nor is a row read that does not count, wherever it stands: one that counts takes its place.
+    rows = jnp.where(weights != 0, rows, rows[jnp.argmax(weights != 0)])
     # Nothing after the last example that counts is run.
     used = jnp.max(jnp.where(weights != 0, jnp.arange(1, weights.size + 1), 0))
 
@@ -277,7 +293,7 @@ def _check_rows(rows: Any, client: int, num_examples: int) -> np.ndarray:
 
 
 def _check_selection(clients: np.ndarray, num_clients: int) -> np.ndarray:
-    known = np.isin(clients, np.arange(num_clients))
+    known = np.issubdtype(clients.dtype, np.integer) & np.isin(clients, np.arange(num_clients))
     if clients.ndim != 1 or not clients.size or not known.all():
         raise ValueError(
             f"clients are {clients.tolist()}; expected at least one of 0 to {num_clients - 1}."

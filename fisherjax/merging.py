@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import checks, clients, parallel, tree
-from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
 from fisherjax.parallel import Layout, Memory, mesh_of, replicate
 from fisherjax.training import Trained
@@ -168,6 +168,7 @@ def merge(
     state = algorithm.init(params, num_clients) if state is None else state
     cohort = jnp.arange(num_clients) if cohort is None else cohort
     key = jax.random.key(0) if key is None else key
+    checks.key(key)
     received = (values, weights)
     if algorithm.reduce is not None:
         received = _reduce(algorithm.reduce, values, weights)
@@ -216,6 +217,7 @@ def merge_stream(
         [2.]
     """
     checks.floating(params)
+    check_algorithm(algorithm)
     if algorithm.reduce is None:
         raise ValueError(
             "This method needs every client's update at once (its reduce is None), as FedFisher "
@@ -325,16 +327,8 @@ def _as_trained(trained: Any) -> Trained:
 def _check_summary(
     algorithm: Algorithm, trained: Trained, federation: Federation, key: Key
 ) -> None:
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(
-            f"algorithm is a {type(algorithm).__name__}; expected an Algorithm such as "
-            "algorithms.fedavg()."
-        )
-    if not isinstance(federation, Federation):
-        raise TypeError(
-            f"federation is a {type(federation).__name__}; expected the result of "
-            "clients.federation."
-        )
+    check_algorithm(algorithm)
+    clients.check(federation)
     checks.key(key)
     checks.floating(trained.params)
     checks.stacked(trained.params, federation.num_clients)
@@ -406,12 +400,9 @@ def _all_finite(params: Params) -> Array:
 
 
 def _check_shapes(merged: Params, params: Params) -> None:
-    def described(model: Params) -> dict[str, tuple[int, ...]]:
-        return dict(zip(tree.names(model), map(jnp.shape, jax.tree.leaves(model)), strict=True))
-
     same = jax.tree.structure(merged) == jax.tree.structure(params)
-    if not same or described(merged) != described(params):
+    if not same or tree.shapes(merged) != tree.shapes(params):
         raise ValueError(
-            f"The merged model has leaves of shapes {described(merged)}, but params has "
-            f"{described(params)}. Pass the params of the network that the clients trained."
+            f"The merged model has leaves of shapes {tree.shapes(merged)}, but params has "
+            f"{tree.shapes(params)}. Pass the params of the network that the clients trained."
         )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, tree
+from fisherjax import checks, clients, tree
 from fisherjax.clients import Federation, minibatches, view
 from fisherjax.likelihoods import categorical
 from fisherjax.parallel import Layout, chunk_size, map_clients
@@ -36,6 +36,7 @@ def logits(model: Model, params: Params, inputs: Array, *, batch_size: int = 500
     """
     checks.model(model)
     inputs = jnp.asarray(inputs)
+    checks.outputs(_bare(model), params, inputs)
     return _logits(_bare(model), _batch_size(batch_size, inputs), params, inputs)
 
 
@@ -194,11 +195,12 @@ def performance(
         [1. 0.] 0.5
     """
     checks.model(model)
+    clients.check(federation)
     batch_size = _batch_size(batch_size, federation.inputs)
     params = jax.tree.map(jnp.asarray, params)
     if stacked:
         checks.stacked(params, federation.num_clients)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[int(stacked) :], x.dtype), params)
+    one = _shapes(params) if stacked else params
     checks.outputs(_bare(model), one, federation.inputs, federation.targets)
     layout = Layout(chunk_size(None, federation.num_clients), federation.mesh)
     return _performance(_bare(model), layout, batch_size, stacked, params, federation)
@@ -319,6 +321,7 @@ def _every_logits(model: Model, batch_size: int, stacked: Params, inputs: Array)
     """Run each of M stacked models over a data set, [M, N, ..., C]."""
     checks.model(model)
     inputs = jnp.asarray(inputs)
+    checks.outputs(_bare(model), _shapes(stacked), inputs)
     return _map_logits(_bare(model), _batch_size(batch_size, inputs), stacked, inputs)
 
 
@@ -354,6 +357,11 @@ def _hits(outputs: Array, targets: Array) -> Array:
     """Say where the largest output is the target's; NaN where an output is, whose argmax is 0."""
     right = (outputs.argmax(-1) == targets).astype(jnp.result_type(float))
     return jnp.where(jnp.isnan(outputs).any(-1), jnp.nan, right)
+
+
+def _shapes(stacked: Params) -> Params:
+    """Give the shapes of one of the models."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
 
 
 def _bare(model: Model) -> Model:

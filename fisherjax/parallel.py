@@ -116,7 +116,7 @@ def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
     """
     if clients_per_chunk is None:
         return 1 if jax.default_backend() == "cpu" else num_clients
-    is_integer = isinstance(clients_per_chunk, numbers.Integral)
+    is_integer = isinstance(clients_per_chunk, numbers.Integral) and clients_per_chunk is not True
     if not is_integer or not 1 <= clients_per_chunk <= num_clients:
         raise ValueError(
             f"clients_per_chunk is {clients_per_chunk!r}; expected an integer from 1 (one client "

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import metrics, training
+from fisherjax import checks, clients, metrics, training
 from fisherjax.clients import SPLIT, Federation, client_key, ids, shuffled, view
 from fisherjax.metrics import Performance
 from fisherjax.typing import Array, Key, Model, Params
@@ -60,7 +60,10 @@ def personalize(
     Source: Dhawan, Mitchell, Charles, Garrett, Dziugaite, Leveraging function space aggregation for
         federated learning at scale, TMLR 2024, section 5.
     """
+    clients.check(federation)
+    checks.key(key)
     for fraction in fractions:
+        checks.number("A fraction", fraction)
         if not 0 <= fraction <= 0.5:
             raise ValueError(
                 f"A fraction is {fraction}; expected 0 to 0.5, as the other half of each client's "

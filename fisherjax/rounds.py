@@ -8,7 +8,7 @@ an old one repeats what followed it.
 Letters: M clients, K of them in a cohort.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, merging, training, tree
+from fisherjax import checks, clients, merging, parallel, training, tree
 from fisherjax.algorithms.base import Algorithm
-from fisherjax.clients import AGGREGATE, COHORT, Federation, select
-from fisherjax.configuration import cached
-from fisherjax.parallel import Layout, chunk_size, mesh_of, replicate
+from fisherjax.clients import Federation
+from fisherjax.parallel import Layout
 from fisherjax.training import LocalTraining, Trained
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -77,33 +76,70 @@ class Traffic(NamedTuple):
 
 
 class Federated(NamedTuple):
-    """A federated experiment as pure functions.
+    """A federated experiment: what a round is compiled for. Made, and checked, by `federated`."""
 
-    Attributes:
-        init: `(params, num_clients) -> State`.
-        check: `(state, federation, key) -> None`, raises ValueError or TypeError where they do not
-            fit.
-        round: `(state, federation, key) -> (State, Round)`, compiled once for the shapes.
-        traffic: `(params, federation) -> Traffic`.
-    """
-
-    init: Callable[[Params, int], State]
-    check: Callable[[State, Federation, Key], None]
-    round: Callable[[State, Federation, Key], tuple[State, Round]]
-    traffic: Callable[[Params, Federation], Traffic]
-
-
-class _Plan(NamedTuple):
-    """What a round is compiled for."""
-
+    model: Model
     algorithm: Algorithm
-    local: LocalTraining
-    layout: Layout
     cohort: int
+    optimizer: optax.GradientTransformation
     epochs: int
+    batch_size: int
+    clients_per_chunk: int
+
+    def init(self, params: Params, num_clients: int) -> State:
+        """Make the state before the first round, for M clients."""
+        checks.floating(params)
+        params = jax.tree.map(jnp.asarray, params)
+        own = self.algorithm.init_client(params)
+        private = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
+        kept = self.algorithm.init(params, num_clients)
+        state = State(jnp.asarray(0, jnp.int32), params, kept, private)
+        return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), state)
+
+    def check(self, state: State, federation: Federation, key: Key) -> None:
+        """Refuse a state, data or a key that do not fit, with a ValueError or TypeError."""
+        if not isinstance(state, State):
+            raise TypeError(f"state is a {type(state).__name__}; expected init(params, M).")
+        numbers = (self.optimizer, self.epochs, self.batch_size)
+        training.check(self.model, state.params, federation, key, *numbers)
+        if self.cohort > federation.num_clients:
+            raise ValueError(
+                f"cohort is {self.cohort}, but the federation has {federation.num_clients} "
+                "clients; expected at most all of them."
+            )
+        init = partial(self.init, num_clients=federation.num_clients)
+        _check_fits(state, jax.eval_shape(init, state.params))
+        if not bool(tree.finite(jax.tree.map(lambda x: x[None], state.params)).all()):
+            raise ValueError(
+                "state.params are not finite: the model has diverged. Start from a state before "
+                "that, with smaller learning rates."
+            )
+
+    def round(self, state: State, federation: Federation, key: Key) -> tuple[State, Round]:
+        """Play one round; compiled once for equal experiments and shapes."""
+        mesh = federation.mesh
+        if mesh is not None and parallel.mesh_of(state.params) is None:
+            state = parallel.replicate(state, mesh)
+        layout = Layout(self.clients_per_chunk, mesh)
+        return _round(self, layout, state, federation, parallel.replicate(key, mesh))
+
+    def traffic(self, params: Params, federation: Federation) -> Traffic:
+        """Count what one client receives and sends; nothing is computed."""
+        state = jax.eval_shape(partial(self.init, num_clients=federation.num_clients), params)
+
+        def sent(state: State) -> tuple[Any, Any]:
+            own = jax.tree.map(lambda x: x[0], state.private)
+            return self.algorithm.broadcast(state.params, state.algorithm, own)
+
+        def update(state: State, federation: Federation) -> Any:
+            one = self._replace(cohort=1, epochs=1)
+            arrays = (state, federation, jnp.arange(1), jax.random.key(0))
+            return _clients(one, Layout(1), *arrays)[2]
+
+        up = jax.eval_shape(update, state, federation)
+        return Traffic(*map(_bytes, (jax.eval_shape(sent, state), up)))
 
 
-@cached
 def federated(
     model: Model,
     algorithm: Algorithm,
@@ -132,7 +168,7 @@ def federated(
             elsewhere.
 
     Returns:
-        The experiment, the same object for equal arguments.
+        The experiment, plain data: equal ones share a program.
 
     Raises:
         TypeError: If an argument has the wrong kind.
@@ -169,48 +205,8 @@ def federated(
     for name, value in (("cohort", cohort), ("epochs", epochs), ("batch_size", batch_size)):
         checks.count(name, value)
     checks.optimizer("optimizer", optimizer)
-    chunk = chunk_size(clients_per_chunk, cohort)
-    wrapped = algorithm.optimizer(optimizer)
-
-    def plan(federation: Federation) -> _Plan:
-        local = LocalTraining(model, wrapped, min(batch_size, federation.indices.shape[1]))
-        return _Plan(algorithm, local, Layout(chunk, federation.mesh), cohort, epochs)
-
-    def init(params: Params, num_clients: int) -> State:
-        checks.floating(params)
-        params = jax.tree.map(jnp.asarray, params)
-        own = algorithm.init_client(params)
-        private = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
-        number = jnp.asarray(0, jnp.int32)
-        state = State(number, params, algorithm.init(params, num_clients), private)
-        return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), state)
-
-    def check(state: State, federation: Federation, key: Key) -> None:
-        if not isinstance(state, State):
-            raise TypeError(f"state is a {type(state).__name__}; expected init(params, M).")
-        training.check(model, state.params, federation, key, optimizer, epochs, batch_size)
-        if cohort > federation.num_clients:
-            raise ValueError(
-                f"cohort is {cohort}, but the federation has {federation.num_clients} clients; "
-                "expected at most all of them."
-            )
-        _check_fits(state, jax.eval_shape(lambda w: init(w, federation.num_clients), state.params))
-        if not bool(tree.finite(jax.tree.map(lambda x: x[None], state.params)).all()):
-            raise ValueError(
-                "state.params are not finite: the model has diverged. Start from a state before "
-                "that, with smaller learning rates."
-            )
-
-    def round(state: State, federation: Federation, key: Key) -> tuple[State, Round]:
-        mesh = federation.mesh
-        if mesh is not None and mesh_of(state.params) is None:
-            state = replicate(state, mesh)
-        return _round(plan(federation), state, federation, replicate(key, mesh))
-
-    def traffic(params: Params, federation: Federation) -> Traffic:
-        return _traffic(plan(federation), init, params, federation)
-
-    return Federated(init, check, round, traffic)
+    chunk = parallel.chunk_size(clients_per_chunk, cohort)
+    return Federated(model, algorithm, cohort, optimizer, epochs, batch_size, chunk)
 
 
 def run(
@@ -254,31 +250,27 @@ def run(
     return going(state)
 
 
-@partial(jax.jit, static_argnums=0)
-def _round(plan: _Plan, state: State, federation: Federation, key: Key) -> tuple[State, Round]:
+@partial(jax.jit, static_argnums=(0, 1))
+def _round(
+    experiment: Federated, layout: Layout, state: State, federation: Federation, key: Key
+) -> tuple[State, Round]:
     """Play one round: train, summarize, merge."""
-    algorithm, layout = plan.algorithm, plan.layout
+    algorithm = experiment.algorithm
     key = jax.random.fold_in(key, state.number)
-    cohort = _draw_cohort(key, federation.num_clients, plan.cohort)
-    chosen = select(federation, cohort)
-    private = jax.tree.map(lambda x: x[cohort], state.private)
-    start, extras = _broadcast(algorithm, state, private)
-
-    arrays = (start, extras, chosen, key)
-    trained = training.train_cohort(plan.local, layout, *arrays, plan.epochs)
-    updates, kept = merging.summarize_cohort(algorithm, layout, trained, private, chosen, key)
+    cohort = _draw_cohort(key, federation.num_clients, experiment.cohort)
+    clients_half = _clients(experiment, layout, state, federation, cohort, key)
+    private, trained, updates, kept = clients_half
 
     finite = tree.finite((updates, kept)).all(0)
-    sizes = jnp.where(finite, chosen.sizes, 0)
+    sizes = jnp.where(finite, federation.sizes[cohort], 0)
     weights = sizes / jnp.maximum(sizes.sum(), 1)
     loss = (weights * jnp.where(sizes > 0, trained.loss[:, -1], 0)).sum()
 
     received = (tree.keep(finite, updates.values), weights)
     received = received if algorithm.reduce is None else algorithm.reduce(*received)
-    server_key = jax.random.fold_in(key, AGGREGATE)
-    merged, kept_by_server, info = algorithm.aggregate(
-        server_key, received, state.params, state.algorithm, cohort
-    )
+    server_key = jax.random.fold_in(key, clients.AGGREGATE)
+    server = (server_key, received, state.params, state.algorithm, cohort)
+    merged, kept_by_server, info = algorithm.aggregate(*server)
     # Who diverged keeps what it kept, and so do those who sat the round out.
     kept = tree.keep(finite, kept, private)
     everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), state.private, kept)
@@ -288,6 +280,27 @@ def _round(plan: _Plan, state: State, federation: Federation, key: Key) -> tuple
     )
     after = after._replace(number=state.number + 1)
     return after, Round(state.number, cohort, state.params, trained, loss, ~finite, info)
+
+
+def _clients(
+    experiment: Federated,
+    layout: Layout,
+    state: State,
+    federation: Federation,
+    cohort: Array,
+    key: Key,
+) -> tuple[Any, Trained, Any, Any]:
+    """Train and summarize a cohort; give what it kept before, and what it sends and keeps now."""
+    algorithm, chosen = experiment.algorithm, clients.select(federation, cohort)
+    length = min(experiment.batch_size, federation.indices.shape[1])
+    optimizer = algorithm.optimizer(experiment.optimizer)
+    local = LocalTraining(experiment.model, optimizer, length)
+    private = jax.tree.map(lambda x: x[cohort], state.private)
+    start, extras = _broadcast(algorithm, state, private)
+    arrays = (start, extras, chosen, key)
+    trained = training.train_cohort(local, layout, *arrays, experiment.epochs)
+    sent = merging.summarize_cohort(algorithm, layout, trained, private, chosen, key)
+    return private, trained, *sent
 
 
 def _broadcast(algorithm: Algorithm, state: State, private: Any) -> tuple[tuple, Any]:
@@ -303,29 +316,8 @@ def _draw_cohort(key: Key, num_clients: int, cohort: int) -> Array:
     """Draw clients without replacement, in ascending order."""
     if cohort == num_clients:
         return jnp.arange(num_clients)
-    drawn = jax.random.permutation(jax.random.fold_in(key, COHORT), num_clients)
+    drawn = jax.random.permutation(jax.random.fold_in(key, clients.COHORT), num_clients)
     return jnp.sort(drawn[:cohort])
-
-
-def _traffic(
-    plan: _Plan, init: Callable[[Params, int], State], params: Params, federation: Federation
-) -> Traffic:
-    state = jax.eval_shape(lambda w: init(w, federation.num_clients), params)
-
-    def sent(state: State) -> tuple[Any, Any]:
-        own = jax.tree.map(lambda x: x[0], state.private)
-        return plan.algorithm.broadcast(state.params, state.algorithm, own)
-
-    def update(state: State, federation: Federation) -> Any:
-        chosen = select(federation, jnp.arange(1))
-        private = jax.tree.map(lambda x: x[:1], state.private)
-        start, extras = _broadcast(plan.algorithm, state, private)
-        layout, key = Layout(1), jax.random.key(0)
-        trained = training.train_cohort(plan.local, layout, start, extras, chosen, key, 1)
-        return merging.summarize_cohort(plan.algorithm, layout, trained, private, chosen, key)[0]
-
-    down = _bytes(jax.eval_shape(sent, state))
-    return Traffic(down, _bytes(jax.eval_shape(update, state, federation)))
 
 
 def _bytes(shapes: Any) -> int:

@@ -153,13 +153,24 @@ def train(
     start = (jax.tree.map(jnp.asarray, params), None)
     start, key = parallel.replicate((start, key), layout.mesh)
     arrays = ((start, (None, extras)), federation, key)
-    if progress is None:
-        return train_cohort(local, layout, start, (None, extras), federation, key, epochs)
-    return _epoch_by_epoch(local, layout, arrays, epochs, progress)
+    if progress is not None:
+        checks.function("progress", progress, "progress(epoch, losses)")
+        return _epoch_by_epoch(local, layout, arrays, epochs, progress)
+    return train_cohort(local, layout, start, (None, extras), federation, key, epochs)
 
 
 def train_memory(
-    model: Model, params: Params, federation: Federation, *, progress: Any = None, **options: Any
+    model: Model,
+    params: Params,
+    federation: Federation,
+    *,
+    key: Key,
+    optimizer: optax.GradientTransformation,
+    epochs: int,
+    batch_size: int,
+    extras: Any = (),
+    clients_per_chunk: int | None = None,
+    progress: Any = None,
 ) -> Memory:
     """Predict the memory of `train`, with the data and the models of all clients.
 
@@ -170,8 +181,13 @@ def train_memory(
         model: As for `train`.
         params: As for `train`.
         federation: As for `train`.
+        key: As for `train`.
+        optimizer: As for `train`.
+        epochs: As for `train`.
+        batch_size: As for `train`.
+        extras: As for `train`.
+        clients_per_chunk: As for `train`.
         progress: As for `train`; whether it is None is all that counts.
-        **options: All others of `train`.
 
     Returns:
         Bytes on each device.
@@ -196,13 +212,10 @@ def train_memory(
         >>> need.resident > federation.inputs.nbytes
         True
     """
-    names = ("key", "optimizer", "epochs", "batch_size")
-    key, optimizer, epochs, batch_size = (options[name] for name in names)
     local = check(model, params, federation, key, optimizer, epochs, batch_size)
-    chunk = parallel.chunk_size(options.get("clients_per_chunk"), federation.num_clients)
-    layout = Layout(chunk, federation.mesh)
+    layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     params, key = parallel.replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
-    given = ((params, None), (None, options.get("extras", ())))
+    given = ((params, None), (None, extras))
     arrays = (given, federation, key)
     if progress is None:
         return parallel.memory(
@@ -224,11 +237,7 @@ def check(
 ) -> LocalTraining:
     """Check what clients train with, and put it together."""
     checks.model(model)
-    if not isinstance(federation, Federation):
-        raise TypeError(
-            f"federation is a {type(federation).__name__}; expected the result of "
-            "clients.federation."
-        )
+    clients.check(federation)
     checks.floating(params)
     checks.mask(model, params)
     checks.optimizer("optimizer", optimizer)
@@ -304,7 +313,7 @@ def select_leaves(mask: tuple[bool, ...], trained: Params, others: Params) -> Pa
 
 def _capacity(epochs: int) -> int:
     """Round a number of epochs up to one that programs are compiled for."""
-    return max(_EPOCHS, 1 << (epochs - 1).bit_length())
+    return max(_EPOCHS, 1 << (int(epochs) - 1).bit_length())
 
 
 def _trained(

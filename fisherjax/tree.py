@@ -36,6 +36,16 @@ def names(tree: Any) -> tuple[str, ...]:
     return named
 
 
+def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Give the shapes of the leaves by name.
+
+    Example:
+        >>> shapes({"w": jnp.ones(3), "b": 1.0})
+        {'b': (), 'w': (3,)}
+    """
+    return dict(zip(names(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
+
+
 def inner(left: Any, right: Any) -> Array:
     """Compute the inner product <u, v> = sum_leaves sum(u * v) of two pytrees.
 

@@ -13,13 +13,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fisherjax import checks, tree
-from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.parallel import mesh_of
 from fisherjax.typing import Array
 
 
 def stacked_values(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
     """Stack updates if need be; refuse another kind, or leaves of different numbers of clients."""
+    check_algorithm(algorithm)
     if isinstance(updates, (list, tuple)):
         for client, update in enumerate(updates):
             _check_kind(algorithm, update, f"The update of client {client}")

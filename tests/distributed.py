@@ -31,11 +31,10 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
     alone = fj.clients.federation(data, rows)
     spread = fj.clients.shard(alone)
     params = {"a": jnp.asarray(random.normal(size=(3, 4)), jnp.float32), "b": jnp.ones((4, 3))}
-    categorical = fj.likelihoods.categorical
     optimizer = optax.sgd(0.1, 0.9)
-
-    def apply(params, x):
-        return jnp.tanh(x @ params["a"]) @ params["b"]
+    model = fj.Model(
+        lambda params, x: jnp.tanh(x @ params["a"]) @ params["b"], fj.likelihoods.categorical
+    )
 
     def whole(x):
         """Bring an array to every process."""
@@ -47,37 +46,42 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
             lambda x, y: np.testing.assert_allclose(whole(y), x, rtol=2e-5, atol=1e-6), one, many
         )
 
-    def trained(federation, **how):
+    def trained(federation, algorithm, **how):
         return fj.training.train(
-            apply,
-            categorical,
+            model,
             params,
             federation,
             key=jax.random.key(0),
-            optimizer=optimizer,
+            optimizer=algorithm.optimizer(optimizer),
             epochs=2,
             batch_size=4,
             **how,
         )
 
-    one = trained(alone)
+    fedavg = fj.algorithms.fedavg()
+    one = trained(alone, fedavg)
     for how in ({}, {"progress": lambda *_: None, "clients_per_chunk": 2}):
-        many = trained(spread, **how)
+        many = trained(spread, fedavg, **how)
         assert many.params["a"].sharding.spec[0] == "clients"
         assert len(many.params["a"].addressable_shards) == jax.local_device_count()
         same(one, many)
-    aggregators = [fj.aggregation.fedavg(), fj.aggregation.fedfisher(apply, categorical)]
+    algorithms = [fedavg, fj.algorithms.fedfisher(model)]
     if process is None:
-        aggregators.append(fj.aggregation.regmean(apply))
-        aggregators.append(fj.aggregation.fisher_merge(apply, categorical))
-    for aggregator in aggregators:
+        algorithms += [fj.algorithms.regmean(model), fj.algorithms.fisher_merge(model)]
+    # All train as federated averaging does, but one whose optimiser keeps something.
+    fednova = fj.algorithms.fednova()
+    ways = [(algorithm, one, many) for algorithm in algorithms]
+    ways.append((fednova, trained(alone, fednova), trained(spread, fednova)))
+    same(*ways[-1][1:])
+    for algorithm, here, there in ways:
         key = jax.random.key(1)
-        updates = fj.clients.summarize(aggregator, one, alone, key=key)
-        spread_updates = fj.clients.summarize(aggregator, many, spread, key=key)
+        updates = fj.merging.summarize(algorithm, here, alone, key=key)
+        spread_updates = fj.merging.summarize(algorithm, there, spread, key=key)
         same(updates, spread_updates)
-        merged, _ = fj.aggregation.merge(aggregator, params, updates, alone.weights)
-        spread_merged, _ = fj.aggregation.merge(aggregator, params, spread_updates, spread.weights)
-        same(merged, spread_merged)
+        merge = partial(fj.merging.merge, algorithm, params)
+        merged, state, _ = merge(updates, alone.weights)
+        spread_merged, spread_state, _ = merge(spread_updates, spread.weights)
+        same((merged, state), (spread_merged, spread_state))
     # One data set whose examples are spread; some carry no weight, on one device none does.
     x, y = random.normal(size=(64, 3)).astype(np.float32), random.integers(0, 3, 64, np.int32)
     weights = random.uniform(size=64).astype(np.float32) * (np.arange(64) > 17)
@@ -87,7 +91,11 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
     for fisher in (fj.fisher.diagonal, fj.fisher.kfac):
         one, many = (
             fisher(
-                apply, categorical, params, x, y, kind=fj.fisher.empirical, weights=w, batch_size=3
+                model,
+                params,
+                fj.Examples(x, y, weights=w),
+                kind=fj.fisher.empirical,
+                batch_size=3,
             )
             for x, y, w in (alone_rows, spread_rows)
         )
@@ -95,19 +103,20 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
     # The same rows on every device: only labels that are drawn anew on each make a difference.
     share, key = x[: len(x) // spread.mesh.size], jax.random.key(3)
     everywhere = jax.device_put(np.tile(share, (spread.mesh.size, 1)), by_row)
-    drawn = partial(fj.fisher.diagonal, apply, categorical, params, kind=fj.fisher.sampled)
-    first = drawn(jnp.asarray(share), key=jax.random.fold_in(key, 0)).entries["b"]
-    assert not np.allclose(whole(drawn(everywhere, key=key).entries["b"]), first, rtol=0.01)
-    fedfish = fj.aggregation.fedfish(apply, categorical, batch_size=4, last_epoch=True)
-    method = fj.rounds.federated(
-        apply, categorical, fedfish, cohort=8, optimizer=optimizer, epochs=2, batch_size=4
-    )
-    ends = []
-    for federation in (alone, spread):
-        start, key = method.init(params), jax.random.key(2)
-        *_, (state, _) = fj.rounds.run(method, start, federation, key=key, rounds=2)
-        ends.append(state.params)
-    same(*ends)
+    drawn = partial(fj.fisher.diagonal, model, params, kind=fj.fisher.sampled)
+    first = drawn(fj.Examples(jnp.asarray(share)), key=jax.random.fold_in(key, 0)).entries["b"]
+    both = drawn(fj.Examples(everywhere), key=key).entries["b"]
+    assert not np.allclose(whole(both), first, rtol=0.01)
+    for algorithm in (fj.algorithms.fedfish(model, last_epoch=True), fj.algorithms.scaffold()):
+        experiment = fj.rounds.federated(
+            model, algorithm, cohort=8, optimizer=optimizer, epochs=2, batch_size=4
+        )
+        ends = []
+        for federation in (alone, spread):
+            start, key = experiment.init(params, federation.num_clients), jax.random.key(2)
+            *_, (state, _) = fj.rounds.run(experiment, start, federation, key=key, rounds=2)
+            ends.append((state.params, state.algorithm, state.private))
+        same(*ends)
     print(jax.process_count(), "processes,", jax.device_count(), "devices")
 
 

@@ -2,12 +2,14 @@
 
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fisherjax import clients, tree
+import fisherjax as fj
+from fisherjax import algorithms, clients, merging, training, tree
 
 ROWS = [np.array([3, 1, 0]), np.array([], int), np.array([8]), np.array([4, 2, 5, 7, 6])]
 
@@ -21,6 +23,9 @@ def data():
 @pytest.fixture
 def federation(data):
     return clients.federation(data, ROWS)
+
+
+# Who owns what.
 
 
 def test_every_client_views_its_own_examples(data, federation):
@@ -46,22 +51,112 @@ def test_images_stay_bytes_and_only_integers_are_padded(data, federation):
 
 def test_a_data_set_and_a_pair_give_the_same_federation(data, federation):
     named = types.SimpleNamespace(inputs=data[0], targets=data[1])
-    jax.tree.map(np.testing.assert_array_equal, clients.federation(named, ROWS), federation)
+    for given in (named, fj.Examples(*data), fj.Examples(*map(jnp.asarray, data))):
+        chex.assert_trees_all_equal(clients.federation(given, ROWS), federation)
 
 
 def test_a_whole_data_set_is_one_clients_view(data):
-    view = clients.examples(*data)
+    view = fj.Examples(*map(jnp.asarray, data))
     alone = clients.view(clients.federation(data, [np.arange(9)]), 0)
-    jax.tree.map(np.testing.assert_array_equal, view, alone)
+    (number, batch), (same_number, same) = (clients.minibatches(e, 4) for e in (view, alone))
+    assert number == same_number == 3
+    for step in range(3):
+        chex.assert_trees_all_equal(batch(step), same(step))
 
 
-def summary(key, params, examples, global_params):
-    start = 0 if global_params is None else global_params["w"].sum()
+def test_selected_clients_keep_their_rows_and_their_ids(federation):
+    some = clients.select(federation, [3, 0])
+    assert some.inputs is federation.inputs
+    np.testing.assert_array_equal(clients.ids(some), [3, 0])
+    for place, client in enumerate((3, 0)):
+        chex.assert_trees_all_equal(clients.view(some, place), clients.view(federation, client))
+    np.testing.assert_array_equal(clients.ids(clients.select(some, [1])), [0])
+    np.testing.assert_array_equal(clients.ids(some._replace(ids=None)), [0, 1])
+    traced = jax.jit(clients.select)(federation, jnp.array([3, 0]))
+    chex.assert_trees_all_equal(traced, some)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ([], r"clients are \[\]; expected at least one of 0 to 3"),
+        ([4], r"clients are \[4\]; expected at least one of 0 to 3"),
+        ([-1, 0], r"clients are \[-1, 0\]"),
+        ([2, 2], "each only once"),
+        ([[0]], "at least one of"),
+    ],
+)
+def test_a_selection_that_does_not_fit_is_refused(federation, chosen, words):
+    with pytest.raises(ValueError, match=words):
+        clients.select(federation, chosen)
+
+
+@pytest.mark.parametrize("client", [-1, 4])
+def test_a_client_that_does_not_exist_has_no_view(federation, client):
+    with pytest.raises(IndexError, match=f"client is {client}; expected 0 to 3"):
+        clients.view(federation, client)
+
+
+# Minibatches.
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 5, 9])
+def test_minibatches_are_the_own_examples_in_order_and_nobody_elses(data, federation, batch_size):
+    for client, rows in enumerate(ROWS):
+        number, batch = clients.minibatches(clients.view(federation, client), batch_size)
+        assert number == -(-len(rows) // batch_size) == clients.num_batches(len(rows), batch_size)
+        found = []
+        for step in range(int(number)):
+            inputs, targets, weights = batch(step)
+            assert len(inputs) == min(batch_size, 5)
+            counts = np.asarray(weights) == 1
+            assert set(weights[~counts].tolist()) <= {0.0}
+            found.append((inputs[counts], targets[counts]))
+            own = {data[0][row].tobytes() for row in rows}
+            assert {np.asarray(x).tobytes() for x in inputs} <= own
+        if found:
+            inputs, targets = (np.concatenate(column) for column in zip(*found, strict=True))
+            np.testing.assert_array_equal(inputs, data[0][rows])
+            np.testing.assert_array_equal(targets, data[1][rows])
+
+
+def test_examples_of_other_weights_and_without_targets_have_minibatches_too():
+    weights = jnp.array([2.0, 0.0, 0.5, 0.0, 0.0])
+    number, batch = clients.minibatches(fj.Examples(jnp.arange(5.0), weights=weights), 2)
+    assert number == 2  # what comes after the last that counts is not run
+    (first, none, w), (second, _, v) = batch(0), batch(1)
+    assert none is None
+    np.testing.assert_array_equal(first, [0, 1])
+    np.testing.assert_array_equal(w, [2, 0])
+    np.testing.assert_array_equal(second, [2, 2])
+    np.testing.assert_array_equal(v, [0.5, 0])
+
+
+def test_shuffling_keeps_the_padding_behind_and_does_not_see_how_much_there_is(federation, key):
+    view = clients.view(federation, 0)
+    mixed = clients.shuffled(key, view)
+    assert sorted(mixed.indices[:3].tolist()) == sorted(ROWS[0].tolist())
+    np.testing.assert_array_equal(mixed.weights, view.weights)
+    short = clients.shuffled(key, view._replace(indices=view.indices[:3], weights=view.weights[:3]))
+    np.testing.assert_array_equal(mixed.indices[:3], short.indices)
+    orders = {
+        tuple(clients.shuffled(jax.random.key(seed), view).indices[:3].tolist())
+        for seed in range(40)
+    }
+    assert len(orders) == 6
+
+
+# What they send.
+
+
+def summary(key, trained, examples, private):
+    start = 0 if trained.start is None else trained.start["w"].sum()
     share = (examples.weights * examples.targets[examples.indices]).sum()
-    return {"draw": jax.random.normal(key), "mean": params["w"].mean() + start + share}
+    mean = trained.params["w"].mean() + start + share
+    return {"draw": jax.random.normal(key), "mean": mean}, private
 
 
-AGGREGATOR = types.SimpleNamespace(summarize=summary)
+DRAWING = algorithms.Algorithm(summary, aggregate=None, kind="draws")
 
 
 @pytest.fixture
@@ -69,36 +164,55 @@ def models():
     return [{"w": jnp.full(2, float(client))} for client in range(len(ROWS))]
 
 
+def summarize(models, federation, key, **options):
+    return merging.summarize(DRAWING, models, federation, key=key, **options)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 4, None])
-def test_updates_are_each_clients_own_summary(federation, models, key, chunk):
-    start = {"w": jnp.ones(2)}
-    settings = {"key": key, "global_params": start, "clients_per_chunk": chunk}
-    updates = clients.summarize(AGGREGATOR, models, federation, **settings)
-    assert len(np.unique(updates["draw"])) == len(ROWS)
+@pytest.mark.parametrize("start", [None, "common", "own"])
+def test_updates_are_each_clients_own_summary(federation, models, key, chunk, start):
+    own = {"w": jnp.ones((4, 2)) * jnp.arange(4.0)[:, None]}
+    starts = {None: None, "common": {"w": jnp.ones(2)}, "own": own}
+    trained = training.Trained(tree.stack(models), starts[start])
+    updates = summarize(trained, federation, key, clients_per_chunk=chunk)
+    assert updates.kind == "draws"
+    assert len(np.unique(updates.values["draw"])) == len(ROWS)
     for client, params in enumerate(models):
         client_key = jax.random.fold_in(jax.random.fold_in(key, clients.SUMMARIZE), client)
-        alone = summary(client_key, params, clients.view(federation, client), start)
-        for name, value in alone.items():
-            np.testing.assert_allclose(updates[name][client], value, rtol=1e-6)
+        mine = starts[start] if start != "own" else {"w": own["w"][client]}
+        alone = training.Trained(params, mine)
+        values, _ = summary(client_key, alone, clients.view(federation, client), ())
+        for name, value in values.items():
+            np.testing.assert_allclose(updates.values[name][client], value, rtol=1e-6)
 
 
-def test_lists_stacks_and_local_models_give_the_same_updates(federation, models, key):
+def test_a_selected_client_sends_what_it_sends_among_the_others(federation, models, key):
+    everybody = summarize(models, federation, key)
+    some = summarize([models[2], models[0]], clients.select(federation, [2, 0]), key)
+    chosen = jax.tree.map(lambda leaf: leaf[np.array([2, 0])], everybody)
+    chex.assert_trees_all_equal(some, chosen)
+
+
+def test_lists_stacks_and_trained_models_give_the_same_updates(federation, models, key):
     stacked = tree.stack(models)
-    local = clients.LocalModels(stacked, jnp.zeros((4, 1)), jnp.zeros(4, int))
+    local = training.Trained(stacked, None, jnp.zeros(4, int), jnp.zeros((4, 1)))
     first, *others = (
-        clients.summarize(AGGREGATOR, given, federation, key=key)
-        for given in (models, stacked, local)
+        summarize(given, federation, key)
+        for given in (models, tuple(models), training.Trained(stacked), local)
     )
     for other in others:
-        jax.tree.map(np.testing.assert_array_equal, first, other)
+        chex.assert_trees_all_equal(first, other)
 
 
 def test_a_second_call_compiles_nothing(federation, models, key, compilations):
     other_key = jax.random.fold_in(key, 1)
-    clients.summarize(AGGREGATOR, models, federation, key=key)
+    summarize(models, federation, key)
     with compilations() as count:
-        clients.summarize(AGGREGATOR, models, federation, key=other_key)
+        summarize(models, federation, other_key)
     assert count() == 0
+
+
+# What is refused.
 
 
 def test_spreading_over_no_devices_or_unevenly_is_refused(federation):
@@ -111,13 +225,24 @@ def test_spreading_over_no_devices_or_unevenly_is_refused(federation):
 
 def test_models_that_are_not_as_many_as_the_clients_are_refused(federation, models, key):
     with pytest.raises(ValueError, match=r"'w'.*\(3, 2\).*4 clients"):
-        clients.summarize(AGGREGATOR, models[:3], federation, key=key)
+        summarize(models[:3], federation, key)
 
 
 def test_integer_models_are_refused(federation, models, key):
     models = jax.tree.map(lambda x: x.astype(int), models)
     with pytest.raises(TypeError, match="'w'"):
-        clients.summarize(AGGREGATOR, models, federation, key=key)
+        summarize(models, federation, key)
+
+
+def test_models_algorithms_federations_and_keys_that_are_none_are_refused(federation, models, key):
+    with pytest.raises(TypeError, match="trained is a dict; expected what"):
+        summarize(tree.stack(models), federation, key)
+    with pytest.raises(TypeError, match="federation is a tuple"):
+        summarize(models, (1, 2), key)
+    with pytest.raises(TypeError, match="algorithm is a function"):
+        merging.summarize(summary, models, federation, key=key)
+    with pytest.raises(TypeError, match="not a typed key"):
+        summarize(models, federation, jax.random.PRNGKey(0))
 
 
 @pytest.mark.parametrize(
@@ -141,10 +266,10 @@ def test_inputs_and_targets_of_different_lengths_are_refused(data):
     with pytest.raises(ValueError, match=r"\(9, 2, 2, 1\) and targets \(8,\)"):
         clients.federation((data[0], data[1][:8]), ROWS)
     with pytest.raises(ValueError, match="one row for each example"):
-        clients.examples(data[0], np.array(1))
+        clients.federation((data[0], np.array(1)), ROWS)
 
 
 @pytest.mark.parametrize("chunk", [0, -1, 1.5, "all", 5])
 def test_a_chunk_that_is_no_number_of_clients_is_refused(federation, models, key, chunk):
     with pytest.raises(ValueError, match=r"clients_per_chunk is .* to 4 \(all at once\)"):
-        clients.summarize(AGGREGATOR, models, federation, key=key, clients_per_chunk=chunk)
+        summarize(models, federation, key, clients_per_chunk=chunk)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fisherjax import mapping, tree
+from fisherjax import parallel, tree
 
 
 @pytest.mark.parametrize("sizes", [None, [3, 0, 1, 5, 3]])
@@ -18,7 +18,7 @@ def test_the_chunk_changes_nothing(key, chunk, sizes):
 
     expected = [function(jax.tree.map(lambda leaf, i=i: leaf[i], stacked)) for i in range(5)]
     sizes = None if sizes is None else jnp.array(sizes)
-    mapped = mapping.map_clients(function, stacked, sizes=sizes, clients_per_chunk=chunk)
+    mapped = parallel.map_clients(function, stacked, sizes=sizes, clients_per_chunk=chunk)
     np.testing.assert_allclose(mapped["y"], tree.stack(expected)["y"], rtol=1e-6)
 
 
@@ -32,18 +32,18 @@ def test_wasted_steps_are_those_that_a_chunk_waits_for_its_largest_client(chunk)
         jax.debug.callback(rounds.append, client, ordered=False)
         return client
 
-    mapping.map_clients(
+    parallel.map_clients(
         function, jnp.asarray(steps), sizes=jnp.asarray(steps), clients_per_chunk=chunk
     )
     jax.effects_barrier()
     # Whatever their order, lanes of one chunk are of neighbouring sizes: cut the sorted calls.
     computed = np.sort(np.array(rounds)).reshape(-1, len(rounds) // -(-7 // chunk))
     expected = 1 - steps.sum() / (computed.max(1) * computed.shape[1]).sum()
-    assert mapping.wasted_steps(steps, chunk) == pytest.approx(expected)
+    assert parallel.wasted_steps(steps, chunk) == pytest.approx(expected)
 
 
 def test_no_steps_waste_nothing():
-    assert mapping.wasted_steps([0, 0, 0], 2) == 0
+    assert parallel.wasted_steps([0, 0, 0], 2) == 0
 
 
 def test_results_of_a_chunk_are_written_in_place():
@@ -53,7 +53,7 @@ def test_results_of_a_chunk_are_written_in_place():
         return jnp.full(10_000, size)
 
     def run(sizes):
-        return mapping.map_clients(grow, sizes, sizes=sizes, clients_per_chunk=2)
+        return parallel.map_clients(grow, sizes, sizes=sizes, clients_per_chunk=2)
 
     memory = jax.jit(run).lower(jnp.arange(64.0)).compile().memory_analysis()
     assert memory.output_size_in_bytes >= 64 * 40_000

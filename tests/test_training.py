@@ -342,9 +342,7 @@ def test_showing_progress_changes_no_bit_and_neither_way_compiles_twice(
 
 
 @pytest.mark.parametrize("progress", [None, lambda *_: None])
-def test_another_number_of_epochs_compiles_nothing(
-    federation, params, key, compilations, progress
-):
+def test_another_number_of_epochs_compiles_nothing(federation, params, key, compilations, progress):
     settings = {"progress": progress}
     short = train(params, federation, key, **settings)
     with compilations() as count:
@@ -414,9 +412,7 @@ def test_an_optimiser_is_told_what_the_client_started_from(federation, params, k
     one_step = train(params, federation, key, batch_size=12, epochs=1)
     two = train(params, federation, key, batch_size=12, optimizer=WATCHING)
     for i in WITH_DATA:
-        moved = jax.tree.map(
-            lambda w, s: jnp.abs(w - s).max(), client(one_step.params, i), params
-        )
+        moved = jax.tree.map(lambda w, s: jnp.abs(w - s).max(), client(one_step.params, i), params)
         assert_close(two.extras["from start"][i], sum(jax.tree.leaves(moved)))
     np.testing.assert_array_equal(two.extras["from start"][1], 0)
 

@@ -96,6 +96,7 @@ def options(name: str) -> dict[str, object]:
         >>> options("fedprox")
         {'mu': 0.001}
     """
+    checks.one_of("algorithm", name, TABLE)
     parameters = inspect.signature(TABLE[name].factory).parameters.values()
     return {p.name: p.default for p in parameters if p.name != "model"}
 

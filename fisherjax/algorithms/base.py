@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from fisherjax import configuration, quadratic, tree
+from fisherjax import checks, configuration, quadratic, tree
 from fisherjax.fisher import Operator
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
@@ -101,6 +101,11 @@ class Algorithm(NamedTuple):
     model: Model | None = None
 
 
+def check_algorithm(value: Any) -> None:
+    """Refuse what is no `Algorithm`."""
+    checks.instance("algorithm", value, Algorithm, "an Algorithm such as algorithms.fedavg()")
+
+
 class WeightedSum(NamedTuple):
     """A sum over clients, and the weight that a mean divides it by.
 
@@ -149,20 +154,28 @@ def averaging(**changes: Any) -> Algorithm:
     return Algorithm(summarize, aggregate, reduce, kind="params")._replace(**changes)
 
 
-def fisher_summary(model: Model, fisher: Callable[..., Operator], **options: Any) -> Callable:
+def fisher_summary(
+    model: Model, fisher: Callable[..., Operator], kind: Callable[..., Array], batch_size: int
+) -> Callable:
     """Make the `summarize` of methods whose clients send their params and their Fisher information.
 
     Args:
         model: The network and what its outputs mean.
         fisher: The structure, such as `fisher.kfac`.
-        **options: Of the structure: kind, batch_size.
+        kind: What is squared, such as `fisher.true`.
+        batch_size: Examples of a minibatch.
 
     Returns:
         `summarize`, of updates {"params": W_i, "fisher": F_i}.
     """
+    checks.model(model)
+    checks.function("fisher", fisher, "fisher.kfac")
+    checks.function("kind", kind, "fisher.true")
+    checks.count("batch_size", batch_size)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        curvature = fisher(model, trained.params, examples, key=key, **options)
+        options = {"key": key, "kind": kind, "batch_size": batch_size}
+        curvature = fisher(model, trained.params, examples, **options)
         return {"params": trained.params, "fisher": curvature}, private
 
     return summarize

@@ -68,6 +68,7 @@ def fedfish(
         information; the last epoch's squares are its appendix A.5.1. Squares are kept in at least
         float32.
     """
+    checks.model(model)
     checks.count("batch_size", batch_size)
 
     def gradient(params: Params, inputs: Array, targets: Array, weights: Array) -> Params:

@@ -73,15 +73,12 @@ def fedfisher(
         step chosen by validation (`paper_adam`), weights clients equally in the text (by p_i in the
         code, as here), and compresses uploads to the size of FedAvg's.
     """
-    checks.function("fisher", fisher, "fisher.kfac")
-    checks.function("kind", kind, "fisher.true")
-    checks.count("batch_size", batch_size)
+    summarize = fisher_summary(model, fisher, kind, batch_size)
     operator = _operator(fisher)
     damping = operator.default_damping if damping is None else damping
     checks.number("damping", damping)
     solve = solvers.conjugate_gradients() if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
-    summarize = fisher_summary(model, fisher, kind=kind, batch_size=batch_size)
     sent = fisher_kind(fisher, kind)
     if operator.adds_up:
         aggregate = solve_sums(solve, damping)

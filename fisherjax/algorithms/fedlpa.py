@@ -88,12 +88,10 @@ def fedlpa(
         images; here the examples are taken as they are.
     """
     checks.number("damping", damping)
-    checks.function("kind", kind, "fisher.empirical")
-    checks.count("batch_size", batch_size)
     solve = solvers.conjugate_gradients() if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
     factors = partial(kfac, fallback=fallback)
-    summary = fisher_summary(model, factors, kind=kind, batch_size=batch_size)
+    summary = fisher_summary(model, factors, kind, batch_size)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         update, private = summary(key, trained, examples, private)

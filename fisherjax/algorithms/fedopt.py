@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import checks
-from fisherjax.algorithms.base import Algorithm
+from fisherjax.algorithms.base import Algorithm, check_algorithm
 from fisherjax.configuration import cached
 from fisherjax.training import select_leaves
 from fisherjax.typing import Array, Key, Model, Params
@@ -52,6 +52,7 @@ def with_server_optimizer(
         >>> print(fj.merging.merge(slow, {"w": jnp.zeros(1)}, updates)[0]["w"])
         [0.5]
     """
+    check_algorithm(algorithm)
     checks.optimizer("server_optimizer", optimizer)
 
     def init(params: Params, num_clients: int) -> ServerState:

@@ -57,7 +57,7 @@ def fisher_merge(
         p_i, no normalisation of the Fishers, the mean as fallback. Their quantisation of uploads is
         not here.
     """
-    summarize = fisher_summary(model, diagonal, kind=kind, batch_size=batch_size)
+    summarize = fisher_summary(model, diagonal, kind, batch_size)
     aggregate = solve_sums(solvers.closed_form(floor))
     return Algorithm(
         summarize, aggregate, fisher_sums, kind=fisher_kind(diagonal, kind), model=model

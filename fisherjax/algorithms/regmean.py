@@ -35,7 +35,8 @@ def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algo
 
     Args:
         model: The network; what its outputs mean is not used.
-        shrink: Factor of the off-diagonal entries, 0 <= shrink < 1.
+        shrink: Factor of the off-diagonal entries, 0 <= shrink < 1. At 1 the Gram matrices would be
+            singular wherever inputs are linearly dependent.
         batch_size: Examples of a minibatch in the Gram pass.
 
     Returns:
@@ -59,12 +60,8 @@ def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algo
         chosen from {0.1, 0.9} by validation; uploads are not compressed. The plain mean leaves out
         clients of weight zero.
     """
-    if not 0 <= shrink < 1:
-        raise ValueError(
-            f"shrink is {shrink}; expected 0 <= shrink < 1. At 1 the Gram matrices are singular "
-            "wherever inputs are linearly dependent: use 0.99 to come close."
-        )
-
+    checks.model(model)
+    checks.number("shrink", shrink, below=1.0)
     checks.count("batch_size", batch_size)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:

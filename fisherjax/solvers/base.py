@@ -60,20 +60,31 @@ def solution(problem: Quadratic, x: Any, products: Any, tolerance: float = 1e-4)
     """
     if jax.tree.structure(products) != jax.tree.structure(problem.rhs):
         products = jax.tree.map(lambda _: jnp.asarray(products), problem.rhs)
-    info = _compiled_info(as_partial(problem.matvec), problem.rhs, x, products, tolerance)
+    x, info = _judged(as_partial(problem.matvec), problem.rhs, x, products, tolerance)
     return Solution(x if problem.restore is None else problem.restore(x), info)
 
 
 @jax.jit
-def _compiled_info(matvec: Callable, rhs: Any, x: Any, count: Any, tolerance: Array) -> Info:
+def _judged(matvec: Callable, rhs: Any, x: Any, count: Any, tolerance: Array) -> tuple[Any, Info]:
     residual = jax.tree.map(_relative_residual, matvec(x), rhs)
-    return Info(count, residual, jax.tree.map(lambda r: r <= tolerance, residual))
+    # A system that float32 cannot hold has no answer, least of all the start.
+    x = jax.tree.map(lambda x, r: jnp.where(jnp.isnan(r), jnp.nan, x), x, residual)
+    return x, Info(count, residual, jax.tree.map(lambda r: r <= tolerance, residual))
 
 
 def _relative_residual(product: Array, rhs: Array) -> Array:
-    size = jnp.sqrt(dot(rhs, rhs))
-    error = product - rhs
+    wanted, error = rhs / unit(rhs), (product - rhs) / unit(rhs)
+    size = jnp.sqrt(dot(wanted, wanted))
     return ratio(size != 0, jnp.sqrt(dot(error, error)), size)
+
+
+def unit(x: Array) -> Array:
+    """Give a power of two near the largest entry: in its units squares stay in range.
+
+    Dividing by it changes no bit of what is computed.
+    """
+    top = jnp.abs(x).max(initial=0)
+    return ratio(top > 0, top, 2 * jnp.frexp(top)[0]) + (top == 0)
 
 
 def dot(left: Array, right: Array) -> Array:

@@ -18,6 +18,7 @@ from fisherjax.solvers.base import (
     identity,
     ratio,
     solution,
+    unit,
 )
 from fisherjax.typing import Array
 
@@ -72,7 +73,16 @@ def _conjugate_gradients(
     tolerance: Array,
     max_iterations: Array,
 ) -> tuple[Any, Any]:
+    # In units of which squares stay in range, and which change no bit.
+    lengths, sizes = _map(unit, init), _map(unit, rhs)
+    init, rhs = _map(jnp.divide, init, lengths), _map(jnp.divide, rhs, sizes)
     bound = _map(lambda b: jnp.square(tolerance).astype(b.dtype) * dot(b, b), rhs)
+
+    def multiply(x: Any) -> Any:
+        return _map(jnp.divide, matvec(_map(jnp.multiply, x, lengths)), sizes)
+
+    def turn(r: Any) -> Any:
+        return _map(jnp.divide, precondition(r), steps)
 
     def unfinished(state: tuple) -> Array:
         _, residual, direction, _, _, step = state
@@ -84,23 +94,24 @@ def _conjugate_gradients(
 
     def body(state: tuple) -> tuple:
         x, residual, direction, height, count, step = state
-        product = matvec(direction)
+        product = multiply(direction)
         curvature = _map(dot, direction, product)
         # A leaf that is done, or whose direction has no curvature left, stands still from now on.
         going = _map(lambda c, s, b: (c > 0) & (s > b), curvature, norms(residual), bound)
         alpha = _map(ratio, going, height, curvature)
         x = _map(lambda x, a, p: x + a * p, x, alpha, direction)
         residual = _map(lambda r, a, q: r - a * q, residual, alpha, product)
-        steepest = precondition(residual)
+        steepest = turn(residual)
         new = _map(lambda g, r, z, h: jnp.where(g, dot(r, z), h), going, residual, steepest, height)
         beta = _map(ratio, going, new, height)
         direction = _map(lambda g, z, b, p: g * (z + b * p), going, steepest, beta, direction)
         return x, residual, direction, new, _map(jnp.add, count, going), step + 1
 
-    residual = _map(jnp.subtract, rhs, matvec(init))
-    direction = precondition(residual)
+    residual = _map(jnp.subtract, rhs, multiply(init))
+    steps = _map(unit, precondition(residual))
+    direction = turn(residual)
     height = _map(dot, residual, direction)
     count = _map(lambda _: jnp.zeros((), jnp.int32), height)
     state = (init, residual, direction, height, count, 0)
     state = jax.lax.while_loop(unfinished, body, state)
-    return state[0], state[4]
+    return _map(jnp.multiply, state[0], lengths), state[4]
