@@ -74,8 +74,8 @@ def _asked(config: Config, name: str) -> dict[str, Any]:
     asked = {"kind": _KINDS[config.fisher_kind], "mu": config.mu}
     if config.damping != "default":
         asked["damping"] = config.damping
-    # Minibatches of a Fisher pass change its time and no result.
-    if "kind" not in fj.algorithms.options(name):
+    # Where a pass only takes means, of Fisher or Gram matrices, minibatches change its time alone.
+    if "kind" not in fj.algorithms.options(name) and not _is(name, fj.algorithms.regmean):
         asked["batch_size"] = config.batch_size
     return asked
 

@@ -222,7 +222,8 @@ def minibatches(
     Returns:
         How many minibatches hold an example that counts, and `batch(number) -> (inputs [B, ...],
         targets, weights [B])`. A short minibatch is filled up with its own examples at weight
-        zero: rows of others, which padding points at, are never read.
+        zero, and so is the place of a row that does not count: such rows, which padding points at,
+        are never read.
 
     Example:
         >>> import jax.numpy as jnp, fisherjax as fj
@@ -232,7 +233,6 @@ def minibatches(
     """
     rows, weights = _rows(examples)
     length = min(checks.count("batch_size", batch_size), rows.shape[0])
-    # Nor is a row read that does not count, wherever it stands: one that counts takes its place.
     rows = jnp.where(weights != 0, rows, rows[jnp.argmax(weights != 0)])
     # Nothing after the last example that counts is run.
     used = jnp.max(jnp.where(weights != 0, jnp.arange(1, weights.size + 1), 0))

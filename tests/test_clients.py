@@ -91,12 +91,6 @@ def test_a_selection_that_does_not_fit_is_refused(federation, chosen, words):
         clients.select(federation, chosen)
 
 
-@pytest.mark.parametrize("client", [-1, 4])
-def test_a_client_that_does_not_exist_has_no_view(federation, client):
-    with pytest.raises(IndexError, match=f"client is {client}; expected 0 to 3"):
-        clients.view(federation, client)
-
-
 # Minibatches.
 
 
@@ -118,32 +112,6 @@ def test_minibatches_are_the_own_examples_in_order_and_nobody_elses(data, federa
             inputs, targets = (np.concatenate(column) for column in zip(*found, strict=True))
             np.testing.assert_array_equal(inputs, data[0][rows])
             np.testing.assert_array_equal(targets, data[1][rows])
-
-
-def test_examples_of_other_weights_and_without_targets_have_minibatches_too():
-    weights = jnp.array([2.0, 0.0, 0.5, 0.0, 0.0])
-    number, batch = clients.minibatches(fj.Examples(jnp.arange(5.0), weights=weights), 2)
-    assert number == 2  # what comes after the last that counts is not run
-    (first, none, w), (second, _, v) = batch(0), batch(1)
-    assert none is None
-    np.testing.assert_array_equal(first, [0, 1])
-    np.testing.assert_array_equal(w, [2, 0])
-    np.testing.assert_array_equal(second, [2, 2])
-    np.testing.assert_array_equal(v, [0.5, 0])
-
-
-def test_shuffling_keeps_the_padding_behind_and_does_not_see_how_much_there_is(federation, key):
-    view = clients.view(federation, 0)
-    mixed = clients.shuffled(key, view)
-    assert sorted(mixed.indices[:3].tolist()) == sorted(ROWS[0].tolist())
-    np.testing.assert_array_equal(mixed.weights, view.weights)
-    short = clients.shuffled(key, view._replace(indices=view.indices[:3], weights=view.weights[:3]))
-    np.testing.assert_array_equal(mixed.indices[:3], short.indices)
-    orders = {
-        tuple(clients.shuffled(jax.random.key(seed), view).indices[:3].tolist())
-        for seed in range(40)
-    }
-    assert len(orders) == 6
 
 
 # What they send.

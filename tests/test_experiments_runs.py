@@ -174,7 +174,7 @@ def test_options_of_the_command_reach_the_methods_that_know_them():
     diagonal = {"fisher": fj.fisher.diagonal, "damping": 0.25}
     expected = {
         "fedavg": fj.algorithms.fedavg(),
-        "regmean": fj.algorithms.regmean(model, batch_size=8),
+        "regmean": fj.algorithms.regmean(model),
         "fisher_merge": fj.algorithms.fisher_merge(model, kind=sampled),
         "fedfisher_diag": fj.algorithms.fedfisher(model, kind=sampled, **diagonal),
         "fedlpa_ea": fj.algorithms.fedlpa(model, solver=ea, damping=0.125, balanced=True),
