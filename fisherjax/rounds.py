@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import checks, clients, merging, parallel, training, tree
-from fisherjax.algorithms.base import Algorithm
+from fisherjax.algorithms.base import Algorithm, check_algorithm
 from fisherjax.clients import Federation
 from fisherjax.parallel import Layout
 from fisherjax.training import LocalTraining, Trained
@@ -98,8 +98,7 @@ class Federated(NamedTuple):
 
     def check(self, state: State, federation: Federation, key: Key) -> None:
         """Refuse a state, data or a key that do not fit, with a ValueError or TypeError."""
-        if not isinstance(state, State):
-            raise TypeError(f"state is a {type(state).__name__}; expected init(params, M).")
+        checks.instance("state", state, State, "init(params, M)")
         numbers = (self.optimizer, self.epochs, self.batch_size)
         training.check(self.model, state.params, federation, key, *numbers)
         if self.cohort > federation.num_clients:
@@ -154,7 +153,8 @@ def federated(
 
     A round draws K clients without replacement, trains each for some epochs from what the algorithm
     broadcasts, and aggregates what they send. A client whose update is not finite is left out and
-    keeps what it kept; where nobody is left, the round changes nothing but the number.
+    keeps what it kept; where nobody is left, or the merged model is not finite, the round changes
+    nothing but the number.
 
     Args:
         model: What clients train.
@@ -197,11 +197,7 @@ def federated(
     Source: McMahan et al., AISTATS 2017, algorithm 1, for any way to train and to merge.
     """
     checks.model(model)
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(
-            f"algorithm is a {type(algorithm).__name__}; expected an Algorithm such as "
-            "algorithms.fedavg()."
-        )
+    check_algorithm(algorithm)
     for name, value in (("cohort", cohort), ("epochs", epochs), ("batch_size", batch_size)):
         checks.count(name, value)
     checks.optimizer("optimizer", optimizer)
@@ -238,8 +234,7 @@ def run(
     Example: see `federated`.
     """
     checks.count("rounds", rounds)
-    if not isinstance(experiment, Federated):
-        raise TypeError(f"experiment is a {type(experiment).__name__}; expected rounds.federated.")
+    checks.instance("experiment", experiment, Federated, "rounds.federated(...)")
     experiment.check(state, federation, key)
 
     def going(state: State) -> Iterator[tuple[State, Round]]:
@@ -275,8 +270,11 @@ def _round(
     kept = tree.keep(finite, kept, private)
     everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), state.private, kept)
     after = State(state.number + 1, merged, kept_by_server, everyone)
+    # Nobody left, or a solve that overflowed: the model stays.
+    sound = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(merged)]).all()
+    goes_on = (sizes.sum() > 0) & sound
     after = jax.tree.map(
-        lambda new, old: jnp.where(sizes.sum() > 0, new, old).astype(old.dtype), after, state
+        lambda new, old: jnp.where(goes_on, new, old).astype(old.dtype), after, state
     )
     after = after._replace(number=state.number + 1)
     return after, Round(state.number, cohort, state.params, trained, loss, ~finite, info)

@@ -16,6 +16,7 @@ import pytest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 COMPILED = "/jax/core/compile/backend_compile_duration"
+MOST_MAPS = 20_000
 
 _compiled: list[str] = []
 
@@ -27,6 +28,18 @@ def _note_compilation(event: str, duration: float, **_) -> None:
 
 # Registered once: older versions of JAX cannot take a listener away again.
 jax.monitoring.register_event_duration_secs_listener(_note_compilation)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_programs_in_memory() -> Iterator[None]:
+    """Forget compiled programs before the process has as many memory maps as Linux allows.
+
+    Each program has several; beyond 65,530 the compiler crashes.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture

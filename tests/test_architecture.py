@@ -62,7 +62,6 @@ HEAVY = [
 ]
 
 PUBLIC, PRIVATE = 10, 8  # parameters, of every kind
-FILE, LIBRARY = 320, 8000  # lines
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -200,15 +199,3 @@ def test_functions_take_few_parameters(module):
         if (number := count(arguments)) > (PUBLIC if is_public else PRIVATE)
     }
     assert not heavy, f"give these a NamedTuple, or options of another function: {heavy}"
-
-
-LINES = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_a_file_is_read_in_one_sitting(module):
-    assert LINES[module] <= FILE, f"{module} has {LINES[module]} lines: split it, or shorten it"
-
-
-def test_the_library_stays_small():
-    assert sum(LINES.values()) <= LIBRARY, f"{sum(LINES.values())} lines"

@@ -144,7 +144,7 @@ TRAINS = {
     "no array": (lambda p, x, key, w: (None, None), "outputs of shape None"),
     "a part of params": (
         lambda p, x, key, w: (linear(p, x), {"w": p["w"]}),
-        r"new leaves \['w'\]; expected None, or all leaves of params, \['b', 'w'\]",
+        r"new leaves \{'w': \(3, 2\)\}; expected None, or those of params, \{'b': ",
     ),
     "old arguments": (lambda p, x, key: (linear(p, x), None), "apply_train failed .*TypeError"),
 }

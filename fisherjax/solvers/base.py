@@ -100,10 +100,14 @@ def ratio(defined: Array, numerator: Any, denominator: Array) -> Array:
 def power_iteration(matvec: Callable, start: Any, iterations: Array) -> Any:
     """Turn each leaf towards its top eigenvector, of norm one; one that is zero stays zero."""
 
-    def normalised(v: Any) -> Any:
-        return jax.tree.map(lambda x: x * ratio(jnp.any(x != 0), 1, jnp.sqrt(dot(x, x))), v)
+    def normalised(x: Array) -> Array:
+        x = x / unit(x)
+        return x * ratio(jnp.any(x != 0), 1, jnp.sqrt(dot(x, x)))
 
-    return jax.lax.fori_loop(0, iterations, lambda _, v: normalised(matvec(v)), normalised(start))
+    def turn(_: Array, v: Any) -> Any:
+        return jax.tree.map(normalised, matvec(v))
+
+    return jax.lax.fori_loop(0, iterations, turn, jax.tree.map(normalised, start))
 
 
 def any_leaf(flags: Any) -> Array:
