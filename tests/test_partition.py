@@ -34,6 +34,12 @@ def test_every_scheme_gives_every_row_to_exactly_one_client(draw, targets, alpha
         partition.check_partition(parts, len(targets))
 
 
+def test_one_client_owns_everything_where_numpys_draw_is_infinite():
+    """At this beta and seed NumPy divides by a number whose inverse overflows."""
+    (rows,) = partition.niid_bench(np.array([0, 0, 6, 6]), 1, 6.103515625e-05, 13, min_size=0)
+    assert sorted(rows) == [0, 1, 2, 3]
+
+
 @given(st.data(), LABELS, st.floats(0.05, 10), SEEDS)
 @settings(deadline=None)
 def test_fedfisher_cuts_each_shuffled_class_at_the_floor_of_the_cumulated_shares(

@@ -74,7 +74,13 @@ def assert_same(left, right, tolerance=0.0):
     chex.assert_trees_all_close(left, right, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", METHODS)
+OFTEN = {"fedavg", "fedfish_last_epoch", "fedfisher_kfac", "fednova", "fedprox", "scaffold_adam"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
+)
 def test_a_round_of_everybody_is_training_summarizing_and_merging(x64, name, compilations):
     federation, params = make_world(np.float64)
     (state, done), (after, _) = play(federated(name), (federation, params), 2)

@@ -246,7 +246,8 @@ def _shares_of_class(random, has_room: np.ndarray, beta: float) -> np.ndarray:
     """Draw shares [M] of a class, zero for clients without room."""
     with np.errstate(all="ignore"):
         shares = random.dirichlet(np.full(len(has_room), beta)) * has_room
-        if not shares.sum() > 0:  # all that may receive underflowed, or NumPy's whole draw
+        # All that may receive underflowed, or NumPy's whole draw, of which it then takes 1 / 0.
+        if not 0 < shares.sum() < np.inf:
             # Gamma(beta) is Gamma(beta + 1) U^(1/beta), here with logarithms multiplied by beta.
             logs = beta * np.log(random.gamma(beta + 1, size=len(has_room)))
             logs += np.log(random.random_sample(len(has_room)))
