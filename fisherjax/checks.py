@@ -25,6 +25,7 @@ def is_traced(*values: Any) -> bool:
 
 def count(name: str, value: Any) -> int:
     """Refuse what is not a positive integer; True is none."""
+    # NumPy's integers count too. True is an integer to Python, and a mistake here.
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
     if not is_integer or value < 1:
         raise ValueError(f"{name} is {value!r}; expected an integer of at least 1.")
@@ -39,6 +40,7 @@ def number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> 
     expected = (
         f"a finite number, {meant}" if below == math.inf else f"{low:g} <= {name} < {below:g}"
     )
+    # An array of shape () is one number too, as JAX returns them.
     if not isinstance(value, (numbers.Real, np.ndarray, jax.Array)) or jnp.shape(value):
         raise TypeError(f"{name} is {value!r}; expected {expected}.")
     if not low <= value < below:  # negated, because NaN compares false
@@ -77,6 +79,7 @@ def function(name: str, value: Any, example: str) -> None:
 
 def optimizer(name: str, value: Any) -> None:
     """Refuse what is not an optax optimiser."""
+    # By what it can do, not by its type: a wrapper may have a type of its own.
     if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
         raise TypeError(
             f"{name} is {value!r}; expected an optax optimiser such as optax.sgd(1e-2, 0.9)."
@@ -85,6 +88,7 @@ def optimizer(name: str, value: Any) -> None:
 
 def key(value: Key) -> None:
     """Refuse old-style keys, several keys, and what is no key."""
+    # What jax.random.PRNGKey makes is a plain array of uint32; only typed keys have this dtype.
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
@@ -116,6 +120,7 @@ def mask(value: Model, params: Params) -> tuple[bool, ...]:
     if value.mask is None:
         return (True,) * len(names)
     given = tuple(name for name, _ in value.mask)
+    # In the same order too, as the mask is zipped with the leaves wherever it is used.
     if given != names:
         raise ValueError(
             f"The mask has leaves {list(given)}; expected one True or False for each leaf of "
@@ -136,6 +141,7 @@ def floating(params: Params, what: str = "params") -> None:
         raise ValueError(f"{what} has no leaves; expected a pytree of floating-point arrays.")
     for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
         dtype = getattr(leaf, "dtype", None) or np.result_type(type(leaf))
+        # JAX's check, as NumPy does not count bfloat16 among the floating types.
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"Leaf '{name}' of {what} has dtype {dtype}; expected floating point. Convert it, "
@@ -146,6 +152,7 @@ def floating(params: Params, what: str = "params") -> None:
 def stacked(params: Params, num_clients: int, what: str = "the stacked params") -> None:
     """Refuse leaves without a leading axis of clients."""
     for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
+        # A slice of the shape, because a scalar has no first axis.
         if jnp.shape(leaf)[:1] != (num_clients,):
             raise ValueError(
                 f"Leaf '{name}' of {what} has shape {jnp.shape(leaf)}; expected a leading axis of "
@@ -155,6 +162,7 @@ def stacked(params: Params, num_clients: int, what: str = "the stacked params") 
 
 def examples(value: Examples) -> None:
     """Refuse what are not arrays of fitting lengths."""
+    # First each array by itself, then whether they fit together, finally their values.
     instance("examples", value, Examples, "fisherjax.Examples(inputs, targets)")
     for name, array in value._asdict().items():
         if array is not None and not getattr(array, "ndim", 0):
@@ -181,6 +189,7 @@ def examples(value: Examples) -> None:
             f"weights has shape {weights.shape}; expected ({rows},), one for each row in use."
         )
     _values("weights", weights, 0, math.inf, "finite numbers, zero or more")
+    # JAX clamps a row that is out of range: another example would take its place unseen.
     _values("indices", indices, 0, inputs.shape[0] - 1, f"rows of {inputs.shape[0]} inputs")
 
 
@@ -190,6 +199,7 @@ def outputs(model: Model, params: Params, inputs: Array, targets: Array | None =
     Returns:
         The shape and dtype of the outputs for all inputs.
     """
+    # Shapes only: nothing is computed, however large the data set.
     shape = jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)
     z = _traced("apply", model.apply, params, shape)
     if getattr(z, "ndim", 0) < 1:
@@ -203,9 +213,11 @@ def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) 
     """Trace `apply_train` on a minibatch; refuse it where that fails or does not fit `apply`."""
     if model.apply_train is None:
         return
+    # A minibatch, because `apply_train` never sees the whole data set.
     shape = jax.ShapeDtypeStruct((batch_size, *inputs.shape[1:]), inputs.dtype)
     z = _traced("apply", model.apply, params, shape)
     ones = jax.ShapeDtypeStruct((batch_size,), jnp.result_type(float))
+    # The shape of a key: none is drawn, and nothing runs.
     key = jax.eval_shape(lambda: jax.random.key(0))
     result = _traced("apply_train", model.apply_train, params, shape, key, ones)
     if not (isinstance(result, tuple) and len(result) == 2):
@@ -228,17 +240,20 @@ def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) 
 def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: Any) -> Any:
     try:
         return jax.eval_shape(function, params, inputs, *rest)
+    # Of any type, as it is the user's function that fails.
     except Exception as error:
+        said = str(error).partition("\n")[0]
         raise ValueError(
             f"{name} failed on inputs of shape {inputs.shape} and dtype {inputs.dtype} "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check that the params and "
-            "the inputs are those of this network."
+            f"({type(error).__name__}: {said}). Check that the params and the inputs are those of "
+            "this network."
         ) from error
 
 
 def _values(name: str, values: Array | None, low: float, high: float, meaning: str) -> None:
     if values is None or is_traced(values):
         return
+    # Two numbers come to the host, not the array.
     smallest, largest = float(values.min()), float(values.max())
     # Negated, because comparisons with NaN are false.
     if not (low <= smallest and largest <= high and largest < math.inf):

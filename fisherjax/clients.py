@@ -96,6 +96,7 @@ def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
             f"The partition gives no example to any of its {len(rows)} clients; expected at least "
             "one array of row numbers that is not empty."
         )
+    # [M, n_max]. Padding is row 0, a valid index, and `minibatches` never reads it.
     indices = np.zeros((len(rows), sizes.max()), np.int32)
     for client, own in enumerate(rows):
         indices[client, : len(own)] = own
@@ -123,6 +124,7 @@ def view(federation: Federation, client: int | Array) -> Examples:
         Array([1., 0.], dtype=float32)
     """
     check(federation)
+    # JAX clamps a place that is out of range: it would show another client's examples.
     if not checks.is_traced(client):
         place, last = np.asarray(client), federation.num_clients - 1
         is_number = place.ndim == 0 and np.issubdtype(place.dtype, np.integer)
@@ -207,6 +209,7 @@ def shard(federation: Federation, devices: Sequence[jax.Device] | None = None) -
     """
     mesh = client_mesh(devices)
     check_divides(mesh, federation.num_clients)
+    # Every device holds everything; `map_clients` hands each its share of the clients.
     return replicate(federation, mesh)
 
 
@@ -233,13 +236,17 @@ def minibatches(
     """
     rows, weights = _rows(examples)
     length = min(checks.count("batch_size", batch_size), rows.shape[0])
+    # The first row that counts replaces those that do not: weight zero does not silence NaN.
     rows = jnp.where(weights != 0, rows, rows[jnp.argmax(weights != 0)])
     # Nothing after the last example that counts is run.
     used = jnp.max(jnp.where(weights != 0, jnp.arange(1, weights.size + 1), 0))
 
     def batch(number: Array) -> tuple[Array, Array | None, Array]:
         place = jnp.arange(length)
+        # At least 1, as a remainder by 0 means nothing: an empty client runs minibatches in vain
+        # where it waits for others of its chunk.
         full = jnp.clip(used - number * length, 1, length)
+        # The places that are left over take the minibatch's own rows again, from its first on.
         chosen = number * length + place % full
         w = jnp.where(place < full, weights[chosen], 0)
         targets = None if examples.targets is None else examples.targets[rows[chosen]]
@@ -254,7 +261,9 @@ def shuffled(key: Key, examples: Examples) -> Examples:
     The draw of a row depends on the key and its place only, not on how much padding there is.
     """
     rows, weights = _rows(examples)
+    # Always 32 bits: the order is the same with and without float64.
     draws = jax.random.bits(key, rows.shape, jnp.uint32)
+    # Padding has the largest number; in a stable sort an example that drew it too stays before.
     order = jnp.argsort(jnp.where(weights == 0, ~jnp.uint32(0), draws), stable=True)
     return examples._replace(indices=rows[order], weights=weights[order])
 
@@ -279,6 +288,7 @@ def _check_rows(rows: Any, client: int, num_examples: int) -> np.ndarray:
             f"The rows of client {client} have shape {rows.shape}; expected one dimension, the "
             "numbers of the examples it owns."
         )
+    # An empty list is an array of floats to NumPy: only rows that exist have a dtype to check.
     if rows.size and not np.issubdtype(rows.dtype, np.integer):
         raise TypeError(
             f"The rows of client {client} have dtype {rows.dtype}; expected integers. Turn a mask "

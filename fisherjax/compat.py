@@ -35,8 +35,8 @@ def is_patch_needed(jax_version: str = jax.__version__, kfac_jax_version: str = 
     """Tell whether this pair of versions needs any patch.
 
     Args:
-        jax_version: for instance "0.10.2".
-        kfac_jax_version: for instance "0.0.8".
+        jax_version: For instance "0.10.2".
+        kfac_jax_version: For instance "0.0.8".
 
     Returns:
         True for jax 0.9.2 or later together with kfac-jax 0.0.8 or earlier.

@@ -83,6 +83,7 @@ def cached(factory: Callable) -> Callable:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
             return factory(*args, **kwargs)  # raises what Python says of a wrong call
+        # What is left out and what is given as the default are the same call.
         bound.apply_defaults()
         bound.arguments = {name: by_value(value) for name, value in bound.arguments.items()}
         if not _is_hashable((bound.args, tuple(bound.kwargs.items()))):

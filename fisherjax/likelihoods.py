@@ -29,6 +29,7 @@ def _columns(factors: Array) -> Array:
     batch, *positions, outputs, columns = factors.shape
     flat = factors.reshape(batch, -1, outputs, columns)
     length = flat.shape[1]
+    # [B, L, C, K] -> [L, K, B, L, C], zero but where both positions agree.
     spread = jnp.einsum("blck,lm->mkblc", flat, jnp.eye(length, dtype=flat.dtype))
     return spread.reshape(length * columns, batch, *positions, outputs)
 
@@ -123,6 +124,7 @@ bernoulli = Likelihood(
         optax.sigmoid_binary_cross_entropy(z, y.astype(z.dtype))
     ),
     sample=lambda key, z: jax.random.bernoulli(key, jax.nn.sigmoid(z)).astype(z.dtype),
+    # Not 1 - p, which cancels to zero where p is close to one.
     factor=lambda z: _diagonal_columns(jnp.sqrt(jax.nn.sigmoid(z) * jax.nn.sigmoid(-z))),
     check=_check_bernoulli,
 )

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fisherjax import checks, clients, parallel, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
@@ -60,6 +61,7 @@ def summarize(
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     key, start = replicate((key, trained.start), layout.mesh)
     private = _first_private(algorithm, trained.params)
+    # Losses [M, epochs] would compile another program for another number of epochs.
     trained = trained._replace(start=start, loss=None)
     return summarize_cohort(algorithm, layout, trained, private, federation, key)[0]
 
@@ -105,6 +107,7 @@ def summarize_memory(
     key, start = replicate((key, params), mesh)
     extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
     private = jax.eval_shape(algorithm.init_client, params)
+    # Shapes only: the compiler is asked before any stack [M, ...] is made.
     stacked, own, extras = parallel.stacked_shapes((params, private, extras), num_clients, mesh)
     steps = jax.ShapeDtypeStruct((num_clients,), jnp.int32)
     trained = Trained(stacked, start, steps, None, extras)
@@ -163,12 +166,15 @@ def merge(
             "federation.weights or numbers of examples."
         )
     mesh = mesh_of(values)
+    # Updates may be spread over a mesh: what is merged with them must be there too. Weights are
+    # scaled before they are rounded to float32, in which their sum may overflow.
     params, weights = replicate((params, jnp.asarray(shares(weights), float)), mesh)
     values, weights = check_updates(values, weights, on_nonfinite)
     state = algorithm.init(params, num_clients) if state is None else state
     cohort = jnp.arange(num_clients) if cohort is None else cohort
     key = jax.random.key(0) if key is None else key
     checks.key(key)
+    # The server's half of a round: add up if the method can, and solve.
     received = (values, weights)
     if algorithm.reduce is not None:
         received = _reduce(algorithm.reduce, values, weights)
@@ -227,6 +233,7 @@ def merge_stream(
     totals, weight, seen, first, scale = None, 0.0, 0, None, 0.0
     for number, chunk in enumerate(chunks):
         values, weights = _chunk(algorithm, chunk, number)
+        # Without the client axis: chunks may differ in length.
         shapes = jax.tree.map(lambda x: x.shape[1:], values)
         first = shapes if first is None else first
         if shapes != first:
@@ -238,6 +245,7 @@ def merge_stream(
         scale = scale or weights.max(initial=0.0)  # on the host: whatever the size of the weights
         weights = replicate(jnp.asarray(weights / (scale or 1.0), float), mesh_of(values))
         values, weights = screen(values, weights, on_nonfinite, first=seen)
+        # Not normalised: the total weight is known after the last chunk only.
         sums = _reduce(algorithm.reduce, values, weights)
         totals = sums if totals is None else _add(totals, sums)
         weight, seen = weight + float(weights.sum()), seen + num_clients
@@ -245,6 +253,7 @@ def merge_stream(
         raise ValueError("There are no chunks to merge: expected at least one pair of updates.")
     if not weight > 0:
         raise ValueError(f"None of the {seen} clients has weight: every weight is zero.")
+    # Chunks, and so the sums, may be spread over a mesh: it is known only now.
     params = replicate(params, mesh_of(totals))
     state = algorithm.init(params, seen) if state is None else state
     result = _aggregated(algorithm, jax.random.key(0), totals, params, state, jnp.arange(seen))
@@ -293,7 +302,9 @@ def _summarize(
 
     def one(own: Any, start: Params | None, federation: Federation, key: Key) -> Any:
         place, mine, private = own
+        # A common start comes in once and is not stacked: M copies would be in memory.
         mine = mine._replace(start=mine.start if start is None else start)
+        # By id, not by place: in a cohort a client draws what it would draw among all.
         client = clients.client_key(key, clients.SUMMARIZE, clients.ids(federation)[place])
         return algorithm.summarize(client, mine, clients.view(federation, place), private)
 
@@ -309,6 +320,7 @@ def _summarize(
 
 
 def _rank(params: Params | None) -> int:
+    # The first leaf tells: what is stacked has one axis more.
     leaves = jax.tree.leaves(params)
     return jnp.ndim(leaves[0]) if leaves else 0
 
@@ -334,6 +346,7 @@ def _check_summary(
     checks.stacked(trained.params, federation.num_clients)
     if algorithm.model is not None:
         checks.model(algorithm.model)
+        # One client's shapes: the network does not know the client axis.
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trained.params)
         checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
 
@@ -345,8 +358,6 @@ def _first_private(algorithm: Algorithm, stacked: Params) -> Any:
 
 def _extras(algorithm: Algorithm, params: Params) -> Any:
     """Make what an algorithm's optimiser keeps, whatever it is wrapped around."""
-    import optax
-
     state = algorithm.optimizer(optax.identity()).init(params)
     return getattr(state, "own", ())
 
@@ -361,11 +372,13 @@ def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[dict[str, Any
     return values, check_weights(chunk[1], jax.tree.leaves(values)[0].shape[0])
 
 
+# Compiled once for an algorithm: factories give the same function for equal arguments.
 @partial(jax.jit, static_argnums=0)
 def _reduce(reduce: Callable[[Any, Array], Any], values: Any, weights: Array) -> Any:
     return reduce(values, weights)
 
 
+# The old totals are donated: a stream holds its sums once.
 @partial(jax.jit, donate_argnums=0)
 def _add(totals: Any, sums: Any) -> Any:
     return jax.tree.map(jnp.add, totals, sums)
@@ -378,12 +391,14 @@ def _aggregated(
     key = jax.random.fold_in(key, clients.AGGREGATE)
     merged, state, info = algorithm.aggregate(key, received, params, state, cohort)
     _check_shapes(merged, params)
+    # Sums and solutions are in at least float32: rounded to the model's dtype once, here.
     merged = jax.tree.map(lambda leaf, start: leaf.astype(jnp.result_type(start)), merged, params)
     return merged, state, info
 
 
 def _check_finite(merged: Params, values: Any = None, weights: Array | None = None) -> None:
     """Refuse a merged model that is not finite; name the leaf, and who is to blame if at hand."""
+    # One answer for the whole model: leaf by leaf only where something is wrong.
     if not checks.is_traced(merged) and not bool(_all_finite(merged)):
         leaf = next(
             name

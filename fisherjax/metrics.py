@@ -133,6 +133,7 @@ def ensemble_accuracy(
             f"weights has shape {jnp.shape(weights)}; expected ({outputs.shape[0]},), one for each "
             "model."
         )
+    # Logits are averaged over the models, [M, N, ..., C] to [N, ..., C], before anyone decides.
     return _share_right(tree.weighted_sum(outputs, jnp.asarray(weights)), targets, counts)
 
 
@@ -154,6 +155,7 @@ class Performance(NamedTuple):
         """Average over the clients that have examples, each counting the same."""
         counted = self.sizes > 0
         number = jnp.maximum(counted.sum(-1), 1)
+        # Selected before the sum: who does not count may hold NaN.
         loss, accuracy = (
             jnp.where(counted, x, 0).sum(-1) / number for x in (self.loss, self.accuracy)
         )
@@ -256,6 +258,7 @@ def client_server_barrier(
     """
     merged = performance(model, params, federation, batch_size=batch_size)
     own = performance(model, models, federation, stacked=True, batch_size=batch_size)
+    # A client whose own model diverged has nothing to compare with: as if it had no examples.
     sizes = jnp.where(jnp.isfinite(own.loss), own.sizes, 0)
     mean = Performance(merged.loss - own.loss, own.accuracy - merged.accuracy, sizes).mean()
     return Barrier(mean.loss, mean.accuracy)
@@ -273,6 +276,7 @@ def _performance(
     def one(
         own: tuple[Array, Params | None], common: Params | None, federation: Federation
     ) -> Performance:
+        # A common model comes in once and is not stacked: M copies would be in memory.
         place, params = own[0], own[1] if stacked else common
         number, batch = minibatches(view(federation, place), batch_size)
 
@@ -282,13 +286,16 @@ def _performance(
             losses = model.likelihood.negative_log_likelihood(outputs, targets)
             both = losses, _shares(outputs, targets)
             return tuple(
+                # The rows that fill up do not count; a loop's state keeps its dtypes.
                 total + jnp.where(weights > 0, x, 0).sum().astype(total.dtype)
                 for total, x in zip(totals, both, strict=True)
             )
 
+        # Sums of at least float32, even where the network computes in bfloat16.
         zero = jnp.zeros((), jnp.result_type(float))
         totals = jax.lax.fori_loop(0, number, body, (zero, zero))
         size = federation.sizes[place]
+        # 0, not 0 / 0, without examples.
         loss, accuracy = (total / jnp.maximum(size, 1) for total in totals)
         return Performance(loss, accuracy, size)
 
@@ -307,13 +314,16 @@ def _shares(outputs: Array, targets: Array) -> Array:
     if not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != outputs.shape[:-1]:
         return jnp.full(outputs.shape[0], jnp.nan)
     hits = _hits(outputs, targets)
+    # [B, ...] to [B]: an example may be a sequence of several targets.
     return hits.reshape(hits.shape[0], -1).mean(1)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _logits(model: Model, batch_size: int, params: Params, inputs: Array) -> Array:
+    # Row numbers are padded, never inputs. Padding runs row 0 again, and is cut off at the end.
     rows = jnp.pad(jnp.arange(inputs.shape[0]), (0, -inputs.shape[0] % batch_size))
     outputs = jax.lax.map(lambda r: model.apply(params, inputs[r]), rows.reshape(-1, batch_size))
+    # [minibatches, B, ..., C] to [N, ..., C].
     return outputs.reshape(-1, *outputs.shape[2:])[: inputs.shape[0]]
 
 
@@ -327,6 +337,7 @@ def _every_logits(model: Model, batch_size: int, stacked: Params, inputs: Array)
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _map_logits(model: Model, batch_size: int, stacked: Params, inputs: Array) -> Array:
+    # In turn, so that the activations of one model only are in memory.
     return jax.lax.map(lambda params: _logits(model, batch_size, params, inputs), stacked)
 
 
@@ -350,6 +361,7 @@ def _share_right(outputs: Array, targets: Array, weights: Array | None) -> Array
         return hits.mean()
     # An example may be a sequence of several targets, all of its weight.
     weights = weights.reshape(-1, *(1,) * (hits.ndim - 1)) * jnp.ones_like(hits)
+    # Selected, because the hit of a row that does not count may be NaN.
     return jnp.where(weights > 0, hits * weights, 0).sum() / weights.sum()
 
 

@@ -83,6 +83,7 @@ def map_clients(
     share = num_clients // mesh.size
 
     def one_share(own: Any, sizes: Array | None, common: tuple) -> Any:
+        # The chunk was checked against all clients: a device's share may be smaller.
         chunk = min(clients_per_chunk, share)
         return _map_chunks(lambda client: function(client, *common), own, sizes, chunk)
 
@@ -143,6 +144,7 @@ def wasted_steps(steps: Sequence[int], clients_per_chunk: int) -> float:
         0.0
     """
     steps = np.asarray(steps)
+    # [chunks, length], as `map_clients` forms them: each takes as long as its largest client.
     computed = steps[_chunks(np.argsort(steps, kind="stable"), clients_per_chunk)]
     total = computed.shape[1] * computed.max(1).sum()
     return float(1 - steps.sum() / total) if total else 0.0
@@ -212,11 +214,13 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def place(x: Any) -> Array:
+        # Within one process, or where it is spread over processes already, JAX copies it itself.
         is_local = not isinstance(x, jax.Array) or x.is_fully_addressable
         if everywhere.is_fully_addressable or not is_local:
             return jax.device_put(x, everywhere)
         # Another process's devices are reached from host memory only.
         if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            # NumPy cannot hold a typed key: its bits are placed, and made a key again.
             data = jax.device_put(np.asarray(jax.random.key_data(x)), everywhere)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         return jax.device_put(np.asarray(x), everywhere)
@@ -229,6 +233,7 @@ def stacked_shapes(tree: Any, num_clients: int, mesh: Mesh | None) -> Any:
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(AXIS))
 
     def stack(x: Any) -> jax.ShapeDtypeStruct:
+        # What the array will have: float64 becomes float32 unless 64 bits are enabled.
         dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
         return jax.ShapeDtypeStruct((num_clients, *jnp.shape(x)), dtype, sharding=sharding)
 
@@ -253,6 +258,7 @@ def memory(compiled_function: Any, *arguments: Any) -> Memory:
         8000
     """
     analysis = compiled_function.lower(*arguments).compile().memory_analysis()
+    # A donated argument and the result in its place are the same bytes: counted once.
     resident = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
     return Memory(resident - analysis.alias_size_in_bytes, analysis.temp_size_in_bytes)
 
@@ -261,6 +267,7 @@ def _map_chunks(
     function: Callable[[Any], Any], stacked: Any, sizes: Array | None, clients_per_chunk: int
 ) -> Any:
     num_clients = _length(stacked)
+    # In turn nobody waits, and all at once there is one chunk only: no need to sort.
     if clients_per_chunk == 1:
         return jax.lax.map(function, stacked)
     if clients_per_chunk >= num_clients:
@@ -272,6 +279,7 @@ def _map_chunks(
         return jax.vmap(function)(jax.tree.map(lambda x: x[chunk], stacked))
 
     def body(number: Array, results: Any) -> Any:
+        # Whoever fills up a chunk is written more than once, with the same result.
         chunk = chunks[number]
         return jax.tree.map(lambda all_, own: all_.at[chunk].set(own), results, one_chunk(chunk))
 
@@ -283,9 +291,11 @@ def _map_chunks(
 
 def _chunks(order: Any, clients_per_chunk: int) -> Any:
     """Cut clients into chunks of one length; where some are missing, the first is repeated."""
+    # As few chunks as possible, then as short as possible: 5 clients by 4 are 3 and 3, not 4 and 4.
     count = -(-len(order) // clients_per_chunk)
     length = -(-len(order) // count)
     numpy = jnp if isinstance(order, jax.Array) else np
+    # The first of clients in order of size is the smallest: the cheapest to repeat.
     first = numpy.repeat(order[:1], count * length - len(order))
     return numpy.concatenate([first, order]).reshape(count, length)
 

@@ -72,7 +72,9 @@ def personalize(
     pool, test = halve(federation, key)
     found = []
     for fraction in fractions:
+        # Only the sizes change, not the shapes: every fraction trains by the same program.
         own = pool._replace(sizes=(fraction * federation.sizes).astype(pool.sizes.dtype))
+        # Nobody trains: one model for all, which need not be stacked.
         if fraction == 0:
             found.append(metrics.performance(model, params, test))
             continue
@@ -102,6 +104,8 @@ def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
     def rows(place: Array) -> tuple[Array, Array]:
         own = client_key(key, SPLIT, ids(federation)[place])
         mixed = shuffled(own, view(federation, place)).indices
+        # Rolled, not cut, as shapes cannot depend on a client's size: the second half comes first,
+        # and the sizes hide what is behind it.
         return mixed, jnp.roll(mixed, -(federation.sizes[place] // 2))
 
     first, second = jax.lax.map(rows, jnp.arange(federation.num_clients))

@@ -93,11 +93,14 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
     checks.number("damping", damping)
     weights = _check_weights(weights, jax.tree.leaves(params))
     strengths, rhs, init = _damped_clients(fishers, params, weights, damping)
+    # Products of clients are added, not operators: Kronecker factors do not add up.
     matvec = Partial(_damped_mv, Partial(_weighted_mv, fishers, weights), strengths)
     precondition = None
+    # Whether a traced damping is zero is not known, so there is no preconditioner then.
     if isinstance(fishers, Kronecker) and not checks.is_traced(damping) and damping > 0:
         precondition = Partial(_block_mv, _approximate_inverse(fishers, weights, strengths))
     is_diagonal = isinstance(fishers, Diagonal)
+    # Stacked operators serve too: `restore` reads names and shapes, none of their arrays.
     return Quadratic(matvec, rhs, init, Partial(_restore, fishers), precondition, is_diagonal)
 
 
@@ -121,6 +124,7 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
             "with those of all clients."
         )
     blocks = jax.vmap(_blocks)(fishers, params)
+    # Client by client: sum_i w_i F_i W_i does not follow from the sums of F_i and of W_i.
     product = jax.vmap(_block_mv)(fishers, blocks)
     summed = (tree.weighted_sum(x, weights) for x in (fishers, product, blocks))
     return Sums(*summed, jnp.sum(weights))
@@ -161,6 +165,7 @@ def _damped_clients(
 @jax.jit
 def _damped_sums(totals: Sums, damping: Array) -> tuple[Any, Any, Any]:
     def divide(x: Array) -> Array:
+        # Sums without any weight are zero, and stay zero in place of 0 / 0.
         return x / jnp.where(totals.weight > 0, totals.weight, 1).astype(x.dtype)
 
     fisher, product, mean = jax.tree.map(divide, totals[:3])
@@ -173,11 +178,12 @@ def _approximate_inverse(fishers: Kronecker, weights: Array, strengths: Any) -> 
     return tree.weighted_sum(fishers, weights).inverse(strengths)
 
 
-# Functions of the module closed over nothing, so that `Partial` makes systems of equal shapes equal
-# to `jax.jit` and a solver compiled once serves every merge.
+# Module-level functions, not closures: `Partial`s of the same function compare equal, so that jit
+# reuses the program of an earlier merge of equal shapes.
 
 
 def _blocks(fisher: Operator, params: Params) -> Any:
+    # Wide before anything is multiplied: sums in bfloat16 lose their small terms.
     dtype = jnp.result_type(jnp.float32, *jax.tree.leaves((fisher, params)))
     return jax.tree.map(lambda x: x.astype(dtype), fisher.blocks(params))
 
@@ -203,10 +209,12 @@ def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:
 
 
 def _pull(values: Any, strengths: Any, blocks: Any) -> Any:
+    # A product gets lambda x, the right-hand side lambda Wbar: the pull is towards Wbar.
     return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, strengths, blocks)
 
 
 def _check_weights(weights: Array, stacked: list[Array]) -> Array:
+    # The values of traced weights are not known: under `jit` the caller answers for them.
     if not checks.is_traced(weights):
         weights = jnp.asarray(weights, float)
         if weights.shape != stacked[0].shape[:1] or not abs(float(weights.sum()) - 1) < 1e-3:

@@ -94,6 +94,7 @@ class Federated(NamedTuple):
         private = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
         kept = self.algorithm.init(params, num_clients)
         state = State(jnp.asarray(0, jnp.int32), params, kept, private)
+        # Weakly typed scalars become strong, as they are after a round: one program for all.
         return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), state)
 
     def check(self, state: State, federation: Federation, key: Key) -> None:
@@ -117,6 +118,7 @@ class Federated(NamedTuple):
     def round(self, state: State, federation: Federation, key: Key) -> tuple[State, Round]:
         """Play one round; compiled once for equal experiments and shapes."""
         mesh = federation.mesh
+        # A new state is on one device; one that a round gave is on the mesh already.
         if mesh is not None and parallel.mesh_of(state.params) is None:
             state = parallel.replicate(state, mesh)
         layout = Layout(self.clients_per_chunk, mesh)
@@ -131,6 +133,7 @@ class Federated(NamedTuple):
             return self.algorithm.broadcast(state.params, state.algorithm, own)
 
         def update(state: State, federation: Federation) -> Any:
+            # What is sent is as large after one epoch of one client as after many of a cohort.
             one = self._replace(cohort=1, epochs=1)
             arrays = (state, federation, jnp.arange(1), jax.random.key(0))
             return _clients(one, Layout(1), *arrays)[2]
@@ -237,6 +240,7 @@ def run(
     checks.instance("experiment", experiment, Federated, "rounds.federated(...)")
     experiment.check(state, federation, key)
 
+    # The body of a generator waits for the first round: what is checked above is checked at once.
     def going(state: State) -> Iterator[tuple[State, Round]]:
         for _ in range(rounds):
             state, done = experiment.round(state, federation, key)
@@ -251,16 +255,21 @@ def _round(
 ) -> tuple[State, Round]:
     """Play one round: train, summarize, merge."""
     algorithm = experiment.algorithm
+    # By the number in the state: a run that goes on from an old state draws what it drew then.
     key = jax.random.fold_in(key, state.number)
     cohort = _draw_cohort(key, federation.num_clients, experiment.cohort)
     clients_half = _clients(experiment, layout, state, federation, cohort, key)
     private, trained, updates, kept = clients_half
 
+    # [leaves, K] to [K]: one leaf that is not finite is enough to leave a client out.
     finite = tree.finite((updates, kept)).all(0)
     sizes = jnp.where(finite, federation.sizes[cohort], 0)
+    # All zero, not NaN, where nobody is left.
     weights = sizes / jnp.maximum(sizes.sum(), 1)
+    # Selected before it is summed: a diverged client's loss may be NaN, which no weight silences.
     loss = (weights * jnp.where(sizes > 0, trained.loss[:, -1], 0)).sum()
 
+    # The server's half. For the same reason the updates of those who diverged become zeros.
     received = (tree.keep(finite, updates.values), weights)
     received = received if algorithm.reduce is None else algorithm.reduce(*received)
     server_key = jax.random.fold_in(key, clients.AGGREGATE)
@@ -268,14 +277,17 @@ def _round(
     merged, kept_by_server, info = algorithm.aggregate(*server)
     # Who diverged keeps what it kept, and so do those who sat the round out.
     kept = tree.keep(finite, kept, private)
+    # [K, ...] back to its places in [M, ...].
     everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), state.private, kept)
     after = State(state.number + 1, merged, kept_by_server, everyone)
     # Nobody left, or a solve that overflowed: the model stays.
     sound = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(merged)]).all()
     goes_on = (sizes.sum() > 0) & sound
+    # Back to the state's dtypes, as sums are wider: the next round need not compile again.
     after = jax.tree.map(
         lambda new, old: jnp.where(goes_on, new, old).astype(old.dtype), after, state
     )
+    # The number goes on even so: otherwise the next round would draw and fail alike.
     after = after._replace(number=state.number + 1)
     return after, Round(state.number, cohort, state.params, trained, loss, ~finite, info)
 
@@ -293,6 +305,7 @@ def _clients(
     length = min(experiment.batch_size, federation.indices.shape[1])
     optimizer = algorithm.optimizer(experiment.optimizer)
     local = LocalTraining(experiment.model, optimizer, length)
+    # [M, ...] to [K, ...].
     private = jax.tree.map(lambda x: x[cohort], state.private)
     start, extras = _broadcast(algorithm, state, private)
     arrays = (start, extras, chosen, key)
@@ -306,6 +319,7 @@ def _broadcast(algorithm: Algorithm, state: State, private: Any) -> tuple[tuple,
     if not jax.tree.leaves(private):  # the same for everybody
         start, extras = algorithm.broadcast(state.params, state.algorithm, private)
         return (start, None), (extras, None)
+    # Each starts from something else: both are stacked [K, ...].
     start, extras = jax.vmap(partial(algorithm.broadcast, state.params, state.algorithm))(private)
     return (None, start), (None, extras)
 

@@ -150,7 +150,9 @@ def train(
     if jax.tree.leaves(extras):
         checks.stacked(extras, federation.num_clients, "extras")
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
+    # A pair (common, own): one start for everybody, and none that is stacked.
     start = (jax.tree.map(jnp.asarray, params), None)
+    # The clients may be spread over a mesh: what jit takes together must lie on the same devices.
     start, key = parallel.replicate((start, key), layout.mesh)
     arrays = ((start, (None, extras)), federation, key)
     if progress is not None:
@@ -245,6 +247,7 @@ def check(
     checks.count("epochs", epochs)
     batch_size = checks.count("batch_size", batch_size)
     checks.outputs(model, params, federation.inputs, federation.targets)
+    # No client has more rows than that: the rest of a longer minibatch would be padding.
     batch_size = min(batch_size, federation.indices.shape[1])
     checks.train_outputs(model, params, federation.inputs, batch_size)
     return LocalTraining(model, optimizer, batch_size)
@@ -275,6 +278,7 @@ def train_cohort(
     """
     arrays = ((start, extras), federation, key, (0, epochs, epochs))
     (params, kept), loss = _run(local, layout, _capacity(epochs), None, *arrays)
+    # [M, capacity] to [M, epochs]: the room that is left over is cut off.
     return _trained(local, start, params, loss[:, :epochs], kept, federation)
 
 
@@ -293,6 +297,7 @@ def keeping(
     """
     first, second = map(optax.with_extra_args_support, (transformation, base))
 
+    # Not optax.chain, whose state is a plain tuple: after training `Kept` is known by its type.
     def init(params: Params) -> Kept:
         return Kept(first.init(params), second.init(params))
 
@@ -307,6 +312,7 @@ def keeping(
 def select_leaves(mask: tuple[bool, ...], trained: Params, others: Params) -> Params:
     """Take the leaves of `trained` where the mask is True, those of `others` elsewhere."""
     leaves = zip(mask, jax.tree.leaves(trained), jax.tree.leaves(others), strict=True)
+    # Cast, because the state of a loop keeps its dtypes, whatever a network's statistics have.
     selected = [x if chosen else y.astype(x.dtype) for chosen, x, y in leaves]
     return jax.tree.unflatten(jax.tree.structure(trained), selected)
 
@@ -341,9 +347,11 @@ def _epoch_by_epoch(
     states = _first_states(local, federation.num_clients, start[0])
     losses = []
     for epoch in range(epochs):
+        # The number of the epoch is traced: every epoch runs the same program.
         states, loss = _run(local, layout, 1, states, *arrays, (epoch, epoch + 1, epochs))
         losses.append(loss)
         progress(epoch, loss[:, 0])
+    # Each [M, 1], as there was room for one epoch; together [M, epochs].
     loss = jnp.concatenate(losses, axis=1)
     return _trained(local, start, states.params, loss, _kept(states), federation)
 
@@ -356,6 +364,7 @@ def _first_states(local: LocalTraining, num_clients: int, params: Params) -> _St
     return jax.tree.map(stack, _first_state(local, params))
 
 
+# The states are donated: between epochs those of all clients are not held twice.
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _run(
     local: LocalTraining,
@@ -374,6 +383,7 @@ def _run(
     """
 
     def one(own: Any, common: Any, federation: Federation, key: Key, epochs: Any) -> Any:
+        # One client's slice: its place, its state if it goes on, its own start and extras if any.
         place, state, *mine = own
         first, last, total = epochs
         own_given = tuple(map(_either, common, mine))
@@ -385,7 +395,9 @@ def _run(
 
         begin = _first_state(local, own_given[0]) if state is None else state
         losses = jnp.zeros(capacity, jnp.result_type(float))
+        # A loop of traced length: another number of epochs need not compile again.
         end, losses = jax.lax.fori_loop(first, last, body, (begin, losses))
+        # At the end the optimiser's state is dropped: only those of a chunk are ever in memory.
         return (end.params, _kept(end)) if state is None else end, losses
 
     return parallel.map_clients(
@@ -426,10 +438,12 @@ def _client_epochs(
 ) -> Callable[[Array, _State], tuple[_State, Array]]:
     """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
     examples, size = clients.view(federation, place), federation.sizes[place]
+    # By id, not by place: in a cohort a client draws what it would draw among all.
     key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
     start, extras = given
 
     def epoch(number: Array, state: _State) -> tuple[_State, Array]:
+        # By the epoch's number: training that stops after every epoch draws the same.
         shuffle_key, step_key = jax.random.split(jax.random.fold_in(key, number))
         mixed = clients.shuffled(shuffle_key, examples)
         steps, batch = clients.minibatches(mixed, local.batch_size)
@@ -441,8 +455,12 @@ def _client_epochs(
             state, loss = _step(local, state, extra, batch(step), batch_key)
             return state, total + loss.astype(total.dtype)
 
+        # At least float32, even where the network computes in bfloat16.
         total = jnp.zeros((), jnp.result_type(float))
+        # Each client's own number of steps. In turn this wastes nothing; side by side whoever is
+        # done waits for the largest of the chunk.
         state, total = jax.lax.fori_loop(0, steps, body, (state, total))
+        # A client without examples takes no step: its loss is 0, not 0 / 0.
         return state, total / jnp.maximum(size, 1)
 
     return epoch
@@ -465,6 +483,7 @@ def _step(
         else:
             outputs, new = model.apply_train(params, inputs, key, weights)
         losses = model.likelihood.negative_log_likelihood(outputs, targets)
+        # Selected, not multiplied: zero times NaN is NaN.
         total = jnp.where(weights > 0, losses, 0).sum()
         return total / (weights > 0).sum(), (total, new)
 
@@ -475,5 +494,6 @@ def _step(
     optimizer = optax.with_extra_args_support(local.optimizer)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params, **extra)
     params = optax.apply_updates(state.params, updates)
+    # Even without a gradient an optimiser may move a leaf, by weight decay: that is dropped.
     params = select_leaves(mask, params, state.params if new is None else new)
     return _State(params, optimizer_state), total

@@ -84,6 +84,7 @@ def weighted_sum(stacked: Any, weights: Array) -> Any:
     def leaf(x: Array) -> Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
         terms = (weights.astype(wide), x.astype(wide))
+        # Unless they are told otherwise, accelerators round float32 factors of a product.
         return jnp.tensordot(*terms, 1, precision=jax.lax.Precision.HIGHEST)
 
     return jax.tree.map(leaf, stacked)
@@ -103,6 +104,7 @@ def finite(stacked: Any) -> Array:
         [[ True False]]
     """
     leaves = jax.tree.leaves(stacked)
+    # Every leaf [M, ...] to [M], together [leaves, M].
     return jnp.stack([jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in leaves])
 
 
@@ -124,6 +126,7 @@ def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:
     otherwise = jax.tree.map(jnp.zeros_like, stacked) if otherwise is None else otherwise
 
     def leaf(x: Array, other: Array) -> Array:
+        # Selected, not multiplied, as zero times NaN is NaN; [M] becomes [M, 1, ..., 1].
         return jnp.where(kept.reshape(-1, *(1,) * (x.ndim - 1)), x, other)
 
     return jax.tree.map(leaf, stacked, otherwise)
@@ -151,6 +154,7 @@ def stack(trees: Sequence[Any]) -> Any:
             "Nothing to stack: got an empty list, expected one pytree for each client."
         )
     first = trees[0]
+    # Checked first, because jnp.stack would promote other dtypes and name no client.
     for client, tree in enumerate(trees):
         _check_same(first, tree, client)
     return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *trees)
@@ -163,6 +167,7 @@ def _check_same(first: Any, tree: Any, client: int) -> None:
             f"expected {list(names(first))}. All clients must have trained the same network."
         )
     for name, x, y in zip(names(first), jax.tree.leaves(first), jax.tree.leaves(tree), strict=True):
+        # By functions, as a leaf may be a Python number.
         expected, given = (jnp.shape(x), jnp.result_type(x)), (jnp.shape(y), jnp.result_type(y))
         if expected != given:
             raise ValueError(

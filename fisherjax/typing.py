@@ -51,6 +51,7 @@ class Likelihood(NamedTuple):
     check: Callable[[tuple[int, ...], Array], None]
 
 
+# A class of its own, because a NamedTuple cannot define `__new__`, as `Model` does.
 class _Model(NamedTuple):
     apply: Apply
     likelihood: Likelihood
@@ -99,8 +100,10 @@ class Model(_Model):
 
 
 def _hashable(mask: Any) -> tuple[tuple[str, Any], ...] | None:
+    # `_replace` hands on a mask that is hashable already.
     if mask is None or (isinstance(mask, tuple) and all(map(_is_named, mask))):
         return mask
+    # A dict cannot be hashed, but `jit` must recognise equal models.
     paths = jax.tree_util.tree_leaves_with_path(mask)
     return tuple((jax.tree_util.keystr(p, simple=True, separator="/"), leaf) for p, leaf in paths)
 

@@ -22,6 +22,7 @@ def stacked_values(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
     """Stack updates if need be; refuse another kind, or leaves of different numbers of clients."""
     check_algorithm(algorithm)
     if isinstance(updates, (list, tuple)):
+        # Before they are stacked, which would say only that their trees differ.
         for client, update in enumerate(updates):
             _check_kind(algorithm, update, f"The update of client {client}")
         updates = tree.stack(list(updates))
@@ -46,6 +47,7 @@ def check_weights(weights: Any, num_clients: int) -> Any:
         return np.ones(num_clients)
     if not checks.is_traced(weights):
         try:
+            # In float32 the sum of weights such as 1e38 would overflow.
             weights = np.asarray(weights, np.float64)
         except (TypeError, ValueError) as error:
             raise TypeError(f"weights are {weights!r}; expected numbers, one a client.") from error
@@ -63,6 +65,7 @@ def check_weights(weights: Any, num_clients: int) -> Any:
 
 def shares(weights: Any) -> Any:
     """Scale weights to sum one, whatever their size."""
+    # By the largest first: a sum of huge weights overflows, one of tiny weights underflows.
     scaled = weights / weights.max()
     return scaled / scaled.sum()
 
@@ -89,6 +92,7 @@ def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> 
         [1. 0.]
     """
     cleaned, kept = screen(updates, weights, on_nonfinite)
+    # The same object says that nobody was left out: the weights keep their bits.
     if kept is weights:
         return updates, weights
     if not np.any(np.asarray(kept) > 0):
@@ -116,6 +120,7 @@ def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> t
             "learning rate, or leave them out with on_nonfinite='drop'."
         )
     kept = table.all(0)
+    # Zeros as well: weight zero does not silence NaN in a sum.
     return tree.keep(kept, updates), jnp.where(kept, weights, 0)
 
 
@@ -124,9 +129,11 @@ def suspect(values: Any = None, weights: Array | None = None) -> str:
     advice = "its numbers are too large to merge, or a Fisher is not positive semi-definite"
     if values is None:
         return f"Every update is finite; of some client {advice}."
+    # Who has no weight is not to blame.
     counted = jax.tree.leaves(tree.keep(weights > 0, values))
     leaves = {n: jnp.abs(x) for n, x in zip(tree.names(values), counted, strict=True)}
     leaf = max(leaves, key=lambda name: float(leaves[name].max()))
+    # [M, ...] to the largest entry of each client, [M].
     client = int(leaves[leaf].reshape(leaves[leaf].shape[0], -1).max(1).argmax())
     return (
         f"Every update is finite; client {client} has the largest entry, "
@@ -140,6 +147,7 @@ def _finite(mesh: Mesh | None, updates: Any) -> Array:
     table = tree.finite(updates)
     if mesh is None:
         return table
+    # With several processes, each can read only what lies wholly on its own devices.
     return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
 
 

@@ -97,6 +97,7 @@ def options(name: str) -> dict[str, object]:
         {'mu': 0.001}
     """
     checks.one_of("algorithm", name, TABLE)
+    # The signature of a `partial` shows what it fixes as defaults.
     parameters = inspect.signature(TABLE[name].factory).parameters.values()
     return {p.name: p.default for p in parameters if p.name != "model"}
 

@@ -46,6 +46,7 @@ class Update:
     """
 
     values: dict[str, Any]
+    # Part of the structure, since a string cannot be a leaf under `vmap`.
     kind: str = field(metadata={"static": True})
 
 
@@ -93,6 +94,7 @@ class Algorithm(NamedTuple):
     summarize: Callable[[Key, Trained, Examples, Any], tuple[dict[str, Any], Any]]
     aggregate: Callable[[Key, Any, Params, Any, Array], tuple[Params, Any, Any]]
     reduce: Callable[[dict[str, Any], Array], Any] | None = None
+    # The defaults keep nothing, send the global model and train as the user asks.
     init: Callable[[Params, int], Any] = no_state
     init_client: Callable[[Params], Any] = nothing_private
     broadcast: Callable[[Params, Any, Any], tuple[Params, Any]] = send_everything
@@ -143,6 +145,7 @@ def averaging(**changes: Any) -> Algorithm:
         return {"params": trained.params}, private
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
+        # Not divided yet: sums of groups add up, their means do not.
         return weighted_sum(updates["params"], weights)
 
     def aggregate(
@@ -168,6 +171,7 @@ def fisher_summary(
     Returns:
         `summarize`, of updates {"params": W_i, "fisher": F_i}.
     """
+    # Here, before any client trains, and not in the first Fisher pass after it.
     checks.model(model)
     checks.function("fisher", fisher, "fisher.kfac")
     checks.function("kind", kind, "fisher.true")
@@ -175,6 +179,7 @@ def fisher_summary(
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         options = {"key": key, "kind": kind, "batch_size": batch_size}
+        # At the client's own model, around which the server's quadratic expands its loss.
         curvature = fisher(model, trained.params, examples, **options)
         return {"params": trained.params, "fisher": curvature}, private
 
@@ -214,6 +219,7 @@ def solve_sums(solve: Callable[[quadratic.Quadratic], Any], damping: float = 0.0
         key: Key, sums: quadratic.Sums, params: Params, state: Any, cohort: Array
     ) -> tuple[Params, Any, Any]:
         del key, params, cohort
+        # The global model is not needed: the solver starts from the clients' mean.
         solution = solve(quadratic.from_sums(sums, damping))
         return solution.params, state, solution.info
 

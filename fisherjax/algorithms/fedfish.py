@@ -74,11 +74,13 @@ def fedfish(
     def gradient(params: Params, inputs: Array, targets: Array, weights: Array) -> Params:
         def loss(params: Params) -> Array:
             losses = model.likelihood.negative_log_likelihood(model.apply(params, inputs), targets)
+            # Rows of weight zero repeat others to fill a short minibatch: they do not count again.
             return jnp.where(weights > 0, losses, 0).sum() / (weights > 0).sum()
 
         return jax.grad(loss)(params)
 
     def squares(key: Key, params: Params, examples: Examples) -> Params:
+        # Shuffled, because a squared mean gradient depends on which examples share a minibatch.
         number, batch = minibatches(shuffled(key, examples), batch_size)
 
         def body(step: Array, total: Params) -> Params:
@@ -98,6 +100,7 @@ def fedfish(
             size = examples.inputs.shape[0]
             if examples.weights is not None:
                 size = jnp.count_nonzero(examples.weights)
+            # An empty client has no minibatch, and keeps its zeros.
             steps = jnp.maximum(num_batches(size, batch_size), 1)
             total = jax.tree.map(lambda x: x / steps.astype(x.dtype), total)
         return {"params": trained.params, "fisher": Diagonal(total)}, private
@@ -112,6 +115,8 @@ def fedfish(
     )
 
 
+# One wrapper for one optimiser, or `jit` would compile training again. Bounded, because the cache
+# keeps optimisers alive.
 @functools.lru_cache(maxsize=64)
 def _squaring(base: optax.GradientTransformation) -> optax.GradientTransformation:
     """Add up the squared gradients of the last epoch, before the user's optimiser sees them."""
@@ -119,6 +124,7 @@ def _squaring(base: optax.GradientTransformation) -> optax.GradientTransformatio
     def update(gradient: Params, total: Params, params: Params, *, last_epoch: Array, **_: Any):
         del params
         seen = _add_squares(total, gradient)
+        # The flag is traced: all epochs run one compiled step.
         total = jax.tree.map(lambda new, old: jnp.where(last_epoch, new, old), seen, total)
         return gradient, total
 

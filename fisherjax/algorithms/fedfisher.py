@@ -74,12 +74,14 @@ def fedfisher(
         code, as here), and compresses uploads to the size of FedAvg's.
     """
     summarize = fisher_summary(model, fisher, kind, batch_size)
+    # Read before any Fisher is computed: damping and `reduce` depend on it.
     operator = _operator(fisher)
     damping = operator.default_damping if damping is None else damping
     checks.number("damping", damping)
     solve = solvers.conjugate_gradients() if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
     sent = fisher_kind(fisher, kind)
+    # Where sums suffice, uploads can be streamed, and the server never holds them all.
     if operator.adds_up:
         aggregate = solve_sums(solve, damping)
         return Algorithm(summarize, aggregate, fisher_sums, kind=sent, model=model)
@@ -145,7 +147,7 @@ def paper_adam(
         [1.5]
 
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, appendix C and the authors' code. A
-        run whose every candidate scores nothing returns the last candidate compared, never nothing.
+        candidate whose score is NaN is passed over; where all are, the start is the answer.
     """
     for name, value in (("steps", steps), ("score_every", score_every)):
         checks.count(name, value)
@@ -154,6 +156,7 @@ def paper_adam(
 
     def solve(problem: Quadratic) -> Solution:
         restore = identity if problem.restore is None else problem.restore
+        # As pytrees: their arrays are arguments of the compiled loop, not constants in it.
         functions = tuple(map(as_partial, (problem.matvec, restore)))
         evaluate = None if score is None else as_partial(score)
         static = (epsilon_inside_root, steps, score_every)
@@ -183,6 +186,7 @@ def _paper_adam(
 
     def step(_: Array, state: tuple) -> tuple:
         x, m, s = state
+        # The gradient; m and s are its decaying sums, not averages as in optax's Adam.
         v = jax.tree.map(jnp.subtract, matvec(x), rhs)
         m = jax.tree.map(lambda m, v: 0.9 * m + v, m, v)
         s = jax.tree.map(lambda s, v: 0.99 * s + v * v, s, v)
@@ -196,14 +200,18 @@ def _paper_adam(
     def scored(round_: Array, carry: tuple) -> tuple:
         state, best, best_score = carry
         first = round_ * score_every
+        # The authors compare after steps 1, 101, ...: one step, a score, then the others.
         state = step(first, state)
         value = jnp.asarray(score(restore(state[0])), jnp.float32)
+        # Strictly, so that the first of equal scores stays.
         better = value > best_score
         best = jax.tree.map(lambda new, old: jnp.where(better, new, old), state[0], best)
+        # The last round may be shorter; the first step of each is done.
         left = jnp.minimum(score_every, steps - first) - 1
         state = jax.lax.fori_loop(0, left, step, state)
-        return state, best, jnp.maximum(value, best_score)
+        return state, best, jnp.where(better, value, best_score)
 
     rounds = -(-steps // score_every)
+    # The start is no candidate, as in the authors' code: any score beats it.
     carry = (start, init, jnp.float32(-jnp.inf))
     return jax.lax.fori_loop(0, rounds, scored, carry)[1]

@@ -95,6 +95,8 @@ def fedlpa(
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         update, private = summary(key, trained, examples, private)
+        # Damping is added to each factor, so that the split changes what is solved, although the
+        # product of the factors is the same.
         if authors_split:
             locations = _locations(model.apply, trained.params, examples.inputs)
             update["fisher"] = _split_as_the_authors(update["fisher"], locations)
@@ -106,6 +108,8 @@ def fedlpa(
         del key, params, cohort
         updates, weights = received
         fishers = _damped(balanced, fallback is zero, updates["fisher"], damping)
+        # The factors hold the damping already. Without its own the quadratic has no preconditioner:
+        # the expectation approximation serves as one.
         problem = quadratic.quadratic(fishers, updates["params"], weights, damping=0.0)
         approximation = Partial(_multiply, _expectation(fishers, weights))
         solved = solve(problem._replace(precondition=approximation))
@@ -117,6 +121,7 @@ def fedlpa(
 
 def _locations(apply: Apply, params: Params, inputs: Array) -> dict[str, int]:
     """Count each layer's output locations T by tracing; nothing is computed."""
+    # Filled while tracing: the counts are shapes, so that no array has to come out.
     found = {}
 
     def look(params: Params, inputs: Array) -> None:
@@ -131,6 +136,7 @@ def _locations(apply: Apply, params: Params, inputs: Array) -> dict[str, int]:
 def _split_as_the_authors(fisher: Kronecker, locations: dict[str, int]) -> Kronecker:
     factors = {
         name: {
+            # K-FAC's sum over locations becomes a mean, divided by T once more; G makes up for it.
             "input": factor["input"] / locations[name] ** 2,
             "output": factor["output"] * locations[name] ** 2,
         }
@@ -179,6 +185,7 @@ def _expectation(fishers: Kronecker, weights: Array) -> Kronecker:
     mean = tree.weighted_sum(fishers, weights)
 
     def inverse(matrix: Array) -> Array:
+        # Eigenvalues of the size of rounding count as zero: their inverses would be noise.
         rtol = 10 * jnp.finfo(matrix.dtype).eps
         return jnp.linalg.pinv(matrix, rtol=rtol, hermitian=True)
 
@@ -186,6 +193,7 @@ def _expectation(fishers: Kronecker, weights: Array) -> Kronecker:
     return dataclasses.replace(mean, factors=jax.tree.map(inverse, mean.factors), entries=entries)
 
 
+# No closure: `Partial`s of it compare equal, so that solvers do not compile again.
 def _multiply(fisher: Kronecker, blocks: Any) -> Any:
     return fisher.block_mv(blocks)
 
@@ -256,7 +264,9 @@ def residual_descent(
 
     def solve(problem: Quadratic) -> Solution:
         system = (as_partial(problem.matvec), problem.rhs, _approximation(problem))
+        # Numbers are traced, so that solvers with other steps or rates share the program.
         blocks = _descend(*system, steps, learning_rate, power_iterations)
+        # Each step takes two products, L(L(V) - Z).
         return solution(problem, blocks, 2 * steps + power_iterations + 1)
 
     return solve
@@ -275,9 +285,11 @@ def _descend(
         return jax.tree.map(jnp.subtract, matvec(blocks), rhs)
 
     top = power_iteration(matvec, residual(start), power_iterations)
+    # The top eigenvector has norm one, so that its product has norm lambda_max.
     largest = jax.tree.map(jnp.linalg.norm, matvec(top))
 
     def step(x: Array, largest: Array, slope: Array) -> Array:
+        # A layer without curvature has lambda_max zero: its cap is huge, not 1 / 0.
         cap = 1 / _at_least_tiny(jnp.square(largest))
         return x - jnp.minimum(2 * learning_rate / x.size, cap).astype(x.dtype) * slope
 

@@ -67,6 +67,7 @@ def fednova() -> Algorithm:
                 "FedNova needs what clients started from and how far their optimiser moves: train "
                 "them with training.train(..., optimizer=algorithm.optimizer(base))."
             )
+        # Optimisers move the scalar down, against its gradient of one.
         length = jnp.abs(trained.extras.moved)
         safe = jnp.where(length > 0, length, 1)  # a client without steps has not moved
 
@@ -85,6 +86,7 @@ def fednova() -> Algorithm:
         mean = sums.mean()
 
         def move(start: Array, change: Array) -> Array:
+            # The mean length stretches the mean change: both are sums over clients, divided once.
             return start + mean["length"].astype(change.dtype) * change
 
         return jax.tree.map(move, params, mean["change"]), state, ()
@@ -97,6 +99,7 @@ def fednova() -> Algorithm:
 @functools.lru_cache(maxsize=64)
 def _measured(base: optax.GradientTransformation) -> optax.GradientTransformation:
     """Run an optimiser on a scalar whose gradient is one, besides the params."""
+    # Its schedule and momentum act on the scalar as on params, whatever they are.
     scalar = optax.with_extra_args_support(base)
 
     def init(params: Params) -> _Length:
@@ -106,6 +109,7 @@ def _measured(base: optax.GradientTransformation) -> optax.GradientTransformatio
 
     def measure(gradient: Params, state: _Length, params: Params, **given: Any) -> tuple:
         del params
+        # The start and extras of params do not have the scalar's shape.
         given = given | {"start": jnp.zeros_like(state.moved), "extras": ()}
         step, optimizer = scalar.update(
             jnp.ones_like(state.moved), state.optimizer, state.moved, **given

@@ -65,9 +65,11 @@ def with_server_optimizer(
         key: Key, received: Any, params: Params, state: ServerState, cohort: Array
     ) -> tuple[Params, ServerState, Any]:
         merged, kept, info = algorithm.aggregate(key, received, params, state.algorithm, cohort)
+        # Merged leaves are at least float32; the gradient goes back to the dtype of params.
         gradient = jax.tree.map(lambda w, m: jnp.asarray(w) - m.astype(w.dtype), params, merged)
         updates, server = optimizer.update(gradient, state.optimizer, params)
         moved = optax.apply_updates(params, updates)
+        # Leaves that are not trained, such as running statistics, have no gradient to follow.
         if model is not None:
             moved = select_leaves(checks.mask(model, params), moved, merged)
         return moved, ServerState(kept, server), info

@@ -49,10 +49,12 @@ def fedprox(mu: float = 1e-3) -> Algorithm:
 
     def pull(gradient: Params, state: Any, params: Params, *, start: Params, **_: Any) -> tuple:
         def leaf(g: Array, w: Array, centre: Array) -> Array:
+            # In closed form: the derivative of a norm, then squared, is NaN at the start.
             return g + jnp.asarray(mu, g.dtype) * (w - centre)
 
         return jax.tree.map(leaf, gradient, params, start), state
 
+    # Equal optimisers give one object, or `jit` would compile training again.
     @functools.cache
     def optimizer(base: optax.GradientTransformation) -> optax.GradientTransformation:
         return optax.chain(optax.GradientTransformationExtraArgs(init, pull), base)

@@ -58,6 +58,7 @@ def fisher_merge(
         not here.
     """
     summarize = fisher_summary(model, diagonal, kind, batch_size)
+    # Without damping, as in the paper: below the floor the solver keeps its start, the mean.
     aggregate = solve_sums(solvers.closed_form(floor))
     return Algorithm(
         summarize, aggregate, fisher_sums, kind=fisher_kind(diagonal, kind), model=model

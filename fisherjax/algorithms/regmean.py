@@ -73,8 +73,10 @@ def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algo
         grams = {name: _shrunk(gram, shrink) for name, gram in updates["grams"].items()}
         leaves = _by_name(updates["params"])
         kernels = {name: leaves[name] for name in grams}
+        # Least squares need H_i, H_i W_i and W_i of each client, all of which add up.
         products = {n: jnp.matmul(grams[n], kernels[n], precision=_PRECISION) for n in grams}
         weighted = {"gram": grams, "product": products, "kernel": kernels}
+        # Plain: clients count once, however large, but for those of weight zero.
         present = (weights > 0).astype(weights.dtype)
         return {
             "weighted": weighted_sum(weighted, weights),
@@ -130,11 +132,14 @@ def _solved(sums: Any) -> Params:
 
 def _matched(gram: Array, product: Array, mean: Array) -> Array:
     """Solve gram X = product as a correction to the mean, on the unit-diagonal scale."""
+    # A unit diagonal, so that inputs of different sizes do not spoil the condition.
     scale = jnp.sqrt(jnp.diagonal(gram))
     fires = scale > 0
     inverse = jnp.where(fires, 1 / jnp.where(fires, scale, 1), 0)[:, None]
     # An input that never fires has a zero row: a one on the diagonal keeps its correction at zero.
     scaled = gram * inverse * inverse.T + jnp.diag(jnp.where(fires, 0, 1).astype(gram.dtype))
+    # For the correction only: where it is undetermined, the mean stays.
     error = product - jnp.matmul(gram, mean.astype(gram.dtype), precision=_PRECISION)
+    # Positive definite: shrink < 1 adds (1 - shrink) times the identity.
     correction = inverse * jax.scipy.linalg.solve(scaled, inverse * error, assume_a="pos")
     return mean + correction.astype(mean.dtype)

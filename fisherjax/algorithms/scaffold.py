@@ -90,6 +90,7 @@ def scaffold() -> Algorithm:
             )
 
         def controlled(own: Array, corrected: Array, start: Array, end: Array) -> Array:
+            # A client without steps keeps its control.
             taken = jnp.maximum(steps, 1).astype(end.dtype)
             return jnp.where(steps > 0, (start - end) / taken - corrected, own)
 
@@ -109,6 +110,7 @@ def scaffold() -> Algorithm:
         del key, params, cohort
 
         def moved(control: Array, change: Array) -> Array:
+            # Divided by the number of all clients, although only the cohort's controls changed.
             return (control + change / state.num_clients.astype(change.dtype)).astype(control.dtype)
 
         server = jax.tree.map(moved, state.server, sums.change)
@@ -126,6 +128,7 @@ def scaffold() -> Algorithm:
     )
 
 
+# One wrapper for one optimiser, or `jit` would compile training again.
 @functools.lru_cache(maxsize=64)
 def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformation:
     """Subtract the correction after each step of the user's optimiser, and keep it."""
@@ -139,6 +142,7 @@ def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformati
     ) -> tuple:
         # Without a correction, as in a single round, all controls are zero.
         correction = extras if jax.tree.leaves(extras) else state.own
+        # Before the correction, so that momentum does not accumulate it.
         updates, inner = base.update(gradient, state.base, params, extras=(), **given)
         updates = jax.tree.map(lambda u, c: u - c.astype(u.dtype), updates, correction)
         return updates, Kept(correction, inner)

@@ -75,6 +75,7 @@ def _diagonal(
     template = Template.of(params)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
+        # Layers from inputs and tangents; the rest from gradients of single examples.
         seen = _try_layers(plan.model.apply, params, x)
         columns = plan.kind(plan.model.likelihood, seen.outputs, y, key)
         sums = _layer_sums(seen, weighted_columns(columns, w))
@@ -111,9 +112,11 @@ def leaf_sums(
 
     def squares(example: Array, factor: Array) -> dict[str, Array]:
         _, pullback = jax.vjp(lambda c: outputs(c, example), {name: leaves[name] for name in names})
+        # One forward pass serves all K columns.
         (gradients,) = jax.vmap(pullback)(factor)
         return jax.tree.map(lambda g: jnp.square(_wide(g)).sum(0), gradients)
 
+    # [K, B, ..., C] -> [B, K, ..., C]: an example has a gradient for each column.
     per_example = jax.vmap(squares)(x, jnp.moveaxis(columns, 0, 1))
     return jax.tree.map(lambda s: jnp.tensordot(w.astype(s.dtype), s, 1), per_example)
 
@@ -142,6 +145,7 @@ def _try_layers(apply: Apply, params: Params, x: Array) -> Trace:
     try:
         return trace(apply, params, x)
     except LayersNotFoundError:
+        # No layers: every leaf then takes gradients of single examples.
         return Trace(apply(params, x), (), (), lambda _: (), {})
 
 
@@ -159,6 +163,7 @@ def _layer_sums(seen: Trace, columns: Array) -> dict[str, Array]:
 def _groups(columns: Array) -> Array:
     """Split K columns into equal groups of a few, [groups, few, B, ..., C]; zeros fill up."""
     count = -(-columns.shape[0] // _COLUMNS_AT_ONCE)
+    # Evenly: 17 columns make two groups of 9, one column zero, and not two of 16.
     few = -(-columns.shape[0] // count)
     missing = count * few - columns.shape[0]
     padded = jnp.pad(columns, [(0, missing), *[(0, 0)] * (columns.ndim - 1)])
@@ -170,14 +175,17 @@ def _squared_gradients(a: Array, g: Array) -> Array:
     a, g = _wide(a), _wide(g)
     highest = jax.lax.Precision.HIGHEST
     if a.shape[1] == 1:
+        # The square of an outer product is the outer product of squares: [a, B] times [B, o].
         return jnp.matmul(jnp.square(a[:, 0]).T, jnp.square(g[:, :, 0]).sum(0), precision=highest)
 
     # One example after the other, all columns in one product: its gradients stay in the cache.
     def one_example(sums: Array, example: tuple[Array, Array]) -> tuple[Array, None]:
         patches, tangents = example
         gradients = jnp.matmul(patches.T, tangents, precision=highest)
+        # [a, K * o] -> [a, K, o] -> [a, o].
         return sums + jnp.square(gradients).reshape(-1, *g.shape[::3]).sum(1), None
 
+    # [K, B, T, o] -> [B, T, K * o].
     beside = jnp.moveaxis(g, 0, 2).reshape(*a.shape[:2], -1)
     zeros = jnp.zeros((a.shape[2], g.shape[3]), jnp.promote_types(a.dtype, g.dtype))
     return jax.lax.scan(one_example, zeros, (a, beside))[0]

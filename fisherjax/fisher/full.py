@@ -72,8 +72,10 @@ def _full(
             _, pullback = jax.vjp(lambda p: plan.model.apply(p, example[None])[0], params)
             return jax.vmap(lambda s: ravel(pullback(s)[0]))(factor)
 
+        # [B, K, d]; a gradient of the minibatch's mean would mix examples.
         g = jax.vmap(gradients)(x, jnp.moveaxis(columns, 0, 1))
         g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        # One side carries the weight: [d, B * K] times [B * K, d].
         weighted = (g * w[:, None, None].astype(g.dtype)).reshape(-1, g.shape[-1])
         return jnp.matmul(
             weighted.T, g.reshape(-1, g.shape[-1]), precision=jax.lax.Precision.HIGHEST
@@ -132,6 +134,7 @@ def vector_product(
             f"vector has leaves of shapes {Template.of(vector).shapes}; expected those of params, "
             f"{Template.of(params).shapes}, in the same structure."
         )
+    # One pytree, because `run` brings that to every device.
     return passes.run(_vector_product, (plan,), (params, vector), examples, key)
 
 
@@ -145,8 +148,10 @@ def _vector_product(
     params, vector = params_and_vector
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Params:
+        # Forwards by J, then S S^T on the outputs, then backwards by J^T.
         z, jv = jax.jvp(lambda p: plan.model.apply(p, x), (params,), (vector,))
         s = plan.kind(plan.model.likelihood, z, y, key)
+        # [K, B, ..., C] -> [K, B, c]: positions and outputs in one axis.
         s = s.reshape(*s.shape[:2], -1)
         flat = jv.reshape(jv.shape[0], -1)
         cotangent = jnp.einsum("kbc,kbe,be,b->bc", s, s, flat, w.astype(s.dtype))

@@ -110,10 +110,12 @@ def _kfac(
     plan: Plan, fallback: Fallback, params: Params, examples: Examples, key: Key | None
 ) -> Kronecker:
     apply = plan.model.apply
+    # Set while the loop is traced: layers are static, and no loop returns what is not an array.
     layers = []
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> tuple[dict, dict]:
         seen = trace(apply, params, x)
+        # Still tracing: nothing has been computed yet.
         if seen.uncovered and fallback is None:
             raise ValueError(_refusal(seen.uncovered))
         layers[:] = seen.layers
@@ -131,8 +133,10 @@ def _kfac(
 def _factor_sums(seen: Trace, columns: Array, w: Array) -> dict[str, dict[str, Array]]:
     def output_factors(column: Array) -> dict[str, Array]:
         tangents = zip(seen.layers, seen.pullback(column), strict=True)
+        # A mean over locations, since A sums over them: kron(A, G) has the exact block's scale.
         return {layer.kernel: second_moment(g) / g.shape[1] for layer, g in tangents}
 
+    # Once, not once for each column, on which the inputs do not depend.
     inputs = input_moments(seen, w)
     outputs = over_columns(output_factors, weighted_columns(columns, w))
     return {name: {"input": inputs[name], "output": outputs[name]} for name in inputs}
@@ -140,6 +144,7 @@ def _factor_sums(seen: Trace, columns: Array, w: Array) -> dict[str, dict[str, A
 
 def input_moments(seen: Trace, w: Array) -> dict[str, Array]:
     """Sum w_n sum_t a_nt a_nt^T over a minibatch, for each layer by the name of its kernel."""
+    # Both sides of the product carry the root of the weight.
     root = jnp.sqrt(w)[:, None, None]
     pairs = zip(seen.layers, seen.activations, strict=True)
     return {layer.kernel: second_moment(a * root.astype(a.dtype)) for layer, a in pairs}

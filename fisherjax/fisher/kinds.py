@@ -66,6 +66,7 @@ def sampled(
         raise ValueError("The sampled Fisher draws labels: pass key=jax.random.key(seed).")
     keys = jax.random.split(key, num_samples)
     labels = jax.vmap(likelihood.sample, (0, None))(keys, z)
+    # Columns are squared before they are summed: a mean over draws divides by the root.
     return jax.vmap(lambda y: _score(likelihood, z, y))(labels) / jnp.sqrt(num_samples).astype(
         z.dtype
     )
@@ -101,4 +102,5 @@ def empirical(
 
 def _score(likelihood: Likelihood, z: Array, targets: Array) -> Array:
     """Gradient of each example's negative log-likelihood, [B, ..., C]."""
+    # One gradient for all: an example's loss depends on its own outputs only.
     return jax.grad(lambda outputs: likelihood.negative_log_likelihood(outputs, targets).sum())(z)

@@ -131,6 +131,7 @@ def matrix(layer: Layer, leaves: dict[str, Array]) -> Array:
     Returns:
         V, rows in (height, width, channel) order for a convolution.
     """
+    # [kh, kw, cin, o] -> [kh * kw * cin, o].
     kernel = leaves[layer.kernel].reshape(-1, layer.shape[-1])
     return kernel if layer.bias is None else jnp.concatenate([kernel, leaves[layer.bias][None]])
 

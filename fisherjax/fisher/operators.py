@@ -21,6 +21,7 @@ from fisherjax import tree
 from fisherjax.fisher.layers import Layer, matrix, unpack
 from fisherjax.typing import Array, Params
 
+# Accelerators round float32 factors of a product by default, which solves then magnify.
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
@@ -41,6 +42,7 @@ class Template(NamedTuple):
 
     def names(self) -> tuple[str, ...]:
         """Name the leaves."""
+        # Any leaves will do, the names come from the structure.
         return tree.names(jax.tree.unflatten(self.structure, range(len(self.shapes))))
 
     def by_name(self, params: Params) -> dict[str, Array]:
@@ -185,7 +187,9 @@ class Kronecker:
     entries: dict[str, Array]
     layers: tuple[Layer, ...] = dataclasses.field(metadata=_STATIC)
     template: Template = dataclasses.field(metadata=_STATIC)
+    # A sum of products of factors is not the product of their sums.
     adds_up: ClassVar[bool] = False
+    # In units of a block's mean eigenvalue, best or close to it on MNIST, CIFAR-10 and digits.
     default_damping: ClassVar[float] = 1.0
 
     def blocks(self, params: Params) -> dict[str, Array]:
@@ -205,6 +209,7 @@ class Kronecker:
     def block_mv(self, blocks: dict[str, Array]) -> dict[str, Array]:
         """Multiply blocks by the operator: A V G."""
         products = {
+            # The cheaper of (A V) G and A (V G) is chosen by shape.
             name: jnp.linalg.multi_dot(
                 [factor["input"], blocks[name], factor["output"]], precision=_PRECISION
             )
@@ -216,6 +221,7 @@ class Kronecker:
         """Average each block's eigenvalues: tr(A) tr(G) / (a o), for the damping."""
         means = {name: jnp.mean(f) for name, f in self.entries.items()}
         for name, factor in self.factors.items():
+            # Eigenvalues of kron(A, G) are products, so that their mean is a product of means.
             scale = jnp.mean(jnp.diagonal(factor["input"])) * jnp.mean(
                 jnp.diagonal(factor["output"])
             )
@@ -238,7 +244,9 @@ class Kronecker:
         factors = {}
         for name, factor in self.factors.items():
             means = {side: jnp.mean(jnp.diagonal(x)) for side, x in factor.items()}
+            # Roots before the quotient: that of the means can overflow where this does not.
             ratio = jnp.sqrt(means["input"]) / jnp.sqrt(means["output"])
+            # A factor of zeros has no scale to balance: both sides get the same shift.
             ratio = jnp.where(jnp.isfinite(ratio) & (ratio > 0), ratio, 1)
             root = jnp.sqrt(jnp.where(shifts[name] > 0, shifts[name], 1))
             factors[name] = {
@@ -257,6 +265,7 @@ class Kronecker:
 
     def diagonal(self) -> Params:
         """Give the diagonal of the Kronecker products, in the shape of params."""
+        # [a] and [o] -> [a, o], as V.
         outer = {
             name: jnp.outer(jnp.diagonal(factor["input"]), jnp.diagonal(factor["output"]))
             for name, factor in self.factors.items()
@@ -270,6 +279,7 @@ class Kronecker:
     def dense(self) -> Array:
         """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
         size = sum(leaf.size for leaf in jax.tree.leaves(self.diagonal()))
+        # Products with unit vectors are columns, which `vmap` stacks as rows.
         columns = jax.vmap(lambda e: ravel(self.mv(self.template.unravel(e))))
         dtype = jnp.result_type(*jax.tree.leaves((self.factors, self.entries)))
         return columns(jnp.eye(size, dtype=dtype)).T
@@ -277,6 +287,7 @@ class Kronecker:
 
 def _inverse(matrix: Array, shift: Array) -> Array:
     identity = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+    # The shift makes a semi-definite factor definite.
     root = jax.scipy.linalg.cho_factor(matrix + shift.astype(matrix.dtype) * identity)
     return jax.scipy.linalg.cho_solve(root, identity)
 

@@ -57,12 +57,15 @@ def weighted_mean(
 
     def one_batch(step: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         sums, total = carry
+        # Folded, so that a minibatch's draws do not depend on how many there are.
         batch_key = None if key is None else jax.random.fold_in(key, step)
         own = batch_sums(*batch(step), batch_key)
+        # Divided once, at the end: in a mean of means the short minibatch would weigh too much.
         return jax.tree.map(jnp.add, sums, own), total + batch(step)[2].sum()
 
     shapes = jax.eval_shape(lambda: (batch_sums(*batch(0), key), batch(0)[2].sum()))
     zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    # The number is data, not a shape: minibatches of padding alone are not run.
     sums, total = jax.lax.fori_loop(0, number, one_batch, zeros)
     scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
     return jax.tree.map(lambda x: x * scale.astype(x.dtype), sums)
@@ -93,6 +96,7 @@ def run(
     """
     inputs = examples.inputs
     mesh = mesh_of(inputs)
+    # The axis of the mesh that splits the examples, if one does.
     axis = inputs.sharding.spec[0] if mesh and inputs.sharding.spec else None
     if axis is None:
         return function(*static, common, examples, key)
@@ -103,6 +107,7 @@ def run(
             "of zero."
         )
     weights = examples.weights
+    # Each device weighs its mean by the weights of its own rows.
     weights = jnp.ones(inputs.shape[0]) if weights is None else jnp.asarray(weights, float)
     common, key = replicate((common, key), mesh)
     spread = examples._replace(weights=weights)
@@ -120,9 +125,11 @@ def _on_every_device(
     key: Key | None,
 ) -> Any:
     def on_one(common: Any, key: Key | None, examples: Examples) -> Any:
+        # Otherwise all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
         own = function(*static, common, examples, key)
         total = jax.lax.psum(examples.weights.sum(), axis)
+        # Weighted means of means: devices may hold different numbers of examples that count.
         share = examples.weights.sum() / jnp.where(total > 0, total, 1)
         return jax.lax.psum(jax.tree.map(lambda x: x * share.astype(x.dtype), own), axis)
 
@@ -166,8 +173,11 @@ def check(
             f"apply returned outputs of shape {z.shape} for one example; expected [1, C]. Keep the "
             "batch axis and give even a single output an axis of its own."
         )
+    # The true kind reads no targets, whatever they are.
     if targets is not None and kind is not kinds.true:
         model.likelihood.check((targets.shape[0], *z.shape[1:]), targets)
     y = None if targets is None else jax.ShapeDtypeStruct((1, *targets.shape[1:]), targets.dtype)
+    # For its errors alone: a kind says itself which argument it lacks.
     jax.eval_shape(lambda z, y, key: kind(model.likelihood, z, y, key), z, y, key)
+    # By value: an inline `partial(fisher.sampled, ...)` must not compile again.
     return Plan(model, by_value(kind), int(batch_size))

@@ -73,6 +73,7 @@ def _judged(matvec: Callable, rhs: Any, x: Any, count: Any, tolerance: Array) ->
 
 
 def _relative_residual(product: Array, rhs: Array) -> Array:
+    # In units of rhs: squares of 1e-25 are zero in float32, and would look solved.
     wanted, error = rhs / unit(rhs), (product - rhs) / unit(rhs)
     size = jnp.sqrt(dot(wanted, wanted))
     return ratio(size != 0, jnp.sqrt(dot(error, error)), size)
@@ -84,6 +85,7 @@ def unit(x: Array) -> Array:
     Dividing by it changes no bit of what is computed.
     """
     top = jnp.abs(x).max(initial=0)
+    # With top = m 2^e and 1/2 <= m < 1 this is 2^(e - 1).
     return ratio(top > 0, top, 2 * jnp.frexp(top)[0]) + (top == 0)
 
 
@@ -94,6 +96,7 @@ def dot(left: Array, right: Array) -> Array:
 
 def ratio(defined: Array, numerator: Any, denominator: Array) -> Array:
     """Divide where it is defined, and give zero elsewhere without ever dividing by zero."""
+    # Both branches of a `where` are computed, and their derivatives too.
     return jnp.where(defined, numerator / jnp.where(defined, denominator, 1), 0)
 
 
@@ -101,6 +104,7 @@ def power_iteration(matvec: Callable, start: Any, iterations: Array) -> Any:
     """Turn each leaf towards its top eigenvector, of norm one; one that is zero stays zero."""
 
     def normalised(x: Array) -> Array:
+        # First by a power of two, so that the square of a tiny vector is not zero.
         x = x / unit(x)
         return x * ratio(jnp.any(x != 0), 1, jnp.sqrt(dot(x, x)))
 

@@ -55,6 +55,7 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
 
     def solve(problem: Quadratic) -> Solution:
         system = (as_partial(problem.matvec), problem.rhs, problem.init)
+        # Numbers are traced, so that solvers with other numbers of steps share the program.
         x = _gradient_descent(*system, steps, power_iterations)
         return solution(problem, x, steps + power_iterations)
 
@@ -66,7 +67,9 @@ def _gradient_descent(
     matvec: Callable, rhs: Any, init: Any, steps: Array, power_iterations: Array
 ) -> Any:
     top = power_iteration(matvec, _map(jnp.subtract, rhs, matvec(init)), power_iterations)
+    # The Rayleigh quotient of a vector of norm one.
     largest = _map(dot, top, matvec(top))
+    # A leaf without curvature stays where it is.
     step = _map(lambda s: ratio(s > 0, 1, s), largest)
 
     def descend(_: Array, x: Any) -> Any:

@@ -42,6 +42,7 @@ def closed_form(floor: float = 1e-6) -> Solver:
     checks.number("floor", floor)
 
     def solve(problem: Quadratic) -> Solution:
+        # The flag of a traced problem has no value yet.
         if not checks.is_traced(problem.is_diagonal) and not problem.is_diagonal:
             raise ValueError(
                 "closed_form solves diagonal systems only, and this one is not (is_diagonal is "
@@ -56,5 +57,6 @@ def closed_form(floor: float = 1e-6) -> Solver:
 @jax.jit
 def _closed_form(matvec: Callable, rhs: Any, init: Any, floor: Array) -> Any:
     entries = matvec(_map(jnp.ones_like, init))
+    # Above zero besides, since the floor itself may be zero.
     counts = _map(lambda a: (a >= floor) & (a > 0), entries)
     return _map(lambda c, b, a, x: jnp.where(c, ratio(c, b, a), x), counts, rhs, entries, init)

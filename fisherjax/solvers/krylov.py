@@ -79,6 +79,7 @@ def _conjugate_gradients(
     bound = _map(lambda b: jnp.square(tolerance).astype(b.dtype) * dot(b, b), rhs)
 
     def multiply(x: Any) -> Any:
+        # A leaf has one length and one size, so that its scaled system stays symmetric.
         return _map(jnp.divide, matvec(_map(jnp.multiply, x, lengths)), sizes)
 
     def turn(r: Any) -> Any:
@@ -87,6 +88,7 @@ def _conjugate_gradients(
     def unfinished(state: tuple) -> Array:
         _, residual, direction, _, _, step = state
         active = _map(lambda p, s, b: (s > b) & jnp.any(p != 0), direction, norms(residual), bound)
+        # One loop for all leaves, until the last one is done.
         return (step < max_iterations) & any_leaf(active)
 
     def norms(residual: Any) -> Any:
@@ -104,10 +106,13 @@ def _conjugate_gradients(
         steepest = turn(residual)
         new = _map(lambda g, r, z, h: jnp.where(g, dot(r, z), h), going, residual, steepest, height)
         beta = _map(ratio, going, new, height)
+        # Zero for a leaf that is done, by which `unfinished` knows it.
         direction = _map(lambda g, z, b, p: g * (z + b * p), going, steepest, beta, direction)
         return x, residual, direction, new, _map(jnp.add, count, going), step + 1
 
     residual = _map(jnp.subtract, rhs, multiply(init))
+    # The scale of a preconditioner drops out of the iterates, but not out of the range of float32:
+    # it is set to that of the first residual.
     steps = _map(unit, precondition(residual))
     direction = turn(residual)
     height = _map(dot, residual, direction)

@@ -69,7 +69,9 @@ def test_paper_adam_keeps_the_candidate_of_the_best_score(x64, favourite):
     np.testing.assert_allclose(found["w"], iterates[best], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("levels", "winner"), [((3, 3, 3), 0), ((1, 2, 2), 1), ((1, 0, 2), 2)])
+@pytest.mark.parametrize(
+    ("levels", "winner"), [((3, 3, 3), 0), ((1, 2, 2), 1), ((1, 0, 2), 2), ((np.nan, 1, 0), 1)]
+)
 def test_paper_adam_keeps_the_first_of_equal_scores(x64, levels, winner):
     matrix = operator()
     problem = system(matrix)
