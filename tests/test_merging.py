@@ -182,9 +182,9 @@ def test_merges_may_be_mapped_over_weights():
     [
         ("fedavg", list),
         ("fedavg", tuple),
-        ("fednova", list),
+        pytest.param("fednova", list, marks=pytest.mark.slow),
         ("scaffold", list),
-        ("fedfish_last_epoch", list),
+        pytest.param("fedfish_last_epoch", list, marks=pytest.mark.slow),
     ],
 )
 def test_params_may_be_lists_of_pairs(name, container):
@@ -229,7 +229,10 @@ def test_params_may_be_lists_of_pairs(name, container):
     chex.assert_trees_all_close(merged, averaged, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["regmean", "fedfisher_kfac", "fedfisher_full", "fisher_merge"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fedfisher_full", "fisher_merge")]
+
+
+@pytest.mark.parametrize("name", ["regmean", "fedfisher_kfac", *SLOW])
 def test_lists_of_pairs_are_taken_apart_into_layers(name):
     def network(params, x):
         [(kernel, bias)] = params

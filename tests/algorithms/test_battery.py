@@ -285,7 +285,7 @@ def test_equal_bases_give_the_same_optimiser(row):
 # What merge gives and what it refuses.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_structure_and_dtype_are_those_of_params(row, world, merge, dtype):
     def narrow(params):
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
