@@ -403,8 +403,9 @@ def test_what_an_optimiser_keeps_comes_back_of_every_client(federation, params, 
     np.testing.assert_array_equal(3 * seen["last"], models.steps)
     np.testing.assert_array_equal(seen["extras"][WITH_DATA], OWN["own"][WITH_DATA])
     plain = train(params, federation, key, epochs=3, clients_per_chunk=chunk)
-    assert_same(models._replace(extras=()), plain)
-    assert_same(train(params, federation, key, progress=lambda *_: None, **settings), models)
+    # Other programs, which may round otherwise.
+    assert_close(models._replace(extras=()), plain)
+    assert_close(train(params, federation, key, progress=lambda *_: None, **settings), models)
 
 
 def test_an_optimiser_is_told_what_the_client_started_from(federation, params, key):
