@@ -21,7 +21,7 @@ from fisherjax.typing import Array, Key, Model, Params
 
 # The losses of this many epochs, or of twice as many and so on, have room in the program: another
 # number of epochs need not compile again.
-_EPOCHS = 64
+_EPOCHS = 16
 
 
 class Trained(NamedTuple):

@@ -52,6 +52,15 @@ def x64() -> Iterator[None]:
 
 
 @pytest.fixture
+def rounding() -> float:
+    """How far two programs of the same formulas may differ: no bit, unless they are optimised.
+
+    The compiler then fuses what differs between them otherwise.
+    """
+    return 0.0 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" else 1e-12
+
+
+@pytest.fixture
 def key() -> jax.Array:
     """A key to fold and split."""
     return jax.random.key(0)

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).with_name("distributed.py")
 
 
@@ -38,7 +36,6 @@ def test_eight_devices_give_the_result_of_one():
     assert list(finish(start(8))) == ["1 processes, 8 devices"]
 
 
-@pytest.mark.slow
 def test_two_processes_give_the_result_of_one():
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -257,6 +257,5 @@ def test_help_shows_the_defaults_of_the_data_set(capsys):
     assert "(default: cnn)" in shown
 
 
-@pytest.mark.slow
 def test_a_full_fisher_on_a_small_network_is_allowed():
     check_full(Config(algorithms=("fedfisher_full",)), {"w": jax.ShapeDtypeStruct((100,), float)})

@@ -80,7 +80,6 @@ def test_fused_layers_are_what_the_library_merges(x64):
         assert np.allclose(merged["w"].ravel(), fused[name], atol=1e-6), name
 
 
-@pytest.mark.slow
 def test_kronecker_blocks_couple_no_two_layers_and_full_ones_have_the_true_diagonal(blocks):
     ends = np.cumsum(blocks.sizes)
     assert blocks.full.shape == blocks.kronecker.shape == (ends[-1], ends[-1])

@@ -79,11 +79,10 @@ def test_scratch_is_set_by_the_chunk_and_the_rest_is_one_model_a_client():
     model = params["w"].nbytes
     few, many = need(60, 4), need(120, 4)
     assert many.scratch - few.scratch < 4 * model
-    # Beside its model a client has room for the losses of 64 epochs, here a tenth of a model.
-    assert 60 * model <= many.resident - few.resident < 68 * model
+    assert 60 * model <= many.resident - few.resident < 66 * model
     assert need(60, 8).scratch - few.scratch > 4 * 2 * model
-    # Showing progress keeps Adam's two moments of every client between epochs, but no such losses.
-    assert need(60, 4, progress=print).resident - few.resident > 60 * 1.8 * model
+    # Showing progress keeps Adam's two moments of every client between epochs.
+    assert need(60, 4, progress=print).resident - few.resident > 60 * 1.9 * model
 
 
 @pytest.mark.slow
