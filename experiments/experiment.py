@@ -121,7 +121,7 @@ def prepare_splits(configs: Sequence[Config]) -> list[Experiment]:
         central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
         label_counts={},
         test=Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
-        local_accuracies=jax.jit(partial(fj.metrics.local_accuracies, model)),
+        local_accuracies=jax.jit(partial(fj.metrics.accuracy, model, stacked=True)),
         accuracy=jax.jit(partial(fj.metrics.accuracy, model)),
         ensemble_accuracy=jax.jit(partial(fj.metrics.ensemble_accuracy, model)),
     )

@@ -48,11 +48,12 @@ def summarize(
         TypeError: If params are not floating, or an argument has the wrong kind.
 
     Example:
-        >>> import numpy as np, fisherjax as fj
-        >>> data = np.zeros((3, 8)), np.array([0, 1, 1])
-        >>> federation = fj.clients.federation(data, [np.array([2]), np.array([0, 1])])
+        >>> import fisherjax as fj
+        >>> federation = fj.clients.federation(
+        ...     (np.zeros((3, 8)), np.array([0, 1, 1])), [[2], [0, 1]]
+        ... )
         >>> models, key = [{"w": np.zeros(2)}, {"w": np.ones(2)}], jax.random.key(0)
-        >>> sent = fj.merging.summarize(fj.algorithms.fedavg(), models, federation, key=key)
+        >>> sent = summarize(fj.algorithms.fedavg(), models, federation, key=key)
         >>> sent.kind, sent.values["params"]["w"].shape
         ('params', (2, 2))
     """
@@ -74,32 +75,18 @@ def summarize_memory(
     key: Key,
     clients_per_chunk: int | None = None,
 ) -> Memory:
-    """Predict the memory of `summarize`, with the models and updates of all clients.
+    """Predict the bytes that `summarize` needs on each device, all models and updates among them.
 
-    Args:
-        algorithm: As for `summarize`.
-        params: One model, or its shapes.
-        federation: The clients' data.
-        key: As for `summarize`.
-        clients_per_chunk: As for `summarize`.
-
-    Returns:
-        Bytes on each device.
-
-    Raises:
-        ValueError: If clients_per_chunk is not a number of clients.
+    `params` are one client's, or their shapes; the other arguments are those of `summarize`.
 
     Example:
-        >>> import numpy as np, fisherjax as fj
-        >>> data = np.zeros((3, 8), np.float32), np.array([0, 1, 1])
-        >>> federation = fj.clients.federation(data, [np.array([2]), np.array([0, 1])])
-        >>> small, large = (
-        ...     fj.merging.summarize_memory(
-        ...         fj.algorithms.fedavg(), {"w": np.zeros(n)}, federation, key=jax.random.key(0)
-        ...     )
-        ...     for n in (1, 1001)
+        >>> import fisherjax as fj
+        >>> federation = fj.clients.federation(
+        ...     (np.zeros((3, 8)), np.array([0, 1, 1])), [[2], [0, 1]]
         ... )
-        >>> large.resident - small.resident  # two models in, two models out
+        >>> average, models = fj.algorithms.fedavg(), [{"w": np.zeros(n)} for n in (1, 1001)]
+        >>> need = [summarize_memory(average, w, federation, key=jax.random.key(0)) for w in models]
+        >>> need[1].resident - need[0].resident  # two models in, two models out
         16000
     """
     num_clients, mesh = federation.num_clients, federation.mesh
@@ -129,11 +116,10 @@ def merge(
 
     Args:
         algorithm: The method.
-        params: The global params that clients started from; their structure and dtypes are the
-            result's.
+        params: The model that clients started from; the result has its structure and dtypes.
         updates: Stacked, as `summarize` gives them, or a list of M as they were loaded from files.
-        weights: [M], non-negative, for instance numbers of examples; scaled to sum one. Equal
-            weights if None.
+        weights: [M], non-negative, for instance numbers of examples; equal if None. Scaled to sum
+            one.
         state: What the algorithm kept of the last merge; None starts afresh.
         cohort: [M] places of these clients among all; all of them in order if None.
         key: For algorithms that draw on the server.
@@ -199,20 +185,18 @@ def merge_stream(
     Args:
         algorithm: A method whose updates add up, that is with a `reduce`: fedavg, fisher_merge,
             regmean, fednova, scaffold, fedfisher with a diagonal or full Fisher.
-        params: The global params that clients started from, as for `merge`.
-        chunks: Pairs (updates, weights [m]) of some clients each: stacked updates, or a list of m;
-            weights non-negative, for instance numbers of examples, or None for one each. They are
-            scaled to sum one over all chunks.
-        state: As for `merge`.
+        params: The model that clients started from.
+        chunks: Pairs (updates, weights [m]) of some clients each, as for `merge`; None is a weight
+            of one each. Weights are scaled to sum one over all chunks.
+        state: What the algorithm kept of the last merge; None starts afresh.
         on_nonfinite: "raise" or "drop", what to do about a client that diverged.
 
     Returns:
-        As `merge`.
+        What `merge` does.
 
     Raises:
-        ValueError: If the method needs all updates at once, there are no chunks, a chunk does not
-            fit, no client has weight, or a client's update is not finite and `on_nonfinite` is
-            "raise"; the message counts clients from the first chunk on.
+        ValueError: As `merge`, counting clients from the first chunk on; or if the method needs all
+            updates at once, there are no chunks, or chunks do not fit together.
         TypeError: As `merge`.
 
     Example:
@@ -269,19 +253,7 @@ def summarize_cohort(
     federation: Federation,
     key: Key,
 ) -> tuple[Update, Any]:
-    """Compute the updates of a federation's clients, and what each keeps, stacked.
-
-    Args:
-        algorithm: Whose.
-        layout: Where clients are computed.
-        trained: Stacked; its start is common or stacked.
-        private: Stacked, what each client kept before.
-        federation: The clients.
-        key: Folded by purpose and client.
-
-    Returns:
-        The updates, and what each client keeps from now on.
-    """
+    """Compute the stacked updates, and what each client keeps, given what it kept; unchecked."""
     values, kept = _summarize(algorithm, layout, trained, private, federation, key)
     return Update(values, algorithm.kind), kept
 

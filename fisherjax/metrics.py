@@ -13,17 +13,20 @@ from fisherjax.parallel import Layout, chunk_size, map_clients
 from fisherjax.typing import Array, Examples, Model, Params
 
 
-def logits(model: Model, params: Params, inputs: Array, *, batch_size: int = 500) -> Array:
+def logits(
+    model: Model, params: Params, inputs: Array, *, stacked: bool = False, batch_size: int = 500
+) -> Array:
     """Run a network over a data set, a minibatch at a time.
 
     Args:
         model: The network.
-        params: One model.
+        params: One model, or with `stacked` M models, leaves [M, ...].
         inputs: [N, ...].
+        stacked: Whether there are M models.
         batch_size: Examples of a minibatch.
 
     Returns:
-        Outputs [N, ..., C].
+        Outputs [N, ..., C], or [M, N, ..., C].
 
     Raises:
         ValueError: If there are no inputs, or batch_size is not a positive integer.
@@ -35,22 +38,31 @@ def logits(model: Model, params: Params, inputs: Array, *, batch_size: int = 500
         (3, 1)
     """
     checks.model(model)
-    inputs = jnp.asarray(inputs)
-    checks.outputs(_bare(model), params, inputs)
-    return _logits(_bare(model), _batch_size(batch_size, inputs), params, inputs)
+    model, inputs = _bare(model), jnp.asarray(inputs)
+    checks.outputs(model, _shapes(params) if stacked else params, inputs)
+    run = _map_logits if stacked else _logits
+    return run(model, _batch_size(batch_size, inputs), params, inputs)
 
 
-def accuracy(model: Model, params: Params, examples: Examples, *, batch_size: int = 500) -> Array:
-    """Compute top-1 accuracy, mean_n 1{argmax z_n = y_n}.
+def accuracy(
+    model: Model,
+    params: Params,
+    examples: Examples,
+    *,
+    stacked: bool = False,
+    batch_size: int = 500,
+) -> Array:
+    """Compute top-1 accuracy, mean_n 1{argmax z_n = y_n}, of one model or of each of M.
 
     Args:
         model: The network.
-        params: One model.
+        params: One model, or with `stacked` M models, leaves [M, ...].
         examples: Their targets are class labels; rows count by their weights.
+        stacked: Whether there are M models.
         batch_size: Examples of a minibatch.
 
     Returns:
-        A fraction between 0 and 1; NaN for a model whose outputs are NaN.
+        A fraction between 0 and 1, or [M] of them; NaN for a model whose outputs are NaN.
 
     Raises:
         ValueError: If the targets are not one class label for each output vector.
@@ -63,45 +75,14 @@ def accuracy(model: Model, params: Params, examples: Examples, *, batch_size: in
         0.5
     """
     inputs, targets, weights = _in_use(examples)
-    return _share_right(logits(model, params, inputs, batch_size=batch_size), targets, weights)
-
-
-def local_accuracies(
-    model: Model, stacked: Params, examples: Examples, *, batch_size: int = 500
-) -> Array:
-    """Compute the accuracy of each of M stacked models.
-
-    Args:
-        model: The network.
-        stacked: Leaves [M, ...].
-        examples: Their targets are class labels; rows count by their weights.
-        batch_size: Examples of a minibatch.
-
-    Returns:
-        Fractions [M].
-
-    Raises:
-        ValueError: If the targets are not one class label for each output vector.
-
-    Example:
-        >>> import fisherjax as fj
-        >>> model = fj.Model(lambda w, x: x * w, fj.likelihoods.categorical)
-        >>> examples = fj.Examples(jnp.eye(2), jnp.array([0, 0]))
-        >>> print(local_accuracies(model, jnp.array([1.0, -1.0]), examples))
-        [0.5 0.5]
-    """
-    inputs, targets, weights = _in_use(examples)
-    outputs = _every_logits(model, batch_size, stacked, inputs)
+    outputs = logits(model, params, inputs, stacked=stacked, batch_size=batch_size)
+    if not stacked:
+        return _share_right(outputs, targets, weights)
     return jnp.stack([_share_right(own, targets, weights) for own in outputs])
 
 
 def ensemble_accuracy(
-    model: Model,
-    stacked: Params,
-    weights: Array,
-    examples: Examples,
-    *,
-    batch_size: int = 500,
+    model: Model, stacked: Params, weights: Array, examples: Examples, *, batch_size: int = 500
 ) -> Array:
     """Compute the accuracy of the logit ensemble, argmax sum_i p_i z_i: M models, not one.
 
@@ -127,7 +108,7 @@ def ensemble_accuracy(
         1.0
     """
     inputs, targets, counts = _in_use(examples)
-    outputs = _every_logits(model, batch_size, stacked, inputs)
+    outputs = logits(model, stacked, inputs, stacked=True, batch_size=batch_size)
     if jnp.shape(weights) != outputs.shape[:1]:
         raise ValueError(
             f"weights has shape {jnp.shape(weights)}; expected ({outputs.shape[0]},), one for each "
@@ -142,8 +123,7 @@ class Performance(NamedTuple):
 
     Attributes:
         loss: [M] mean negative log-likelihood of an example in nats; 0 without examples.
-        accuracy: [M] share of targets that are the largest output, a fraction; NaN where targets
-            are not class labels.
+        accuracy: [M] fraction of targets that are the largest output; NaN if they are not labels.
         sizes: [M] examples that this is measured on.
     """
 
@@ -177,8 +157,7 @@ def performance(
         params: One model, or with `stacked` one for each client, leaves [M, ...].
         federation: The clients' data; those of a cohort by `clients.select`.
         stacked: Whether each client has its own model.
-        batch_size: Examples of a minibatch; changes memory and time only. Clients are small, and a
-            last minibatch costs as much as a full one.
+        batch_size: Examples of a minibatch; a last short one costs as much as a full one.
 
     Returns:
         Numbers [M]; NaN where a model's outputs are NaN.
@@ -189,8 +168,7 @@ def performance(
 
     Example:
         >>> import fisherjax as fj
-        >>> data = jnp.eye(2), jnp.array([0, 0])
-        >>> federation = fj.clients.federation(data, [[0], [1]])
+        >>> federation = fj.clients.federation((jnp.eye(2), jnp.array([0, 0])), [[0], [1]])
         >>> model = fj.Model(lambda w, x: x * w, fj.likelihoods.categorical)
         >>> found = performance(model, jnp.array(1.0), federation)
         >>> print(found.accuracy, found.mean().accuracy)
@@ -221,12 +199,7 @@ class Barrier(NamedTuple):
 
 
 def client_server_barrier(
-    model: Model,
-    params: Params,
-    models: Params,
-    federation: Federation,
-    *,
-    batch_size: int = 100,
+    model: Model, params: Params, models: Params, federation: Federation, *, batch_size: int = 100
 ) -> Barrier:
     """Compute the client-server barrier, mean_i [L_i(W) - L_i(W_i)] on the clients' own data.
 
@@ -325,14 +298,6 @@ def _logits(model: Model, batch_size: int, params: Params, inputs: Array) -> Arr
     outputs = jax.lax.map(lambda r: model.apply(params, inputs[r]), rows.reshape(-1, batch_size))
     # [minibatches, B, ..., C] to [N, ..., C].
     return outputs.reshape(-1, *outputs.shape[2:])[: inputs.shape[0]]
-
-
-def _every_logits(model: Model, batch_size: int, stacked: Params, inputs: Array) -> Array:
-    """Run each of M stacked models over a data set, [M, N, ..., C]."""
-    checks.model(model)
-    inputs = jnp.asarray(inputs)
-    checks.outputs(_bare(model), _shapes(stacked), inputs)
-    return _map_logits(_bare(model), _batch_size(batch_size, inputs), stacked, inputs)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -57,10 +57,9 @@ def map_clients(
     Args:
         function: Of one client's slice of `stacked`, and of `common`.
         stacked: A pytree, leaves [M, ...].
-        *common: Pytrees that are the same for all clients. With a mesh every array that the
-            function needs must be here: it cannot close over any.
-        sizes: [M]; chunks are formed from clients of similar size, because a chunk takes as long as
-            its largest client.
+        *common: The same for all clients. With a mesh every array that the function needs must be
+            here: it cannot close over any.
+        sizes: [M]; a chunk takes as long as its largest client, so it is formed of similar ones.
         clients_per_chunk: From 1 to M, on each device.
         mesh: Of devices, each of which takes an equal share of the clients; see `client_mesh`.
 
@@ -71,9 +70,7 @@ def map_clients(
         ValueError: If the mesh does not divide the clients into equal shares.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from fisherjax import parallel
-        >>> parallel.map_clients(jnp.sum, jnp.arange(6.0).reshape(3, 2), clients_per_chunk=2)
+        >>> map_clients(jnp.sum, jnp.arange(6.0).reshape(3, 2), clients_per_chunk=2)
         Array([1., 5., 9.], dtype=float32)
     """
     if mesh is None:
@@ -98,23 +95,7 @@ def map_clients(
 
 
 def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
-    """Check the chunk size, and choose it where it is None: 1 on a CPU, all clients elsewhere.
-
-    Args:
-        clients_per_chunk: From 1 to M, or None.
-        num_clients: M.
-
-    Returns:
-        A number from 1 to M.
-
-    Raises:
-        ValueError: If it is not an integer from 1 to M.
-
-    Example:
-        >>> from fisherjax import parallel
-        >>> parallel.chunk_size(3, num_clients=5)
-        3
-    """
+    """Check that a chunk has from 1 to M clients; choose where it is None, 1 on a CPU or else M."""
     if clients_per_chunk is None:
         return 1 if jax.default_backend() == "cpu" else num_clients
     is_integer = isinstance(clients_per_chunk, numbers.Integral) and clients_per_chunk is not True
@@ -137,11 +118,8 @@ def wasted_steps(steps: Sequence[int], clients_per_chunk: int) -> float:
         Steps of finished clients over all steps computed, from 0 to 1.
 
     Example:
-        >>> from fisherjax import parallel
-        >>> parallel.wasted_steps([1, 4, 1, 4], clients_per_chunk=4)
-        0.375
-        >>> parallel.wasted_steps([1, 4, 1, 4], clients_per_chunk=2)
-        0.0
+        >>> [wasted_steps([1, 4, 1, 4], chunk) for chunk in (4, 2)]
+        [0.375, 0.0]
     """
     steps = np.asarray(steps)
     # [chunks, length], as `map_clients` forms them: each takes as long as its largest client.
@@ -151,21 +129,13 @@ def wasted_steps(steps: Sequence[int], clients_per_chunk: int) -> float:
 
 
 def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Lay devices out along the client axis.
-
-    Args:
-        devices: Of one kind; all of them, over all processes, if None.
-
-    Returns:
-        The mesh.
+    """Lay devices of one kind out along the client axis: all, over all processes, if None.
 
     Raises:
         ValueError: If there are none.
 
     Example:
-        >>> import jax
-        >>> from fisherjax import parallel
-        >>> parallel.client_mesh(jax.devices()[:1]).size
+        >>> client_mesh(jax.devices()[:1]).size
         1
     """
     devices = jax.devices() if devices is None else list(devices)
@@ -178,15 +148,7 @@ def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def check_divides(mesh: Mesh, num_clients: int) -> None:
-    """Refuse a mesh whose devices would get different numbers of clients.
-
-    Args:
-        mesh: With the client axis.
-        num_clients: M.
-
-    Raises:
-        ValueError: If M is not a multiple of the devices; the message names numbers that fit.
-    """
+    """Refuse a mesh whose devices would get different numbers of clients; name those that fit."""
     if num_clients % mesh.size:
         fitting = [n for n in range(1, mesh.size + 1) if num_clients % n == 0]
         raise ValueError(
@@ -251,10 +213,7 @@ def memory(compiled_function: Any, *arguments: Any) -> Memory:
         The bytes. A call with such arguments afterwards need not compile again.
 
     Example:
-        >>> import jax
-        >>> from fisherjax import parallel
-        >>> x = jax.ShapeDtypeStruct((1000,), "float32")
-        >>> parallel.memory(jax.jit(lambda x: x + 1), x).resident
+        >>> memory(jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((1000,), "float32")).resident
         8000
     """
     analysis = compiled_function.lower(*arguments).compile().memory_analysis()

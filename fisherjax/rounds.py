@@ -48,8 +48,7 @@ class Round(NamedTuple):
         cohort: [K] places of the clients that took part.
         start: The model that was sent to them.
         trained: What they trained, stacked [K, ...].
-        loss: Mean training loss in nats of an example in the last local epoch, of the clients that
-            were not left out.
+        loss: Mean training loss in nats in the last local epoch, of those not left out.
         diverged: [K] True for a client whose update was not finite and was left out.
         info: What the algorithm reports.
     """
@@ -161,14 +160,13 @@ def federated(
 
     Args:
         model: What clients train.
-        algorithm: How they train and how updates are merged; with a server's optimiser
+        algorithm: How they train and how updates are merged; see
             `algorithms.with_server_optimizer`.
         cohort: K, from 1 to M.
         optimizer: Of the clients, any of optax; starts afresh in every round.
         epochs: Of local training in a round, at least 1.
         batch_size: Of the clients' minibatches.
-        clients_per_chunk: Side by side on a device, up to K; None chooses 1 on a CPU and K
-            elsewhere.
+        clients_per_chunk: Side by side on a device, up to K; None chooses, 1 on a CPU.
 
     Returns:
         The experiment, plain data: equal ones share a program.
@@ -180,22 +178,15 @@ def federated(
     Example:
         >>> import jax, optax, numpy as np, fisherjax as fj
         >>> data = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
-        >>> federation = fj.clients.federation(data, [np.array([0, 2]), np.array([1, 3])])
-        >>> experiment = fj.rounds.federated(
-        ...     fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical),
-        ...     fj.algorithms.fedavg(),
-        ...     cohort=1,
-        ...     optimizer=optax.sgd(1.0),
-        ...     epochs=2,
-        ...     batch_size=2,
-        ... )
+        >>> federation = fj.clients.federation(data, [[0, 2], [1, 3]])
+        >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
+        >>> how = {"cohort": 1, "optimizer": optax.sgd(1.0), "epochs": 2, "batch_size": 2}
+        >>> experiment = federated(model, fj.algorithms.fedavg(), **how)
         >>> state = experiment.init(np.zeros((4, 2), np.float32), federation.num_clients)
-        >>> key = jax.random.key(0)
-        >>> for state, done in fj.rounds.run(experiment, state, federation, key=key, rounds=3):
+        >>> for state, done in run(experiment, state, federation, key=jax.random.key(0), rounds=2):
         ...     print(done.number, done.cohort.shape, done.loss < 0.7)
         0 (1,) True
         1 (1,) True
-        2 (1,) True
 
     Source: McMahan et al., AISTATS 2017, algorithm 1, for any way to train and to merge.
     """
@@ -231,8 +222,7 @@ def run(
     Raises:
         TypeError: If an argument has the wrong kind.
         ValueError: If there are no rounds, the cohort is larger than the federation, the state's
-            params are not finite, or the data or the state do not fit; at once, not at the first
-            round.
+            params are not finite, or the data or the state do not fit; before the first round.
 
     Example: see `federated`.
     """

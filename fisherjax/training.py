@@ -32,13 +32,10 @@ class Trained(NamedTuple):
 
     Attributes:
         params: Stacked, leaves [M, ...].
-        start: What they were trained from: one model, or one for each client, stacked. None if that
-            is not known.
+        start: What they were trained from, one model or stacked; None if that is not known.
         steps: [M] optimiser steps taken.
-        loss: [M, epochs] mean training loss in nats of every epoch, measured while it ran; 0 for a
-            client without data.
-        extras: Stacked, what an algorithm's optimiser kept of its state, see `keeping`; () if
-            nothing.
+        loss: [M, epochs] mean training loss in nats, measured while it ran; 0 without data.
+        extras: Stacked, what an algorithm's optimiser kept of its state, see `keeping`.
     """
 
     params: Params
@@ -49,13 +46,7 @@ class Trained(NamedTuple):
 
 
 class LocalTraining(NamedTuple):
-    """What a client's training is compiled for.
-
-    Attributes:
-        model: Recognised by the identity of its functions.
-        optimizer: Any of optax, recognised by identity.
-        batch_size: B.
-    """
+    """What a client's training is compiled for; functions are recognised by identity."""
 
     model: Model
     optimizer: optax.GradientTransformation
@@ -113,11 +104,9 @@ def train(
         epochs: Passes over each client's data, at least 1.
         batch_size: B, at least 1.
         extras: Stacked, what such a wrapped optimiser is given besides (SCAFFOLD's correction).
-        clients_per_chunk: 1 trains client after client (best on a CPU), k trains k side by side
-            (faster on an accelerator, and memory grows with it); None chooses.
-        progress: Called with the epoch, from 0, and the losses [M] of that epoch. All clients then
-            train for an epoch before the next, and their optimiser states are all kept; without it
-            a client trains to the end, and only those of a chunk are in memory.
+        clients_per_chunk: Side by side, at the price of memory; None chooses, 1 on a CPU.
+        progress: Called with the epoch, from 0, and its losses [M]. All clients then train for an
+            epoch before the next, and all their optimiser states are kept, not only a chunk's.
 
     Returns:
         The stacked params, the steps, the loss of every epoch in nats, and what the optimiser kept.
@@ -130,16 +119,10 @@ def train(
     Example:
         >>> import jax, optax, numpy as np, fisherjax as fj
         >>> data = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
-        >>> federation = fj.clients.federation(data, [np.array([0, 1, 2]), np.array([3])])
-        >>> trained = fj.training.train(
-        ...     fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical),
-        ...     np.zeros((4, 2)),
-        ...     federation,
-        ...     key=jax.random.key(0),
-        ...     optimizer=optax.sgd(0.1),
-        ...     epochs=2,
-        ...     batch_size=2,
-        ... )
+        >>> federation = fj.clients.federation(data, [[0, 1, 2], [3]])
+        >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
+        >>> how = {"optimizer": optax.sgd(0.1), "epochs": 2, "batch_size": 2}
+        >>> trained = train(model, np.zeros((4, 2)), federation, key=jax.random.key(0), **how)
         >>> trained.params.shape, trained.steps.tolist()
         ((2, 4, 2), [4, 2])
 
@@ -174,58 +157,31 @@ def train_memory(
     clients_per_chunk: int | None = None,
     progress: Any = None,
 ) -> Memory:
-    """Predict the memory of `train`, with the data and the models of all clients.
+    """Predict the bytes that `train` needs on each device, the data and all models among them.
 
-    With `progress` all clients' optimiser states are kept between epochs, otherwise those of a
-    chunk.
-
-    Args:
-        model: As for `train`.
-        params: As for `train`.
-        federation: As for `train`.
-        key: As for `train`.
-        optimizer: As for `train`.
-        epochs: As for `train`.
-        batch_size: As for `train`.
-        extras: As for `train`.
-        clients_per_chunk: As for `train`.
-        progress: As for `train`; whether it is None is all that counts.
-
-    Returns:
-        Bytes on each device.
-
-    Raises:
-        TypeError: As `train`.
-        ValueError: As `train`.
+    The arguments, and what is refused, are those of `train`; nothing is run. Of `progress` it
+    counts only whether it is None.
 
     Example:
         >>> import jax, optax, numpy as np, fisherjax as fj
         >>> data = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
-        >>> federation = fj.clients.federation(data, [np.array([0, 1, 2]), np.array([3])])
-        >>> need = fj.training.train_memory(
-        ...     fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical),
-        ...     np.zeros((4, 2), np.float32),
-        ...     federation,
-        ...     key=jax.random.key(0),
-        ...     optimizer=optax.sgd(0.1),
-        ...     epochs=2,
-        ...     batch_size=2,
-        ... )
+        >>> federation = fj.clients.federation(data, [[0, 1, 2], [3]])
+        >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
+        >>> how = {"optimizer": optax.sgd(0.1), "epochs": 2, "batch_size": 2}
+        >>> need = train_memory(model, np.ones((4, 2)), federation, key=jax.random.key(0), **how)
         >>> need.resident > federation.inputs.nbytes
         True
     """
     local = check(model, params, federation, key, optimizer, epochs, batch_size)
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     params, key = parallel.replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
+    states, capacity = None, _capacity(epochs)
+    if progress is not None:
+        states = jax.eval_shape(partial(_first_state, local), params)
+        states, capacity = parallel.stacked_shapes(states, len(federation.sizes), layout.mesh), 1
     given = ((params, None), (None, extras))
-    arrays = (given, federation, key)
-    if progress is None:
-        return parallel.memory(
-            _run, local, layout, _capacity(epochs), None, *arrays, (0, epochs, epochs)
-        )
-    states = jax.eval_shape(lambda w: _first_state(local, w), params)
-    states = parallel.stacked_shapes(states, federation.num_clients, layout.mesh)
-    return parallel.memory(_run, local, layout, 1, states, *arrays, (0, 1, epochs))
+    arrays = (states, given, federation, key, (0, epochs, epochs))
+    return parallel.memory(_run, local, layout, capacity, *arrays)
 
 
 def check(
@@ -262,7 +218,7 @@ def train_cohort(
     key: Key,
     epochs: int,
 ) -> Trained:
-    """Train the clients of a federation to the end: only those of a chunk have optimiser states.
+    """Train the clients of a federation to the end, as `train` does, without checks.
 
     Args:
         local: What they train with.
@@ -272,9 +228,6 @@ def train_cohort(
         federation: The clients.
         key: Folded by purpose, client and epoch.
         epochs: Passes over each client's data.
-
-    Returns:
-        What `train` does.
     """
     arrays = ((start, extras), federation, key, (0, epochs, epochs))
     (params, kept), loss = _run(local, layout, _capacity(epochs), None, *arrays)

@@ -272,7 +272,7 @@ _, regmean_merged = one_shot(fj.algorithms.regmean(model))
 everything = fj.clients.federation(train, fj.partition.central(train.targets))
 central = fj.training.train(model, start, everything, key=key, **recipe)
 
-local_accuracies = fj.metrics.local_accuracies(model, clients.params, test_examples)
+local_accuracies = fj.metrics.accuracy(model, clients.params, test_examples, stacked=True)
 outputs = {
     "best client": local_outputs[local_accuracies.argmax()],
     "ensemble": fj.tree.weighted_sum(local_outputs, federation.weights),

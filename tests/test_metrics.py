@@ -44,7 +44,7 @@ def test_accuracies_are_shares_of_right_answers(world):
     for w, own in zip(models["w"], outputs, strict=True):
         found = metrics.accuracy(MODEL, {"w": w}, examples, batch_size=5)
         assert found == pytest.approx(by_hand(own, y))
-    local = metrics.local_accuracies(MODEL, models, examples, batch_size=5)
+    local = metrics.accuracy(MODEL, models, examples, batch_size=5, stacked=True)
     np.testing.assert_allclose(local, [by_hand(own, y) for own in outputs], rtol=1e-6)
     weights = jnp.array([0.5, 0.2, 0.3])
     ensemble = metrics.ensemble_accuracy(MODEL, models, weights, examples, batch_size=5)
@@ -60,7 +60,7 @@ def test_rows_in_use_count_by_their_weights(world):
     expected = np.average(right[np.asarray(rows)], weights=weights)
     examples = Examples(jnp.asarray(x), jnp.asarray(y), rows, weights)
     assert metrics.accuracy(MODEL, one, examples) == pytest.approx(expected)
-    assert metrics.local_accuracies(MODEL, models, examples)[0] == pytest.approx(expected)
+    assert metrics.accuracy(MODEL, models, examples, stacked=True)[0] == pytest.approx(expected)
     found = metrics.ensemble_accuracy(MODEL, models, np.eye(3)[0], examples)
     assert found == pytest.approx(expected)
 
@@ -86,7 +86,7 @@ def test_a_model_that_answers_nan_has_no_accuracy(world, shared_out):
     broken, examples = {"w": spoiled["w"][1]}, Examples(x, y)
     assert np.isnan(metrics.accuracy(MODEL, broken, examples))
     np.testing.assert_array_equal(
-        np.isnan(metrics.local_accuracies(MODEL, spoiled, examples)), [False, True, False]
+        np.isnan(metrics.accuracy(MODEL, spoiled, examples, stacked=True)), [False, True, False]
     )
     assert np.isnan(metrics.ensemble_accuracy(MODEL, spoiled, np.full(3, 1 / 3), examples))
     found = metrics.performance(MODEL, broken, shared_out)
@@ -104,7 +104,7 @@ def test_second_calls_compile_nothing(world, compilations):
 
     def everything(model, one, models):
         metrics.accuracy(model, one, examples)
-        metrics.local_accuracies(model, models, examples)
+        metrics.accuracy(model, models, examples, stacked=True)
         metrics.ensemble_accuracy(model, models, weights, examples)
 
     everything(MODEL, one, models)
@@ -139,7 +139,7 @@ def test_bad_input_is_refused(world, fault):
     with pytest.raises(ValueError, match=words):
         metrics.accuracy(MODEL, {"w": models["w"][0]}, examples, **size)
     with pytest.raises(ValueError, match=words):
-        metrics.local_accuracies(MODEL, models, examples, **size)
+        metrics.accuracy(MODEL, models, examples, **size, stacked=True)
     with pytest.raises(ValueError, match=words):
         metrics.ensemble_accuracy(MODEL, models, np.ones(3) / 3, examples, **size)
 
@@ -158,7 +158,7 @@ def test_labels_that_are_none_of_the_outputs_are_refused(world, shared_out, wron
     with pytest.raises(error, match=words):
         metrics.accuracy(MODEL, one, examples)
     with pytest.raises(error, match=words):
-        metrics.local_accuracies(MODEL, models, examples)
+        metrics.accuracy(MODEL, models, examples, stacked=True)
     with pytest.raises(error, match=words):
         metrics.ensemble_accuracy(MODEL, models, np.full(3, 1 / 3), examples)
     federation = shared_out._replace(targets=jnp.asarray(wrong(y)))

@@ -52,7 +52,7 @@ def error_of(
 def test_the_authors_weights_classify_as_they_report(reference, mnist, model):
     _, test = mnist
     examples = fj.Examples(test.inputs, test.targets)
-    alone = fj.metrics.local_accuracies(model, reference.params, examples)
+    alone = fj.metrics.accuracy(model, reference.params, examples, stacked=True)
     assert np.allclose(100 * np.asarray(alone), CLIENTS_ALONE, atol=0.06)
 
 
