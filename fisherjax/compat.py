@@ -1,9 +1,8 @@
 """What keeps kfac-jax 0.0.8 running on current JAX: the one place that touches its inside.
 
-kfac-jax 0.0.8, the newest release, is older than three changes of JAX. Each is mended below by one
-function, which says what changed. Only kfac-jax's own modules are changed: `jax` stays as it is,
-but for two names lent to it while kfac-jax is imported. When `tests/test_compat.py` says so, a
-newer kfac-jax needs none of this, and the file can go.
+kfac-jax 0.0.8, the newest release, is older than three changes of JAX. Only its own modules are
+changed: `jax` stays as it is, but for two names lent to it while kfac-jax is imported. When
+`tests/test_compat.py` says so, a newer kfac-jax needs none of this, and the file can go.
 """
 
 import contextlib
@@ -22,24 +21,11 @@ import jax.extend.source_info_util
 _KFAC_JAX = importlib.metadata.version("kfac-jax")
 # The names that kfac-jax takes from jax.core and jax 0.11 has in jax.extend.core alone.
 _READ_AT_IMPORT = "DebugInfo", "Effects"
-_READ_LATER = (
-    "DropVar",
-    "gensym",
-    "new_jaxpr_eqn",
-    "no_effects",
-    "unsafe_get_axis_names_DO_NOT_USE",
-)
+_READ_LATER = "DropVar", "gensym", "new_jaxpr_eqn", "no_effects", "unsafe_get_axis_names_DO_NOT_USE"
 
 
 def is_patch_needed(jax_version: str = jax.__version__, kfac_jax_version: str = _KFAC_JAX) -> bool:
-    """Tell whether this pair of versions needs any patch.
-
-    Args:
-        jax_version: For instance "0.10.2".
-        kfac_jax_version: For instance "0.0.8".
-
-    Returns:
-        True for jax 0.9.2 or later together with kfac-jax 0.0.8 or earlier.
+    """Say whether these versions, such as "0.10.2" and "0.0.8", need any patch.
 
     Example:
         >>> from fisherjax import compat
@@ -51,13 +37,7 @@ def is_patch_needed(jax_version: str = jax.__version__, kfac_jax_version: str = 
 
 @functools.cache
 def import_kfac_jax() -> ModuleType:
-    """Import kfac-jax such that it runs on this version of JAX; the same module every time.
-
-    Example:
-        >>> from fisherjax import compat
-        >>> compat.import_kfac_jax().__name__
-        'kfac_jax'
-    """
+    """Import kfac-jax such that it runs on this version of JAX; the same module every time."""
     moved = is_patch_needed() and _numbers(jax.__version__) >= (0, 11)
     with _lend_names() if moved else contextlib.nullcontext():
         import kfac_jax
@@ -81,7 +61,6 @@ def _patch_evaluation() -> None:
 
 
 def _evaluate_equation(equation: Any, inputs: list[Any]) -> list[Any]:
-    """Compute the outputs of one equation of a traced function."""
     parameters = equation.primitive.get_bind_params(equation.params)
     with jex.source_info_util.user_context(equation.source_info.traceback):
         outputs = equation.primitive.bind(*inputs, **parameters)
@@ -128,7 +107,6 @@ def _patch_merged_jaxpr() -> None:
 
 
 def _close(jaxpr: Any, consts: list[Any]) -> Any:
-    """Return the traced function with these values for its constants."""
     return jex.core.ClosedJaxpr(jaxpr, consts)
 
 

@@ -24,14 +24,9 @@ class _Partial(functools.partial):
 
 
 def by_value(value: Any) -> Any:
-    """Make a `functools.partial` compare by what it holds.
+    """Make a `functools.partial`, and partials inside it, compare by what they hold.
 
-    Args:
-        value: Anything; partials inside partials count too.
-
-    Returns:
-        An equivalent that is equal for equal contents, or the value itself if it is no partial or
-        holds what cannot be hashed, such as an array.
+    What is no partial, or holds what cannot be hashed, such as an array, stays as it is.
 
     Example:
         >>> from functools import partial
@@ -57,15 +52,9 @@ def _is_hashable(value: Any) -> bool:
 
 
 def cached(factory: Callable) -> Callable:
-    """Let a factory return the same object for equal arguments.
+    """Let a factory, which depends on its arguments only, return one object for equal arguments.
 
     Arguments that cannot be hashed, such as traced numbers, make a new object each time.
-
-    Args:
-        factory: A function whose result depends on its arguments only.
-
-    Returns:
-        The factory.
 
     Example:
         >>> make = cached(lambda damping=1.0: [damping])
@@ -93,7 +82,7 @@ def cached(factory: Callable) -> Callable:
     return make
 
 
-def name_of(function: Callable) -> str:
+def name_of(value: Any) -> str:
     """Say what a configured function is: its name, and what a partial adds to it.
 
     Example:
@@ -101,12 +90,8 @@ def name_of(function: Callable) -> str:
         >>> name_of(partial(int, base=2))
         'int(base=2)'
     """
-    if not isinstance(function, functools.partial):
-        return getattr(function, "__name__", str(function))
-    extras = [str(x) for x in function.args]
-    extras += [f"{k}={_shown(v)}" for k, v in sorted(function.keywords.items())]
-    return f"{name_of(function.func)}({', '.join(extras)})"
-
-
-def _shown(value: Any) -> str:
-    return name_of(value) if callable(value) else repr(value)
+    if not isinstance(value, functools.partial):
+        return getattr(value, "__name__", repr(value))
+    extras = [name_of(x) for x in value.args]
+    extras += [f"{name}={name_of(x)}" for name, x in sorted(value.keywords.items())]
+    return f"{name_of(value.func)}({', '.join(extras)})"

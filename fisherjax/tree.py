@@ -10,13 +10,7 @@ from fisherjax.typing import Array
 
 
 def names(tree: Any) -> tuple[str, ...]:
-    """Name the leaves of a pytree by their paths, joined by slashes.
-
-    Args:
-        tree: Any pytree.
-
-    Returns:
-        One name for every leaf, in the order of `jax.tree.leaves`.
+    """Name the leaves of a pytree by their paths, in the order of `jax.tree.leaves`.
 
     Raises:
         ValueError: If two leaves have one name, because a key holds a slash: whatever goes by
@@ -26,8 +20,8 @@ def names(tree: Any) -> tuple[str, ...]:
         >>> names({"dense": {"kernel": 1.0, "bias": 2.0}})
         ('dense/bias', 'dense/kernel')
     """
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    named = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path in paths)
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    named = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
     if len(set(named)) < len(named):
         twice = next(name for name in named if named.count(name) > 1)
         raise ValueError(
@@ -47,14 +41,7 @@ def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def inner(left: Any, right: Any) -> Array:
-    """Compute the inner product <u, v> = sum_leaves sum(u * v) of two pytrees.
-
-    Args:
-        left: A pytree of arrays.
-        right: A pytree of the same structure and shapes.
-
-    Returns:
-        A scalar.
+    """Compute the inner product <u, v> = sum_leaves sum(u * v) of two pytrees of equal shapes.
 
     Example:
         >>> print(inner({"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}))
@@ -64,17 +51,10 @@ def inner(left: Any, right: Any) -> Array:
 
 
 def weighted_sum(stacked: Any, weights: Array) -> Any:
-    """Sum a stacked pytree over its clients, sum_i w_i x_i.
+    """Sum floating leaves [M, ...] over the clients with weights [M], sum_i w_i x_i.
 
-    Clients of weight zero have no influence, whatever finite values they hold.
-
-    Args:
-        stacked: Floating leaves [M, ...].
-        weights: [M].
-
-    Returns:
-        The pytree without its client axis, leaves at least float32: weights that are rounded to
-        bfloat16 no longer add up to one, nor do their terms.
+    Clients of weight zero have no influence, whatever finite values they hold. The sums are in at
+    least float32: weights rounded to bfloat16 no longer add up to one, nor do their terms.
 
     Example:
         >>> print(weighted_sum({"w": jnp.array([[1.0], [3.0]])}, jnp.array([0.5, 0.5]))["w"])
@@ -91,13 +71,7 @@ def weighted_sum(stacked: Any, weights: Array) -> Any:
 
 
 def finite(stacked: Any) -> Array:
-    """Say of every leaf and client whether all entries are finite.
-
-    Args:
-        stacked: Leaves [M, ...].
-
-    Returns:
-        True or False, [leaves, M].
+    """Say of every leaf [M, ...] and client whether all entries are finite, [leaves, M].
 
     Example:
         >>> print(finite({"w": jnp.array([[1.0], [jnp.nan]])}))
@@ -116,9 +90,6 @@ def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:
         stacked: Leaves [M, ...].
         otherwise: What they hold then, leaves [M, ...]; zeros if None.
 
-    Returns:
-        The stacked pytree.
-
     Example:
         >>> print(keep(jnp.array([True, False]), jnp.array([[1.0], [jnp.nan]])).T)
         [[1. 0.]]
@@ -133,26 +104,18 @@ def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:
 
 
 def stack(trees: Sequence[Any]) -> Any:
-    """Stack one pytree a client into a single pytree with a leading client axis.
-
-    Args:
-        trees: M pytrees of one structure, with leaves of equal shapes and dtypes.
-
-    Returns:
-        The same structure, leaves [M, ...].
+    """Stack M pytrees, one a client, into a single pytree with leaves [M, ...].
 
     Raises:
-        ValueError: If the list is empty, or a client differs from client 0; the message names the
-            client and the leaf.
+        ValueError: If the list is empty, or a client differs from client 0 in its structure, a
+            shape or a dtype.
 
     Example:
         >>> stack([{"w": 1.0}, {"w": 2.0}])["w"].shape
         (2,)
     """
     if not trees:
-        raise ValueError(
-            "Nothing to stack: got an empty list, expected one pytree for each client."
-        )
+        raise ValueError("Nothing to stack: got an empty list, expected one pytree a client.")
     first = trees[0]
     # Checked first, because jnp.stack would promote other dtypes and name no client.
     for client, tree in enumerate(trees):

@@ -2,18 +2,14 @@
 
 Letters used in every docstring:
 
-=====  ==============================================================
-M      clients
-K      clients of a cohort; in an output factor its columns
-N      examples of the whole federation; n_i those of client i, and
-       p_i = n_i / N its weight
-B      examples of a minibatch
-C      classes, or outputs of the network
-T      output locations of a convolution (1 for a dense layer)
-d      parameters
-a, o   rows of a layer's matrix V (inputs, one more for a bias) and its
-       columns (outputs): V is [a, o] and F V = A V G
-=====  ==============================================================
+    M     clients
+    K     clients of a cohort; in an output factor its columns
+    N     examples of the whole federation; n_i those of client i, and p_i = n_i / N its weight
+    B     examples of a minibatch
+    C     classes, or outputs of the network
+    T     output locations of a convolution (1 for a dense layer)
+    d     parameters
+    a, o  rows (inputs, and one for a bias) and columns (outputs) of a layer's matrix V: F V = A V G
 
 *stacked* means that every leaf of a pytree has a leading client axis M.
 """
@@ -41,8 +37,7 @@ class Likelihood(NamedTuple):
         negative_log_likelihood: `(z [B, ..., C], y) -> [B]`, in nats.
         sample: `(key, z) -> y`, one draw of the targets for each example.
         factor: `(z) -> S [K, B, ..., C]`, the columns of the output factor.
-        check: `(shape of z, y) -> None`, raises ValueError or TypeError when the targets do not
-            fit.
+        check: `(shape of z, y) -> None`, refuses targets that do not fit.
     """
 
     negative_log_likelihood: Callable[[Array, Array], Array]
@@ -63,22 +58,20 @@ class Model(_Model):
     """A network and what its outputs mean: pure functions, hashable, whatever made them.
 
     Attributes:
-        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`; flax, equinox, haiku and bare
-            functions all reduce to it.
+        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
         likelihood: Of the targets given the outputs, such as `likelihoods.categorical`.
         apply_train: `(params, inputs, key, weights [B]) -> (outputs, new)` in place of apply while
             training, for dropout, augmentation and running statistics. `new` is None, or like
             params; its leaves are taken where the mask is False. Rows that fill up a short
             minibatch repeat its own examples, with weight zero.
-        mask: Like params, True where a leaf is trained; the others keep their value or take the
-            statistics of `apply_train`. None trains everything. Kept as a pair (name, trained) for
-            each leaf.
+        mask: Like params, True where a leaf is trained; None trains everything. Kept as a pair
+            (name, trained) for each leaf.
 
     Example:
         >>> import fisherjax as fj
         >>> model = fj.Model(lambda w, x: x @ w["dense"], fj.likelihoods.gaussian)
-        >>> model._replace(mask=None) == model, hash(model) == hash(fj.Model(*model))
-        (True, True)
+        >>> hash(model) == hash(fj.Model(*model))
+        True
     """
 
     __slots__ = ()
@@ -95,7 +88,7 @@ class Model(_Model):
 
     @classmethod
     def _make(cls, fields: Iterable[Any]) -> "Model":
-        # What `_replace` calls: it must turn a new mask into what can be hashed, too.
+        # What `_replace` calls, perhaps with a new mask.
         return cls(*fields)
 
 
