@@ -26,8 +26,7 @@ def is_traced(*values: Any) -> bool:
 def count(name: str, value: Any) -> int:
     """Refuse what is not a positive integer; True is none."""
     # NumPy's integers count too. True is an integer to Python, and a mistake here.
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
-    if not is_integer or value < 1:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; expected an integer of at least 1.")
     return int(value)
 
@@ -36,10 +35,9 @@ def number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> 
     """Refuse what is not a finite number with low <= value < below."""
     if is_traced(value):
         return
-    meant = "zero or more" if low == 0 else f"at least {low:g}"
-    expected = (
-        f"a finite number, {meant}" if below == math.inf else f"{low:g} <= {name} < {below:g}"
-    )
+    expected = f"{low:g} <= {name} < {below:g}"
+    if below == math.inf:
+        expected = "a finite number, " + ("zero or more" if low == 0 else f"at least {low:g}")
     # An array of shape () is one number too, as JAX returns them.
     if not isinstance(value, (numbers.Real, np.ndarray, jax.Array)) or jnp.shape(value):
         raise TypeError(f"{name} is {value!r}; expected {expected}.")
@@ -57,12 +55,11 @@ def positive(name: str, value: Any) -> None:
 def one_of(name: str, value: Any, known: Iterable[Any]) -> None:
     """Refuse what is not among a few known values, and name the nearest."""
     known = list(known)
-    if value in known:
-        return
-    near = difflib.get_close_matches(str(value), map(str, known), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    expected = " or ".join(repr(x) for x in known)
-    raise ValueError(f"{name} is {value!r}; expected {expected}.{hint}")
+    if value not in known:
+        near = difflib.get_close_matches(str(value), map(str, known), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        expected = " or ".join(map(repr, known))
+        raise ValueError(f"{name} is {value!r}; expected {expected}.{hint}")
 
 
 def instance(name: str, value: Any, kind: type, expected: str) -> None:
@@ -82,7 +79,7 @@ def optimizer(name: str, value: Any) -> None:
     # By what it can do, not by its type: a wrapper may have a type of its own.
     if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
         raise TypeError(
-            f"{name} is {value!r}; expected an optax optimiser such as optax.sgd(1e-2, 0.9)."
+            f"{name} is {value!r}; expected an optax optimiser such as optax.sgd(1e-2)."
         )
 
 
@@ -92,8 +89,7 @@ def key(value: Key) -> None:
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
-            f"key is {type(value).__name__} {value!r}, not a typed key; make one with "
-            "jax.random.key(seed)."
+            f"key is {type(value).__name__} {value!r}, not a typed key; use jax.random.key(seed)."
         )
     if value.shape:
         raise ValueError(
@@ -151,11 +147,11 @@ def floating(params: Params, what: str = "params") -> None:
 
 def stacked(params: Params, num_clients: int, what: str = "the stacked params") -> None:
     """Refuse leaves without a leading axis of clients."""
-    for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
+    for name, shape in tree.shapes(params).items():
         # A slice of the shape, because a scalar has no first axis.
-        if jnp.shape(leaf)[:1] != (num_clients,):
+        if shape[:1] != (num_clients,):
             raise ValueError(
-                f"Leaf '{name}' of {what} has shape {jnp.shape(leaf)}; expected a leading axis of "
+                f"Leaf '{name}' of {what} has shape {shape}; expected a leading axis of "
                 f"{num_clients} clients. Pass a list to give one pytree for each client."
             )
 
@@ -194,11 +190,7 @@ def examples(value: Examples) -> None:
 
 
 def outputs(model: Model, params: Params, inputs: Array, targets: Array | None = None) -> Any:
-    """Trace a network on a data set; refuse it where that fails or the targets do not fit.
-
-    Returns:
-        The shape and dtype of the outputs for all inputs.
-    """
+    """Give the outputs' shape and dtype; refuse a network that fails or targets that do not fit."""
     # Shapes only: nothing is computed, however large the data set.
     shape = jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)
     z = _traced("apply", model.apply, params, shape)
@@ -214,25 +206,25 @@ def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) 
     if model.apply_train is None:
         return
     # A minibatch, because `apply_train` never sees the whole data set.
-    shape = jax.ShapeDtypeStruct((batch_size, *inputs.shape[1:]), inputs.dtype)
-    z = _traced("apply", model.apply, params, shape)
-    ones = jax.ShapeDtypeStruct((batch_size,), jnp.result_type(float))
-    # The shape of a key: none is drawn, and nothing runs.
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    result = _traced("apply_train", model.apply_train, params, shape, key, ones)
+    batch = jax.ShapeDtypeStruct((batch_size, *inputs.shape[1:]), inputs.dtype)
+    z = _traced("apply", model.apply, params, batch)
+    # The shapes of a key and of weights: nothing is drawn, and nothing runs.
+    key = jax.eval_shape(jax.random.key, 0)
+    weights = jax.ShapeDtypeStruct((batch_size,), jnp.result_type(float))
+    result = _traced("apply_train", model.apply_train, params, batch, key, weights)
     if not (isinstance(result, tuple) and len(result) == 2):
         raise ValueError(
             f"apply_train returned {_kind(result)}; expected a pair (outputs, new), where new is "
             "None or like params."
         )
-    if getattr(result[0], "shape", None) != z.shape:
+    given, new = getattr(result[0], "shape", None), result[1]
+    if given != z.shape:
         raise ValueError(
-            f"apply_train returned outputs of shape {getattr(result[0], 'shape', None)}; expected "
-            f"{z.shape}, as apply does."
+            f"apply_train returned outputs of shape {given}; expected {z.shape}, as apply does."
         )
-    if result[1] is not None and tree.shapes(result[1]) != tree.shapes(params):
+    if new is not None and tree.shapes(new) != tree.shapes(params):
         raise ValueError(
-            f"apply_train returned new leaves {tree.shapes(result[1])}; expected None, or those of "
+            f"apply_train returned new leaves {tree.shapes(new)}; expected None, or those of "
             f"params, {tree.shapes(params)}."
         )
 
