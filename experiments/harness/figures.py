@@ -1,0 +1,110 @@
+"""How figures look: one colour and one marker for an algorithm everywhere, % on every axis."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.harness.records import write_bytes
+from fisherjax.algorithms import TABLE
+
+REFERENCES = {
+    "local": "one client's own model, mean over clients",
+    "ensemble": "mean of all clients' outputs: M models, not one",
+    "central": "one model trained on all the data: the ceiling",
+}
+"""What algorithms are compared with, and what it is."""
+INK, GRID, GREY = "#222222", "#dddddd", "#8a8a8a"
+# In the order of the table's rows. Neighbours differ in lightness too: greyscale keeps them apart.
+_COLOURS = (
+    *("#1a1a1a", "#d98200", "#3f8fc4", "#57b894", "#0b4f8a", "#7fc8e8", "#8b1e6b"),
+    *("#d16ba5", "#e8a6cf", "#c9a400", "#c4501b", "#f0936a", "#4d7a1f", "#7a5236"),
+)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
+_LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
+_CLASSES = "tab10", "tab20"
+
+
+def label(name: str) -> str:
+    """Say what an algorithm is called in tables and figures; another name stays as it is."""
+    return TABLE[name].label if name in TABLE else name
+
+
+def style(name: str) -> dict[str, Any]:
+    """Return an algorithm's colour, marker and label, the same in every figure and any order.
+
+    Example:
+        >>> style("fedavg")
+        {'color': '#1a1a1a', 'marker': 'o', 'label': 'FedAvg'}
+    """
+    place = list(TABLE).index(name) if name in TABLE else None
+    if place is None:
+        return {"color": GREY, "marker": ".", "label": name}
+    # More algorithms than colours begin again, with markers shifted by one.
+    turn = place // len(_COLOURS)
+    return {
+        "color": _COLOURS[place % len(_COLOURS)],
+        "marker": _MARKERS[(place + turn) % len(_MARKERS)],
+        "label": label(name),
+    }
+
+
+def line_style(name: str) -> Any:
+    """Return how an algorithm's lines are dashed, where several cross in one panel."""
+    return _LINES[list(TABLE).index(name) % len(_LINES)] if name in TABLE else ":"
+
+
+def canvas(width: float, height: float, columns: int = 1, rows: int = 1, **shared: Any) -> Any:
+    """Begin a figure without pyplot and its global state, so that no display is needed.
+
+    Args:
+        width: Inches.
+        height: Inches.
+        columns: Axes side by side.
+        rows: Of axes.
+        **shared: Of matplotlib's `subplots`: sharex and sharey, for panels that are compared.
+
+    Returns:
+        Matplotlib's figure and its axes, an array of them if there are several.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, **shared)
+    for panel in np.atleast_1d(axes).ravel():
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_axisbelow(True)
+    return figure, axes
+
+
+def legend(figure: Any, panels: Sequence[Any], *, columns: int = 4) -> None:
+    """Put one legend under a figure, with every label of its panels once."""
+    handles: dict[str, Any] = {}
+    for panel in panels:
+        own = zip(*panel.get_legend_handles_labels(), strict=True)
+        handles |= {name: handle for handle, name in own if name not in handles}
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=min(columns, len(handles)),
+        frameon=False,
+    )
+
+
+def class_colours(count: int) -> np.ndarray:
+    """Return a colour for each class of a data set, [count, 4]."""
+    from matplotlib import colormaps
+
+    return colormaps[_CLASSES[count > 10]](np.arange(count) % 20)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure as PNG; the file changes as a whole or not at all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
+    write_bytes(path, picture.getvalue())

@@ -1,0 +1,281 @@
+"""The files of a run: what was asked (config.json), what came out (results.csv), and whose it is.
+
+A file changes as a whole or not at all; a folder belongs to one process at a time and to one
+experiment for ever.
+"""
+
+import contextlib
+import csv
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import fisherjax as fj
+from experiments.harness import commands
+from experiments.harness.tables import csv_text
+
+try:
+    import fcntl
+except ImportError:  # not on every system: there a folder is not locked
+    fcntl = None
+
+CONFIG, RESULTS = "config.json", "results.csv"
+ONE_SHOT = (
+    *("algorithm", "partition_seed", "seed", "round", "client", "split", "metric", "value"),
+    *("seconds", "upload_bytes"),
+)
+FEDERATED = (
+    *("algorithm", "local_epochs", "server_learning_rate", "seed", "round", "split", "fraction"),
+    *("metric", "value"),
+)
+WHERE_AND_HOW = ("data_dir", "out", "clients_per_chunk", "checkpoint_seconds", "keep_models")
+"""Options that change no result beyond rounding: a run may continue with others."""
+_MOVED = {
+    "algorithm": ("algorithms",),
+    "mu": ("fedprox.mu",),
+    "damping": ("fedfisher_diag.damping", "fedfisher_kfac.damping", "fedfisher_full.damping"),
+    "fedlpa_damping": ("fedlpa.damping", "fedlpa_ea.damping", "fedlpa_gd.damping"),
+    "fedlpa_balanced": ("fedlpa.balanced", "fedlpa_ea.balanced", "fedlpa_gd.balanced"),
+}
+"""What options of version 0.1 are called now."""
+
+
+class Row(NamedTuple):
+    """One number of a run; a line of results.csv, which has the columns that its command fills in.
+
+    Attributes:
+        algorithm: How models were merged, or what they are compared with: `local` (each client's
+            own model), `ensemble` (the mean of their outputs), `central` (trained on all data).
+        seed: Of the initial model and of training.
+        round: Communication rounds until then.
+        split: Of the data that were used to measure: `test`, `train`, the `cohort`, `validation` or
+            `held_out` clients; or `traffic`.
+        metric: Accuracies are fractions, losses nats of a prediction, traffic bytes of a client.
+        value: The number.
+        partition_seed: Of the split; None for `central`, which has none.
+        client: Whose model; None for a merged one.
+        seconds: Of the clients' summaries and the merge, and of the training where an algorithm
+            trains its own clients or in a later round; for `local` and `central` of the training,
+            of all clients together. The first run of a process includes compilation.
+        upload_bytes: What one client sends.
+        local_epochs: Of a round.
+        server_learning_rate: Of the server's optimiser.
+        fraction: Of a held-out client's data that the model was fine-tuned on.
+    """
+
+    algorithm: str
+    seed: int
+    round: int
+    split: str
+    metric: str
+    value: float
+    partition_seed: int | None = None
+    client: int | None = None
+    seconds: float | None = None
+    upload_bytes: int | None = None
+    local_epochs: int | None = None
+    server_learning_rate: float | None = None
+    fraction: float | None = None
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a file, as a whole or not at all.
+
+    Raises:
+        OSError: With the path, if it cannot be written; what was there stays.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        # The system's own message of a full disk does not say where.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file, as `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """Write rows, as `write_bytes`; a row is a line of the columns."""
+    write_text(path, csv_text(columns, ([getattr(row, c) for c in columns] for row in rows)))
+
+
+def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
+    """Read rows, in the order of the file; none if there is no file.
+
+    Raises:
+        ValueError: If the file is not one that `write_rows` wrote with these columns.
+    """
+    if not path.exists():
+        return []
+    try:
+        with open(path, newline="") as file:
+            first, *lines = list(csv.reader(file)) or [[]]
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): delete it, or choose another --out"
+        ) from error
+    if tuple(first) != tuple(columns):
+        raise ValueError(
+            f"{path} does not begin with the columns {','.join(columns)}: it is not of this "
+            "command; choose another --out"
+        )
+    try:
+        return [_row(dict(zip(columns, line, strict=True))) for line in lines]
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): delete it, or choose another --out"
+        ) from error
+
+
+@contextlib.contextmanager
+def folder(out: Path) -> Iterator[None]:
+    """Make the folder of a run and hold it: nobody else writes there until this is over.
+
+    Raises:
+        OSError: If nothing can be written there.
+        ValueError: If another process is at work there.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+        held = os.open(out, os.O_RDONLY) if fcntl else None
+    except OSError as error:
+        raise OSError(f"cannot write to --out {out} ({error}): choose another folder") from error
+    try:
+        if held is not None:
+            # Of the folder itself: nothing is left behind, and who is killed lets go.
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(
+            f"another process is writing to --out {out}: wait for it, or choose another folder"
+        ) from error
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> None:
+    """Refuse to continue what another experiment has begun.
+
+    Args:
+        out: The folder of a run that has finished something.
+        config: What is going to be run.
+        default: What would be run if nothing were asked: what options did that did not exist yet.
+        found: What was found there, for the message.
+
+    Raises:
+        ValueError: If the folder holds another experiment; the message names what differs.
+    """
+    if not (out / CONFIG).exists():
+        raise ValueError(
+            f"{out} holds a {found} without a {CONFIG}, so nobody knows what it is of: choose "
+            "another --out"
+        )
+    before = commands.contents(default) | _modern(_document(out)["configuration"])
+    differing = _differences(before, commands.contents(config), WHERE_AND_HOW)
+    if differing:
+        raise ValueError(
+            f"{out} holds results of another experiment: {'; '.join(differing)}. Choose another "
+            "--out, or delete that folder"
+        )
+
+
+def write_config(out: Path, config: Any, program: str) -> None:
+    """Write what is needed to run an experiment again."""
+    document = {
+        "configuration": commands.contents(config),
+        "command": commands.write(config, program),
+        "environment": environment(),
+    }
+    write_text(out / CONFIG, json.dumps(document, indent=2) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Return the versions and the device that results depend on."""
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    versions = {package: importlib.metadata.version(package) for package in packages}
+    devices = jax.devices()
+    return {
+        "python": platform.python_version(),
+        "fisherjax": fj.__version__,
+        **versions,
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "backend": devices[0].platform,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+    }
+
+
+def read_environment(out: Path) -> dict[str, Any]:
+    """Return the environment that started a run."""
+    return _document(out)["environment"]
+
+
+def environment_changes(out: Path) -> list[str]:
+    """Say what is different from the environment that started a run."""
+    return _differences(read_environment(out), environment())
+
+
+def _document(out: Path) -> dict[str, Any]:
+    try:
+        document = json.loads((out / CONFIG).read_text())
+        return {name: dict(document[name]) for name in ("configuration", "environment")}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{out / CONFIG} is not a configuration that was written here ({error!r}): delete that "
+            "folder, or choose another --out"
+        ) from error
+
+
+def _modern(configuration: dict[str, Any]) -> dict[str, Any]:
+    """Give options of version 0.1 their names of today; a method's only if not the default."""
+    found = {}
+    for old, value in configuration.items():
+        # Rounds had a damping of K-FAC only, 1, which is its default.
+        is_default = value == "default" or (old == "damping" and "cohort" in configuration)
+        for name in _MOVED.get(old, (old,)):
+            method, _, option = name.rpartition(".")
+            default = fj.algorithms.options(method)[option] if method else None
+            if not method or not (is_default or value == default):
+                found[name] = value
+    return found
+
+
+def _row(cells: dict[str, str]) -> Row:
+    whole = ("seed", "round", "partition_seed", "client", "upload_bytes", "local_epochs")
+    words = ("algorithm", "split", "metric")
+
+    def read(name: str, cell: str) -> Any:
+        if name in words:
+            return cell
+        return None if not cell else int(cell) if name in whole else float(cell)
+
+    return Row(**{name: read(name, cell) for name, cell in cells.items()})
+
+
+def _differences(
+    before: dict[str, Any], now: dict[str, Any], ignored: Collection[str] = ()
+) -> list[str]:
+    return [
+        f"{name} was {before.get(name, 'the default')}, is {now.get(name, 'the default')}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in ignored
+    ]

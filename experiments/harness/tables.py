@@ -1,0 +1,111 @@
+"""One table, wherever it is read: in a terminal, in Markdown, as CSV."""
+
+import csv
+import io
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table as RichTable
+
+
+class Table(NamedTuple):
+    """Lines of text under headings.
+
+    Attributes:
+        title: Above it; none if empty.
+        headings: Of the columns.
+        lines: Cells as they are read.
+        text: Columns on the left that are words; the others are numbers.
+        best: The line that stands out.
+        dim: Lines that are there to compare with.
+        sections: Lines after which a terminal shows a rule.
+    """
+
+    title: str
+    headings: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    text: int = 1
+    best: int | None = None
+    dim: Sequence[int] = ()
+    sections: Sequence[int] = ()
+
+
+def terminal(table: Table) -> RichTable:
+    """Lay a table out for a terminal."""
+    shown = RichTable(
+        title=table.title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
+    )
+    for place, heading in enumerate(table.headings):
+        shown.add_column(heading, justify="left" if place < table.text else "right", no_wrap=True)
+    for place, line in enumerate(table.lines):
+        style = "dim" if place in table.dim else "bold" if place == table.best else None
+        shown.add_row(*line, style=style, end_section=place in table.sections)
+    return shown
+
+
+def markdown(table: Table, level: int = 1) -> str:
+    """Write a table in Markdown, under its title as a heading of a level.
+
+    Example:
+        >>> print(markdown(Table("", ("method", "%"), [("fedavg", "39.4")])))
+        | method | % |
+        | --- | ---: |
+        | fedavg | 39.4 |
+        <BLANKLINE>
+    """
+    rules = ["---" if place < table.text else "---:" for place in range(len(table.headings))]
+    lines = [
+        [f"**{cell}**" for cell in line] if place == table.best else line
+        for place, line in enumerate(table.lines)
+    ]
+    body = [f"| {' | '.join(line)} |" for line in (table.headings, rules, *lines)]
+    return "\n".join([*([f"{'#' * level} {table.title}", ""] if table.title else []), *body, ""])
+
+
+def csv_text(columns: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """Write lines as CSV; None is an empty cell."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Write a mean, with the standard deviation of several values.
+
+    Example:
+        >>> spread([1.0, 2.0]), spread([0.5], digits=2), spread([])
+        ('1.5 ± 0.7', '0.50', '-')
+    """
+    if not values:
+        return "-"
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def size(count: float) -> str:
+    """Write a number of bytes.
+
+    Example:
+        >>> size(35328)
+        '35.3 kB'
+    """
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def duration(seconds: float) -> str:
+    """Round a time for reading.
+
+    Example:
+        >>> duration(125), duration(7200)
+        ('2 min', '2.0 h')
+    """
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.1f} h"
