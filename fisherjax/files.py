@@ -16,14 +16,13 @@ _DTYPES = {
 
 
 def save_arrays(path: str | os.PathLike, tree: Any) -> None:
-    """Write the leaves of a pytree to one file of flat named arrays.
+    """Write the leaves of a pytree of arrays to one file, by names such as "layers/0/kernel".
 
-    A leaf's name is the way to it, "dense/kernel", "layers/0/kernel". The file appears whole or not
-    at all: what was there before stays until the new one is complete.
+    The file appears whole or not at all: what was there before stays until the new one is complete.
 
     Args:
         path: Ends in .safetensors; its folder exists.
-        tree: Any pytree of arrays: dicts, lists, NamedTuples, registered dataclasses.
+        tree: Dicts, lists, NamedTuples, registered dataclasses.
 
     Raises:
         ValueError: For another suffix, two leaves of one name, or a name that cannot be stored.
@@ -75,9 +74,9 @@ def load_arrays(path: str | os.PathLike, like: Any = None) -> Any:
     Example:
         >>> import tempfile, numpy as np, fisherjax as fj
         >>> path = f"{tempfile.mkdtemp()}/model.safetensors"
-        >>> fj.files.save_arrays(path, [np.zeros(2), np.ones(3)])
-        >>> fj.files.load_arrays(path, like=[np.zeros(2), np.zeros(3)])[1]
-        array([1., 1., 1.])
+        >>> fj.files.save_arrays(path, [np.ones(2)])
+        >>> fj.files.load_arrays(path, like=[np.zeros(2)])
+        [array([1., 1.])]
     """
     path = _checked_path(path, ".safetensors", ".npz")
     if not path.is_file():
@@ -115,17 +114,15 @@ def load_arrays(path: str | os.PathLike, like: Any = None) -> Any:
 def _checked_path(path: str | os.PathLike, *suffixes: str) -> Path:
     path = Path(path)
     if path.suffix not in suffixes:
-        raise ValueError(
-            f"the file name {path.name!r} ends in {path.suffix!r}: end it in "
-            f"{' or '.join(suffixes)}"
-        )
+        known = " or ".join(suffixes)
+        raise ValueError(f"the file name {path.name!r} ends in {path.suffix!r}: end it in {known}")
     return path
 
 
 def _named(tree: Any) -> dict[str, Any]:
     """Return the leaves by name, in the order of flattening; a bare array is called "array"."""
     named = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
         if name in named:
             raise ValueError(f"two leaves are called {name!r}: rename a key that holds a '/'")

@@ -31,10 +31,9 @@ OPENINGS = (
     ("The Taming of the Shrew", "SLY:\nI'll pheeze you"),
     ("The Tempest", "Master:\nBoatswain!"),
 )
-"""How each play of tiny Shakespeare opens, in the order of that text.
+"""How each play of tiny Shakespeare, which names none, opens, in the order of that text.
 
-The text names no play. It begins with the first words of Coriolanus, without the prologue of Romeo
-and Juliet, and breaks off in act 2, scene 1 of The Tempest.
+Romeo and Juliet lacks its prologue, and The Tempest breaks off in act 2, scene 1.
 """
 
 
@@ -43,8 +42,7 @@ class Role(NamedTuple):
 
     Attributes:
         play: Its name, or "" where none is known.
-        speaker: As the play names it. Someone whose name changes is two roles: Marcius becomes
-            Coriolanus, Gloucester King Richard III.
+        speaker: As the play names it; Gloucester and King Richard III, whom he becomes, are two.
         text: All the speaker's lines, joined by newlines.
     """
 
@@ -134,27 +132,24 @@ def windows(
 
         x_k = c[kL : kL + L],    y_k = c[kL + 1 : kL + L + 1],    k = 0, ..., floor((n - 1) / L) - 1
 
-    for a role that says the n characters c. Every character but the first is a target once; what is
-    left at the end is dropped, so that nothing is padded.
+    for a role that says the n characters c. What is left at the end is dropped, so that nothing is
+    padded.
 
     Args:
         roles: What `roles` returned.
         context: L, the characters of a window.
         min_characters: Roles that say less are dropped, and so are those without one window.
-        alphabet: The characters that may occur; None takes all that occur in the roles, also in
-            those that are dropped, sorted.
+        alphabet: The characters that may occur; None takes all of any role, dropped or not, sorted.
 
     Returns:
         The windows of all kept roles, role by role.
 
     Raises:
-        ValueError: If context is below 1, no role is long enough, or a role says a character that
-            is not in the alphabet.
+        ValueError: If context is below 1, no role is long enough, or a character has no number.
 
     Example:
         >>> import fisherjax as fj
-        >>> romeo = fj.text.Role("", "ROMEO", "Ay me!")
-        >>> cut = fj.text.windows([romeo], context=2, min_characters=1)
+        >>> cut = fj.text.windows([fj.text.Role("", "ROMEO", "Ay me!")], 2, min_characters=1)
         >>> [fj.text.decode(row, cut.alphabet) for row in (*cut.inputs, *cut.targets)]
         ['Ay', ' m', 'y ', 'me']
     """
@@ -180,24 +175,14 @@ def windows(
         inputs.append(numbers[:end].reshape(-1, context))
         targets.append(numbers[1 : end + 1].reshape(-1, context))
     owners = np.repeat(np.arange(len(kept)), [len(own) for own in inputs])
-    return Windows(
-        np.concatenate(inputs),
-        np.concatenate(targets).astype(np.int32),
-        partition.natural(owners),
-        kept,
-        alphabet,
-    )
+    targets = np.concatenate(targets).astype(np.int32)
+    return Windows(np.concatenate(inputs), targets, partition.natural(owners), kept, alphabet)
 
 
 def encode(text: str, alphabet: str) -> np.ndarray:
-    """Turn a text into the numbers of its characters.
+    """Turn a text into the numbers of its characters [n], from 0 to C - 1.
 
-    Args:
-        text: Of n characters.
-        alphabet: C different characters; the first has number 0.
-
-    Returns:
-        Numbers [n], of the smallest unsigned type that holds C - 1.
+    They have the smallest unsigned type that holds C - 1.
 
     Raises:
         ValueError: If a character is not in the alphabet, or one is there twice.
@@ -221,14 +206,7 @@ def encode(text: str, alphabet: str) -> np.ndarray:
 
 
 def decode(numbers: np.ndarray, alphabet: str) -> str:
-    """Turn the numbers of characters back into a text.
-
-    Args:
-        numbers: [n] integers from 0 to C - 1.
-        alphabet: C characters.
-
-    Returns:
-        The text of n characters.
+    """Turn numbers of characters [n], from 0 to C - 1, back into a text.
 
     Example:
         >>> import fisherjax as fj
