@@ -1,0 +1,362 @@
+"""What an experiment can be told: groups of options that commands share, defaults, checks."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+import fisherjax as fj
+from experiments.harness.commands import Options, check, check_list, check_name, contents
+from experiments.harness.records import WHERE_AND_HOW
+from fisherjax.algorithms import TABLE
+
+MODELS = {
+    "mlp": fj.networks.MLP,
+    "lenet": fj.networks.LeNet,
+    "cnn": fj.networks.CNN,
+    "simple_cnn": fj.networks.SimpleCNN,
+    "simple_cnn_mnist": fj.networks.SimpleCNNMNIST,
+    "transformer": fj.networks.Transformer,
+}
+PARTITIONS = ("fedfisher", "iid", "niid_bench", "classes_per_client")
+IMAGES = fj.datasets.NAMES
+PLAYS = "tiny_shakespeare"
+SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
+Names = tuple[str, ...]
+Group = tyro.conf.OmitArgPrefixes
+_LATER = (
+    *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
+    *("then_rounds", "central"),
+)
+"""Options that the first runs did not have; their defaults are what those runs did."""
+
+
+def _names(known: Any) -> Any:
+    return tyro.conf.arg(metavar="{" + ",".join(known) + "}")
+
+
+# tyro shows the strings under the fields as --help and keeps their line breaks: one line each.
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What is learned, and who holds which part of it."""
+
+    dataset: Annotated[str, _names((*IMAGES, PLAYS))] = "digits"
+    """What to learn; also chooses the other defaults: see `--dataset mnist --help`."""
+    model: Annotated[str, _names(MODELS)] = "mlp"
+    """The network; lenet and cnn take images of at least 16 x 16 pixels."""
+    num_clients: int = 5
+    """Over how many clients the training data are split; plays have a client for each role."""
+    partition: Annotated[str, _names(PARTITIONS)] = "fedfisher"
+    """How: Dirichlet shares of each client (fedfisher) or class (niid_bench), classes, or iid."""
+    alpha: float = 0.1
+    """Of fedfisher: 0.05 gives a client one or two classes, 100 nearly equal shares."""
+    beta: float = 0.1
+    """Of niid_bench: at 0.01 a class goes to one client or two, at 100 to all equally."""
+    min_size: int = 10
+    """Of niid_bench: it is drawn again until every client has so many examples."""
+    classes_per_client: int = 2
+    """Of classes_per_client: how many classes each client owns ("#C")."""
+    augment: bool = False
+    """Crop and mirror training images at random; never for the Fisher information."""
+    augment_border: Literal["constant", "reflect"] = "constant"
+    """What crops see beyond the edge: zeros, or the image mirrored there."""
+    normalize: bool = True
+    """Subtract the mean of the pixels and divide by their deviation, after scaling to [0, 1]."""
+    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How clients train: by stochastic gradient descent."""
+
+    learning_rate: float = 0.05
+    """Of every step."""
+    momentum: float = 0.9
+    """0 is plain stochastic gradient descent."""
+    weight_decay: float = 0.0
+    """Times the weights, added to every gradient."""
+    batch_size: int = 32
+    """Examples of a step."""
+    clients_per_chunk: int | None = None
+    """Clients computed side by side; otherwise one on a CPU and all elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Merging:
+    """How client models become one; each method's own options are in the groups below."""
+
+    algorithms: Annotated[Names, _names(TABLE)] = (
+        *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
+    )
+    """Methods; fedfisher_full is for a few thousand parameters, fedlpa_gd is slow."""
+    fisher_kind: Literal["true", "sampled", "empirical"] = "true"
+    """Labels of the Fisher: expected under the model (true), drawn from it, or the data's."""
+    solver: Literal["cg", "gd", "adam"] = "cg"
+    """Of fedfisher_*; adam is the paper's, which one_shot gives 500 validation images."""
+    options: tyro.conf.Suppress[Options] = ()
+    """What methods were told, ("fedprox.mu", 0.1) for example."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneShot:
+    """One round of merging; the defaults are those of the digits demo."""
+
+    data: Group[Data] = Data()
+    training: Group[Training] = Training()
+    merging: Group[Merging] = Merging()
+    epochs: int = 30
+    """Passes of every client over its own data."""
+    partition_seeds: tuple[int, ...] = (0, 1, 2, 3)
+    """One split for each; they have nothing to do with the seeds of training."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Of the initial model and of training; each is trained once on each split."""
+    then_rounds: int = 0
+    """Rounds of federated averaging after each merged model."""
+    central: bool = True
+    """Also train a model on all the data, the ceiling."""
+    on_nonfinite: Literal["raise", "drop"] = "raise"
+    """Stop when a client diverges, or leave it out of every merge."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder for the results, otherwise runs/NAME; an unfinished run there continues."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Federated:
+    """Rounds of training and merging; the defaults are those of digits."""
+
+    data: Group[Data] = Data(num_clients=30)
+    training: Group[Training] = Training(momentum=0.0, batch_size=10)
+    merging: Group[Merging] = Merging(algorithms=("fedavg", "fedfish"))
+    rounds: int = 20
+    """Of communication, for each algorithm."""
+    total_epochs: int | None = None
+    """In place of --rounds: so many local epochs in all, whatever --local-epochs is."""
+    local_epochs: tuple[int, ...] = (1, 4)
+    """Passes of a client over its data in a round; each is an experiment of its own."""
+    cohort: int = 10
+    """Clients that take part in a round."""
+    validation_clients: int = 5
+    """That choose among server learning rates."""
+    held_out_clients: int = 5
+    """That the model is personalised on."""
+    held_out_plays: int = 0
+    """Of tiny_shakespeare: hold out all roles of so many plays instead (transfer)."""
+    partition_seed: int = 3
+    """Of the split and of who is held out."""
+    server_optimizer: Annotated[str, _names(SERVER_OPTIMIZERS)] = "none"
+    """On the pseudo-gradient; none takes the merged model as it is."""
+    server_learning_rate: tuple[float, ...] = (1.0,)
+    """Of several, validation clients choose one for each algorithm, with the first seed."""
+    seeds: tuple[int, ...] = (0,)
+    """Of the initial model, of cohorts and minibatches."""
+    personal_epochs: int = 1
+    """Of fine-tuning on held-out clients."""
+    eval_every: int = 1
+    """Local epochs between two measurements, over all rounds; after the last round always."""
+    barrier: bool = True
+    """Also measure the client-server barrier; each takes two passes over the cohort's data."""
+    checkpoint_seconds: float = 30.0
+    """Between two checkpoints; 0 saves after every round."""
+    keep_models: bool = True
+    """Leave the final models in models/."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/federated")
+    """Folder for the results; an unfinished run there continues."""
+
+
+def one_shot(dataset: str | None = None) -> OneShot:
+    """Return what is run in one round on a data set if nothing else is asked.
+
+    The demo's configuration for digits, that of the FedFisher paper for the others.
+
+    Raises:
+        ValueError: If the name is unknown; the message holds the nearest one.
+
+    Example:
+        >>> one_shot("mnist").data.model
+        'lenet'
+    """
+    dataset = dataset or "digits"
+    check_name("dataset", dataset, IMAGES)
+    if dataset == "digits":
+        return OneShot()
+    is_cifar = dataset.startswith("cifar")
+    model = "lenet" if dataset in ("mnist", "fashion_mnist") else "cnn"
+    return OneShot(
+        data=Data(dataset, model, augment=is_cifar),
+        training=Training(learning_rate=0.01, batch_size=64),
+        partition_seeds=(3,),
+    )
+
+
+def federated(dataset: str | None = None) -> Federated:
+    """Return what is run in rounds on a data set if nothing else is asked.
+
+    Raises:
+        ValueError: If the name is unknown; the message holds the nearest one.
+
+    Example:
+        >>> federated("mnist").cohort
+        20
+    """
+    models = {"digits": "mlp", "mnist": "lenet", "cifar10": "simple_cnn", PLAYS: "transformer"}
+    dataset = dataset or "digits"
+    check_name("dataset", dataset, models)
+    if dataset == "digits":
+        return Federated()
+    if dataset == PLAYS:
+        return Federated(
+            data=Data(dataset, models[dataset], num_clients=30),
+            # The loss of a window is a sum over its 80 characters: 0.1 for their mean.
+            training=Training(learning_rate=0.00125, batch_size=8),
+            cohort=16,
+            validation_clients=10,
+            held_out_clients=20,
+            personal_epochs=4,
+        )
+    return Federated(
+        data=Data(dataset, models[dataset], num_clients=100),
+        training=Training(momentum=0.0, batch_size=32),
+        rounds=40,
+        cohort=20,
+        validation_clients=10,
+        held_out_clients=10,
+    )
+
+
+def check_one_shot(config: OneShot) -> None:
+    """Refuse values that no experiment in one round can have.
+
+    Raises:
+        ValueError: With the option, what was given and what was expected.
+
+    Example:
+        >>> check_one_shot(OneShot(data=Data(model="lenett")))
+        Traceback (most recent call last):
+        ValueError: --model is 'lenett', did you mean 'lenet'? Known: mlp, ...
+    """
+    check_name("dataset", config.data.dataset, IMAGES)
+    _check_groups(config)
+    check(config, "epochs", _COUNT, _is_count)
+    check(config, "then_rounds", "a whole number from 0 up", _is_not_negative)
+    check_list(config, "partition_seeds", "seeds")
+    _check_chunk(config, config.data.num_clients)
+    for option in ("partition_seeds", "seeds"):
+        check(config, option, "0 to 2**32 - 1 each", lambda seed: 0 <= seed < 2**32)
+
+
+def check_federated(config: Federated) -> None:
+    """Refuse values that no experiment in rounds can have.
+
+    Raises:
+        ValueError: With the option, what was given and what was expected.
+
+    Example:
+        >>> check_federated(Federated(cohort=31))
+        Traceback (most recent call last):
+        ValueError: --cohort is 31, expected 1 to the 30 clients
+    """
+    check_name("dataset", config.data.dataset, (*IMAGES, PLAYS))
+    _check_groups(config)
+    check_name("server_optimizer", config.server_optimizer, SERVER_OPTIMIZERS)
+    counts = ("rounds", "cohort", "personal_epochs", "eval_every", "local_epochs")
+    for option in (*counts, "validation_clients", "held_out_clients"):
+        check(config, option, _COUNT, _is_count)
+    for option in ("checkpoint_seconds", "held_out_plays"):
+        check(config, option, "a number from 0 up", _is_not_negative)
+    check_list(config, "local_epochs", "server_learning_rate", "seeds")
+    rates = config.server_learning_rate
+    check(config, "server_learning_rate", "numbers above 0", lambda rate: 0 < rate < 1e9)
+    if config.server_optimizer == "none" and rates != (1.0,):
+        expected = "1.0 alone, as --server-optimizer none takes no step"
+        check(config, "server_learning_rate", expected, lambda _: False)
+    if config.total_epochs is not None:
+        expected = f"a multiple of each of --local-epochs {' '.join(map(str, config.local_epochs))}"
+        fits = all(config.total_epochs % own == 0 for own in config.local_epochs)
+        check(config, "total_epochs", expected, lambda epochs: epochs >= 1 and fits)
+    if config.data.dataset != PLAYS:
+        number = config.data.num_clients
+        check(config, "cohort", f"1 to the {number} clients", lambda cohort: cohort <= number)
+        check(config, "held_out_plays", "0: these data have no plays", lambda plays: plays == 0)
+    _check_chunk(config, config.cohort)
+
+
+def name(config: OneShot) -> str:
+    """Name an experiment by what it is and a digest of all that can change its result.
+
+    Example:
+        >>> name(OneShot()).rpartition("-")[0]
+        'digits-mlp-m5-fedfisher0.1'
+    """
+    values = {k: v for k, v in contents(config).items() if k not in WHERE_AND_HOW}
+    first = contents(OneShot())
+    # A run from before these options existed, when the damping was an option, keeps its name.
+    changed = {k: v for k, v in values.items() if k not in _LATER or v != first[k]}
+    changed["damping"] = "default"
+    digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:6]
+    data = config.data
+    return f"{data.dataset}-{data.model}-m{data.num_clients}-{''.join(split(data))}-{digest}"
+
+
+def split(data: Data) -> tuple[str, str]:
+    """Name how data are split, and by which number; empty where there is none.
+
+    Example:
+        >>> split(Data(partition="niid_bench", beta=0.5))
+        ('niid_bench', '0.5')
+    """
+    number = {
+        "fedfisher": f"{data.alpha:g}",
+        "niid_bench": f"{data.beta:g}",
+        "classes_per_client": str(data.classes_per_client),
+    }
+    return data.partition, number.get(data.partition, "")
+
+
+def title(data: Data) -> str:
+    """Say in one line what is learned, and by whom."""
+    partition, number = split(data)
+    between = {"fedfisher": ", alpha ", "niid_bench": ", beta ", "classes_per_client": " = "}
+    how = f"{partition}{between.get(partition, '')}{number}"
+    return f"{data.dataset}, {data.model}, {data.num_clients} clients ({how})"
+
+
+_COUNT = "a whole number from 1 up"
+
+
+def _check_groups(config: OneShot | Federated) -> None:
+    data, training, merging = config.data, config.training, config.merging
+    check_name("model", data.model, MODELS)
+    check_name("partition", data.partition, PARTITIONS)
+    for algorithm in merging.algorithms:
+        check_name("algorithms", algorithm, TABLE)
+    check_list(merging, "algorithms")
+    for option in ("num_clients", "classes_per_client"):
+        check(data, option, _COUNT, _is_count)
+    check(data, "min_size", "a whole number from 0 up", _is_not_negative)
+    for group, option in ((data, "alpha"), (data, "beta"), (training, "learning_rate")):
+        check(group, option, "a number above 0", lambda x: 0 < x < math.inf)
+    check(training, "batch_size", _COUNT, _is_count)
+    check(training, "weight_decay", "a number from 0 up", _is_not_negative)
+    check(training, "momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1)
+    for option, value in merging.options:
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"--{option} is {value}, expected a number from 0 up")
+
+
+def _check_chunk(config: OneShot | Federated, most: int) -> None:
+    expected = f"a whole number from 1 to the {most} clients side by side"
+    fits = (None, *range(1, most + 1))
+    check(config.training, "clients_per_chunk", expected, lambda chunk: chunk in fits)
+
+
+def _is_count(x: float) -> bool:
+    return x >= 1
+
+
+def _is_not_negative(x: float) -> bool:
+    return 0 <= x < math.inf

@@ -1,0 +1,91 @@
+"""What memory a run will need, asked of its compiled programs, and whether the device has it."""
+
+import os
+from typing import NamedTuple
+
+import jax
+
+import fisherjax as fj
+from experiments.harness import one_round
+from experiments.harness.tasks import OneRound
+
+
+class Need(NamedTuple):
+    """The step of a run that needs the most memory.
+
+    Attributes:
+        step: What it does.
+        resident: Bytes of data, models and updates.
+        scratch: Bytes that grow with the clients side by side.
+        clients: Side by side.
+    """
+
+    step: str
+    resident: int
+    scratch: int
+    clients: int
+
+
+def predict(task: OneRound) -> Need:
+    """Find the step of the clients' half that needs the most memory, without running any.
+
+    The programs that this compiles are those of the run, which need not be compiled again.
+    """
+    federation = next(iter(task.federations.values()))
+    params, key = one_round.start(task, task.config.seeds[0])
+    options = one_round.training_options(task, federation)
+    chunk = options["clients_per_chunk"]
+    needs = {}
+    for optimizer, methods in one_round.by_training(task).items():
+        own = "" if optimizer == task.optimizer else f" for {' and '.join(methods)}"
+        needs[f"training{own}"] = fj.training.train_memory(
+            task.model, params, federation, key=key, optimizer=optimizer, progress=True, **options
+        )
+    for name, method in task.methods.items():
+        needs[f"the clients' summaries for {name}"] = fj.merging.summarize_memory(
+            method.clients, params, federation, key=key, clients_per_chunk=chunk
+        )
+    step = max(needs, key=lambda name: sum(needs[name]))
+    side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)
+    return Need(step, *needs[step], side_by_side)
+
+
+def available() -> int | None:
+    """Ask for the bytes of a device, or of the machine where that is it; None if nobody knows."""
+    statistics = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" in statistics:
+        return statistics["bytes_limit"]
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def check(need: Need, limit: int | None) -> str:
+    """Compare what a run needs with the bytes of the device, None if unknown; say it.
+
+    Raises:
+        ValueError: If it does not fit; the message has the number of clients side by side that
+            would.
+
+    Example:
+        >>> check(Need("training", 2 * 10**9, 10**9, 5), 16 * 10**9)
+        'Needs about 3 GB (training, 5 side by side) of 16 GB.'
+        >>> check(Need("training", 2 * 10**9, 20 * 10**9, 5), 16 * 10**9)
+        Traceback (most recent call last):
+        ValueError: ... Use --clients-per-chunk 3
+    """
+    total = need.resident + need.scratch
+    said = f"about {total / 1e9:.3g} GB ({need.step}, {need.clients} side by side)"
+    if limit is None:
+        return f"Needs {said}."
+    said += f" of {limit / 1e9:.3g} GB"
+    if total <= limit:
+        return f"Needs {said}."
+    fitting = int((limit - need.resident) * need.clients / max(need.scratch, 1))
+    advice = (
+        f"Use --clients-per-chunk {fitting}"
+        if fitting >= 1
+        else "Not even one client at a time would fit; use fewer clients or a smaller network"
+    )
+    raise ValueError(f"This run needs {said}. {advice}")

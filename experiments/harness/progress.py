@@ -1,0 +1,94 @@
+"""How a long run shows that it is alive: a bar in a terminal, lines and an estimate everywhere."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from experiments.harness import one_round
+from experiments.harness.config import OneShot
+from experiments.harness.one_round import Unit
+from experiments.harness.records import Row
+from experiments.harness.tables import duration
+
+_WORTH_SAYING = 60  # seconds
+
+
+@contextlib.contextmanager
+def bar(console: Console) -> Iterator[Progress]:
+    """Show a bar while something runs; it goes when that is over."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console, transient=True) as shown:
+        yield shown
+
+
+class Watch:
+    """What is shown while the units of an experiment in one round are computed."""
+
+    def __init__(self, console: Console, shown: Progress, config: OneShot, units: Sequence[Unit]):
+        self._console, self._bar = console, shown
+        self._total = sum(one_round.steps(config, unit) for unit in units)
+        self._num_epochs = sum(one_round.epochs(config, unit) for unit in units)
+        self._estimated = config.epochs == 1  # there the second epoch compiles too
+        self._start = time.perf_counter()
+        self._first: tuple[float, float] | None = None  # when the first unit ended, and its steps
+        self._task = shown.add_task("compiling", total=self._total, speed="")
+
+    def begin(self, unit: Unit, where: str = "") -> one_round.Progress:
+        """Return what a unit calls while it is computed; `where` stands before its name."""
+        name = where + describe(unit)
+        ends: list[float] = []
+
+        def epoch(loss: float) -> None:
+            ends.append(time.perf_counter())
+            if len(ends) == 2 and not self._estimated:  # the first epoch compiles
+                self._estimate(ends[1] - ends[0])
+            self._bar.update(self._task, advance=1, description=f"{name}: loss {loss:.3f}")
+
+        def step(what: str) -> None:
+            self._bar.update(self._task, advance=1, description=f"{name}: {what}")
+
+        return one_round.Progress(epoch, step)
+
+    def finish(self, unit: Unit, rows: Sequence[Row], seconds: float, where: str = "") -> None:
+        """Say what a unit gave, and how long the others may take."""
+        measured = [row for row in rows if row.metric == "accuracy" and row.round == 1]
+        merged = [row for row in measured if row.algorithm not in ("local", "ensemble")]
+        values = "  ".join(f"{row.algorithm} {100 * row.value:.1f}" for row in merged)
+        done, now = self._bar.tasks[0].completed, time.perf_counter()
+        # The first unit compiles, so that it bounds the others and they estimate one another.
+        from_time, from_done, bound = self._start, 0, "at most about"
+        if self._first is None:
+            self._first = now, done
+        else:
+            (from_time, from_done), bound = self._first, "about"
+        left = (now - from_time) / max(done - from_done, 1) * (self._total - done)
+        to_go = f", {bound} {duration(left)} to go" if left > _WORTH_SAYING else ""
+        time_taken = f"[dim]({seconds:.1f} s{to_go})[/]"
+        self._console.print(f"{where}{describe(unit)}: {values}  {time_taken}", soft_wrap=True)
+
+    def _estimate(self, seconds: float) -> None:
+        """Say once, early, how long training will take."""
+        self._estimated = True
+        expected = seconds * self._num_epochs
+        if expected > _WORTH_SAYING:
+            self._console.print(
+                f"An epoch takes {seconds:.2g} s, training about {duration(expected)} in all; "
+                "merging comes on top.",
+                soft_wrap=True,
+            )
+
+
+def describe(unit: Unit) -> str:
+    """Name a unit."""
+    partition_seed, seed = unit
+    where = "all data" if partition_seed is None else f"partition {partition_seed}"
+    return f"{where}, seed {seed}"

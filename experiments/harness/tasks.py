@@ -1,0 +1,304 @@
+"""What is learned: the network, the clients that train, and the data that judge."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fisherjax as fj
+from experiments.harness.config import MODELS, PLAYS, Data, Federated, OneShot, Training, title
+from experiments.harness.methods import Method, check_full, methods
+from fisherjax.clients import Federation
+from fisherjax.datasets import Dataset
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+
+NUM_VALIDATION = 500
+_SPLIT = ("partition", "alpha", "beta", "min_size", "classes_per_client")
+
+
+class OneRound(NamedTuple):
+    """Everything that the units of an experiment in one round share.
+
+    They hold the same function objects and arrays of equal shapes, so that nothing compiles twice.
+
+    Attributes:
+        config: What was asked.
+        model: The network, on stored images; training may crop and mirror them.
+        normalize: What it does to them first.
+        init: `key -> params`.
+        optimizer: Of every client.
+        methods: By the name of the algorithm.
+        federations: By partition seed.
+        central: All training data at one client.
+        label_counts: By partition seed, [M, C].
+        test: Images and labels that nobody trains on.
+        accuracy: `(params, examples) -> scalar`, compiled.
+        accuracies: `(stacked params, examples) -> [M]`, compiled.
+        ensemble_accuracy: `(stacked params, weights, examples) -> scalar`, compiled.
+    """
+
+    config: OneShot
+    model: Model
+    normalize: Callable[[Array], Array]
+    init: Callable[[Key], Params]
+    optimizer: optax.GradientTransformation
+    methods: dict[str, Method]
+    federations: dict[int, Federation]
+    central: Federation
+    label_counts: dict[int, np.ndarray]
+    test: Examples
+    accuracy: Callable[..., Array]
+    accuracies: Callable[..., Array]
+    ensemble_accuracy: Callable[..., Array]
+
+
+class Rounds(NamedTuple):
+    """What experiments in rounds learn, and who trains, chooses and is held out.
+
+    Attributes:
+        model: The network, on stored inputs.
+        init: `key -> params`.
+        train: The clients that train.
+        validation: Clients that choose options.
+        held_out: Clients that the model is personalised on.
+        test: Everybody's test data, as one client.
+        positions: Targets of an example, more than one for sequences.
+        told: What the data are, in a sentence.
+    """
+
+    model: Model
+    init: Callable[[Key], Params]
+    train: Federation
+    validation: Federation
+    held_out: Federation
+    test: Federation
+    positions: int
+    told: str
+
+
+def one_round(config: OneShot) -> OneRound:
+    """Read the data, split them and build the network; everything that can be refused is here.
+
+    Raises:
+        ValueError: If the data cannot be split so, the network does not take these images, or a
+            method would need too much memory.
+        FileNotFoundError: If the data set is not there.
+    """
+    return one_rounds([config])[0]
+
+
+def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
+    """Prepare experiments that differ in how data are split, and in seeds and folders.
+
+    They share all that is compiled.
+
+    Raises:
+        ValueError: If they differ in more, or as `one_round`.
+        FileNotFoundError: As `one_round`.
+    """
+    config = configs[0]
+    for other in configs:
+        if _without_split(other) != _without_split(config):
+            raise ValueError(
+                f"{other} and {config} differ in more than how data are split: prepare each alone"
+            )
+    train, test = fj.datasets.load(config.data.dataset, config.data.data_dir)
+    partitions = [
+        {
+            seed: partition(own.data, train, own.data.num_clients, seed)
+            for seed in own.partition_seeds
+        }
+        for own in configs
+    ]
+    model, normalize, init = _network(config.data, train)
+    params = jax.eval_shape(init, jax.random.key(0))
+    check_full(config.merging.algorithms, params, config.data.num_clients)
+    data = jnp.asarray(train.inputs), jnp.asarray(train.targets)
+    everything = OneRound(
+        config=config,
+        model=model,
+        normalize=normalize,
+        init=init,
+        optimizer=optimizer(config.training),
+        methods=methods(config.merging, model, config.training.batch_size),
+        federations={},
+        central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
+        label_counts={},
+        test=Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
+        accuracy=jax.jit(partial(fj.metrics.accuracy, model)),
+        accuracies=jax.jit(partial(fj.metrics.accuracy, model, stacked=True)),
+        ensemble_accuracy=jax.jit(partial(fj.metrics.ensemble_accuracy, model)),
+    )
+    # Federations of equal shapes: padding costs nothing, another shape a compilation.
+    longest = max(len(rows) for own in partitions for split in own.values() for rows in split)
+
+    def padded(rows: list[np.ndarray]) -> Federation:
+        ready = fj.clients.federation(data, rows)
+        more = longest - ready.indices.shape[1]
+        return ready._replace(indices=jnp.pad(ready.indices, ((0, 0), (0, more))))
+
+    def counts(rows: list[np.ndarray]) -> np.ndarray:
+        return fj.partition.label_counts(train.targets, rows)
+
+    return [
+        everything._replace(
+            config=own,
+            federations={seed: padded(rows) for seed, rows in split.items()},
+            label_counts={seed: counts(rows) for seed, rows in split.items()},
+        )
+        for own, split in zip(configs, partitions, strict=True)
+    ]
+
+
+def rounds(config: Federated) -> Rounds:
+    """Read the data and split them.
+
+    Raises:
+        ValueError: If the data do not have so many clients.
+        FileNotFoundError: If the data set is not there.
+    """
+    return _plays(config) if config.data.dataset == PLAYS else _images(config)
+
+
+def validation(task: OneRound, partition_seed: int) -> Examples:
+    """Draw training images for the solvers that need some, with replacement.
+
+    The draw is the same for all seeds of training.
+    """
+    inputs, targets = task.central.inputs, task.central.targets
+    random = np.random.default_rng((partition_seed, NUM_VALIDATION))
+    rows = random.integers(len(targets), size=NUM_VALIDATION)
+    return Examples(inputs[rows], targets[rows])
+
+
+def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[np.ndarray]:
+    """Split training data over clients as was asked."""
+    if data.partition == "iid":
+        return fj.partition.iid(train.targets, num_clients, seed)
+    if data.partition == "niid_bench":
+        split = partial(fj.partition.niid_bench, min_size=data.min_size)
+        return split(train.targets, num_clients, data.beta, seed)
+    if data.partition == "fedfisher":
+        return fj.partition.fedfisher(train.targets, num_clients, data.alpha, seed)
+    if data.classes_per_client > train.num_classes:
+        raise ValueError(
+            f"--classes-per-client is {data.classes_per_client}, expected 1 to the "
+            f"{train.num_classes} classes of {train.name}"
+        )
+    owned = data.classes_per_client
+    return fj.partition.classes_per_client(train.targets, num_clients, owned, seed)
+
+
+def optimizer(training: Training) -> optax.GradientTransformation:
+    """Make the clients' optimiser."""
+    descent = optax.sgd(training.learning_rate, training.momentum or None)
+    if training.weight_decay == 0:
+        return descent
+    return optax.chain(optax.add_decayed_weights(training.weight_decay), descent)
+
+
+def _without_split(config: OneShot) -> OneShot:
+    data = dataclasses.replace(config.data, **{field: getattr(Data, field) for field in _SPLIT})
+    return dataclasses.replace(config, data=data, partition_seeds=(), seeds=(), out=None)
+
+
+def _network(
+    data: Data, train: Dataset
+) -> tuple[Model, Callable[[Array], Array], Callable[[Key], Params]]:
+    """Make the network on stored images, what it does to them first, and its initial models."""
+    network = MODELS[data.model](num_classes=train.num_classes)
+    # Otherwise pixels stay as they are, but for their scale.
+    channels = len(train.mean)
+    raw = train._replace(mean=(0.0,) * channels, std=(1.0,) * channels)
+    normalize = fj.datasets.normalizer(train if data.normalize else raw)
+    apply = fj.networks.apply_fn(network, normalize)
+    model = Model(apply, fj.likelihoods.categorical, _augmented(data, apply, normalize))
+    return model, normalize, jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
+
+
+def _augmented(data: Data, apply: Apply, normalize: Callable[[Array], Array]) -> Any:
+    if not data.augment:
+        return None
+    augment = fj.datasets.crop_and_flip(normalize, mode=data.augment_border)
+    return fj.networks.augmented(apply, augment)
+
+
+def _images(config: Federated) -> Rounds:
+    data = config.data
+    train, test = fj.datasets.load(data.dataset, data.data_dir)
+    number = data.num_clients + config.validation_clients + config.held_out_clients
+    rows = partition(data, train, number, config.partition_seed)
+    everybody = fj.clients.federation(train, rows)
+    model, _, init = _network(data, train)
+    return Rounds(
+        model=model,
+        init=init,
+        **_groups(everybody, _apart(config, np.arange(number), number)),
+        test=fj.clients.federation(test, fj.partition.central(len(test.targets))),
+        positions=1,
+        told=title(data),
+    )
+
+
+def _plays(config: Federated) -> Rounds:
+    text = fj.datasets.load_text(data_dir=config.data.data_dir)
+    windows = fj.text.windows(fj.text.roles(text))
+    everybody = fj.clients.federation(windows, windows.partition)
+    number, roles = everybody.num_clients, np.arange(everybody.num_clients)
+    transfer = ""
+    if config.held_out_plays:
+        plays = [role.play for role in windows.roles]
+        names = list(dict.fromkeys(plays))
+        _, chosen = fj.partition.hold_out(len(names), config.held_out_plays, config.partition_seed)
+        away = np.isin(plays, [names[i] for i in chosen])
+        trained, validating = _apart(config, roles[~away], number, personal=0)[:2]
+        groups = trained, validating, roles[away]
+        transfer = f", transfer to {' and '.join(names[i] for i in chosen)}"
+    else:
+        groups = _apart(config, roles, number)
+    network = MODELS[config.data.model](num_classes=windows.num_classes)
+    held_out = groups[2]
+    test = [np.concatenate([windows.partition[client] for client in held_out])]
+    parts = _groups(everybody, groups)
+    if config.cohort > parts["train"].num_clients:
+        raise ValueError(
+            f"--cohort is {config.cohort}, expected 1 to the {parts['train'].num_clients} roles "
+            "that train"
+        )
+    counts = f"{len(groups[0])} roles train, {len(held_out)} are held out"
+    return Rounds(
+        model=Model(fj.networks.apply_fn(network), fj.likelihoods.categorical),
+        init=jax.jit(lambda key: fj.networks.init(network, key, windows.inputs)),
+        **parts,
+        test=fj.clients.federation(windows, test),
+        positions=windows.inputs.shape[1],
+        told=f"tiny Shakespeare, {counts}{transfer}",
+    )
+
+
+def _apart(
+    config: Federated, clients: np.ndarray, number: int, personal: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draw who trains, who validates and who is held out."""
+    personal = config.held_out_clients if personal is None else personal
+    wanted = config.validation_clients + personal
+    if wanted >= len(clients):
+        raise ValueError(
+            f"--validation-clients and --held-out-clients are {wanted} together, expected fewer "
+            f"than the {len(clients)} of {number} clients there are"
+        )
+    rest, away = fj.partition.hold_out(len(clients), wanted, config.partition_seed)
+    validating, held_out = np.split(away, [config.validation_clients])
+    return clients[rest], clients[validating], clients[held_out]
+
+
+def _groups(everybody: Federation, groups: tuple[np.ndarray, ...]) -> dict[str, Federation]:
+    names = ("train", "validation", "held_out")
+    # Each group is numbered from 0: what its clients draw does not depend on who they were.
+    parts = (fj.clients.select(everybody, group)._replace(ids=None) for group in groups)
+    return dict(zip(names, parts, strict=True))
