@@ -29,8 +29,7 @@ class Federation(NamedTuple):
         targets: [N, ...].
         indices: [M, n_max] rows of the data, client by client, padded with 0.
         sizes: [M] numbers of examples n_i.
-        ids: [M] what each client's keys are folded by; None numbers them from 0. `select` keeps
-            them, so that a client draws the same wherever it appears.
+        ids: [M] what each client's keys are folded by; None numbers them from 0.
     """
 
     inputs: Array
@@ -71,12 +70,11 @@ def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
         TypeError: If rows are not integers.
 
     Example:
-        >>> import numpy as np
-        >>> from fisherjax import clients
+        >>> import numpy as np, fisherjax as fj
         >>> data = np.zeros((5, 8)), np.array([0, 1, 1, 0, 1])
-        >>> clients.federation(data, [np.array([3, 1, 0]), np.array([4])]).indices
-        Array([[3, 1, 0],
-               [4, 0, 0]], dtype=int32)
+        >>> print(fj.clients.federation(data, [[3, 1, 0], [4]]).indices)
+        [[3 1 0]
+         [4 0 0]]
     """
     pair = (data.inputs, data.targets) if hasattr(data, "inputs") else data
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -90,7 +88,7 @@ def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
             "one row for each example."
         )
     rows = [_check_rows(rows, client, len(inputs)) for client, rows in enumerate(partition)]
-    sizes = np.array([len(r) for r in rows], np.int32)
+    sizes = np.array([len(own) for own in rows], np.int32)
     if sizes.sum() == 0:
         raise ValueError(
             f"The partition gives no example to any of its {len(rows)} clients; expected at least "
@@ -104,24 +102,16 @@ def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
 
 
 def view(federation: Federation, client: int | Array) -> Examples:
-    """Select one client's examples.
-
-    Args:
-        federation: The data of all clients.
-        client: Which one, by its place from 0 to M - 1; may be traced.
-
-    Returns:
-        That client's view.
+    """Select one client's examples, by its place from 0 to M - 1, which may be traced.
 
     Raises:
         IndexError: If there is no such client.
 
     Example:
-        >>> import numpy as np
-        >>> from fisherjax import clients
-        >>> data = np.zeros((3, 8)), np.array([0, 1, 1])
-        >>> clients.view(clients.federation(data, [np.array([2]), np.array([0, 1])]), 0).weights
-        Array([1., 0.], dtype=float32)
+        >>> import numpy as np, fisherjax as fj
+        >>> federation = fj.clients.federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
+        >>> print(fj.clients.view(federation, 0).weights)
+        [1. 0.]
     """
     check(federation)
     # JAX clamps a place that is out of range: it would show another client's examples.
@@ -140,7 +130,7 @@ def select(federation: Federation, clients: Sequence[int] | Array) -> Federation
 
     Args:
         federation: The data of all clients.
-        clients: Which ones, in the order of the result; may be traced.
+        clients: Places [K] in the order of the result; may be traced.
 
     Returns:
         The federation of these. The data are shared, not copied, and keys are folded as before:
@@ -151,16 +141,21 @@ def select(federation: Federation, clients: Sequence[int] | Array) -> Federation
         ValueError: If there are none, one is named twice, or one does not exist.
 
     Example:
-        >>> import numpy as np
-        >>> from fisherjax import clients
-        >>> data = np.zeros((3, 8)), np.array([0, 1, 1])
-        >>> federation = clients.federation(data, [np.array([2]), np.array([0, 1])])
-        >>> clients.select(federation, [1]).sizes
-        Array([2], dtype=int32)
+        >>> import numpy as np, fisherjax as fj
+        >>> federation = fj.clients.federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
+        >>> print(fj.clients.select(federation, [1]).sizes)
+        [2]
     """
     check(federation)
     if not checks.is_traced(clients):
-        clients = _check_selection(np.asarray(clients), federation.num_clients)
+        clients, number = np.asarray(clients), federation.num_clients
+        known = np.issubdtype(clients.dtype, np.integer) & np.isin(clients, np.arange(number))
+        if clients.ndim != 1 or not clients.size or not known.all():
+            raise ValueError(
+                f"clients are {clients.tolist()}; expected at least one of 0 to {number - 1}."
+            )
+        if len(np.unique(clients)) < len(clients):
+            raise ValueError(f"clients are {clients.tolist()}; expected each only once.")
     kept = jax.tree.map(lambda x: x[clients], (federation.indices, federation.sizes))
     return Federation(federation.inputs, federation.targets, *kept, ids(federation)[clients])
 
@@ -185,26 +180,18 @@ def client_key(key: Key, purpose: int, client: Array) -> Key:
 def shard(federation: Federation, devices: Sequence[jax.Device] | None = None) -> Federation:
     """Spread the clients over several devices, of this process or of all.
 
-    Every device holds the data and works on M / D clients of its own: training, the Fisher pass
-    and the server's sums then run on all of them, with the same results to rounding. Over several
-    hosts (`jax.distributed.initialize`) each process calls it with the same federation.
-
-    Args:
-        federation: The data of all clients.
-        devices: D of them; all if None.
-
-    Returns:
-        The federation, on those devices. `training.train` and `merging.summarize` find them there.
+    Each of D devices (all if None) holds the data and works on M / D clients of its own: training,
+    the Fisher pass and the server's sums then run on all of them, with the same results to
+    rounding. Over several hosts (`jax.distributed.initialize`) each process calls it with the same
+    federation.
 
     Raises:
         ValueError: If there are no devices, or their number does not divide M.
 
     Example:
-        >>> import jax, numpy as np
-        >>> from fisherjax import clients
-        >>> data = np.zeros((3, 8)), np.array([0, 1, 1])
-        >>> federation = clients.federation(data, [np.array([2]), np.array([0, 1])])
-        >>> clients.shard(federation, jax.devices()[:1]).mesh.size
+        >>> import jax, numpy as np, fisherjax as fj
+        >>> federation = fj.clients.federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
+        >>> fj.clients.shard(federation, jax.devices()[:1]).mesh.size
         1
     """
     mesh = client_mesh(devices)
@@ -225,8 +212,7 @@ def minibatches(
     Returns:
         How many minibatches hold an example that counts, and `batch(number) -> (inputs [B, ...],
         targets, weights [B])`. A short minibatch is filled up with its own examples at weight
-        zero, and so is the place of a row that does not count: such rows, which padding points at,
-        are never read.
+        zero, and so is the place of a row that does not count, which is never read.
 
     Example:
         >>> import jax.numpy as jnp, fisherjax as fj
@@ -300,14 +286,3 @@ def _check_rows(rows: Any, client: int, num_examples: int) -> np.ndarray:
             f"{num_examples - 1}. The partition must come from the targets of this data set."
         )
     return rows.astype(np.int32)
-
-
-def _check_selection(clients: np.ndarray, num_clients: int) -> np.ndarray:
-    known = np.issubdtype(clients.dtype, np.integer) & np.isin(clients, np.arange(num_clients))
-    if clients.ndim != 1 or not clients.size or not known.all():
-        raise ValueError(
-            f"clients are {clients.tolist()}; expected at least one of 0 to {num_clients - 1}."
-        )
-    if len(np.unique(clients)) < len(clients):
-        raise ValueError(f"clients are {clients.tolist()}; expected each only once.")
-    return clients

@@ -43,17 +43,10 @@ def personalize(
 
     Example:
         >>> import optax, fisherjax as fj
-        >>> data = jnp.eye(4), jnp.array([0, 0, 1, 1])
-        >>> federation = fj.clients.federation(data, [[0, 1, 2, 3]])
-        >>> found = personalize(
-        ...     fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical),
-        ...     jnp.zeros((4, 2)),
-        ...     federation,
-        ...     key=jax.random.key(0),
-        ...     optimizer=optax.sgd(1.0),
-        ...     epochs=1,
-        ...     batch_size=2,
-        ... )
+        >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
+        >>> federation = fj.clients.federation((jnp.eye(4), jnp.array([0, 0, 1, 1])), [range(4)])
+        >>> options = {"optimizer": optax.sgd(1.0), "epochs": 1, "batch_size": 2}
+        >>> found = personalize(model, jnp.eye(4, 2), federation, key=jax.random.key(0), **options)
         >>> [own.sizes.tolist() for own in found]
         [[2], [2], [2]]
 
@@ -64,38 +57,33 @@ def personalize(
     checks.key(key)
     for fraction in fractions:
         checks.number("A fraction", fraction)
-        if not 0 <= fraction <= 0.5:
+        if fraction > 0.5:
             raise ValueError(
                 f"A fraction is {fraction}; expected 0 to 0.5, as the other half of each client's "
                 "examples tests."
             )
     pool, test = halve(federation, key)
-    found = []
-    for fraction in fractions:
-        # Only the sizes change, not the shapes: every fraction trains by the same program.
-        own = pool._replace(sizes=(fraction * federation.sizes).astype(pool.sizes.dtype))
+
+    def tuned(fraction: float) -> Performance:
         # Nobody trains: one model for all, which need not be stacked.
         if fraction == 0:
-            found.append(metrics.performance(model, params, test))
-            continue
+            return metrics.performance(model, params, test)
+        # Only the sizes change, not the shapes: every fraction trains by the same program.
+        own = pool._replace(sizes=(fraction * federation.sizes).astype(pool.sizes.dtype))
         trained = training.train(model, params, own, key=key, **options)
-        found.append(metrics.performance(model, trained.params, test, stacked=True))
-    return found
+        return metrics.performance(model, trained.params, test, stacked=True)
+
+    return [tuned(fraction) for fraction in fractions]
 
 
 @jax.jit
 def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
-    """Split every client's examples at random into halves; the second has the odd one.
+    """Split every client's examples at random into halves, two federations of the same data.
 
-    Args:
-        federation: The clients' data.
-        key: Folded by client.
-
-    Returns:
-        Two federations of the same clients and the same data.
+    The second half has the odd example; the key is folded by client.
 
     Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
+        >>> import fisherjax as fj
         >>> federation = fj.clients.federation((jnp.zeros(5), jnp.zeros(5)), [[0, 1, 2], [3, 4]])
         >>> [half.sizes.tolist() for half in halve(federation, jax.random.key(0))]
         [[1, 1], [2, 1]]

@@ -1,7 +1,6 @@
 """Whether what clients sent can be merged: its kind, its shapes, its weights, its numbers.
 
-Every check of updates, on the host, before they spoil a merge; under tracing values are not known
-and pass.
+Values are checked on the host; under tracing they are not known and pass.
 """
 
 from functools import partial
@@ -27,18 +26,14 @@ def stacked_values(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
             _check_kind(algorithm, update, f"The update of client {client}")
         updates = tree.stack(list(updates))
     _check_kind(algorithm, updates, "updates")
-    values = updates.values
-    lengths = {
-        name: jnp.shape(leaf)[:1]
-        for name, leaf in zip(tree.names(values), jax.tree.leaves(values), strict=True)
-    }
-    if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
-        found = {name: length[0] if length else None for name, length in lengths.items()}
+    shapes = tree.shapes(updates.values)
+    lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
+    if None in lengths.values() or len(set(lengths.values())) != 1:
         raise ValueError(
-            f"The leaves of the stacked updates have leading axes {found}; expected one of the "
+            f"The leaves of the stacked updates have leading axes {lengths}; expected one of the "
             "same number of clients for all."
         )
-    return values
+    return updates.values
 
 
 def check_weights(weights: Any, num_clients: int) -> Any:
@@ -71,7 +66,7 @@ def shares(weights: Any) -> Any:
 
 
 def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
-    """Find clients whose update holds NaN or infinity, on the host, before they spoil a merge.
+    """Find clients whose update holds NaN or infinity, before they spoil a merge.
 
     Args:
         updates: Stacked updates or params, leaves [M, ...].
@@ -80,7 +75,7 @@ def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> 
 
     Returns:
         Updates and weights. With "drop", a diverged client has weight zero and finite entries, and
-        the weights of the others sum to one again. Under tracing nothing is checked.
+        the weights of the others sum to one again.
 
     Raises:
         ValueError: With "raise", naming the diverged clients and the first leaf concerned; with
@@ -109,17 +104,17 @@ def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> t
     if checks.is_traced(table):  # everything is known, but inside somebody's jit
         return updates, weights
     table = np.asarray(table)
-    diverged = np.flatnonzero(~table.all(0))
-    if diverged.size == 0:
+    kept = table.all(0)
+    if kept.all():
         return updates, weights
     if on_nonfinite == "raise":
-        leaf = tree.names(updates)[int(np.flatnonzero(~table[:, diverged[0]])[0])]
+        diverged = np.flatnonzero(~kept)
+        leaf = tree.names(updates)[table[:, diverged[0]].argmin()]
         raise ValueError(
             f"The updates of clients {(first + diverged).tolist()} are not finite (client "
             f"{first + diverged[0]}: leaf '{leaf}'): they diverged. Train them with a smaller "
             "learning rate, or leave them out with on_nonfinite='drop'."
         )
-    kept = table.all(0)
     # Zeros as well: weight zero does not silence NaN in a sum.
     return tree.keep(kept, updates), jnp.where(kept, weights, 0)
 
@@ -131,13 +126,12 @@ def suspect(values: Any = None, weights: Array | None = None) -> str:
         return f"Every update is finite; of some client {advice}."
     # Who has no weight is not to blame.
     counted = jax.tree.leaves(tree.keep(weights > 0, values))
-    leaves = {n: jnp.abs(x) for n, x in zip(tree.names(values), counted, strict=True)}
-    leaf = max(leaves, key=lambda name: float(leaves[name].max()))
-    # [M, ...] to the largest entry of each client, [M].
-    client = int(leaves[leaf].reshape(leaves[leaf].shape[0], -1).max(1).argmax())
+    # Every leaf [M, ...] to each client's largest entry [M], together [leaves, M].
+    largest = jnp.stack([jnp.abs(x).reshape(x.shape[0], -1).max(1) for x in counted])
+    leaf, client = divmod(int(largest.argmax()), len(weights))
     return (
         f"Every update is finite; client {client} has the largest entry, "
-        f"{float(leaves[leaf][client].max()):.3g} in leaf '{leaf}': {advice}."
+        f"{float(largest.max()):.3g} in leaf '{tree.names(values)[leaf]}': {advice}."
     )
 
 
