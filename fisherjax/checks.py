@@ -103,8 +103,7 @@ def model(value: Model) -> None:
     function("apply", value.apply, "apply(params, inputs) -> outputs")
     if not isinstance(value.likelihood, Likelihood):
         raise TypeError(
-            f"likelihood is {value.likelihood!r}; expected a Likelihood such as "
-            "likelihoods.categorical."
+            f"likelihood is {value.likelihood!r}; expected one such as likelihoods.categorical."
         )
     if value.apply_train is not None:
         function("apply_train", value.apply_train, "apply_train(params, inputs, key, weights)")
@@ -119,14 +118,12 @@ def mask(value: Model, params: Params) -> tuple[bool, ...]:
     # In the same order too, as the mask is zipped with the leaves wherever it is used.
     if given != names:
         raise ValueError(
-            f"The mask has leaves {list(given)}; expected one True or False for each leaf of "
-            f"params, {list(names)}."
+            f"The mask has leaves {list(given)}; expected a bool for each leaf of {list(names)}."
         )
     leaves = [leaf for _, leaf in value.mask]
     if not all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves) or not any(leaves):
         raise ValueError(
-            f"The mask's leaves are {leaves}; expected Python's True (trained) or False, and at "
-            "least one True."
+            f"The mask's leaves are {leaves}; expected Python's True or False, at least one True."
         )
     return tuple(map(bool, leaves))
 

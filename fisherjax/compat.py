@@ -45,22 +45,18 @@ def import_kfac_jax() -> ModuleType:
         _patch_moved_names()
         _patch_merged_jaxpr()
     if is_patch_needed():
-        _patch_evaluation()
+        from kfac_jax._src import tag_graph_matcher
+
+        tag_graph_matcher.eval_jaxpr_eqn = _evaluate_equation
     return kfac_jax
 
 
-def _patch_evaluation() -> None:
-    """Let kfac-jax evaluate the equations of a traced function one by one.
+def _evaluate_equation(equation: Any, inputs: list[Any]) -> list[Any]:
+    """Compute the outputs of one equation of a traced function, as kfac-jax does one by one.
 
     Since jax 0.9.2 `Primitive.get_bind_params` returns the keyword arguments of `bind` alone, where
-    it used to return a pair (functions, keyword arguments), which kfac-jax unpacks in one function.
+    it used to return a pair (functions, keyword arguments), which kfac-jax unpacks.
     """
-    from kfac_jax._src import tag_graph_matcher
-
-    tag_graph_matcher.eval_jaxpr_eqn = _evaluate_equation
-
-
-def _evaluate_equation(equation: Any, inputs: list[Any]) -> list[Any]:
     parameters = equation.primitive.get_bind_params(equation.params)
     with jex.source_info_util.user_context(equation.source_info.traceback):
         outputs = equation.primitive.bind(*inputs, **parameters)

@@ -30,8 +30,6 @@ def by_value(value: Any) -> Any:
 
     Example:
         >>> from functools import partial
-        >>> partial(int, base=2) == partial(int, base=2)
-        False
         >>> by_value(partial(int, base=2)) == by_value(partial(int, base=2))
         True
     """

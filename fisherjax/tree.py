@@ -83,12 +83,7 @@ def finite(stacked: Any) -> Array:
 
 
 def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:
-    """Replace what some clients hold.
-
-    Args:
-        kept: [M] False for those.
-        stacked: Leaves [M, ...].
-        otherwise: What they hold then, leaves [M, ...]; zeros if None.
+    """Replace leaves [M, ...] where `kept` [M] is False by those of `otherwise`, or by zeros.
 
     Example:
         >>> print(keep(jnp.array([True, False]), jnp.array([[1.0], [jnp.nan]])).T)
@@ -116,10 +111,9 @@ def stack(trees: Sequence[Any]) -> Any:
     """
     if not trees:
         raise ValueError("Nothing to stack: got an empty list, expected one pytree a client.")
-    first = trees[0]
     # Checked first, because jnp.stack would promote other dtypes and name no client.
     for client, tree in enumerate(trees):
-        _check_same(first, tree, client)
+        _check_same(trees[0], tree, client)
     return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *trees)
 
 

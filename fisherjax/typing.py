@@ -20,14 +20,11 @@ from typing import Any, NamedTuple
 import jax
 
 Array = jax.Array
-Key = jax.Array
-"""A typed key, `jax.random.key(seed)`."""
-Params = Any
-"""Any pytree of floating arrays."""
+Key = jax.Array  # typed, as `jax.random.key(seed)` makes it
+Params = Any  # any pytree of floating arrays
+# What `Model` describes.
 Apply = Callable[[Params, Array], Array]
-"""`apply(params, inputs [B, ...]) -> outputs [B, C]`, or [B, ..., C] for sequences."""
 ApplyTrain = Callable[[Params, Array, Key, Array], tuple[Array, Params | None]]
-"""`apply_train(params, inputs, key, weights [B]) -> (outputs, new)`, see `Model`."""
 
 
 class Likelihood(NamedTuple):
@@ -58,7 +55,7 @@ class Model(_Model):
     """A network and what its outputs mean: pure functions, hashable, whatever made them.
 
     Attributes:
-        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`.
+        apply: `(params, inputs [B, ...]) -> outputs [B, C]`, or [B, ..., C] for sequences.
         likelihood: Of the targets given the outputs, such as `likelihoods.categorical`.
         apply_train: `(params, inputs, key, weights [B]) -> (outputs, new)` in place of apply while
             training, for dropout, augmentation and running statistics. `new` is None, or like
@@ -113,11 +110,6 @@ class Examples(NamedTuple):
         targets: [N, ...], everybody's; None where nothing reads them.
         indices: [n] rows that are this client's, then padding; None takes all rows in order.
         weights: [n], 0 for padding, 1 or another weight for an example; None is 1 for all.
-
-    Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
-        >>> fj.Examples(jnp.ones((3, 8)), jnp.array([0, 1, 1])).weights is None
-        True
     """
 
     inputs: Array
