@@ -17,6 +17,7 @@ from fisherjax.typing import Array
 Pair = Sequence[int]
 Padding = str | Sequence[tuple[int, int]]
 
+_LAYOUT = ("NHWC", "HWIO", "NHWC")
 # kw * cin from which the derivative for the images is summed over rows of the kernel: measured.
 _WIDE = 48
 # What patches know of the settings that are handed on, as lax has it; any other is lax's to judge.
@@ -41,7 +42,7 @@ def observe_convolutions(callback: Callable[..., Array]) -> Iterator[None]:
             remaining arguments of `jax.lax.conv_general_dilated`; returns what takes y's place.
 
     Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
+        >>> import fisherjax as fj
         >>> x, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2))
         >>> how = {"window_strides": (1, 1), "padding": "VALID"}
         >>> how["dimension_numbers"] = ("NHWC", "HWIO", "NHWC")
@@ -67,32 +68,21 @@ def conv_general_dilated(
     feature_group_count: int = 1,
     **others: Any,
 ) -> Array:
-    """Convolve as patches times a matrix, where that is possible.
+    """Convolve images [B, H, W, cin] with a kernel [kh, kw, cin, cout] as patches times a matrix.
 
         y_bt = P_bt K,    patches P [B, T, kh kw cin]
 
     The rows of K are the kernel's in (kh, kw, cin) order. Where kw cin is large, tangents of
     the images are multiplied one row of the kernel after the other, so that patches of them never
     lie in memory. What patches do not cover (dilation, groups, other layouts, other than two
-    spatial axes) goes to `jax.lax.conv_general_dilated`.
-
-    Args:
-        lhs: Images [B, H, W, cin].
-        rhs: Kernel [kh, kw, cin, cout].
-        window_strides: Strides along height and width.
-        padding: "VALID", "SAME", "SAME_LOWER" or ((top, bottom), (left, right)).
-        lhs_dilation: As in lax.
-        rhs_dilation: As in lax.
-        dimension_numbers: As in lax; patches need ("NHWC", "HWIO", "NHWC").
-        feature_group_count: As in lax.
-        **others: As in lax: batch_group_count; precision and preferred_element_type, which are
-            those of the matrix product.
+    spatial axes) goes to `jax.lax.conv_general_dilated`, whose arguments these are; its precision
+    and preferred_element_type are those of the matrix product.
 
     Returns:
         The output [B, H', W', cout].
 
     Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
+        >>> import fisherjax as fj
         >>> x, kernel = jnp.ones((2, 28, 28, 1)), jnp.ones((5, 5, 1, 6))
         >>> numbers = ("NHWC", "HWIO", "NHWC")
         >>> fj.nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=numbers).shape
@@ -109,7 +99,11 @@ def conv_general_dilated(
     settings |= _OTHERS | others
     if others.keys() - _OTHERS or not _patches_cover(lhs, rhs, settings):
         return lax.conv_general_dilated(lhs, rhs, **settings)
-    y = _patch_product(lhs, rhs, settings)
+    settings["padding"] = _pads(lhs, rhs.shape[:2], settings["window_strides"], padding)
+    how = _How(*(settings[name] for name in _How._fields))
+    # A kernel of one row has one band, which is all of its patches: nothing to add up.
+    is_wide = rhs.shape[0] > 1 and rhs.shape[1] * rhs.shape[2] >= _WIDE
+    y = (_wide_product if is_wide else _product_of_patches)(lhs, rhs, how)
     callback = _OBSERVER.get()
     return y if callback is None else callback(y, lhs, rhs, **settings)
 
@@ -127,13 +121,12 @@ def patches(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Pa
         Patches [B, H', W', kh * kw * C], in (kh, kw, C) order as the rows of a reshaped kernel.
 
     Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
+        >>> import fisherjax as fj
         >>> fj.nn.patches(jnp.ones((2, 5, 5, 3)), (3, 3), (2, 2), "VALID").shape
         (2, 2, 2, 27)
     """
     bands = _bands(images, kernel_shape, window_strides, padding)
-    rows, _ = _output_size(images.shape[1:3], kernel_shape, window_strides, padding)
-    return _windows(bands, 1, kernel_shape[0], rows, window_strides[0])
+    return _windows(bands, 1, kernel_shape[0], window_strides[0])
 
 
 def _bands(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Padding) -> Array:
@@ -141,78 +134,54 @@ def _bands(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Pad
 
     Columns first, then rows: 5 + 5 copies in place of 25, and so many sums in the derivative.
     """
-    shape = images.shape[1:3]
-    pads = _pads(shape, kernel_shape, window_strides, padding)
-    if any(low or high for low, high in pads):
+    pads = _pads(images, kernel_shape, window_strides, padding)
+    if any(map(any, pads)):
         # Not jnp.pad, which refuses negative padding; lax crops.
         edges = [(0, 0, 0), *((low, high, 0) for low, high in pads), (0, 0, 0)]
         images = lax.pad(images, jnp.zeros((), images.dtype), edges)
-    _, columns = _output_size(shape, kernel_shape, window_strides, padding)
-    return _windows(images, 2, kernel_shape[1], columns, window_strides[1])
+    return _windows(images, 2, kernel_shape[1], window_strides[1])
 
 
-def _windows(images: Array, axis: int, width: int, count: int, stride: int) -> Array:
+def _windows(images: Array, axis: int, width: int, stride: int) -> Array:
     """Put `width` neighbours along an axis in front of the channels, [B, H', W', width * C]."""
-    slices = [_every(images, axis, i, count, stride) for i in range(width)]
+    slices = _places(images, axis, width, stride)
     return jnp.stack(slices, axis=3).reshape(*slices[0].shape[:3], width * images.shape[3])
 
 
-def _every(images: Array, axis: int, first: int, count: int, stride: int) -> Array:
-    span = (count - 1) * stride + 1
-    return lax.slice_in_dim(images, first, first + span, stride, axis)
+def _places(images: Array, axis: int, width: int, stride: int) -> list[Array]:
+    """Take what each of the `width` places of a window sees as the window moves along an axis."""
+    span = images.shape[axis] - width + 1
+    return [lax.slice_in_dim(images, i, i + span, stride, axis) for i in range(width)]
+
+
+def _pads(
+    images: Array, kernel_shape: Pair, window_strides: Pair, padding: Padding
+) -> tuple[tuple[int, int], ...]:
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(images.shape[1:3], kernel_shape, window_strides, padding)
+    # Tuples throughout, because JAX hashes settings.
+    return tuple(map(tuple, padding))
 
 
 def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:
     # What is wrong as a convolution (channels, dtypes) is not covered either: lax says so best.
     if lhs.ndim != 4 or lhs.dtype != rhs.dtype or lhs.shape[3] != rhs.shape[2]:
         return False
-    numbers = settings["dimension_numbers"]
-    layout = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec), tuple(numbers.out_spec))
-    if layout != ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)):  # NHWC, HWIO, NHWC
+    layout = lax.conv_dimension_numbers(lhs.shape, rhs.shape, _LAYOUT)
+    ones = {*settings["lhs_dilation"], *settings["rhs_dilation"]}
+    ones |= {settings["feature_group_count"], settings["batch_group_count"]}
+    if tuple(map(tuple, settings["dimension_numbers"])) != tuple(layout) or ones != {1}:
         return False
-    dilations = {*settings["lhs_dilation"], *settings["rhs_dilation"]}
-    groups = {settings["feature_group_count"], settings["batch_group_count"]}
     strides, padding = settings["window_strides"], settings["padding"]
-    size = _output_size(lhs.shape[1:3], rhs.shape[:2], strides, padding)
-    return dilations == groups == {1} and min(size) > 0
-
-
-def _pads(
-    shape: Pair, kernel_shape: Pair, window_strides: Pair, padding: Padding
-) -> list[tuple[int, int]]:
-    if isinstance(padding, str):
-        return lax.padtype_to_pads(shape, kernel_shape, window_strides, padding)
-    return list(padding)
-
-
-def _output_size(
-    shape: Pair, kernel_shape: Pair, window_strides: Pair, padding: Padding
-) -> tuple[int, ...]:
-    pads = _pads(shape, kernel_shape, window_strides, padding)
-    return tuple(
-        (shape[axis] + sum(pads[axis]) - kernel_shape[axis]) // stride + 1
-        for axis, stride in enumerate(window_strides)
-    )
-
-
-def _patch_product(lhs: Array, rhs: Array, settings: dict[str, Any]) -> Array:
-    padding = settings["padding"]
-    how = _How(
-        settings["window_strides"],
-        padding if isinstance(padding, str) else tuple(map(tuple, padding)),
-        settings["precision"],
-        settings["preferred_element_type"],
-    )
-    # A kernel of one row has one band, which is all of its patches: nothing to add up.
-    is_wide = rhs.shape[0] > 1 and rhs.shape[1] * rhs.shape[2] >= _WIDE
-    return (_wide_product if is_wide else _product_of_patches)(lhs, rhs, how)
+    shape = lax.conv_general_shape_tuple(lhs.shape, rhs.shape, strides, padding, _LAYOUT)
+    return min(shape[1:3]) > 0
 
 
 class _How(NamedTuple):
     """What of the settings matters to patches; hashable, as JAX wants static arguments."""
 
     window_strides: tuple[int, int]
-    padding: str | tuple[tuple[int, int], ...]
+    padding: tuple[tuple[int, int], ...]
     precision: Any
     preferred_element_type: Any
 
@@ -223,6 +192,7 @@ def _wide_product(lhs: Array, rhs: Array, how: _How) -> Array:
     return _product_of_patches(lhs, rhs, how)
 
 
+@partial(_wide_product.defjvp, symbolic_zeros=True)
 def _wide_product_jvp(
     how: _How, primals: tuple[Array, Array], tangents: tuple[Any, Any]
 ) -> tuple[Array, Array]:
@@ -236,9 +206,6 @@ def _wide_product_jvp(
     if not isinstance(kernel, SymbolicZero):
         terms.append(_product_of_patches(lhs, kernel, how))
     return y, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(y)
-
-
-_wide_product.defjvp(_wide_product_jvp, symbolic_zeros=True)
 
 
 def _product_of_patches(lhs: Array, rhs: Array, how: _How) -> Array:
@@ -260,16 +227,16 @@ def _product_of_patches(lhs: Array, rhs: Array, how: _How) -> Array:
 def _product_of_rows(lhs: Array, rhs: Array, how: _How) -> Array:
     """Add up the products of the kernel's rows: patches as a whole never lie in memory."""
     bands = _bands(lhs, rhs.shape[:2], how.window_strides, how.padding)
-    rows, _ = _output_size(lhs.shape[1:3], rhs.shape[:2], how.window_strides, how.padding)
     dtype = how.preferred_element_type or rhs.dtype
     # Added up in at least float32 and rounded once, as within a single product.
+    wide = jnp.promote_types(dtype, jnp.float32)
     parts = [
         jnp.matmul(
-            _every(bands, 1, row, rows, how.window_strides[0]),
+            images,
             rhs[row].reshape(-1, rhs.shape[3]),
             precision=how.precision,
-            preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+            preferred_element_type=wide,
         )
-        for row in range(rhs.shape[0])
+        for row, images in enumerate(_places(bands, 1, rhs.shape[0], how.window_strides[0]))
     ]
     return sum(parts[1:], parts[0]).astype(dtype)
