@@ -37,8 +37,7 @@ def diagonal(
         model: Any network, jitted or not, and what its outputs mean.
         params: Any pytree of floating arrays.
         examples: Only the empirical kind reads their targets. Where the sharding of the inputs
-            splits N over devices, each runs over its own, and draws labels of its own for the
-            sampled kind.
+            splits N over devices, each runs over its own rows and draws its own labels.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
         key: For the sampled kind.
         batch_size: Examples of a minibatch.
@@ -66,12 +65,7 @@ def diagonal(
 
 
 @partial(jax.jit, static_argnums=0)
-def _diagonal(
-    plan: Plan,
-    params: Params,
-    examples: Examples,
-    key: Key | None,
-) -> Diagonal:
+def _diagonal(plan: Plan, params: Params, examples: Examples, key: Key | None) -> Diagonal:
     template = Template.of(params)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
@@ -89,18 +83,9 @@ def _diagonal(
 def leaf_sums(
     apply: Apply, params: Params, x: Array, columns: Array, w: Array, names: list[str]
 ) -> dict[str, Array]:
-    """Sum squared gradients of single examples, for some leaves only.
+    """Sum w_n sum_k (d(s_nk^T z_n)/d leaf)^2 over a minibatch, for some leaves by name.
 
-    Args:
-        apply: The network.
-        params: Its params.
-        x: Inputs of a minibatch [B, ...].
-        columns: Output factor [K, B, ..., C].
-        w: Weights [B].
-        names: The leaves.
-
-    Returns:
-        sum_n w_n sum_k (d(s_nk^T z_n)/d leaf)^2 for each leaf, by name.
+    The columns of the output factor are [K, B, ..., C], the weights [B].
     """
     if not names:
         return {}
@@ -133,8 +118,7 @@ def over_columns(function: Callable[[Array], dict], columns: Array) -> dict:
     A loop, not an unrolled sum: on a CPU its working set stays in the cache, which measured twice
     as fast for LeNet, and compilation does not grow with the number of classes.
     """
-    shapes = jax.eval_shape(function, columns[0])
-    zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, columns[0]))
     return jax.lax.scan(
         lambda sums, column: (jax.tree.map(jnp.add, sums, function(column)), None), zeros, columns
     )[0]

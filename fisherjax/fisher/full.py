@@ -25,23 +25,13 @@ def full(
 
         F = sum_n w_n J_n^T S_n S_n^T J_n / sum_n w_n.
 
-    Args:
-        model: Any network, jitted or not, and what its outputs mean.
-        params: Any pytree of floating arrays, d numbers in all.
-        examples: Only the empirical kind reads their targets. Where the sharding of the inputs
-            splits N over devices, each runs over its own, and draws labels of its own for the
-            sampled kind.
-        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
-        key: For the sampled kind.
-        batch_size: Examples of a minibatch, which holds [K, B, d] gradients.
+    The arguments are those of `fisher.diagonal`; a minibatch holds gradients [K, B, d].
 
     Returns:
-        The operator with its matrix [d, d], d^2 numbers in at least float32.
+        The operator with its matrix [d, d], in at least float32.
 
     Raises:
-        ValueError: If shapes do not fit, the kind lacks its targets or key, or indices are given
-            for inputs that are spread over devices.
-        TypeError: If params are not floating.
+        ValueError, TypeError: As `fisher.diagonal`.
 
     Example:
         >>> import fisherjax as fj
@@ -59,12 +49,7 @@ def full(
 
 
 @partial(jax.jit, static_argnums=0)
-def _full(
-    plan: Plan,
-    params: Params,
-    examples: Examples,
-    key: Key | None,
-) -> Dense:
+def _full(plan: Plan, params: Params, examples: Examples, key: Key | None) -> Dense:
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Array:
         columns = plan.kind(plan.model.likelihood, plan.model.apply(params, x), y, key)
 
@@ -99,24 +84,14 @@ def vector_product(
 
         F v = sum_n w_n J_n^T S_n S_n^T J_n v / sum_n w_n.
 
-    Args:
-        model: Any network, jitted or not, and what its outputs mean.
-        params: Any pytree of floating arrays.
-        examples: Only the empirical kind reads their targets. Where the sharding of the inputs
-            splits N over devices, each runs over its own, and draws labels of its own for the
-            sampled kind.
-        vector: v, the structure, shapes and dtypes of params.
-        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
-        key: For the sampled kind; the same key gives the same matrix.
-        batch_size: Examples of a minibatch.
+    The vector v has the structure, shapes and dtypes of params. The other arguments are those of
+    `fisher.diagonal`; for the sampled kind the same key gives the same matrix.
 
     Returns:
         F v, in the structure of params.
 
     Raises:
-        ValueError: If shapes do not fit, the kind lacks its targets or key, or indices are given
-            for inputs that are spread over devices.
-        TypeError: If params are not floating.
+        ValueError, TypeError: As `fisher.diagonal`; also if the vector does not fit.
 
     Example:
         >>> import fisherjax as fj
@@ -129,10 +104,11 @@ def vector_product(
         Neural Computation 2002.
     """
     plan = passes.check(model, params, examples, kind, key, batch_size)
-    if Template.of(vector) != Template.of(params):
+    given, expected = Template.of(vector), Template.of(params)
+    if given != expected:
         raise ValueError(
-            f"vector has leaves of shapes {Template.of(vector).shapes}; expected those of params, "
-            f"{Template.of(params).shapes}, in the same structure."
+            f"vector has leaves of shapes {given.shapes}; expected those of params, "
+            f"{expected.shapes}, in the same structure."
         )
     # One pytree, because `run` brings that to every device.
     return passes.run(_vector_product, (plan,), (params, vector), examples, key)
@@ -140,10 +116,7 @@ def vector_product(
 
 @partial(jax.jit, static_argnums=0)
 def _vector_product(
-    plan: Plan,
-    params_and_vector: tuple[Params, Params],
-    examples: Examples,
-    key: Key | None,
+    plan: Plan, params_and_vector: tuple[Params, Params], examples: Examples, key: Key | None
 ) -> Params:
     params, vector = params_and_vector
 

@@ -7,15 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax.fisher import kinds, passes
-from fisherjax.fisher.diagonal import (
-    Diagonal,
-    diagonal,
-    leaf_sums,
-    over_columns,
-    weighted_columns,
-)
+from fisherjax.fisher.diagonal import diagonal, leaf_sums, over_columns, weighted_columns
 from fisherjax.fisher.layers import Trace, trace
-from fisherjax.fisher.operators import Kronecker, Template
+from fisherjax.fisher.operators import Diagonal, Kronecker, Template
 from fisherjax.fisher.passes import Plan
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
@@ -25,11 +19,8 @@ Fallback = Callable[..., Diagonal] | None
 def zero(*args: object, **kwargs: object) -> Diagonal:
     """Mark leaves that K-FAC does not cover as without curvature.
 
-    Written `fisher.kfac(fallback=fisher.zero)`. A merge then leaves them at the clients' weighted
-    mean, which is what running statistics want. It is only ever passed as `fallback`.
-
-    Raises:
-        TypeError: If it is called.
+    Written `fisher.kfac(fallback=fisher.zero)`, never called. A merge then leaves them at the
+    clients' weighted mean, which is what running statistics want.
     """
     del args, kwargs
     raise TypeError("fisher.zero is an option, fisher.kfac(fallback=fisher.zero), not a Fisher.")
@@ -52,26 +43,16 @@ def kfac(
     with a the layer's inputs at output location t (a trailing 1 where it has a bias) and g the
     tangents of its pre-activations. Exact for one example of a dense layer.
 
-    Args:
-        model: Any network, jitted or not, and what its outputs mean.
-        params: Any pytree of floating arrays.
-        examples: Only the empirical kind reads their targets. Where the sharding of the inputs
-            splits N over devices, each runs over its own, and draws labels of its own for the
-            sampled kind.
-        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
-        key: For the sampled kind.
-        batch_size: Examples of a minibatch.
-        fallback: For leaves that belong to no such layer: None refuses them, `fisher.diagonal`
-            gives them a diagonal, `fisher.zero` no curvature, so that merging takes their weighted
-            mean.
+    Leaves that belong to no such layer are up to `fallback`: None refuses them, `fisher.diagonal`
+    gives them a diagonal, `fisher.zero` no curvature, so that merging takes their weighted mean.
+    The other arguments are those of `fisher.diagonal`.
 
     Returns:
         The operator, factors [a, a] and [o, o] in at least float32.
 
     Raises:
         ValueError: If a leaf belongs to no layer and `fallback` is None; the message names it and
-            why (normalisation, shared weights, dilation, a cast). Also if shapes do not fit, or
-            indices are given for inputs that are spread over devices.
+            why (normalisation, shared weights, dilation, a cast). Also as `fisher.diagonal`.
         TypeError: If params are not floating.
 
     Example:
@@ -123,8 +104,10 @@ def _kfac(
         names = list(seen.uncovered)
         if fallback is zero:
             leaves = Template.of(params).by_name(params)
-            return _factor_sums(seen, columns, w), {n: jnp.zeros_like(leaves[n]) for n in names}
-        return _factor_sums(seen, columns, w), leaf_sums(apply, params, x, columns, w, names)
+            entries = {name: jnp.zeros_like(leaves[name]) for name in names}
+        else:
+            entries = leaf_sums(apply, params, x, columns, w, names)
+        return _factor_sums(seen, columns, w), entries
 
     means = passes.weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
     return Kronecker(*means, tuple(layers), Template.of(params))

@@ -1,13 +1,10 @@
 """What is squared in the Fisher information: the model's own labels, sampled ones, or the data's.
 
 A kind is a function `kind(likelihood, outputs z [B, ..., C], targets, key) -> S [K, B, ..., C]`
-whose K columns are cotangents of the outputs, so that every structure of the Fisher is the same
-sum,
+whose K columns are cotangents of the outputs, so that every structure of the Fisher (diagonal,
+K-FAC, full) is the same sum for any of them,
 
     F = sum_n w_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T / sum_n w_n,     J_n = dz_n / dparams.
-
-The kind and the structure (diagonal, K-FAC, full) are independent: any kind goes with any
-structure.
 """
 
 import jax
@@ -22,15 +19,6 @@ def true(likelihood: Likelihood, z: Array, targets: Array | None = None, key: Ke
     This is the Fisher information proper: no labels, no randomness, and equal to the generalised
     Gauss-Newton matrix for the likelihoods of this library. It costs K backward passes: C,
     and one less for classes.
-
-    Args:
-        likelihood: What the outputs mean.
-        z: Outputs [B, ..., C].
-        targets: Not used.
-        key: Not used.
-
-    Returns:
-        S [K, B, ..., C] with sum_k s_k s_k^T = E_y[g g^T].
 
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, which sums over classes; Martens,
         New insights and perspectives on the natural gradient method, JMLR 2020, section 8.
@@ -48,15 +36,7 @@ def sampled(
 ):
     """Draw labels from the model: an unbiased estimate of the true Fisher in few backward passes.
 
-    Args:
-        likelihood: What the outputs mean.
-        z: Outputs [B, ..., C].
-        targets: Not used.
-        key: Source of the draws.
-        num_samples: Draws for each example, averaged; set it with `functools.partial`.
-
-    Returns:
-        S [num_samples, B, ..., C].
+    K = num_samples draws for each example are averaged; set it with `functools.partial`.
 
     Raises:
         ValueError: If no key is given.
@@ -66,10 +46,9 @@ def sampled(
         raise ValueError("The sampled Fisher draws labels: pass key=jax.random.key(seed).")
     keys = jax.random.split(key, num_samples)
     labels = jax.vmap(likelihood.sample, (0, None))(keys, z)
+    columns = jax.vmap(lambda y: _score(likelihood, z, y))(labels)
     # Columns are squared before they are summed: a mean over draws divides by the root.
-    return jax.vmap(lambda y: _score(likelihood, z, y))(labels) / jnp.sqrt(num_samples).astype(
-        z.dtype
-    )
+    return columns / jnp.sqrt(num_samples).astype(z.dtype)
 
 
 def empirical(
@@ -77,16 +56,7 @@ def empirical(
 ):
     """Use the labels of the data: mean of squared gradients of the training loss, one pass.
 
-    Not an estimate of the true Fisher: it vanishes where the data are fitted perfectly.
-
-    Args:
-        likelihood: What the outputs mean.
-        z: Outputs [B, ..., C].
-        targets: Labels of the data, as the likelihood takes them.
-        key: Not used.
-
-    Returns:
-        S [1, B, ..., C].
+    Not an estimate of the true Fisher: it vanishes where the data are fitted perfectly. K is 1.
 
     Raises:
         ValueError: If no targets are given.

@@ -21,7 +21,7 @@ class Layer(NamedTuple):
     """Static description of a dense or convolution layer.
 
     Attributes:
-        kernel: Name of the kernel leaf; it also names the layer.
+        kernel: Name of the kernel leaf, and of the layer.
         bias: Name of the bias leaf, or None.
         shape: Shape of the kernel, [inputs, outputs] or [height, width, channels, outputs].
     """
@@ -59,25 +59,15 @@ class LayersNotFoundError(ValueError):
 
 
 def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
-    """Run a network on a minibatch and expose its layers.
-
-    Args:
-        apply: `(params, inputs [B, ...]) -> outputs [B, ..., C]`; it may be jitted.
-        params: Any pytree of floating arrays.
-        inputs: [B, ...].
-
-    Returns:
-        The layers, their inputs, and the pullback to their outputs.
+    """Run a network, which may be jitted, on a minibatch [B, ...] and expose its layers.
 
     Raises:
         LayersNotFoundError: If kfac-jax cannot read the network at all.
         ValueError: If the network mixes the examples of a batch.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from fisherjax.fisher import layers
         >>> params = {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}
-        >>> seen = layers.trace(lambda p, x: x @ p["kernel"] + p["bias"], params, jnp.ones((5, 3)))
+        >>> seen = trace(lambda p, x: x @ p["kernel"] + p["bias"], params, jnp.ones((5, 3)))
         >>> [(layer.kernel, layer.bias) for layer in seen.layers], seen.activations[0].shape
         ([('kernel', 'bias')], (5, 1, 4))
     """
@@ -124,12 +114,7 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
 def matrix(layer: Layer, leaves: dict[str, Array]) -> Array:
     """Write a layer's leaves as its matrix V [a, o], the bias as its last row.
 
-    Args:
-        layer: The layer.
-        leaves: Leaves by name, among them the layer's.
-
-    Returns:
-        V, rows in (height, width, channel) order for a convolution.
+    The rows of a convolution's kernel are in (height, width, channel) order.
     """
     # [kh, kw, cin, o] -> [kh * kw * cin, o].
     kernel = leaves[layer.kernel].reshape(-1, layer.shape[-1])
@@ -137,15 +122,7 @@ def matrix(layer: Layer, leaves: dict[str, Array]) -> Array:
 
 
 def unpack(layer: Layer, value: Array) -> dict[str, Array]:
-    """Split a layer's matrix V [a, o] into its leaves: the inverse of `matrix`.
-
-    Args:
-        layer: The layer.
-        value: V.
-
-    Returns:
-        Kernel, and bias where there is one, by name.
-    """
+    """Split a layer's matrix V [a, o] into its leaves by name: the inverse of `matrix`."""
     if layer.bias is None:
         return {layer.kernel: value.reshape(layer.shape)}
     return {layer.kernel: value[:-1].reshape(layer.shape), layer.bias: value[-1]}
@@ -164,8 +141,6 @@ def _registered(apply: Apply) -> Callable[[Params, Array], Array]:
             if id(rhs) not in untagged:
                 return y
             untagged.remove(id(rhs))
-            if not isinstance(settings["padding"], str):  # flax passes a list; JAX hashes settings
-                settings["padding"] = tuple(map(tuple, settings["padding"]))
             return kfac_jax.register_conv2d(y, lhs, rhs, **settings)
 
         # The graph matcher does not look inside jitted functions: their bodies are traced inline.

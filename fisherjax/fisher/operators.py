@@ -12,6 +12,7 @@ The sum of several Kronecker operators is not a Kronecker operator: add their pr
 
 import dataclasses
 import math
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -23,8 +24,6 @@ from fisherjax.typing import Array, Params
 
 # Accelerators round float32 factors of a product by default, which solves then magnify.
 _PRECISION = jax.lax.Precision.HIGHEST
-
-
 _STATIC = {"static": True}  # of a field that is part of the structure, not an array
 
 
@@ -55,11 +54,9 @@ class Template(NamedTuple):
 
     def unravel(self, flat: Array) -> Params:
         """Rebuild params from one vector [d]."""
-        sizes = [math.prod(shape) for shape in self.shapes]
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        parts = jnp.split(flat, ends[:-1])
-        leaves = [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-        return jax.tree.unflatten(self.structure, leaves)
+        ends = list(accumulate(map(math.prod, self.shapes)))
+        parts = zip(jnp.split(flat, ends[:-1]), self.shapes, strict=True)
+        return jax.tree.unflatten(self.structure, [part.reshape(shape) for part, shape in parts])
 
 
 def ravel(params: Params) -> Array:
@@ -195,9 +192,8 @@ class Kronecker:
     def blocks(self, params: Params) -> dict[str, Array]:
         """Split params into blocks: the matrix V of each layer, and each remaining leaf."""
         leaves = self.template.by_name(params)
-        return {layer.kernel: matrix(layer, leaves) for layer in self.layers} | {
-            name: leaves[name] for name in self.entries
-        }
+        matrices = {layer.kernel: matrix(layer, leaves) for layer in self.layers}
+        return matrices | {name: leaves[name] for name in self.entries}
 
     def restore(self, blocks: dict[str, Array]) -> Params:
         """Put blocks together to params."""
@@ -219,44 +215,36 @@ class Kronecker:
 
     def block_means(self) -> dict[str, Array]:
         """Average each block's eigenvalues: tr(A) tr(G) / (a o), for the damping."""
-        means = {name: jnp.mean(f) for name, f in self.entries.items()}
-        for name, factor in self.factors.items():
-            # Eigenvalues of kron(A, G) are products, so that their mean is a product of means.
-            scale = jnp.mean(jnp.diagonal(factor["input"])) * jnp.mean(
-                jnp.diagonal(factor["output"])
-            )
-            means[name] = scale
-        return means
+        # Eigenvalues of kron(A, G) are products, so that their mean is a product of means.
+        means = {
+            name: _mean_eigenvalue(factor["input"]) * _mean_eigenvalue(factor["output"])
+            for name, factor in self.factors.items()
+        }
+        return means | {name: jnp.mean(f) for name, f in self.entries.items()}
 
     def inverse(self, shifts: dict[str, Array]) -> "Kronecker":
         """Invert F + shift approximately, each factor with its part of the block's shift.
 
             (A + pi sqrt(shift) I)^-1, (G + sqrt(shift) / pi I)^-1,   pi^2 = tr(A) o / (tr(G) a).
 
-        Args:
-            shifts: A positive number for each block; one that is zero counts as one.
-
-        Returns:
-            The inverse, an operator of the same kind.
+        Shifts are positive numbers, one for each block; one that is zero counts as one.
 
         Source: Martens and Grosse, ICML 2015, section 6.3 (factored Tikhonov regularisation).
         """
+        shifts = {name: jnp.where(shift > 0, shift, 1) for name, shift in shifts.items()}
         factors = {}
         for name, factor in self.factors.items():
-            means = {side: jnp.mean(jnp.diagonal(x)) for side, x in factor.items()}
+            means = {side: _mean_eigenvalue(x) for side, x in factor.items()}
             # Roots before the quotient: that of the means can overflow where this does not.
             ratio = jnp.sqrt(means["input"]) / jnp.sqrt(means["output"])
             # A factor of zeros has no scale to balance: both sides get the same shift.
             ratio = jnp.where(jnp.isfinite(ratio) & (ratio > 0), ratio, 1)
-            root = jnp.sqrt(jnp.where(shifts[name] > 0, shifts[name], 1))
+            root = jnp.sqrt(shifts[name])
             factors[name] = {
                 "input": _inverse(factor["input"], ratio * root),
                 "output": _inverse(factor["output"], root / ratio),
             }
-        entries = {
-            name: 1 / (f + jnp.where(shifts[name] > 0, shifts[name], 1))
-            for name, f in self.entries.items()
-        }
+        entries = {name: 1 / (f + shifts[name]) for name, f in self.entries.items()}
         return dataclasses.replace(self, factors=factors, entries=entries)
 
     def mv(self, params: Params) -> Params:
@@ -278,11 +266,15 @@ class Kronecker:
 
     def dense(self) -> Array:
         """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
-        size = sum(leaf.size for leaf in jax.tree.leaves(self.diagonal()))
+        size = sum(map(math.prod, self.template.shapes))
         # Products with unit vectors are columns, which `vmap` stacks as rows.
         columns = jax.vmap(lambda e: ravel(self.mv(self.template.unravel(e))))
         dtype = jnp.result_type(*jax.tree.leaves((self.factors, self.entries)))
         return columns(jnp.eye(size, dtype=dtype)).T
+
+
+def _mean_eigenvalue(matrix: Array) -> Array:
+    return jnp.mean(jnp.diagonal(matrix))
 
 
 def _inverse(matrix: Array, shift: Array) -> Array:

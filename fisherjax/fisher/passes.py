@@ -22,14 +22,9 @@ from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 class Plan(NamedTuple):
-    """What a pass over a data set is compiled for.
+    """What a pass over a data set is compiled for."""
 
-    Attributes:
-        model: Without how it trains: networks that differ in that only share a program.
-        kind: Of the Fisher information.
-        batch_size: Rows of a minibatch.
-    """
-
+    # Without how it trains: networks that differ in that only share a program.
     model: Model
     kind: Callable[..., Array]
     batch_size: int
@@ -42,16 +37,9 @@ BatchSums = Callable[[Array, Array | None, Array, Key | None], Any]
 def weighted_mean(
     batch_sums: BatchSums, examples: Examples, *, key: Key | None, batch_size: int
 ) -> Any:
-    """Average over examples, sum_n w_n f(x_n, y_n) / sum_n w_n.
+    """Average over examples, sum_n w_n f(x_n, y_n) / sum_n w_n; zeros if all weights are zero.
 
-    Args:
-        batch_sums: Weighted sums over one minibatch.
-        examples: Those in use; no row is copied but minibatches.
-        key: Randomness of the pass, folded for each minibatch; None if it needs none.
-        batch_size: Rows of a minibatch.
-
-    Returns:
-        The mean, in the structure of `batch_sums`; zeros if all weights are zero.
+    The mean has the structure of what `batch_sums` returns. No row is copied but minibatches.
     """
     number, batch = minibatches(examples, batch_size)
 
@@ -64,7 +52,7 @@ def weighted_mean(
         return jax.tree.map(jnp.add, sums, own), total + batch(step)[2].sum()
 
     shapes = jax.eval_shape(lambda: (batch_sums(*batch(0), key), batch(0)[2].sum()))
-    zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    zeros = jax.tree.map(jnp.zeros_like, shapes)
     # The number is data, not a shape: minibatches of padding alone are not run.
     sums, total = jax.lax.fori_loop(0, number, one_batch, zeros)
     scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
@@ -72,24 +60,14 @@ def weighted_mean(
 
 
 def run(
-    function: Callable[..., Any],
-    static: tuple,
-    common: Any,
-    examples: Examples,
-    key: Key | None,
+    function: Callable[..., Any], static: tuple, common: Any, examples: Examples, key: Key | None
 ) -> Any:
     """Run a compiled mean over examples, on every device that holds some of them.
 
-    Args:
-        function: `(*static, common, examples, key) -> mean`, jitted.
-        static: What it is compiled for.
-        common: What it needs besides, the same for all examples.
-        examples: With inputs whose `NamedSharding` splits their first axis, each device runs over
-            its own rows, in minibatches of its own and with a key of its own.
-        key: Or None.
-
-    Returns:
-        The mean; on all devices if inputs are spread.
+    It is `function(*static, common, examples, key)`, compiled for `static`; `common` is the same
+    for all examples. Where the `NamedSharding` of the inputs splits their first axis, each device
+    runs over its own rows, in minibatches of its own and with a key of its own, and the mean is on
+    all devices.
 
     Raises:
         ValueError: If inputs are spread and indices are given.
@@ -110,8 +88,8 @@ def run(
     # Each device weighs its mean by the weights of its own rows.
     weights = jnp.ones(inputs.shape[0]) if weights is None else jnp.asarray(weights, float)
     common, key = replicate((common, key), mesh)
-    spread = examples._replace(weights=weights)
-    return _on_every_device(function, static, mesh, axis, common, spread, key)
+    examples = examples._replace(weights=weights)
+    return _on_every_device(function, static, mesh, axis, common, examples, key)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -151,12 +129,7 @@ def check(
     key: Key | None,
     batch_size: int,
 ) -> Plan:
-    """Refuse bad arguments of a pass over a data set, by shapes and dtypes, before it is compiled.
-
-    Raises:
-        ValueError: If shapes do not fit together, or the kind lacks its targets or key.
-        TypeError: If params are not floating or targets have the wrong dtype.
-    """
+    """Refuse bad arguments of a pass over a data set by shapes and dtypes, before it compiles."""
     checks.model(model)
     checks.floating(params)
     checks.examples(examples)

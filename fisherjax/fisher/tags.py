@@ -28,10 +28,8 @@ def read(
     uses = Counter(leaf for indices in jaxpr.layer_indices for leaf in indices)
     added = _added_biases(jaxpr)
     found, uncovered = {}, {}
-    for position, (tag, indices) in enumerate(
-        zip(jaxpr.layer_tags, jaxpr.layer_indices, strict=True)
-    ):
-        reason = _obstacle(jaxpr, tag)
+    for position, indices in enumerate(jaxpr.layer_indices):
+        reason = _obstacle(jaxpr, jaxpr.layer_tags[position])
         if any(uses[leaf] > 1 for leaf in indices):
             reason = "it is used by several layers (shared weights)"
         if reason is None:
@@ -42,20 +40,15 @@ def read(
     # A bias that is added outside its layer's tag has a tag of its own.
     for _, bias in found.values():
         uncovered.pop(None if bias is None else names[bias], None)
-    uncovered = {name: _explain(jaxpr, names.index(name), why) for name, why in uncovered.items()}
-    return found, uncovered
+    reasons = {name: why or _explain(jaxpr, names.index(name)) for name, why in uncovered.items()}
+    return found, reasons
 
 
 def mixes_examples(jaxpr: Any) -> bool:
     """Whether something that depends on the inputs has lost the axis of the examples on its way."""
+    reached = _reached_from(jaxpr, jaxpr.jaxpr.invars[-1])
     # What still has the axis has a multiple of MANY, a prime, as its size.
-    reached = {id(jaxpr.jaxpr.invars[-1])}
-    for equation in jaxpr.jaxpr.eqns:
-        if any(id(v) in reached for v in equation.invars):
-            reached.update(map(id, equation.outvars))
-            if any(getattr(v.aval, "size", 0) % MANY for v in equation.outvars):
-                return True
-    return False
+    return any(getattr(variable.aval, "size", 0) % MANY for variable in reached.values())
 
 
 def _obstacle(jaxpr: Any, tag: Any) -> str | None:
@@ -90,17 +83,21 @@ def _obstacle(jaxpr: Any, tag: Any) -> str | None:
 
 def _escapes(jaxpr: Any, variable: Any, output: Any) -> bool:
     """Whether a parameter reaches the end of the network in another way than through its layer."""
-    reached = {id(variable)}
-    for equation in jaxpr.jaxpr.eqns:
-        if any(id(v) in reached for v in equation.invars):
-            reached.update(id(v) for v in equation.outvars if v is not output)
+    reached = _reached_from(jaxpr, variable, output)
     return any(id(v) in reached for v in jaxpr.jaxpr.outvars)
 
 
-def _explain(jaxpr: Any, leaf: int, reason: str) -> str:
+def _reached_from(jaxpr: Any, variable: Any, end: Any = None) -> dict[int, Any]:
+    """Follow a variable to all that depends on it, by id, but not past `end`."""
+    reached = {id(variable): variable}
+    for equation in jaxpr.jaxpr.eqns:
+        if any(id(v) in reached for v in equation.invars):
+            reached |= {id(v): v for v in equation.outvars if v is not end}
+    return reached
+
+
+def _explain(jaxpr: Any, leaf: int) -> str:
     """Find out from its uses why the matcher did not recognise a parameter."""
-    if reason:
-        return reason
     variable = jaxpr.jaxpr.invars[leaf]
     users = _consumers(jaxpr, variable)
     if not users:
