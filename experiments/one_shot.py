@@ -11,97 +11,81 @@ figure, and rounds.png if rounds follow. An interrupted run keeps what it finish
 when the same command is given again.
 """
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
-from experiments import commands, config, figures, memory, records, report, rounds, runs
-from experiments.experiment import Experiment, prepare
-from experiments.progress import Watch
-from experiments.records import Row
+from experiments.harness import (
+    accuracies,
+    commands,
+    config,
+    memory,
+    one_round,
+    progress,
+    records,
+    tasks,
+)
+from experiments.harness.config import OneShot
+from experiments.harness.one_round import Unit
+from experiments.harness.records import Row
+from experiments.harness.tasks import OneRound
+
+PROGRAM = "experiments.one_shot"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
+    return commands.attempt(_main, PROGRAM, arguments)
 
-    Args:
-        arguments: of the command line; those of this process if None.
 
-    Returns:
-        The exit status: 0 when all is done, 1 when something was refused or a client diverged, 130
-        when interrupted.
-    """
+def parse(arguments: Sequence[str]) -> OneShot:
+    """Read the command line and check it; `out` is filled in."""
+    asked = commands.read(arguments, PROGRAM, __doc__, config.one_shot)
+    config.check_one_shot(asked)
+    return dataclasses.replace(asked, out=asked.out or Path("runs") / config.name(asked))
+
+
+def _main(arguments: Sequence[str]) -> None:
     console = Console(highlight=False)
-    try:
-        asked = config.parse(sys.argv[1:] if arguments is None else arguments, __doc__)
-        rows = records.resume(asked.out, asked)
-        missing = [unit for unit in records.units(asked) if unit not in records.finished(rows)]
-        experiment = prepare(asked) if missing else None
-        if experiment is not None:
-            with console.status("compiling"):
-                need = memory.predict(experiment)
-            console.print(memory.check(need, memory.available()))
-    except (ValueError, OSError) as error:
-        return commands.refuse(error)
-    try:
-        if experiment is not None:
-            rows = _execute(experiment, rows, missing, console)
-    except runs.Diverged as error:
-        return commands.refuse(error)
-    except KeyboardInterrupt:
-        console.print(
-            f"Interrupted. What was finished is in {asked.out}; the same command continues it:\n"
-            f"  {config.command(asked)}",
-            soft_wrap=True,
-        )
-        return 130
-    _report(asked, rows, console)
-    return 0
+    asked = parse(arguments)
+    with records.folder(asked.out):
+        default = config.one_shot(asked.data.dataset)
+        rows = records.resume(asked.out, asked, default, records.ONE_SHOT)
+        missing = [unit for unit in one_round.units(asked) if unit not in one_round.finished(rows)]
+        if missing:
+            rows = _execute(tasks.one_round(asked), rows, missing, console)
+        accuracies.report(asked, config.title(asked.data), rows, PROGRAM, console)
 
 
-def _execute(
-    experiment: Experiment, rows: list[Row], missing: list[records.Unit], console: Console
-) -> list[Row]:
+def _execute(task: OneRound, rows: list[Row], missing: list[Unit], console: Console) -> list[Row]:
     """Compute the missing units, and write the rows after each."""
-    asked = experiment.config
+    asked = task.config
+    with console.status("compiling"):
+        need = memory.predict(task)
+    console.print(memory.check(need, memory.available()))
     if rows:
-        total = len(records.units(asked))
+        total = len(one_round.units(asked))
         console.print(f"Continuing {asked.out}: {total - len(missing)} of {total} runs are done.")
         for change in records.environment_changes(asked.out):
             console.print(f"[yellow]It was started in another environment: {change}.[/]")
     else:
-        records.write_config(asked.out, asked)
-    records.write_labels(asked.out / records.LABELS, experiment.label_counts)
-    for seed, counts in experiment.label_counts.items():
-        console.print(report.label_table(counts, seed))
-    with Watch(console, asked, missing) as watch:
+        records.write_config(asked.out, asked, PROGRAM)
+    records.write_text(asked.out / accuracies.LABELS, accuracies.label_csv(task.label_counts))
+    for seed, counts in task.label_counts.items():
+        console.print(accuracies.label_table(counts, seed))
+    with progress.bar(console) as bar:
+        watch = progress.Watch(console, bar, asked, missing)
         for unit in missing:
             start = time.perf_counter()
-            new = runs.run(experiment, unit, watch.begin(unit))
+            new = one_round.run(task, unit, watch.begin(unit))
             rows = [*rows, *new]
-            records.write(asked.out / records.RESULTS, rows)
+            records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
             watch.finish(unit, new, time.perf_counter() - start)
     return rows
-
-
-def _report(asked: config.Config, rows: list[Row], console: Console) -> None:
-    table = report.lines(rows, asked.algorithms)
-    title = report.title(asked)
-    console.print(report.accuracy_table(table, title))
-    console.print(report.footnote(asked.algorithms), style="dim")
-    summary = report.summary(rows, asked, records.read_environment(asked.out))
-    names = [records.CONFIG, records.RESULTS, records.LABELS, "summary.md", "accuracy.png"]
-    curves = rounds.curves(rows, asked.algorithms)
-    if curves:
-        console.print(rounds.table(curves))
-        summary += "\n" + rounds.markdown(curves)
-        rounds.figure(curves, title, asked.out / "rounds.png")
-        names.append("rounds.png")
-    records.write_text(asked.out / "summary.md", summary)
-    figures.accuracy(table, title, asked.out / "accuracy.png")
-    console.print(f"\nIn {asked.out}/: {', '.join(names)}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What all commands share, once: read downwards, a module uses only those above it.
+"""What all commands share, once. Read downwards: a module uses only those above it.
 
-commands (options read, written, refused), records (the files of a run), tables, figures, config,
-methods, tasks, progress, memory, one_round, checkpoints, rounds.
+commands: options read, written again and refused. tables, records, figures: files of a run.
+config, methods, tasks: what is learned, by whom and how. one_round, accuracies, memory, progress:
+one round of merging. grids, niid, reference: tables of papers. checkpoints, rounds, curves: rounds.
 """

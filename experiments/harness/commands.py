@@ -34,9 +34,9 @@ def read(
         arguments: Without the name of the program.
         program: The module that is run.
         description: What `--help` says first.
-        defaults: Makes the configuration for which nothing else was asked, a dataclass; of the name
-            of a data set, None if not given, where it takes one. Fields that are dataclasses are
-            groups of options. With a group `merging` every method of the table is a group too.
+        defaults: The dataclass of the configuration, or a function that makes what is run if
+            nothing else is asked, of the name of a data set or None. Fields that are dataclasses
+            are groups of options. With a group `merging` every method of the table is one too.
 
     Returns:
         The configuration, unchecked.
@@ -44,7 +44,7 @@ def read(
     Raises:
         SystemExit: For `--help` and for options that do not exist.
     """
-    default = defaults(*([_dataset(arguments)] if inspect.signature(defaults).parameters else []))
+    default = defaults() if isinstance(defaults, type) else defaults(_dataset(arguments))
     groups = _method_groups() if hasattr(default, "merging") else {}
     # A class of its own for the command line: the configuration itself knows no method by name.
     fields = [(name, kind, dataclasses.field(default=kind())) for name, kind in groups.items()]

@@ -41,7 +41,7 @@ def style(name: str) -> dict[str, Any]:
     """
     place = list(TABLE).index(name) if name in TABLE else None
     if place is None:
-        return {"color": GREY, "marker": ".", "label": name}
+        return {"color": GREY, "marker": "o", "label": name}
     # More algorithms than colours begin again, with markers shifted by one.
     turn = place // len(_COLOURS)
     return {

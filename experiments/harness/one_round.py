@@ -12,7 +12,7 @@ import fisherjax as fj
 from experiments.harness.config import OneShot
 from experiments.harness.methods import Method, optimizers
 from experiments.harness.records import Row
-from experiments.harness.tasks import OneRound, validation
+from experiments.harness.tasks import OneRound
 from fisherjax.algorithms import Algorithm, Update
 from fisherjax.clients import Federation
 from fisherjax.training import Trained
@@ -112,7 +112,7 @@ def run(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
     rows, merged = train_and_merge(task, unit, progress)
     for name, (params, seconds, upload) in merged.items():
         accuracy = task.accuracy(params, task.test)
-        rows.append(_row(name, unit, accuracy, seconds=seconds, upload_bytes=upload))
+        rows.append(row_of(name, unit, accuracy, seconds=seconds, upload_bytes=upload))
         rows += _then_rounds(task, unit, name, params, progress)
     return rows
 
@@ -136,9 +136,9 @@ def train_and_merge(
         stacked, weights = _finite(task.config, trained.params, federation.weights)
         as_they_are = optimizer == task.optimizer
         if as_they_are:
-            rows = _references(task, unit, trained.params, stacked, weights, training)
+            rows = references(task, unit, trained.params, stacked, weights, training)
         trained = trained._replace(params=stacked)
-        results = _merged(task, methods, unit, params, trained, weights, progress)
+        results = merge(task, methods, unit, params, trained, weights, progress)
         for name, own in results.items():
             seconds = own.seconds if as_they_are else round(own.seconds + training, 4)
             merged[name] = own._replace(seconds=seconds)
@@ -159,17 +159,19 @@ def start(task: OneRound, seed: int) -> tuple[Params, Key]:
     return task.init(init_key), key
 
 
-def _references(
+def references(
     task: OneRound, unit: Unit, local: Params, stacked: Params, weights: Array, seconds: float
 ) -> list[Row]:
     """Measure the clients' own models, and their ensemble."""
     accuracies = task.accuracies(local, task.test)
     ensemble = task.ensemble_accuracy(stacked, weights, task.test)
-    rows = [_row("local", unit, own, client=i, seconds=seconds) for i, own in enumerate(accuracies)]
-    return [*rows, _row("ensemble", unit, ensemble, upload_bytes=_upload(stacked))]
+    rows = [
+        row_of("local", unit, own, client=i, seconds=seconds) for i, own in enumerate(accuracies)
+    ]
+    return [*rows, row_of("ensemble", unit, ensemble, upload_bytes=_upload(stacked))]
 
 
-def _merged(
+def merge(
     task: OneRound,
     methods: dict[str, Method],
     unit: Unit,
@@ -179,7 +181,7 @@ def _merged(
     progress: Progress,
 ) -> dict[str, Merged]:
     """Merge the same clients by several methods; those that send the same are summarized once."""
-    federation, images = task.federations[unit[0]], validation(task, unit[0])
+    federation, images = task.federations[unit[0]], task.validation(unit[0])
     chunk = training_options(task, federation)["clients_per_chunk"]
     _, key = start(task, unit[1])
     results = {}
@@ -187,7 +189,7 @@ def _merged(
     def summarize(clients: Algorithm) -> Update:
         return fj.merging.summarize(clients, trained, federation, key=key, clients_per_chunk=chunk)
 
-    def merge(server: Algorithm, updates: Update) -> Params:
+    def merged(server: Algorithm, updates: Update) -> Params:
         on_nonfinite = task.config.on_nonfinite
         try:
             return fj.merging.merge(server, params, updates, weights, on_nonfinite=on_nonfinite)[0]
@@ -202,8 +204,8 @@ def _merged(
         for name, method in sharing.items():
             if name != first:
                 progress.step(f"{name}: merge")
-            merged, more = _timed(merge, method.server(images), updates)
-            results[name] = Merged(merged, seconds + more, _upload(updates))
+            params_of, more = _timed(merged, method.server(images), updates)
+            results[name] = Merged(params_of, seconds + more, _upload(updates))
     return results
 
 
@@ -220,7 +222,7 @@ def _then_rounds(
         stacked, weights = _finite(task.config, models.params, federation.weights)
         params = fj.tree.weighted_sum(stacked, weights)
         accuracy = task.accuracy(params, task.test)
-        row = _row(name, unit, accuracy, seconds=seconds, upload_bytes=_upload(stacked))
+        row = row_of(name, unit, accuracy, seconds=seconds, upload_bytes=_upload(stacked))
         rows.append(row._replace(round=number))
     return rows
 
@@ -229,10 +231,11 @@ def _central(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
     params, key = start(task, unit[1])
     models, seconds = _train(task, task.central, params, key, progress, task.optimizer)
     accuracy = task.accuracies(models.params, task.test)[0]
-    return [_row("central", unit, accuracy, seconds=seconds)]
+    return [row_of("central", unit, accuracy, seconds=seconds)]
 
 
-def _row(algorithm: str, unit: Unit, accuracy: Any, **more: Any) -> Row:
+def row_of(algorithm: str, unit: Unit, accuracy: Any, **more: Any) -> Row:
+    """Make the row of an accuracy on the test data, after one round."""
     value = round(float(accuracy), 6)
     split, seed = unit
     return Row(algorithm, seed, 1, "test", "accuracy", value, partition_seed=split, **more)

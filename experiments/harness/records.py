@@ -155,21 +155,34 @@ def folder(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
+        # Of the folder itself: nothing is left behind, and who is killed lets go.
         held = os.open(out, os.O_RDONLY) if fcntl else None
     except OSError as error:
         raise OSError(f"cannot write to --out {out} ({error}): choose another folder") from error
     try:
-        if held is not None:
-            # Of the folder itself: nothing is left behind, and who is killed lets go.
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(held, out)
         yield
-    except BlockingIOError as error:
-        raise ValueError(
-            f"another process is writing to --out {out}: wait for it, or choose another folder"
-        ) from error
     finally:
         if held is not None:
             os.close(held)
+
+
+def resume(out: Path, config: Any, default: Any, columns: Sequence[str]) -> list[Row]:
+    """Return the rows that the same experiment has left in its folder.
+
+    Args:
+        out: The folder; need not exist.
+        config: What is going to be run.
+        default: What would be run on the same data set if nothing else were asked.
+        columns: Of the command's rows.
+
+    Raises:
+        ValueError: If the folder holds another experiment; the message names what differs.
+    """
+    rows = read_rows(out / RESULTS, columns)
+    if rows:
+        check_config(out, config, default)
+    return rows
 
 
 def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> None:
@@ -210,7 +223,7 @@ def write_config(out: Path, config: Any, program: str) -> None:
 
 def environment() -> dict[str, Any]:
     """Return the versions and the device that results depend on."""
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    packages = ("jax", "jaxlib", "flax", "optax", "kfac-jax", "numpy")
     versions = {package: importlib.metadata.version(package) for package in packages}
     devices = jax.devices()
     return {
@@ -232,6 +245,16 @@ def read_environment(out: Path) -> dict[str, Any]:
 def environment_changes(out: Path) -> list[str]:
     """Say what is different from the environment that started a run."""
     return _differences(read_environment(out), environment())
+
+
+def _lock(held: int | None, out: Path) -> None:
+    if held is not None:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"another process is writing to --out {out}: wait for it, or choose another folder"
+            ) from error
 
 
 def _document(out: Path) -> dict[str, Any]:

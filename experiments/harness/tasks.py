@@ -36,6 +36,7 @@ class OneRound(NamedTuple):
         federations: By partition seed.
         central: All training data at one client.
         label_counts: By partition seed, [M, C].
+        validation: `partition seed -> images and labels`, for the solvers that need some.
         test: Images and labels that nobody trains on.
         accuracy: `(params, examples) -> scalar`, compiled.
         accuracies: `(stacked params, examples) -> [M]`, compiled.
@@ -51,6 +52,7 @@ class OneRound(NamedTuple):
     federations: dict[int, Federation]
     central: Federation
     label_counts: dict[int, np.ndarray]
+    validation: Callable[[int], Examples]
     test: Examples
     accuracy: Callable[..., Array]
     accuracies: Callable[..., Array]
@@ -109,17 +111,29 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
             )
     train, test = fj.datasets.load(config.data.dataset, config.data.data_dir)
     partitions = [
-        {
-            seed: partition(own.data, train, own.data.num_clients, seed)
-            for seed in own.partition_seeds
-        }
+        {s: partition(own.data, train, own.data.num_clients, s) for s in own.partition_seeds}
         for own in configs
     ]
+    task = shared(config, train, test)
+    # Federations of equal shapes: padding costs nothing, another shape a compilation.
+    longest = max(len(rows) for own in partitions for split in own.values() for rows in split)
+    return [
+        split_up(task._replace(config=own), splits, longest)
+        for own, splits in zip(configs, partitions, strict=True)
+    ]
+
+
+def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
+    """Build what does not depend on how data are split: the network, methods, measurements.
+
+    Raises:
+        ValueError: If the network does not take these images, or a method needs too much memory.
+    """
     model, normalize, init = _network(config.data, train)
     params = jax.eval_shape(init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
     data = jnp.asarray(train.inputs), jnp.asarray(train.targets)
-    everything = OneRound(
+    return OneRound(
         config=config,
         model=model,
         normalize=normalize,
@@ -129,30 +143,30 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
         federations={},
         central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
         label_counts={},
+        validation=partial(_draw_validation, Examples(*data)),
         test=Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
         accuracy=jax.jit(partial(fj.metrics.accuracy, model)),
         accuracies=jax.jit(partial(fj.metrics.accuracy, model, stacked=True)),
         ensemble_accuracy=jax.jit(partial(fj.metrics.ensemble_accuracy, model)),
     )
-    # Federations of equal shapes: padding costs nothing, another shape a compilation.
-    longest = max(len(rows) for own in partitions for split in own.values() for rows in split)
 
-    def padded(rows: list[np.ndarray]) -> Federation:
+
+def split_up(
+    task: OneRound, splits: dict[int, list[np.ndarray]], longest: int | None = None
+) -> OneRound:
+    """Give a task its clients, by partition seed; indices are padded to the longest of others."""
+    data = task.central.inputs, task.central.targets
+
+    def federation(rows: list[np.ndarray]) -> Federation:
         ready = fj.clients.federation(data, rows)
-        more = longest - ready.indices.shape[1]
+        more = max((longest or 0) - ready.indices.shape[1], 0)
         return ready._replace(indices=jnp.pad(ready.indices, ((0, 0), (0, more))))
 
-    def counts(rows: list[np.ndarray]) -> np.ndarray:
-        return fj.partition.label_counts(train.targets, rows)
-
-    return [
-        everything._replace(
-            config=own,
-            federations={seed: padded(rows) for seed, rows in split.items()},
-            label_counts={seed: counts(rows) for seed, rows in split.items()},
-        )
-        for own, split in zip(configs, partitions, strict=True)
-    ]
+    targets = np.asarray(task.central.targets)
+    return task._replace(
+        federations={seed: federation(rows) for seed, rows in splits.items()},
+        label_counts={s: fj.partition.label_counts(targets, rows) for s, rows in splits.items()},
+    )
 
 
 def rounds(config: Federated) -> Rounds:
@@ -163,17 +177,6 @@ def rounds(config: Federated) -> Rounds:
         FileNotFoundError: If the data set is not there.
     """
     return _plays(config) if config.data.dataset == PLAYS else _images(config)
-
-
-def validation(task: OneRound, partition_seed: int) -> Examples:
-    """Draw training images for the solvers that need some, with replacement.
-
-    The draw is the same for all seeds of training.
-    """
-    inputs, targets = task.central.inputs, task.central.targets
-    random = np.random.default_rng((partition_seed, NUM_VALIDATION))
-    rows = random.integers(len(targets), size=NUM_VALIDATION)
-    return Examples(inputs[rows], targets[rows])
 
 
 def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[np.ndarray]:
@@ -200,6 +203,13 @@ def optimizer(training: Training) -> optax.GradientTransformation:
     if training.weight_decay == 0:
         return descent
     return optax.chain(optax.add_decayed_weights(training.weight_decay), descent)
+
+
+def _draw_validation(data: Examples, partition_seed: int) -> Examples:
+    """Draw training images with replacement, the same for all seeds of training."""
+    random = np.random.default_rng((partition_seed, NUM_VALIDATION))
+    rows = random.integers(len(data.targets), size=NUM_VALIDATION)
+    return Examples(data.inputs[rows], data.targets[rows])
 
 
 def _without_split(config: OneShot) -> OneShot:

@@ -1,0 +1,254 @@
+"""What an experiment in one round shows: who owns which label, accuracies, rounds that follow."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from experiments.harness import commands, records, tables
+from experiments.harness.figures import (
+    GRID,
+    INK,
+    REFERENCES,
+    canvas,
+    label,
+    legend,
+    save,
+    style,
+)
+from experiments.harness.methods import trains_its_own
+from experiments.harness.records import Row
+from experiments.harness.tables import Table
+
+Curves = dict[str, list[tuple[float, ...]]]
+"""By algorithm: for each round the accuracies in percent, one for each unit."""
+
+LABELS = "label_counts.csv"
+_MOST_CLIENTS, _MOST_CLASSES = 20, 20
+
+
+class Line(NamedTuple):
+    """One algorithm of the table.
+
+    Attributes:
+        algorithm: Its name.
+        accuracies: In percent, one for each unit; of `local` the mean over clients.
+        upload_bytes: Of one client; None where nothing is sent.
+        seconds: The median over units; None where nothing was timed.
+    """
+
+    algorithm: str
+    accuracies: tuple[float, ...]
+    upload_bytes: int | None
+    seconds: float | None
+
+    @property
+    def mean(self) -> float:
+        """Of the accuracies."""
+        return statistics.fmean(self.accuracies)
+
+
+def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
+    """Gather rows by algorithm: local models, their ensemble, each way of merging, the ceiling."""
+    gathered = []
+    for name in ("local", "ensemble", *algorithms, "central"):
+        own = [row for row in rows if row.algorithm == name and row.round == 1]
+        units = dict.fromkeys((row.partition_seed, row.seed) for row in own)
+        if not units:
+            continue
+        values = [
+            100 * statistics.fmean(r.value for r in own if (r.partition_seed, r.seed) == unit)
+            for unit in units
+        ]
+        seconds = [row.seconds for row in own if row.seconds is not None]
+        median = statistics.median(seconds) if seconds else None
+        gathered.append(Line(name, tuple(values), own[0].upload_bytes, median))
+    return gathered
+
+
+def table(found: Sequence[Line], heading: str) -> Table:
+    """Lay the lines out; the best way of merging stands out."""
+    merged = [place for place, line in enumerate(found) if line.algorithm not in REFERENCES]
+    return Table(
+        title=heading,
+        headings=("algorithm", "mean %", "std", "runs", "upload", "seconds"),
+        lines=[_cells(line) for line in found],
+        best=max(merged, key=lambda place: found[place].mean, default=None),
+        dim=[place for place in range(len(found)) if place not in merged],
+        sections=[min(merged, default=0) - 1, max(merged, default=-1)],
+    )
+
+
+def curves(rows: Sequence[Row], algorithms: Sequence[str]) -> Curves:
+    """Gather merged models by algorithm and round, of those that went on after the first."""
+    found = {}
+    for name in algorithms:
+        own = [row for row in rows if row.algorithm == name]
+        last = max((row.round for row in own), default=1)
+        if last > 1:
+            numbers = range(1, last + 1)
+            found[name] = [tuple(100 * r.value for r in own if r.round == n) for n in numbers]
+    return found
+
+
+def curve_table(found: Curves) -> Table:
+    """Lay curves out, means in percent."""
+    return Table(
+        title="Mean accuracy in % after each round",
+        headings=("first round", *map(str, range(1, 1 + max(map(len, found.values()))))),
+        lines=[
+            (name, *(f"{statistics.fmean(values):.1f}" for values in own))
+            for name, own in found.items()
+        ],
+    )
+
+
+def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console: Console) -> None:
+    """Show what a run found, and write summary.md and the figures into its folder.
+
+    Args:
+        asked: The configuration, with a group `merging` and a folder `out`.
+        heading: What was learned, and by whom.
+        rows: All that was measured.
+        program: The command.
+        console: Where to print.
+    """
+    out, names = asked.out, asked.merging.algorithms
+    found, later = lines(rows, names), curves(rows, names)
+    shown = table(found, heading)
+    console.print(tables.terminal(shown))
+    console.print(footnote(names), style="dim")
+    figure(found, heading, out / "accuracy.png")
+    left = [records.CONFIG, records.RESULTS, LABELS, "summary.md", "accuracy.png"]
+    parts = [tables.markdown(shown), footnote(names), "", "![accuracy](accuracy.png)", ""]
+    if later:
+        console.print(tables.terminal(curve_table(later)))
+        curve_figure(later, heading, out / "rounds.png")
+        left.append("rounds.png")
+        picture = "![accuracy round by round](rounds.png)"
+        parts += [tables.markdown(curve_table(later), 2), picture, ""]
+    options = [(name, _words(value)) for name, value in commands.contents(asked).items()]
+    where = ", ".join(f"{name} {value}" for name, value in records.read_environment(out).items())
+    parts += ["```", commands.write(asked, program), "```", ""]
+    parts += [tables.markdown(Table("", ("option", "value"), options, text=2))]
+    records.write_text(out / "summary.md", "\n".join([*parts, f"Run with {where}.", ""]))
+    console.print(f"\nIn {out}/: {', '.join(left)}", soft_wrap=True)
+
+
+def footnote(algorithms: Sequence[str]) -> str:
+    """Say what the columns hold, of these algorithms."""
+    own = [name for name in algorithms if trains_its_own(name)]
+    all_three = f"of {' and '.join(own)} of all three, " if own else ""
+    meanings = "; ".join(f"{name}: {meaning}" for name, meaning in REFERENCES.items())
+    return (
+        "Test accuracy, its mean and standard deviation over runs (partition seeds x seeds); "
+        "upload of one client; seconds of the clients' summaries and the merge, of local and "
+        f"central of training, {all_three}median over runs, where the first includes compilation. "
+        f"{meanings[0].upper()}{meanings[1:]}."
+    )
+
+
+def label_table(counts: np.ndarray, partition_seed: int) -> RichTable:
+    """Show who owns which label, [M, C]; the largest owner of each stands out."""
+    few = counts.shape[1] <= _MOST_CLASSES
+    headings = map(str, range(counts.shape[1])) if few else ("classes", "most frequent")
+    owners = counts.argmax(axis=0)
+    body = [
+        (str(client), *(_class_cells(own, owners == client) if few else _top(own)), str(own.sum()))
+        for client, own in enumerate(counts[:_MOST_CLIENTS])
+    ]
+    heading = f"Who owns which label, partition seed {partition_seed}"
+    shown = tables.terminal(Table(heading, ("client", *headings, "all"), body, text=0))
+    left = counts[_MOST_CLIENTS:].sum(axis=1)
+    if left.size:
+        shown.caption = f"and {left.size} more clients, {left.min()} to {left.max()} examples each"
+    return shown
+
+
+def label_csv(label_counts: dict[int, np.ndarray]) -> str:
+    """Write label_counts.csv: how many examples of each class each client of a split holds."""
+    num_classes = next(iter(label_counts.values())).shape[1]
+    lines = (
+        (seed, client, *own)
+        for seed, counts in label_counts.items()
+        for client, own in enumerate(counts.tolist())
+    )
+    return tables.csv_text(("partition_seed", "client", *range(num_classes)), lines)
+
+
+def figure(found: Sequence[Line], heading: str, path: Path) -> None:
+    """Draw a dot for each run, and the mean of each algorithm."""
+    drawn, axes = canvas(7.2, 0.9 + 0.42 * len(found))
+    for place, line in enumerate(found):
+        colour = style(line.algorithm)["color"]
+        axes.barh(place, line.mean, height=0.62, color=colour, alpha=0.25)
+        axes.plot([line.mean] * 2, [place - 0.31, place + 0.31], color=colour, linewidth=2.5)
+        # Side by side across the bar, in the order of the runs.
+        count = len(line.accuracies)
+        heights = place + (np.linspace(-0.2, 0.2, count) if count > 1 else np.zeros(1))
+        marker = style(line.algorithm)["marker"]
+        dots = {"markersize": 4, "markeredgecolor": "white", "markeredgewidth": 0.4}
+        axes.plot(line.accuracies, heights, marker, color=colour, **dots)
+        # In a column of its own beside the axes, where no dot can lie.
+        axes.annotate(
+            f"{line.mean:.1f}",
+            (1.02, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            color=INK,
+            annotation_clip=False,
+        )
+    axes.set_yticks(range(len(found)), [label(line.algorithm) for line in found])
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("test accuracy, %: a dot is one run, the bar and the number their mean")
+    axes.set_title(heading, fontsize="medium", loc="left")
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    save(drawn, path)
+
+
+def curve_figure(found: Curves, heading: str, path: Path) -> None:
+    """Draw accuracy round by round, means over runs."""
+    drawn, axes = canvas(7.2, 4.6)
+    for name, rounds in found.items():
+        means = [statistics.fmean(values) for values in rounds]
+        axes.plot(range(1, len(means) + 1), means, markersize=5, **style(name))
+    axes.set_xlabel("round: the first by each algorithm, the others by federated averaging")
+    axes.set_ylabel("test accuracy, %, mean over runs")
+    axes.set_title(heading, fontsize="medium", loc="left")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(color=GRID, linewidth=0.8)
+    legend(drawn, [axes])
+    save(drawn, path)
+
+
+def _cells(line: Line) -> list[str]:
+    deviation = statistics.stdev(line.accuracies) if len(line.accuracies) > 1 else None
+    return [
+        line.algorithm,
+        f"{line.mean:.1f}",
+        "-" if deviation is None else f"{deviation:.1f}",
+        str(len(line.accuracies)),
+        "-" if line.upload_bytes is None else tables.size(line.upload_bytes),
+        "-" if line.seconds is None else f"{line.seconds:.3f}",
+    ]
+
+
+def _class_cells(own: np.ndarray, is_owner: np.ndarray) -> list[str]:
+    marked = zip(own, is_owner, strict=True)
+    return [f"[bold]{n}[/]" if owns else str(n) if n else "[dim]·[/]" for n, owns in marked]
+
+
+def _top(own: np.ndarray) -> list[str]:
+    top = [f"{label}: {own[label]}" for label in np.argsort(-own)[:3] if own[label]]
+    return [str(np.count_nonzero(own)), ", ".join(top)]
+
+
+def _words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

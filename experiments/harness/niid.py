@@ -1,0 +1,160 @@
+"""The one-shot table of the FedLPA paper, ours beside theirs, and what it takes to compute it.
+
+Their numbers, from Liu, Liu, Ye, Shen, Li, Jiang, Li, "FedLPA: One-shot Federated Learning with
+Layer-Wise Posterior Aggregation", NeurIPS 2024, are in fedlpa_paper.csv: all methods at 200 epochs
+(Table 1), FedLPA, FedAvg and DENSE at 10 to 100 (Tables 5 to 8). Each is a mean of 3 seeds in
+percent; FedLPA's and DENSE's are the best on the test data of several candidates.
+"""
+
+import csv
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.harness.figures import label
+from experiments.harness.grids import Cell
+from experiments.harness.methods import trains_its_own
+from experiments.harness.records import Row
+from experiments.harness.tables import Table, csv_text, spread
+
+PAPER = Path(__file__).with_name("fedlpa_paper.csv")
+COLUMNS = (
+    *("fedlpa", "fedlpa_ea", "fedlpa_gd", "fednova", "scaffold", "fedavg", "fedprox", "dense"),
+    "fedfisher_kfac",
+)
+"""In the paper's order; dense is the paper's only. Others come after them."""
+WALL, MOST_EPOCHS = "wall_seconds", 200
+
+
+class Published(NamedTuple):
+    """What the paper reports: accuracy in percent, after how many epochs."""
+
+    accuracy: float
+    epochs: int
+
+
+class Measured(NamedTuple):
+    """What the runs of a cell gave.
+
+    Attributes:
+        accuracies: By algorithm, in percent, one for each seed.
+        seconds: Of one seed, all that was computed; the median over seeds, None if unknown.
+        training: The part of them that grows with the epochs.
+    """
+
+    accuracies: dict[str, tuple[float, ...]]
+    seconds: float | None
+    training: float | None
+
+
+Results = dict[Cell, Measured]
+
+
+def published(epochs: int) -> dict[tuple[Cell, str], Published]:
+    """Read the paper's numbers; where it has none after so many epochs, those after 200.
+
+    Example:
+        >>> published(10)[Cell("mnist", "niid_bench", "0.1"), "fedlpa"]
+        Published(accuracy=78.07, epochs=10)
+        >>> published(10)[Cell("mnist", "niid_bench", "0.1"), "fednova"]
+        Published(accuracy=48.07, epochs=200)
+    """
+    with open(PAPER, newline="") as file:
+        lines = list(csv.DictReader(file))
+    found = {}
+    for wanted in (MOST_EPOCHS, epochs):  # the second replaces the first
+        for line in lines:
+            if int(line["epochs"]) == wanted:
+                cell = Cell(line["dataset"], line["partition"], line["number"])
+                found[cell, line["algorithm"]] = Published(float(line["accuracy"]), wanted)
+    return found
+
+
+def measured(rows: Sequence[Row]) -> Measured:
+    """Gather the rows of one cell, of all its seeds; of later rounds nothing."""
+    merged = [row for row in rows if row.client is None and row.round == 1]
+    accuracies: dict[str, tuple[float, ...]] = {}
+    for row in merged:
+        if row.metric == "accuracy":
+            accuracies[row.algorithm] = (*accuracies.get(row.algorithm, ()), 100 * row.value)
+    walls = [row.value for row in rows if row.metric == WALL]
+    training = {row.seed: 0.0 for row in rows}
+    for row in rows:
+        if (row.algorithm == "local" and row.client == 0) or trains_its_own(row.algorithm):
+            training[row.seed] += row.seconds or 0.0
+    return Measured(
+        accuracies,
+        statistics.median(walls) if walls else None,
+        statistics.median(training.values()) if training else None,
+    )
+
+
+def columns(algorithms: Sequence[str]) -> list[str]:
+    """Order algorithms as the paper does, with its DENSE before those that it does not have."""
+    order = [name for name in COLUMNS if name in algorithms or name == "dense"]
+    return order + [name for name in algorithms if name not in COLUMNS]
+
+
+def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) -> Table:
+    """Lay out the table of one data set, "ours ± deviation (theirs)"; * is theirs at 200 epochs."""
+    paper, names = published(epochs), columns(algorithms)
+    headings = ("", *("DENSE" if name == "dense" else label(name) for name in names), "seconds")
+    body = []
+    for cell, own in results.items():
+        seconds = "-" if own.seconds is None else f"{own.seconds:.0f}"
+        cells = [_cell(own.accuracies.get(n, ()), paper.get((cell, n)), epochs) for n in names]
+        body.append([cell.label, *cells, seconds])
+    return Table(title, headings, body)
+
+
+def footnote(epochs: int, num_seeds: int) -> str:
+    """Say what the table holds."""
+    return (
+        f"Test accuracy in %, mean ± standard deviation over up to {num_seeds} seeds, each with "
+        "its own split; in brackets the paper's mean of 3 seeds, marked * where it has none after "
+        f"{epochs} epochs and this is the one after {MOST_EPOCHS}. DENSE is the paper's only. The "
+        "paper's FedLPA and DENSE are the best on the test data of several candidates, ours are "
+        "not chosen. Seconds are of all algorithms of one seed together, the median over seeds; "
+        "the first cell of a process includes compilation."
+    )
+
+
+def extrapolation(results: Results, epochs: int, num_seeds: int) -> str:
+    """Say how long the same cells would take with the paper's epochs; only training grows.
+
+    Example:
+        >>> cell = Measured({}, seconds=100.0, training=90.0)
+        >>> extrapolation({Cell("mnist", "niid_bench", "0.1"): cell}, epochs=10, num_seeds=2)
+        '1 cells took 100 s a seed, ... at 200 epochs 0.5 h a seed, 1.0 h for 2.'
+    """
+    timed = [own for own in results.values() if own.seconds is not None]
+    if not timed:
+        return ""
+    seconds, training = (sum(own[i] for own in timed) for i in (1, 2))
+    longer = seconds + (MOST_EPOCHS / epochs - 1) * training
+    return (
+        f"{len(timed)} cells took {seconds:.0f} s a seed, {training:.0f} s of it training: by "
+        f"extrapolation at {MOST_EPOCHS} epochs {longer / 3600:.1f} h a seed, "
+        f"{num_seeds * longer / 3600:.1f} h for {num_seeds}."
+    )
+
+
+def as_csv(results: Results, algorithms: Sequence[str], epochs: int) -> str:
+    """Write the table as CSV, a line for each cell and algorithm."""
+    paper, lines = published(epochs), []
+    for cell, own in results.items():
+        for name in columns(algorithms):
+            values = own.accuracies.get(name, ())
+            mean = round(statistics.fmean(values), 2) if values else None
+            deviation = round(statistics.stdev(values), 2) if len(values) > 1 else None
+            theirs = paper.get((cell, name), (None, None))
+            lines.append((*cell, name, epochs, mean, deviation, len(values), *theirs))
+    more = ("algorithm", "epochs", "mean", "std", "runs", "paper", "paper_epochs")
+    return csv_text((*Cell._fields, *more), lines)
+
+
+def _cell(values: Sequence[float], theirs: Published | None, epochs: int) -> str:
+    if theirs is None:
+        return spread(values)
+    return f"{spread(values)} ({theirs.accuracy:.1f}{'' if theirs.epochs == epochs else '*'})"

@@ -1,0 +1,87 @@
+"""Clients that the FedFisher authors' PyTorch code trained, as a file, in our layout.
+
+A file holds `client{i}/L` for each client i and each layer L of LeNet or the CNN, weights in
+PyTorch's layout; `partition_indices` and `partition_sizes`, the training examples of each client
+one after another; and `validation_indices`, the examples that their code selects by.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import fisherjax as fj
+from fisherjax.typing import Params
+
+LAYERS = {"conv1": "conv1", "conv2": "conv2", "fc1": "dense1", "fc2": "dense2", "fc3": "dense3"}
+"""The authors' names of layers, and ours."""
+
+
+class Reference(NamedTuple):
+    """The authors' clients.
+
+    Attributes:
+        params: Client models, leaves [M, ...].
+        partition: Rows of the training data, for each client.
+        validation: The rows that their code selects by.
+        arrays: The file, by name.
+    """
+
+    params: Params
+    partition: list[np.ndarray]
+    validation: np.ndarray
+    arrays: dict[str, np.ndarray]
+
+
+def load(path: Path) -> Reference:
+    """Read the authors' clients.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is of another layout; the message names what is missing.
+    """
+    arrays = fj.files.load_arrays(path)
+    needed = ["partition_indices", "partition_sizes", "validation_indices"]
+    sizes = arrays.get("partition_sizes", [])
+    needed += [f"client{i}/{name}" for i in range(len(sizes)) for name in LAYERS]
+    missing = [name for name in needed if name not in arrays]
+    if missing:
+        raise ValueError(
+            f"{path} has no {', '.join(missing[:3])}; expected the layout of the reference "
+            f"clients: {', '.join(needed[:3])} and client{{i}}/L for L in {', '.join(LAYERS)}"
+        )
+    partition = np.split(arrays["partition_indices"], np.cumsum(sizes)[:-1])
+    models = [
+        {
+            ours: {"kernel": from_torch(arrays[f"client{i}/{name}"], channels(arrays, name))}
+            for name, ours in LAYERS.items()
+        }
+        for i in range(len(sizes))
+    ]
+    return Reference(fj.tree.stack(models), partition, arrays["validation_indices"], arrays)
+
+
+def channels(arrays: dict[str, np.ndarray], name: str) -> int:
+    """Count the channels of what a layer flattens: the first dense one sees images."""
+    return arrays["client0/conv2"].shape[0] if name == "fc1" else arrays[f"client0/{name}"].shape[1]
+
+
+def from_torch(weight: np.ndarray, channels: int) -> np.ndarray:
+    """Bring a weight, or anything of its shape, from PyTorch's layout to flax's.
+
+    Args:
+        weight: (out, in), or (out, in, height, width) of a convolution.
+        channels: Of the images that inputs of a dense layer are, flattened: PyTorch does so by
+            (channel, row, column), flax by (row, column, channel).
+
+    Returns:
+        (in, out), or (height, width, in, out).
+
+    Example:
+        >>> from_torch(np.arange(8).reshape(1, 8), channels=2).ravel()
+        array([0, 4, 1, 5, 2, 6, 3, 7])
+    """
+    if weight.ndim == 4:
+        return weight.transpose(2, 3, 1, 0)
+    images = weight.reshape(len(weight), channels, -1)
+    return images.transpose(2, 1, 0).reshape(-1, len(weight))
