@@ -30,11 +30,11 @@ class Method(NamedTuple):
         clients: How clients train, and what they send. It is the same object in all runs, so that
             nothing compiles twice. Methods with equal `sent` need the same updates of the same
             clients, which are computed once.
-        server: `validation images -> algorithm`, which merges the updates.
+        server: `validation images or None -> algorithm`, which merges the updates.
     """
 
     clients: Algorithm
-    server: Callable[[Examples], Algorithm]
+    server: Callable[[Examples | None], Algorithm]
 
     @property
     def sent(self) -> Any:
@@ -101,8 +101,10 @@ def _outputs(params: Params, inputs: Array) -> Array:
     return inputs @ params
 
 
-def validated_adam(model: Model, images: Examples, epsilon_inside_root: bool) -> fj.solvers.Solver:
-    """Make the paper's Adam, which keeps the iterate that is best on validation data.
+def validated_adam(
+    model: Model, images: Examples | None, epsilon_inside_root: bool
+) -> fj.solvers.Solver:
+    """Make the paper's Adam, which keeps the iterate that is best on validation data, if any.
 
     Those made with the same model and shapes share a compiled program. The authors put epsilon
     inside the root for K-FAC and outside for the diagonal.
@@ -110,7 +112,7 @@ def validated_adam(model: Model, images: Examples, epsilon_inside_root: bool) ->
     return fj.algorithms.paper_adam(
         epsilon_inside_root=epsilon_inside_root,
         # The images are data of the score, not constants of the program.
-        score=Partial(_score(model), images),
+        score=None if images is None else Partial(_score(model), images),
     )
 
 

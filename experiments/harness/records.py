@@ -85,6 +85,19 @@ class Row(NamedTuple):
     fraction: float | None = None
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name what could not be written; the system's own message of a full disk does not say where.
+
+    Raises:
+        OSError: With the path, in place of one that may be without.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace a file, as a whole or not at all.
 
@@ -92,17 +105,15 @@ def write_bytes(path: Path, data: bytes) -> None:
         OSError: With the path, if it cannot be written; what was there stays.
     """
     partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
+    with naming(path):
+        try:
+            with open(partial, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
             partial.unlink(missing_ok=True)
-        # The system's own message of a full disk does not say where.
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -272,9 +283,11 @@ def _modern(configuration: dict[str, Any]) -> dict[str, Any]:
     """Give options of version 0.1 their names of today; a method's only if not the default."""
     found = {}
     for old, value in configuration.items():
-        # Rounds had a damping of K-FAC only, 1, which is its default.
-        is_default = value == "default" or (old == "damping" and "cohort" in configuration)
-        for name in _MOVED.get(old, (old,)):
+        is_default, names = value == "default", _MOVED.get(old, (old,))
+        if old == "damping" and "cohort" in configuration:
+            # Rounds had a damping of K-FAC only, 1 if nothing was asked: the library's.
+            is_default, names = value == 1, ("fedfisher_kfac.damping",)
+        for name in names:
             method, _, option = name.rpartition(".")
             default = fj.algorithms.options(method)[option] if method else None
             if not method or not (is_default or value == default):

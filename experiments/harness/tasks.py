@@ -65,6 +65,7 @@ class Rounds(NamedTuple):
     Attributes:
         model: The network, on stored inputs.
         init: `key -> params`.
+        optimizer: Of every client.
         train: The clients that train.
         validation: Clients that choose options.
         held_out: Clients that the model is personalised on.
@@ -75,6 +76,7 @@ class Rounds(NamedTuple):
 
     model: Model
     init: Callable[[Key], Params]
+    optimizer: optax.GradientTransformation
     train: Federation
     validation: Federation
     held_out: Federation
@@ -248,6 +250,7 @@ def _images(config: Federated) -> Rounds:
     return Rounds(
         model=model,
         init=init,
+        optimizer=optimizer(config.training),
         **_groups(everybody, _apart(config, np.arange(number), number)),
         test=fj.clients.federation(test, fj.partition.central(len(test.targets))),
         positions=1,
@@ -284,6 +287,7 @@ def _plays(config: Federated) -> Rounds:
     return Rounds(
         model=Model(fj.networks.apply_fn(network), fj.likelihoods.categorical),
         init=jax.jit(lambda key: fj.networks.init(network, key, windows.inputs)),
+        optimizer=optimizer(config.training),
         **parts,
         test=fj.clients.federation(windows, test),
         positions=windows.inputs.shape[1],
