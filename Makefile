@@ -16,6 +16,7 @@ NEWEST_PYTHON ?= $(shell for python in python3.13 python3.12 python3 \
 VENV := .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+WHEEL := build/wheel
 WORKERS ?= 2
 DEMO_OUT ?= runs/demo
 NOTEBOOK := notebooks/one_shot
@@ -64,6 +65,13 @@ notebook-update: $(VENV)/.dev ## Write the notebook anew from its source, with i
 	$(VENV)/bin/jupytext --quiet --to ipynb --update $(NOTEBOOK).py
 	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 --overwrite $(NOTEBOOK).ipynb
 
+wheel: ## Build the wheel, install it into an empty environment and use it there
+	rm -rf $(WHEEL)
+	$(call environment,$(WHEEL)/env)
+	$(WHEEL)/env/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL) .
+	$(WHEEL)/env/bin/python $(INSTALL) $(WHEEL)/fisherjax-*.whl
+	cd $(WHEEL) && env/bin/python $(CURDIR)/.ci/wheel.py
+
 clean: ## Remove the environments, caches and build products; results under runs/ stay
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -96,4 +104,4 @@ define environment
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help demo test test-slow test-oldest test-newest lint format notebook notebook-update clean
+.PHONY: help demo test test-slow test-oldest test-newest lint format notebook notebook-update wheel clean
