@@ -19,8 +19,9 @@ import optax
 from fisherjax import checks, clients, merging, parallel, training, tree
 from fisherjax.algorithms.base import Algorithm, check_algorithm
 from fisherjax.clients import Federation
+from fisherjax.local_update import LocalTraining
 from fisherjax.parallel import Layout
-from fisherjax.training import LocalTraining, Trained
+from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Model, Params
 
 

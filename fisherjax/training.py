@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, clients, parallel
+from fisherjax import checks, clients, local_update, parallel
 from fisherjax.clients import Federation
+from fisherjax.local_update import LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Memory
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -35,7 +36,7 @@ class Trained(NamedTuple):
         start: What they were trained from, one model or stacked; None if that is not known.
         steps: [M] optimiser steps taken.
         loss: [M, epochs] mean training loss in nats, measured while it ran; 0 without data.
-        extras: Stacked, what an algorithm's optimiser kept of its state, see `keeping`.
+        extras: Stacked, what an algorithm's optimiser kept of its state, see `local_update.keeping`.
     """
 
     params: Params
@@ -43,33 +44,6 @@ class Trained(NamedTuple):
     steps: Array | None = None
     loss: Array | None = None
     extras: Any = ()
-
-
-class LocalTraining(NamedTuple):
-    """What a client's training is compiled for; functions are recognised by identity."""
-
-    model: Model
-    optimizer: optax.GradientTransformation
-    batch_size: int
-
-
-class Kept(NamedTuple):
-    """The state of an optimiser of which a part comes back from training.
-
-    Attributes:
-        own: What `Trained.extras` holds.
-        base: The state of the optimiser around which it was wrapped.
-    """
-
-    own: Any
-    base: Any
-
-
-class _State(NamedTuple):
-    """What a step changes."""
-
-    params: Params
-    optimizer: Any
 
 
 def train(
@@ -177,7 +151,7 @@ def train_memory(
     params, key = parallel.replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
     states, capacity = None, _capacity(epochs)
     if progress is not None:
-        states = jax.eval_shape(partial(_first_state, local), params)
+        states = jax.eval_shape(partial(first_state, local), params)
         states, capacity = parallel.stacked_shapes(states, len(federation.sizes), layout.mesh), 1
     given = ((params, None), (None, extras))
     arrays = (states, given, federation, key, (0, epochs, epochs))
@@ -235,41 +209,6 @@ def train_cohort(
     return _trained(local, start, params, loss[:, :epochs], kept, federation)
 
 
-def keeping(
-    transformation: optax.GradientTransformation, base: optax.GradientTransformation
-) -> optax.GradientTransformationExtraArgs:
-    """Put a transformation before an optimiser, and let its state come back from training.
-
-    Args:
-        transformation: It sees the gradients first, and is given `start`, `extras` and `last_epoch`
-            as extra arguments.
-        base: The user's optimiser.
-
-    Returns:
-        The chain of both. `Trained.extras` is the stacked final state of the transformation.
-    """
-    first, second = map(optax.with_extra_args_support, (transformation, base))
-
-    # Not optax.chain, whose state is a plain tuple: after training `Kept` is known by its type.
-    def init(params: Params) -> Kept:
-        return Kept(first.init(params), second.init(params))
-
-    def update(gradient: Params, state: Kept, params: Params, **given: Any) -> tuple[Params, Kept]:
-        gradient, own = first.update(gradient, state.own, params, **given)
-        updates, rest = second.update(gradient, state.base, params, **given)
-        return updates, Kept(own, rest)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def select_leaves(mask: tuple[bool, ...], trained: Params, others: Params) -> Params:
-    """Take the leaves of `trained` where the mask is True, those of `others` elsewhere."""
-    leaves = zip(mask, jax.tree.leaves(trained), jax.tree.leaves(others), strict=True)
-    # Cast, because the state of a loop keeps its dtypes, whatever a network's statistics have.
-    selected = [x if chosen else y.astype(x.dtype) for chosen, x, y in leaves]
-    return jax.tree.unflatten(jax.tree.structure(trained), selected)
-
-
 def _capacity(epochs: int) -> int:
     """Round a number of epochs up to one that programs are compiled for."""
     return max(_EPOCHS, 1 << (int(epochs) - 1).bit_length())
@@ -306,15 +245,15 @@ def _epoch_by_epoch(
         progress(epoch, loss[:, 0])
     # Each [M, 1], as there was room for one epoch; together [M, epochs].
     loss = jnp.concatenate(losses, axis=1)
-    return _trained(local, start, states.params, loss, _kept(states), federation)
+    return _trained(local, start, states.params, loss, local_update.kept(states), federation)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _first_states(local: LocalTraining, num_clients: int, params: Params) -> _State:
+def _first_states(local: LocalTraining, num_clients: int, params: Params) -> State:
     def stack(leaf: Array) -> Array:
         return jnp.broadcast_to(leaf, (num_clients, *leaf.shape))
 
-    return jax.tree.map(stack, _first_state(local, params))
+    return jax.tree.map(stack, first_state(local, params))
 
 
 # The states are donated: between epochs those of all clients are not held twice.
@@ -323,7 +262,7 @@ def _run(
     local: LocalTraining,
     layout: Layout,
     capacity: int,
-    states: _State | None,
+    states: State | None,
     given: tuple[tuple, tuple],
     federation: Federation,
     key: Key,
@@ -340,18 +279,18 @@ def _run(
         place, state, *mine = own
         first, last, total = epochs
         own_given = tuple(map(_either, common, mine))
-        epoch = _client_epochs(local, federation, place, key, own_given, total)
+        epoch = client_epochs(local, federation, place, key, own_given, total)
 
-        def body(number: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
+        def body(number: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
             state, loss = epoch(number, carry[0])
             return state, carry[1].at[number - first].set(loss)
 
-        begin = _first_state(local, own_given[0]) if state is None else state
+        begin = first_state(local, own_given[0]) if state is None else state
         losses = jnp.zeros(capacity, jnp.result_type(float))
         # A loop of traced length: another number of epochs need not compile again.
         end, losses = jax.lax.fori_loop(first, last, body, (begin, losses))
         # At the end the optimiser's state is dropped: only those of a chunk are ever in memory.
-        return (end.params, _kept(end)) if state is None else end, losses
+        return (end.params, local_update.kept(end)) if state is None else end, losses
 
     return parallel.map_clients(
         one,
@@ -367,86 +306,3 @@ def _run(
 
 def _either(common: Any, own: Any) -> Any:
     return common if own is None else own
-
-
-def _first_state(local: LocalTraining, params: Params) -> _State:
-    # The conversion makes weakly typed scalars strong, as they are after the first step.
-    return jax.tree.map(
-        lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)),
-        _State(params, local.optimizer.init(params)),
-    )
-
-
-def _kept(state: _State) -> Any:
-    return state.optimizer.own if isinstance(state.optimizer, Kept) else ()
-
-
-def _client_epochs(
-    local: LocalTraining,
-    federation: Federation,
-    place: Array,
-    key: Key,
-    given: tuple[Params, Any],
-    epochs: Array,
-) -> Callable[[Array, _State], tuple[_State, Array]]:
-    """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
-    examples, size = clients.view(federation, place), federation.sizes[place]
-    # By id, not by place: in a cohort a client draws what it would draw among all.
-    key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
-    start, extras = given
-
-    def epoch(number: Array, state: _State) -> tuple[_State, Array]:
-        # By the epoch's number: training that stops after every epoch draws the same.
-        shuffle_key, step_key = jax.random.split(jax.random.fold_in(key, number))
-        mixed = clients.shuffled(shuffle_key, examples)
-        steps, batch = clients.minibatches(mixed, local.batch_size)
-        extra = {"start": start, "extras": extras, "last_epoch": number == epochs - 1}
-
-        def body(step: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
-            state, total = carry
-            batch_key = jax.random.fold_in(step_key, step)
-            state, loss = _step(local, state, extra, batch(step), batch_key)
-            return state, total + loss.astype(total.dtype)
-
-        # At least float32, even where the network computes in bfloat16.
-        total = jnp.zeros((), jnp.result_type(float))
-        # Each client's own number of steps. In turn this wastes nothing; side by side whoever is
-        # done waits for the largest of the chunk.
-        state, total = jax.lax.fori_loop(0, steps, body, (state, total))
-        # A client without examples takes no step: its loss is 0, not 0 / 0.
-        return state, total / jnp.maximum(size, 1)
-
-    return epoch
-
-
-def _step(
-    local: LocalTraining,
-    state: _State,
-    extra: dict[str, Any],
-    batch: tuple[Array, Array, Array],
-    key: Key,
-) -> tuple[_State, Array]:
-    """Take one step; return the sum of the valid examples' losses too."""
-    model, mask = local.model, checks.mask(local.model, state.params)
-    inputs, targets, weights = batch
-
-    def mean_loss(params: Params) -> tuple[Array, tuple[Array, Params | None]]:
-        if model.apply_train is None:
-            outputs, new = model.apply(params, inputs), None
-        else:
-            outputs, new = model.apply_train(params, inputs, key, weights)
-        losses = model.likelihood.negative_log_likelihood(outputs, targets)
-        # Selected, not multiplied: zero times NaN is NaN.
-        total = jnp.where(weights > 0, losses, 0).sum()
-        return total / (weights > 0).sum(), (total, new)
-
-    gradient, (total, new) = jax.grad(mean_loss, has_aux=True)(state.params)
-    gradient = select_leaves(mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
-    # What is not trained is where it started, as far as the optimiser is concerned.
-    extra = extra | {"start": select_leaves(mask, extra["start"], state.params)}
-    optimizer = optax.with_extra_args_support(local.optimizer)
-    updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params, **extra)
-    params = optax.apply_updates(state.params, updates)
-    # Even without a gradient an optimiser may move a leaf, by weight decay: that is dropped.
-    params = select_leaves(mask, params, state.params if new is None else new)
-    return _State(params, optimizer_state), total

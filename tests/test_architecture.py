@@ -32,6 +32,7 @@ ORDER = [
     "text",
     "parallel",
     "clients",
+    "local_update",
     "training",
     "fisher",
     "quadratic",

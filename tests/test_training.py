@@ -386,7 +386,7 @@ def watching(base):
         }
         return gradient, seen
 
-    return training.keeping(optax.GradientTransformationExtraArgs(init, update), base)
+    return fj.local_update.keeping(optax.GradientTransformationExtraArgs(init, update), base)
 
 
 WATCHING = watching(OPTIMIZER)

@@ -1,0 +1,159 @@
+"""One client's training: its epochs and steps, and an optimiser of which a part comes back."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fisherjax import checks, clients
+from fisherjax.clients import Federation
+from fisherjax.typing import Array, Key, Model, Params
+
+
+class LocalTraining(NamedTuple):
+    """What a client's training is compiled for; functions are recognised by identity."""
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    batch_size: int
+
+
+class Kept(NamedTuple):
+    """The state of an optimiser of which a part comes back from training.
+
+    Attributes:
+        own: What `Trained.extras` holds.
+        base: The state of the optimiser around which it was wrapped.
+    """
+
+    own: Any
+    base: Any
+
+
+class State(NamedTuple):
+    """What a step changes."""
+
+    params: Params
+    optimizer: Any
+
+
+def first_state(local: LocalTraining, params: Params) -> State:
+    """Make the state before the first step."""
+    # The conversion makes weakly typed scalars strong, as they are after the first step.
+    return jax.tree.map(
+        lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)),
+        State(params, local.optimizer.init(params)),
+    )
+
+
+def kept(state: State) -> Any:
+    """Take what the optimiser lets come back, see `keeping`; () if nothing."""
+    return state.optimizer.own if isinstance(state.optimizer, Kept) else ()
+
+
+def client_epochs(
+    local: LocalTraining,
+    federation: Federation,
+    place: Array,
+    key: Key,
+    given: tuple[Params, Any],
+    epochs: Array,
+) -> Callable[[Array, State], tuple[State, Array]]:
+    """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
+    examples, size = clients.view(federation, place), federation.sizes[place]
+    # By id, not by place: in a cohort a client draws what it would draw among all.
+    key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
+    start, extras = given
+
+    def epoch(number: Array, state: State) -> tuple[State, Array]:
+        # By the epoch's number: training that stops after every epoch draws the same.
+        shuffle_key, step_key = jax.random.split(jax.random.fold_in(key, number))
+        mixed = clients.shuffled(shuffle_key, examples)
+        steps, batch = clients.minibatches(mixed, local.batch_size)
+        extra = {"start": start, "extras": extras, "last_epoch": number == epochs - 1}
+
+        def body(step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+            state, total = carry
+            batch_key = jax.random.fold_in(step_key, step)
+            state, loss = _step(local, state, extra, batch(step), batch_key)
+            return state, total + loss.astype(total.dtype)
+
+        # At least float32, even where the network computes in bfloat16.
+        total = jnp.zeros((), jnp.result_type(float))
+        # Each client's own number of steps. In turn this wastes nothing; side by side whoever is
+        # done waits for the largest of the chunk.
+        state, total = jax.lax.fori_loop(0, steps, body, (state, total))
+        # A client without examples takes no step: its loss is 0, not 0 / 0.
+        return state, total / jnp.maximum(size, 1)
+
+    return epoch
+
+
+def _step(
+    local: LocalTraining,
+    state: State,
+    extra: dict[str, Any],
+    batch: tuple[Array, Array, Array],
+    key: Key,
+) -> tuple[State, Array]:
+    """Take one step; return the sum of the valid examples' losses too."""
+    model, mask = local.model, checks.mask(local.model, state.params)
+    inputs, targets, weights = batch
+
+    def mean_loss(params: Params) -> tuple[Array, tuple[Array, Params | None]]:
+        if model.apply_train is None:
+            outputs, new = model.apply(params, inputs), None
+        else:
+            outputs, new = model.apply_train(params, inputs, key, weights)
+        losses = model.likelihood.negative_log_likelihood(outputs, targets)
+        # Selected, not multiplied: zero times NaN is NaN.
+        total = jnp.where(weights > 0, losses, 0).sum()
+        return total / (weights > 0).sum(), (total, new)
+
+    gradient, (total, new) = jax.grad(mean_loss, has_aux=True)(state.params)
+    gradient = select_leaves(mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
+    # What is not trained is where it started, as far as the optimiser is concerned.
+    extra = extra | {"start": select_leaves(mask, extra["start"], state.params)}
+    optimizer = optax.with_extra_args_support(local.optimizer)
+    updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params, **extra)
+    params = optax.apply_updates(state.params, updates)
+    # Even without a gradient an optimiser may move a leaf, by weight decay: that is dropped.
+    params = select_leaves(mask, params, state.params if new is None else new)
+    return State(params, optimizer_state), total
+
+
+def keeping(
+    transformation: optax.GradientTransformation, base: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Put a transformation before an optimiser, and let its state come back from training.
+
+    Args:
+        transformation: It sees the gradients first, and is given `start`, `extras` and `last_epoch`
+            as extra arguments.
+        base: The user's optimiser.
+
+    Returns:
+        The chain of both. `Trained.extras` is the stacked final state of the transformation.
+    """
+    first, second = map(optax.with_extra_args_support, (transformation, base))
+
+    # Not optax.chain, whose state is a plain tuple: after training `Kept` is known by its type.
+    def init(params: Params) -> Kept:
+        return Kept(first.init(params), second.init(params))
+
+    def update(gradient: Params, state: Kept, params: Params, **given: Any) -> tuple[Params, Kept]:
+        gradient, own = first.update(gradient, state.own, params, **given)
+        updates, rest = second.update(gradient, state.base, params, **given)
+        return updates, Kept(own, rest)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def select_leaves(mask: tuple[bool, ...], trained: Params, others: Params) -> Params:
+    """Take the leaves of `trained` where the mask is True, those of `others` elsewhere."""
+    leaves = zip(mask, jax.tree.leaves(trained), jax.tree.leaves(others), strict=True)
+    # Cast, because the state of a loop keeps its dtypes, whatever a network's statistics have.
+    selected = [x if chosen else y.astype(x.dtype) for chosen, x, y in leaves]
+    return jax.tree.unflatten(jax.tree.structure(trained), selected)
