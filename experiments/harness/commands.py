@@ -99,7 +99,10 @@ def write(config: Any, program: str) -> str:
 
 
 def attempt(
-    work: Callable[[Sequence[str]], None], program: str, arguments: Sequence[str] | None
+    work: Callable[[Sequence[str]], None],
+    program: str,
+    arguments: Sequence[str] | None,
+    continues: bool = True,
 ) -> int:
     """Run a command, and say on one line why it stopped if it did.
 
@@ -107,6 +110,7 @@ def attempt(
         work: What it does, of the command line.
         program: The module that is run.
         arguments: Of the command line; those of this process if None.
+        continues: Whether the same command would go on after an interruption.
 
     Returns:
         The exit status: 0 when all is done, 1 when something was refused, 130 when interrupted.
@@ -120,7 +124,8 @@ def attempt(
         return 1
     except KeyboardInterrupt:
         again = shlex.join(["python", "-m", program, *arguments])
-        print(f"Interrupted. What was finished is kept; the same command continues it:\n  {again}")
+        more = f"; the same command continues it:\n  {again}" if continues else "."
+        print(f"Interrupted. What was finished is kept{more}")
         return 130
     return 0
 
