@@ -1,6 +1,8 @@
 """The pictures' numbers: Gaussians fused, Fisher blocks compared, neighbours counted."""
 
 import dataclasses
+import shlex
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,13 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments import features, fedlpa_pictures, fisher_blocks, gaussians
-from experiments.config import Config
-from experiments.experiment import prepare
+from experiments import fedlpa_pictures
+from experiments.harness import figures, tasks
+from experiments.harness.config import MODELS, Merging, OneShot
+from experiments.pictures import features, fisher_blocks, gaussians
 from fisherjax.training import Trained
+
+LAYERS = gaussians.draw_layers(0)
 
 
 def linear(params, x):
@@ -24,32 +29,32 @@ def blocks():
 
 
 def test_a_product_of_gaussians_is_least_where_its_gradient_vanishes():
-    pair = gaussians.plane()
-    mode = gaussians.fuse_plane(pair)["full"]
-    precisions = np.linalg.inv(pair.covariances)
-    gradient = sum(p @ (mode - mean) for p, mean in zip(precisions, pair.means, strict=True))
+    precisions, means = gaussians.plane()
+    mode = gaussians.fuse_plane(precisions, means)["fedfisher_full"]
+    gradient = sum(p @ (mode - mean) for p, mean in zip(precisions, means, strict=True))
     assert np.allclose(gradient, 0)
 
 
 def test_a_diagonal_is_enough_for_gaussians_that_lie_along_the_axes():
-    pair = gaussians.plane()
-    along = pair._replace(covariances=pair.covariances * np.eye(2))
-    assert np.isclose(gaussians.distances(gaussians.fuse_plane(along))["diagonal"], 0)
-    assert gaussians.distances(gaussians.fuse_plane(pair))["diagonal"] > 0.5
+    precisions, means = gaussians.plane()
+    along = gaussians.fuse_plane(precisions * np.eye(2), means)
+    assert np.isclose(gaussians.distances(along)["fedfisher_diag"], 0)
+    turned = gaussians.fuse_plane(precisions, means)
+    assert gaussians.distances(turned)["fedfisher_diag"] > 0.5
 
 
 def test_equal_precisions_make_the_mean_of_every_fusion():
-    inputs, tangents, means = gaussians.draw_layers(0)
+    inputs, tangents, means = LAYERS
     same = np.stack([inputs[0]] * 2), np.stack([tangents[0]] * 2)
     for fused in gaussians.fuse_layers(*same, means).values():
         assert np.allclose(fused, means.mean(0))
 
 
 def test_the_approximation_is_exact_where_clients_agree_on_the_inputs():
-    inputs, tangents, means = gaussians.draw_layers(0)
+    inputs, tangents, means = LAYERS
     fused = gaussians.fuse_layers(np.stack([inputs[0]] * 2), tangents, means)
-    assert np.allclose(fused["Kronecker, approximate"], fused["Kronecker"])
-    assert not np.allclose(fused["Kronecker"], fused["full"])
+    assert np.allclose(fused["fedlpa_ea"], fused["fedlpa"])
+    assert not np.allclose(fused["fedlpa"], fused["fedfisher_full"])
 
 
 def test_fused_layers_are_what_the_library_merges(x64):
@@ -63,14 +68,16 @@ def test_fused_layers_are_what_the_library_merges(x64):
     ]
     options = {"damping": 0.0, "kind": fj.fisher.empirical}
     exact = options | {"solver": fj.solvers.conjugate_gradients(tolerance=1e-10)}
+    made = partial(fj.algorithms.make, model=model)
     methods = {
-        "Kronecker": fj.algorithms.fedlpa(model, **exact),
-        "Kronecker, approximate": fj.algorithms.fedlpa(
-            model, **options, solver=fj.algorithms.expectation_approximation()
-        ),
-        "full": fj.algorithms.fedfisher(model, **exact, fisher=fj.fisher.full),
+        "fedavg": fj.algorithms.fedavg(),
+        "fedfisher_diag": made("fedfisher_diag", **options),
+        "fedlpa": made("fedlpa", **exact),
+        "fedlpa_ea": made("fedlpa_ea", **options),
+        "fedfisher_full": made("fedfisher_full", **exact),
     }
     fused = gaussians.fuse_layers(inputs, tangents, means)
+    assert methods.keys() == fused.keys()
     for name, method in methods.items():
         updates = [
             fj.algorithms.Update(method.summarize(None, Trained(w), d, ())[0], method.kind)
@@ -81,7 +88,7 @@ def test_fused_layers_are_what_the_library_merges(x64):
 
 
 def test_kronecker_blocks_couple_no_two_layers_and_full_ones_have_the_true_diagonal(blocks):
-    ends = np.cumsum(blocks.sizes)
+    ends = np.cumsum([*blocks.sizes.values()])
     assert blocks.full.shape == blocks.kronecker.shape == (ends[-1], ends[-1])
     for end in ends[:-1]:
         assert not blocks.kronecker[:end, end:].any()
@@ -93,41 +100,44 @@ def test_kronecker_blocks_couple_no_two_layers_and_full_ones_have_the_true_diago
 def test_kronecker_factors_of_one_example_are_exact_in_a_dense_layer_only():
     one = fisher_blocks.compute(fj.datasets.load("digits")[0], num_examples=1, epochs=1, seed=0)
     found = fisher_blocks.similarities(one)
-    assert np.isclose(found["dense"]["Kronecker"], 1, atol=1e-5)
-    assert found["dense"]["diagonal"] < 0.9
-    assert found["conv1"]["Kronecker"] < 0.99
+    kronecker, diagonal = found["dense"]
+    assert np.isclose(kronecker, 1, atol=1e-5)
+    assert diagonal < 0.9
+    assert found["conv1"][0] < 0.99
 
 
 def test_similarity_lies_between_none_and_all(blocks):
-    for own in fisher_blocks.similarities(blocks).values():
-        assert all(0 < value <= 1 for value in own.values())
+    found = fisher_blocks.similarities(blocks)
+    assert found.keys() == {*blocks.sizes, "all layers"}
+    assert all(0 < value <= 1 for own in found.values() for value in own)
     same = blocks._replace(kronecker=3 * blocks.full)
-    for own in fisher_blocks.similarities(same).values():
-        assert np.isclose(own["Kronecker"], 1)
+    for kronecker, _ in fisher_blocks.similarities(same).values():
+        assert np.isclose(kronecker, 1)
 
 
 @pytest.mark.parametrize(
     ("dataset", "model"), [("digits", "mlp"), ("random", "lenet"), ("random", "simple_cnn_mnist")]
 )
 def test_the_last_layer_makes_a_models_outputs_of_its_features(dataset, model):
-    experiment = prepare(Config(partition_seeds=(0,), algorithms=("fedavg",)))
-    images = experiment.test[0][:7]
+    config = OneShot(partition_seeds=(0,), merging=Merging(("fedavg",)))
+    task = tasks.one_round(config)
+    images = task.test[0][:7]
     if dataset == "random":
         shape = (7, 28, 28, 1)
         images = np.random.default_rng(0).integers(16, size=shape).astype(np.uint8)
-        network = fedlpa_pictures.features.MODELS[model](num_classes=10)
-        experiment = experiment._replace(
-            config=dataclasses.replace(experiment.config, model=model),
+        network = MODELS[model](num_classes=10)
+        apply = fj.networks.apply_fn(network, task.normalize)
+        data = dataclasses.replace(config.data, model=model)
+        task = task._replace(
+            config=dataclasses.replace(config, data=data),
             init=lambda key: fj.networks.init(network, key, images),
-            model=fj.Model(
-                fj.networks.apply_fn(network, experiment.normalize), fj.likelihoods.categorical
-            ),
+            model=fj.Model(apply, fj.likelihoods.categorical),
         )
-    params = experiment.init(jax.random.key(0))
-    seen = features.features(experiment, params, jnp.asarray(images))
+    params = task.init(jax.random.key(0))
+    seen = features.features(task, params, jnp.asarray(images))
     last = params["dense3"]
     outputs = seen @ last["kernel"] + last.get("bias", 0)
-    assert np.allclose(outputs, experiment.model.apply(params, images), atol=1e-5)
+    assert np.allclose(outputs, task.model.apply(params, images), atol=1e-5)
     assert (seen >= 0).all()
 
 
@@ -137,6 +147,25 @@ def test_purity_is_one_for_clusters_and_chance_for_labels_at_random():
     points = random.normal(size=(400, 3)) + 100 * labels[:, None]
     assert features.purity(points, labels) == 1
     assert abs(features.purity(points, random.permutation(labels)) - 1 / 4) < 0.05
+
+
+def test_pictures_say_what_their_colours_mean(tmp_path, monkeypatch, blocks):
+    drawn = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    labels = np.repeat(np.arange(4), 5)
+    points = np.random.default_rng(0).normal(size=(20, 2))
+    for number in (1, 2, 5):
+        features.draw({f"model {i}": points for i in range(number)}, labels, tmp_path / "x.png")
+        assert sum(bool(panel.get_title()) for panel in drawn[-1].axes) == number
+    fisher_blocks.draw(blocks, tmp_path / "y.png")
+    gaussians.section(0, draws=2, path=tmp_path / "z.png")
+    *_, classes, matrices, fused = drawn
+    names = [[text.get_text() for text in f.legends[0].get_texts()] for f in (classes, fused)]
+    assert names[0] == ["0", "1", "2", "3"]
+    assert sorted(names[1]) == sorted(map(figures.label, gaussians.fuse_layers(*LAYERS)))
+    *both, bar = matrices.axes
+    assert bar.get_ylabel() == "absolute value"
+    assert len({panel.images[0].norm for panel in both}) == 1
 
 
 @pytest.mark.slow
@@ -153,14 +182,19 @@ def test_the_command_leaves_every_picture_and_its_numbers(tmp_path, capsys):
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in tmp_path.glob("*.png"))
     summary = (tmp_path / "summary.md").read_text()
     rows = [line.split(" | ") for line in summary.splitlines() if line.startswith("| Fed")]
-    assert [row[0] for row in rows] == ["| FedAvg", "| FedAvg", "| FedAvg", "| FedLPA"]
+    fused = ["FedAvg", "FedFisher (diagonal)", "FedFisher (full)"]
+    over_layers = [*fused[:2], "FedLPA (EA)", "FedLPA"]
+    assert [row[0][2:] for row in rows] == [*fused, *over_layers, "FedAvg", "FedLPA"]
     assert all(0 <= float(cell.strip(" |")) <= 100 for cell in rows[-1][1:])
+    command = shlex.split(summary.split("```")[1])
+    assert command[:3] == ["python", "-m", "experiments.fedlpa_pictures"]
+    assert set(words.split()) <= set(command)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--dataset minst", "--dataset is 'minst', expected one of mnist"),
+        ("--dataset minst", "--dataset is 'minst', did you mean 'mnist'"),
         ("--num-points 5", "--num-points is 5, expected 31 or more"),
         ("--draws 0", "--draws is 0, expected 1 or more"),
         ("--beta 0", "--beta is 0.0, expected a number above 0"),

@@ -1,6 +1,8 @@
 """Two clients of one curve: their data, their training, their merged models and barriers."""
 
 import csv
+import dataclasses
+import io
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import barriers, choices, function_space, toy_regression
-from experiments.toy_regression import METHODS, SUPPORTS, Setting
+from experiments import function_space
+from experiments.harness.figures import label
+from experiments.pictures import barriers, toy_regression
+from experiments.pictures.toy_regression import SUPPORTS, Setting, cells
 
+METHODS = ("fedavg", "fedfish", "fedfisher_kfac", "fedfisher_full")
 SETTING = Setting(num_points=12, width=6, steps=20, learning_rate=0.02)
 SEEDS = (0, 3)
 
@@ -49,8 +54,8 @@ def forward(params, x):
 
 
 def test_clients_see_inputs_in_all_of_their_support_and_nowhere_else(runs):
-    assert runs.overlaps == tuple(overlap for overlap in SUPPORTS for _ in SEEDS)
-    for run, overlap in enumerate(runs.overlaps):
+    assert cells(runs) == [(overlap, seed) for overlap in SUPPORTS for seed in SEEDS]
+    for run, (overlap, _) in enumerate(cells(runs)):
         for client, (low, high) in enumerate(SUPPORTS[overlap]):
             x = points(runs, run, client)[0]
             assert x.shape == (SETTING.num_points, 1)
@@ -79,7 +84,6 @@ def test_targets_lie_around_the_curve(noise):
 
 
 def test_a_seed_has_one_start_and_one_noise_at_every_overlap(runs):
-    assert runs.seeds == SEEDS * 3
     first, *others = (select(runs.starts, run) for run in (0, 2, 4))
     away = [
         np.asarray(fed.targets - jnp.sin(2 * jnp.pi * fed.inputs))
@@ -107,9 +111,9 @@ def test_initial_models_have_the_biases_that_were_asked_for(start):
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_clients_take_full_batch_steps_of_their_optimiser(optimizer):
-    setting = SETTING._replace(optimizer=optimizer)
+    setting = dataclasses.replace(SETTING, optimizer=optimizer)
     runs = toy_regression.train(setting, SEEDS)
-    apply = toy_regression.network(setting.width)
+    apply = toy_regression.model(setting.width).apply
     x, y = points(runs, 3, 1)
     slope = jax.jit(jax.grad(lambda w: 0.5 * jnp.mean((apply(w, x) - y) ** 2)))
     update = getattr(optax, optimizer)(setting.learning_rate)
@@ -135,7 +139,7 @@ def test_a_run_depends_on_no_other_and_compiles_nothing_anew(runs, compilations)
 
 
 def test_fedfish_is_the_mean_weighted_by_squared_derivatives_of_the_function(runs, merged):
-    apply = toy_regression.network(SETTING.width)
+    apply = toy_regression.model(SETTING.width).apply
     for run in (0, 5):
         fishers = []
         for client in range(2):
@@ -156,10 +160,10 @@ def test_fedfish_is_the_mean_weighted_by_squared_derivatives_of_the_function(run
 def test_one_clients_model_at_both_clients_has_no_barrier(runs, name):
     models = jax.tree.map(lambda leaf: jnp.repeat(leaf[:, :1], 2, axis=1), runs.locals)
     twice = runs._replace(locals=models)
-    rows = barriers.evaluate(SETTING.width, twice, {name: merge(name, twice)})
-    values = [row.value for row in rows if row.metric == "barrier"]
-    assert len(values) == 6 * 3
-    assert np.allclose(values, 0, atol=1e-5)
+    measured = barriers.measure(SETTING.width, twice, {name: merge(name, twice)})
+    assert measured[name].shape == (3, 2, 2)
+    assert np.allclose(measured[name], measured["local"], atol=1e-5)
+    assert np.allclose(barriers.barriers(measured)[name], 0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -177,17 +181,14 @@ def test_equal_data_and_equal_derivatives_make_every_method_the_mean(runs, name)
         federations=data._replace(inputs=both(data.inputs), targets=both(data.targets)),
         locals=models,
     )
-    rows = barriers.evaluate(SETTING.width, same, {name: merge(name, same)})
-    for own in barriers.barriers(rows).values():
-        assert np.allclose(own[name], -(0.3**2), atol=1e-5)
+    measured = barriers.measure(SETTING.width, same, {name: merge(name, same)})
+    assert np.allclose(barriers.barriers(measured)[name], -(0.3**2), atol=1e-5)
 
 
-def test_the_barriers_in_the_file_are_those_of_the_models(tmp_path, runs, merged):
-    rows = barriers.evaluate(SETTING.width, runs, merged)
-    barriers.write_rows(tmp_path / "barriers.csv", rows)
-    with open(tmp_path / "barriers.csv", newline="") as file:
-        lines = list(csv.DictReader(file))
-    for run, (overlap, seed) in enumerate(zip(runs.overlaps, runs.seeds, strict=True)):
+def test_the_barriers_in_the_file_are_those_of_the_models(runs, merged):
+    text = barriers.csv(runs, barriers.measure(SETTING.width, runs, merged))
+    lines = list(csv.DictReader(io.StringIO(text)))
+    for run, (overlap, seed) in enumerate(cells(runs)):
         for name in METHODS:
             own = []
             for client in range(2):
@@ -225,7 +226,7 @@ def test_the_command_leaves_pictures_numbers_and_the_table_of_them(tmp_path, cap
             [
                 float(line["value"])
                 for line in lines
-                if line["overlap"] == overlap and choices.label(line["algorithm"]) == algorithm
+                if line["overlap"] == overlap and label(line["algorithm"]) == algorithm
             ]
             for algorithm in (name, "FedAvg")
         )
@@ -261,6 +262,39 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, ca
 
 
 def test_clients_that_diverge_are_named():
-    wild = SETTING._replace(optimizer="sgd", learning_rate=1e30, steps=3)
+    wild = dataclasses.replace(SETTING, optimizer="sgd", learning_rate=1e30, steps=3)
     with pytest.raises(ValueError, match=r"clients diverged, the first with overlap full and seed"):
         toy_regression.train(wild, [0])
+
+
+def test_a_merge_that_is_not_finite_is_named(runs):
+    broken = jax.tree.map(lambda leaf: leaf.at[3].set(jnp.nan), runs.starts)
+    with pytest.raises(ValueError, match="fedfish gave no finite model with overlap partial, seed"):
+        barriers.measure(SETTING.width, runs, {"fedavg": runs.starts, "fedfish": broken})
+
+
+def test_panels_share_their_axes_and_one_legend_names_every_line_once(
+    tmp_path, monkeypatch, runs, merged
+):
+    drawn = []
+    monkeypatch.setattr(barriers, "save", lambda figure, path: drawn.append(figure))
+    measured = barriers.measure(SETTING.width, runs, merged)
+    barriers.draw_functions(SETTING.width, SEEDS[0], runs, merged, measured, tmp_path / "x.png")
+    barriers.draw_barriers(measured, tmp_path / "y.png")
+    functions, dots = drawn
+    assert len({(panel.get_xlim(), panel.get_ylim()) for panel in functions.axes}) == 1
+    for figure in drawn:
+        assert not any(panel.get_legend() for panel in figure.axes)
+        [legend] = figure.legends
+        names = [text.get_text() for text in legend.get_texts()]
+        assert len(names) == len(set(names))
+        assert {label(name) for name in METHODS} <= set(names)
+    # An algorithm looks the same in both.
+    for name in METHODS:
+        looks = {
+            (line.get_color(), line.get_marker())
+            for panel in (*functions.axes, *dots.axes)
+            for line in panel.lines
+            if line.get_label() == label(name)
+        }
+        assert len(looks) == 1

@@ -79,7 +79,7 @@ def canvas(width: float, height: float, columns: int = 1, rows: int = 1, **share
     return figure, axes
 
 
-def legend(figure: Any, panels: Sequence[Any], *, columns: int = 4) -> None:
+def legend(figure: Any, panels: Sequence[Any], *, columns: int = 4, **options: Any) -> None:
     """Put one legend under a figure, with every label of its panels once."""
     handles: dict[str, Any] = {}
     for panel in panels:
@@ -91,6 +91,7 @@ def legend(figure: Any, panels: Sequence[Any], *, columns: int = 4) -> None:
         loc="outside lower center",
         ncols=min(columns, len(handles)),
         frameon=False,
+        **options,
     )
 
 

@@ -1,0 +1,1 @@
+"""What function_space and fedlpa_pictures compute and draw."""

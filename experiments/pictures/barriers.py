@@ -1,0 +1,119 @@
+"""What merging costs: the merged model's error on a client's points less that of its own model."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.harness.figures import GRID, canvas, label, legend, line_style, save, style
+from experiments.harness.tables import Table, csv_text
+from experiments.pictures import toy_regression
+from experiments.pictures.toy_regression import SUPPORTS, Runs, cells, errors
+from fisherjax.typing import Params
+
+Errors = dict[str, np.ndarray]
+"""Mean squared errors [overlaps, seeds, 2] by algorithm; the first are of the `local` models."""
+_CLIENTS = (("#7f7f7f", "."), ("#b5b5b5", "x"))
+
+
+def measure(width: int, runs: Runs, merged: dict[str, Params]) -> Errors:
+    """Measure errors on the clients' own points; a ValueError names a merge that is not finite."""
+    model, shape = toy_regression.model(width), (len(SUPPORTS), -1, 2)
+    found = {"local": np.reshape(errors(model, runs.locals, runs, stacked=True), shape)}
+    for name, models in merged.items():
+        found[name] = np.reshape(errors(model, models, runs), shape)
+        broken = ~np.isfinite(found[name]).all(-1)
+        if broken.any():
+            overlap, seed = cells(runs)[int(broken.argmax())]
+            raise ValueError(f"{name} gave no finite model with overlap {overlap}, seed {seed}")
+    return found
+
+
+def barriers(measured: Errors) -> dict[str, np.ndarray]:
+    """Return the barriers by algorithm, mean over clients, [overlaps, seeds]."""
+    local, *names = measured
+    return {name: (measured[name] - measured[local]).mean(-1).astype(float) for name in names}
+
+
+def csv(runs: Runs, measured: Errors) -> str:
+    """Write every error and barrier as CSV, run by run; without a client it is the mean."""
+    lines, local = [], measured["local"].reshape(-1, 2)
+    for run, cell in enumerate(cells(runs)):
+        for name, values in measured.items():
+            both = values.reshape(-1, 2)[run]
+            found = [("mse", i, x) for i, x in enumerate(both)]
+            if name != "local":
+                own = both - local[run]
+                found += [("barrier", i, x) for i, x in [*enumerate(own), (None, own.mean())]]
+            # Nine digits tell all numbers of float32 apart.
+            lines += [(*cell, name, i, metric, f"{x:.9g}") for metric, i, x in found]
+    return csv_text(("overlap", "seed", "algorithm", "client", "metric", "value"), lines)
+
+
+def table(measured: Errors) -> Table:
+    """Tabulate medians and quartiles over seeds, and how often a method is below FedAvg."""
+    lines, found = [], barriers(measured)
+    for place, overlap in enumerate(SUPPORTS):
+        local = f"{np.median(measured['local'][place].astype(float)):.4f}"
+        for name, values in found.items():
+            shown = [f"{x:.4f}" for x in np.quantile(values[place], (0.5, 0.25, 0.75))]
+            lower = f"{100 * np.mean(values[place] < found['fedavg'][place]):.0f}"
+            shown += ["-" if name == "fedavg" else lower, local]
+            lines.append((overlap, label(name), *shown))
+    headings = (
+        *("overlap", "algorithm", "median barrier", "lower quartile", "upper quartile"),
+        *("below FedAvg, % of seeds", "local MSE"),
+    )
+    return Table("", headings, lines, text=2)
+
+
+def draw_functions(
+    width: int, seed: int, runs: Runs, merged: dict[str, Params], measured: Errors, path: Path
+) -> None:
+    """Draw data, local and merged functions of one seed, a panel for each overlap."""
+    apply, x = toy_regression.model(width).apply, np.linspace(-1, 1, 401)[:, None]
+    figure, panels = canvas(9.5, 4.4, columns=3, sharex=True, sharey=True)
+    for place, (axes, overlap) in enumerate(zip(panels, SUPPORTS, strict=True)):
+        run = _select((runs, merged), cells(runs).index((overlap, seed)))
+        data, models, all_merged = run[0].federations, run[0].locals, run[1]
+        for client, (colour, marker) in enumerate(_CLIENTS):
+            own, name = data.indices[client], f"client {client + 1}"
+            points = data.inputs[own], data.targets[own]
+            axes.plot(*points, marker, color=colour, ms=3.5, label=f"{name}, points")
+            y = apply(_select(models, client), x)
+            axes.plot(x, y, ":", color=colour, lw=2, label=f"{name}, own model")
+        for number, (name, params) in enumerate(all_merged.items()):
+            marks = {"markevery": (12 * number, 60), "ms": 5.5, "linestyle": line_style(name)}
+            axes.plot(x, apply(params, x), lw=1.6, **marks, **style(name))
+        told = [f"{label(n)} {own[place, seed]:.3f}" for n, own in barriers(measured).items()]
+        corner = {"xycoords": "axes fraction", "ha": "right", "va": "top", "fontsize": 9}
+        axes.annotate("\n".join(["barriers:", *told]), (1, 1), **corner)
+        axes.set_title(f"overlap: {overlap}", fontsize="medium", loc="left")
+        axes.set_xlabel("x")
+    panels[0].set(ylim=(-2.2, 2.6), xticks=[-1, -0.5, 0, 0.5, 1], ylabel="y")
+    legend(figure, panels)
+    save(figure, path)
+
+
+def draw_barriers(measured: Errors, path: Path) -> None:
+    """Draw the barriers, a dot for each seed and a line at the median of each algorithm."""
+    figure, axes = canvas(8, 4)
+    found = barriers(measured)
+    for number, (name, both) in enumerate(found.items()):
+        look, beside = style(name), 0.8 * ((number + 0.5) / len(found) - 0.5)
+        for place, values in enumerate(both):
+            spread = np.linspace(-0.06, 0.06, len(values)) if len(values) > 1 else [0]
+            axes.plot(place + beside + spread, values, lw=0, ms=4, alpha=0.6, **look)
+            ends = place + beside - 0.08, place + beside + 0.08
+            axes.hlines(np.median(values), *ends, look["color"], lw=3)
+    axes.set_yscale("symlog", linthresh=0.01)
+    axes.set_xticks(range(len(SUPPORTS)), list(SUPPORTS))
+    axes.set(xlabel="overlap of the clients' inputs", ylabel="client-server barrier (MSE)")
+    axes.grid(axis="y", color=GRID)
+    legend(figure, [axes])
+    save(figure, path)
+
+
+def _select(stacked: Any, index: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[index], stacked)

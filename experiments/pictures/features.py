@@ -1,0 +1,104 @@
+"""Whether a model separates the classes: what its last layer sees, and the labels of neighbours."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from scipy.spatial.distance import cdist
+from sklearn.decomposition import PCA
+from sklearn.manifold import TSNE
+from sklearn.neighbors import NearestNeighbors
+
+import fisherjax as fj
+from experiments.harness import figures
+from experiments.harness.config import MODELS, OneShot
+from experiments.harness.one_round import Progress, train_and_merge
+from experiments.harness.tables import Table, markdown
+from experiments.harness.tasks import OneRound, one_round
+from fisherjax.typing import Array, Params
+
+NEIGHBOURS = 10
+
+
+def features(task: OneRound, params: Params, images: Array) -> np.ndarray:
+    """Compute the inputs [n, width] of a network's last layer, of images as they are stored."""
+    last = max(name for name in params if name.startswith("dense"))
+    width = params[last]["kernel"].shape[0]
+    # The same network with a last layer that changes nothing.
+    identity = {"kernel": np.eye(width, dtype=np.float32), "bias": np.zeros(width, np.float32)}
+    layer = {name: identity[name] for name in params[last]}
+    network = MODELS[task.config.data.model](num_classes=width)
+    apply = fj.networks.apply_fn(network, task.normalize)
+    model = fj.Model(apply, fj.likelihoods.categorical)
+    return np.asarray(fj.metrics.logits(model, {**params, last: layer}, images))
+
+
+def purity(points: np.ndarray, labels: np.ndarray, neighbours: int = NEIGHBOURS) -> float:
+    """Average the share of each point's nearest neighbours, without itself, that have its label."""
+    search = NearestNeighbors(n_neighbors=neighbours).fit(points)
+    return float(np.mean(labels[search.kneighbors(return_distance=False)] == labels[:, None]))
+
+
+def embed(points: np.ndarray, seed: int, dimensions: int = 9) -> np.ndarray:
+    """Lay more than 30 points out in the plane by t-SNE, of their first principal components.
+
+    Source: van der Maaten and Hinton, "Visualizing data using t-SNE", JMLR 2008; with 9 components
+        and perplexity 30 as in the authors' code of FedLPA.
+    """
+    components = min(dimensions, *points.shape)
+    reduced = PCA(components, random_state=seed).fit_transform(points)
+    return TSNE(random_state=seed, init="pca").fit_transform(reduced)
+
+
+def section(config: OneShot, num_points: int, path: Path) -> str:
+    """Merge the clients of one split with one seed, draw what the models see, tell how pure."""
+    task, [split], [seed] = one_round(config), config.partition_seeds, config.seeds
+    silent = Progress(lambda _: None, lambda _: None)
+    _, merged = train_and_merge(task, (split, seed), silent)
+    images = task.central.inputs[:num_points]
+    labels = np.asarray(task.central.targets[:num_points])
+    pixels = np.asarray(images).reshape(len(labels), -1).astype(float)
+    lines = [("the pixels themselves", "-", f"{100 * purity(pixels, labels):.1f}", "-")]
+    drawn = {}
+    for name, model in merged.items():
+        points = features(task, model.params, images)
+        placed = embed(points, seed)
+        accuracy = float(task.accuracy(model.params, task.test))
+        pure, pure_there = purity(points, labels), purity(placed, labels)
+        shares = [f"{100 * share:.1f}" for share in (accuracy, pure, pure_there)]
+        lines.append((figures.label(name), *shares))
+        drawn[f"{figures.label(name)}: purity {shares[1]} %"] = placed
+    draw(drawn, labels, path)
+    headings = ("model", "test accuracy", "purity", "purity of the picture")
+    return f"""## What the last layer of a merged model sees
+
+Share of the {NEIGHBOURS} nearest neighbours with the same label, in %, among the inputs of the \
+last layer and in the picture. {config.data.dataset}, {len(labels)} training images, \
+{config.data.num_clients} clients, beta {config.data.beta:g}, {config.epochs} epochs, seed {seed}.
+
+{markdown(Table("", headings, lines))}
+![features of merged models]({path.name})
+"""
+
+
+def draw(drawn: dict[str, np.ndarray], labels: np.ndarray, path: Path) -> None:
+    """Draw points [n, 2] under their titles, in the colours of their classes."""
+    from matplotlib.patheffects import withStroke
+
+    columns = min(3, len(drawn))
+    rows, classes = math.ceil(len(drawn) / columns), np.unique(labels)
+    figure, panels = figures.canvas(3 * columns, 3.1 * rows + 0.5, columns, rows)
+    panels, colours = np.ravel(panels), figures.class_colours(int(classes.max()) + 1)
+    outline = [withStroke(linewidth=3, foreground="white")]
+    for axes in panels:
+        axes.set_axis_off()
+    for axes, (title, points) in zip(panels, drawn.items(), strict=False):
+        for name in classes:
+            own = points[labels == name]
+            axes.scatter(*own.T, color=colours[name], s=4, linewidths=0, label=str(name))
+            # Where colours fail, in greyscale or for a colour-blind eye, the number tells.
+            middle = own[cdist(own, own).sum(0).argmin()]
+            axes.annotate(str(name), middle, ha="center", va="center", path_effects=outline)
+        axes.set_title(title, fontsize="medium")
+    figures.legend(figure, panels, columns=10, title="class", markerscale=3)
+    figures.save(figure, path)
