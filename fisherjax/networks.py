@@ -11,14 +11,15 @@ are flattened in that order. Transformer names its own.
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import flax.linen
 import jax
 import jax.numpy as jnp
 
 from fisherjax import nn
+from fisherjax.configuration import cached
 from fisherjax.typing import Apply, ApplyTrain, Array, Key, Params
 
 
@@ -44,26 +45,41 @@ class MLP(flax.linen.Module):
     @flax.linen.compact
     def __call__(self, inputs: Array) -> Array:
         """Return the outputs [B, num_classes] of inputs [B, ...]."""
-        hidden = inputs.reshape(inputs.shape[0], math.prod(inputs.shape[1:]))
-        return _dense_layers(hidden, (*self.features, self.num_classes), self.use_bias)
+        return _dense_layers(inputs, (*self.features, self.num_classes), self.use_bias)
 
 
 class LeNet(flax.linen.Module):
     """Classify images: conv5 6, pool, conv5 16, pool, dense 120, 84, num_classes.
 
-    Args:
-        num_classes: Number of outputs.
-        use_bias: Whether layers have a bias; 44,190 parameters without, on 28 x 28 x 1 images.
+    The arguments are those of MLP; 44,190 parameters without biases, on 28 x 28 x 1 images.
     """
 
     num_classes: int = 10
     use_bias: bool = False
+    channels: ClassVar[tuple[int, ...]] = (6, 16)
+    features: ClassVar[tuple[int, ...]] = (120, 84)
 
     @flax.linen.compact
     def __call__(self, inputs: Array) -> Array:
         """Return the outputs [B, num_classes] of images [B, H, W, C]."""
-        hidden = _conv_layers(self, inputs, (6, 16), self.use_bias)
-        return _dense_layers(hidden, (120, 84, self.num_classes), self.use_bias)
+        if inputs.ndim != 4 or min(inputs.shape[1:3]) < 16:
+            raise ValueError(
+                f"{type(self).__name__} got inputs of shape {inputs.shape}; expected images "
+                "[B, H, W, C] of at least 16 x 16 pixels. Use MLP for smaller ones."
+            )
+        hidden = inputs
+        for number, channels in enumerate(self.channels, start=1):
+            convolution = flax.linen.Conv(
+                channels,
+                (5, 5),
+                padding="VALID",
+                conv_general_dilated=nn.conv_general_dilated,
+                name=f"conv{number}",
+                **_settings(25 * hidden.shape[-1], self.use_bias),
+            )
+            # The maximum commutes with ReLU and leaves it a quarter of the work.
+            hidden = flax.linen.relu(nn.max_pool(convolution(hidden), 2))
+        return _dense_layers(hidden, (*self.features, self.num_classes), self.use_bias)
 
 
 SimpleCNN = partial(LeNet, use_bias=True)
@@ -73,22 +89,14 @@ SimpleCNNMNIST = partial(LeNet, use_bias=True)
 """NIID-Bench's network for 28 x 28 x 1 images: LeNet with biases, 44,426 parameters."""
 
 
-class CNN(flax.linen.Module):
+class CNN(LeNet):
     """Classify images: conv5 32, pool, conv5 64, pool, dense 512, 128, num_classes ("FedNet").
 
-    Args:
-        num_classes: Number of outputs.
-        use_bias: Whether layers have a bias; 939,616 parameters without, on 32 x 32 x 3 images.
+    The arguments are those of MLP; 939,616 parameters without biases, on 32 x 32 x 3 images.
     """
 
-    num_classes: int = 10
-    use_bias: bool = False
-
-    @flax.linen.compact
-    def __call__(self, inputs: Array) -> Array:
-        """Return the outputs [B, num_classes] of images [B, H, W, C]."""
-        hidden = _conv_layers(self, inputs, (32, 64), self.use_bias)
-        return _dense_layers(hidden, (512, 128, self.num_classes), self.use_bias)
+    channels = (32, 64)
+    features = (512, 128)
 
 
 class Transformer(flax.linen.Module):
@@ -96,9 +104,8 @@ class Transformer(flax.linen.Module):
 
         h <- h + attention(norm(h)),    h <- h + W_2 relu(W_1 norm(h)),    z = W norm(h)
 
-    Position t attends to the positions up to t only. The log-likelihood of a sequence is a sum
-    over its L positions, and so is its gradient: a learning rate that suits the mean over
-    positions has to be divided by L.
+    Position t attends to those up to t only. The log-likelihood of a sequence is a sum over its L
+    positions: a learning rate that suits the mean over positions has to be divided by L.
 
     Args:
         num_classes: C, the number of tokens.
@@ -184,15 +191,9 @@ def _norm(name: str) -> flax.linen.LayerNorm:
 
 
 def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
-    """Draw a model's parameters.
+    """Draw a model's parameters: the content of flax's "params" collection, nested dicts of arrays.
 
-    Args:
-        model: A flax module that has parameters only, no running statistics.
-        key: A typed key.
-        inputs: A batch [B, ...] of inputs (NumPy or JAX); only shape and dtype are used.
-
-    Returns:
-        The content of flax's "params" collection, nested dicts of arrays.
+    Of the inputs, a batch [B, ...] of NumPy or JAX, only the shape and dtype are used.
 
     Raises:
         ValueError: If the model keeps anything besides parameters.
@@ -206,8 +207,7 @@ def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
     dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
     # Lazily: nothing but the initialisers runs.
     variables = model.lazy_init(key, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), dtype))
-    others = sorted(set(variables) - {"params"})
-    if others:
+    if others := sorted(set(variables) - {"params"}):
         raise ValueError(
             f"{type(model).__name__} keeps the collections {others} besides its parameters; "
             "expected parameters only. Call model.init yourself, put all into one pytree, and give "
@@ -216,17 +216,16 @@ def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
     return variables["params"]
 
 
+@cached
 def apply_fn(model: flax.linen.Module, normalize: Callable[[Array], Array] | None = None) -> Apply:
-    """Make the function `apply(params, inputs) -> outputs` of a flax model.
+    """Make the function `apply(params, inputs [B, ...]) -> outputs [B, ..., C]` of a flax model.
+
+    Equal arguments give the same function object, so that nothing compiles again.
 
     Args:
         model: A flax module; what it is made of can be hashed.
         normalize: Applied to the inputs first, for instance `datasets.normalizer(dataset)`, so that
             images stay uint8 in memory.
-
-    Returns:
-        A function of params and inputs [B, ...], with outputs [B, ..., C]. Equal arguments give the
-        same function object, so that nothing compiles again.
 
     Example:
         >>> import jax, jax.numpy as jnp, fisherjax as fj
@@ -236,12 +235,7 @@ def apply_fn(model: flax.linen.Module, normalize: Callable[[Array], Array] | Non
         >>> apply(params, jnp.ones((3, 64))).shape
         (3, 10)
     """
-    return _apply_fn(model, normalize)
 
-
-# Not functools.cache: a function holds on to all that was compiled for it, so old ones have to go.
-@lru_cache
-def _apply_fn(model: flax.linen.Module, normalize: Callable[[Array], Array] | None) -> Apply:
     def apply(params: Params, inputs: Array) -> Array:
         inputs = inputs if normalize is None else normalize(inputs)
         # K-FAC does not recognise a layer whose parameters are cast on their way to it.
@@ -252,16 +246,15 @@ def _apply_fn(model: flax.linen.Module, normalize: Callable[[Array], Array] | No
     return apply
 
 
+@cached
 def augmented(apply: Apply, augment: Callable[[Key, Array], Array]) -> ApplyTrain:
     """Make the `apply_train` of a `fisherjax.Model` that trains on augmented inputs.
+
+    Equal arguments give the same function object, so that nothing compiles again.
 
     Args:
         apply: `(params, inputs) -> outputs`; it alone is used outside of training.
         augment: `(key, inputs) -> inputs` for apply, such as `datasets.crop_and_flip(normalize)`.
-
-    Returns:
-        `apply_train(params, inputs, key, weights) -> (outputs, None)`. Equal arguments give the
-        same function object, so that nothing compiles again.
 
     Example:
         >>> import jax, jax.numpy as jnp, fisherjax as fj
@@ -270,11 +263,7 @@ def augmented(apply: Apply, augment: Callable[[Key, Array], Array]) -> ApplyTrai
         >>> apply_train(2.0, jnp.zeros(3), jax.random.key(0), jnp.ones(3))[0].shape
         (3,)
     """
-    return _augmented(apply, augment)
 
-
-@lru_cache
-def _augmented(apply: Apply, augment: Callable[[Key, Array], Array]) -> ApplyTrain:
     def apply_train(params: Params, inputs: Array, key: Key, weights: Array) -> tuple[Array, None]:
         del weights  # what they leave out is left out of the loss
         # The first edition kept the other half for dropout: so its augmentations are drawn again.
@@ -296,32 +285,9 @@ def _settings(fan_in: int, use_bias: bool) -> dict[str, Any]:
 
 
 def _dense_layers(hidden: Array, features: tuple[int, ...], use_bias: bool) -> Array:
+    hidden = hidden.reshape(hidden.shape[0], math.prod(hidden.shape[1:]))
     for number, width in enumerate(features, start=1):
         settings = _settings(hidden.shape[-1], use_bias)
         hidden = flax.linen.Dense(width, name=f"dense{number}", **settings)(hidden)
         hidden = flax.linen.relu(hidden) if number < len(features) else hidden
     return hidden
-
-
-def _conv_layers(
-    model: flax.linen.Module, images: Array, features: tuple[int, ...], use_bias: bool
-) -> Array:
-    """Apply valid 5 x 5 convolutions, each followed by 2 x 2 pooling and ReLU; flatten."""
-    if images.ndim != 4 or min(images.shape[1:3]) < 16:
-        raise ValueError(
-            f"{type(model).__name__} got inputs of shape {images.shape}; expected images "
-            "[B, H, W, C] of at least 16 x 16 pixels. Use MLP for smaller ones."
-        )
-    hidden = images
-    for number, channels in enumerate(features, start=1):
-        hidden = flax.linen.Conv(
-            channels,
-            (5, 5),
-            padding="VALID",
-            conv_general_dilated=nn.conv_general_dilated,
-            name=f"conv{number}",
-            **_settings(25 * hidden.shape[-1], use_bias),
-        )(hidden)
-        # The maximum commutes with ReLU and leaves it a quarter of the work.
-        hidden = flax.linen.relu(nn.max_pool(hidden, 2))
-    return hidden.reshape(hidden.shape[0], math.prod(hidden.shape[1:]))

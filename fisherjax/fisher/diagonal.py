@@ -1,7 +1,6 @@
 """The diagonal of the Fisher information, from gradients of single examples."""
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.layers import LayersNotFoundError, Trace, trace, unpack
 from fisherjax.fisher.operators import Diagonal, Template
-from fisherjax.fisher.passes import Plan
+from fisherjax.fisher.passes import Factor
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 _COLUMNS_AT_ONCE = 16  # of the output factor: their tangents are in memory together
@@ -29,9 +28,8 @@ def diagonal(
         f_j = sum_n w_n sum_k (J_n^T s_nk)_j^2 / sum_n w_n.
 
     Squares are of gradients of single examples, never of a minibatch mean. Dense and convolution
-    layers get theirs from inputs and output tangents; for a dense layer no gradient is formed at
-    all, for a convolution those of one example at a time. Other leaves use gradients of single
-    examples, which a minibatch holds as [K, B, size of the leaf].
+    layers get theirs from inputs and output tangents, forming those of one example at most; for
+    other leaves a minibatch holds [K, B, size of the leaf].
 
     Args:
         model: Any network, jitted or not, and what its outputs mean.
@@ -41,9 +39,6 @@ def diagonal(
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
         key: For the sampled kind.
         batch_size: Examples of a minibatch.
-
-    Returns:
-        The operator; its entries have the shapes of params.
 
     Raises:
         ValueError: If shapes do not fit, the kind lacks its targets or key, or indices are given
@@ -61,23 +56,19 @@ def diagonal(
         Merging models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
     """
     plan = passes.check(model, params, examples, kind, key, batch_size)
-    return passes.run(_diagonal, (plan,), params, examples, key)
+    return passes.run(_sums, plan, params, examples, key)
 
 
-@partial(jax.jit, static_argnums=0)
-def _diagonal(plan: Plan, params: Params, examples: Examples, key: Key | None) -> Diagonal:
-    template = Template.of(params)
-
-    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
-        # Layers from inputs and tangents; the rest from gradients of single examples.
-        seen = _try_layers(plan.model.apply, params, x)
-        columns = plan.kind(plan.model.likelihood, seen.outputs, y, key)
-        sums = _layer_sums(seen, weighted_columns(columns, w))
-        rest = [name for name in template.names() if name not in sums]
-        return sums | leaf_sums(plan.model.apply, params, x, columns, w, rest)
-
-    means = passes.weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
-    return Diagonal(template.restore(means))
+def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: Factor) -> Diagonal:
+    try:
+        seen = trace(apply, params, x)
+    except LayersNotFoundError:
+        seen = Trace(apply(params, x), (), (), lambda _: (), {})
+    # Layers from inputs and tangents; the rest from gradients of single examples.
+    columns, template = factor(seen.outputs), Template.of(params)
+    sums = _layer_sums(seen, weighted_columns(columns, w))
+    rest = [name for name in template.names() if name not in sums]
+    return Diagonal(template.restore(sums | leaf_sums(apply, params, x, columns, w, rest)))
 
 
 def leaf_sums(
@@ -122,15 +113,6 @@ def over_columns(function: Callable[[Array], dict], columns: Array) -> dict:
     return jax.lax.scan(
         lambda sums, column: (jax.tree.map(jnp.add, sums, function(column)), None), zeros, columns
     )[0]
-
-
-def _try_layers(apply: Apply, params: Params, x: Array) -> Trace:
-    """See the layers of a network, or none of them if it cannot be taken apart."""
-    try:
-        return trace(apply, params, x)
-    except LayersNotFoundError:
-        # No layers: every leaf then takes gradients of single examples.
-        return Trace(apply(params, x), (), (), lambda _: (), {})
 
 
 def _layer_sums(seen: Trace, columns: Array) -> dict[str, Array]:

@@ -1,15 +1,14 @@
 """The full Fisher information: as a dense matrix for small networks, and as a product for any."""
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.operators import Dense, Template, ravel
-from fisherjax.fisher.passes import Plan
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.fisher.passes import Factor
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
 def full(
@@ -21,17 +20,12 @@ def full(
     key: Key | None = None,
     batch_size: int = 64,
 ) -> Dense:
-    """Compute the Fisher information as a dense matrix, for small networks.
+    """Compute the Fisher information as a dense matrix [d, d], for small networks.
 
-        F = sum_n w_n J_n^T S_n S_n^T J_n / sum_n w_n.
+        F = sum_n w_n J_n^T S_n S_n^T J_n / sum_n w_n,    in at least float32.
 
-    The arguments are those of `fisher.diagonal`; a minibatch holds gradients [K, B, d].
-
-    Returns:
-        The operator with its matrix [d, d], in at least float32.
-
-    Raises:
-        ValueError, TypeError: As `fisher.diagonal`.
+    The arguments, and what is refused, are those of `fisher.diagonal`. A minibatch holds gradients
+    [K, B, d].
 
     Example:
         >>> import fisherjax as fj
@@ -45,28 +39,21 @@ def full(
         section 8.
     """
     plan = passes.check(model, params, examples, kind, key, batch_size)
-    return passes.run(_full, (plan,), params, examples, key)
+    return passes.run(_sums, plan, params, examples, key)
 
 
-@partial(jax.jit, static_argnums=0)
-def _full(plan: Plan, params: Params, examples: Examples, key: Key | None) -> Dense:
-    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Array:
-        columns = plan.kind(plan.model.likelihood, plan.model.apply(params, x), y, key)
+def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: Factor) -> Dense:
+    def gradients(example: Array, columns: Array) -> Array:
+        _, pullback = jax.vjp(lambda p: apply(p, example[None])[0], params)
+        return jax.vmap(lambda s: ravel(pullback(s)[0]))(columns)
 
-        def gradients(example: Array, factor: Array) -> Array:
-            _, pullback = jax.vjp(lambda p: plan.model.apply(p, example[None])[0], params)
-            return jax.vmap(lambda s: ravel(pullback(s)[0]))(factor)
-
-        # [B, K, d]; a gradient of the minibatch's mean would mix examples.
-        g = jax.vmap(gradients)(x, jnp.moveaxis(columns, 0, 1))
-        g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-        # One side carries the weight: [d, B * K] times [B * K, d].
-        weighted = (g * w[:, None, None].astype(g.dtype)).reshape(-1, g.shape[-1])
-        return jnp.matmul(
-            weighted.T, g.reshape(-1, g.shape[-1]), precision=jax.lax.Precision.HIGHEST
-        )
-
-    matrix = passes.weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
+    # [B, K, d]; a gradient of the minibatch's mean would mix examples.
+    g = jax.vmap(gradients)(x, jnp.moveaxis(factor(apply(params, x)), 0, 1))
+    g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    # One side carries the weight: [d, B * K] times [B * K, d].
+    weighted = (g * w[:, None, None].astype(g.dtype)).reshape(-1, g.shape[-1])
+    highest = jax.lax.Precision.HIGHEST
+    matrix = jnp.matmul(weighted.T, g.reshape(-1, g.shape[-1]), precision=highest)
     return Dense(matrix, Template.of(params))
 
 
@@ -84,14 +71,8 @@ def vector_product(
 
         F v = sum_n w_n J_n^T S_n S_n^T J_n v / sum_n w_n.
 
-    The vector v has the structure, shapes and dtypes of params. The other arguments are those of
-    `fisher.diagonal`; for the sampled kind the same key gives the same matrix.
-
-    Returns:
-        F v, in the structure of params.
-
-    Raises:
-        ValueError, TypeError: As `fisher.diagonal`; also if the vector does not fit.
+    Both v and F v have the structure, shapes and dtypes of params. The other arguments, and what is
+    refused, are those of `fisher.diagonal`; the same key gives the same sampled matrix.
 
     Example:
         >>> import fisherjax as fj
@@ -111,24 +92,19 @@ def vector_product(
             f"{expected.shapes}, in the same structure."
         )
     # One pytree, because `run` brings that to every device.
-    return passes.run(_vector_product, (plan,), (params, vector), examples, key)
+    return passes.run(_product_sums, plan, (params, vector), examples, key)
 
 
-@partial(jax.jit, static_argnums=0)
-def _vector_product(
-    plan: Plan, params_and_vector: tuple[Params, Params], examples: Examples, key: Key | None
+def _product_sums(
+    apply: Apply, params_and_vector: tuple[Params, Params], x: Array, w: Array, factor: Factor
 ) -> Params:
     params, vector = params_and_vector
-
-    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Params:
-        # Forwards by J, then S S^T on the outputs, then backwards by J^T.
-        z, jv = jax.jvp(lambda p: plan.model.apply(p, x), (params,), (vector,))
-        s = plan.kind(plan.model.likelihood, z, y, key)
-        # [K, B, ..., C] -> [K, B, c]: positions and outputs in one axis.
-        s = s.reshape(*s.shape[:2], -1)
-        flat = jv.reshape(jv.shape[0], -1)
-        cotangent = jnp.einsum("kbc,kbe,be,b->bc", s, s, flat, w.astype(s.dtype))
-        _, pullback = jax.vjp(lambda p: plan.model.apply(p, x), params)
-        return pullback(cotangent.reshape(z.shape))[0]
-
-    return passes.weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
+    # Forwards by J, then S S^T on the outputs, then backwards by J^T.
+    z, jv = jax.jvp(lambda p: apply(p, x), (params,), (vector,))
+    s = factor(z)
+    # [K, B, ..., C] -> [K, B, c]: positions and outputs in one axis.
+    s = s.reshape(*s.shape[:2], -1)
+    flat = jv.reshape(jv.shape[0], -1)
+    cotangent = jnp.einsum("kbc,kbe,be,b->bc", s, s, flat, w.astype(s.dtype))
+    _, pullback = jax.vjp(lambda p: apply(p, x), params)
+    return pullback(cotangent.reshape(z.shape))[0]

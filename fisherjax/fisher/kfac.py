@@ -6,12 +6,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.diagonal import diagonal, leaf_sums, over_columns, weighted_columns
 from fisherjax.fisher.layers import Trace, trace
 from fisherjax.fisher.operators import Diagonal, Kronecker, Template
-from fisherjax.fisher.passes import Plan
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.fisher.passes import Factor
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 Fallback = Callable[..., Diagonal] | None
 
@@ -41,19 +42,15 @@ def kfac(
         A = E_n[sum_t a_nt a_nt^T],   G = E_n[sum_k mean_t g_nkt g_nkt^T],   F V = A V G,
 
     with a the layer's inputs at output location t (a trailing 1 where it has a bias) and g the
-    tangents of its pre-activations. Exact for one example of a dense layer.
+    tangents of its pre-activations, in at least float32. Exact for one example of a dense layer.
 
     Leaves that belong to no such layer are up to `fallback`: None refuses them, `fisher.diagonal`
     gives them a diagonal, `fisher.zero` no curvature, so that merging takes their weighted mean.
-    The other arguments are those of `fisher.diagonal`.
-
-    Returns:
-        The operator, factors [a, a] and [o, o] in at least float32.
+    The other arguments, and what is refused, are those of `fisher.diagonal`.
 
     Raises:
         ValueError: If a leaf belongs to no layer and `fallback` is None; the message names it and
-            why (normalisation, shared weights, dilation, a cast). Also as `fisher.diagonal`.
-        TypeError: If params are not floating.
+            why (normalisation, shared weights, dilation, a cast).
 
     Example:
         >>> import fisherjax as fj
@@ -64,53 +61,39 @@ def kfac(
          [2. 4.]]
 
     Source: Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
-        curvature, ICML 2015; Grosse and Martens, ICML 2016 (convolutions); the exact expectation
-        over classes and its use for merging: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024.
-        Their code splits the scale differently between the factors; the products are equal.
+        curvature, ICML 2015; Grosse and Martens, ICML 2016 (convolutions); Jhunjhunwala, Wang,
+        Joshi, FedFisher, AISTATS 2024 (exact expectation over classes, merging), whose code splits
+        the scale differently between the factors; the products are equal.
     """
     plan = passes.check(model, params, examples, kind, key, batch_size)
     if fallback not in (None, diagonal, zero):
         raise ValueError(
             f"fallback is {fallback!r}; expected None, fisher.diagonal or fisher.zero."
         )
-    return passes.run(_kfac, (plan, fallback), params, examples, key)
+    # By value: another partial of the same must not compile again.
+    return passes.run(by_value(partial(_sums, fallback)), plan, params, examples, key)
 
 
-def _refusal(uncovered: dict[str, str]) -> str:
-    lines = "\n".join(f"  '{name}': {reason}" for name, reason in uncovered.items())
-    return (
-        "K-FAC covers dense and two-dimensional convolution layers, not these parameters:\n"
-        f"{lines}\nPass fallback=fisher.diagonal to give them a diagonal Fisher, or "
-        "fallback=fisher.zero to leave them at the weighted mean when merging, or change the "
-        "network."
-    )
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _kfac(
-    plan: Plan, fallback: Fallback, params: Params, examples: Examples, key: Key | None
+def _sums(
+    fallback: Fallback, apply: Apply, params: Params, x: Array, w: Array, factor: Factor
 ) -> Kronecker:
-    apply = plan.model.apply
-    # Set while the loop is traced: layers are static, and no loop returns what is not an array.
-    layers = []
-
-    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> tuple[dict, dict]:
-        seen = trace(apply, params, x)
-        # Still tracing: nothing has been computed yet.
-        if seen.uncovered and fallback is None:
-            raise ValueError(_refusal(seen.uncovered))
-        layers[:] = seen.layers
-        columns = plan.kind(plan.model.likelihood, seen.outputs, y, key)
-        names = list(seen.uncovered)
-        if fallback is zero:
-            leaves = Template.of(params).by_name(params)
-            entries = {name: jnp.zeros_like(leaves[name]) for name in names}
-        else:
-            entries = leaf_sums(apply, params, x, columns, w, names)
-        return _factor_sums(seen, columns, w), entries
-
-    means = passes.weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
-    return Kronecker(*means, tuple(layers), Template.of(params))
+    seen = trace(apply, params, x)
+    # Still tracing: nothing has been computed yet.
+    if seen.uncovered and fallback is None:
+        lines = "\n".join(f"  '{name}': {reason}" for name, reason in seen.uncovered.items())
+        raise ValueError(
+            "K-FAC covers dense and two-dimensional convolution layers, not these parameters:\n"
+            f"{lines}\nPass fallback=fisher.diagonal to give them a diagonal Fisher, or "
+            "fallback=fisher.zero to leave them at the weighted mean when merging, or change the "
+            "network."
+        )
+    columns, template = factor(seen.outputs), Template.of(params)
+    if fallback is zero:
+        leaves = template.by_name(params)
+        entries = {name: jnp.zeros_like(leaves[name]) for name in seen.uncovered}
+    else:
+        entries = leaf_sums(apply, params, x, columns, w, list(seen.uncovered))
+    return Kronecker(_factor_sums(seen, columns, w), entries, seen.layers, template)
 
 
 def _factor_sums(seen: Trace, columns: Array, w: Array) -> dict[str, dict[str, Array]]:

@@ -18,7 +18,7 @@ from fisherjax.clients import minibatches
 from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds
 from fisherjax.parallel import mesh_of, replicate
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
 class Plan(NamedTuple):
@@ -32,6 +32,10 @@ class Plan(NamedTuple):
 
 BatchSums = Callable[[Array, Array | None, Array, Key | None], Any]
 """`(inputs [B, ...], targets [B, ...], weights [B], key) -> sums over the minibatch`, a pytree."""
+Factor = Callable[[Array], Array]
+"""`outputs z [B, ..., C] -> S [K, B, ..., C]`, what a kind makes of one minibatch."""
+Sums = Callable[[Apply, Any, Array, Array, Factor], Any]
+"""`(apply, params, inputs [B, ...], weights [B], factor) -> sums over the minibatch`, a pytree."""
 
 
 def weighted_mean(
@@ -59,15 +63,11 @@ def weighted_mean(
     return jax.tree.map(lambda x: x * scale.astype(x.dtype), sums)
 
 
-def run(
-    function: Callable[..., Any], static: tuple, common: Any, examples: Examples, key: Key | None
-) -> Any:
-    """Run a compiled mean over examples, on every device that holds some of them.
+def run(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None) -> Any:
+    """Compile the weighted mean of `sums`, and run it on every device that holds some examples.
 
-    It is `function(*static, common, examples, key)`, compiled for `static`; `common` is the same
-    for all examples. Where the `NamedSharding` of the inputs splits their first axis, each device
-    runs over its own rows, in minibatches of its own and with a key of its own, and the mean is on
-    all devices.
+    Where the `NamedSharding` of the inputs splits their first axis, each device runs over its own
+    rows, in minibatches of its own and with a key of its own, and the mean is on all devices.
 
     Raises:
         ValueError: If inputs are spread and indices are given.
@@ -77,7 +77,7 @@ def run(
     # The axis of the mesh that splits the examples, if one does.
     axis = inputs.sharding.spec[0] if mesh and inputs.sharding.spec else None
     if axis is None:
-        return function(*static, common, examples, key)
+        return _mean(sums, plan, params, examples, key)
     if examples.indices is not None:
         raise ValueError(
             "indices select rows of all inputs, but the inputs are spread over devices, each of "
@@ -87,25 +87,36 @@ def run(
     weights = examples.weights
     # Each device weighs its mean by the weights of its own rows.
     weights = jnp.ones(inputs.shape[0]) if weights is None else jnp.asarray(weights, float)
-    common, key = replicate((common, key), mesh)
+    params, key = replicate((params, key), mesh)
     examples = examples._replace(weights=weights)
-    return _on_every_device(function, static, mesh, axis, common, examples, key)
+    return _mean_over_devices(sums, plan, mesh, axis, params, examples, key)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _mean(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None) -> Any:
+    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Any:
+        def factor(z: Array) -> Array:
+            return plan.kind(plan.model.likelihood, z, y, key)
+
+        return sums(plan.model.apply, params, x, w, factor)
+
+    return weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _on_every_device(
-    function: Callable[..., Any],
-    static: tuple,
+def _mean_over_devices(
+    sums: Sums,
+    plan: Plan,
     mesh: Mesh,
     axis: str | tuple[str, ...],
-    common: Any,
+    params: Any,
     examples: Examples,
     key: Key | None,
 ) -> Any:
-    def on_one(common: Any, key: Key | None, examples: Examples) -> Any:
+    def on_one(params: Any, key: Key | None, examples: Examples) -> Any:
         # Otherwise all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
-        own = function(*static, common, examples, key)
+        own = _mean(sums, plan, params, examples, key)
         total = jax.lax.psum(examples.weights.sum(), axis)
         # Weighted means of means: devices may hold different numbers of examples that count.
         share = examples.weights.sum() / jnp.where(total > 0, total, 1)
@@ -118,7 +129,7 @@ def _on_every_device(
         in_specs=(everywhere, everywhere, rows),
         out_specs=everywhere,
         check_vma=False,
-    )(common, key, examples)
+    )(params, key, examples)
 
 
 def check(

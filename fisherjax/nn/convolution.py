@@ -42,12 +42,11 @@ def observe_convolutions(callback: Callable[..., Array]) -> Iterator[None]:
             remaining arguments of `jax.lax.conv_general_dilated`; returns what takes y's place.
 
     Example:
-        >>> import fisherjax as fj
+        >>> import jax.numpy as jnp, fisherjax as fj
         >>> x, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2))
-        >>> how = {"window_strides": (1, 1), "padding": "VALID"}
-        >>> how["dimension_numbers"] = ("NHWC", "HWIO", "NHWC")
+        >>> layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
         >>> with fj.nn.observe_convolutions(lambda y, lhs, rhs, **settings: 0 * y):
-        ...     print(fj.nn.conv_general_dilated(x, kernel, **how).sum())
+        ...     print(fj.nn.conv_general_dilated(x, kernel, (1, 1), "VALID", **layout).sum())
         0.0
     """
     token = _OBSERVER.set(callback)
@@ -70,7 +69,7 @@ def conv_general_dilated(
 ) -> Array:
     """Convolve images [B, H, W, cin] with a kernel [kh, kw, cin, cout] as patches times a matrix.
 
-        y_bt = P_bt K,    patches P [B, T, kh kw cin]
+        y_bt = P_bt K,    patches P [B, T, kh kw cin], output y [B, H', W', cout]
 
     The rows of K are the kernel's in (kh, kw, cin) order. Where kw cin is large, tangents of
     the images are multiplied one row of the kernel after the other, so that patches of them never
@@ -78,11 +77,8 @@ def conv_general_dilated(
     spatial axes) goes to `jax.lax.conv_general_dilated`, whose arguments these are; its precision
     and preferred_element_type are those of the matrix product.
 
-    Returns:
-        The output [B, H', W', cout].
-
     Example:
-        >>> import fisherjax as fj
+        >>> import jax.numpy as jnp, fisherjax as fj
         >>> x, kernel = jnp.ones((2, 28, 28, 1)), jnp.ones((5, 5, 1, 6))
         >>> numbers = ("NHWC", "HWIO", "NHWC")
         >>> fj.nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=numbers).shape
@@ -109,7 +105,9 @@ def conv_general_dilated(
 
 
 def patches(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Padding) -> Array:
-    """Cut out what a convolution kernel sees at each output location.
+    """Cut out what a convolution kernel sees at each output location, [B, H', W', kh * kw * C].
+
+    The last axis is in (kh, kw, C) order, as the rows of a reshaped kernel.
 
     Args:
         images: [B, H, W, C].
@@ -117,11 +115,8 @@ def patches(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Pa
         window_strides: Strides along height and width.
         padding: "VALID", "SAME", "SAME_LOWER" or ((top, bottom), (left, right)); zeros.
 
-    Returns:
-        Patches [B, H', W', kh * kw * C], in (kh, kw, C) order as the rows of a reshaped kernel.
-
     Example:
-        >>> import fisherjax as fj
+        >>> import jax.numpy as jnp, fisherjax as fj
         >>> fj.nn.patches(jnp.ones((2, 5, 5, 3)), (3, 3), (2, 2), "VALID").shape
         (2, 2, 2, 27)
     """

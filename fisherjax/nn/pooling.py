@@ -1,5 +1,7 @@
 """Maxima over windows, with a derivative that is fast and goes where PyTorch's goes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,10 +19,7 @@ def max_pool(x: Array, window: int | tuple[int, int]) -> Array:
 
     Args:
         x: Images [B, H, W, C].
-        window: Height and width of a window, which are the strides too.
-
-    Returns:
-        The maxima [B, H // height, W // width, C].
+        window: Height and width of a window, which are the strides too, or one number for both.
 
     Example:
         >>> import jax.numpy as jnp, fisherjax as fj
@@ -59,7 +58,5 @@ def _window_maximum_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[
 
 
 def _maximum(x: Array, axis: int) -> Array:
-    first, *others = [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
-    for other in others:
-        first = jnp.maximum(first, other)
-    return first
+    slices = [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
+    return functools.reduce(jnp.maximum, slices)

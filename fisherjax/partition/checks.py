@@ -8,13 +8,9 @@ import numpy as np
 
 
 def check_partition(partition: Sequence[np.ndarray], num_examples: int) -> None:
-    """Refuse a partition that names a row twice, or one that does not exist.
+    """Refuse a partition that names a row twice, or one outside of 0 to N - 1.
 
     Rows that belong to nobody are allowed, and so are clients without any.
-
-    Args:
-        partition: M arrays of row numbers.
-        num_examples: N; rows run from 0 to N - 1.
 
     Raises:
         ValueError: If there is no client, or a row is out of range or named twice; the message

@@ -8,15 +8,12 @@ from fisherjax.partition import checks
 
 
 def iid(targets_or_num_examples, num_clients: int, seed: int) -> list[np.ndarray]:
-    """Deal all examples out at random into equal parts, sizes differing by at most one.
+    """Deal all examples out at random into equal parts; the first N mod M have one more.
 
     Args:
         targets_or_num_examples: The targets [N, ...], whose values are ignored, or N itself.
         num_clients: M, between 1 and N.
         seed: Of `numpy.random.RandomState`, which draws one permutation of the N rows.
-
-    Returns:
-        M arrays of row numbers; the first N mod M clients have the extra example.
 
     Raises:
         ValueError: If `num_clients` or `seed` is out of range.
@@ -26,7 +23,7 @@ def iid(targets_or_num_examples, num_clients: int, seed: int) -> list[np.ndarray
         >>> [len(part) for part in fj.partition.iid(10, num_clients=3, seed=0)]
         [4, 3, 3]
 
-    Source: "homogeneous" of Li et al., "Federated Learning on Non-IID Data Silos", ICDE 2022.
+    Source: "homogeneous" of Li et al., Federated Learning on Non-IID Data Silos, ICDE 2022.
     """
     num_examples = _num_examples(targets_or_num_examples)
     checks.num_clients(num_clients, num_examples)
@@ -36,14 +33,7 @@ def iid(targets_or_num_examples, num_clients: int, seed: int) -> list[np.ndarray
 def central(targets_or_num_examples) -> list[np.ndarray]:
     """Give everything to one client, the ceiling that merging is compared with.
 
-    Args:
-        targets_or_num_examples: The targets [N, ...], whose values are ignored, or N itself.
-
-    Returns:
-        One array with the rows 0 to N - 1.
-
-    Raises:
-        ValueError: If there is no example.
+    Its argument is that of `iid`; a ValueError says if there is no example.
 
     Example:
         >>> import fisherjax as fj
@@ -58,12 +48,8 @@ def central(targets_or_num_examples) -> list[np.ndarray]:
 def natural(groups) -> list[np.ndarray]:
     """Give every group of examples to a client of its own: a writer, a speaker, a hospital.
 
-    Args:
-        groups: Who each example comes from, [N] numbers or strings.
-
-    Returns:
-        One array of ascending row numbers for each distinct group, groups in sorted order, that of
-        `numpy.unique(groups)`.
+    Groups are [N] numbers or strings. Clients are in the order of `numpy.unique(groups)`, the rows
+    of each ascending.
 
     Raises:
         ValueError: If `groups` is not one label for each of at least one example.
@@ -73,8 +59,7 @@ def natural(groups) -> list[np.ndarray]:
         >>> fj.partition.natural(["Romeo", "Juliet", "Romeo"])
         [array([1]), array([0, 2])]
 
-    Source: Caldas, Duddu, Wu, Li, Konečný, McMahan, Smith, Talwalkar, "LEAF: A Benchmark for
-    Federated Settings", 2018.
+    Source: Caldas et al., LEAF: A Benchmark for Federated Settings, 2018.
     """
     groups = np.asarray(groups)
     if groups.ndim != 1 or groups.size == 0:
@@ -96,20 +81,19 @@ def hold_out(num_clients: int, num_held_out: int, seed: int) -> tuple[np.ndarray
         seed: Of `numpy.random.RandomState`, which draws one permutation of the M clients.
 
     Returns:
-        The numbers of the clients that are kept [M - num_held_out] and of those held out
-        [num_held_out], each ascending.
+        The numbers of the clients that are kept and of those held out, each ascending.
 
     Raises:
         ValueError: If no client would be kept or none held out, or the seed is out of range.
-        TypeError: If a count or the seed is not an integer.
+        TypeError: If an argument is not an integer.
 
     Example:
         >>> import fisherjax as fj
         >>> fj.partition.hold_out(5, 2, seed=0)
         (array([1, 3, 4]), array([0, 2]))
 
-    Source: Yuan, Morningstar, Ning, Singhal, "What Do We Mean by Generalization in Federated
-    Learning?", ICLR 2022 (participation gap).
+    Source: Yuan, Morningstar, Ning, Singhal, What Do We Mean by Generalization in Federated
+    Learning?, ICLR 2022 (participation gap).
     """
     checks.count("num_clients", num_clients, 2)
     checks.count("num_held_out", num_held_out, 1)

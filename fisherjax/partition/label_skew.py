@@ -1,4 +1,8 @@
-"""Schemes that give clients different shares of the classes, and the table that shows them."""
+"""Schemes that give clients different shares of the classes, and the table that shows them.
+
+NIID-Bench is Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos: An Experimental Study",
+ICDE 2022, with its code.
+"""
 
 import random as standard_random
 from collections.abc import Sequence
@@ -24,9 +28,6 @@ def fedfisher(targets, num_clients: int, alpha: float, seed: int) -> list[np.nda
         seed: Of `numpy.random.RandomState`: M draws in client order, then one shuffle of the
             ascending rows of each class, class by class. The authors use 3 in every run.
 
-    Returns:
-        M arrays of row numbers, classes in ascending order.
-
     Raises:
         ValueError: If `alpha`, `num_clients`, `seed` or the labels are out of range.
         TypeError: If the labels are not integers.
@@ -37,26 +38,19 @@ def fedfisher(targets, num_clients: int, alpha: float, seed: int) -> list[np.nda
         >>> sorted(int(row) for part in parts for row in part)
         [0, 1, 2, 3, 4, 5, 6, 7]
 
-    Source: Jhunjhunwala, Wang, Joshi, "FedFisher: Leveraging Fisher Information for One-Shot
-    Federated Learning", AISTATS 2024, section 5 and its code. Where the code would divide zero by
-    zero: a client whose draw underflows gets one random class (the limit of small alpha), a class
-    that nobody drew is shared equally.
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, section 5 and its code. Where the
+    code would divide zero by zero: a client whose draw underflows gets one random class (the limit
+    of small alpha), a class that nobody drew is shared equally.
     """
     targets = checks.labels(targets)
     checks.num_clients(num_clients, len(targets))
     checks.concentration("alpha", alpha)
     random = checks.random_state(seed)
-    num_classes = int(targets.max()) + 1
-    shares = _dirichlet_shares(random, num_clients, num_classes, alpha)
-    clients = [[] for _ in range(num_clients)]
-    for label in range(num_classes):
-        rows = np.flatnonzero(targets == label)
-        random.shuffle(rows)
-        # The last client takes what rounding leaves: its end is not computed.
-        cuts = np.floor(np.cumsum(shares[:, label])[:-1] * len(rows)).astype(np.int64)
-        for client, part in zip(clients, np.split(rows, cuts), strict=True):
-            client.append(part)
-    return [np.concatenate(parts) for parts in clients]
+    classes = _rows_of_classes(targets)
+    shares = _dirichlet_shares(random, num_clients, len(classes), alpha)
+    pairs = zip(classes, shares.T, strict=True)
+    dealt = [_cut(random.permutation(rows), of_class) for rows, of_class in pairs]
+    return [np.concatenate(parts) for parts in zip(*dealt, strict=True)]
 
 
 def niid_bench(
@@ -84,12 +78,8 @@ def niid_bench(
         min_size: The fewest examples of a client.
         max_draws: How often to draw before giving up. Small beta and many clients need most.
 
-    Returns:
-        M arrays of row numbers.
-
     Raises:
-        ValueError: If no draw gave every client `min_size` examples, or if a number or the labels
-            are out of range.
+        ValueError: If no draw gives each client `min_size` examples, or a number is out of range.
         TypeError: If the labels or a count are not integers.
 
     Example:
@@ -98,11 +88,9 @@ def niid_bench(
         >>> sorted(len(part) for part in parts)
         [15, 25]
 
-    Source: Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos: An Experimental Study",
-    ICDE 2022 ("distribution-based label imbalance") and its code, whose splits these are, seed by
-    seed. Deviations: the code draws for ever; and where the draws of all clients that may still
-    receive underflow, it divides zero by zero. They are then drawn again in logarithms, by the same
-    law.
+    Source: NIID-Bench ("distribution-based label imbalance"), whose splits these are, seed by seed.
+    Deviations: its code draws for ever; and where the draws of all clients that may still receive
+    underflow, it divides zero by zero. They are drawn again by the same law, in logarithms.
     """
     targets = checks.labels(targets)
     num_examples = len(targets)
@@ -116,16 +104,14 @@ def niid_bench(
             f"each: ask for min_size up to {num_examples // num_clients}, or fewer clients"
         )
     random = checks.random_state(seed)
-    classes = [np.flatnonzero(targets == label) for label in range(int(targets.max()) + 1)]
+    classes = _rows_of_classes(targets)
     best = 0
     for _ in range(max_draws):
         clients = _balanced_draw(random, classes, num_clients, beta)
         smallest = min(map(len, clients))
         if smallest >= min_size:
             # Only what is kept is shuffled, as a shuffle draws too.
-            for rows in clients:
-                random.shuffle(rows)
-            return clients
+            return [random.permutation(rows) for rows in clients]
         best = max(best, smallest)
     raise ValueError(
         f"none of {max_draws} draws gave each of {num_clients} clients min_size={min_size} "
@@ -147,29 +133,23 @@ def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -
         seed: Of `random.Random`, which chooses the classes, client by client, and of
             `numpy.random.RandomState`, which shuffles the ascending rows of each class.
 
-    Returns:
-        M arrays of row numbers, classes in ascending order.
-
     Raises:
-        ValueError: If `num_classes` is not between 1 and C, a class has fewer examples than
-            owners, or another argument is out of range.
+        ValueError: If a class has fewer examples than owners, or an argument is out of range.
         TypeError: If the labels or a count are not integers.
 
     Example:
         >>> import fisherjax as fj
         >>> targets = [0, 1, 2] * 6
         >>> parts = fj.partition.classes_per_client(targets, 3, num_classes=2, seed=0)
-        >>> fj.partition.label_counts(targets, parts)
-        array([[3, 2, 0],
-               [3, 2, 0],
-               [0, 2, 6]])
+        >>> fj.partition.label_counts(targets, parts).tolist()
+        [[3, 2, 0], [3, 2, 0], [0, 2, 6]]
 
-    Source: Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos: An Experimental Study",
-    ICDE 2022 ("quantity-based label imbalance") and its code, whose splits these are, seed by seed.
+    Source: NIID-Bench ("quantity-based label imbalance"), whose splits these are, seed by seed.
     """
     targets = checks.labels(targets)
     checks.num_clients(num_clients, len(targets))
-    total = int(targets.max()) + 1
+    classes = _rows_of_classes(targets)
+    total = len(classes)
     checks.count("num_classes", num_classes, 1)
     if num_classes > total:
         raise ValueError(
@@ -179,30 +159,26 @@ def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -
     random = checks.random_state(seed)
     owners = _draw_owners(standard_random.Random(int(seed)), num_clients, num_classes, total)
     clients = [[] for _ in range(num_clients)]
-    for label, own in enumerate(owners):
-        rows = np.flatnonzero(targets == label)
+    for label, (rows, own) in enumerate(zip(classes, owners, strict=True)):
         if len(rows) < len(own):
             raise ValueError(
                 f"class {label} has {len(rows)} examples for the {len(own)} clients that own it: "
                 "ask for fewer clients or fewer classes a client"
             )
-        random.shuffle(rows)
+        shuffled = random.permutation(rows)
         # Without an owner the examples are left out.
-        parts = np.array_split(rows, len(own)) if own else []
+        parts = np.array_split(shuffled, len(own)) if own else []
         for client, part in zip(own, parts, strict=True):
             clients[client].append(part)
     return [np.concatenate(parts) for parts in clients]
 
 
 def label_counts(targets, partition: Sequence[np.ndarray]) -> np.ndarray:
-    """Count how many examples of each class each client holds.
+    """Count how many examples of each class each client holds, [M, C].
 
     Args:
-        targets: Class labels, integers [N]; the number of classes is the largest plus one.
+        targets: Class labels, integers [N]; C is the largest plus one.
         partition: M arrays of row numbers.
-
-    Returns:
-        Integers [M, C]; row sums are client sizes, column sums class sizes.
 
     Raises:
         ValueError: If the labels are negative or the partition is not one of these N examples.
@@ -221,25 +197,29 @@ def label_counts(targets, partition: Sequence[np.ndarray]) -> np.ndarray:
     return np.stack([np.bincount(targets[row], minlength=num_classes) for row in rows])
 
 
+def _rows_of_classes(targets: np.ndarray) -> list[np.ndarray]:
+    return [np.flatnonzero(targets == label) for label in range(int(targets.max()) + 1)]
+
+
+def _cut(rows: np.ndarray, shares: np.ndarray) -> list[np.ndarray]:
+    """Cut the rows of a class into the clients' shares [M] of it."""
+    # The last client takes what rounding leaves: its end is not computed.
+    return np.split(rows, (np.cumsum(shares)[:-1] * len(rows)).astype(np.int64))
+
+
 def _balanced_draw(
     random, classes: list[np.ndarray], num_clients: int, beta: float
 ) -> list[np.ndarray]:
     """Split the rows of all classes once; the rows of each client."""
     capacity = sum(map(len, classes)) / num_clients
-    clients = [[] for _ in range(num_clients)]
-    sizes = np.zeros(num_clients, np.int64)
+    dealt, sizes = [], np.zeros(num_clients, np.int64)
     for ascending in classes:
-        # A draw starts from ascending rows, whatever the draws before it have shuffled.
-        rows = ascending.copy()
-        random.shuffle(rows)
+        rows = random.permutation(ascending)
         # An empty class needs no room; by then there may be none.
         has_room = (sizes < capacity) | (len(rows) == 0)
-        shares = _shares_of_class(random, has_room, beta)
-        cuts = (np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
-        for client, part in zip(clients, np.split(rows, cuts), strict=True):
-            client.append(part)
-        sizes = np.array([sum(map(len, parts)) for parts in clients])
-    return [np.concatenate(parts) for parts in clients]
+        dealt.append(_cut(rows, _shares_of_class(random, has_room, beta)))
+        sizes += list(map(len, dealt[-1]))
+    return [np.concatenate(parts) for parts in zip(*dealt, strict=True)]
 
 
 def _shares_of_class(random, has_room: np.ndarray, beta: float) -> np.ndarray:
@@ -263,12 +243,10 @@ def _draw_owners(
     """Let every client choose its classes; the owners of each class, in client order."""
     owners = [[] for _ in range(total)]
     for client in range(num_clients):
-        own = [client % total]
+        own = {client % total}
         # Repetitions are thrown away, not avoided: the authors' draws are the same.
         while len(own) < num_classes:
-            label = random.randint(0, total - 1)
-            if label not in own:
-                own.append(label)
+            own.add(random.randint(0, total - 1))
         for label in own:
             owners[label].append(client)
     return owners
