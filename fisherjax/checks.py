@@ -157,11 +157,9 @@ def examples(value: Examples) -> None:
     """Refuse what are not arrays of fitting lengths."""
     # First each array by itself, then whether they fit together, finally their values.
     instance("examples", value, Examples, "fisherjax.Examples(inputs, targets)")
-    for name, array in value._asdict().items():
-        if array is not None and not getattr(array, "ndim", 0):
-            raise TypeError(
-                f"{name} is {_kind(array)}; expected an array with an axis of examples."
-            )
+    for name, x in value._asdict().items():
+        if x is not None and not getattr(x, "ndim", 0):
+            raise TypeError(f"{name} is {_kind(x)}; expected an array with an axis of examples.")
     inputs, targets, indices, weights = value
     if inputs is None:
         raise TypeError("inputs is None; expected an array with an axis of examples.")
@@ -189,8 +187,7 @@ def examples(value: Examples) -> None:
 def outputs(model: Model, params: Params, inputs: Array, targets: Array | None = None) -> Any:
     """Give the outputs' shape and dtype; refuse a network that fails or targets that do not fit."""
     # Shapes only: nothing is computed, however large the data set.
-    shape = jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)
-    z = _traced("apply", model.apply, params, shape)
+    z = _traced("apply", model.apply, params, jax.ShapeDtypeStruct(inputs.shape, inputs.dtype))
     if getattr(z, "ndim", 0) < 1:
         raise ValueError(f"apply returned {z}; expected outputs [B, C], an array.")
     if targets is not None:

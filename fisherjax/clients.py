@@ -20,6 +20,8 @@ from fisherjax.typing import Array, Examples, Key
 # Keys are folded by purpose, then by client, so that no two draws share a key.
 TRAIN, SUMMARIZE, COHORT, SPLIT, AGGREGATE = range(5)
 
+Minibatch = tuple[Array, Array | None, Array]  # inputs [B, ...], targets, weights [B]
+
 
 class Federation(NamedTuple):
     """The data of all clients.
@@ -55,31 +57,24 @@ class Federation(NamedTuple):
 
 
 def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
-    """Give every client its examples.
+    """Give every client its examples, on the device.
 
     Args:
         data: A `datasets.Dataset`, `Examples`, or a pair (inputs [N, ...], targets [N, ...]).
         partition: For every client the rows [n_i] it owns; none is allowed.
 
-    Returns:
-        The federation, on the device.
-
     Raises:
-        ValueError: If inputs and targets differ in length, a row is out of range, or there are no
-            clients or no examples at all.
+        ValueError: If inputs and targets differ in length, a row does not exist, or nobody has any.
         TypeError: If rows are not integers.
 
     Example:
-        >>> import numpy as np, fisherjax as fj
-        >>> data = np.zeros((5, 8)), np.array([0, 1, 1, 0, 1])
-        >>> print(fj.clients.federation(data, [[3, 1, 0], [4]]).indices)
+        >>> print(federation((np.zeros(5), np.zeros(5)), [[3, 1, 0], [4]]).indices)
         [[3 1 0]
          [4 0 0]]
     """
     pair = (data.inputs, data.targets) if hasattr(data, "inputs") else data
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        kind = type(data).__name__
-        raise TypeError(f"data is a {kind}; expected a Dataset or a pair (inputs, targets).")
+        raise TypeError(f"data is a {type(data).__name__}; expected Dataset or (inputs, targets).")
     checks.instance("partition", partition, Iterable, "the rows of every client")
     inputs, targets = (x if hasattr(x, "ndim") else np.asarray(x) for x in pair)
     if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
@@ -91,13 +86,10 @@ def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
     sizes = np.array([len(own) for own in rows], np.int32)
     if sizes.sum() == 0:
         raise ValueError(
-            f"The partition gives no example to any of its {len(rows)} clients; expected at least "
-            "one array of row numbers that is not empty."
+            f"The partition gives no example to any of its {len(rows)} clients; expected some rows."
         )
     # [M, n_max]. Padding is row 0, a valid index, and `minibatches` never reads it.
-    indices = np.zeros((len(rows), sizes.max()), np.int32)
-    for client, own in enumerate(rows):
-        indices[client, : len(own)] = own
+    indices = np.stack([np.pad(own, (0, sizes.max() - len(own))) for own in rows])
     return Federation(*map(jnp.asarray, (inputs, targets, indices, sizes)))
 
 
@@ -108,9 +100,8 @@ def view(federation: Federation, client: int | Array) -> Examples:
         IndexError: If there is no such client.
 
     Example:
-        >>> import numpy as np, fisherjax as fj
-        >>> federation = fj.clients.federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
-        >>> print(fj.clients.view(federation, 0).weights)
+        >>> two = federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
+        >>> print(view(two, 0).weights)
         [1. 0.]
     """
     check(federation)
@@ -126,36 +117,29 @@ def view(federation: Federation, client: int | Array) -> Examples:
 
 
 def select(federation: Federation, clients: Sequence[int] | Array) -> Federation:
-    """Keep some of the clients: a cohort, or those that are held out.
+    """Keep the clients at these places [K], in this order: a cohort, or those that are held out.
 
-    Args:
-        federation: The data of all clients.
-        clients: Places [K] in the order of the result; may be traced.
-
-    Returns:
-        The federation of these. The data are shared, not copied, and keys are folded as before:
-        a client trains alone exactly as it does among the others. `_replace(ids=None)` numbers
-        them anew.
+    The data are shared, not copied, and keys are folded as before: a client trains alone exactly as
+    it does among the others. `_replace(ids=None)` numbers them anew. The places may be traced.
 
     Raises:
         ValueError: If there are none, one is named twice, or one does not exist.
 
     Example:
-        >>> import numpy as np, fisherjax as fj
-        >>> federation = fj.clients.federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
-        >>> print(fj.clients.select(federation, [1]).sizes)
+        >>> two = federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
+        >>> print(select(two, [1]).sizes)
         [2]
     """
     check(federation)
     if not checks.is_traced(clients):
-        clients, number = np.asarray(clients), federation.num_clients
-        known = np.issubdtype(clients.dtype, np.integer) & np.isin(clients, np.arange(number))
-        if clients.ndim != 1 or not clients.size or not known.all():
+        clients, last = np.asarray(clients), federation.num_clients - 1
+        known = np.issubdtype(clients.dtype, np.integer) & np.isin(clients, np.arange(last + 1))
+        differ = clients.ndim == 1 and clients.size == len(np.unique(clients)) > 0
+        if not differ or not known.all():
             raise ValueError(
-                f"clients are {clients.tolist()}; expected at least one of 0 to {number - 1}."
+                f"clients are {clients.tolist()}; expected at least one of 0 to {last}, each only "
+                "once."
             )
-        if len(np.unique(clients)) < len(clients):
-            raise ValueError(f"clients are {clients.tolist()}; expected each only once.")
     kept = jax.tree.map(lambda x: x[clients], (federation.indices, federation.sizes))
     return Federation(federation.inputs, federation.targets, *kept, ids(federation)[clients])
 
@@ -178,20 +162,18 @@ def client_key(key: Key, purpose: int, client: Array) -> Key:
 
 
 def shard(federation: Federation, devices: Sequence[jax.Device] | None = None) -> Federation:
-    """Spread the clients over several devices, of this process or of all.
+    """Spread the clients over several devices, all of them by default.
 
-    Each of D devices (all if None) holds the data and works on M / D clients of its own: training,
-    the Fisher pass and the server's sums then run on all of them, with the same results to
-    rounding. Over several hosts (`jax.distributed.initialize`) each process calls it with the same
-    federation.
+    Each of D devices holds the data and works on M / D clients of its own: training, the Fisher
+    pass and the server's sums then run on all of them, with the same results to rounding. Over
+    several hosts (`jax.distributed.initialize`) each process calls it with the same federation.
 
     Raises:
         ValueError: If there are no devices, or their number does not divide M.
 
     Example:
-        >>> import jax, numpy as np, fisherjax as fj
-        >>> federation = fj.clients.federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
-        >>> fj.clients.shard(federation, jax.devices()[:1]).mesh.size
+        >>> two = federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
+        >>> shard(two, jax.devices()[:1]).mesh.size
         1
     """
     mesh = client_mesh(devices)
@@ -200,23 +182,16 @@ def shard(federation: Federation, devices: Sequence[jax.Device] | None = None) -
     return replicate(federation, mesh)
 
 
-def minibatches(
-    examples: Examples, batch_size: int
-) -> tuple[Array, Callable[[Array], tuple[Array, Array | None, Array]]]:
-    """Cut examples into minibatches, in their order, the last short one kept.
-
-    Args:
-        examples: Of one client, or a whole data set.
-        batch_size: B; capped at the rows there are.
+def minibatches(examples: Examples, batch_size: int) -> tuple[Array, Callable[[Array], Minibatch]]:
+    """Cut examples, in their order, into minibatches of B, or of all rows if there are fewer.
 
     Returns:
         How many minibatches hold an example that counts, and `batch(number) -> (inputs [B, ...],
-        targets, weights [B])`. A short minibatch is filled up with its own examples at weight
+        targets, weights [B])`. A last, short minibatch is filled up with its own examples at weight
         zero, and so is the place of a row that does not count, which is never read.
 
     Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
-        >>> number, batch = fj.clients.minibatches(fj.Examples(jnp.arange(5.0)), batch_size=3)
+        >>> number, batch = minibatches(Examples(jnp.arange(5.0)), batch_size=3)
         >>> print(number, *batch(1)[::2])
         2 [3. 4. 3.] [1. 1. 0.]
     """
@@ -227,7 +202,7 @@ def minibatches(
     # Nothing after the last example that counts is run.
     used = jnp.max(jnp.where(weights != 0, jnp.arange(1, weights.size + 1), 0))
 
-    def batch(number: Array) -> tuple[Array, Array | None, Array]:
+    def batch(number: Array) -> Minibatch:
         place = jnp.arange(length)
         # At least 1, as a remainder by 0 means nothing: an empty client runs minibatches in vain
         # where it waits for others of its chunk.
@@ -271,8 +246,7 @@ def _check_rows(rows: Any, client: int, num_examples: int) -> np.ndarray:
     rows = np.asarray(rows)
     if rows.ndim != 1:
         raise ValueError(
-            f"The rows of client {client} have shape {rows.shape}; expected one dimension, the "
-            "numbers of the examples it owns."
+            f"The rows of client {client} have shape {rows.shape}; expected one dimension, [n_i]."
         )
     # An empty list is an array of floats to NumPy: only rows that exist have a dtype to check.
     if rows.size and not np.issubdtype(rows.dtype, np.integer):

@@ -28,8 +28,7 @@ def is_patch_needed(jax_version: str = jax.__version__, kfac_jax_version: str = 
     """Say whether these versions, such as "0.10.2" and "0.0.8", need any patch.
 
     Example:
-        >>> from fisherjax import compat
-        >>> compat.is_patch_needed("0.9.1", "0.0.8"), compat.is_patch_needed("0.12.0", "0.0.8")
+        >>> is_patch_needed("0.9.1", "0.0.8"), is_patch_needed("0.12.0", "0.0.8")
         (False, True)
     """
     return _numbers(jax_version) >= (0, 9, 2) and _numbers(kfac_jax_version) <= (0, 0, 8)
@@ -42,12 +41,9 @@ def import_kfac_jax() -> ModuleType:
     with _lend_names() if moved else contextlib.nullcontext():
         import kfac_jax
     if moved:
-        _patch_moved_names()
-        _patch_merged_jaxpr()
+        _patch_core()
     if is_patch_needed():
-        from kfac_jax._src import tag_graph_matcher
-
-        tag_graph_matcher.eval_jaxpr_eqn = _evaluate_equation
+        kfac_jax.tag_graph_matcher.eval_jaxpr_eqn = _evaluate_equation
     return kfac_jax
 
 
@@ -80,30 +76,24 @@ def _lend_names() -> Iterator[None]:
             delattr(jax.core, name)
 
 
-def _patch_moved_names() -> None:
-    """Show kfac-jax a `jax.core` that still has the names it reads when its functions run."""
-    from kfac_jax._src import layers_and_loss_tags, tag_graph_matcher
+def _patch_core() -> None:
+    """Show kfac-jax a `jax.core` as it was before jax 0.11, with the names it reads as it runs.
+
+    Jaxpr and ClosedJaxpr are one class since, which takes no argument called `jaxpr`. And kfac-jax,
+    which tells an open Jaxpr from a closed one by its class, would close a closed one again, and
+    lose its constants.
+    """
+    from kfac_jax._src import layers_and_loss_tags, tag_graph_matcher, tracer
     from kfac_jax._src.utils import parallel
+
+    def close(jaxpr: Any, consts: list[Any]) -> Any:
+        return jex.core.ClosedJaxpr(jaxpr, consts)
 
     parallel.core = _view(jax.core, **{name: getattr(jex.core, name) for name in _READ_LATER})
     layers_and_loss_tags.jax = tag_graph_matcher.jax = _view(jax, core=parallel.core)
-
-
-def _patch_merged_jaxpr() -> None:
-    """Teach kfac-jax that since jax 0.11 Jaxpr and ClosedJaxpr are one class.
-
-    That class takes no argument called `jaxpr`. And kfac-jax, which tells an open Jaxpr from a
-    closed one by its class, would close a closed one again, and lose its constants.
-    """
-    from kfac_jax._src import tag_graph_matcher, tracer
-
     tag_graph_matcher.to_closed_jaxpr = lambda jaxpr: jaxpr
-    tag_graph_matcher.ClosedJaxpr = _close
-    tracer.jex = _view(jex, core=_view(jex.core, ClosedJaxpr=_close))
-
-
-def _close(jaxpr: Any, consts: list[Any]) -> Any:
-    return jex.core.ClosedJaxpr(jaxpr, consts)
+    tag_graph_matcher.ClosedJaxpr = close
+    tracer.jex = _view(jex, core=_view(jex.core, ClosedJaxpr=close))
 
 
 def _view(module: ModuleType, **names: Any) -> ModuleType:

@@ -4,7 +4,6 @@ Images stay uint8 until a batch is used: `normalizer` makes the function that sc
 `crop_and_flip` the one that also augments them, both for the device.
 """
 
-import contextlib
 import difflib
 import functools
 import io
@@ -12,7 +11,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,22 +65,16 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> tuple[Dataset,
 
     "digits" comes with scikit-learn: 1797 images of 8x8, of which the last 360 rows of
     `numpy.random.RandomState(0).permutation(1797)` are for testing. The others (`NAMES`) are read
-    through TensorFlow Datasets, prepared beforehand; TensorFlow is not needed to read them.
-
-    Args:
-        name: One of `NAMES`.
-        data_dir: Folder of the prepared data sets; without it the environment's `TFDS_DATA_DIR`,
-            without that `~/tensorflow_datasets`.
+    through TensorFlow Datasets, prepared beforehand in `data_dir`, without it in the environment's
+    `TFDS_DATA_DIR`, without that in `~/tensorflow_datasets`; reading them needs no TensorFlow.
 
     Raises:
         ValueError: If the name is unknown.
-        FileNotFoundError: If the data set is not prepared there; the message holds the command that
-            prepares it.
+        FileNotFoundError: If it is not prepared there; the message holds the command that does so.
         ImportError: If the package that reads the data set is missing.
 
     Example:
-        >>> import fisherjax as fj
-        >>> train, test = fj.datasets.load("digits")
+        >>> train, test = load("digits")
         >>> train.inputs.shape, test.inputs.shape
         ((1437, 8, 8, 1), (360, 8, 8, 1))
 
@@ -92,14 +85,20 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> tuple[Dataset,
         raise ValueError(
             f"unknown data set {name!r}: did you mean {nearest!r}? Known: {', '.join(NAMES)}"
         )
-    splits, num_classes, scale = _read_digits() if name == "digits" else _read_tfds(name, data_dir)
+    try:
+        read = _read_digits() if name == "digits" else _read_tfds(name, data_dir)
+    except ImportError as error:
+        raise ImportError(
+            f"the digits come with scikit-learn, and decoding images needs pillow ({error}): "
+            "pip install 'fisherjax[experiments]'"
+        ) from error
+    splits, num_classes, scale = read
     train, test = (Dataset(*split, num_classes, scale, *_MOMENTS[name], name) for split in splits)
     return train, test
 
 
 def _read_digits():
-    with _needed_for("the digits come with scikit-learn"):
-        from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     # Stored as the other data sets are: whole numbers, here from 0 to 16, and one channel.
@@ -109,29 +108,12 @@ def _read_digits():
     return [(images[part], targets[part]) for part in np.split(rows, [-360])], 10, 16.0
 
 
-@contextlib.contextmanager
-def _needed_for(use: str) -> Iterator[None]:
-    """Say what a missing package is needed for, and how to get it."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f"{use} ({error}): pip install 'fisherjax[experiments]'") from error
-
-
 def load_text(name: str = "tiny_shakespeare", data_dir: str | os.PathLike | None = None) -> str:
-    r"""Read a text into memory.
+    """Read a text into memory: the splits train, validation and test, which follow one another.
 
     The only name is "tiny_shakespeare", parts of nine plays, prepared through TensorFlow Datasets;
     `data_dir` and what is raised are those of `load`. Your own text is a string already:
     `Path(file).read_text()`.
-
-    Returns:
-        The whole text; the splits train, validation and test are consecutive pieces of it.
-
-    Example:
-        >>> import fisherjax as fj
-        >>> fj.datasets.load_text()[:46]  # doctest: +SKIP
-        'First Citizen:\nBefore we proceed any further, '
 
     Source: Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks", 2015 (data).
     """
@@ -190,8 +172,7 @@ def _how_to_prepare(name: str, data_dir) -> str:
 
 
 def _decode(source, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    with _needed_for("decoding images needs pillow"):
-        from PIL import Image
+    from PIL import Image
 
     inputs = np.empty((len(source), *shape), np.uint8)
     targets = np.empty(len(source), np.int32)
@@ -210,20 +191,15 @@ def normalizer(dataset: Dataset) -> Callable[[Array], Array]:
 
         normalize(x) = (x / scale - mean) / std
 
-    Args:
-        dataset: Its constants are used, its arrays are not.
-
-    Returns:
-        `normalize(x)`: integer x [..., channels] becomes float32; floating x passes unchanged, as
-        it has been normalised before. Equal constants give the same function object.
+    Integer x [..., channels] becomes float32; floating x passes unchanged, as it has been
+    normalised before. Equal constants of a data set give the same function object.
 
     Raises:
         ValueError: If the constants cannot normalise (a zero deviation, differing lengths).
 
     Example:
-        >>> import fisherjax as fj
-        >>> train, _ = fj.datasets.load("digits")
-        >>> float(fj.datasets.normalizer(train)(train.inputs).max())
+        >>> train, _ = load("digits")
+        >>> print(normalizer(train)(train.inputs).max())
         1.0
     """
     scale = float(dataset.scale)
@@ -258,14 +234,9 @@ def _normalizer(scale, mean, std):
 def crop_and_flip(normalize: Callable[[Array], Array], padding: int = 4, mode: str = "constant"):
     """Make the augmentation of the CIFAR experiments: a random crop and a random mirror image.
 
-    Each image is normalised, padded on all sides, cut to its old size at a random place and
-    mirrored left to right in half of the cases.
-
-    Args:
-        normalize: What `normalizer` returned.
-        padding: Width of the border in pixels, from 0 up.
-        mode: What the border holds, as in `numpy.pad`: "constant" is zeros, "reflect" the image
-            mirrored at its outermost pixels, which needs a padding below its size.
+    Each image is normalised, padded on all sides by `padding` pixels, cut to its old size at a
+    random place and mirrored left to right in half of the cases. The border holds zeros, or with
+    mode "reflect" the image mirrored at its outermost pixels, which needs a padding below its size.
 
     Returns:
         `augment(key, images)` from stored images [B, H, W, channels] to normalised ones, every
@@ -275,9 +246,8 @@ def crop_and_flip(normalize: Callable[[Array], Array], padding: int = 4, mode: s
         ValueError: If the padding or the mode is something else.
 
     Example:
-        >>> import jax, fisherjax as fj
-        >>> train, _ = fj.datasets.load("digits")
-        >>> augment = fj.datasets.crop_and_flip(fj.datasets.normalizer(train), padding=1)
+        >>> train, _ = load("digits")
+        >>> augment = crop_and_flip(normalizer(train), padding=1)
         >>> augment(jax.random.key(0), train.inputs[:2]).shape
         (2, 8, 8, 1)
 

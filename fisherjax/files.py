@@ -16,25 +16,14 @@ _DTYPES = {
 
 
 def save_arrays(path: str | os.PathLike, tree: Any) -> None:
-    """Write the leaves of a pytree of arrays to one file, by names such as "layers/0/kernel".
+    """Write a pytree of arrays to one .safetensors file, by names such as "layers/0/kernel".
 
     The file appears whole or not at all: what was there before stays until the new one is complete.
-
-    Args:
-        path: Ends in .safetensors; its folder exists.
-        tree: Dicts, lists, NamedTuples, registered dataclasses.
 
     Raises:
         ValueError: For another suffix, two leaves of one name, or a name that cannot be stored.
         TypeError: If a leaf is not an array, or of a type that the format does not hold.
         FileNotFoundError: If the folder is missing.
-
-    Example:
-        >>> import tempfile, numpy as np, fisherjax as fj
-        >>> path = f"{tempfile.mkdtemp()}/model.safetensors"
-        >>> fj.files.save_arrays(path, {"dense": {"kernel": np.ones((2, 3))}})
-        >>> fj.files.load_arrays(path)["dense/kernel"].shape
-        (2, 3)
     """
     path = _checked_path(path, ".safetensors")
     if not path.parent.is_dir():
@@ -56,27 +45,25 @@ def save_arrays(path: str | os.PathLike, tree: Any) -> None:
 
 
 def load_arrays(path: str | os.PathLike, like: Any = None) -> Any:
-    """Read a file of flat named arrays.
+    """Read a file of named arrays, as NumPy's, which keep their 64 bits whatever JAX is set to.
 
     Args:
         path: A file that `save_arrays`, or another program, wrote: .safetensors or .npz.
         like: A pytree of arrays or `jax.ShapeDtypeStruct`; the result has its structure. Without it
             the result is a dict from names to arrays.
 
-    Returns:
-        NumPy arrays, which keep their 64 bits whatever JAX is set to.
-
     Raises:
-        ValueError: For another suffix, a damaged file, or names, shapes and types that are not
-            those of `like`; the message lists them.
+        ValueError: For another suffix, a damaged file, or other names, shapes or types than `like`.
         FileNotFoundError: If there is no such file.
 
     Example:
-        >>> import tempfile, numpy as np, fisherjax as fj
+        >>> import tempfile
         >>> path = f"{tempfile.mkdtemp()}/model.safetensors"
-        >>> fj.files.save_arrays(path, [np.ones(2)])
-        >>> fj.files.load_arrays(path, like=[np.zeros(2)])
-        [array([1., 1.])]
+        >>> save_arrays(path, {"dense": [np.ones(2)]})
+        >>> load_arrays(path)
+        {'dense/0': array([1., 1.])}
+        >>> load_arrays(path, like={"dense": [np.zeros(2)]})
+        {'dense': [array([1., 1.])]}
     """
     path = _checked_path(path, ".safetensors", ".npz")
     if not path.is_file():
@@ -94,13 +81,13 @@ def load_arrays(path: str | os.PathLike, like: Any = None) -> Any:
         ) from error
     if like is None:
         return arrays
-    expected = _named(like)
-    faults = [f"missing {name}" for name in expected if name not in arrays]
-    faults += [f"not expected {name}" for name in arrays if name not in expected]
-    for name in filter(arrays.__contains__, expected):
-        found, wanted = _kind(arrays[name]), _kind(expected[name])
-        if found != wanted:
-            faults.append(f"{name} is {found}, expected {wanted}")
+    found = {name: _kind(array) for name, array in arrays.items()}
+    expected = {name: _kind(leaf) for name, leaf in _named(like).items()}
+    faults = [f"missing {name}" for name in expected if name not in found]
+    faults += [f"not expected {name}" for name in found if name not in expected]
+    for name, kind in expected.items():
+        if found.get(name, kind) != kind:
+            faults.append(f"{name} is {found[name]}, expected {kind}")
     if faults:
         more = f"; and {len(faults) - 20} more" if len(faults) > 20 else ""
         raise ValueError(
@@ -128,20 +115,17 @@ def _named(tree: Any) -> dict[str, Any]:
             raise ValueError(f"two leaves are called {name!r}: rename a key that holds a '/'")
         if name == "__metadata__" or "\0" in name:  # the first is what safetensors keeps for itself
             raise ValueError(f"a leaf is called {name!r}, which a file cannot hold: rename it")
-        named[name] = leaf
+        # By its type first: numpy.asarray has no answer for JAX's keys.
+        named[name] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     return named
 
 
 def _kind(leaf) -> str:
-    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     return f"{leaf.dtype.name}{list(leaf.shape)}"
 
 
 def _stored(name: str, leaf) -> np.ndarray:
     """Return a leaf as the formats want it: on the host, in C order and native byte order."""
-    # By its type first: numpy.asarray has no answer for JAX's keys, and an object would be pickled.
-    if not hasattr(leaf, "dtype"):
-        leaf = np.asarray(leaf)
     if leaf.dtype.name not in _DTYPES:
         raise TypeError(
             f"{name} has dtype {leaf.dtype}, which a .safetensors file cannot hold: expected one "

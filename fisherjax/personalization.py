@@ -24,22 +24,15 @@ def personalize(
     """Fine-tune a model on a part of each client's examples and test it on the other half.
 
     Every client's examples are shuffled once. The second half tests, whatever the fraction; of the
-    first, a share f of all the client's examples trains, so that 0 is the model as it stands.
-
-    Args:
-        model: What is minimised and measured.
-        params: The global model.
-        federation: Clients that were held out, see `clients.select`.
-        key: Of the shuffling and of training.
-        fractions: f, each from 0 to 0.5.
-        **options: Of `training.train`: optimizer, epochs, batch_size, ...
+    first, a share f of all the client's examples trains, for each f of `fractions` from 0, the
+    model as it stands, to 0.5. The federation holds clients that were held out, see
+    `clients.select`; the options are those of `training.train`.
 
     Returns:
         For each fraction what every client reaches; average with `.mean()`.
 
     Raises:
-        ValueError: If a fraction is out of range, or as `training.train`.
-        TypeError: As `training.train`.
+        ValueError: If a fraction is out of range; and what `training.train` raises.
 
     Example:
         >>> import optax, fisherjax as fj
@@ -58,22 +51,19 @@ def personalize(
     for fraction in fractions:
         checks.number("A fraction", fraction)
         if fraction > 0.5:
-            raise ValueError(
-                f"A fraction is {fraction}; expected 0 to 0.5, as the other half of each client's "
-                "examples tests."
-            )
+            raise ValueError(f"A fraction is {fraction}; expected 0 to 0.5: the other half tests.")
     pool, test = halve(federation, key)
-
-    def tuned(fraction: float) -> Performance:
+    found = []
+    for fraction in fractions:
         # Nobody trains: one model for all, which need not be stacked.
         if fraction == 0:
-            return metrics.performance(model, params, test)
+            found.append(metrics.performance(model, params, test))
+            continue
         # Only the sizes change, not the shapes: every fraction trains by the same program.
         own = pool._replace(sizes=(fraction * federation.sizes).astype(pool.sizes.dtype))
-        trained = training.train(model, params, own, key=key, **options)
-        return metrics.performance(model, trained.params, test, stacked=True)
-
-    return [tuned(fraction) for fraction in fractions]
+        models = training.train(model, params, own, key=key, **options).params
+        found.append(metrics.performance(model, models, test, stacked=True))
+    return found
 
 
 @jax.jit
@@ -83,8 +73,7 @@ def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
     The second half has the odd example; the key is folded by client.
 
     Example:
-        >>> import fisherjax as fj
-        >>> federation = fj.clients.federation((jnp.zeros(5), jnp.zeros(5)), [[0, 1, 2], [3, 4]])
+        >>> federation = clients.federation((jnp.zeros(5), jnp.zeros(5)), [[0, 1, 2], [3, 4]])
         >>> [half.sizes.tolist() for half in halve(federation, jax.random.key(0))]
         [[1, 1], [2, 1]]
     """
@@ -98,7 +87,5 @@ def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
 
     first, second = jax.lax.map(rows, jnp.arange(federation.num_clients))
     half = federation.sizes // 2
-    return (
-        federation._replace(indices=first, sizes=half),
-        federation._replace(indices=second, sizes=federation.sizes - half),
-    )
+    pool = federation._replace(indices=first, sizes=half)
+    return pool, federation._replace(indices=second, sizes=federation.sizes - half)

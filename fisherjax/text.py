@@ -31,19 +31,13 @@ OPENINGS = (
     ("The Taming of the Shrew", "SLY:\nI'll pheeze you"),
     ("The Tempest", "Master:\nBoatswain!"),
 )
-"""How each play of tiny Shakespeare, which names none, opens, in the order of that text.
-
-Romeo and Juliet lacks its prologue, and The Tempest breaks off in act 2, scene 1.
-"""
+"""How each play of tiny Shakespeare, which names none, opens, in the order of that text."""
 
 
 class Role(NamedTuple):
-    """What one speaker says in one play.
+    """What one speaker says in one play ("" where none is known): all lines, joined by newlines.
 
-    Attributes:
-        play: Its name, or "" where none is known.
-        speaker: As the play names it; Gloucester and King Richard III, whom he becomes, are two.
-        text: All the speaker's lines, joined by newlines.
+    A speaker whose name changes is two roles: Gloucester becomes King Richard III.
     """
 
     play: str
@@ -78,24 +72,20 @@ def roles(text: str, openings: Sequence[tuple[str, str]] = OPENINGS) -> tuple[Ro
     r"""Collect what every role says.
 
     Paragraphs are separated by empty lines. One whose first line is a name and a colon is a speech;
-    others (stage directions, titles) belong to nobody, and a speech without words is none.
+    others (stage directions, titles) belong to nobody, and a speech without words is none. The
+    roles come in the order of their first speech; one name in two plays is two.
 
     Args:
         text: Plays, for instance `datasets.load_text()`.
         openings: For each play its name and how its first speech begins, with the speaker's line,
             in the order of the text. With `()` the whole text is one play called "".
 
-    Returns:
-        The roles in the order of their first speech. One name in two plays is two roles.
-
     Raises:
         ValueError: If there is no speech, or the openings are not found once each, in order.
 
     Example:
-        >>> import fisherjax as fj
-        >>> play = "ROMEO:\nIs the day so young?\n\nBENVOLIO:\nBut new struck nine."
-        >>> fj.text.roles(play + "\n\nROMEO:\nAy me!", openings=())[0]
-        Role(play='', speaker='ROMEO', text='Is the day so young?\nAy me!')
+        >>> roles("ROMEO:\nIs the day so young?\n\nROMEO:\nAy me!", openings=())
+        (Role(play='', speaker='ROMEO', text='Is the day so young?\nAy me!'),)
     """
     play, found, speeches = "", [], {}
     for paragraph in text.replace("\r\n", "\n").split("\n\n"):
@@ -128,12 +118,11 @@ def windows(
     min_characters: int = 2000,
     alphabet: str | None = None,
 ) -> Windows:
-    """Cut the speech of the larger roles into windows, one client for each role.
+    """Cut the speech of the larger roles into windows, role by role, each a client.
 
         x_k = c[kL : kL + L],    y_k = c[kL + 1 : kL + L + 1],    k = 0, ..., floor((n - 1) / L) - 1
 
-    for a role that says the n characters c. What is left at the end is dropped, so that nothing is
-    padded.
+    for a role that says the n characters c. The rest is dropped, so that nothing is padded.
 
     Args:
         roles: What `roles` returned.
@@ -141,16 +130,12 @@ def windows(
         min_characters: Roles that say less are dropped, and so are those without one window.
         alphabet: The characters that may occur; None takes all of any role, dropped or not, sorted.
 
-    Returns:
-        The windows of all kept roles, role by role.
-
     Raises:
         ValueError: If context is below 1, no role is long enough, or a character has no number.
 
     Example:
-        >>> import fisherjax as fj
-        >>> cut = fj.text.windows([fj.text.Role("", "ROMEO", "Ay me!")], 2, min_characters=1)
-        >>> [fj.text.decode(row, cut.alphabet) for row in (*cut.inputs, *cut.targets)]
+        >>> cut = windows([Role("", "ROMEO", "Ay me!")], context=2, min_characters=1)
+        >>> [decode(row, cut.alphabet) for row in (*cut.inputs, *cut.targets)]
         ['Ay', ' m', 'y ', 'me']
     """
     if context < 1:
@@ -180,16 +165,13 @@ def windows(
 
 
 def encode(text: str, alphabet: str) -> np.ndarray:
-    """Turn a text into the numbers of its characters [n], from 0 to C - 1.
-
-    They have the smallest unsigned type that holds C - 1.
+    """Turn a text into its characters' numbers [n], of the smallest unsigned type for 0 to C - 1.
 
     Raises:
         ValueError: If a character is not in the alphabet, or one is there twice.
 
     Example:
-        >>> import fisherjax as fj
-        >>> fj.text.encode("abba", "ab")
+        >>> encode("abba", "ab")
         array([0, 1, 1, 0], dtype=uint8)
     """
     numbers = {character: number for number, character in enumerate(alphabet)}
@@ -206,11 +188,5 @@ def encode(text: str, alphabet: str) -> np.ndarray:
 
 
 def decode(numbers: np.ndarray, alphabet: str) -> str:
-    """Turn numbers of characters [n], from 0 to C - 1, back into a text.
-
-    Example:
-        >>> import fisherjax as fj
-        >>> fj.text.decode([0, 1, 1, 0], "ab")
-        'abba'
-    """
+    """Turn numbers of characters [n], as `encode` gives them, back into a text."""
     return "".join(alphabet[number] for number in numbers)

@@ -13,8 +13,7 @@ def names(tree: Any) -> tuple[str, ...]:
     """Name the leaves of a pytree by their paths, in the order of `jax.tree.leaves`.
 
     Raises:
-        ValueError: If two leaves have one name, because a key holds a slash: whatever goes by
-            names would give one leaf's values to the other.
+        ValueError: If two leaves have one name, because a key holds a slash.
 
     Example:
         >>> names({"dense": {"kernel": 1.0, "bias": 2.0}})
@@ -63,9 +62,8 @@ def weighted_sum(stacked: Any, weights: Array) -> Any:
 
     def leaf(x: Array) -> Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        terms = (weights.astype(wide), x.astype(wide))
         # Unless they are told otherwise, accelerators round float32 factors of a product.
-        return jnp.tensordot(*terms, 1, precision=jax.lax.Precision.HIGHEST)
+        return jnp.tensordot(weights.astype(wide), x.astype(wide), 1, precision="highest")
 
     return jax.tree.map(leaf, stacked)
 
@@ -78,7 +76,6 @@ def finite(stacked: Any) -> Array:
         [[ True False]]
     """
     leaves = jax.tree.leaves(stacked)
-    # Every leaf [M, ...] to [M], together [leaves, M].
     return jnp.stack([jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in leaves])
 
 
@@ -102,8 +99,7 @@ def stack(trees: Sequence[Any]) -> Any:
     """Stack M pytrees, one a client, into a single pytree with leaves [M, ...].
 
     Raises:
-        ValueError: If the list is empty, or a client differs from client 0 in its structure, a
-            shape or a dtype.
+        ValueError: If the list is empty, or clients differ in structure, a shape or a dtype.
 
     Example:
         >>> stack([{"w": 1.0}, {"w": 2.0}])["w"].shape

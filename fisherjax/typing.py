@@ -60,7 +60,7 @@ class Model(_Model):
         apply_train: `(params, inputs, key, weights [B]) -> (outputs, new)` in place of apply while
             training, for dropout, augmentation and running statistics. `new` is None, or like
             params; its leaves are taken where the mask is False. Rows that fill up a short
-            minibatch repeat its own examples, with weight zero.
+            minibatch have weight zero.
         mask: Like params, True where a leaf is trained; None trains everything. Kept as a pair
             (name, trained) for each leaf.
 

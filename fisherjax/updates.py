@@ -30,8 +30,7 @@ def stacked_values(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
     lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
     if None in lengths.values() or len(set(lengths.values())) != 1:
         raise ValueError(
-            f"The leaves of the stacked updates have leading axes {lengths}; expected one of the "
-            "same number of clients for all."
+            f"The stacked updates have leading axes {lengths}; expected one length, the clients'."
         )
     return updates.values
 
@@ -52,8 +51,7 @@ def check_weights(weights: Any, num_clients: int) -> Any:
         )
     if not checks.is_traced(weights) and not (np.all(weights >= 0) and np.isfinite(weights).all()):
         raise ValueError(
-            f"weights are {weights.tolist()}; expected finite non-negative "
-            "numbers, for instance federation.weights or numbers of examples."
+            f"weights are {weights.tolist()}; expected finite non-negative numbers, one a client."
         )
     return weights
 
@@ -66,20 +64,14 @@ def shares(weights: Any) -> Any:
 
 
 def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
-    """Find clients whose update holds NaN or infinity, before they spoil a merge.
-
-    Args:
-        updates: Stacked updates or params, leaves [M, ...].
-        weights: [M].
-        on_nonfinite: "raise", or "drop" to leave those clients out.
+    """Find clients whose update, leaves [M, ...], holds NaN or infinity, before it spoils a merge.
 
     Returns:
-        Updates and weights. With "drop", a diverged client has weight zero and finite entries, and
-        the weights of the others sum to one again.
+        Updates and weights [M]. With `on_nonfinite="drop"` a diverged client has weight zero and
+        finite entries, and the weights of the others sum to one again.
 
     Raises:
-        ValueError: With "raise", naming the diverged clients and the first leaf concerned; with
-            "drop", if no client is left.
+        ValueError: With "raise", naming the clients and a leaf; with "drop", if nobody is left.
 
     Example:
         >>> updates = {"w": jnp.array([[1.0], [jnp.nan]])}
