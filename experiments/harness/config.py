@@ -345,7 +345,8 @@ def _check_groups(config: OneShot | Federated) -> None:
     check(training, "momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1)
     for option, value in merging.options:
         if value is not None and not 0 <= value < math.inf:
-            raise ValueError(f"--{option} is {value}, expected a number from 0 up")
+            given = f"--{option.replace('_', '-')} is {value}"
+            raise ValueError(f"{given}, expected a number from 0 up")
 
 
 def _check_chunk(config: OneShot | Federated, most: int) -> None:

@@ -134,24 +134,15 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
     """
     if not path.exists():
         return []
-    try:
-        with open(path, newline="") as file:
-            first, *lines = list(csv.reader(file)) or [[]]
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): delete it, or choose another --out"
-        ) from error
+    with _damage(path), open(path, newline="") as file:
+        first, *lines = list(csv.reader(file)) or [[]]
     if tuple(first) != tuple(columns):
         raise ValueError(
             f"{path} does not begin with the columns {','.join(columns)}: it is not of this "
             "command; choose another --out"
         )
-    try:
+    with _damage(path):
         return [_row(dict(zip(columns, line, strict=True))) for line in lines]
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): delete it, or choose another --out"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -258,6 +249,17 @@ def environment_changes(out: Path) -> list[str]:
     return _differences(read_environment(out), environment())
 
 
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Name the file that cannot be read."""
+    try:
+        yield
+    except (ValueError, csv.Error) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): delete it, or choose another --out"
+        ) from error
+
+
 def _lock(held: int | None, out: Path) -> None:
     if held is not None:
         try:
@@ -281,16 +283,15 @@ def _document(out: Path) -> dict[str, Any]:
 
 def _modern(configuration: dict[str, Any]) -> dict[str, Any]:
     """Give options of version 0.1 their names of today; a method's only if not the default."""
-    found = {}
-    for old, value in configuration.items():
-        is_default, names = value == "default", _MOVED.get(old, (old,))
+    found = {old: value for old, value in configuration.items() if old not in _MOVED}
+    for old in configuration.keys() & _MOVED.keys():
+        value, names, default = configuration[old], _MOVED[old], "default"
         if old == "damping" and "cohort" in configuration:
             # Rounds had a damping of K-FAC only, 1 if nothing was asked: the library's.
-            is_default, names = value == 1, ("fedfisher_kfac.damping",)
+            names, default = ("fedfisher_kfac.damping",), 1
         for name in names:
             method, _, option = name.rpartition(".")
-            default = fj.algorithms.options(method)[option] if method else None
-            if not method or not (is_default or value == default):
+            if not method or value not in (default, fj.algorithms.options(method)[option]):
                 found[name] = value
     return found
 
@@ -302,6 +303,8 @@ def _row(cells: dict[str, str]) -> Row:
     def read(name: str, cell: str) -> Any:
         if name in words:
             return cell
+        if not cell and name not in Row._field_defaults:
+            raise ValueError(f"a line without {name}")
         return None if not cell else int(cell) if name in whole else float(cell)
 
     return Row(**{name: read(name, cell) for name, cell in cells.items()})

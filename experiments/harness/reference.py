@@ -38,7 +38,7 @@ def load(path: Path) -> Reference:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is of another layout; the message names what is missing.
+        ValueError: If it is of another layout; the message names what is missing or does not fit.
     """
     arrays = fj.files.load_arrays(path)
     needed = ["partition_indices", "partition_sizes", "validation_indices"]
@@ -50,7 +50,13 @@ def load(path: Path) -> Reference:
             f"{path} has no {', '.join(missing[:3])}; expected the layout of the reference "
             f"clients: {', '.join(needed[:3])} and client{{i}}/L for L in {', '.join(LAYERS)}"
         )
-    partition = np.split(arrays["partition_indices"], np.cumsum(sizes)[:-1])
+    rows = arrays["partition_indices"]
+    if len(sizes) == 0 or sum(sizes) != len(rows):
+        raise ValueError(
+            f"{path} has {len(rows)} partition_indices and partition_sizes {np.asarray(sizes)}; "
+            "expected one size for each client, which add up to the indices"
+        )
+    partition = np.split(rows, np.cumsum(sizes)[:-1])
     models = [
         {
             ours: {"kernel": from_torch(arrays[f"client{i}/{name}"], channels(arrays, name))}

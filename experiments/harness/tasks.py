@@ -14,11 +14,15 @@ import fisherjax as fj
 from experiments.harness.config import MODELS, PLAYS, Data, Federated, OneShot, Training, title
 from experiments.harness.methods import Method, check_full, methods
 from fisherjax.clients import Federation
+from fisherjax.configuration import cached
 from fisherjax.datasets import Dataset
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 NUM_VALIDATION = 500
 _SPLIT = ("partition", "alpha", "beta", "min_size", "classes_per_client")
+# Compiled once for equal models, whichever task they belong to.
+_accuracy = jax.jit(fj.metrics.accuracy, static_argnums=0, static_argnames="stacked")
+_ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
 
 
 class OneRound(NamedTuple):
@@ -147,9 +151,9 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
         label_counts={},
         validation=partial(_draw_validation, Examples(*data)),
         test=Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
-        accuracy=jax.jit(partial(fj.metrics.accuracy, model)),
-        accuracies=jax.jit(partial(fj.metrics.accuracy, model, stacked=True)),
-        ensemble_accuracy=jax.jit(partial(fj.metrics.ensemble_accuracy, model)),
+        accuracy=partial(_accuracy, model),
+        accuracies=partial(_accuracy, model, stacked=True),
+        ensemble_accuracy=partial(_ensemble_accuracy, model),
     )
 
 
@@ -199,8 +203,9 @@ def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[n
     return fj.partition.classes_per_client(train.targets, num_clients, owned, seed)
 
 
+@cached
 def optimizer(training: Training) -> optax.GradientTransformation:
-    """Make the clients' optimiser."""
+    """Make the clients' optimiser, the same object for equal options: nothing compiles again."""
     descent = optax.sgd(training.learning_rate, training.momentum or None)
     if training.weight_decay == 0:
         return descent
