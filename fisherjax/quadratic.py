@@ -7,8 +7,7 @@ whole vector, as the operator splits params),
 
     lambda_l = damping * sum_i p_i tr(F_il) / (size of the block),
 
-so that one number serves every layer, network and data set. For Kronecker factors the mean
-eigenvalue of client i is tr(A_il) tr(G_il) / (a_l o_l).
+so that one number serves every layer, network and data set.
 """
 
 from collections.abc import Callable
@@ -71,9 +70,6 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
         weights: p_i [M], non-negative with sum one.
         damping: delta >= 0, in units of each block's mean eigenvalue.
 
-    Returns:
-        The system, as blocks.
-
     Raises:
         ValueError: If damping is negative, or the weights are not M that sum to one.
 
@@ -91,29 +87,25 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
         singular system it would move what has no curvature.
     """
     checks.number("damping", damping)
-    weights = _check_weights(weights, jax.tree.leaves(params))
+    weights = _checked(weights, jax.tree.leaves(params)[0].shape[0])
     strengths, rhs, init = _damped_clients(fishers, params, weights, damping)
     # Products of clients are added, not operators: Kronecker factors do not add up.
     matvec = Partial(_damped_mv, Partial(_weighted_mv, fishers, weights), strengths)
     precondition = None
     # Whether a traced damping is zero is not known, so there is no preconditioner then.
     if isinstance(fishers, Kronecker) and not checks.is_traced(damping) and damping > 0:
-        precondition = Partial(_block_mv, _approximate_inverse(fishers, weights, strengths))
-    is_diagonal = isinstance(fishers, Diagonal)
+        inverse = _approximate_inverse(fishers, weights, strengths)
+        precondition = Partial(Kronecker.block_mv, inverse)
     # Stacked operators serve too: `restore` reads names and shapes, none of their arrays.
-    return Quadratic(matvec, rhs, init, Partial(_restore, fishers), precondition, is_diagonal)
+    restore = Partial(type(fishers).restore, fishers)
+    return Quadratic(matvec, rhs, init, restore, precondition, isinstance(fishers, Diagonal))
 
 
 def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
     """Add up diagonal or dense clients, so that the server never holds them all.
 
-    Args:
-        fishers: Stacked operators that add up, see `Operator.adds_up`.
-        params: Stacked client models, leaves [M, ...].
-        weights: w_i [M], of any sum.
-
-    Returns:
-        The sums, at least float32; those of several groups of clients add up leaf by leaf.
+    The arguments are those of `quadratic`, but weights may have any sum. The sums are at least
+    float32; those of several groups of clients add up leaf by leaf.
 
     Raises:
         TypeError: If the operators do not add up.
@@ -125,61 +117,44 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
         )
     blocks = jax.vmap(_blocks)(fishers, params)
     # Client by client: sum_i w_i F_i W_i does not follow from the sums of F_i and of W_i.
-    product = jax.vmap(_block_mv)(fishers, blocks)
-    summed = (tree.weighted_sum(x, weights) for x in (fishers, product, blocks))
-    return Sums(*summed, jnp.sum(weights))
+    product = _weighted_sum(jax.vmap(type(fishers).block_mv)(fishers, blocks), weights)
+    fisher, mean = (tree.weighted_sum(x, weights) for x in (fishers, blocks))
+    return Sums(fisher, product, mean, jnp.sum(weights))
 
 
 def from_sums(totals: Sums, damping: float) -> Quadratic:
-    """Set up the same quadratic from sums over clients.
-
-    Args:
-        totals: What `sums` gives.
-        damping: delta >= 0, in units of each block's mean eigenvalue.
-
-    Returns:
-        The system, as blocks.
-
-    Raises:
-        ValueError: If damping is negative.
-    """
+    """Set up the same quadratic from what `sums` gives; damping is that of `quadratic`."""
     checks.number("damping", damping)
-    (fisher, mean), strengths, rhs = _damped_sums(totals, damping)
-    matvec = Partial(_damped_mv, Partial(_block_mv, fisher), strengths)
-    is_diagonal = isinstance(fisher, Diagonal)
-    return Quadratic(matvec, rhs, mean, Partial(_restore, fisher), None, is_diagonal)
+    fisher, mean, strengths, rhs = _damped_sums(totals, damping)
+    matvec = Partial(_damped_mv, Partial(type(fisher).block_mv, fisher), strengths)
+    restore = Partial(type(fisher).restore, fisher)
+    return Quadratic(matvec, rhs, mean, restore, None, isinstance(fisher, Diagonal))
 
 
 @jax.jit
-def _damped_clients(
-    fishers: Operator, params: Params, weights: Array, damping: Array
-) -> tuple[Any, Any, Any]:
-    blocks = jax.vmap(_blocks)(fishers, params)
-    product = tree.weighted_sum(jax.vmap(_block_mv)(fishers, blocks), weights)
-    scales = tree.weighted_sum(jax.vmap(_block_means)(fishers), weights)
+def _damped_clients(fishers: Operator, params: Params, weights: Array, damping: Array) -> tuple:
+    operator, blocks = type(fishers), jax.vmap(_blocks)(fishers, params)
+    product = _weighted_sum(jax.vmap(operator.block_mv)(fishers, blocks), weights)
+    scales = _weighted_sum(jax.vmap(operator.block_means)(fishers), weights)
     mean = tree.weighted_sum(blocks, weights)
     strengths = jax.tree.map(lambda scale: damping * scale, scales)
     return strengths, _pull(product, strengths, mean), mean
 
 
 @jax.jit
-def _damped_sums(totals: Sums, damping: Array) -> tuple[Any, Any, Any]:
+def _damped_sums(totals: Sums, damping: Array) -> tuple[Operator, Any, Any, Any]:
     def divide(x: Array) -> Array:
         # Sums without any weight are zero, and stay zero in place of 0 / 0.
         return x / jnp.where(totals.weight > 0, totals.weight, 1).astype(x.dtype)
 
     fisher, product, mean = jax.tree.map(divide, totals[:3])
     strengths = jax.tree.map(lambda scale: damping * scale, fisher.block_means())
-    return (fisher, mean), strengths, _pull(product, strengths, mean)
+    return fisher, mean, strengths, _pull(product, strengths, mean)
 
 
 @jax.jit
 def _approximate_inverse(fishers: Kronecker, weights: Array, strengths: Any) -> Kronecker:
     return tree.weighted_sum(fishers, weights).inverse(strengths)
-
-
-# Module-level functions, not closures: `Partial`s of the same function compare equal, so that jit
-# reuses the program of an earlier merge of equal shapes.
 
 
 def _blocks(fisher: Operator, params: Params) -> Any:
@@ -188,24 +163,20 @@ def _blocks(fisher: Operator, params: Params) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), fisher.blocks(params))
 
 
-def _block_mv(fisher: Operator, blocks: Any) -> Any:
-    return fisher.block_mv(blocks)
-
-
-def _block_means(fisher: Operator) -> Any:
-    return fisher.block_means()
-
-
-def _restore(fisher: Operator, blocks: Any) -> Params:
-    return fisher.restore(blocks)
-
-
+# `Partial`s of functions of a module or a class compare equal, those of closures and bound methods
+# do not: jit reuses the program of an earlier merge of equal shapes.
 def _weighted_mv(fishers: Operator, weights: Array, blocks: Any) -> Any:
-    return tree.weighted_sum(jax.vmap(_block_mv, (0, None))(fishers, blocks), weights)
+    return _weighted_sum(jax.vmap(type(fishers).block_mv, (0, None))(fishers, blocks), weights)
 
 
 def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:
     return _pull(matvec(blocks), strengths, blocks)
+
+
+def _weighted_sum(computed: Any, weights: Array) -> Any:
+    # What was computed of finite updates may overflow, and zero times infinity is NaN: a client of
+    # weight zero is left out before it is weighted.
+    return tree.weighted_sum(tree.keep(weights != 0, computed), weights)
 
 
 def _pull(values: Any, strengths: Any, blocks: Any) -> Any:
@@ -213,14 +184,14 @@ def _pull(values: Any, strengths: Any, blocks: Any) -> Any:
     return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, strengths, blocks)
 
 
-def _check_weights(weights: Array, stacked: list[Array]) -> Array:
+def _checked(weights: Array, num_clients: int) -> Array:
     # The values of traced weights are not known: under `jit` the caller answers for them.
-    if not checks.is_traced(weights):
-        weights = jnp.asarray(weights, float)
-        if weights.shape != stacked[0].shape[:1] or not abs(float(weights.sum()) - 1) < 1e-3:
-            raise ValueError(
-                f"weights have shape {weights.shape} and sum {float(weights.sum()):g}; expected "
-                f"one for each of {stacked[0].shape[0]} clients and sum one. Divide them by their "
-                "sum."
-            )
+    if checks.is_traced(weights):
+        return weights
+    weights = jnp.asarray(weights, float)
+    if weights.shape != (num_clients,) or not abs(float(weights.sum()) - 1) < 1e-3:
+        raise ValueError(
+            f"weights have shape {weights.shape} and sum {float(weights.sum()):g}; expected one "
+            f"for each of {num_clients} clients and sum one. Divide them by their sum."
+        )
     return weights

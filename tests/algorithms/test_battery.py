@@ -148,9 +148,11 @@ def weights(row, world, merge):
 
 
 def empty(row, world, merge):
-    disturbed = jax.tree.map(lambda leaf: leaf.at[1].mul(-100), row.updates)
+    """Even where products of two such numbers overflow."""
     without = merge(pick(row.updates, [0, 2, 3]), [1, 2, 3])
-    yield merge(disturbed, [1, 0, 2, 3]), without
+    for factor in (-100, 1e200):
+        disturbed = jax.tree.map(lambda leaf, by=factor: leaf.at[1].mul(by), row.updates)
+        yield merge(disturbed, [1, 0, 2, 3]), without
 
 
 def shift(row, world, merge):
