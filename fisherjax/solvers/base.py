@@ -26,12 +26,7 @@ class Info(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """The answer of a solver.
-
-    Attributes:
-        params: The unknowns, put back together by `restore`.
-        info: How the solve went.
-    """
+    """The answer of a solver: the unknowns, put back together by `restore`, and how it went."""
 
     params: Params
     info: Info
@@ -46,27 +41,30 @@ def as_partial(function: Callable) -> Partial:
     return function if isinstance(function, Partial) else Partial(function)
 
 
+def as_data(problem: Quadratic) -> Quadratic:
+    """Make a problem an argument of a compiled solver, with the identity for what it leaves out."""
+    given = (problem.matvec, problem.restore or _identity, problem.precondition or _identity)
+    matvec, restore, precondition = map(as_partial, given)
+    return problem._replace(matvec=matvec, restore=restore, precondition=precondition)
+
+
+def _identity(blocks: Any) -> Any:
+    return blocks
+
+
 def solution(problem: Quadratic, x: Any, products: Any, tolerance: float = 1e-4) -> Solution:
-    """Put the answer together, and say how far from solved the system is.
-
-    Args:
-        problem: The system.
-        x: The blocks that were found.
-        products: With the operator, one number or one for each leaf.
-        tolerance: Relative residual that counts as converged.
-
-    Returns:
-        The params and how the solve went.
-    """
+    """Put the answer x together, and say how far from solved the system is."""
+    problem = as_data(problem)
+    # Products with the operator are one number, or one for each leaf.
     if jax.tree.structure(products) != jax.tree.structure(problem.rhs):
         products = jax.tree.map(lambda _: jnp.asarray(products), problem.rhs)
-    x, info = _judged(as_partial(problem.matvec), problem.rhs, x, products, tolerance)
-    return Solution(x if problem.restore is None else problem.restore(x), info)
+    x, info = _judged(problem, x, products, tolerance)
+    return Solution(problem.restore(x), info)
 
 
 @jax.jit
-def _judged(matvec: Callable, rhs: Any, x: Any, count: Any, tolerance: Array) -> tuple[Any, Info]:
-    residual = jax.tree.map(_relative_residual, matvec(x), rhs)
+def _judged(problem: Quadratic, x: Any, count: Any, tolerance: Array) -> tuple[Any, Info]:
+    residual = jax.tree.map(_relative_residual, problem.matvec(x), problem.rhs)
     # A system that float32 cannot hold has no answer, least of all the start.
     x = jax.tree.map(lambda x, r: jnp.where(jnp.isnan(r), jnp.nan, x), x, residual)
     return x, Info(count, residual, jax.tree.map(lambda r: r <= tolerance, residual))
@@ -112,13 +110,3 @@ def power_iteration(matvec: Callable, start: Any, iterations: Array) -> Any:
         return jax.tree.map(normalised, matvec(v))
 
     return jax.lax.fori_loop(0, iterations, turn, jax.tree.map(normalised, start))
-
-
-def any_leaf(flags: Any) -> Array:
-    """Say whether any leaf is true."""
-    return jnp.any(jnp.stack(jax.tree.leaves(flags)))
-
-
-def identity(blocks: Any) -> Any:
-    """Return what it is given: blocks that are params already, or no preconditioner."""
-    return blocks

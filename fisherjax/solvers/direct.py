@@ -1,6 +1,5 @@
 """The solution of diagonal systems."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,23 +8,16 @@ import jax.numpy as jnp
 from fisherjax import checks
 from fisherjax.configuration import cached
 from fisherjax.quadratic import Quadratic
-from fisherjax.solvers.base import Solution, Solver, as_partial, ratio, solution
+from fisherjax.solvers.base import Solution, Solver, as_data, ratio, solution
 from fisherjax.typing import Array
-
-_map = jax.tree.map
 
 
 @cached
 def closed_form(floor: float = 1e-6) -> Solver:
     """Solve a diagonal system directly, x_j = b_j / a_j where a_j >= floor, else the start's x_j.
 
-    The diagonal is read off as matvec(ones).
-
     Args:
         floor: Below this a coordinate counts as without curvature and keeps its start.
-
-    Returns:
-        The solver.
 
     Raises:
         ValueError: If the floor is negative; on solving, if the system is not diagonal.
@@ -48,15 +40,18 @@ def closed_form(floor: float = 1e-6) -> Solver:
                 "closed_form solves diagonal systems only, and this one is not (is_diagonal is "
                 "False): use conjugate_gradients()."
             )
-        x = _closed_form(as_partial(problem.matvec), problem.rhs, problem.init, floor)
-        return solution(problem, x, 1)
+        return solution(problem, _closed_form(as_data(problem), floor), 1)
 
     return solve
 
 
 @jax.jit
-def _closed_form(matvec: Callable, rhs: Any, init: Any, floor: Array) -> Any:
-    entries = matvec(_map(jnp.ones_like, init))
-    # Above zero besides, since the floor itself may be zero.
-    counts = _map(lambda a: (a >= floor) & (a > 0), entries)
-    return _map(lambda c, b, a, x: jnp.where(c, ratio(c, b, a), x), counts, rhs, entries, init)
+def _closed_form(problem: Quadratic, floor: Array) -> Any:
+    def leaf(a: Array, b: Array, x: Array) -> Array:
+        # Above zero besides, since the floor itself may be zero.
+        counts = (a >= floor) & (a > 0)
+        return jnp.where(counts, ratio(counts, b, a), x)
+
+    # A diagonal is what the product makes of ones.
+    entries = problem.matvec(jax.tree.map(jnp.ones_like, problem.init))
+    return jax.tree.map(leaf, entries, problem.rhs, problem.init)
