@@ -47,8 +47,7 @@ __all__ = [
 
 LAWS = ("identity", "order", "weights", "empty", "shift")
 """What a merge may obey: clients with one model get it back; the order of clients and the scale of
-weights do not matter; a client without weight has no influence; moving all models moves the merged
-one with them."""
+weights do not matter; a client without weight has no influence; the merged model moves with all."""
 
 
 class Row(NamedTuple):
@@ -103,15 +102,9 @@ def options(name: str) -> dict[str, object]:
 
 
 def make(name: str, model: Model, **chosen: object) -> Algorithm:
-    """Make a method of the table.
+    """Make a method of the table, the same object for equal arguments.
 
-    Args:
-        name: Of its row.
-        model: The network; not every method needs it.
-        **chosen: Options, see `options`.
-
-    Returns:
-        The algorithm, the same object for equal arguments.
+    Some methods do without the model; what may be chosen are their `options`.
 
     Raises:
         ValueError: If the name is unknown; the message names the nearest.
@@ -123,5 +116,5 @@ def make(name: str, model: Model, **chosen: object) -> Algorithm:
     """
     checks.one_of("algorithm", name, TABLE)
     factory = TABLE[name].factory
-    first = () if "model" not in inspect.signature(factory).parameters else (model,)
-    return factory(*first, **chosen)
+    needs_model = "model" in inspect.signature(factory).parameters
+    return factory(model, **chosen) if needs_model else factory(**chosen)

@@ -1,21 +1,12 @@
 """The one interface of all algorithms, and what several of them share.
 
-An algorithm is a few pure functions, made by a factory; all but two have defaults:
-
-    init(params, num_clients) -> state                  the server's
-    init_client(params) -> private                      a client's own, never sent
-    broadcast(params, state, private) -> (start, extras)
-    optimizer(base) -> transformation
-    summarize(key, trained, examples, private) -> (update, private)
-    reduce(updates, weights) -> sums                     or None
-    aggregate(key, received, params, state, cohort) -> (params, state, info)
-
-A round sends what `broadcast` gives, trains by `optimizer` of the user's one, and summarizes on
-every client; the server reduces and aggregates. Where it needs only sums over clients, `reduce`
-computes them from stacked updates and weights of any sum, in at least float32: sums of groups of
-clients add up leaf by leaf, so uploads can be streamed, sharded and masked, and `aggregate` divides
-by the total weight that is among them. Without `reduce` the server needs each update: `aggregate`
-takes the pair (updates, weights) with weights that sum to one.
+An algorithm is a few pure functions, made by a factory; all but `summarize` and `aggregate` have
+defaults. A round sends what `broadcast` gives, trains by `optimizer` of the user's one, and
+summarizes on every client; the server reduces and aggregates. Where it needs only sums over
+clients, `reduce` computes them from stacked updates and weights of any sum, in at least float32:
+sums of groups of clients add up leaf by leaf, so uploads can be streamed, sharded and masked, and
+`aggregate` divides by the total weight that is among them. Without `reduce` the server needs each
+update: `aggregate` takes the pair (updates, weights) with weights that sum to one.
 """
 
 from collections.abc import Callable
@@ -25,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from fisherjax import checks, configuration, quadratic, tree
+from fisherjax import checks, quadratic, tree
+from fisherjax.configuration import name_of
 from fisherjax.fisher import Operator
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
@@ -50,21 +42,13 @@ class Update:
     kind: str = field(metadata={"static": True})
 
 
-def no_state(params: Params, num_clients: int) -> tuple[()]:
-    """Keep nothing on the server between rounds."""
-    del params, num_clients
+def nothing(*_: Any) -> tuple[()]:
+    """Keep nothing between rounds, on the server or on a client."""
     return ()
 
 
-def nothing_private(params: Params) -> tuple[()]:
-    """Keep nothing on the client between rounds."""
-    del params
-    return ()
-
-
-def send_everything(params: Params, state: Any, private: Any) -> tuple[Params, tuple[()]]:
+def send_everything(params: Params, *_: Any) -> tuple[Params, tuple[()]]:
     """Let clients start from the global model."""
-    del state, private
     return params, ()
 
 
@@ -77,14 +61,13 @@ class Algorithm(NamedTuple):
     """A method as pure functions; the module says when each is called.
 
     Attributes:
-        summarize: On one client, after training.
-        aggregate: On the server, with the sums or with (updates, weights), the global params before
-            the round, the state, and the places of the clients that took part [K].
-        reduce: `(stacked updates, weights [K]) -> sums`, or None if each update is needed.
-        init: `(params, num_clients) -> state`; () for most.
-        init_client: `params -> private`; () for most. Rounds keep it stacked.
-        broadcast: `(params, state, private) -> (start, extras)`, what one client starts from, and
-            what its optimiser is given.
+        summarize: (key, trained, examples, private) -> (update, private), on one client.
+        aggregate: (key, sums or (updates, weights), params, state, cohort) -> (params, state,
+            info); `cohort` are the places [K] of the clients that took part.
+        reduce: (stacked updates, weights [K]) -> sums, or None if each update is needed.
+        init: (params, num_clients) -> state, what the server keeps; () for most.
+        init_client: params -> private, what a client keeps and never sends; () for most.
+        broadcast: (params, state, private) -> (start, extras) of one client and its optimiser.
         optimizer: Wraps the user's optimiser; it is given `start`, `extras` and `last_epoch` as
             extra arguments. Equal bases give the same object.
         kind: What the updates are, in words.
@@ -94,9 +77,8 @@ class Algorithm(NamedTuple):
     summarize: Callable[[Key, Trained, Examples, Any], tuple[dict[str, Any], Any]]
     aggregate: Callable[[Key, Any, Params, Any, Array], tuple[Params, Any, Any]]
     reduce: Callable[[dict[str, Any], Array], Any] | None = None
-    # The defaults keep nothing, send the global model and train as the user asks.
-    init: Callable[[Params, int], Any] = no_state
-    init_client: Callable[[Params], Any] = nothing_private
+    init: Callable[[Params, int], Any] = nothing
+    init_client: Callable[[Params], Any] = nothing
     broadcast: Callable[[Params, Any, Any], tuple[Params, Any]] = send_everything
     optimizer: Callable[[optax.GradientTransformation], Any] = unchanged
     kind: str = "unnamed"
@@ -109,12 +91,7 @@ def check_algorithm(value: Any) -> None:
 
 
 class WeightedSum(NamedTuple):
-    """A sum over clients, and the weight that a mean divides it by.
-
-    Attributes:
-        total: sum_i w_i x_i, leaves at least float32.
-        weight: sum_i w_i.
-    """
+    """A sum over clients, sum_i w_i x_i, at least float32, and sum_i w_i, its weight."""
 
     total: Any
     weight: Array
@@ -131,14 +108,7 @@ def weighted_sum(values: Any, weights: Array) -> WeightedSum:
 
 
 def averaging(**changes: Any) -> Algorithm:
-    """Make federated averaging, W = sum_i p_i W_i, with some of its functions changed.
-
-    Args:
-        **changes: Fields of `Algorithm`.
-
-    Returns:
-        The algorithm. Updates are {"params": W_i}.
-    """
+    """Make federated averaging, W = sum_i p_i W_i, with some fields of `Algorithm` changed."""
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         del key, examples
@@ -148,9 +118,7 @@ def averaging(**changes: Any) -> Algorithm:
         # Not divided yet: sums of groups add up, their means do not.
         return weighted_sum(updates["params"], weights)
 
-    def aggregate(
-        key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array
-    ) -> tuple[Params, Any, Any]:
+    def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort
         return sums.mean(), state, ()
 
@@ -159,18 +127,8 @@ def averaging(**changes: Any) -> Algorithm:
 
 def fisher_summary(
     model: Model, fisher: Callable[..., Operator], kind: Callable[..., Array], batch_size: int
-) -> Callable:
-    """Make the `summarize` of methods whose clients send their params and their Fisher information.
-
-    Args:
-        model: The network and what its outputs mean.
-        fisher: The structure, such as `fisher.kfac`.
-        kind: What is squared, such as `fisher.true`.
-        batch_size: Examples of a minibatch.
-
-    Returns:
-        `summarize`, of updates {"params": W_i, "fisher": F_i}.
-    """
+) -> tuple[Callable, str]:
+    """Make `summarize` of {"params": W_i, "fisher": F_i} and its kind; arguments as `fedfisher`."""
     # Here, before any client trains, and not in the first Fisher pass after it.
     checks.model(model)
     checks.function("fisher", fisher, "fisher.kfac")
@@ -178,49 +136,33 @@ def fisher_summary(
     checks.count("batch_size", batch_size)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        options = {"key": key, "kind": kind, "batch_size": batch_size}
+        params = trained.params
         # At the client's own model, around which the server's quadratic expands its loss.
-        curvature = fisher(model, trained.params, examples, **options)
-        return {"params": trained.params, "fisher": curvature}, private
+        own = fisher(model, params, examples, key=key, kind=kind, batch_size=batch_size)
+        return {"params": params, "fisher": own}, private
 
-    return summarize
-
-
-def fisher_kind(fisher: Callable[..., Operator], kind: Callable[..., Array]) -> str:
-    """Say in words what `fisher_summary` sends."""
-    return f"params, {configuration.name_of(kind)} {configuration.name_of(fisher)} Fisher"
+    return summarize, f"params, {name_of(kind)} {name_of(fisher)} Fisher"
 
 
 def fisher_sums(updates: dict[str, Any], weights: Array) -> quadratic.Sums:
-    """Add up what `fisher_summary` sends, where the operators add up: the `reduce` of methods.
-
-    Args:
-        updates: Stacked, {"params": W_i, "fisher": F_i}.
-        weights: [K].
-
-    Returns:
-        sum_i w_i F_i, sum_i w_i F_i W_i, sum_i w_i W_i and sum_i w_i.
-    """
+    """Add up stacked updates {"params": W_i, "fisher": F_i}, where operators add up: a `reduce`."""
     return quadratic.sums(updates["fisher"], updates["params"], weights)
 
 
 def solve_sums(solve: Callable[[quadratic.Quadratic], Any], damping: float = 0.0) -> Callable:
-    """Make the `aggregate` that solves the quadratic of `fisher_sums`.
+    """Make the `aggregate` that solves the quadratic of `fisher_sums`, or of (updates, weights).
 
-    Args:
-        solve: A solver.
-        damping: In units of each block's mean eigenvalue.
-
-    Returns:
-        `aggregate`, which reports what the solver does.
+    It starts from the clients' mean, not from the global model, and reports what the solver does.
     """
 
-    def aggregate(
-        key: Key, sums: quadratic.Sums, params: Params, state: Any, cohort: Array
-    ) -> tuple[Params, Any, Any]:
+    def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort
-        # The global model is not needed: the solver starts from the clients' mean.
-        solution = solve(quadratic.from_sums(sums, damping))
+        if isinstance(received, quadratic.Sums):
+            problem = quadratic.from_sums(received, damping)
+        else:
+            updates, weights = received
+            problem = quadratic.quadratic(updates["fisher"], updates["params"], weights, damping)
+        solution = solve(problem)
         return solution.params, state, solution.info
 
     return aggregate

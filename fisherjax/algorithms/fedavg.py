@@ -17,9 +17,8 @@ def fedavg() -> Algorithm:
 
     Example:
         >>> import jax.numpy as jnp, fisherjax as fj
-        >>> updates = fj.algorithms.Update({"params": {"w": jnp.array([[0.0], [4.0]])}}, "params")
-        >>> merged, _, _ = fj.merging.merge(fedavg(), {"w": jnp.zeros(1)}, updates)
-        >>> print(merged["w"])
+        >>> updates = fj.algorithms.Update({"params": jnp.array([[0.0], [4.0]])}, "params")
+        >>> print(fj.merging.merge(fedavg(), jnp.zeros(1), updates)[0])
         [2.]
     """
     return averaging()

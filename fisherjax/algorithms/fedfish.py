@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, solvers, training
+from fisherjax import checks, local_update, solvers
 from fisherjax.algorithms.base import Algorithm, fisher_sums, solve_sums, unchanged
 from fisherjax.clients import minibatches, num_batches, shuffled
 from fisherjax.configuration import cached
@@ -34,9 +34,7 @@ def fedfish(
         F_i = sum_b (gradient of the mean loss of minibatch b)^2,
         W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator is at least `floor`,
 
-    and the weighted mean sum_i p_i W_ij elsewhere: parameters that no client used. With a server
-    optimiser, `with_server_optimizer`, the pseudo-gradient is sum_i p_i F_i (W - W_i) over
-    sum_i p_i F_i.
+    and the weighted mean sum_i p_i W_ij elsewhere: parameters that no client used.
 
     Args:
         model: The network and what is minimised on the clients.
@@ -52,39 +50,35 @@ def fedfish(
         The algorithm. Updates are {"params": W_i, "fisher": Diagonal}, and add up over clients.
 
     Raises:
-        ValueError: If a number is out of range; on summarize, if the last epoch's squares are asked
-            for and models were trained without the algorithm's optimiser.
+        ValueError: If a number is out of range; on summarize with `last_epoch`, of models that were
+            not trained by the algorithm's optimiser.
 
     Example:
         >>> import fisherjax as fj
-        >>> model = fj.Model(lambda w, x: x @ w["w"], fj.likelihoods.gaussian)
-        >>> method, w = fedfish(model, batch_size=1), {"w": jnp.zeros((2, 1))}
+        >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.gaussian)
         >>> data = fj.Examples(jnp.array([[1.0, 0.0], [2.0, 0.0]]), jnp.ones((2, 1)))
-        >>> update, _ = method.summarize(jax.random.key(0), fj.training.Trained(w), data, ())
-        >>> print(update["fisher"].entries["w"].T)
+        >>> trained = fj.training.Trained(jnp.zeros((2, 1)))
+        >>> update, _ = fedfish(model, batch_size=1).summarize(jax.random.key(0), trained, data, ())
+        >>> print(update["fisher"].entries.T)
         [[5. 0.]]
 
     Source: the paper above, which leaves open what happens where no client has any Fisher
-        information; the last epoch's squares are its appendix A.5.1. Squares are kept in at least
-        float32.
+        information; the last epoch's squares are its appendix A.5.1.
     """
     checks.model(model)
     checks.count("batch_size", batch_size)
 
-    def gradient(params: Params, inputs: Array, targets: Array, weights: Array) -> Params:
-        def loss(params: Params) -> Array:
-            losses = model.likelihood.negative_log_likelihood(model.apply(params, inputs), targets)
-            # Rows of weight zero repeat others to fill a short minibatch: they do not count again.
-            return jnp.where(weights > 0, losses, 0).sum() / (weights > 0).sum()
-
-        return jax.grad(loss)(params)
+    def loss(params: Params, inputs: Array, targets: Array, weights: Array) -> Array:
+        losses = model.likelihood.negative_log_likelihood(model.apply(params, inputs), targets)
+        # Rows of weight zero repeat others to fill a short minibatch: they do not count again.
+        return jnp.where(weights > 0, losses, 0).sum() / (weights > 0).sum()
 
     def squares(key: Key, params: Params, examples: Examples) -> Params:
         # Shuffled, because a squared mean gradient depends on which examples share a minibatch.
         number, batch = minibatches(shuffled(key, examples), batch_size)
 
         def body(step: Array, total: Params) -> Params:
-            return _add_squares(total, gradient(params, *batch(step)))
+            return _add_squares(total, jax.grad(loss)(params, *batch(step)))
 
         return jax.lax.fori_loop(0, number, body, _zeros(params))
 
@@ -97,22 +91,17 @@ def fedfish(
             )
         total = trained.extras if last_epoch else squares(key, trained.params, examples)
         if average:
-            size = examples.inputs.shape[0]
-            if examples.weights is not None:
-                size = jnp.count_nonzero(examples.weights)
+            weights = examples.weights
+            size = examples.inputs.shape[0] if weights is None else jnp.count_nonzero(weights)
             # An empty client has no minibatch, and keeps its zeros.
             steps = jnp.maximum(num_batches(size, batch_size), 1)
             total = jax.tree.map(lambda x: x / steps.astype(x.dtype), total)
         return {"params": trained.params, "fisher": Diagonal(total)}, private
 
-    return Algorithm(
-        summarize,
-        solve_sums(solvers.closed_form(floor)),
-        fisher_sums,
-        optimizer=_squaring if last_epoch else unchanged,
-        kind=f"params, squared batch gradients{' (mean)' if average else ''}",
-        model=model,
-    )
+    aggregate = solve_sums(solvers.closed_form(floor))
+    optimizer = _squaring if last_epoch else unchanged
+    kind = f"params, squared batch gradients{' (mean)' if average else ''}"
+    return Algorithm(summarize, aggregate, fisher_sums, optimizer=optimizer, kind=kind, model=model)
 
 
 # One wrapper for one optimiser, or `jit` would compile training again. Bounded, because the cache
@@ -128,7 +117,7 @@ def _squaring(base: optax.GradientTransformation) -> optax.GradientTransformatio
         total = jax.tree.map(lambda new, old: jnp.where(last_epoch, new, old), seen, total)
         return gradient, total
 
-    return training.keeping(optax.GradientTransformationExtraArgs(_zeros, update), base)
+    return local_update.keeping(optax.GradientTransformationExtraArgs(_zeros, update), base)
 
 
 def _add_squares(squares: Params, gradient: Params) -> Params:
@@ -136,7 +125,5 @@ def _add_squares(squares: Params, gradient: Params) -> Params:
 
 
 def _zeros(params: Params) -> Params:
-    """Make zeros like params, at least float32: squares are too small for bfloat16."""
-    return jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), params
-    )
+    # At least float32: squares are too small for bfloat16.
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), params)

@@ -12,19 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, quadratic, solvers
-from fisherjax.algorithms.base import (
-    Algorithm,
-    fisher_kind,
-    fisher_summary,
-    fisher_sums,
-    solve_sums,
-)
+from fisherjax import checks, solvers
+from fisherjax.algorithms.base import Algorithm, fisher_summary, fisher_sums, solve_sums
 from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal, Operator, kfac, true
 from fisherjax.quadratic import Quadratic
-from fisherjax.solvers.base import Solution, Solver, as_partial, identity, solution
-from fisherjax.typing import Array, Key, Model, Params
+from fisherjax.solvers.base import Solution, Solver, as_data, as_partial, solution
+from fisherjax.typing import Array, Model, Params
 
 
 @cached
@@ -46,63 +40,43 @@ def fedfisher(
         fisher: The structure: `fisher.kfac`, `fisher.diagonal`, `fisher.full`, or a
             `functools.partial` of one, such as `partial(fisher.kfac, fallback=fisher.diagonal)`.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
-        damping: In units of each block's mean eigenvalue. None is the operator's default, 1 for
-            K-FAC and 0 for the others.
+        damping: In units of each block's mean eigenvalue; None is 1 for K-FAC and 0 for the others.
         solver: Of the server's system; None is `solvers.conjugate_gradients()`.
         batch_size: Examples of a minibatch in the Fisher pass.
 
     Returns:
-        The algorithm. Updates are {"params": W_i, "fisher": F_i}; diagonal and full Fishers add up
-        over clients, Kronecker factors do not, so `reduce` is None for those.
+        The algorithm. Updates are {"params": W_i, "fisher": F_i}; with diagonal and full Fishers
+        they add up over clients, with Kronecker factors they do not.
 
     Raises:
-        ValueError: If damping is negative or not finite.
+        ValueError: If a number is out of range.
         TypeError: If an argument has the wrong kind.
 
     Example:
         >>> import fisherjax as fj
-        >>> model = fj.Model(lambda w, x: x @ w["w"], fj.likelihoods.gaussian)
+        >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.gaussian)
         >>> method = fedfisher(model, fisher=fj.fisher.full)
         >>> federation = fj.clients.federation((jnp.eye(2), jnp.zeros((2, 1))), [[0], [1]])
-        >>> trained = fj.training.Trained({"w": jnp.array([[[0.0], [0.0]], [[1.0], [1.0]]])})
-        >>> updates = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
-        >>> print(fj.merging.merge(method, {"w": jnp.zeros((2, 1))}, updates)[0]["w"].T)
+        >>> models = [jnp.zeros((2, 1)), jnp.ones((2, 1))]
+        >>> updates = fj.merging.summarize(method, models, federation, key=jax.random.key(0))
+        >>> print(fj.merging.merge(method, models[0], updates)[0].T)
         [[0. 1.]]
 
-    Source: the paper above. Deviations: the paper has no damping and takes 2000 Adam steps with the
-        step chosen by validation (`paper_adam`), weights clients equally in the text (by p_i in the
-        code, as here), and compresses uploads to the size of FedAvg's.
+    Source: the paper above, which has no damping, takes 2000 Adam steps and chooses among them by
+        validation (`paper_adam`), weights clients equally in the text (by p_i in the code, as
+        here), and compresses uploads to the size of FedAvg's.
     """
-    summarize = fisher_summary(model, fisher, kind, batch_size)
-    # Read before any Fisher is computed: damping and `reduce` depend on it.
-    operator = _operator(fisher)
+    summarize, sent = fisher_summary(model, fisher, kind, batch_size)
+    # Read off before any Fisher is computed: damping and `reduce` depend on it.
+    operator = inspect.signature(fisher).return_annotation
+    operator = operator if hasattr(operator, "adds_up") else Diagonal
     damping = operator.default_damping if damping is None else damping
     checks.number("damping", damping)
     solve = solvers.conjugate_gradients() if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
-    sent = fisher_kind(fisher, kind)
     # Where sums suffice, uploads can be streamed, and the server never holds them all.
-    if operator.adds_up:
-        aggregate = solve_sums(solve, damping)
-        return Algorithm(summarize, aggregate, fisher_sums, kind=sent, model=model)
-
-    def aggregate(
-        key: Key, received: Any, params: Params, state: Any, cohort: Array
-    ) -> tuple[Params, Any, Any]:
-        del key, params, cohort
-        updates, weights = received
-        problem = quadratic.quadratic(updates["fisher"], updates["params"], weights, damping)
-        solution = solve(problem)
-        return solution.params, state, solution.info
-
-    return Algorithm(summarize, aggregate, kind=sent, model=model)
-
-
-def _operator(fisher: Callable[..., Operator]) -> Any:
-    """Read off its annotation which operator a structure returns; a diagonal if it has none."""
-    structure = fisher.func if isinstance(fisher, partial) else fisher
-    returned = inspect.signature(structure).return_annotation
-    return returned if hasattr(returned, "adds_up") else Diagonal
+    reduce = fisher_sums if operator.adds_up else None
+    return Algorithm(summarize, solve_sums(solve, damping), reduce, kind=sent, model=model)
 
 
 @cached
@@ -121,22 +95,16 @@ def paper_adam(
         x <- x - eta m / (sqrt(s) + eps)   or   x <- x - eta m / sqrt(s + eps),
 
     without bias correction. Coordinates with |v| far below eps hardly move, which keeps the
-    solution near the mean; the rest of its regularisation is stopping early, by validation
-    accuracy.
+    solution near the mean, and so does stopping early, by validation.
 
     Args:
         epsilon_inside_root: True is the authors' K-FAC variant, False their diagonal variant.
-        steps: Steps T.
+        steps: How many.
         learning_rate: eta.
         epsilon: eps.
-        score: Params -> scalar, higher is better, for instance accuracy on validation data. The
-            best of the iterates after steps 1, 101, ..., strictly, is the answer; the last one
-            without it.
+        score: Params -> scalar, higher is better, such as accuracy on validation data. The best
+            iterate after steps 1, 101, ... is the answer, the first of equals; without it the last.
         score_every: Steps between two scores.
-
-    Returns:
-        The solver. `info.converged` says whether the residual fell below 1e-4: early stopping means
-        that it need not.
 
     Raises:
         ValueError: If a number is not positive.
@@ -149,19 +117,16 @@ def paper_adam(
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, appendix C and the authors' code. A
         candidate whose score is NaN is passed over; where all are, the start is the answer.
     """
-    for name, value in (("steps", steps), ("score_every", score_every)):
-        checks.count(name, value)
-    for name, value in (("learning_rate", learning_rate), ("epsilon", epsilon)):
-        checks.positive(name, value)
+    checks.count("steps", steps)
+    checks.count("score_every", score_every)
+    checks.positive("learning_rate", learning_rate)
+    checks.positive("epsilon", epsilon)
 
     def solve(problem: Quadratic) -> Solution:
-        restore = identity if problem.restore is None else problem.restore
-        # As pytrees: their arrays are arguments of the compiled loop, not constants in it.
-        functions = tuple(map(as_partial, (problem.matvec, restore)))
-        evaluate = None if score is None else as_partial(score)
         static = (epsilon_inside_root, steps, score_every)
-        numbers = (learning_rate, epsilon)
-        x = _paper_adam(*static, functions, evaluate, problem.rhs, problem.init, numbers)
+        # As a pytree: its arrays are arguments of the compiled loop, not constants in it.
+        evaluate = None if score is None else as_partial(score)
+        x = _paper_adam(*static, as_data(problem), evaluate, learning_rate, epsilon)
         return solution(problem, x, steps)
 
     return solve
@@ -172,14 +137,11 @@ def _paper_adam(
     epsilon_inside_root: bool,
     steps: int,
     score_every: int,
-    functions: tuple[Callable, Callable],
+    problem: Quadratic,
     score: Callable | None,
-    rhs: Any,
-    init: Any,
-    numbers: tuple[Array, Array],
+    learning_rate: Array,
+    epsilon: Array,
 ) -> Any:
-    (matvec, restore), (learning_rate, epsilon) = functions, numbers
-
     def move(x: Array, m: Array, s: Array) -> Array:
         rate, eps = (jnp.asarray(value, s.dtype) for value in (learning_rate, epsilon))
         return x - rate * (m / (jnp.sqrt(s + eps) if epsilon_inside_root else jnp.sqrt(s) + eps))
@@ -187,13 +149,13 @@ def _paper_adam(
     def step(_: Array, state: tuple) -> tuple:
         x, m, s = state
         # The gradient; m and s are its decaying sums, not averages as in optax's Adam.
-        v = jax.tree.map(jnp.subtract, matvec(x), rhs)
+        v = jax.tree.map(jnp.subtract, problem.matvec(x), problem.rhs)
         m = jax.tree.map(lambda m, v: 0.9 * m + v, m, v)
         s = jax.tree.map(lambda s, v: 0.99 * s + v * v, s, v)
         return jax.tree.map(move, x, m, s), m, s
 
-    zeros = jax.tree.map(jnp.zeros_like, init)
-    start = (init, zeros, zeros)
+    zeros = jax.tree.map(jnp.zeros_like, problem.init)
+    start = (problem.init, zeros, zeros)
     if score is None:
         return jax.lax.fori_loop(0, steps, step, start)[0]
 
@@ -202,7 +164,7 @@ def _paper_adam(
         first = round_ * score_every
         # The authors compare after steps 1, 101, ...: one step, a score, then the others.
         state = step(first, state)
-        value = jnp.asarray(score(restore(state[0])), jnp.float32)
+        value = jnp.asarray(score(problem.restore(state[0])), jnp.float32)
         # Strictly, so that the first of equal scores stays.
         better = value > best_score
         best = jax.tree.map(lambda new, old: jnp.where(better, new, old), state[0], best)
@@ -211,7 +173,6 @@ def _paper_adam(
         state = jax.lax.fori_loop(0, left, step, state)
         return state, best, jnp.where(better, value, best_score)
 
-    rounds = -(-steps // score_every)
     # The start is no candidate, as in the authors' code: any score beats it.
-    carry = (start, init, jnp.float32(-jnp.inf))
-    return jax.lax.fori_loop(0, rounds, scored, carry)[1]
+    carry = (start, problem.init, jnp.float32(-jnp.inf))
+    return jax.lax.fori_loop(0, -(-steps // score_every), scored, carry)[1]

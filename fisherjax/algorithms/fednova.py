@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import training
+from fisherjax import local_update
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.configuration import cached
 from fisherjax.training import Trained
@@ -19,7 +19,7 @@ from fisherjax.typing import Array, Examples, Key, Params
 
 
 class _Length(NamedTuple):
-    """A scalar on which the user's optimiser runs besides, and its state there."""
+    """A scalar on which the user's optimiser runs besides the params, and its state there."""
 
     moved: Array
     optimizer: Any
@@ -36,28 +36,24 @@ def fednova() -> Algorithm:
 
         a_i = eta [tau_i - rho (1 - rho^tau_i) / (1 - rho)] / (1 - rho)
 
-    of tau_i steps; any other optimiser of optax, with its schedule, is measured likewise. Equal to
-    federated averaging where all a_i are equal. The scale of a_i drops out.
+    of tau_i steps. Any other optimiser is measured likewise; equal a_i make it federated averaging.
 
     Returns:
         The algorithm. Its `optimizer` measures a_i while clients train. Updates are {"change":
         (W_i - W) / a_i, "length": a_i}, and add up.
 
     Raises:
-        ValueError: On summarize, if models were trained without its optimiser or their start is not
-            known.
+        ValueError: On summarize, of models that `training.train` did not train by its optimiser.
 
     Example:
         >>> import fisherjax as fj
-        >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.gaussian)
-        >>> federation = fj.clients.federation((jnp.ones((5, 1)),) * 2, [[0], [1, 2, 3, 4]])
-        >>> options = {"key": jax.random.key(0), "epochs": 1, "batch_size": 1}
-        >>> options["optimizer"] = fj.algorithms.fednova().optimizer(optax.sgd(0.5))
-        >>> fj.training.train(model, jnp.zeros((1, 1)), federation, **options).extras.moved.tolist()
-        [-0.5, -2.0]
+        >>> values = {"change": jnp.array([[1.0], [3.0]]), "length": jnp.array([10.0, 30.0])}
+        >>> updates = fj.algorithms.Update(values, fednova().kind)
+        >>> print(fj.merging.merge(fednova(), jnp.zeros(1), updates)[0])
+        [40.]
 
-    Source: the paper above. It leaves out the step size of the server, which is 1 here, and gives
-        a_i for gradient descent with momentum only.
+    Source: the paper above, which gives a_i for gradient descent with momentum only. The server's
+        step size, which it leaves out, is 1.
     """
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
@@ -70,18 +66,11 @@ def fednova() -> Algorithm:
         # Optimisers move the scalar down, against its gradient of one.
         length = jnp.abs(trained.extras.moved)
         safe = jnp.where(length > 0, length, 1)  # a client without steps has not moved
+        moved = jax.tree.map(jnp.subtract, trained.params, trained.start)
+        change = jax.tree.map(lambda x: x / safe.astype(x.dtype), moved)
+        return {"change": change, "length": length}, private
 
-        def change(end: Array, start: Array) -> Array:
-            return (end - start) / safe.astype(end.dtype)
-
-        return {
-            "change": jax.tree.map(change, trained.params, trained.start),
-            "length": length,
-        }, private
-
-    def aggregate(
-        key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array
-    ) -> tuple[Params, Any, Any]:
+    def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, cohort
         mean = sums.mean()
 
@@ -91,15 +80,13 @@ def fednova() -> Algorithm:
 
         return jax.tree.map(move, params, mean["change"]), state, ()
 
-    return Algorithm(
-        summarize, aggregate, weighted_sum, optimizer=_measured, kind="normalised changes"
-    )
+    kind = "normalised changes"
+    return Algorithm(summarize, aggregate, weighted_sum, optimizer=_measured, kind=kind)
 
 
 @functools.lru_cache(maxsize=64)
 def _measured(base: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Run an optimiser on a scalar whose gradient is one, besides the params."""
-    # Its schedule and momentum act on the scalar as on params, whatever they are.
+    # Its schedule and momentum act on a scalar whose gradient is one as they act on params.
     scalar = optax.with_extra_args_support(base)
 
     def init(params: Params) -> _Length:
@@ -109,11 +96,10 @@ def _measured(base: optax.GradientTransformation) -> optax.GradientTransformatio
 
     def measure(gradient: Params, state: _Length, params: Params, **given: Any) -> tuple:
         del params
+        zero, one = jnp.zeros_like(state.moved), jnp.ones_like(state.moved)
         # The start and extras of params do not have the scalar's shape.
-        given = given | {"start": jnp.zeros_like(state.moved), "extras": ()}
-        step, optimizer = scalar.update(
-            jnp.ones_like(state.moved), state.optimizer, state.moved, **given
-        )
+        given |= {"start": zero, "extras": ()}
+        step, optimizer = scalar.update(one, state.optimizer, state.moved, **given)
         return gradient, _Length(state.moved + step, optimizer)
 
-    return training.keeping(optax.GradientTransformationExtraArgs(init, measure), base)
+    return local_update.keeping(optax.GradientTransformationExtraArgs(init, measure), base)

@@ -13,7 +13,7 @@ import optax
 from fisherjax import checks
 from fisherjax.algorithms.base import Algorithm, check_algorithm
 from fisherjax.configuration import cached
-from fisherjax.training import select_leaves
+from fisherjax.local_update import select_leaves
 from fisherjax.typing import Array, Key, Model, Params
 
 
@@ -28,19 +28,14 @@ class ServerState(NamedTuple):
 def with_server_optimizer(
     algorithm: Algorithm, optimizer: optax.GradientTransformation, model: Model | None = None
 ) -> Algorithm:
-    """Let the server's optimiser take a step instead of the merged model W'.
+    """Let the server's optimiser take a step instead of the merged model W', with a `ServerState`.
 
         g = W - W',   W <- W + update(g).
 
-    Descent at rate 1 replaces W by W'.
-
     Args:
         algorithm: Any.
-        optimizer: Any of optax, on the pseudo-gradient g.
+        optimizer: Any of optax, on the pseudo-gradient g; descent at rate 1 replaces W by W'.
         model: Leaves that its mask leaves out take the merged value; None optimises all.
-
-    Returns:
-        The algorithm, whose state holds that of the optimiser too.
 
     Raises:
         TypeError: If the optimiser is not one of optax.
@@ -48,8 +43,8 @@ def with_server_optimizer(
     Example:
         >>> import fisherjax as fj
         >>> slow = with_server_optimizer(fj.algorithms.fedavg(), optax.sgd(0.25))
-        >>> updates = fj.algorithms.Update({"params": {"w": jnp.array([[0.0], [4.0]])}}, "params")
-        >>> print(fj.merging.merge(slow, {"w": jnp.zeros(1)}, updates)[0]["w"])
+        >>> updates = fj.algorithms.Update({"params": jnp.array([[0.0], [4.0]])}, "params")
+        >>> print(fj.merging.merge(slow, jnp.zeros(1), updates)[0])
         [0.5]
     """
     check_algorithm(algorithm)
@@ -67,8 +62,8 @@ def with_server_optimizer(
         merged, kept, info = algorithm.aggregate(key, received, params, state.algorithm, cohort)
         # Merged leaves are at least float32; the gradient goes back to the dtype of params.
         gradient = jax.tree.map(lambda w, m: jnp.asarray(w) - m.astype(w.dtype), params, merged)
-        updates, server = optimizer.update(gradient, state.optimizer, params)
-        moved = optax.apply_updates(params, updates)
+        step, server = optimizer.update(gradient, state.optimizer, params)
+        moved = optax.apply_updates(params, step)
         # Leaves that are not trained, such as running statistics, have no gradient to follow.
         if model is not None:
             moved = select_leaves(checks.mask(model, params), moved, merged)

@@ -27,25 +27,19 @@ def fedprox(mu: float = 1e-3) -> Algorithm:
         mu: How strong the pull is; 0 is federated averaging.
 
     Returns:
-        The algorithm. Its `optimizer` adds mu (w - W) to the gradients, before the user's optimiser
-        sees them; the loss that training returns leaves the pull out. Updates are {"params": W_i}.
+        The algorithm. Its `optimizer` adds mu (w - W) to the gradients that the user's optimiser
+        sees; the loss that training returns leaves the pull out. Updates are {"params": W_i}.
 
     Raises:
         ValueError: If mu is negative or not finite.
 
     Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
-        >>> optimizer = fj.algorithms.fedprox(mu=0.5).optimizer(optax.sgd(1.0))
-        >>> state, w = optimizer.init(jnp.array(3.0)), jnp.array(3.0)
-        >>> step, _ = optimizer.update(jnp.array(0.0), state, w, start=jnp.array(1.0))
+        >>> optimizer, w = fedprox(mu=0.5).optimizer(optax.sgd(1.0)), jnp.array(3.0)
+        >>> step, _ = optimizer.update(0 * w, optimizer.init(w), w, start=jnp.array(1.0))
         >>> print(step)
         -1.0
     """
     checks.number("mu", mu)
-
-    def init(params: Params) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
 
     def pull(gradient: Params, state: Any, params: Params, *, start: Params, **_: Any) -> tuple:
         def leaf(g: Array, w: Array, centre: Array) -> Array:
@@ -54,9 +48,11 @@ def fedprox(mu: float = 1e-3) -> Algorithm:
 
         return jax.tree.map(leaf, gradient, params, start), state
 
+    pulling = optax.GradientTransformationExtraArgs(optax.identity().init, pull)
+
     # Equal optimisers give one object, or `jit` would compile training again.
     @functools.cache
     def optimizer(base: optax.GradientTransformation) -> optax.GradientTransformation:
-        return optax.chain(optax.GradientTransformationExtraArgs(init, pull), base)
+        return optax.chain(pulling, base)
 
     return averaging(optimizer=optimizer)

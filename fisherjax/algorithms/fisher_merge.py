@@ -6,13 +6,7 @@ Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, 
 from collections.abc import Callable
 
 from fisherjax import solvers
-from fisherjax.algorithms.base import (
-    Algorithm,
-    fisher_kind,
-    fisher_summary,
-    fisher_sums,
-    solve_sums,
-)
+from fisherjax.algorithms.base import Algorithm, fisher_summary, fisher_sums, solve_sums
 from fisherjax.configuration import cached
 from fisherjax.fisher import diagonal, true
 from fisherjax.typing import Array, Model
@@ -20,11 +14,7 @@ from fisherjax.typing import Array, Model
 
 @cached
 def fisher_merge(
-    model: Model,
-    *,
-    kind: Callable[..., Array] = true,
-    floor: float = 1e-6,
-    batch_size: int = 64,
+    model: Model, *, kind: Callable[..., Array] = true, floor: float = 1e-6, batch_size: int = 64
 ) -> Algorithm:
     """Make Fisher merging, the mean of the clients' params weighted by their diagonal Fishers.
 
@@ -46,20 +36,17 @@ def fisher_merge(
 
     Example:
         >>> import jax.numpy as jnp, fisherjax as fj
-        >>> method = fisher_merge(fj.Model(lambda w, x: x @ w["w"], fj.likelihoods.gaussian))
-        >>> fishers = fj.fisher.Diagonal({"w": jnp.array([[1.0], [3.0]])})
-        >>> values = {"params": {"w": jnp.array([[0.0], [4.0]])}, "fisher": fishers}
+        >>> method = fisher_merge(fj.Model(lambda w, x: x @ w, fj.likelihoods.gaussian))
+        >>> fishers = fj.fisher.Diagonal(jnp.array([[1.0], [3.0]]))
+        >>> values = {"params": jnp.array([[0.0], [4.0]]), "fisher": fishers}
         >>> updates = fj.algorithms.Update(values, method.kind)
-        >>> print(fj.merging.merge(method, {"w": jnp.zeros(1)}, updates)[0]["w"])
+        >>> print(fj.merging.merge(method, jnp.zeros(1), updates)[0])
         [3.]
 
     Source: the paper above, as run by Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024: weights
-        p_i, no normalisation of the Fishers, the mean as fallback. Their quantisation of uploads is
-        not here.
+        p_i, Fishers not normalised, the mean as fallback; but uploads are not quantised.
     """
-    summarize = fisher_summary(model, diagonal, kind, batch_size)
+    summarize, sent = fisher_summary(model, diagonal, kind, batch_size)
     # Without damping, as in the paper: below the floor the solver keeps its start, the mean.
     aggregate = solve_sums(solvers.closed_form(floor))
-    return Algorithm(
-        summarize, aggregate, fisher_sums, kind=fisher_kind(diagonal, kind), model=model
-    )
+    return Algorithm(summarize, aggregate, fisher_sums, kind=sent, model=model)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks
+from fisherjax import checks, tree
 from fisherjax.algorithms.base import Algorithm, weighted_sum
 from fisherjax.configuration import cached
 from fisherjax.fisher import passes
@@ -20,8 +20,6 @@ from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
-_PRECISION = jax.lax.Precision.HIGHEST
-
 
 @cached
 def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algorithm:
@@ -30,8 +28,8 @@ def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algo
         W = Wbar + (sum_i p_i H_i)^-1 sum_i p_i H_i (W_i - Wbar),   H_i = shrink(E_i[u u^T]),
 
     where shrink multiplies off-diagonal entries by a factor. Inputs that never fire at any client
-    keep Wbar = sum_i p_i W_i. Biases, convolutions and all other leaves become the plain mean
-    over clients.
+    keep Wbar = sum_i p_i W_i. All leaves but dense kernels become the plain mean over clients that
+    have weight.
 
     Args:
         model: The network; what its outputs mean is not used.
@@ -57,8 +55,7 @@ def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algo
 
     Source: the paper above. Deviations from its use in Jhunjhunwala, Wang, Joshi, FedFisher,
         AISTATS 2024: the Gram matrix is of all examples, not of up to 16,000; shrink is fixed, not
-        chosen from {0.1, 0.9} by validation; uploads are not compressed. The plain mean leaves out
-        clients of weight zero.
+        chosen from {0.1, 0.9} by validation; uploads are not compressed.
     """
     checks.model(model)
     checks.number("shrink", shrink, below=1.0)
@@ -69,31 +66,27 @@ def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algo
         grams = _grams(model.apply, batch_size, trained.params, examples)
         return {"params": trained.params, "grams": grams}, private
 
+    def shrunk(gram: Array) -> Array:
+        return gram * (shrink + (1 - shrink) * jnp.eye(gram.shape[-1], dtype=gram.dtype))
+
     def reduce(updates: dict[str, Any], weights: Array) -> Any:
-        grams = {name: _shrunk(gram, shrink) for name, gram in updates["grams"].items()}
-        leaves = _by_name(updates["params"])
+        params, present = updates["params"], weights > 0
+        grams = jax.tree.map(shrunk, updates["grams"])
+        leaves = Template.of(params).by_name(params)
         kernels = {name: leaves[name] for name in grams}
         # Least squares need H_i, H_i W_i and W_i of each client, all of which add up.
-        products = {n: jnp.matmul(grams[n], kernels[n], precision=_PRECISION) for n in grams}
-        weighted = {"gram": grams, "product": products, "kernel": kernels}
+        products = {n: jnp.matmul(grams[n], kernels[n], precision="highest") for n in grams}
+        # A product may overflow, and zero times infinity is NaN: it must not have weight zero.
+        products = tree.keep(present, products)
+        weighted = weighted_sum((grams, products, kernels), weights)
         # Plain: clients count once, however large, but for those of weight zero.
-        present = (weights > 0).astype(weights.dtype)
-        return {
-            "weighted": weighted_sum(weighted, weights),
-            "plain": weighted_sum(updates["params"], present),
-        }
+        return {"weighted": weighted, "plain": weighted_sum(params, present.astype(weights.dtype))}
 
-    def aggregate(
-        key: Key, sums: Any, params: Params, state: Any, cohort: Array
-    ) -> tuple[Params, Any, Any]:
+    def aggregate(key: Key, sums: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort
         return _solved(sums), state, ()
 
     return Algorithm(summarize, aggregate, reduce, kind="params and Gram matrices", model=model)
-
-
-def _by_name(params: Params) -> dict[str, Array]:
-    return Template.of(params).by_name(params)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -102,12 +95,9 @@ def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) ->
         del y, key
         seen = trace(apply, params, x)
         moments = input_moments(seen, w)
+        sizes = {layer.kernel: layer.shape[0] for layer in seen.layers if layer.is_dense}
         # A moment's last row and column belong to the bias, if there is one.
-        dense = {
-            layer.kernel: moments[layer.kernel][: layer.shape[0], : layer.shape[0]]
-            for layer in seen.layers
-            if layer.is_dense
-        }
+        dense = {name: moments[name][:size, :size] for name, size in sizes.items()}
         if not dense:
             raise ValueError(
                 "RegMean merges dense layers, and this network has none; use fedavg or fedfisher."
@@ -118,16 +108,12 @@ def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) ->
     return passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
 
 
-def _shrunk(gram: Array, shrink: float) -> Array:
-    identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
-    return gram * (shrink + (1 - shrink) * identity)
-
-
 @jax.jit
 def _solved(sums: Any) -> Params:
-    mean, weighted = sums["plain"].mean(), sums["weighted"].mean()
-    dense = jax.tree.map(_matched, *(weighted[name] for name in ("gram", "product", "kernel")))
-    return Template.of(mean).restore(_by_name(mean) | dense)
+    mean = sums["plain"].mean()
+    template = Template.of(mean)
+    dense = jax.tree.map(_matched, *sums["weighted"].mean())
+    return template.restore(template.by_name(mean) | dense)
 
 
 def _matched(gram: Array, product: Array, mean: Array) -> Array:
@@ -139,7 +125,7 @@ def _matched(gram: Array, product: Array, mean: Array) -> Array:
     # An input that never fires has a zero row: a one on the diagonal keeps its correction at zero.
     scaled = gram * inverse * inverse.T + jnp.diag(jnp.where(fires, 0, 1).astype(gram.dtype))
     # For the correction only: where it is undetermined, the mean stays.
-    error = product - jnp.matmul(gram, mean.astype(gram.dtype), precision=_PRECISION)
+    error = product - jnp.matmul(gram, mean.astype(gram.dtype), precision="highest")
     # Positive definite: shrink < 1 adds (1 - shrink) times the identity.
     correction = inverse * jax.scipy.linalg.solve(scaled, inverse * error, assume_a="pos")
     return mean + correction.astype(mean.dtype)

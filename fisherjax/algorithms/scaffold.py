@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import tree
-from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
+from fisherjax.algorithms.base import Algorithm, weighted_sum
 from fisherjax.configuration import cached
-from fisherjax.training import Kept, Trained
+from fisherjax.local_update import Kept
+from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
+
+_zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
 
 class Controls(NamedTuple):
@@ -28,13 +31,6 @@ class Controls(NamedTuple):
 
     server: Params
     num_clients: Array
-
-
-class _Sums(NamedTuple):
-    """What the server needs of a cohort: models by weight, changes of controls by number."""
-
-    params: WeightedSum
-    change: Params
 
 
 @cached
@@ -52,35 +48,27 @@ def scaffold() -> Algorithm:
         Updates are {"params": W_i, "change": of c_i}, and add up.
 
     Raises:
-        ValueError: On summarize, if models were trained without its optimiser or their start or
-            steps are not known.
+        ValueError: On summarize, of models that `training.train` did not train by its optimiser.
 
     Example:
-        >>> import fisherjax as fj
-        >>> optimizer = fj.algorithms.scaffold().optimizer(optax.sgd(1.0))
-        >>> w = jnp.array(0.0)
+        >>> optimizer, w = scaffold().optimizer(optax.sgd(1.0)), jnp.array(0.0)
         >>> step, _ = optimizer.update(jnp.array(1.0), optimizer.init(w), w, extras=jnp.array(0.5))
         >>> print(step)
         -1.5
 
-    Source: the paper above. Controls are kept multiplied by the learning rate, which drops out as
-        long as it does not change between rounds, and the optimiser does not see the correction, as
-        in NIID-Bench's code. As in the paper, what momentum adds to a step is not accounted for in
-        (W - W_i) / K_i. Deviation from NIID-Bench's code: its controls start at a random network.
+    Source: the paper above; what momentum adds to a step is not accounted for in (W - W_i) / K_i.
+        As in NIID-Bench's code, controls are kept multiplied by the learning rate, which drops out
+        as long as it does not change between rounds, and the optimiser does not see the correction.
+        Deviation from that code: its controls start at a random network.
     """
 
     def init(params: Params, num_clients: int) -> Controls:
-        return Controls(jax.tree.map(jnp.zeros_like, params), jnp.asarray(num_clients, jnp.int32))
-
-    def init_client(params: Params) -> Params:
-        return jax.tree.map(jnp.zeros_like, params)
+        return Controls(_zeros(params), jnp.asarray(num_clients, jnp.int32))
 
     def broadcast(params: Params, state: Controls, private: Params) -> tuple[Params, Params]:
         return params, jax.tree.map(jnp.subtract, state.server, private)
 
-    def summarize(
-        key: Key, trained: Trained, examples: Examples, private: Params
-    ) -> tuple[dict, Params]:
+    def summarize(key: Key, trained: Trained, examples: Examples, private: Params) -> tuple:
         del key, examples
         steps, correction = trained.steps, trained.extras
         if trained.start is None or steps is None or not jax.tree.leaves(correction):
@@ -98,30 +86,28 @@ def scaffold() -> Algorithm:
         change = jax.tree.map(jnp.subtract, new, private)
         return {"params": trained.params, "change": change}, new
 
-    def reduce(updates: dict[str, Any], weights: Array) -> _Sums:
+    def reduce(updates: dict[str, Any], weights: Array) -> dict[str, Any]:
         # Each control counts once, however large the client; one that was left out has weight zero.
         present = (weights > 0).astype(weights.dtype)
         change = tree.weighted_sum(updates["change"], present)
-        return _Sums(weighted_sum(updates["params"], weights), change)
+        return {"params": weighted_sum(updates["params"], weights), "change": change}
 
-    def aggregate(
-        key: Key, sums: _Sums, params: Params, state: Controls, cohort: Array
-    ) -> tuple[Params, Controls, Any]:
+    def aggregate(key: Key, sums: dict, params: Params, state: Controls, cohort: Array) -> tuple:
         del key, params, cohort
 
         def moved(control: Array, change: Array) -> Array:
             # Divided by the number of all clients, although only the cohort's controls changed.
             return (control + change / state.num_clients.astype(change.dtype)).astype(control.dtype)
 
-        server = jax.tree.map(moved, state.server, sums.change)
-        return sums.params.mean(), state._replace(server=server), ()
+        server = jax.tree.map(moved, state.server, sums["change"])
+        return sums["params"].mean(), state._replace(server=server), ()
 
     return Algorithm(
         summarize,
         aggregate,
         reduce,
         init=init,
-        init_client=init_client,
+        init_client=_zeros,
         broadcast=broadcast,
         optimizer=_corrected,
         kind="params and changes of controls",
@@ -135,11 +121,9 @@ def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformati
     base = optax.with_extra_args_support(base)
 
     def init(params: Params) -> Kept:
-        return Kept(jax.tree.map(jnp.zeros_like, params), base.init(params))
+        return Kept(_zeros(params), base.init(params))
 
-    def update(
-        gradient: Params, state: Kept, params: Params, *, extras: Any = (), **given: Any
-    ) -> tuple:
+    def update(gradient: Params, state: Kept, params: Params, *, extras: Any = (), **given: Any):
         # Without a correction, as in a single round, all controls are zero.
         correction = extras if jax.tree.leaves(extras) else state.own
         # Before the correction, so that momentum does not accumulate it.
