@@ -37,10 +37,10 @@ def summarize(
             or as `Trained(stacked params)`.
         federation: The clients' data.
         key: Folded by client.
-        clients_per_chunk: Side by side on a device; None chooses 1 on a CPU and all elsewhere.
+        clients_per_chunk: Side by side on a device; None chooses, 1 on a CPU.
 
     Returns:
-        The stacked updates.
+        The updates, stacked.
 
     Raises:
         ValueError: If the models are not as many as the clients, or lack what the algorithm needs
@@ -126,13 +126,11 @@ def merge(
         on_nonfinite: "raise" or "drop", what to do about a client that diverged.
 
     Returns:
-        The merged params, the algorithm's state, and what it reports (of a solver: iterations,
-        residual, converged).
+        The merged params, the algorithm's state, and what it reports, a solver's info for instance.
 
     Raises:
-        ValueError: If updates do not fit together or to the algorithm, the weights do not fit, a
-            client's update is not finite and `on_nonfinite` is "raise", or the merged model is not;
-            the message names clients and leaves.
+        ValueError: If updates do not fit together or to the algorithm, the weights do not fit, or a
+            client's update or the merged model is not finite; it names clients and leaves.
         TypeError: If params are not floating, or updates are something else.
 
     Example:
@@ -179,30 +177,19 @@ def merge_stream(
 ) -> tuple[Params, Any, Any]:
     """Merge client updates that arrive a chunk at a time, and hold one chunk and the sums only.
 
-    The same as `merge` of all chunks at once, to rounding. Compiled once for each shape of a chunk:
-    let all chunks but the last be equally long.
-
-    Args:
-        algorithm: A method whose updates add up, that is with a `reduce`: fedavg, fisher_merge,
-            regmean, fednova, scaffold, fedfisher with a diagonal or full Fisher.
-        params: The model that clients started from.
-        chunks: Pairs (updates, weights [m]) of some clients each, as for `merge`; None is a weight
-            of one each. Weights are scaled to sum one over all chunks.
-        state: What the algorithm kept of the last merge; None starts afresh.
-        on_nonfinite: "raise" or "drop", what to do about a client that diverged.
-
-    Returns:
-        What `merge` does.
+    The same as `merge` of all clients at once, to rounding, for an algorithm whose updates add up,
+    that is with a `reduce`, such as fedavg or regmean. Chunks are pairs (updates, weights [m]) of
+    some clients each; None is a weight of one each, and weights are scaled to sum one over all.
+    Compiled once for each shape of a chunk: let all chunks but the last be equally long. The other
+    arguments, what is returned and what is refused are those of `merge`.
 
     Raises:
-        ValueError: As `merge`, counting clients from the first chunk on; or if the method needs all
-            updates at once, there are no chunks, or chunks do not fit together.
-        TypeError: As `merge`.
+        ValueError: Also if there are no chunks, or they do not fit together.
 
     Example:
         >>> import fisherjax as fj
-        >>> models = ({"params": {"w": jnp.full((2, 1), x)}} for x in (1.0, 3.0))
-        >>> chunks = ((fj.algorithms.Update(values, "params"), jnp.ones(2)) for values in models)
+        >>> models = (Update({"params": {"w": jnp.full((2, 1), x)}}, "params") for x in (1.0, 3.0))
+        >>> chunks = ((updates, None) for updates in models)
         >>> print(merge_stream(fj.algorithms.fedavg(), {"w": jnp.zeros(1)}, chunks)[0]["w"])
         [2.]
     """
@@ -344,6 +331,9 @@ def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[dict[str, Any
     return values, check_weights(chunk[1], jax.tree.leaves(values)[0].shape[0])
 
 
+_finite_leaves = jax.jit(tree.finite_leaves)
+
+
 # Compiled once for an algorithm: factories give the same function for equal arguments.
 @partial(jax.jit, static_argnums=0)
 def _reduce(reduce: Callable[[Any, Array], Any], values: Any, weights: Array) -> Any:
@@ -370,20 +360,12 @@ def _aggregated(
 
 def _check_finite(merged: Params, values: Any = None, weights: Array | None = None) -> None:
     """Refuse a merged model that is not finite; name the leaf, and who is to blame if at hand."""
-    # One answer for the whole model: leaf by leaf only where something is wrong.
-    if not checks.is_traced(merged) and not bool(_all_finite(merged)):
-        leaf = next(
-            name
-            for name, x in zip(tree.names(merged), jax.tree.leaves(merged), strict=True)
-            if not bool(jnp.isfinite(x).all())
-        )
-        blame = suspect(values, weights)
+    if checks.is_traced(merged):
+        return
+    finite = np.asarray(_finite_leaves(merged))
+    if not finite.all():
+        leaf, blame = tree.names(merged)[finite.argmin()], suspect(values, weights)
         raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {blame}")
-
-
-@jax.jit
-def _all_finite(params: Params) -> Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
 
 
 def _check_shapes(merged: Params, params: Params) -> None:

@@ -109,7 +109,7 @@ class Federated(NamedTuple):
             )
         init = partial(self.init, num_clients=federation.num_clients)
         _check_fits(state, jax.eval_shape(init, state.params))
-        if not bool(tree.finite(jax.tree.map(lambda x: x[None], state.params)).all()):
+        if not tree.finite_leaves(state.params).all():
             raise ValueError(
                 "state.params are not finite: the model has diverged. Start from a state before "
                 "that, with smaller learning rates."
@@ -249,8 +249,8 @@ def _round(
     # By the number in the state: a run that goes on from an old state draws what it drew then.
     key = jax.random.fold_in(key, state.number)
     cohort = _draw_cohort(key, federation.num_clients, experiment.cohort)
-    clients_half = _clients(experiment, layout, state, federation, cohort, key)
-    private, trained, updates, kept = clients_half
+    half = _clients(experiment, layout, state, federation, cohort, key)
+    private, trained, updates, kept = half
 
     # [leaves, K] to [K]: one leaf that is not finite is enough to leave a client out.
     finite = tree.finite((updates, kept)).all(0)
@@ -272,8 +272,7 @@ def _round(
     everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), state.private, kept)
     after = State(state.number + 1, merged, kept_by_server, everyone)
     # Nobody left, or a solve that overflowed: the model stays.
-    sound = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(merged)]).all()
-    goes_on = (sizes.sum() > 0) & sound
+    goes_on = (sizes.sum() > 0) & tree.finite_leaves(merged).all()
     # Back to the state's dtypes, as sums are wider: the next round need not compile again.
     after = jax.tree.map(
         lambda new, old: jnp.where(goes_on, new, old).astype(old.dtype), after, state

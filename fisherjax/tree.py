@@ -79,6 +79,11 @@ def finite(stacked: Any) -> Array:
     return jnp.stack([jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in leaves])
 
 
+def finite_leaves(params: Any) -> Array:
+    """Say of every leaf whether all entries are finite, [leaves]."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)])
+
+
 def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:
     """Replace leaves [M, ...] where `kept` [M] is False by those of `otherwise`, or by zeros.
 
