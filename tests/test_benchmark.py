@@ -1,22 +1,24 @@
 """The benchmark: what it counts, compares and writes; no test asserts a time."""
 
 import csv
+import functools
 import json
+import os
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 import fisherjax as fj
 from experiments.benchmark import (
     apart,
-    clients,
     config,
-    fisher,
     flops,
     measure,
+    nngeometry_peer,
     pfl,
     plot,
     report,
@@ -24,13 +26,14 @@ from experiments.benchmark import (
 )
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.workloads import (
-    SHAPES,
+    NETWORKS,
+    Workload,
     native_convolutions,
     normalize,
-    split,
     synthetic,
     workload,
 )
+from experiments.harness import figures
 
 
 def asked(suite: str, **options) -> config.Config:
@@ -40,7 +43,7 @@ def asked(suite: str, **options) -> config.Config:
 def test_cases_take_turns_and_the_first_call_is_kept_apart():
     calls = []
     cases = [Case(name, lambda name=name: calls.append(name)) for name in "AB"]
-    measured = measure.measure(Group("work", "units", None, cases), 3, 60.0, lambda _: None)
+    measured = measure.measure(Group("work", "units", None, cases), 3, 60.0)
     assert calls == ["A", "B"] * 4
     assert [len(m.seconds) for m in measured] == [3, 3]
 
@@ -48,13 +51,13 @@ def test_cases_take_turns_and_the_first_call_is_kept_apart():
 def test_a_case_over_its_budget_is_timed_once_and_the_others_go_on():
     calls = []
     cases = [Case(name, lambda name=name: calls.append(name)) for name in "AB"]
-    measured = measure.measure(Group("work", "units", None, cases), 3, 0.0, lambda _: None)
+    measured = measure.measure(Group("work", "units", None, cases), 3, 0.0)
     assert [len(m.seconds) for m in measured] == [1, 1]
 
 
 def numbers_of(measurements, reference: str | None, beside: str | None = None) -> dict:
     group = Group("work", "units", reference, [m.case for m in measurements], beside)
-    rows = measure.rows("train", group, measurements)
+    rows = report.rows("train", group, measurements)
     return {(row.case, row.metric): row.value for row in rows if row.metric != "seconds"}
 
 
@@ -75,7 +78,7 @@ def test_rates_and_ratios_are_of_the_median_and_of_a_unit_of_work():
 
 
 def test_the_fraction_of_the_peak_is_of_the_product_of_the_same_precision():
-    peak = measured(f"{measure.MATMUL} 8, bfloat16", [1.0], flops=8.0, precision="bfloat16")
+    peak = measured(f"{report.MATMUL} 8, bfloat16", [1.0], flops=8.0, precision="bfloat16")
     narrow = measured("narrow", [1.0], flops=2.0, precision="bfloat16")
     wide = measured("wide", [1.0], flops=2.0)
     values = numbers_of([narrow, wide, peak], None)
@@ -85,7 +88,7 @@ def test_the_fraction_of_the_peak_is_of_the_product_of_the_same_precision():
 
 def test_what_is_extrapolated_is_multiplied_but_not_its_first_call():
     case = Case("slow", lambda: None, times=1e6)
-    [result] = measure.measure(Group("work", "units", None, [case]), 1, 60.0, lambda _: None)
+    result = measure.alone(case, 1)
     assert result.seconds[0] > 1e3 * result.first
 
 
@@ -131,30 +134,28 @@ def test_flops_of_a_convolution_are_those_of_its_patches():
     assert counted == 2 * (2 * 4 * 4) * (5 * 5 * 3) * 4
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_native_convolutions_compute_the_same_network(name):
     work = workload(asked("train", data="synthetic"), name, 3)
     ours = jax.jit(work.apply)(work.params, jnp.asarray(work.images))
-    native = jax.jit(native_convolutions)(work.params, jnp.asarray(work.images))
+    native = jax.jit(native_convolutions(work.apply))(work.params, jnp.asarray(work.images))
     np.testing.assert_allclose(native, ours, rtol=1e-4, atol=1e-5)
 
 
 def test_the_error_of_factors_is_that_of_their_products_whatever_their_scales():
     random = np.random.default_rng(0)
     a, g, b, h = (random.normal(size=(n, n)) for n in (3, 2, 3, 2))
-    error = fisher.kronecker_error([(a, g)], [(b, h)])
+    error = nngeometry_peer.kronecker_error([(a, g)], [(b, h)])
     difference = np.kron(a, g) - np.kron(b, h)
     assert error == pytest.approx(np.linalg.norm(difference) / np.linalg.norm(np.kron(b, h)))
-    assert fisher.kronecker_error([(10 * a, g / 10)], [(a, g)]) < 1e-7
+    assert nngeometry_peer.kronecker_error([(10 * a, g / 10)], [(a, g)]) < 1e-7
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_the_network_in_pytorch_computes_the_same(name):
     pytest.importorskip("torch")
     work = workload(asked("train", data="synthetic"), name, 3)
-    net = torch_peer.network(name)
-    torch_peer.load(net, name, work.params)
-    theirs = net(torch_peer.tensors(work)[0]).detach().cpu().numpy()
+    theirs = torch_peer.network(work)(torch_peer.tensors(work)[0]).detach().cpu().numpy()
     ours = jax.jit(work.apply)(work.params, jnp.asarray(work.images))
     np.testing.assert_allclose(theirs, ours, rtol=1e-4, atol=1e-5)
 
@@ -162,10 +163,10 @@ def test_the_network_in_pytorch_computes_the_same(name):
 def test_one_full_batch_step_in_pytorch_has_the_loss_of_ours():
     pytest.importorskip("torch")
     work = workload(asked("train", data="synthetic"), "lenet", 12)
-    partition = split(work, 2)
     outputs = jax.jit(work.apply)(work.params, jnp.asarray(work.images))
     mean = fj.likelihoods.categorical.negative_log_likelihood(outputs, work.labels).mean()
-    assert torch_peer.training(work, partition, 1, 12)() == pytest.approx(float(mean), rel=1e-4)
+    theirs = torch_peer.training(work, asked("train", batch_size=12), 2).run()
+    assert theirs == pytest.approx(float(mean), rel=1e-4)
 
 
 def test_rounds_by_either_dispatch_average_the_same_models():
@@ -173,56 +174,102 @@ def test_rounds_by_either_dispatch_average_the_same_models():
     model = fj.networks.MLP((5,))
     apply = fj.networks.apply_fn(model, normalize)
     params = fj.networks.init(model, jax.random.key(0), images)
+    work = Workload("mlp", apply, params, images, labels, "synthetic")
     partition = [np.arange(4), np.arange(4, 6)]
     federation = fj.clients.federation((images, labels), partition)
     # One batch a client, so that the order of its examples does not matter.
-    ours = pfl.fedavg_round(apply, params, federation, 2, 4, 1)
-    theirs = pfl.dispatch(apply, params, (images, labels), partition, 2, 4)()
+    told = asked("pfl", epochs=2, batch_size=4)
+    ours = pfl.fedavg_round(work, told, federation, 1)
+    theirs = pfl.dispatch(work, told, partition)()
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
 def test_the_network_of_pfl_research_has_its_number_of_parameters():
     shape = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.uint8)
-    params = jax.eval_shape(lambda: fj.networks.init(pfl.Network(), jax.random.key(0), shape))
+    params = jax.eval_shape(lambda: fj.networks.init(pfl.NETWORK, jax.random.key(0), shape))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 1_626_442
 
 
 def test_growth_is_drawn_over_the_number_of_clients_or_uploads(tmp_path):
     def rows(title: str, case: str, **numbers):
-        return [measure.Row("clients", title, case, k, None, v, "") for k, v in numbers.items()]
+        return [report.Row("clients", title, case, k, None, v, "") for k, v in numbers.items()]
 
     known = {"median": 2.0, "rate": 50.0, "peak_memory": 2.0**20}
-    drawn = clients.panels(
-        rows("training", "M=5", clients=5.0, **known) + rows("merge", "9", uploads=9.0, **known)
-    )
-    assert drawn["clients", "seconds"] == {"training": [(5.0, 2.0)]}
-    assert drawn["uploads", "seconds"] == {"merge": [(9.0, 2.0)]}
-    assert drawn["uploads", "milliseconds a step, or an upload"]["merge"] == [(9.0, 20.0)]
-    assert drawn["clients", "peak memory, MiB"]["training"] == [(5.0, 1.0)]
-    plot.growth(drawn, tmp_path / report.PLOT)
-    assert (tmp_path / report.PLOT).read_bytes().startswith(b"\x89PNG")
+    measured = rows("training", "M=5", clients=5.0, **known)
+    measured += rows("merge", "9", uploads=9.0, **known)
+    panels = plot.growth(measured).axes
+    titles = [[line.get_label() for line in panel.get_lines()] for panel in panels]
+    drawn = [[tuple(*line.get_xydata()) for line in panel.get_lines()] for panel in panels]
+    # Row by row: seconds, milliseconds of a step or an upload, MiB; the columns share an axis.
+    assert titles == 3 * [["training"], ["merge"]]
+    assert drawn == [
+        [(5.0, 2.0)],
+        [(9.0, 2.0)],
+        [(5.0, 20.0)],
+        [(9.0, 20.0)],
+        [(5.0, 1.0)],
+        [(9.0, 1.0)],
+    ]
+    assert all(panels[i].get_ylim() == panels[i + 1].get_ylim() for i in (0, 2, 4))
 
 
-def test_a_failure_in_a_process_of_its_own_says_what_happened():
-    with pytest.raises(RuntimeError, match="no_such_option"):
-        apart.call(clients.streamed, {"no_such_option": 1})
+def test_panels_of_like_times_share_an_axis_and_others_do_not():
+    def rows(other: float):
+        values = {("a", "x"): 2.0, ("b", "x"): other}
+        return [report.Row("train", *place, "median", None, v, "s") for place, v in values.items()]
+
+    limits = [[panel.get_xlim() for panel in plot.bars(rows(x)).axes] for x in (3.0, 300.0)]
+    assert limits[0][0] == limits[0][1]
+    assert limits[1][0] != limits[1][1]
+
+
+def test_bars_of_what_is_compared_with_are_grey_and_algorithms_have_their_colour():
+    row = functools.partial(report.Row, "rounds", "work")
+    cases = ["alone", "fedavg", "fisherjax, vmapped", f"{report.MATMUL} 8, default"]
+    rows = [row(case, "median", None, 1.0, "s") for case in cases]
+    [panel] = plot.bars([*rows, row("fedavg", "cost", None, 1.0, "x alone")]).axes
+    [alone, fedavg, ours] = [to_hex(bar.get_facecolor()) for bar in panel.patches]
+    assert alone == figures.GREY
+    assert fedavg == figures.style("fedavg")["color"]
+    assert ours not in (alone, fedavg)
+
+
+def test_a_process_of_its_own_says_what_went_wrong_and_has_its_own_environment():
+    assert apart.call(os.getenv, "FISHERJAX_TEST", FISHERJAX_TEST="set") == "set"
+    assert "FISHERJAX_TEST" not in os.environ
+    with pytest.raises(FileNotFoundError, match="no_such_folder"):
+        apart.call(os.listdir, "no_such_folder")
 
 
 def test_many_metrics_become_lines_of_the_table():
     many = {f"phase{i}_seconds": 1.0 for i in range(12)}
     result = measure.Measurement(Case("a", lambda: None), 1.0, [1.0], None, many)
-    rows = measure.rows("pipeline", Group("work", "runs", None, [result.case]), [result])
-    table = report.table("work", rows)
-    assert len(table.columns) == 2
-    assert table.row_count == 3 + 12
+    rows = report.rows("pipeline", Group("work", "runs", None, [result.case]), [result])
+    table = report.table(rows)
+    assert table.headings == ("", "a")
+    assert len(table.lines) == 3 + 12
+
+
+def test_a_table_shows_shares_in_per_cent_and_says_what_ratios_are_of():
+    peer = measure.Measurement(
+        Case("peer", lambda: None), 1.0, [3.0], 2**21, {"wasted_steps": 0.25}
+    )
+    group = Group("work", "samples", "peer", [peer.case])
+    table = report.table(report.rows("train", group, [peer]))
+    assert table.title == "work; speedup: x peer"
+    shown = dict(zip(table.headings, table.lines[0], strict=True))
+    assert shown["median, s"] == "3"
+    assert shown["samples/s"] == "0.333"
+    assert shown["peak, MiB"] == "2"
+    assert shown["wasted steps, %"] == "25"
 
 
 @pytest.mark.parametrize("suite", config.SUITES)
 def test_a_suite_fills_in_all_that_it_knows(suite):
     filled = asked(suite)
     for name, value in config.SUITES[suite].items():
-        if value is not None and not isinstance(value, dict):
+        if value is not None:
             assert getattr(filled, name) == value
 
 
@@ -230,9 +277,8 @@ def test_files_hold_every_number_with_the_machine_and_the_configuration(tmp_path
     asked_for = config.filled(config.Config("server", tmp_path, adam_steps=3))
     case = Case("fisherjax, solve", lambda: jnp.ones(2), facts=lambda x: {"size": x.size})
     group = Group("solve", "solves", case.name, [case])
-    rows = measure.rows("server", group, measure.measure(group, 2, 60.0, lambda _: None))
+    rows = report.rows("server", group, measure.measure(group, 2, 60.0))
     report.write(asked_for, rows, ["a note"])
-    plot.bars(rows, tmp_path / report.PLOT)
 
     with open(tmp_path / report.CSV, newline="") as file:
         written = list(csv.DictReader(file))
@@ -242,4 +288,3 @@ def test_files_hold_every_number_with_the_machine_and_the_configuration(tmp_path
     assert document["notes"] == ["a note"]
     assert {"jax", "torch", "device", "processor"} <= set(document["environment"])
     assert {row["metric"]: row["value"] for row in document["results"]}["size"] == 2
-    assert (tmp_path / report.PLOT).read_bytes().startswith(b"\x89PNG")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmark import __main__ as command
-from experiments.benchmark import config, measure, report, torch_peer
+from experiments.benchmark import config, floors, report, torch_peer
 
 SERVER = ["--models", "lenet", "--num-clients", "2", "--num-examples", "24", "--adam-steps", "2"]
 MATMUL = ["--matmul-size", "16"]
@@ -41,7 +41,7 @@ def without_peers(monkeypatch):
     [
         (["--suite", "train", "--adam-steps", "9"], "--adam-steps means nothing to --suite train"),
         (["--suite", "fisher", "--num-examples", "0"], "--num-examples is 0, expected"),
-        (["--suite", "train", "--num-clients", "5", "-1"], "--num-clients is -1, expected"),
+        (["--suite", "train", "--num-clients", "5", "-1"], "--num-clients is 5 -1, expected"),
         (["--suite", "train", "--models", "cnn", "cnn"], "--models is cnn cnn, expected each"),
         (["--suite", "pfl", "--chunks", "51"], "--chunks is 51, expected at most 50"),
         (["--suite", "train", "--models"], "--models is empty, expected at least one"),
@@ -81,15 +81,31 @@ def test_a_data_set_that_is_not_prepared_is_refused(tmp_path, capsys):
 @pytest.mark.usefixtures("without_peers")
 @pytest.mark.parametrize("package", ["torch", "nngeometry"])
 def test_a_missing_peer_is_named_with_its_remedy(package):
-    said = torch_peer.missing(package)
+    notes = []
+    assert not torch_peer.is_there(notes.append, "json", package)
+    [said] = notes
     assert said.startswith(package)
     assert "pip install 'fisherjax[bench]'" in said
+
+
+def test_an_interrupted_run_does_not_promise_that_it_continues(tmp_path, capsys, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_run", interrupt)
+    assert command.main(tiny("fisher", tmp_path)) == 130
+    assert "the same command" not in capsys.readouterr().out
+
+
+def test_floors_refuse_what_they_cannot_measure(capsys):
+    assert floors.main(["--repeats", "0"]) == 1
+    assert "--repeats is 0, expected a number above 0" in capsys.readouterr().err
 
 
 def check_files(out: Path) -> dict:
     with open(out / report.CSV, newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == measure.Row._fields
+    assert tuple(rows[0]) == report.Row._fields
     assert all(np.isfinite(float(row["value"])) for row in rows)
     assert (out / report.PLOT).read_bytes().startswith(b"\x89PNG")
     return json.loads((out / report.JSON).read_text())

@@ -7,19 +7,25 @@ other.
 """
 
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 
 import fisherjax as fj
-from experiments.benchmark import flops
-from experiments.benchmark.workloads import CATEGORICAL, OPTIMIZER, SHAPES, normalize, synthetic
+from experiments.benchmark import config, flops
+from experiments.benchmark.measure import Case, alone
+from experiments.benchmark.workloads import OPTIMIZER, Workload, gradient, workload
+from experiments.harness import commands
+from experiments.harness.tables import Table, markdown
+
+PROGRAM = "experiments.benchmark.floors"
+_HEADINGS = ("phase", "FLOPs, ms", "bytes, ms", "measured, ms", "over the larger floor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,80 +40,60 @@ class Config:
     """Timed runs; the median counts."""
 
 
-def phases(model: Any, shape: tuple[int, ...], config: Config) -> dict[str, tuple]:
-    """Make each phase as a function and its arguments.
-
-    Args:
-        model: a flax module.
-        shape: of an image.
-        config: sizes.
-
-    Returns:
-        By name of the phase.
-    """
-    images, labels = map(jnp.asarray, synthetic(shape, config.batch_size))
-    params = fj.networks.init(model, jax.random.key(0), images)
-    apply = fj.networks.apply_fn(model, normalize)
-    classifier, examples = fj.Model(apply, CATEGORICAL), fj.Examples(images)
-    state = OPTIMIZER.init(params)
+def phases(work: Workload, num_clients: int) -> dict[str, tuple]:
+    """Make each phase on one minibatch as a function and its arguments."""
+    images, labels, params = jnp.asarray(work.images), jnp.asarray(work.labels), work.params
 
     def step(params: Any, state: Any) -> Any:
-        def loss(w: Any) -> Any:
-            return CATEGORICAL.negative_log_likelihood(apply(w, images), labels).mean()
-
-        updates, new = OPTIMIZER.update(jax.grad(loss)(params), state, params)
+        gradients = gradient(work.apply)(params, images, labels)
+        updates, new = OPTIMIZER.update(gradients, state, params)
         return optax.apply_updates(params, updates), new
 
-    def kfac(params: Any) -> Any:
-        return fj.fisher.kfac(classifier, params, examples, batch_size=len(images))
+    def fisher(kind: Callable[..., Any], params: Any) -> Any:
+        return kind(work.model, params, fj.Examples(images), batch_size=len(images))
 
-    def diagonal(params: Any) -> Any:
-        return fj.fisher.diagonal(classifier, params, examples, batch_size=len(images))
-
-    stacked = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (config.num_clients, *x.shape)), (kfac(params), params)
+    kfac, diagonal = (partial(fisher, kind) for kind in (fj.fisher.kfac, fj.fisher.diagonal))
+    clients = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), (kfac(params), params)
     )
-    weights = jnp.full(config.num_clients, 1 / config.num_clients)
-    problem = fj.quadratic.quadratic(*stacked, weights, 1.0)
+    weights = jnp.full(num_clients, 1 / num_clients)
+    problem = fj.quadratic.quadratic(*clients, weights, 1.0)
     return {
-        "training step": (step, params, state),
+        "training step": (step, params, OPTIMIZER.init(params)),
         "K-FAC minibatch": (kfac, params),
         "diagonal minibatch": (diagonal, params),
         "server's product": (lambda problem, x: problem.matvec(x), problem, problem.init),
     }
 
 
-def main(config: Config) -> None:
-    """Measure everything and print the table."""
-    square = jnp.ones((2048, 2048))
-    rate = 2 * 2048**3 / _seconds(jax.jit(jnp.matmul), config.repeats, square, square)
-    long = jnp.ones(2**26)
-    bandwidth = 2 * long.nbytes / _seconds(jax.jit(lambda x: x + 1), config.repeats, long)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
+    return commands.attempt(_main, PROGRAM, arguments, continues=False)
+
+
+def _main(arguments: Sequence[str]) -> None:
+    asked = commands.read(arguments, PROGRAM, __doc__, Config)
+    for option in vars(asked):
+        commands.check(asked, option, "a number above 0", lambda number: number > 0)
+    square, long = jnp.ones((2048, 2048)), jnp.ones(2**26)
+    rate = 2 * 2048**3 / _seconds(asked, jnp.matmul, square, square)
+    bandwidth = 2 * long.nbytes / _seconds(asked, lambda x: x + 1, long)
     print(f"{rate / 1e9:.0f} GFLOP/s of a product, {bandwidth / 1e9:.1f} GB/s of a copy\n")
-    print("| phase | FLOPs, ms | bytes, ms | measured, ms | over the larger floor |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    models = {"LeNet": (fj.networks.LeNet(), "lenet"), "CNN": (fj.networks.CNN(), "cnn")}
-    for name, (model, shape) in models.items():
-        for phase, (function, *arguments) in phases(model, SHAPES[shape], config).items():
-            floors = (
-                flops.count(function, *arguments) / rate,
-                flops.traffic(function, *arguments) / bandwidth,
-            )
-            measured = _seconds(jax.jit(function), config.repeats, *arguments)
-            columns = [f"{1e3 * x:.2f}" for x in (*floors, measured)]
-            over = f"{measured / max(floors):.1f}"
-            print("|", " | ".join([f"{phase}, {name}", *columns, over]), "|", flush=True)
+    lines = []
+    made_up = config.Config("train", Path(), data="synthetic")
+    for name, title in {"lenet": "LeNet", "cnn": "CNN"}.items():
+        work = workload(made_up, name, asked.batch_size)
+        for phase, program in phases(work, asked.num_clients).items():
+            floors = flops.count(*program) / rate, flops.traffic(*program) / bandwidth
+            measured = _seconds(asked, *program)
+            times = [f"{1e3 * seconds:.2f}" for seconds in (*floors, measured)]
+            lines.append((f"{phase}, {title}", *times, f"{measured / max(floors):.1f}"))
+    print(markdown(Table("", _HEADINGS, lines)))
 
 
-def _seconds(function: Callable[..., Any], repeats: int, *arguments: Any) -> float:
-    jax.block_until_ready(function(*arguments))
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+def _seconds(asked: Config, function: Callable[..., Any], *arguments: Any) -> float:
+    return alone(Case("", partial(jax.jit(function), *arguments)), asked.repeats).median
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    sys.exit(main())

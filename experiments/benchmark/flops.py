@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from experiments.benchmark.measure import MATMUL, Case
+from experiments.benchmark.measure import Case
+from experiments.benchmark.report import MATMUL
 
 
 def count(function: Callable[..., Any], *arguments: Any) -> float:
@@ -16,14 +17,7 @@ def count(function: Callable[..., Any], *arguments: Any) -> float:
 
     The trace is counted without what no result needs, as compilers leave it out, so the number is
     the same on every backend. The body of a loop without a fixed number of rounds counts once.
-    Convolutions must be patches (`fisherjax.nn`).
-
-    Args:
-        function: of the arguments.
-        arguments: arrays, or shapes in their place.
-
-    Returns:
-        The number.
+    Convolutions must be patches (`fisherjax.nn`). Shapes do in place of arrays.
 
     Example:
         >>> count(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 5)))
@@ -37,13 +31,6 @@ def traffic(function: Callable[..., Any], *arguments: Any) -> float:
 
     What lies between the products is left out, as if it were fused into them: a floor.
 
-    Args:
-        function: of the arguments.
-        arguments: arrays, or shapes in their place.
-
-    Returns:
-        The number.
-
     Example:
         >>> traffic(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 5)))
         124.0
@@ -53,8 +40,7 @@ def traffic(function: Callable[..., Any], *arguments: Any) -> float:
 
 def _flops(product: Any) -> float:
     (contracted, _), _ = product.params["dimension_numbers"]
-    left = product.invars[0].aval.shape
-    summed = math.prod(left[axis] for axis in contracted)
+    summed = math.prod(product.invars[0].aval.shape[axis] for axis in contracted)
     return 2.0 * summed * math.prod(product.outvars[0].aval.shape)
 
 
@@ -67,12 +53,11 @@ def _total(jaxpr: Any, of_product: Callable[[Any], float]) -> float:
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     total = 0.0
     for equation in needed.eqns:
-        if equation.primitive.name == "dot_general":
-            total += of_product(equation)
-        rounds = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                total += rounds * _total(getattr(inner, "jaxpr", inner), of_product)
+        name, values = equation.primitive.name, list(equation.params.values())
+        total += of_product(equation) if name == "dot_general" else 0.0
+        rounds = equation.params["length"] if name == "scan" else 1
+        inner = filter(_is_jaxpr, jax.tree.leaves(values, is_leaf=_is_jaxpr))
+        total += sum(rounds * _total(getattr(x, "jaxpr", x), of_product) for x in inner)
     return total
 
 
@@ -91,14 +76,7 @@ def precisions() -> dict[str, Any]:
 
 
 def matmul_cases(size: int | None) -> list[Case]:
-    """Make the cases that measure the peak, one for each precision.
-
-    Args:
-        size: n of a product of two n x n matrices; None is 2048 on a CPU and 8192 elsewhere.
-
-    Returns:
-        The cases, for every group.
-    """
+    """Make the cases that measure the peak, one for each precision: products of n x n matrices."""
     size = size or (2048 if jax.default_backend() == "cpu" else 8192)
     product = jax.jit(jnp.matmul)
 

@@ -1,145 +1,125 @@
-"""What a run leaves: a table on the terminal, results.csv, results.json and plot.png."""
+"""What a run leaves: a table on the terminal, results.csv and results.json."""
 
-import csv
 import importlib.metadata
-import io
 import json
 import os
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from rich.table import Table
 
-from experiments import records
 from experiments.benchmark.config import Config
-from experiments.benchmark.measure import MATMUL, Row
-from experiments.commands import contents
+from experiments.benchmark.measure import Group, Measurement
+from experiments.harness import records
+from experiments.harness.commands import contents
+from experiments.harness.tables import Table, csv_text
 
 CSV, JSON, PLOT = "results.csv", "results.json", "plot.png"
-_SHOWN = {
-    "first_call": "first call",
-    "median": "median",
-    "rate": "rate",
-    "speedup": "speed-up",
-    "cost": "cost",
-    "flops_per_second": "FLOP/s",
-    "fraction_of_peak": "of peak",
-    "peak_memory": "peak memory",
-}
-
-
+MATMUL = "matrix product"
+"""How the names of the cases begin that measure the peak."""
+_VARIABLES = ("XLA_FLAGS", "OMP_NUM_THREADS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
+_NAMES = {"flops_per_second": "", "rate": "", "fraction_of_peak": "of peak", "peak_memory": "peak"}
+_SHARES = ("accuracy", "fraction", "wasted")
+# What units are called in a table, and what values are divided by.
+_SCALES = {"bytes": ("MiB", 2**20), "FLOP/s": ("GFLOP/s", 1e9), "%": ("%", 0.01), "1": ("", 1)}
 _WIDE = 10  # columns; more metrics become lines
 
 
-def table(workload: str, rows: Sequence[Row]) -> Table:
-    """Lay out one group: a line for each case and a column for each metric, or the other way round.
+class Row(NamedTuple):
+    """One number; a line of results.csv."""
 
-    Args:
-        workload: the group's title.
-        rows: of that group.
+    suite: str
+    workload: str  # what was done by every case of a group
+    case: str  # who did it
+    metric: str  # see `rows`
+    repeat: int | None  # of `seconds`, from 1
+    value: float
+    unit: str
 
-    Returns:
-        The table for the terminal.
+
+def rows(suite: str, group: Group, measurements: Iterable[Measurement]) -> list[Row]:
+    """Write measurements as tidy rows, one for each number.
+
+    They are `first_call`, `seconds` of each repeat, `median`, `rate` (units of work a second),
+    `speedup` (the reference's seconds a unit over this case's), `cost` (this case's seconds a unit
+    over those of the case it stands beside), `flops_per_second`, `fraction_of_peak` (of the group's
+    matrix product of the same precision), `peak_memory`, and the facts.
     """
-    metrics = list(dict.fromkeys(row.metric for row in rows if row.metric != "seconds"))
-    ordered = [m for m in _SHOWN if m in metrics] + [m for m in metrics if m not in _SHOWN]
-    units = {row.metric: row.unit for row in rows if row.unit.startswith("x ")}
-    laid = Table(title=workload, title_justify="left", caption_justify="left")
-    laid.caption = ", ".join(f"{_SHOWN[metric]}: {unit}" for metric, unit in units.items())
-    cases = list(dict.fromkeys(row.case for row in rows))
-    cells = {(row.case, row.metric): _cell(row) for row in rows}
-    shown = {metric: _SHOWN.get(metric, metric.replace("_", " ")) for metric in ordered}
-    if len(ordered) > _WIDE:
-        laid.add_column("", no_wrap=True)
-        for case in cases:
-            laid.add_column(case, justify="right")
-        for metric, title in shown.items():
-            laid.add_row(title, *(cells.get((case, metric), "") for case in cases))
-        return laid
-    laid.add_column("case", no_wrap=True)
-    for title in shown.values():
-        laid.add_column(title, justify="right")
-    for case in cases:
-        laid.add_row(case, *(cells.get((case, metric), "") for metric in ordered))
-    return laid
+    named = {m.case.name: m for m in measurements}
+    rates = {name: m.case.units / m.median for name, m in named.items()}
+    products = [m for name, m in named.items() if name.startswith(MATMUL)]
+    peaks = {m.case.precision: m.case.flops / m.median for m in products}
+    table = []
+    for name, m in named.items():
+        numbers = {"first_call": (m.first, "s"), "median": (m.median, "s")}
+        if m not in products:
+            numbers["rate"] = rates[name], f"{group.unit}/s"
+            if group.reference in rates:
+                numbers["speedup"] = rates[name] / rates[group.reference], f"x {group.reference}"
+            if group.beside in rates:
+                numbers["cost"] = rates[group.beside] / rates[name], f"x {group.beside}"
+            if m.peak is not None:
+                numbers["peak_memory"] = m.peak, "bytes"
+        if m.case.flops is not None:
+            rate = m.case.flops / m.median
+            numbers["flops_per_second"] = rate, "FLOP/s"
+            if m.case.precision in peaks:
+                numbers["fraction_of_peak"] = rate / peaks[m.case.precision], "1"
+        for fact, value in m.facts.items():
+            unit = {"bytes": "bytes", "seconds": "s"}.get(fact.rpartition("_")[2], "1")
+            numbers[fact] = value, unit
+        where = suite, group.workload, name
+        table += [Row(*where, "seconds", i, s, "s") for i, s in enumerate(m.seconds, start=1)]
+        table += [Row(*where, k, None, float(value), unit) for k, (value, unit) in numbers.items()]
+    return table
 
 
-def _cell(row: Row) -> str:
-    if row.metric == "fraction_of_peak":
-        return f"{row.value:.0%}"
-    if row.unit == "bytes":
-        return f"{row.value / 2**20:,.0f} MiB"
-    if row.unit == "FLOP/s":
-        return f"{row.value / 1e9:,.1f} G"
-    if row.unit == "s":
-        return f"{row.value:.3g} s" if row.value < 100 else f"{row.value:,.0f} s"
-    suffix = f" {row.unit}" if row.unit.endswith("/s") else ""
-    number = f"{row.value:,.0f}" if row.value >= 1000 else f"{row.value:.3g}"
-    return number + suffix
+def table(rows: Sequence[Row]) -> Table:
+    """Lay out a group: a line for each case and a column for each metric, or the other way."""
+    shown = [row for row in rows if row.metric != "seconds"]
+    cases = list(dict.fromkeys(row.case for row in shown))
+    units = {row.metric: row.unit for row in shown}
+    headings, cells = [], {}
+    for metric, unit in units.items():
+        name, size = _SCALES.get("%" if metric.startswith(_SHARES) else unit, (unit, 1))
+        plain = metric.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")
+        words = _NAMES.get(metric, plain), "" if unit.startswith("x ") else name
+        headings.append(", ".join(filter(None, words)))
+        cells |= {(r.case, metric): r.value / size for r in shown if r.metric == metric}
+    texts = {place: f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for place, x in cells.items()}
+    lines = [[texts.get((case, metric), "") for metric in units] for case in cases]
+    if len(headings) > _WIDE:
+        cases, headings, lines = headings, cases, zip(*lines, strict=True)
+    compared = [f"{metric}: {unit}" for metric, unit in units.items() if unit.startswith("x ")]
+    title = "; ".join([rows[0].workload, *compared])
+    return Table(title, ("", *headings), [(c, *line) for c, line in zip(cases, lines, strict=True)])
 
 
 def environment() -> dict[str, Any]:
     """Return the hardware, the versions and the settings that times depend on."""
-    known: dict[str, Any] = records.environment()
+    known = records.environment()
     for package in ("torch", "nngeometry"):
-        try:
-            known[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            known[package] = None
-    known["processor"] = _processor()
+        found = importlib.metadata.distributions(name=package)
+        known[package] = next((one.version for one in found), None)
+    cpuinfo = Path("/proc/cpuinfo")
+    named = cpuinfo.exists() and re.search(r"^model name\s*: *(.+)$", cpuinfo.read_text(), re.M)
+    known["processor"] = named[1].strip() if named else platform.processor() or platform.machine()
     if hasattr(os, "sched_getaffinity"):
         known["usable_cpus"] = len(os.sched_getaffinity(0))
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+    if "SC_PHYS_PAGES" in os.sysconf_names:
         known["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    names = ("XLA_FLAGS", "OMP_NUM_THREADS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
-    known["variables"] = {name: os.environ[name] for name in names if name in os.environ}
-    known["load_average"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    known["variables"] = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    known["load_average"] = os.getloadavg()[0]
     known["jax_compilation_cache"] = jax.config.jax_compilation_cache_dir
     return known
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def check_out(out: Path) -> None:
-    """Refuse a folder that holds results or cannot be written to, before anything is measured.
-
-    Args:
-        out: the folder; made if it does not exist.
-
-    Raises:
-        ValueError: if it holds results.
-        OSError: if it cannot be made or written to.
-    """
-    if (out / JSON).exists():
-        raise ValueError(f"--out {out} holds results already: choose another, or delete it")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        records.write_text(out / CSV, ",".join(Row._fields) + "\n")
-    except OSError as error:
-        raise OSError(f"cannot write to --out {out} ({error}): choose another folder") from error
-
-
 def write(config: Config, rows: Sequence[Row], notes: Sequence[str]) -> None:
-    """Write results.csv and results.json; each changes as a whole or not at all.
-
-    Args:
-        config: what was run.
-        rows: everything measured so far.
-        notes: what the reader must know, such as a peer that is missing.
-    """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(Row._fields)
-    writer.writerows(rows)
-    records.write_text(config.out / CSV, text.getvalue())
+    """Write results.csv and results.json; notes are what the reader must know of the run."""
+    records.write_text(config.out / CSV, csv_text(Row._fields, rows))
     document = {
         "configuration": contents(config),
         "environment": environment(),
@@ -147,13 +127,3 @@ def write(config: Config, rows: Sequence[Row], notes: Sequence[str]) -> None:
         "results": [row._asdict() for row in rows if row.metric != "seconds"],
     }
     records.write_text(config.out / JSON, json.dumps(document, indent=2) + "\n")
-
-
-def workloads(rows: Sequence[Row]) -> list[str]:
-    """List the groups that rows belong to, in order."""
-    return list(dict.fromkeys(row.workload for row in rows))
-
-
-def is_peak(row: Row) -> bool:
-    """Tell rows that measure the machine from rows that measure a case."""
-    return row.case.startswith(MATMUL)

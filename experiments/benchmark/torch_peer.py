@@ -1,4 +1,4 @@
-"""The other side: the same networks in PyTorch, a loop over clients, nngeometry's Fishers.
+"""The other side: the same networks in PyTorch, and a loop over clients.
 
 Everything of PyTorch is imported when it is needed, so that the rest runs without it.
 """
@@ -6,14 +6,15 @@ Everything of PyTorch is imported when it is needed, so that the rest runs witho
 import copy
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from experiments.benchmark.measure import peak_bytes
-from experiments.benchmark.workloads import Workload, normalize
+from experiments.benchmark.config import Config
+from experiments.benchmark.measure import Case, peak_bytes
+from experiments.benchmark.workloads import Workload, normalize, split
 from fisherjax.typing import Params
 
 NAME = "PyTorch loop"
@@ -21,16 +22,18 @@ _CHANNELS = {"lenet": (1, 6, 16), "cnn": (3, 32, 64)}
 _FEATURES = {"lenet": (256, 120, 84, 10), "cnn": (1600, 512, 128, 10)}
 
 
-def missing(package: str) -> str | None:
-    """Say that a package is not installed, and how to install it; None if it is there."""
-    try:
-        importlib.import_module(package)
-    except ImportError as error:
-        return (
-            f"{package} cannot be imported ({error}), so its side is left out. "
-            "Install it with: pip install 'fisherjax[bench]'"
-        )
-    return None
+def is_there(note: Callable[[str], None], *packages: str) -> bool:
+    """Tell whether packages are installed; if not, note how to install the first that is not."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            note(
+                f"{package} cannot be imported ({error}), so its side is left out. "
+                "Install it with: pip install 'fisherjax[bench]'"
+            )
+            return False
+    return True
 
 
 def device() -> str:
@@ -40,29 +43,29 @@ def device() -> str:
     return "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
 
 
-def network(name: str) -> Any:
-    """Make the network of `fisherjax.networks`, without biases."""
+def peak() -> int:
+    """Return the peak memory, PyTorch's own where it computes on a GPU."""
     import torch
 
-    class Network(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolutions = torch.nn.ModuleList(
-                torch.nn.Conv2d(a, b, 5, bias=False) for a, b in itertools.pairwise(_CHANNELS[name])
-            )
-            self.dense = torch.nn.ModuleList(
-                torch.nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(_FEATURES[name])
-            )
+    return torch.cuda.max_memory_allocated() if device() == "cuda" else peak_bytes()
 
-        def forward(self, x: Any) -> Any:
-            for convolution in self.convolutions:
-                x = torch.nn.functional.max_pool2d(torch.relu(convolution(x)), 2)
-            x = x.flatten(1)
-            for dense in self.dense[:-1]:
-                x = torch.relu(dense(x))
-            return self.dense[-1](x)
 
-    return Network().to(device())
+def network(work: Workload) -> Any:
+    """Make the network of `fisherjax.networks`, without biases and with our weights."""
+    import torch
+
+    layers: list[Any] = []
+    for widths in itertools.pairwise(_CHANNELS[work.name]):
+        layers += [torch.nn.Conv2d(*widths, 5, bias=False), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+    layers.append(torch.nn.Flatten())
+    for widths in itertools.pairwise(_FEATURES[work.name]):
+        layers += [torch.nn.Linear(*widths, bias=False), torch.nn.ReLU()]
+    net = torch.nn.Sequential(*layers[:-1])
+    ours = weights(work.name, work.params)
+    with torch.no_grad():
+        for theirs, own in zip(net.parameters(), ours, strict=True):
+            theirs.copy_(torch.from_numpy(own.copy()).reshape(theirs.shape))
+    return net.to(device())
 
 
 def rows(name: str) -> list[np.ndarray]:
@@ -78,22 +81,11 @@ def rows(name: str) -> list[np.ndarray]:
     return [np.arange(np.prod(s)).reshape(s).transpose(2, 0, 1).ravel() for s in shapes]
 
 
-def kernels(params: Params) -> list[np.ndarray]:
-    """Return each layer's kernel as a matrix [inputs, outputs], in the order of the network."""
-    leaves = [np.asarray(params[name]["kernel"]) for name in sorted(params)]
-    return [leaf.reshape(-1, leaf.shape[-1]) for leaf in leaves]
-
-
-def load(net: Any, name: str, params: Params) -> None:
-    """Give PyTorch's network our weights."""
-    import torch
-
-    with torch.no_grad():
-        for weight, kernel, order in zip(
-            net.parameters(), kernels(params), rows(name), strict=True
-        ):
-            values = torch.from_numpy(kernel[order].T.copy()).to(weight.device)
-            weight.copy_(values.reshape(weight.shape))
+def weights(name: str, params: Params) -> list[np.ndarray]:
+    """Return each layer's kernel as PyTorch has it, a matrix [outputs, inputs]."""
+    leaves = [np.asarray(params[layer]["kernel"]) for layer in sorted(params)]
+    kernels = [leaf.reshape(-1, leaf.shape[-1]) for leaf in leaves]
+    return [kernel[order].T for kernel, order in zip(kernels, rows(name), strict=True)]
 
 
 def tensors(work: Workload) -> tuple[Any, Any]:
@@ -104,33 +96,21 @@ def tensors(work: Workload) -> tuple[Any, Any]:
     return inputs.to(device()), torch.from_numpy(work.labels).long().to(device())
 
 
-def training(
-    work: Workload, partition: Sequence[np.ndarray], epochs: int, batch_size: int
-) -> Callable[[], float]:
-    """Prepare a function that trains every client from the start, one after another.
-
-    Args:
-        work: network and images.
-        partition: the rows of each client.
-        epochs: of each client.
-        batch_size: examples of a step.
-
-    Returns:
-        A function that returns the mean loss of the last epoch, over all examples.
-    """
+def training(work: Workload, config: Config, num_clients: int) -> Case:
+    """Train every client from the start, one after another."""
     import torch
 
     inputs, targets = tensors(work)
+    partition = split(work, num_clients)
     clients = [torch.from_numpy(own).to(device()) for own in partition if len(own)]
-    start = network(work.name)
-    load(start, work.name, work.params)
+    start = network(work)
 
     def train_client(own: Any) -> Any:
         net = copy.deepcopy(start)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-        for _ in range(epochs):
+        for _ in range(config.epochs):
             total = torch.zeros((), device=own.device)
-            for batch in own[torch.randperm(len(own), device=own.device)].split(batch_size):
+            for batch in own[torch.randperm(len(own), device=own.device)].split(config.batch_size):
                 optimizer.zero_grad()
                 loss = torch.nn.functional.cross_entropy(net(inputs[batch]), targets[batch])
                 loss.backward()
@@ -138,70 +118,9 @@ def training(
                 total += len(batch) * loss.detach()
         return total
 
-    # The last number leaves the device, so that everything before it is done.
-    return lambda: float(sum(train_client(own) for own in clients)) / len(work.labels)
+    def run() -> float:
+        # The mean loss of the last epoch leaves the device, so that everything before it is done.
+        return float(sum(train_client(own) for own in clients)) / len(work.labels)
 
-
-def fisher(work: Workload, representation: str, batch_size: int) -> Callable[[], Any]:
-    """Prepare nngeometry's exact Fisher of 10 classes.
-
-    Args:
-        work: network and images.
-        representation: "PMatDiag" or "PMatKFAC".
-        batch_size: examples of a minibatch.
-
-    Returns:
-        A function that returns nngeometry's matrix.
-    """
-    import torch
-    from nngeometry import object as objects
-    from nngeometry.metrics import FIM
-
-    net = network(work.name)
-    load(net, work.name, work.params)
-    inputs, targets = tensors(work)
-
-    class Batches(torch.utils.data.Dataset):
-        """Whole minibatches, so that no time goes into collecting single examples."""
-
-        def __len__(self) -> int:
-            return len(targets)
-
-        def __getitems__(self, batch: list[int]) -> tuple[Any, Any]:
-            return inputs[batch], targets[batch]
-
-    loader = torch.utils.data.DataLoader(Batches(), batch_size, collate_fn=lambda batch: batch)
-
-    def run() -> Any:
-        matrix = FIM(net, loader, getattr(objects, representation), 10, device=device())
-        if device() == "cuda":
-            torch.cuda.synchronize()
-        return matrix
-
-    return run
-
-
-def diagonal(name: str, matrix: Any) -> list[np.ndarray]:
-    """Return nngeometry's diagonal layer by layer, as matrices [inputs, outputs] in our order."""
-    flat = matrix.get_diag().detach().cpu().numpy().astype(np.float64)
-    widths = (*_CHANNELS[name][1:], *_FEATURES[name][1:])
-    layers = []
-    for order, outputs in zip(rows(name), widths, strict=True):
-        size = outputs * len(order)
-        layers.append(flat[:size].reshape(outputs, -1).T[np.argsort(order)])
-        flat = flat[size:]
-    return layers
-
-
-def factors(name: str, matrix: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return nngeometry's Kronecker factors (A, G) layer by layer, in our order of rows."""
-    pairs = [[f.detach().cpu().numpy().astype(np.float64) for f in p] for p in matrix.data.values()]
-    back = [np.argsort(order) for order in rows(name)]
-    return [(a[np.ix_(i, i)], g) for (a, g), i in zip(pairs, back, strict=True)]
-
-
-def peak() -> int:
-    """Return the peak memory, PyTorch's own where it computes on a GPU."""
-    import torch
-
-    return torch.cuda.max_memory_allocated() if device() == "cuda" else peak_bytes()
+    units = config.epochs * len(work.labels)
+    return Case(NAME, run, units, facts=lambda loss: {"loss": loss}, peak=peak)

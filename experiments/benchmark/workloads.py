@@ -1,6 +1,7 @@
 """What is measured: networks, images and clients."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,34 +10,29 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.benchmark.config import Config
+from experiments.benchmark.config import EXAMPLES, Config
+from fisherjax.clients import Federation
+from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Params
 
 CATEGORICAL = fj.likelihoods.categorical
 OPTIMIZER = optax.sgd(0.01, momentum=0.9)
-SHAPES = {"lenet": (28, 28, 1), "cnn": (32, 32, 3)}
-_MODELS = {"lenet": fj.networks.LeNet(), "cnn": fj.networks.CNN()}
-_DATASETS = {"lenet": "mnist", "cnn": "cifar10"}
+# Networks, the data sets they learn, and the shapes of their images.
+NETWORKS = {
+    "lenet": (fj.networks.LeNet(), "mnist", (28, 28, 1)),
+    "cnn": (fj.networks.CNN(), "cifar10", (32, 32, 3)),
+}
 
 
 class Workload(NamedTuple):
-    """A network and what it learns.
-
-    Attributes:
-        name: of the network.
-        apply: `(params, images [B, ...]) -> logits`.
-        params: the start.
-        images: [N, H, W, C] uint8, on the host.
-        labels: [N].
-        source: where the images are from.
-    """
+    """A network and what it learns."""
 
     name: str
-    apply: Apply
+    apply: Apply  # (params, images [B, ...]) -> logits
     params: Params
-    images: np.ndarray
+    images: np.ndarray  # [N, H, W, C] uint8, on the host
     labels: np.ndarray
-    source: str
+    source: str  # of the images
 
     @property
     def model(self) -> fj.Model:
@@ -44,56 +40,43 @@ class Workload(NamedTuple):
         return fj.Model(self.apply, CATEGORICAL)
 
 
-def normalize(x: Any) -> Any:
-    """Scale bytes to [-1, 1]; NumPy's and JAX's arrays alike."""
-    return x.astype("float32") / 127.5 - 1
+def workloads(config: Config, note: Callable[[str], None]) -> Iterator[Workload]:
+    """Prepare each network that was asked for, and say where its images are from."""
+    for name in config.models:
+        work = workload(config, name, config.num_examples or EXAMPLES[name][config.suite])
+        note(f"{name}: {work.source} images")
+        yield work
 
 
 def workload(config: Config, name: str, num_examples: int) -> Workload:
-    """Prepare a network and its images.
-
-    Args:
-        config: says where images may be from.
-        name: of the network.
-        num_examples: N; drawn with replacement where the data set has fewer.
-
-    Returns:
-        The workload; with real images where a data set is prepared.
-    """
-    images, labels, source = _images(config, name)
-    rows = np.random.default_rng(0).choice(
-        len(labels), num_examples, replace=num_examples > len(labels)
-    )
-    images, labels = images[rows], labels[rows]
-    model = _MODELS[name]
-    params = jax.jit(lambda key: fj.networks.init(model, key, images))(jax.random.key(0))
-    return Workload(name, fj.networks.apply_fn(model, normalize), params, images, labels, source)
-
-
-def _images(config: Config, name: str) -> tuple[np.ndarray, np.ndarray, str]:
+    """Prepare a network; its images are drawn with replacement where there are too few."""
+    network, dataset, shape = NETWORKS[name]
+    train = None
     if config.data == "auto":
-        try:
-            train, _ = fj.datasets.load(_DATASETS[name], config.data_dir)
-            return train.inputs, train.targets, train.name
-        except FileNotFoundError:
-            pass
-    return *synthetic(SHAPES[name], 10_000), "synthetic"
+        with contextlib.suppress(FileNotFoundError):
+            train, _ = fj.datasets.load(dataset, config.data_dir)
+    if train is None:
+        images, labels, source = *synthetic(shape, 10_000), "synthetic"
+    else:
+        images, labels, source = train.inputs, train.targets, train.name
+    with_replacement = num_examples > len(labels)
+    rows = np.random.default_rng(0).choice(len(labels), num_examples, replace=with_replacement)
+    images, labels = images[rows], labels[rows]
+    params = jax.jit(lambda key: fj.networks.init(network, key, images))(jax.random.key(0))
+    return Workload(name, fj.networks.apply_fn(network, normalize), params, images, labels, source)
 
 
 def synthetic(shape: tuple[int, ...], num_examples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Make images of ten classes, each a pattern under noise.
-
-    Args:
-        shape: of an image.
-        num_examples: N.
-
-    Returns:
-        Images [N, ...] uint8 and labels [N].
-    """
+    """Make images [N, ...] uint8 and labels [N] of ten classes, each a pattern under noise."""
     random = np.random.default_rng(1)
     patterns = random.integers(0, 128, (10, *shape), np.uint8)
     labels = random.integers(0, 10, num_examples, np.int32)
     return patterns[labels] + random.integers(0, 128, (num_examples, *shape), np.uint8), labels
+
+
+def normalize(x: Any) -> Any:
+    """Scale bytes to [-1, 1]; NumPy's and JAX's arrays alike."""
+    return x.astype("float32") / 127.5 - 1
 
 
 def split(work: Workload, num_clients: int) -> list[np.ndarray]:
@@ -101,65 +84,36 @@ def split(work: Workload, num_clients: int) -> list[np.ndarray]:
     return fj.partition.fedfisher(work.labels, num_clients, alpha=0.1, seed=3)
 
 
-def federate(work: Workload, num_clients: int) -> fj.clients.Federation:
+def federate(work: Workload, num_clients: int) -> Federation:
     """Give the examples to clients of Dirichlet(0.1) sizes."""
     return fj.clients.federation((work.images, work.labels), split(work, num_clients))
 
 
-def train(
-    work: Workload,
-    federation: fj.clients.Federation,
-    *,
-    epochs: int,
-    batch_size: int,
-    clients_per_chunk: int | None = None,
-) -> fj.training.Trained:
-    """Train the clients, always with the same key and optimiser."""
-    return fj.training.train(
-        work.model,
-        work.params,
-        federation,
-        key=jax.random.key(1),
-        optimizer=OPTIMIZER,
-        epochs=epochs,
-        batch_size=batch_size,
-        clients_per_chunk=clients_per_chunk,
-    )
+def train(work: Workload, config: Config, federation: Federation, **how: Any) -> Trained:
+    """Train the clients, always with the same key; `how` are options of `fj.training.train`."""
+    how = {"key": jax.random.key(1), "optimizer": OPTIMIZER, **how}
+    how |= {"epochs": config.epochs, "batch_size": config.batch_size}
+    return fj.training.train(work.model, work.params, federation, **how)
 
 
-def local_steps(federation: fj.clients.Federation, batch_size: int) -> np.ndarray:
-    """Return how many minibatches an epoch is for each client, [M]."""
-    sizes = np.asarray(federation.sizes)
-    return -(-sizes // min(batch_size, sizes.max()))
+def native_convolutions(apply: Apply) -> Apply:
+    """Put JAX's own convolutions in the place of patches."""
 
+    def convolve(patched: Array, images: Array, kernel: Array, **settings: Any) -> Array:
+        del patched
+        return jax.lax.conv_general_dilated(images, kernel, **settings)
 
-def native_convolutions(params: Params, images: Array) -> Array:
-    """Apply LeNet or the CNN with JAX's own convolution in place of patches."""
-    hidden = normalize(images)
-    for name in sorted(name for name in params if name.startswith("conv")):
-        hidden = jax.lax.conv_general_dilated(
-            hidden,
-            params[name]["kernel"],
-            (1, 1),
-            "VALID",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
-        hidden = jax.nn.relu(fj.nn.max_pool(hidden, 2))
-    hidden = hidden.reshape(hidden.shape[0], -1)
-    *names, last = sorted(name for name in params if name.startswith("dense"))
-    for name in names:
-        hidden = jax.nn.relu(hidden @ params[name]["kernel"])
-    return hidden @ params[last]["kernel"]
+    def native(params: Params, images: Array) -> Array:
+        with fj.nn.observe_convolutions(convolve):
+            return apply(params, images)
+
+    return native
 
 
 def in_bfloat16(apply: Apply) -> Apply:
     """Compute in bfloat16 from float32 params, to float32 outputs."""
-
-    def narrow(params: Params, images: Array) -> Array:
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        return apply(params, images).astype(jnp.float32)
-
-    return narrow
+    cast = optax.tree_utils.tree_cast
+    return lambda params, images: cast(apply(cast(params, jnp.bfloat16), images), jnp.float32)
 
 
 def gradient(apply: Apply) -> Callable[[Params, Array, Array], Params]:
