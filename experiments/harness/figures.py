@@ -19,8 +19,8 @@ REFERENCES = {
 INK, GRID, GREY = "#222222", "#dddddd", "#8a8a8a"
 # In the order of the table's rows. Neighbours differ in lightness too: greyscale keeps them apart.
 _COLOURS = (
-    *("#1a1a1a", "#d98200", "#3f8fc4", "#57b894", "#0b4f8a", "#7fc8e8", "#8b1e6b"),
-    *("#d16ba5", "#e8a6cf", "#c9a400", "#c4501b", "#f0936a", "#4d7a1f", "#7a5236"),
+    *("#1a1a1a", "#d98200", "#2b78ad", "#57b894", "#0b4f8a", "#7fc8e8", "#8b1e6b"),
+    *("#d16ba5", "#e8a6cf", "#b89400", "#c4501b", "#f0936a", "#4d7a1f", "#5f3c25"),
 )
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
 _LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))

@@ -1,0 +1,163 @@
+"""What an experiment in one round shows, of made-up rows: tables, summary, labels, figures."""
+
+import dataclasses
+import io
+import re
+
+import numpy as np
+import pytest
+from matplotlib import image
+from rich.console import Console
+
+from experiments.harness import accuracies, commands, config, figures, memory, records, tables
+from experiments.harness.config import Data, Merging, OneShot
+
+PROGRAM = "experiments.one_shot"
+NAMES = ("fedprox", "regmean", "fedlpa")
+
+
+def printed(thing: object, width: int = 80) -> str:
+    console = Console(width=width, highlight=False)
+    with console.capture() as capture:
+        console.print(thing)
+    return capture.get()
+
+
+@pytest.fixture
+def reported(tmp_path, rows_of):
+    """Report a made-up run; return what was asked, what was printed, and summary.md."""
+
+    def report(asked: OneShot) -> tuple[OneShot, str, str]:
+        asked = dataclasses.replace(asked, out=tmp_path)
+        records.write_config(tmp_path, asked, PROGRAM)
+        console = Console(width=100, file=io.StringIO(), highlight=False)
+        accuracies.report(asked, config.title(asked.data), rows_of(asked), PROGRAM, console)
+        return asked, console.file.getvalue(), (tmp_path / "summary.md").read_text()
+
+    return report
+
+
+# Tables
+
+
+def test_the_table_averages_local_models_over_clients_and_everything_over_runs(rows_of):
+    asked = OneShot(Data(num_clients=3), partition_seeds=(0, 1), seeds=(0,))
+    names = asked.merging.algorithms
+    table = {line.algorithm: line for line in accuracies.lines(rows_of(asked), names)}
+    assert list(table) == ["local", "ensemble", *names, "central"]
+    assert np.allclose(table["fedavg"].accuracies, [25, 26])
+    assert np.allclose(table["local"].accuracies, [35, 36])
+    assert table["central"].accuracies == (50.0,)
+
+
+def test_the_table_is_of_the_first_round_and_the_curves_are_of_all(rows_of):
+    asked = OneShot(merging=Merging(NAMES), then_rounds=2)
+    rows = rows_of(asked)
+    (line,) = [x for x in accuracies.lines(rows, NAMES) if x.algorithm == "fedlpa"]
+    curves = accuracies.curves(rows, NAMES)
+    assert list(curves) == list(NAMES)
+    assert line.accuracies == curves["fedlpa"][0]
+    assert {len(curve) for curve in curves.values()} == {1 + asked.then_rounds}
+    written = tables.markdown(accuracies.curve_table(curves))
+    (own,) = [x for x in written.splitlines() if x.startswith("| fedlpa |")]
+    assert own.endswith(f"{np.mean(curves['fedlpa'][-1]):.1f} |")
+
+
+def test_rounds_that_nobody_asked_for_make_no_curves(rows_of, reported, tmp_path):
+    asked = OneShot(merging=Merging(NAMES))
+    assert accuracies.curves(rows_of(asked), NAMES) == {}
+    reported(asked)
+    assert not (tmp_path / "rounds.png").exists()
+
+
+def test_the_summary_holds_the_table_as_printed_and_the_command(reported):
+    asked, shown, summary = reported(OneShot(then_rounds=1))
+    assert commands.write(asked, PROGRAM) in summary
+    assert f"jax {records.environment()['jax']}" in summary
+    plain = [re.sub("[|*]", " ", line).split() for line in summary.splitlines()]
+    names = ("local", "ensemble", "central", *asked.merging.algorithms)
+    own = [line for line in shown.splitlines() if line.split()[:1] in [[name] for name in names]]
+    # Methods in two tables, references in the first.
+    assert len(own) == len(names) + len(asked.merging.algorithms)
+    assert all(line.split() in plain for line in own)
+
+
+def test_the_best_way_of_merging_stands_out_and_no_reference_does(rows_of):
+    rows = [
+        row._replace(value=0.9 if row.algorithm in ("central", "regmean") else row.value)
+        for row in rows_of(OneShot())
+    ]
+    table = accuracies.table(accuracies.lines(rows, OneShot().merging.algorithms), "title")
+    bold = [line for line in tables.markdown(table).splitlines() if "**" in line]
+    assert [line.split()[1] for line in bold] == ["**regmean**"]
+
+
+def test_markdown_csv_and_the_terminal_show_the_same_cells():
+    table = tables.Table("Title", ("name", "a", "b"), [("x", "1", "2"), ("y", "3", "4")])
+    cells = ["name", "a", "b", "x", "1", "2", "y", "3", "4"]
+    assert printed(tables.terminal(table)).replace("─", " ").split() == ["Title", *cells]
+    heading, _, *lines = tables.markdown(table, 2).splitlines()
+    assert heading == "## Title"
+    assert lines.pop(1) == "| --- | ---: | ---: |"
+    assert "".join(lines).replace("|", " ").split() == cells
+    assert re.split("[,\n]", tables.csv_text(table.headings, table.lines).strip()) == cells
+
+
+# Labels
+
+
+def test_label_tables_hold_every_count_in_80_columns():
+    counts = np.full((5, 10), 5949)
+    counts[0, 3] = 0
+    cells = printed(accuracies.label_table(counts, partition_seed=3)).split()
+    assert [cells.count(number) for number in ("5949", "·", "59490")] == [49, 1, 4]
+
+
+def test_label_tables_of_many_clients_or_classes_stay_short():
+    counts = np.random.default_rng(0).integers(500, size=(200, 100))
+    shown = printed(accuracies.label_table(counts, partition_seed=0))
+    assert len(shown.splitlines()) < 30
+    assert "180 more clients" in shown
+    assert "…" not in shown
+
+
+# Figures
+
+
+def colours_in(path) -> set[str]:
+    pixels = np.uint8(255 * image.imread(path)[..., :3] + 0.5).astype(int)
+    return {f"#{code:06x}" for code in np.unique(pixels @ [65536, 256, 1])}
+
+
+def test_an_algorithm_keeps_its_colour_in_every_figure_and_any_order(tmp_path, rows_of):
+    few = NAMES[1:]
+    asked = OneShot(merging=Merging(NAMES), then_rounds=1, seeds=(0,), partition_seeds=(0,))
+    rows = rows_of(asked)
+    accuracies.figure(accuracies.lines(rows, NAMES), "title", tmp_path / "bars.png")
+    curves = accuracies.curves(rows, few[::-1])
+    accuracies.curve_figure(curves, "title", tmp_path / "curves.png")
+    drawn = {name: figures.style(name)["color"] for name in NAMES}
+    bars, lines = (colours_in(tmp_path / f"{name}.png") for name in ("bars", "curves"))
+    assert {name for name in NAMES if drawn[name] in bars} == set(NAMES)
+    assert {name for name in NAMES if drawn[name] in lines} == set(few)
+
+
+def test_the_figure_is_a_picture_and_takes_a_single_run(tmp_path, rows_of):
+    asked = OneShot(seeds=(0,), partition_seeds=(0,))
+    table = accuracies.lines(rows_of(asked), asked.merging.algorithms)
+    accuracies.figure(table, config.title(asked.data), tmp_path / "accuracy.png")
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# Memory
+
+
+def test_a_run_that_exceeds_the_device_is_refused_with_the_chunk_that_fits():
+    need = memory.Need("training", resident=600, scratch=4000, clients=8)
+    assert "8 side by side" in memory.check(need, 4600)
+    assert "8 side by side" in memory.check(need, None)
+    with pytest.raises(ValueError, match=r"training, 8 side by side\) of .*--clients-per-chunk 6"):
+        memory.check(need, 3600)
+    with pytest.raises(ValueError, match="Not even one client at a time would fit"):
+        memory.check(need, 1000)

@@ -1,0 +1,74 @@
+"""The palette: an algorithm looks the same everywhere, in colour and in greyscale."""
+
+import itertools
+
+import pytest
+from matplotlib import colors
+
+from experiments.harness import figures
+from experiments.harness.figures import REFERENCES, line_style, style
+from fisherjax.algorithms import TABLE
+
+NAMES = [*TABLE, *REFERENCES]
+
+
+def look(name: str) -> tuple[str, str]:
+    own = style(name)
+    return own["color"], own["marker"]
+
+
+def lightness(name: str) -> float:
+    """L* of CIELAB as a share of white's: what is left in greyscale, in even steps for the eye."""
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in colors.to_rgb(style(name)["color"])
+    ]
+    luminance = sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return 1.16 * luminance ** (1 / 3) - 0.16 if luminance > 0.008856 else 9.033 * luminance
+
+
+def test_every_algorithm_has_a_colour_and_a_marker_of_its_own():
+    assert len({look(name) for name in TABLE}) == len(TABLE)
+    assert len({style(name)["label"] for name in TABLE}) == len(TABLE)
+    assert {style(name)["color"] for name in REFERENCES} == {figures.GREY}
+    assert all(style(name)["color"] != figures.GREY for name in TABLE)
+
+
+def test_how_an_algorithm_looks_does_not_depend_on_what_else_is_drawn():
+    first = {name: (style(name), line_style(name)) for name in NAMES}
+    again = {name: (style(name), line_style(name)) for name in reversed(NAMES)}
+    assert first == again
+
+
+def test_more_algorithms_than_colours_still_look_different(monkeypatch):
+    before = {name: look(name) for name in TABLE}
+    for number in range(3 * len(TABLE)):
+        monkeypatch.setitem(TABLE, f"another_{number}", TABLE["fedavg"])
+    assert len({look(name) for name in TABLE}) == len(TABLE)
+    assert {name: look(name) for name in before} == before
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.pairwise(TABLE)))
+def test_neighbours_differ_in_greyscale(one, other):
+    assert abs(lightness(one) - lightness(other)) > 0.1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_colours_are_seen_on_white(name):
+    assert lightness(name) < 0.85
+
+
+def test_a_legend_names_everybody_once():
+    drawn, panels = figures.canvas(4, 2, columns=2, sharey=True)
+    for panel in panels:
+        for name in ("fedavg", "regmean"):
+            panel.plot([0, 1], [0, 1], **style(name))
+    figures.legend(drawn, panels)
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["FedAvg", "RegMean"]
+    assert len(drawn.legends) == 1
+    assert all(panel.get_legend() is None for panel in panels)
+
+
+def test_classes_have_colours_of_their_own():
+    for count in (2, 10, 20):
+        assert len({tuple(colour) for colour in figures.class_colours(count)}) == count
