@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -53,6 +54,15 @@ def test_a_case_over_its_budget_is_timed_once_and_the_others_go_on():
     cases = [Case(name, lambda name=name: calls.append(name)) for name in "AB"]
     measured = measure.measure(Group("work", "units", None, cases), 3, 0.0)
     assert [len(m.seconds) for m in measured] == [1, 1]
+
+
+def test_results_are_compared_with_the_reference_where_there_is_one():
+    def case(name: str, result: float) -> Case:
+        return Case(name, lambda: result, compare=lambda own, other: {"error": own - other})
+
+    for reference, facts in (("peer", [{"error": 1.0}, {"error": 0.0}]), ("gone", [{}, {}])):
+        group = Group("work", "units", reference, [case("ours", 3.0), case("peer", 2.0)])
+        assert [m.facts for m in measure.measure(group, 1, 60.0)] == facts
 
 
 def numbers_of(measurements, reference: str | None, beside: str | None = None) -> dict:
@@ -263,6 +273,11 @@ def test_a_table_shows_shares_in_per_cent_and_says_what_ratios_are_of():
     assert shown["samples/s"] == "0.333"
     assert shown["peak, MiB"] == "2"
     assert shown["wasted steps, %"] == "25"
+
+
+@pytest.mark.parametrize("suite", config.SUITES)
+def test_a_suite_is_a_module(suite):
+    assert importlib.util.find_spec(f"experiments.benchmark.{suite}")
 
 
 @pytest.mark.parametrize("suite", config.SUITES)

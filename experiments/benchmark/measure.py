@@ -121,7 +121,7 @@ def measure(
         first, *later = seconds[case.name]
         facts = case.facts(results[case.name])
         if group.reference in results:
-            facts |= case.compare(results[case.name], results[group.reference])
+            facts = facts | case.compare(results[case.name], results[group.reference])
         later = [case.times * s for s in later]
         measurements.append(Measurement(case, first, later, peaks[case.name], facts))
     return elsewhere + measurements

@@ -50,12 +50,12 @@ def rows(suite: str, group: Group, measurements: Iterable[Measurement]) -> list[
     """
     named = {m.case.name: m for m in measurements}
     rates = {name: m.case.units / m.median for name, m in named.items()}
-    products = [m for name, m in named.items() if name.startswith(MATMUL)]
-    peaks = {m.case.precision: m.case.flops / m.median for m in products}
+    products = {name: m for name, m in named.items() if name.startswith(MATMUL)}
+    peaks = {m.case.precision: m.case.flops / m.median for m in products.values()}
     table = []
     for name, m in named.items():
         numbers = {"first_call": (m.first, "s"), "median": (m.median, "s")}
-        if m not in products:
+        if name not in products:
             numbers["rate"] = rates[name], f"{group.unit}/s"
             if group.reference in rates:
                 numbers["speedup"] = rates[name] / rates[group.reference], f"x {group.reference}"
@@ -68,9 +68,8 @@ def rows(suite: str, group: Group, measurements: Iterable[Measurement]) -> list[
             numbers["flops_per_second"] = rate, "FLOP/s"
             if m.case.precision in peaks:
                 numbers["fraction_of_peak"] = rate / peaks[m.case.precision], "1"
-        for fact, value in m.facts.items():
-            unit = {"bytes": "bytes", "seconds": "s"}.get(fact.rpartition("_")[2], "1")
-            numbers[fact] = value, unit
+        units = {"bytes": "bytes", "seconds": "s"}
+        numbers |= {k: (x, units.get(k.rpartition("_")[2], "1")) for k, x in m.facts.items()}
         where = suite, group.workload, name
         table += [Row(*where, "seconds", i, s, "s") for i, s in enumerate(m.seconds, start=1)]
         table += [Row(*where, k, None, float(value), unit) for k, (value, unit) in numbers.items()]
