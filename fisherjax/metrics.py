@@ -16,17 +16,9 @@ from fisherjax.typing import Array, Examples, Model, Params
 def logits(
     model: Model, params: Params, inputs: Array, *, stacked: bool = False, batch_size: int = 500
 ) -> Array:
-    """Run a network over a data set, a minibatch at a time.
+    """Run a network over inputs [N, ...], `batch_size` at a time: outputs [N, ..., C].
 
-    Args:
-        model: The network.
-        params: One model, or with `stacked` M models, leaves [M, ...].
-        inputs: [N, ...].
-        stacked: Whether there are M models.
-        batch_size: Examples of a minibatch.
-
-    Returns:
-        Outputs [N, ..., C], or [M, N, ..., C].
+    With `stacked` the leaves of params are [M, ...], M models, and outputs are [M, N, ..., C].
 
     Raises:
         ValueError: If there are no inputs, or batch_size is not a positive integer.
@@ -62,7 +54,7 @@ def accuracy(
         batch_size: Examples of a minibatch.
 
     Returns:
-        A fraction between 0 and 1, or [M] of them; NaN for a model whose outputs are NaN.
+        A fraction, or M of them; NaN for a model whose outputs are NaN.
 
     Raises:
         ValueError: If the targets are not one class label for each output vector.
@@ -86,19 +78,10 @@ def ensemble_accuracy(
 ) -> Array:
     """Compute the accuracy of the logit ensemble, argmax sum_i p_i z_i: M models, not one.
 
-    Args:
-        model: The network.
-        stacked: Leaves [M, ...].
-        weights: p_i [M].
-        examples: Their targets are class labels; rows count by their weights.
-        batch_size: Examples of a minibatch.
-
-    Returns:
-        A fraction between 0 and 1.
+    The weights are p_i [M]; the other arguments are those of `accuracy`.
 
     Raises:
-        ValueError: If the targets are not one class label for each output vector, or the weights
-            not one number for each model.
+        ValueError: As `accuracy`, or if the weights are not one number for each model.
 
     Example:
         >>> import fisherjax as fj
@@ -163,8 +146,7 @@ def performance(
         Numbers [M]; NaN where a model's outputs are NaN.
 
     Raises:
-        ValueError: If batch_size is not a positive integer, there are not as many models as
-            clients, or the targets do not fit the outputs.
+        ValueError: If models, targets or batch_size do not fit.
 
     Example:
         >>> import fisherjax as fj
@@ -203,19 +185,15 @@ def client_server_barrier(
 ) -> Barrier:
     """Compute the client-server barrier, mean_i [L_i(W) - L_i(W_i)] on the clients' own data.
 
+    Lower is better, and zero where all models are equal. Clients without examples or with a model
+    that is not finite do not count.
+
     Args:
         model: Its negative log-likelihood is the loss.
         params: W, the global model after aggregation.
         models: W_i stacked, leaves [M, ...]; of a round `done.trained.params`.
-        federation: The data of these clients; of a round `select(federation, done.cohort)`. Those
-            without examples or with a model that is not finite do not count.
+        federation: The data of these clients; of a round `select(federation, done.cohort)`.
         batch_size: Examples of a minibatch.
-
-    Returns:
-        The barrier in loss and in accuracy: lower is better, and zero where all models are equal.
-
-    Raises:
-        ValueError: As `performance`.
 
     Example:
         >>> import fisherjax as fj

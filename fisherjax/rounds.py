@@ -3,9 +3,7 @@
 A round is one compiled program, made of the pieces that one-shot runs call one by one:
 `training.train_cohort`, `merging.summarize_cohort` and the algorithm's `aggregate`. `run` is a
 generator, so that research code can stop, log or branch: a `State` is plain data, and going on from
-an old one repeats what followed it.
-
-Letters: M clients, K of them in a cohort.
+an old one repeats what followed it. Letters: M clients, K of them in a cohort.
 """
 
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ class State(NamedTuple):
         number: Of the next round, from 0.
         params: The global model.
         algorithm: What the server keeps, for instance SCAFFOLD's control.
-        private: What each client keeps, stacked [M, ...]; () for most algorithms.
+        private: What each client keeps, stacked [M, ...].
     """
 
     number: Array
@@ -161,8 +159,7 @@ def federated(
 
     Args:
         model: What clients train.
-        algorithm: How they train and how updates are merged; see
-            `algorithms.with_server_optimizer`.
+        algorithm: How they train and how updates are merged.
         cohort: K, from 1 to M.
         optimizer: Of the clients, any of optax; starts afresh in every round.
         epochs: Of local training in a round, at least 1.
@@ -217,13 +214,11 @@ def run(
         rounds: How many, at least 1.
 
     Yields:
-        The state after each round, and what happened in it. Arrays are on their way: reading one
-        waits for it.
+        The state after each round, and what happened in it; reading an array waits for it.
 
     Raises:
         TypeError: If an argument has the wrong kind.
-        ValueError: If there are no rounds, the cohort is larger than the federation, the state's
-            params are not finite, or the data or the state do not fit; before the first round.
+        ValueError: If the state, its params or the data do not fit; before the first round.
 
     Example: see `federated`.
     """

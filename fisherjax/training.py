@@ -36,7 +36,7 @@ class Trained(NamedTuple):
         start: What they were trained from, one model or stacked; None if that is not known.
         steps: [M] optimiser steps taken.
         loss: [M, epochs] mean training loss in nats, measured while it ran; 0 without data.
-        extras: Stacked, what an algorithm's optimiser kept of its state, see `local_update.keeping`.
+        extras: Stacked, what an optimiser kept of its state, see `local_update.keeping`.
     """
 
     params: Params
@@ -91,9 +91,8 @@ def train(
             is not positive.
 
     Example:
-        >>> import jax, optax, numpy as np, fisherjax as fj
-        >>> data = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
-        >>> federation = fj.clients.federation(data, [[0, 1, 2], [3]])
+        >>> import numpy as np, fisherjax as fj
+        >>> federation = fj.clients.federation((np.eye(4), np.zeros(4, int)), [[0, 1, 2], [3]])
         >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
         >>> how = {"optimizer": optax.sgd(0.1), "epochs": 2, "batch_size": 2}
         >>> trained = train(model, np.zeros((4, 2)), federation, key=jax.random.key(0), **how)
@@ -137,9 +136,8 @@ def train_memory(
     counts only whether it is None.
 
     Example:
-        >>> import jax, optax, numpy as np, fisherjax as fj
-        >>> data = np.eye(4, dtype=np.float32), np.array([0, 0, 1, 1])
-        >>> federation = fj.clients.federation(data, [[0, 1, 2], [3]])
+        >>> import numpy as np, fisherjax as fj
+        >>> federation = fj.clients.federation((np.eye(4), np.zeros(4, int)), [[0, 1, 2], [3]])
         >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
         >>> how = {"optimizer": optax.sgd(0.1), "epochs": 2, "batch_size": 2}
         >>> need = train_memory(model, np.ones((4, 2)), federation, key=jax.random.key(0), **how)
@@ -194,14 +192,8 @@ def train_cohort(
 ) -> Trained:
     """Train the clients of a federation to the end, as `train` does, without checks.
 
-    Args:
-        local: What they train with.
-        layout: Where they are computed.
-        start: One model for everybody and None, or None and a stacked one for each client.
-        extras: What the optimiser is given, likewise.
-        federation: The clients.
-        key: Folded by purpose, client and epoch.
-        epochs: Passes over each client's data.
+    The start is one model for everybody and None, or None and a stacked one for each client; and so
+    are the extras, which the optimiser is given.
     """
     arrays = ((start, extras), federation, key, (0, epochs, epochs))
     (params, kept), loss = _run(local, layout, _capacity(epochs), None, *arrays)
