@@ -1,8 +1,12 @@
 """The federated command: what it writes, how it chooses, and that killing it changes nothing."""
 
+import contextlib
 import csv
 import json
 import math
+import re
+import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,18 +14,21 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments.federated import config, report, runs, task
-from experiments.federated.__main__ import main
+from experiments import federated
+from experiments.federated import main
+from experiments.harness import curves, figures, records, rounds, tasks
+from experiments.harness.config import Data, Federated, Merging
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
     *("--num-clients", "8", "--validation-clients", "2", "--held-out-clients", "2"),
     *("--cohort", "3", "--alpha", "1", "--batch-size", "40", "--rounds", "3"),
-    *("--local-epochs", "1", "--algorithm", "fedavg"),
+    *("--local-epochs", "1", "--algorithms", "fedavg"),
 )
 
 
@@ -45,7 +52,7 @@ def finished(tmp_path_factory):
     status = main(
         [
             *SMALL,
-            *("--algorithm", "fedavg", "fedfish_last_epoch", "--local-epochs", "1", "2"),
+            *("--algorithms", "fedavg", "fedfish_last_epoch", "--local-epochs", "1", "2"),
             *("--server-optimizer", "adam", "--server-learning-rate", "0.0001", "0.01"),
             *("--seeds", "0", "1", "--total-epochs", "4", "--out", str(out)),
         ]
@@ -60,7 +67,7 @@ def test_a_run_leaves_its_configuration_numbers_table_pictures_and_models(finish
     chosen = len(list((finished / "models").iterdir()))
     assert chosen == 2 * 2 * 2 + 2 * 2  # both rates of the first seed, one of the second
     text = (finished / "summary.md").read_text()
-    assert "| fedfish_last_epoch |" in text
+    assert "| FedFish (last epoch) |" in text
     assert "python -m experiments.federated" in text
 
 
@@ -87,12 +94,9 @@ def test_validation_clients_choose_the_rate_that_other_seeds_use(finished):
 
 
 def test_the_numbers_are_those_of_the_model_that_was_left(finished):
-    asked = config.Config(**json.loads((finished / "config.json").read_text())["configuration"])
-    asked = asked.__class__(
-        **{f: tuple(v) if isinstance(v, list) else v for f, v in vars(asked).items()}
-    )
-    prepared = task.prepare(asked)
-    like = prepared.init(runs.jax.random.key(0))
+    command = json.loads((finished / "config.json").read_text())["command"]
+    prepared = tasks.rounds(federated.parse(shlex.split(command)[3:]))
+    like = prepared.init(jax.random.key(0))
     params = fj.files.load_arrays(finished / "models" / f"{NAME}.safetensors", like)
     found = fj.metrics.performance(prepared.model, params, prepared.test)
     where = {"algorithm": "fedavg", "local_epochs": 1, "seed": 0, "server_learning_rate": 0.01}
@@ -122,32 +126,54 @@ def test_traffic_is_the_bytes_of_a_client(finished):
 
 def test_measurements_stand_at_the_same_local_epochs_whatever_a_round_has(finished):
     for epochs, every, expected in ((1, 3, [3, 6, 8]), (2, 3, [2, 3, 4]), (4, 3, [1, 2])):
-        asked = config.Config(total_epochs=8, eval_every=every)
-        rounds = range(1, config.rounds(asked, epochs) + 1)
-        assert [n for n in rounds if config.measured(asked, epochs, n)] == expected
+        asked = Federated(total_epochs=8, eval_every=every)
+        numbers = range(1, rounds.number(asked, epochs) + 1)
+        assert [n for n in numbers if rounds.measured(asked, epochs, n)] == expected
     rows = rows_of(finished)
     where = {"split": "test", "metric": "accuracy", "seed": 1, "algorithm": "fedavg"}
     assert len(values(rows, **where, local_epochs=1)) == 4
     assert len(values(rows, **where, local_epochs=2)) == 2
 
 
-def test_the_perplexity_of_text_is_exp_of_the_loss_of_a_character():
-    rows = [
-        runs.Row("fedavg", 1, 1.0, seed, 1, split, None, metric, value)
-        for seed in (0, 1)
-        for split, metric, value in (
-            ("test", "loss", math.log(8 + seed)),
-            ("test", "accuracy", 0.5),
-            ("traffic", "down", 8),
-            ("traffic", "up", 8),
-        )
+def made_up(algorithm, epochs=1, seed=0):
+    numbers = {("test", "loss"): math.log(8 + seed), ("test", "accuracy"): 0.5}
+    numbers |= {("traffic", "down"): 8, ("traffic", "up"): 8}
+    where = {"local_epochs": epochs, "server_learning_rate": 1.0}
+    return [
+        records.Row(algorithm, seed, 1, *what, value, **where) for what, value in numbers.items()
     ]
+
+
+def test_the_perplexity_of_text_is_exp_of_the_loss_of_a_character():
+    rows = made_up("fedavg") + made_up("fedavg", seed=1)
     for dataset, shown in (("tiny_shakespeare", True), ("digits", False)):
-        asked = config.Config(dataset, ("fedavg",), rounds=1, local_epochs=(1,), seeds=(0, 1))
-        found = report.columns(asked, report.lines(asked, rows))
-        assert ("perplexity" in found) == shown
-        if shown:
-            assert found["perplexity"] == ["8.50 ± 0.71"]
+        merging = Merging(("fedavg",))
+        asked = Federated(Data(dataset), merging=merging, rounds=1, local_epochs=(1,), seeds=(0, 1))
+        table = curves.table(asked, rows)
+        cells = dict(zip(table.headings, table.lines[0], strict=True))
+        assert cells.get("perplexity") == ("8.50 ± 0.71" if shown else None)
+
+
+def test_an_algorithm_looks_the_same_in_any_order_and_panels_share_axis_and_legend(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(curves, "save", lambda figure, path: drawn.append(figure))
+    for names in (("fedavg", "fedfish"), ("fedfish", "fedavg")):
+        asked = Federated(merging=Merging(names), local_epochs=(1, 4))
+        rows = [row for epochs in (1, 4) for name in names for row in made_up(name, epochs)]
+        rows[1] = rows[1]._replace(value=0.9)
+        curves.figure(asked, rows, ("test", "accuracy"), "test accuracy, %", "curves.png")
+    for figure in drawn:
+        assert {panel.get_ylim() for panel in figure.axes} == {figure.axes[0].get_ylim()}
+        (legend,) = figure.legends
+        assert {text.get_text() for text in legend.get_texts()} == {"FedAvg", "FedFish"}
+        assert not any(panel.get_legend() for panel in figure.axes)
+        for panel in figure.axes:
+            for line, name in zip(panel.lines, ("fedavg", "fedfish"), strict=True):
+                if line.get_label() != figures.label(name):  # the other order
+                    continue
+                assert line.get_color() == figures.style(name)["color"]
+                assert line.get_marker() == figures.style(name)["marker"]
+                assert 50 in line.get_ydata() or 90 in line.get_ydata()
 
 
 def model_bytes(folder):
@@ -186,11 +212,14 @@ def whole(tmp_path_factory):
     return out
 
 
-def test_killing_it_at_any_moment_changes_no_bit_of_the_result(tmp_path, whole):
+def test_killing_it_at_any_moment_changes_no_bit_of_the_result(tmp_path, whole, capsys):
     checkpoints = tmp_path / "checkpoints" / NAME
     for least in (2, 9):
         process = start(tmp_path)
         wait_for(lambda least=least: newest(checkpoints) >= least, process)
+        # While it is at work nobody else is let in; who was killed lets go.
+        assert main([*LONG, "--out", str(tmp_path)]) == 1
+        assert "another process is writing to --out" in capsys.readouterr().err
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not (tmp_path / "models").exists()
@@ -199,10 +228,108 @@ def test_killing_it_at_any_moment_changes_no_bit_of_the_result(tmp_path, whole):
     assert rows_of(tmp_path) == rows_of(whole)
 
 
+@pytest.fixture
+def unfinished(tmp_path, whole):
+    """What a process killed in the last round would have left."""
+    out = shutil.copytree(whole, tmp_path / "unfinished")
+    shutil.rmtree(out / "models")
+    shutil.rmtree(out / "checkpoints" / NAME / "25")
+    (out / "results.csv").unlink()
+    return out
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """Let no file grow beyond so many bytes, as if the disk were full then."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+def test_a_full_disk_is_one_line_with_the_path_and_leaves_the_last_good_state(
+    unfinished, whole, capfd
+):
+    with largest_file(9000):
+        assert main([*LONG, "--out", str(unfinished)]) == 1
+    path = re.escape(f"{unfinished}/checkpoints/{NAME}/25")
+    assert re.fullmatch(rf"error: \[Errno 27\] .*: '{path}'\n", capfd.readouterr().err)
+    assert newest(unfinished / "checkpoints" / NAME) == 24
+    assert main([*LONG, "--out", str(unfinished)]) == 0
+    assert model_bytes(unfinished) == model_bytes(whole)
+    assert rows_of(unfinished) == rows_of(whole)
+
+
+def test_what_is_finished_is_reported_again_without_data_or_training(tmp_path, whole, monkeypatch):
+    again = shutil.copytree(whole, tmp_path / "again")
+    left = ("summary.md", "curves.png", "barrier.png")
+    for name in left:
+        (again / name).unlink()
+    monkeypatch.setattr(federated.tasks, "rounds", None)
+    assert main([*LONG, "--checkpoint-seconds", "0", "--out", str(again)]) == 0
+    for name in (*left, "results.csv"):
+        before = (whole / name).read_bytes().replace(bytes(whole), bytes(again))
+        assert (again / name).read_bytes() == before
+
+
+def test_a_run_whose_rows_are_not_all_there_is_finished_from_its_checkpoint(tmp_path, whole):
+    cut = shutil.copytree(whole, tmp_path / "cut")
+    lines = (cut / "results.csv").read_text().splitlines(keepends=True)
+    (cut / "results.csv").write_text("".join(lines[:-3]))
+    shutil.rmtree(cut / "models")
+    assert main([*LONG, "--out", str(cut)]) == 0
+    assert model_bytes(cut) == model_bytes(whole)
+    assert rows_of(cut) == rows_of(whole)
+
+
+OLD = ROOT / "experiments" / "results" / "federated_fedfisher"  # version 0.1 left it
+OLD_COMMAND = (
+    *("--algorithms", "fedavg", "fedfisher_diag", "fedfisher_kfac", "--rounds", "5"),
+    *("--num-clients", "5", "--validation-clients", "1", "--held-out-clients", "1"),
+    *("--cohort", "5", "--local-epochs", "30", "--momentum", "0.9", "--batch-size", "32"),
+    *("--seeds", "0", "1", "2", "3", "4"),
+)
+
+
+def test_a_folder_of_version_0_1_is_reported_again(tmp_path, monkeypatch):
+    old = shutil.copytree(OLD, tmp_path / "old")
+    document = json.loads((old / "config.json").read_text())
+    assert {"algorithm", "mu", "damping"} <= document["configuration"].keys()
+    monkeypatch.setattr(federated.tasks, "rounds", None)
+    assert main([*OLD_COMMAND, "--out", str(old)]) == 0
+    assert (old / "results.csv").read_bytes() == (OLD / "results.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("damping", 3.0, "fedfisher_kfac.damping was 3.0, is the default"),
+        ("mu", 0.1, "fedprox.mu was 0.1, is the default"),
+        ("momentum", 0.0, "momentum was 0.0, is 0.9"),
+    ],
+)
+def test_a_folder_of_version_0_1_keeps_its_options(tmp_path, capsys, option, value, message):
+    old = shutil.copytree(OLD, tmp_path / "old")
+    document = json.loads((old / "config.json").read_text())
+    document["configuration"][option] = value
+    (old / "config.json").write_text(json.dumps(document))
+    assert main([*OLD_COMMAND, "--out", str(old)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_says_not_what_it_is_of_is_refused(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    assert main([*SMALL, "--out", str(tmp_path)]) == 1
+    assert "holds a checkpoint without a config.json" in capsys.readouterr().err
+
+
 def test_a_corrupt_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, whole, capsys):
     spoilt = tmp_path / "spoilt"
     shutil.copytree(whole, spoilt)
     shutil.rmtree(spoilt / "models")
+    (spoilt / "results.csv").unlink()
     files = (spoilt / "checkpoints" / NAME / "25").rglob("*")
     victim = max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-5])
@@ -219,9 +346,21 @@ def test_a_changed_configuration_is_refused_by_name(whole, capsys):
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedfisher_kfac"])
 def test_other_algorithms_run_in_the_same_loop(tmp_path, algorithm):
-    asked = [*SMALL, "--algorithm", algorithm, "--rounds", "1", "--out", str(tmp_path)]
+    asked = [*SMALL, "--algorithms", algorithm, "--rounds", "1", "--out", str(tmp_path)]
     assert main(asked) == 0
     assert values(rows_of(tmp_path), algorithm=algorithm, split="test", metric="accuracy")
+
+
+def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
+    def algorithm(*words):
+        asked = federated.parse([*SMALL, "--algorithms", name, *words])
+        return rounds.prepare(asked, task)[name, 1].algorithm
+
+    name, task = "fedfisher_diag", tasks.rounds(federated.parse(SMALL))
+    made = [algorithm(), algorithm("--solver", "gd"), algorithm("--solver", "adam")]
+    made += [algorithm("--fedfisher-diag.damping", "2"), algorithm("--fisher-kind", "sampled")]
+    assert len(set(made)) == 5
+    assert algorithm("--fedprox.mu", "1") == made[0]
 
 
 @pytest.mark.parametrize(
@@ -230,12 +369,12 @@ def test_other_algorithms_run_in_the_same_loop(tmp_path, algorithm):
         (["--cohort", "9"], "--cohort is 9, expected 1 to the 8 clients"),
         (["--rounds", "0"], "--rounds is 0, expected a whole number from 1 up"),
         (["--held-out-clients", "0"], "--held-out-clients is 0"),
-        (["--algorithm", "fedfisch"], "did you mean 'fedfish'"),
+        (["--algorithms", "fedfisch"], "did you mean 'fedfish'"),
         (["--total-epochs", "5", "--local-epochs", "2"], "--total-epochs is 5"),
         (["--server-learning-rate", "0.1"], "--server-learning-rate is 0.1"),
         (["--held-out-plays", "1"], "--held-out-plays is 1"),
         (
-            ["--algorithm", "fedfisher_full", "--num-clients", "30", "--cohort", "20"],
+            ["--algorithms", "fedfisher_full", "--num-clients", "30", "--cohort", "20"],
             "fedfisher_full needs a matrix of",
         ),
     ],
@@ -246,14 +385,8 @@ def test_what_cannot_be_is_refused(tmp_path, capsys, options, message):
 
 
 def test_roles_of_held_out_plays_take_no_part_in_training(shared):
-    asked = config.Config(
-        **{
-            **config.defaults("tiny_shakespeare").__dict__,
-            "held_out_plays": 2,
-            "data_dir": shared / "data",
-        }
-    )
-    prepared = task.prepare(asked)
+    words = ["--dataset", "tiny_shakespeare", "--held-out-plays", "2"]
+    prepared = tasks.rounds(federated.parse([*words, "--data-dir", str(shared / "data")]))
     rows = [
         {
             row

@@ -59,7 +59,7 @@ COMMANDS = """
 import json, sys
 import toy
 from experiments import choices, one_shot
-from experiments.federated.__main__ import main as federated
+from experiments.federated import main as federated
 
 assert choices.label("toy") == "Toy"
 commands = {"one_shot": one_shot.main, "federated": federated}
@@ -72,7 +72,8 @@ ONE_SHOT = (
 FEDERATED = (
     *("--num-clients", "4", "--validation-clients", "1", "--held-out-clients", "1"),
     *("--cohort", "2", "--alpha", "1", "--batch-size", "40", "--rounds", "2"),
-    *("--local-epochs", "1", "--algorithm", "toy", "--checkpoint-seconds", "0", "--no-barrier"),
+    *("--local-epochs", "1", "--algorithms", "toy", "--toy.mu", "0.25"),
+    *("--checkpoint-seconds", "0", "--no-barrier"),
 )
 NAME = "toy-1epochs-server1-seed0"
 
@@ -129,9 +130,13 @@ def test_both_commands_run_it(finished):
         assert found["toy", split].upload_bytes == 2 * found["fedavg", split].upload_bytes
         assert found["toy", split].value != found["fedavg", split].value
     assert {int(row[4]) for row in measured[1:]} == {1, 2}
-    tables = [(finished / name / "summary.md").read_text() for name in ("one_shot", "federated")]
-    assert all("| toy |" in table.replace("*", "") for table in tables)  # the best one is bold
-    assert "of toy of all three" in tables[0]
+    one_shot, federated = (
+        (finished / name / "summary.md").read_text() for name in ("one_shot", "federated")
+    )
+    assert "| toy |" in one_shot.replace("*", "")  # the best one is bold
+    assert "of toy of all three" in one_shot
+    assert "| Toy |" in federated
+    assert "--toy.mu 0.25" in federated
 
 
 def test_the_same_commands_go_on_where_they_were_stopped(finished):
@@ -141,6 +146,7 @@ def test_the_same_commands_go_on_where_they_were_stopped(finished):
     checkpoints = finished / "federated" / "checkpoints" / NAME
     shutil.rmtree(checkpoints / "2")
     shutil.rmtree(finished / "federated" / "models")
+    (finished / "federated" / "results.csv").unlink()
     done = run(finished, *both(finished))
     assert done.returncode == 0, done.stderr
     assert "1 of 2 runs are done" in " ".join(done.stdout.split())  # lines are wrapped
@@ -149,8 +155,8 @@ def test_the_same_commands_go_on_where_they_were_stopped(finished):
 
 
 def test_a_name_like_it_is_refused_with_it_as_the_nearest(folder):
-    for command, option in (("one_shot", "--algorithms"), ("federated", "--algorithm")):
-        refused = run(folder, [command, option, "toyy", "--out", str(folder / "refused")])
+    for command in ("one_shot", "federated"):
+        refused = run(folder, [command, "--algorithms", "toyy", "--out", str(folder / "refused")])
         assert refused.returncode == 1
         assert "did you mean 'toy'" in refused.stderr
 

@@ -132,10 +132,8 @@ def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console:
         picture = "![accuracy round by round](rounds.png)"
         parts += [tables.markdown(curve_table(later), 2), picture, ""]
     options = [(name, _words(value)) for name, value in commands.contents(asked).items()]
-    where = ", ".join(f"{name} {value}" for name, value in records.read_environment(out).items())
-    parts += ["```", commands.write(asked, program), "```", ""]
     parts += [tables.markdown(Table("", ("option", "value"), options, text=2))]
-    records.write_text(out / "summary.md", "\n".join([*parts, f"Run with {where}.", ""]))
+    records.write_summary(asked, parts, program)
     console.print(f"\nIn {out}/: {', '.join(left)}", soft_wrap=True)
 
 
@@ -163,6 +161,7 @@ def label_table(counts: np.ndarray, partition_seed: int) -> RichTable:
     ]
     heading = f"Who owns which label, partition seed {partition_seed}"
     shown = tables.terminal(Table(heading, ("client", *headings, "all"), body, text=0))
+    shown.padding = (0, 1, 0, 0)  # ten classes of ten thousand fit into 80 columns
     left = counts[_MOST_CLIENTS:].sum(axis=1)
     if left.size:
         shown.caption = f"and {left.size} more clients, {left.min()} to {left.max()} examples each"

@@ -1,9 +1,9 @@
 """Checkpoints of a long run: kill it at any moment, and it goes on where it last saved.
 
-Orbax numbers them, keeps the newest, gives one its name when it is whole, and clears away what a
-killed process left. Each holds arrays.safetensors, the leaves of the state; record.json, what
-leaves these are and the results until then, so that both are of the same moment; and sha256sums, of
-these two files: what a disk does to them later shows there.
+Orbax numbers them, keeps two, gives one its name when it is whole, and clears away what a killed
+process left. Each holds arrays.safetensors, the leaves of the state; record.json, what leaves these
+are and the results until then, so that both are of the same moment; and sha256sums, of these two
+files: what a disk does to them later shows there.
 """
 
 import dataclasses
@@ -24,7 +24,11 @@ import fisherjax as fj
 from experiments.harness.records import naming, write_text
 
 ARRAYS, RECORD, SUMS = "arrays.safetensors", "record.json", "sha256sums"
-_FILES = "default"  # what orbax calls the folder in a checkpoint's folder
+_FILES = "default"  # the folder that orbax makes for them in that of a checkpoint
+# Two, as one may be spoilt; written when `save` returns.
+_OPTIONS = ocp.CheckpointManagerOptions(
+    max_to_keep=2, cleanup_tmp_directories=True, enable_async_checkpointing=False
+)
 
 
 class Checkpoint(NamedTuple):
@@ -41,8 +45,8 @@ class Checkpoint(NamedTuple):
     rows: list
 
 
-class _Files(ocp.CheckpointHandler):
-    """Write files of ours where orbax says."""
+class _Files(ocp.AsyncCheckpointHandler):
+    """Write our files where orbax says."""
 
     def save(self, directory: Path, args: Any) -> None:
         folder = Path(directory)
@@ -50,12 +54,16 @@ class _Files(ocp.CheckpointHandler):
         write_text(folder / RECORD, args.record)
         write_text(folder / SUMS, _sums(folder))
 
+    async def async_save(self, directory: Path, args: Any) -> None:
+        # All the same: from a thread of its own orbax would log an error, with a traceback.
+        self.save(directory, args)
+
     def restore(self, directory: Path, args: Any = None) -> None:
-        raise NotImplementedError("`restore` reads the files itself, after their sums")
+        raise NotImplementedError("files are read when their sums are right, without orbax")
 
 
-@ocp.args.register_with_handler(_Files, for_save=True)
-@dataclasses.dataclass
+@ocp.args.register_with_handler(_Files, for_save=True, for_restore=True)
+@dataclasses.dataclass(repr=False)  # a message of orbax shall not hold a model
 class _Contents(ocp.args.CheckpointArgs):
     arrays: dict[str, np.ndarray]
     record: str
@@ -63,51 +71,35 @@ class _Contents(ocp.args.CheckpointArgs):
 
 def saved(folder: Path) -> list[int]:
     """Return the numbers of the checkpoints in a folder, readable or not, in order."""
-    if not folder.exists():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
-def save(folder: Path, number: int, state: Any, rows: Sequence, *, keep: int = 2) -> None:
-    """Add a checkpoint, as a whole or not at all, then delete the oldest.
+def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
+    """Add a checkpoint, as a whole or not at all, then delete all but the newest two.
 
-    Args:
-        folder: Of checkpoints and nothing else; made if it does not exist.
-        number: From 0 up, and higher than those that are there.
-        state: A pytree of JAX or NumPy arrays; typed keys too.
-        rows: The results until then; anything that JSON holds.
-        keep: How many checkpoints stay, this one included. With two, one spoilt costs a few rounds.
+    The state is a pytree of JAX or NumPy arrays, typed keys too; rows are anything that JSON holds.
 
     Raises:
-        TypeError: If a leaf of the state would not come back as it is, because it is no array or
-            weakly typed; the message names it.
-        ValueError: If the state is empty, the number is negative or not above all that are there,
-            or no checkpoint is to be kept.
+        TypeError: If a leaf would not come back as it is, because it is no array or weakly typed;
+            the message names it.
+        ValueError: If the state is empty, or the number negative or not above all that are there.
         OSError: If it cannot be written; the message names it, and those before it stay.
     """
-    before = saved(folder)
-    if keep < 1:
-        raise ValueError(f"keep is {keep}, expected at least 1: the checkpoint that is saved")
+    newest = max(saved(folder), default=-1)
     if number < 0:
         raise ValueError(f"number is {number}, expected 0 or more")
-    if before and number <= before[-1]:
+    if number <= newest:
         raise ValueError(
-            f"{folder} already holds checkpoint {before[-1]}, so {number} would not be the newest: "
+            f"{folder} already holds checkpoint {newest}, so {number} would not be the newest: "
             "restore it and count on from there, or choose another folder"
         )
     arrays = {name: _stored(leaf) for name, leaf in _named(state)}
     if not any(array.size for array in arrays.values()):
         raise ValueError("the state has no arrays with anything in them: nothing to save")
-    record = json.dumps({"leaves": _described(state), "rows": rows})
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=False
-    )
-    # A checkpointer of its own for each: nothing stays open between two.
-    with (
-        naming(folder / str(number)),
-        ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=_Files()) as made,
-    ):
-        made.save(number, args=_Contents(arrays, record))
+    contents = _Contents(arrays, json.dumps({"leaves": _described(state), "rows": rows}))
+    made = {"options": _OPTIONS, "item_handlers": _Files()}
+    with naming(folder / str(number)), ocp.CheckpointManager(folder.absolute(), **made) as manager:
+        manager.save(number, args=contents)
 
 
 def restore(folder: Path, like: Any, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -117,70 +109,59 @@ def restore(folder: Path, like: Any, warn: Callable[[str], None]) -> Checkpoint 
     stand in the way of the run that comes to their number again.
 
     Args:
-        folder: Of checkpoints; need not exist.
+        folder: Need not exist.
         like: A state of the same structure, shapes and dtypes, for example the initial one. Leaves
             come back as it has them: as NumPy arrays, or on the same devices.
-        warn: Called with one line for every checkpoint that cannot be read.
+        warn: Told of each.
 
     Returns:
         The checkpoint, its arrays equal in every bit; None if there is none to go on from.
 
     Raises:
-        TypeError: If a leaf of `like` could not have been saved; the message names it.
-        ValueError: If the checkpoint is of another state; the message names the first leaf that
-            differs.
+        ValueError: If it is of another state; the message names the first leaf that differs.
     """
     if any(folder.glob(f"*/{SUMS}")):
-        aside = _aside(folder, "version-0.1")
-        warn(
-            f"{folder} holds checkpoints of version 0.1, which are not read any more: moved to "
-            f"{aside.name}, starting over"
-        )
+        old = f"{folder} holds checkpoints of version 0.1, which are not read any more"
+        warn(f"{old}: moved to {_aside(folder, 'version-0.1')}, starting over")
     numbers = saved(folder)
     while numbers:
         number = numbers.pop()
-        damage = _damage(folder / str(number) / _FILES)
+        checkpoint = folder / str(number)
+        damage = _damage(checkpoint / _FILES)
         if not damage:
-            return Checkpoint(number, *_read(folder / str(number), like))
-        aside = _aside(folder / str(number), "unreadable")
+            return Checkpoint(number, *_read(checkpoint, like))
         instead = f"going on from checkpoint {numbers[-1]}" if numbers else "starting over"
-        warn(f"checkpoint {folder / str(number)} is corrupt ({damage}): moved to {aside.name}, {instead}")
+        aside = _aside(checkpoint, "unreadable")
+        warn(f"checkpoint {checkpoint} is corrupt ({damage}): moved to {aside}, {instead}")
     return None
 
 
-def _aside(path: Path, why: str) -> Path:
+def _aside(path: Path, why: str) -> str:
     aside = path.with_name(f"{path.name}.{why}")
     shutil.rmtree(aside, ignore_errors=True)
-    return path.rename(aside)
+    return path.rename(aside).name
 
 
 def _sums(folder: Path) -> str:
     """Sum up a checkpoint's files, as `sha256sum --check` reads it."""
-    return "".join(
-        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in (ARRAYS, RECORD)
-    )
+    sums = {name: hashlib.sha256((folder / name).read_bytes()) for name in (ARRAYS, RECORD)}
+    return "".join(f"{own.hexdigest()}  {name}\n" for name, own in sums.items())
 
 
 def _damage(folder: Path) -> str:
     """Say what is not as it was written; nothing if all is."""
     try:
-        written = (folder / SUMS).read_text(errors="replace")
-        now = _sums(folder)
+        written, now = (folder / SUMS).read_text(errors="replace"), _sums(folder)
     except OSError as error:
         return str(error)
-    differing = [line for line in now.splitlines() if line not in written.splitlines()]
-    if written == now:
-        return ""
-    file = differing[0].partition("  ")[2] if len(differing) == 1 else SUMS
-    return f"{file} is not as it was written"
+    differing = {line.partition("  ")[2] for line in set(now.splitlines()) - {*written.split("\n")}}
+    return "" if written == now else f"{min(differing, default=SUMS)} is not as it was written"
 
 
 def _read(checkpoint: Path, like: Any) -> tuple[Any, list]:
     record = json.loads((checkpoint / _FILES / RECORD).read_text())
-    for was, now in itertools.zip_longest(
-        record["leaves"], _described(like), fillvalue="nothing more"
-    ):
+    pairs = itertools.zip_longest(record["leaves"], _described(like), fillvalue="nothing more")
+    for was, now in pairs:
         if was != now:
             raise ValueError(
                 f"{checkpoint} is of another state: it holds {was} where this run has {now}. "
@@ -193,16 +174,12 @@ def _read(checkpoint: Path, like: Any) -> tuple[Any, list]:
 
 def _named(state: Any) -> list[tuple[str, Any]]:
     """List the leaves of a state by name; refuse what would not come back as it was."""
-    named = [
-        (f"state{jax.tree_util.keystr(path)}", leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    named = [(f"state{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
     for name, leaf in named:
         if not isinstance(leaf, jax.Array | np.ndarray):
-            raise TypeError(
-                f"{name} is {leaf!r}, expected a JAX or NumPy array: write numbers as "
-                "jnp.asarray(number, dtype), and leave out what is no array"
-            )
+            expected = "a JAX or NumPy array, for example jnp.asarray(number, dtype)"
+            raise TypeError(f"{name} is {leaf!r}, expected {expected}")
         if getattr(leaf, "weak_type", False):
             raise TypeError(
                 f"{name} is weakly typed, which a file does not keep: name its dtype, as in "
@@ -217,17 +194,14 @@ def _described(state: Any) -> list[str]:
     return [f"{name} of {leaf.dtype}{list(leaf.shape)}" for name, leaf in _named(state)]
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _stored(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def _like(array: np.ndarray, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return array
-    if _is_key(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
     return jax.device_put(array, leaf.sharding) if leaf.committed else jnp.asarray(array)

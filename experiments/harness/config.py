@@ -319,6 +319,8 @@ def split(data: Data) -> tuple[str, str]:
 
 def title(data: Data) -> str:
     """Say in one line what is learned, and by whom."""
+    if data.dataset == PLAYS:
+        return f"{data.dataset}, {data.model}, a client for each role"
     partition, number = split(data)
     between = {"fedfisher": ", alpha ", "niid_bench": ", beta ", "classes_per_client": " = "}
     how = f"{partition}{between.get(partition, '')}{number}"

@@ -223,6 +223,13 @@ def write_config(out: Path, config: Any, program: str) -> None:
     write_text(out / CONFIG, json.dumps(document, indent=2) + "\n")
 
 
+def write_summary(config: Any, parts: Sequence[str], program: str) -> None:
+    """Write summary.md: what was found, the command that does it again, and where it was run."""
+    where = ", ".join(f"{name} {value}" for name, value in read_environment(config.out).items())
+    end = ["```", commands.write(config, program), "```", "", f"Run with {where}.", ""]
+    write_text(config.out / "summary.md", "\n".join([*parts, *end]))
+
+
 def environment() -> dict[str, Any]:
     """Return the versions and the device that results depend on."""
     packages = ("jax", "jaxlib", "flax", "optax", "kfac-jax", "numpy")

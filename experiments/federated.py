@@ -1,0 +1,118 @@
+"""Run federated rounds, and compare how updates are merged.
+
+In every round a cohort of clients trains from the global model; an algorithm merges what they send,
+and the server's optimiser takes its step. Cohorts, minibatches and initial models are the same for
+all algorithms of a seed. Where several server learning rates are given, clients set apart choose
+one for each algorithm and number of local epochs, with the first seed; the others use that one.
+
+A run leaves in its folder: config.json, all that is needed to run it again; results.csv, one row
+for each number; summary.md, the table; curves.png and barrier.png; models/, the final params. It
+may be killed at any moment: the same command goes on from the last checkpoint and ends at the same
+params, bit for bit.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from experiments.harness import commands, config, curves, progress, records, rounds, tasks
+from experiments.harness.config import Federated
+from experiments.harness.figures import label
+from experiments.harness.records import Row
+from experiments.harness.rounds import Unit
+
+PROGRAM = "experiments.federated"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
+    return commands.attempt(_main, PROGRAM, arguments)
+
+
+def parse(arguments: Sequence[str]) -> Federated:
+    """Read the command line and check it."""
+    asked = commands.read(arguments, PROGRAM, __doc__, config.federated)
+    config.check_federated(asked)
+    return asked
+
+
+def _main(arguments: Sequence[str]) -> None:
+    # A log has no width of its own; tables are wide.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
+    asked = parse(arguments)
+    with records.folder(asked.out):
+        rows = _resume(asked)
+        if rounds.following(asked, rows) is not None:
+            rows = _execute(asked, rows, console)
+        curves.report(asked, rows, PROGRAM, console)
+
+
+def _resume(asked: Federated) -> list[Row]:
+    """Return the rows of finished units that the same experiment has left in its folder."""
+    default = config.federated(asked.data.dataset)
+    rows = records.resume(asked.out, asked, default, records.FEDERATED)
+    if not rows and (asked.out / rounds.CHECKPOINTS).exists():
+        records.check_config(asked.out, asked, default, "checkpoint")
+    done = rounds.finished(rows)
+    return [row for row in rows if rounds.unit_of(row) in done]
+
+
+def _execute(asked: Federated, rows: list[Row], console: Console) -> list[Row]:
+    """Compute the units that are missing, and write the rows after each."""
+    task = tasks.rounds(asked)
+    methods = rounds.prepare(asked, task)
+    if rows or (asked.out / rounds.CHECKPOINTS).exists():
+        console.print(f"Continuing {asked.out}: {len(rounds.finished(rows))} runs are finished.")
+        for change in records.environment_changes(asked.out):
+            console.print(f"[yellow]It was started in another environment: {change}.[/]")
+    else:
+        records.write_config(asked.out, asked, PROGRAM)
+    console.print(task.told)
+
+    def warn(message: str) -> None:
+        console.print(message, style="yellow", markup=False, soft_wrap=True)
+
+    with progress.bar(console) as bar:
+        shown = bar.add_task("compiling", total=None, speed="")
+        while (unit := rounds.following(asked, rows)) is not None:
+            bar.reset(shown, total=rounds.number(asked, unit.local_epochs), speed="")
+            method, begun = methods[unit[:2]], time.perf_counter()
+            new = rounds.run(asked, task, method, unit, _shower(bar, shown, unit), warn)
+            rows = [*rows, *new]
+            records.write_rows(asked.out / records.RESULTS, rows, records.FEDERATED)
+            console.print(_told(unit, new, time.perf_counter() - begun), soft_wrap=True)
+    return rows
+
+
+def _shower(bar: Progress, shown: TaskID, unit: Unit) -> Callable[[int, float | None], None]:
+    """Return what a unit calls after each round; the first one compiles and is not timed."""
+    ends: list[tuple[float, int]] = []
+
+    def show(number: int, accuracy: float | None) -> None:
+        ends.append((time.perf_counter(), number))
+        since, before = ends[min(1, len(ends) - 1)]
+        elapsed = ends[-1][0] - since
+        speed = f"{(number - before) / elapsed:.2f} rounds/s" if number > before else ""
+        reached = "" if accuracy is None else f", accuracy {100 * accuracy:.1f} %"
+        bar.update(shown, completed=number, description=_named(unit) + reached, speed=speed)
+
+    return show
+
+
+def _told(unit: Unit, rows: Sequence[Row], seconds: float) -> str:
+    test = [100 * r.value for r in rows if (r.split, r.metric) == ("test", "accuracy")]
+    return (
+        f"{_named(unit)}, server rate {unit.server_learning_rate:g}: test accuracy {test[-1]:.1f} "
+        f"% after {rows[-1].round} rounds [dim]({seconds:.1f} s)[/]"
+    )
+
+
+def _named(unit: Unit) -> str:
+    return f"{label(unit.algorithm)}, {unit.local_epochs} local epochs, seed {unit.seed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Federated rounds: algorithms compared over local epochs, cohorts and data sets."""

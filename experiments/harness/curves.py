@@ -1,0 +1,148 @@
+"""What an experiment in rounds found: a table, curves, and the barrier round by round."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from experiments.harness import records, tables
+from experiments.harness.config import PLAYS, Federated, title
+from experiments.harness.figures import GRID, canvas, label, legend, line_style, save, style
+from experiments.harness.records import Row
+from experiments.harness.rounds import FRACTIONS, number, select
+from experiments.harness.tables import Table, size, spread
+
+_MARKED = 8  # of the points of a curve, about
+
+
+def report(config: Federated, rows: Sequence[Row], program: str, console: Console) -> None:
+    """Show what a run found, and write summary.md and the figures into its folder."""
+    rates = select(config, rows)
+    own = [r for r in rows if r.server_learning_rate == rates[r.algorithm, r.local_epochs]]
+    shown = table(config, own)
+    console.print(tables.terminal(shown))
+    console.print(footnote(config), style="dim")
+    left = [records.CONFIG, records.RESULTS, "summary.md", "curves.png"]
+    pictures = ["![accuracy](curves.png)", ""]
+    figure(config, own, ("test", "accuracy"), "test accuracy, %", left[-1])
+    if config.barrier:
+        left.append("barrier.png")
+        pictures += ["![barrier](barrier.png)", ""]
+        figure(config, own, ("cohort", "barrier_loss"), "client-server barrier, nats", left[-1])
+    parts = [tables.markdown(shown), footnote(config), "", *pictures]
+    records.write_summary(config, parts, program)
+    console.print(f"\nIn {config.out}/: {', '.join(left)}", soft_wrap=True)
+
+
+def table(config: Federated, rows: Sequence[Row]) -> Table:
+    """Lay the final numbers of runs with the chosen server rates out; text has a perplexity."""
+    found = [
+        _cells(config, [r for r in rows if (r.algorithm, r.local_epochs) == (algorithm, epochs)])
+        for epochs in config.local_epochs
+        for algorithm in config.merging.algorithms
+    ]
+    each = len(config.merging.algorithms)
+    return Table(
+        title=title(config.data),
+        headings=tuple(found[0]),
+        lines=[tuple(cells.values()) for cells in found],
+        sections=range(each - 1, len(found) - 1, each),
+    )
+
+
+def footnote(config: Federated) -> str:
+    """Say what the columns are."""
+    what, perplexity = "Accuracy", ""
+    if config.data.dataset == PLAYS:
+        what = "Next-character accuracy"
+        perplexity = " Perplexity is exp of the test loss of a character."
+    seeds, bands = len(config.seeds), ""
+    runs = "one seed"
+    if seeds > 1:
+        runs = f"mean ± standard deviation over {seeds} seeds"
+        bands = " Curves are means over seeds, bands their ranges."
+    return (
+        f"{what} in %, {runs}, of the last model: on the test data, then the mean over held-out "
+        "clients of the model as it is and fine-tuned on 25 or 50 % of their data, always on the "
+        "other half. The barrier is in nats of the loss, the mean over the rounds measured."
+        f"{perplexity} Down and up are a client's bytes in a round. Diverged clients are counted "
+        f"over all rounds.{bands}"
+    )
+
+
+def figure(
+    config: Federated, rows: Sequence[Row], metric: tuple[str, str], what: str, file: str
+) -> None:
+    """Draw a (split, metric) over local epochs, a panel for each number of them, with all seeds."""
+    count = len(config.local_epochs)
+    width = 2.2 + 3.2 * count
+    side_by_side = int(width / 1.8)  # of the legend's labels
+    height = 3.7 + 0.22 * math.ceil(len(config.merging.algorithms) / side_by_side)
+    drawn, axes = canvas(width, height, columns=count, sharey=True)
+    panels = np.atleast_1d(axes)
+    for panel, epochs in zip(panels, config.local_epochs, strict=True):
+        for algorithm in config.merging.algorithms:
+            _curve(panel, rows, algorithm, epochs, metric)
+        plural = "" if epochs == 1 else "s"
+        panel.set_title(f"{epochs} local epoch{plural} a round", fontsize="medium", loc="left")
+        panel.set_xlabel("local epochs in all")
+        panel.grid(color=GRID, linewidth=0.8)
+    panels[0].set_ylabel(what)
+    legend(drawn, panels, columns=side_by_side)
+    save(drawn, config.out / file)
+
+
+def _curve(
+    panel: Any, rows: Sequence[Row], algorithm: str, epochs: int, metric: tuple[str, str]
+) -> None:
+    """Draw the mean over seeds, and the range of several."""
+    series: dict[int, list[float]] = {}
+    for row in rows:
+        if (row.algorithm, row.local_epochs, row.split, row.metric) == (algorithm, epochs, *metric):
+            value = 100 * row.value if row.metric == "accuracy" else row.value
+            series.setdefault(epochs * row.round, []).append(value)
+    x, looks = list(series), style(algorithm)
+    means, low, high = ([of(series[place]) for place in x] for of in (statistics.fmean, min, max))
+    looks |= {"linestyle": line_style(algorithm), "markevery": max(1, len(x) // _MARKED)}
+    panel.plot(x, means, markersize=5, **looks)
+    panel.fill_between(x, low, high, color=looks["color"], alpha=0.15, linewidth=0)
+
+
+def _cells(config: Federated, rows: Sequence[Row]) -> dict[str, str]:
+    """Write the final numbers of an algorithm with so many local epochs, by heading."""
+    first = rows[0]
+    last = [row for row in rows if row.round == number(config, first.local_epochs)]
+
+    def percent(split: str, fraction: float | None = None) -> str:
+        return spread([100 * value for value in _values(last, split, "accuracy", fraction)])
+
+    cells = {
+        "algorithm": label(first.algorithm),
+        "local epochs": str(first.local_epochs),
+        "server rate": f"{first.server_learning_rate:g}",
+        "test %": percent("test"),
+    }
+    if config.data.dataset == PLAYS:
+        losses = _values(last, "test", "loss")
+        cells["perplexity"] = spread([math.exp(loss) for loss in losses], digits=2)
+    for fraction in FRACTIONS:
+        name = f"{100 * fraction:g} % tuned" if fraction else "held out %"
+        cells[name] = percent("held_out", fraction)
+    seeds = dict.fromkeys(row.seed for row in rows)
+    own = [_values([r for r in rows if r.seed == seed], "cohort", "barrier_loss") for seed in seeds]
+    return cells | {
+        "barrier": spread([statistics.fmean(values) for values in own if values], digits=3),
+        "down": size(_values(last, "traffic", "down")[0]),
+        "up": size(_values(last, "traffic", "up")[0]),
+        "diverged": f"{sum(_values(rows, 'cohort', 'diverged')):.0f}",
+    }
+
+
+def _values(
+    rows: Sequence[Row], split: str, metric: str, fraction: float | None = None
+) -> list[float]:
+    where = split, metric, fraction
+    return [row.value for row in rows if (row.split, row.metric, row.fraction) == where]

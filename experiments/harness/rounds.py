@@ -1,0 +1,247 @@
+"""One unit of an experiment in rounds: one algorithm from one seed, measured, saved, continued."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fisherjax as fj
+from experiments.harness import checkpoints
+from experiments.harness.config import Federated
+from experiments.harness.methods import check_full, methods
+from experiments.harness.records import Row, naming
+from experiments.harness.tasks import Rounds
+from fisherjax.algorithms.fedopt import ServerState
+from fisherjax.metrics import Performance
+from fisherjax.rounds import Round, State
+from fisherjax.typing import Key
+
+CHECKPOINTS = "checkpoints"
+Measures = dict[tuple[str, str, float | None], Any]
+"""By split, metric and fraction: a number."""
+FRACTIONS = (0.0, 0.25, 0.5)
+# optax.adam's epsilon is 1e-8; 1e-7 is that of the framework FedFish was run in.
+_SERVERS = {
+    "none": None,
+    "sgd": optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
+    "momentum": optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.9),
+    "adam": optax.inject_hyperparams(optax.adam)(learning_rate=1.0, eps=1e-7),
+    "yogi": optax.inject_hyperparams(optax.yogi)(learning_rate=1.0),
+    "adagrad": optax.inject_hyperparams(optax.adagrad)(learning_rate=1.0),
+}
+
+
+class Unit(NamedTuple):
+    """One run: what is computed, and written, as a whole."""
+
+    algorithm: str
+    local_epochs: int
+    server_learning_rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        rate = f"{self.server_learning_rate:g}"
+        return f"{self.algorithm}-{self.local_epochs}epochs-server{rate}-seed{self.seed}"
+
+
+def number(config: Federated, local_epochs: int) -> int:
+    """Count the rounds of an experiment with so many local epochs.
+
+    Example:
+        >>> number(Federated(total_epochs=160), 16)
+        10
+    """
+    return config.rounds if config.total_epochs is None else config.total_epochs // local_epochs
+
+
+def measured(config: Federated, local_epochs: int, round_: int) -> bool:
+    """Say whether a round crosses a multiple of `eval_every` local epochs, or is the last.
+
+    Example:
+        >>> [n for n in range(1, 9) if measured(Federated(rounds=8, eval_every=10), 4, n)]
+        [3, 5, 8]
+    """
+    crossed = round_ * local_epochs % config.eval_every < local_epochs
+    return crossed or round_ == number(config, local_epochs)
+
+
+def unit_of(row: Row) -> Unit:
+    """Return the unit that a row is of."""
+    return Unit(row.algorithm, row.local_epochs, row.server_learning_rate, row.seed)
+
+
+def finished(rows: Iterable[Row]) -> set[Unit]:
+    """Return the units whose rows are all there: traffic comes last."""
+    return {unit_of(row) for row in rows if row.metric == "up"}
+
+
+def following(config: Federated, rows: Sequence[Row]) -> Unit | None:
+    """Say which unit is computed next, None if all are finished.
+
+    The first seed has a unit for each server learning rate, the others the chosen one alone.
+    """
+    done, rates = finished(rows), config.server_learning_rate
+    where = [(a, epochs) for epochs in config.local_epochs for a in config.merging.algorithms]
+    first = [Unit(*own, rate, config.seeds[0]) for own in where for rate in rates]
+    if not done.issuperset(first):
+        return next(unit for unit in first if unit not in done)
+    chosen = select(config, rows)
+    rest = (Unit(*own, chosen[own], seed) for seed in config.seeds[1:] for own in where)
+    return next((unit for unit in rest if unit not in done), None)
+
+
+def select(config: Federated, rows: Iterable[Row]) -> dict[tuple[str, int], float]:
+    """Choose server learning rates by accuracy on the validation clients with the first seed.
+
+    Returns:
+        By algorithm and local epochs; of equals the first.
+    """
+    best: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        where = row.algorithm, row.local_epochs
+        counts = (row.split, row.metric, row.seed) == ("validation", "accuracy", config.seeds[0])
+        counts &= row.round == number(config, row.local_epochs)
+        if counts and (where not in best or row.value > best[where].value):
+            best[where] = row
+    return {where: row.server_learning_rate for where, row in best.items()}
+
+
+def prepare(config: Federated, task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
+    """Make the rounds of each algorithm and number of local epochs; units share what is compiled.
+
+    Raises:
+        ValueError: If a full Fisher matrix would not fit, or a structure does not cover a layer;
+            the message names it.
+    """
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    check_full(config.merging.algorithms, params, config.cohort)
+    training, server = config.training, _SERVERS[config.server_optimizer]
+    made = {}
+    for name, method in methods(config.merging, task.model, training.batch_size).items():
+        algorithm = method.server(None)
+        if server is not None:
+            algorithm = fj.algorithms.with_server_optimizer(algorithm, server)
+        for epochs in config.local_epochs:
+            made[name, epochs] = fj.rounds.federated(
+                task.model,
+                algorithm,
+                cohort=config.cohort,
+                optimizer=task.optimizer,
+                epochs=epochs,
+                batch_size=training.batch_size,
+                clients_per_chunk=training.clients_per_chunk,
+            )
+            made[name, epochs].traffic(params, task.train)
+    return made
+
+
+def run(
+    config: Federated,
+    task: Rounds,
+    method: fj.rounds.Federated,
+    unit: Unit,
+    show: Callable[[int, float | None], None],
+    warn: Callable[[str], None],
+) -> list[Row]:
+    """Run the rounds of a unit, `method` by `prepare`, from its newest checkpoint if there is one.
+
+    After each, `show` gets its number, and the test accuracy if it was measured.
+
+    Returns:
+        All its rows, those from before the checkpoint too. The final params are in the newest
+        checkpoint and, if wanted, in models/.
+    """
+    folder, last = config.out / CHECKPOINTS / unit.name, number(config, unit.local_epochs)
+    init_key, key, personal_key = jax.random.split(jax.random.key(unit.seed), 3)
+    state = method.init(task.init(init_key), task.train.num_clients)
+    state = _at_rate(state, unit.server_learning_rate)
+    rows: list[Row] = []
+    found = checkpoints.restore(folder, state, warn)
+    if found is not None:
+        state, rows = found.state, [Row(*row) for row in found.rows]
+        show(found.number, None)
+    saved, left = time.monotonic(), last - int(state.number)
+    going = fj.rounds.run(method, state, task.train, key=key, rounds=left) if left else ()
+    for state, done in going:
+        count = int(state.number)
+        measures = _after_round(config, task, unit, state, done)
+        if count == last:
+            measures |= _at_the_end(config, task, method, state, personal_key)
+        for (split, metric, fraction), value in measures.items():
+            where = {"split": split, "metric": metric, "fraction": fraction}
+            value = round(float(np.asarray(value)), 6)
+            rows.append(Row(**unit._asdict(), round=count, value=value, **where))
+        show(count, measures.get(("test", "accuracy", None)))
+        if count == last or time.monotonic() - saved >= config.checkpoint_seconds:
+            checkpoints.save(folder, count, state, rows)
+            saved = time.monotonic()
+    if config.keep_models:
+        path = config.out / "models" / f"{unit.name}.safetensors"
+        with naming(path):
+            path.parent.mkdir(exist_ok=True)
+            fj.files.save_arrays(path, state.params)
+    return rows
+
+
+def _at_rate(state: State, rate: float) -> State:
+    """Set the server's learning rate, which is data: another one compiles nothing."""
+    server = state.algorithm
+    if not isinstance(server, ServerState):
+        return state
+    rates = server.optimizer.hyperparams
+    new = rates | {"learning_rate": jnp.full_like(rates["learning_rate"], rate)}
+    optimizer = server.optimizer._replace(hyperparams=new)
+    return state._replace(algorithm=server._replace(optimizer=optimizer))
+
+
+def _after_round(
+    config: Federated, task: Rounds, unit: Unit, state: State, done: Round
+) -> Measures:
+    found = {
+        ("cohort", "loss", None): done.loss / task.positions,
+        ("cohort", "diverged", None): done.diverged.sum(),
+    }
+    if not measured(config, unit.local_epochs, int(state.number)):
+        return found
+    found |= _means(task, "test", fj.metrics.performance(task.model, state.params, task.test))
+    if config.barrier:
+        cohort = fj.clients.select(task.train, done.cohort)
+        models = state.params, done.trained.params
+        barrier = fj.metrics.client_server_barrier(task.model, *models, cohort)
+        found["cohort", "barrier_loss", None] = barrier.loss / task.positions
+        found["cohort", "barrier_accuracy", None] = barrier.accuracy
+    return found
+
+
+def _at_the_end(
+    config: Federated, task: Rounds, method: fj.rounds.Federated, state: State, key: Key
+) -> Measures:
+    found: Measures = {}
+    for split, clients in (("validation", task.validation), ("clients", task.train)):
+        found |= _means(task, split, fj.metrics.performance(task.model, state.params, clients))
+    personal = fj.personalization.personalize(
+        task.model,
+        state.params,
+        task.held_out,
+        key=key,
+        fractions=FRACTIONS,
+        optimizer=task.optimizer,
+        epochs=config.personal_epochs,
+        batch_size=config.training.batch_size,
+    )
+    for fraction, own in zip(FRACTIONS, personal, strict=True):
+        found |= _means(task, "held_out", own, fraction)
+    traffic = method.traffic(state.params, task.train)
+    return found | {("traffic", way, None): count for way, count in traffic._asdict().items()}
+
+
+def _means(task: Rounds, split: str, found: Performance, fraction: float | None = None) -> Measures:
+    mean = found.mean()
+    loss = mean.loss / task.positions
+    return {(split, "accuracy", fraction): mean.accuracy, (split, "loss", fraction): loss}
