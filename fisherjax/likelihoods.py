@@ -72,9 +72,7 @@ def _check_categorical(shape: tuple[int, ...], y: Array) -> None:
 def _check_gaussian(shape: tuple[int, ...], y: Array) -> None:
     _check_shape("gaussian", tuple(shape), y, "the shape of the outputs")
     if not jnp.issubdtype(y.dtype, jnp.floating):
-        raise TypeError(
-            f"The gaussian likelihood takes floating-point targets, but they have dtype {y.dtype}."
-        )
+        raise TypeError(f"The gaussian likelihood takes floating-point targets, not {y.dtype}.")
 
 
 def _check_bernoulli(shape: tuple[int, ...], y: Array) -> None:

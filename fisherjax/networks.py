@@ -2,11 +2,10 @@
 
 Nothing else in the library needs flax: any `apply(params, inputs) -> outputs` will do.
 
-Source: Jhunjhunwala, Wang, Joshi, "FedFisher: Leveraging Fisher Information for One-Shot Federated
-Learning", AISTATS 2024 (LeNet for MNIST-like images, the FedNet CNN for 32 x 32 images, both
-without biases); Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos: An Experimental
-Study", ICDE 2022, and its code (SimpleCNN and SimpleCNNMNIST). Deviation: images are [H, W, C] and
-are flattened in that order. Transformer names its own.
+Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024 (LeNet for MNIST-like images, the FedNet
+CNN for 32 x 32 images, both without biases); Li, Diao, Chen, He, Federated Learning on Non-IID Data
+Silos, ICDE 2022, and its code, NIID-Bench (SimpleCNN and SimpleCNNMNIST). Deviation: images are
+[H, W, C] and are flattened in that order. Transformer names its own.
 """
 
 import math
@@ -26,14 +25,10 @@ from fisherjax.typing import Apply, ApplyTrain, Array, Key, Params
 class MLP(flax.linen.Module):
     """Map inputs of any shape through dense layers with ReLU between them.
 
-    Args:
-        features: Widths of the hidden layers.
-        num_classes: Number of outputs.
-        use_bias: Whether layers have a bias.
+    The hidden layers have the widths `features`, and none has a bias unless `use_bias`.
 
     Example:
-        >>> import jax, jax.numpy as jnp, fisherjax as fj
-        >>> params = fj.networks.init(fj.networks.MLP(), jax.random.key(0), jnp.zeros((1, 64)))
+        >>> params = init(MLP(), jax.random.key(0), jnp.zeros((1, 64)))
         >>> {name: layer["kernel"].shape for name, layer in params.items()}
         {'dense1': (64, 64), 'dense2': (64, 64), 'dense3': (64, 10)}
     """
@@ -51,7 +46,7 @@ class MLP(flax.linen.Module):
 class LeNet(flax.linen.Module):
     """Classify images: conv5 6, pool, conv5 16, pool, dense 120, 84, num_classes.
 
-    The arguments are those of MLP; 44,190 parameters without biases, on 28 x 28 x 1 images.
+    Without biases it has 44,190 parameters on 28 x 28 x 1 images.
     """
 
     num_classes: int = 10
@@ -82,17 +77,14 @@ class LeNet(flax.linen.Module):
         return _dense_layers(hidden, (*self.features, self.num_classes), self.use_bias)
 
 
-SimpleCNN = partial(LeNet, use_bias=True)
-"""NIID-Bench's network for 32 x 32 x 3 images: LeNet with biases, 62,006 parameters."""
-
-SimpleCNNMNIST = partial(LeNet, use_bias=True)
-"""NIID-Bench's network for 28 x 28 x 1 images: LeNet with biases, 44,426 parameters."""
+SimpleCNN = SimpleCNNMNIST = partial(LeNet, use_bias=True)
+"""NIID-Bench's networks: LeNet with biases, 62,006 parameters for CIFAR-10, 44,426 for MNIST."""
 
 
 class CNN(LeNet):
     """Classify images: conv5 32, pool, conv5 64, pool, dense 512, 128, num_classes ("FedNet").
 
-    The arguments are those of MLP; 939,616 parameters without biases, on 32 x 32 x 3 images.
+    Without biases it has 939,616 parameters on 32 x 32 x 3 images.
     """
 
     channels = (32, 64)
@@ -115,10 +107,9 @@ class Transformer(flax.linen.Module):
         context: The longest sequence; there is one learned vector for each position.
 
     Example:
-        >>> import jax, jax.numpy as jnp, fisherjax as fj
-        >>> model, tokens = fj.networks.Transformer(num_classes=65), jnp.zeros((2, 80), jnp.uint8)
-        >>> params = fj.networks.init(model, jax.random.key(0), tokens)
-        >>> jax.eval_shape(fj.networks.apply_fn(model), params, tokens).shape
+        >>> model, tokens = Transformer(num_classes=65), jnp.zeros((2, 80), jnp.uint8)
+        >>> params = init(model, jax.random.key(0), tokens)
+        >>> jax.eval_shape(apply_fn(model), params, tokens).shape
         (2, 80, 65)
 
     Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; as a decoder with the
@@ -199,9 +190,8 @@ def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
         ValueError: If the model keeps anything besides parameters.
 
     Example:
-        >>> import jax, jax.numpy as jnp, fisherjax as fj
-        >>> model, images = fj.networks.LeNet(), jnp.zeros((1, 28, 28, 1))
-        >>> fj.networks.init(model, jax.random.key(0), images)["conv2"]["kernel"].shape
+        >>> images = jnp.zeros((1, 28, 28, 1))
+        >>> init(LeNet(), jax.random.key(0), images)["conv2"]["kernel"].shape
         (5, 5, 6, 16)
     """
     dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
@@ -220,19 +210,13 @@ def init(model: flax.linen.Module, key: Key, inputs: Array) -> Params:
 def apply_fn(model: flax.linen.Module, normalize: Callable[[Array], Array] | None = None) -> Apply:
     """Make the function `apply(params, inputs [B, ...]) -> outputs [B, ..., C]` of a flax model.
 
-    Equal arguments give the same function object, so that nothing compiles again.
-
-    Args:
-        model: A flax module; what it is made of can be hashed.
-        normalize: Applied to the inputs first, for instance `datasets.normalizer(dataset)`, so that
-            images stay uint8 in memory.
+    What the module is made of can be hashed. `normalize` is applied to the inputs first, such as
+    `datasets.normalizer(dataset)`, so that images stay uint8 in memory. Equal arguments give the
+    same function object, so that nothing compiles again.
 
     Example:
-        >>> import jax, jax.numpy as jnp, fisherjax as fj
-        >>> model = fj.networks.MLP()
-        >>> apply = fj.networks.apply_fn(model, normalize=lambda x: x / 16)
-        >>> params = fj.networks.init(model, jax.random.key(0), jnp.zeros((1, 64)))
-        >>> apply(params, jnp.ones((3, 64))).shape
+        >>> params = init(MLP(), jax.random.key(0), jnp.zeros((1, 64)))
+        >>> apply_fn(MLP(), normalize=lambda x: x / 16)(params, jnp.ones((3, 64))).shape
         (3, 10)
     """
 
@@ -250,16 +234,13 @@ def apply_fn(model: flax.linen.Module, normalize: Callable[[Array], Array] | Non
 def augmented(apply: Apply, augment: Callable[[Key, Array], Array]) -> ApplyTrain:
     """Make the `apply_train` of a `fisherjax.Model` that trains on augmented inputs.
 
-    Equal arguments give the same function object, so that nothing compiles again.
-
-    Args:
-        apply: `(params, inputs) -> outputs`; it alone is used outside of training.
-        augment: `(key, inputs) -> inputs` for apply, such as `datasets.crop_and_flip(normalize)`.
+    `augment(key, inputs)` gives inputs for `apply(params, inputs)`, such as
+    `datasets.crop_and_flip(normalize)`; outside of training apply alone is used. Equal arguments
+    give the same function object, so that nothing compiles again.
 
     Example:
-        >>> import jax, jax.numpy as jnp, fisherjax as fj
         >>> noisy = lambda key, x: x + jax.random.normal(key, x.shape)
-        >>> apply_train = fj.networks.augmented(lambda w, x: w * x, noisy)
+        >>> apply_train = augmented(lambda w, x: w * x, noisy)
         >>> apply_train(2.0, jnp.zeros(3), jax.random.key(0), jnp.ones(3))[0].shape
         (3,)
     """
@@ -275,11 +256,7 @@ def augmented(apply: Apply, augment: Callable[[Key, Array], Array]) -> ApplyTrai
 
 def _settings(fan_in: int, use_bias: bool) -> dict[str, Any]:
     """Return what layers have in common: all is drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
-    bound = fan_in**-0.5
-
-    def draw(key: Key, shape: tuple[int, ...], dtype: Any = float) -> Array:
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
-
+    draw = partial(jax.random.uniform, minval=-(fan_in**-0.5), maxval=fan_in**-0.5)
     dtype = jnp.result_type(float)
     return {"use_bias": use_bias, "param_dtype": dtype, "kernel_init": draw, "bias_init": draw}
 

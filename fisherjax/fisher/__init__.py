@@ -1,7 +1,4 @@
-"""One client's curvature, as data.
-
-A structure (diagonal, K-FAC, full) of a kind (true, sampled, empirical).
-"""
+"""One client's curvature as data: a structure (diagonal, K-FAC, full) of one of three kinds."""
 
 from fisherjax.fisher.diagonal import diagonal
 from fisherjax.fisher.full import full, vector_product

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.layers import LayersNotFoundError, Trace, trace, unpack
 from fisherjax.fisher.operators import Diagonal, Template
-from fisherjax.fisher.passes import Factor
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 _COLUMNS_AT_ONCE = 16  # of the output factor: their tangents are in memory together
@@ -19,7 +18,7 @@ def diagonal(
     params: Params,
     examples: Examples,
     *,
-    kind: Callable[..., Array] = kinds.true,
+    kind: kinds.Kind = kinds.true,
     key: Key | None = None,
     batch_size: int = 64,
 ) -> Diagonal:
@@ -59,10 +58,11 @@ def diagonal(
     return passes.run(_sums, plan, params, examples, key)
 
 
-def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: Factor) -> Diagonal:
+def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor) -> Diagonal:
     try:
         seen = trace(apply, params, x)
     except LayersNotFoundError:
+        # No layers: every leaf then takes gradients of single examples.
         seen = Trace(apply(params, x), (), (), lambda _: (), {})
     # Layers from inputs and tangents; the rest from gradients of single examples.
     columns, template = factor(seen.outputs), Template.of(params)
@@ -83,11 +83,11 @@ def leaf_sums(
     template = Template.of(params)
     leaves = template.by_name(params)
 
-    def outputs(chosen: dict[str, Array], example: Array) -> Array:
-        return apply(template.restore(leaves | chosen), example[None])[0]
-
     def squares(example: Array, factor: Array) -> dict[str, Array]:
-        _, pullback = jax.vjp(lambda c: outputs(c, example), {name: leaves[name] for name in names})
+        def outputs(chosen: dict[str, Array]) -> Array:
+            return apply(template.restore(leaves | chosen), example[None])[0]
+
+        _, pullback = jax.vjp(outputs, {name: leaves[name] for name in names})
         # One forward pass serves all K columns.
         (gradients,) = jax.vmap(pullback)(factor)
         return jax.tree.map(lambda g: jnp.square(_wide(g)).sum(0), gradients)
@@ -139,15 +139,14 @@ def _groups(columns: Array) -> Array:
 def _squared_gradients(a: Array, g: Array) -> Array:
     """Sum (sum_t a_nt g_knt^T)^2 over columns and examples: [B, T, a], [K, B, T, o] -> [a, o]."""
     a, g = _wide(a), _wide(g)
-    highest = jax.lax.Precision.HIGHEST
     if a.shape[1] == 1:
         # The square of an outer product is the outer product of squares: [a, B] times [B, o].
-        return jnp.matmul(jnp.square(a[:, 0]).T, jnp.square(g[:, :, 0]).sum(0), precision=highest)
+        return jnp.matmul(jnp.square(a[:, 0]).T, jnp.square(g[:, :, 0]).sum(0), precision="highest")
 
     # One example after the other, all columns in one product: its gradients stay in the cache.
     def one_example(sums: Array, example: tuple[Array, Array]) -> tuple[Array, None]:
         patches, tangents = example
-        gradients = jnp.matmul(patches.T, tangents, precision=highest)
+        gradients = jnp.matmul(patches.T, tangents, precision="highest")
         # [a, K * o] -> [a, K, o] -> [a, o].
         return sums + jnp.square(gradients).reshape(-1, *g.shape[::3]).sum(1), None
 

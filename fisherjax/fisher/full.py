@@ -1,13 +1,10 @@
 """The full Fisher information: as a dense matrix for small networks, and as a product for any."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.operators import Dense, Template, ravel
-from fisherjax.fisher.passes import Factor
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
@@ -16,7 +13,7 @@ def full(
     params: Params,
     examples: Examples,
     *,
-    kind: Callable[..., Array] = kinds.true,
+    kind: kinds.Kind = kinds.true,
     key: Key | None = None,
     batch_size: int = 64,
 ) -> Dense:
@@ -42,7 +39,7 @@ def full(
     return passes.run(_sums, plan, params, examples, key)
 
 
-def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: Factor) -> Dense:
+def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor) -> Dense:
     def gradients(example: Array, columns: Array) -> Array:
         _, pullback = jax.vjp(lambda p: apply(p, example[None])[0], params)
         return jax.vmap(lambda s: ravel(pullback(s)[0]))(columns)
@@ -52,8 +49,7 @@ def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: Factor) -> D
     g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
     # One side carries the weight: [d, B * K] times [B * K, d].
     weighted = (g * w[:, None, None].astype(g.dtype)).reshape(-1, g.shape[-1])
-    highest = jax.lax.Precision.HIGHEST
-    matrix = jnp.matmul(weighted.T, g.reshape(-1, g.shape[-1]), precision=highest)
+    matrix = jnp.matmul(weighted.T, g.reshape(-1, g.shape[-1]), precision="highest")
     return Dense(matrix, Template.of(params))
 
 
@@ -63,7 +59,7 @@ def vector_product(
     examples: Examples,
     vector: Params,
     *,
-    kind: Callable[..., Array] = kinds.true,
+    kind: kinds.Kind = kinds.true,
     key: Key | None = None,
     batch_size: int = 256,
 ) -> Params:
@@ -96,9 +92,9 @@ def vector_product(
 
 
 def _product_sums(
-    apply: Apply, params_and_vector: tuple[Params, Params], x: Array, w: Array, factor: Factor
+    apply: Apply, point: tuple[Params, Params], x: Array, w: Array, factor: passes.Factor
 ) -> Params:
-    params, vector = params_and_vector
+    params, vector = point
     # Forwards by J, then S S^T on the outputs, then backwards by J^T.
     z, jv = jax.jvp(lambda p: apply(p, x), (params,), (vector,))
     s = factor(z)

@@ -11,7 +11,6 @@ from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.diagonal import diagonal, leaf_sums, over_columns, weighted_columns
 from fisherjax.fisher.layers import Trace, trace
 from fisherjax.fisher.operators import Diagonal, Kronecker, Template
-from fisherjax.fisher.passes import Factor
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 Fallback = Callable[..., Diagonal] | None
@@ -32,7 +31,7 @@ def kfac(
     params: Params,
     examples: Examples,
     *,
-    kind: Callable[..., Array] = kinds.true,
+    kind: kinds.Kind = kinds.true,
     key: Key | None = None,
     batch_size: int = 64,
     fallback: Fallback = None,
@@ -75,7 +74,7 @@ def kfac(
 
 
 def _sums(
-    fallback: Fallback, apply: Apply, params: Params, x: Array, w: Array, factor: Factor
+    fallback: Fallback, apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor
 ) -> Kronecker:
     seen = trace(apply, params, x)
     # Still tracing: nothing has been computed yet.
@@ -121,5 +120,4 @@ def second_moment(values: Array) -> Array:
     # Without the barrier XLA computes the values twice, once for each side of the product.
     flat = jax.lax.optimization_barrier(values.reshape(-1, values.shape[-1]))
     wide = jnp.promote_types(values.dtype, jnp.float32)
-    highest = jax.lax.Precision.HIGHEST
-    return jnp.matmul(flat.T, flat, precision=highest, preferred_element_type=wide)
+    return jnp.matmul(flat.T, flat, precision="highest", preferred_element_type=wide)

@@ -7,10 +7,14 @@ K-FAC, full) is the same sum for any of them,
     F = sum_n w_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T / sum_n w_n,     J_n = dz_n / dparams.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from fisherjax.typing import Array, Key, Likelihood
+
+Kind = Callable[..., Array]
 
 
 def true(likelihood: Likelihood, z: Array, targets: Array | None = None, key: Key | None = None):
@@ -44,8 +48,7 @@ def sampled(
     del targets
     if key is None:
         raise ValueError("The sampled Fisher draws labels: pass key=jax.random.key(seed).")
-    keys = jax.random.split(key, num_samples)
-    labels = jax.vmap(likelihood.sample, (0, None))(keys, z)
+    labels = jax.vmap(likelihood.sample, (0, None))(jax.random.split(key, num_samples), z)
     columns = jax.vmap(lambda y: _score(likelihood, z, y))(labels)
     # Columns are squared before they are summed: a mean over draws divides by the root.
     return columns / jnp.sqrt(num_samples).astype(z.dtype)

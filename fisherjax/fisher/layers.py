@@ -7,6 +7,7 @@ arbitrary `apply`; only this file and `tags`, which checks what it found, know i
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -75,9 +76,9 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
     many = jax.ShapeDtypeStruct((tags.MANY, *inputs.shape[1:]), inputs.dtype)
     try:
         # Traced twice: at many examples to be read, at the examples given to be run.
-        _, extract = kfac_jax.layer_tags_vjp(_registered(apply), params_index=0)
+        _, extract = kfac_jax.layer_tags_vjp(partial(_registered, apply), params_index=0)
         jaxpr = extract((params, many))
-        value_and_vjp, _ = kfac_jax.layer_tags_vjp(_registered(apply), params_index=0)
+        value_and_vjp, _ = kfac_jax.layer_tags_vjp(partial(_registered, apply), params_index=0)
         (loss,), vjp = value_and_vjp((params, inputs))
     except Exception as error:
         raise LayersNotFoundError(
@@ -128,35 +129,31 @@ def unpack(layer: Layer, value: Array) -> dict[str, Array]:
     return {layer.kernel: value[:-1].reshape(layer.shape), layer.bias: value[-1]}
 
 
-def _registered(apply: Apply) -> Callable[[Params, Array], Array]:
-    """Make the function that kfac-jax traces: convolutions tagged, outputs registered."""
+def _registered(apply: Apply, params: Params, inputs: Array) -> Array:
+    """Run the network for kfac-jax to trace: convolutions tagged, outputs registered."""
     kfac_jax = compat.import_kfac_jax()
+    untagged = {id(leaf) for leaf in jax.tree.leaves(params)}
 
-    def function(params: Params, inputs: Array) -> Array:
-        untagged = {id(leaf) for leaf in jax.tree.leaves(params)}
+    def tag(y: Array, lhs: Array, rhs: Array, **settings: Any) -> Array:
+        # A kernel that was transformed on its way here is not a parameter: leave it untagged.
+        # One that comes again is shared, which `tags` finds out.
+        if id(rhs) not in untagged:
+            return y
+        untagged.remove(id(rhs))
+        return kfac_jax.register_conv2d(y, lhs, rhs, **settings)
 
-        def tag(y: Array, lhs: Array, rhs: Array, **settings: Any) -> Array:
-            # A kernel that was transformed on its way here is not a parameter: leave it untagged.
-            # One that comes again is shared, which `tags` finds out.
-            if id(rhs) not in untagged:
-                return y
-            untagged.remove(id(rhs))
-            return kfac_jax.register_conv2d(y, lhs, rhs, **settings)
-
-        # The graph matcher does not look inside jitted functions: their bodies are traced inline.
-        with jax.disable_jit(), nn.observe_convolutions(tag):
-            outputs = apply(params, inputs)
-        # As the mean of a Gaussian, whatever they are: the pullback of any loss starts from them.
-        kfac_jax.register_normal_predictive_distribution(outputs)
-        return outputs
-
-    return function
+    # The graph matcher does not look inside jitted functions: their bodies are traced inline.
+    with jax.disable_jit(), nn.observe_convolutions(tag):
+        outputs = apply(params, inputs)
+    # As the mean of a Gaussian, whatever they are: the pullback of any loss starts from them.
+    kfac_jax.register_normal_predictive_distribution(outputs)
+    return outputs
 
 
 def _activations(layer: Layer, settings: dict[str, Any], inputs: Array) -> Array:
     if not layer.is_dense:
-        strides, padding = settings["window_strides"], settings["padding"]
-        inputs = nn.patches(inputs, layer.shape[:2], strides, padding)
+        how = settings["window_strides"], settings["padding"]
+        inputs = nn.patches(inputs, layer.shape[:2], *how)
     inputs = _locations(inputs)
     if layer.bias is None:
         return inputs

@@ -23,8 +23,7 @@ from fisherjax.fisher.layers import Layer, matrix, unpack
 from fisherjax.typing import Array, Params
 
 # Accelerators round float32 factors of a product by default, which solves then magnify.
-_PRECISION = jax.lax.Precision.HIGHEST
-_STATIC = {"static": True}  # of a field that is part of the structure, not an array
+_PRECISION = "highest"
 
 
 class Template(NamedTuple):
@@ -64,9 +63,24 @@ def ravel(params: Params) -> Array:
     return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
 
+class _Operator:
+    """What follows from an operator's blocks, and from its diagonal."""
+
+    adds_up: ClassVar[bool] = True
+    default_damping: ClassVar[float] = 0.0
+
+    def mv(self, params: Params) -> Params:
+        """Multiply a vector of the shape of params by the operator."""
+        return self.restore(self.block_mv(self.blocks(params)))
+
+    def trace(self) -> Array:
+        """Sum the diagonal."""
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(self.diagonal()))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Diagonal:
+class Diagonal(_Operator):
     """A diagonal Fisher, F v = f * v.
 
     Attributes:
@@ -79,8 +93,6 @@ class Diagonal:
     """
 
     entries: Params
-    adds_up: ClassVar[bool] = True
-    default_damping: ClassVar[float] = 0.0
 
     def blocks(self, params: Params) -> Params:
         """Split params into blocks: each leaf is one."""
@@ -98,17 +110,9 @@ class Diagonal:
         """Average each block's eigenvalues: its scale, for the damping."""
         return jax.tree.map(jnp.mean, self.entries)
 
-    def mv(self, params: Params) -> Params:
-        """Multiply a vector of the shape of params by the operator."""
-        return self.block_mv(params)
-
     def diagonal(self) -> Params:
         """Give the diagonal, in the shape of params."""
         return self.entries
-
-    def trace(self) -> Array:
-        """Sum the diagonal."""
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(self.entries))
 
     def dense(self) -> Array:
         """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
@@ -117,7 +121,7 @@ class Diagonal:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Dense:
+class Dense(_Operator):
     """A full Fisher matrix on the flattened params, F v = matrix @ ravel(v).
 
     Attributes:
@@ -126,9 +130,7 @@ class Dense:
     """
 
     matrix: Array
-    template: Template = dataclasses.field(metadata=_STATIC)
-    adds_up: ClassVar[bool] = True
-    default_damping: ClassVar[float] = 0.0
+    template: Template = dataclasses.field(metadata={"static": True})
 
     def blocks(self, params: Params) -> Array:
         """Split params into blocks: all of it is one."""
@@ -146,10 +148,6 @@ class Dense:
         """Average the eigenvalues: tr(F) / d, for the damping."""
         return self.trace() / self.matrix.shape[-1]
 
-    def mv(self, params: Params) -> Params:
-        """Multiply a vector of the shape of params by the operator."""
-        return self.restore(self.block_mv(ravel(params)))
-
     def diagonal(self) -> Params:
         """Give the diagonal, in the shape of params."""
         return self.template.unravel(jnp.diagonal(self.matrix))
@@ -165,7 +163,7 @@ class Dense:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Kronecker:
+class Kronecker(_Operator):
     """Kronecker factors for each layer, F V = A V G, and a diagonal for what no layer covers.
 
     The block of a layer acts on the row-major flattening of V [a, o] as kron(A, G). A bias is the
@@ -182,8 +180,8 @@ class Kronecker:
 
     factors: dict[str, dict[str, Array]]
     entries: dict[str, Array]
-    layers: tuple[Layer, ...] = dataclasses.field(metadata=_STATIC)
-    template: Template = dataclasses.field(metadata=_STATIC)
+    layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
+    template: Template = dataclasses.field(metadata={"static": True})
     # A sum of products of factors is not the product of their sums.
     adds_up: ClassVar[bool] = False
     # In units of a block's mean eigenvalue, best or close to it on MNIST, CIFAR-10 and digits.
@@ -247,10 +245,6 @@ class Kronecker:
         entries = {name: 1 / (f + shifts[name]) for name, f in self.entries.items()}
         return dataclasses.replace(self, factors=factors, entries=entries)
 
-    def mv(self, params: Params) -> Params:
-        """Multiply a vector of the shape of params by the operator."""
-        return self.restore(self.block_mv(self.blocks(params)))
-
     def diagonal(self) -> Params:
         """Give the diagonal of the Kronecker products, in the shape of params."""
         # [a] and [o] -> [a, o], as V.
@@ -259,10 +253,6 @@ class Kronecker:
             for name, factor in self.factors.items()
         }
         return self.restore(outer | self.entries)
-
-    def trace(self) -> Array:
-        """Sum the diagonal: tr(A) tr(G) over layers, and the remaining entries."""
-        return Diagonal(self.diagonal()).trace()
 
     def dense(self) -> Array:
         """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""

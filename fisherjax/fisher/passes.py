@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fisherjax import checks
 from fisherjax.clients import minibatches
 from fisherjax.configuration import by_value
-from fisherjax.fisher import kinds
+from fisherjax.fisher.kinds import Kind, true
 from fisherjax.parallel import mesh_of, replicate
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
@@ -26,12 +26,10 @@ class Plan(NamedTuple):
 
     # Without how it trains: networks that differ in that only share a program.
     model: Model
-    kind: Callable[..., Array]
+    kind: Kind
     batch_size: int
 
 
-BatchSums = Callable[[Array, Array | None, Array, Key | None], Any]
-"""`(inputs [B, ...], targets [B, ...], weights [B], key) -> sums over the minibatch`, a pytree."""
 Factor = Callable[[Array], Array]
 """`outputs z [B, ..., C] -> S [K, B, ..., C]`, what a kind makes of one minibatch."""
 Sums = Callable[[Apply, Any, Array, Array, Factor], Any]
@@ -39,11 +37,11 @@ Sums = Callable[[Apply, Any, Array, Array, Factor], Any]
 
 
 def weighted_mean(
-    batch_sums: BatchSums, examples: Examples, *, key: Key | None, batch_size: int
+    batch_sums: Callable[..., Any], examples: Examples, *, key: Key | None, batch_size: int
 ) -> Any:
     """Average over examples, sum_n w_n f(x_n, y_n) / sum_n w_n; zeros if all weights are zero.
 
-    The mean has the structure of what `batch_sums` returns. No row is copied but minibatches.
+    `batch_sums(inputs [B, ...], targets or None, weights [B], key or None)` sums over a minibatch.
     """
     number, batch = minibatches(examples, batch_size)
 
@@ -72,11 +70,10 @@ def run(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None
     Raises:
         ValueError: If inputs are spread and indices are given.
     """
-    inputs = examples.inputs
-    mesh = mesh_of(inputs)
-    # The axis of the mesh that splits the examples, if one does.
-    axis = inputs.sharding.spec[0] if mesh and inputs.sharding.spec else None
-    if axis is None:
+    inputs, weights = examples.inputs, examples.weights
+    layout = inputs.sharding if mesh_of(inputs) else None
+    # Its first axis is that of the examples.
+    if layout is None or not layout.spec or layout.spec[0] is None:
         return _mean(sums, plan, params, examples, key)
     if examples.indices is not None:
         raise ValueError(
@@ -84,35 +81,29 @@ def run(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None
             "which sees its own rows only. Spread the selected rows, or leave rows out by weights "
             "of zero."
         )
-    weights = examples.weights
     # Each device weighs its mean by the weights of its own rows.
     weights = jnp.ones(inputs.shape[0]) if weights is None else jnp.asarray(weights, float)
-    params, key = replicate((params, key), mesh)
+    params, key = replicate((params, key), layout.mesh)
     examples = examples._replace(weights=weights)
-    return _mean_over_devices(sums, plan, mesh, axis, params, examples, key)
+    return _mean_over_devices(sums, plan, layout, params, examples, key)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _mean(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None) -> Any:
+    model, kind, batch_size = plan
+
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Any:
-        def factor(z: Array) -> Array:
-            return plan.kind(plan.model.likelihood, z, y, key)
+        return sums(model.apply, params, x, w, lambda z: kind(model.likelihood, z, y, key))
 
-        return sums(plan.model.apply, params, x, w, factor)
-
-    return weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
+    return weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _mean_over_devices(
-    sums: Sums,
-    plan: Plan,
-    mesh: Mesh,
-    axis: str | tuple[str, ...],
-    params: Any,
-    examples: Examples,
-    key: Key | None,
+    sums: Sums, plan: Plan, layout: NamedSharding, params: Any, examples: Examples, key: Key | None
 ) -> Any:
+    axis, everywhere = layout.spec[0], PartitionSpec()
+
     def on_one(params: Any, key: Key | None, examples: Examples) -> Any:
         # Otherwise all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
@@ -122,23 +113,13 @@ def _mean_over_devices(
         share = examples.weights.sum() / jnp.where(total > 0, total, 1)
         return jax.lax.psum(jax.tree.map(lambda x: x * share.astype(x.dtype), own), axis)
 
-    rows, everywhere = PartitionSpec(axis), PartitionSpec()
-    return jax.shard_map(
-        on_one,
-        mesh=mesh,
-        in_specs=(everywhere, everywhere, rows),
-        out_specs=everywhere,
-        check_vma=False,
-    )(params, key, examples)
+    in_specs = everywhere, everywhere, PartitionSpec(axis)
+    spread = {"mesh": layout.mesh, "in_specs": in_specs, "out_specs": everywhere}
+    return jax.shard_map(on_one, **spread, check_vma=False)(params, key, examples)
 
 
 def check(
-    model: Model,
-    params: Params,
-    examples: Examples,
-    kind: Callable[..., Array],
-    key: Key | None,
-    batch_size: int,
+    model: Model, params: Params, examples: Examples, kind: Kind, key: Key | None, batch_size: int
 ) -> Plan:
     """Refuse bad arguments of a pass over a data set by shapes and dtypes, before it compiles."""
     checks.model(model)
@@ -158,7 +139,7 @@ def check(
             "batch axis and give even a single output an axis of its own."
         )
     # The true kind reads no targets, whatever they are.
-    if targets is not None and kind is not kinds.true:
+    if targets is not None and kind is not true:
         model.likelihood.check((targets.shape[0], *z.shape[1:]), targets)
     y = None if targets is None else jax.ShapeDtypeStruct((1, *targets.shape[1:]), targets.dtype)
     # For its errors alone: a kind says itself which argument it lacks.

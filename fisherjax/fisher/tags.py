@@ -22,8 +22,8 @@ def read(
 ) -> tuple[dict[int, tuple[int, int | None]], dict[str, str]]:
     """Sort the tags into layers and leaves that no layer covers.
 
-    A layer is given by the position of its tag and the numbers of its leaves, kernel and bias (or
-    None); a leaf without a layer by its name and the reason.
+    Layers are {position of the tag: (number of the kernel's leaf, of the bias's or None)}, leaves
+    without one {name: reason}.
     """
     uses = Counter(leaf for indices in jaxpr.layer_indices for leaf in indices)
     added = _added_biases(jaxpr)
@@ -33,15 +33,13 @@ def read(
         if any(uses[leaf] > 1 for leaf in indices):
             reason = "it is used by several layers (shared weights)"
         if reason is None:
-            bias = indices[1] if len(indices) == 2 else added.get(position)
-            found[position] = (indices[0], bias)
+            found[position] = indices[0], indices[1] if len(indices) == 2 else added.get(position)
         else:
-            uncovered.update({names[leaf]: reason for leaf in indices})
+            uncovered |= dict.fromkeys(indices, reason)
     # A bias that is added outside its layer's tag has a tag of its own.
     for _, bias in found.values():
-        uncovered.pop(None if bias is None else names[bias], None)
-    reasons = {name: why or _explain(jaxpr, names.index(name)) for name, why in uncovered.items()}
-    return found, reasons
+        uncovered.pop(bias, None)
+    return found, {names[leaf]: why or _explain(jaxpr, leaf) for leaf, why in uncovered.items()}
 
 
 def mixes_examples(jaxpr: Any) -> bool:
@@ -76,15 +74,11 @@ def _obstacle(jaxpr: Any, tag: Any) -> str | None:
         return "it belongs to a layer whose inputs do not have the examples as their first axis"
     if not all(_is_added_last(jaxpr, bias, output.aval.shape[-1]) for bias in biases):
         return "it belongs to a layer whose bias is not a vector [outputs] along the last axis"
-    if any(_escapes(jaxpr, leaf, output) for leaf in (kernel, *biases)):
+    # Whether the layer is the only way from its parameters to the end of the network.
+    ends = {id(variable) for variable in jaxpr.jaxpr.outvars}
+    if any(ends & _reached_from(jaxpr, leaf, output).keys() for leaf in (kernel, *biases)):
         return "it, or what the layer makes of it, is used elsewhere too (shared weights)"
     return None
-
-
-def _escapes(jaxpr: Any, variable: Any, output: Any) -> bool:
-    """Whether a parameter reaches the end of the network in another way than through its layer."""
-    reached = _reached_from(jaxpr, variable, output)
-    return any(id(v) in reached for v in jaxpr.jaxpr.outvars)
 
 
 def _reached_from(jaxpr: Any, variable: Any, end: Any = None) -> dict[int, Any]:

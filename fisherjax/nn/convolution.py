@@ -35,18 +35,15 @@ def observe_convolutions(callback: Callable[..., Array]) -> Iterator[None]:
 
     The K-FAC pass enters it to tag layers that its graph matcher would not recognise. Python runs
     only while JAX traces, so a function that was compiled outside the context ignores it.
-
-    Args:
-        callback: Called as `callback(y, lhs, rhs, window_strides=..., padding=..., ...)` with the
-            output y [B, H', W', cout], the layer's input, its four-dimensional kernel and the
-            remaining arguments of `jax.lax.conv_general_dilated`; returns what takes y's place.
+    `callback(y, lhs, rhs, window_strides=..., padding=..., ...)` is given the output
+    y [B, H', W', cout] and the arguments of `jax.lax.conv_general_dilated`, and returns what takes
+    y's place.
 
     Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
         >>> x, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2))
         >>> layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
-        >>> with fj.nn.observe_convolutions(lambda y, lhs, rhs, **settings: 0 * y):
-        ...     print(fj.nn.conv_general_dilated(x, kernel, (1, 1), "VALID", **layout).sum())
+        >>> with observe_convolutions(lambda y, lhs, rhs, **settings: 0 * y):
+        ...     print(conv_general_dilated(x, kernel, (1, 1), "VALID", **layout).sum())
         0.0
     """
     token = _OBSERVER.set(callback)
@@ -78,10 +75,9 @@ def conv_general_dilated(
     and preferred_element_type are those of the matrix product.
 
     Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
         >>> x, kernel = jnp.ones((2, 28, 28, 1)), jnp.ones((5, 5, 1, 6))
         >>> numbers = ("NHWC", "HWIO", "NHWC")
-        >>> fj.nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=numbers).shape
+        >>> conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=numbers).shape
         (2, 24, 24, 6)
     """
     settings = {
@@ -105,19 +101,13 @@ def conv_general_dilated(
 
 
 def patches(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Padding) -> Array:
-    """Cut out what a convolution kernel sees at each output location, [B, H', W', kh * kw * C].
+    """Cut out what a kernel of shape (kh, kw) sees of images [B, H, W, C] at each output location.
 
-    The last axis is in (kh, kw, C) order, as the rows of a reshaped kernel.
-
-    Args:
-        images: [B, H, W, C].
-        kernel_shape: Height kh and width kw of the kernel.
-        window_strides: Strides along height and width.
-        padding: "VALID", "SAME", "SAME_LOWER" or ((top, bottom), (left, right)); zeros.
+    The patches are [B, H', W', kh * kw * C], in (kh, kw, C) order as the rows of a reshaped kernel.
+    Padding is "VALID", "SAME", "SAME_LOWER" or ((top, bottom), (left, right)), with zeros.
 
     Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
-        >>> fj.nn.patches(jnp.ones((2, 5, 5, 3)), (3, 3), (2, 2), "VALID").shape
+        >>> patches(jnp.ones((2, 5, 5, 3)), (3, 3), (2, 2), "VALID").shape
         (2, 2, 2, 27)
     """
     bands = _bands(images, kernel_shape, window_strides, padding)
@@ -167,9 +157,8 @@ def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:
     ones |= {settings["feature_group_count"], settings["batch_group_count"]}
     if tuple(map(tuple, settings["dimension_numbers"])) != tuple(layout) or ones != {1}:
         return False
-    strides, padding = settings["window_strides"], settings["padding"]
-    shape = lax.conv_general_shape_tuple(lhs.shape, rhs.shape, strides, padding, _LAYOUT)
-    return min(shape[1:3]) > 0
+    how = settings["window_strides"], settings["padding"]
+    return min(lax.conv_general_shape_tuple(lhs.shape, rhs.shape, *how, _LAYOUT)[1:3]) > 0
 
 
 class _How(NamedTuple):

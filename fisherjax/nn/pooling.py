@@ -10,20 +10,15 @@ from fisherjax.typing import Array
 
 
 def max_pool(x: Array, window: int | tuple[int, int]) -> Array:
-    """Take the maximum over windows that do not overlap; rows and columns left over are cropped.
+    """Take the maximum over windows of images [B, H, W, C] that do not overlap.
 
-    The gradient goes to the first maximum of a window, row by row, as in `lax.reduce_window` and in
-    PyTorch. That matters: a constant background makes ties in most windows, and sharing the
-    gradient among them, as `jnp.max` does, changes the output factor of a first convolution by 6 %
-    on MNIST.
-
-    Args:
-        x: Images [B, H, W, C].
-        window: Height and width of a window, which are the strides too, or one number for both.
+    Rows and columns left over are cropped. The gradient goes to the first maximum of a window, row
+    by row, as in `lax.reduce_window` and in PyTorch. That matters: a constant background makes ties
+    in most windows, and sharing the gradient among them, as `jnp.max` does, changes the output
+    factor of a first convolution by 6 % on MNIST.
 
     Example:
-        >>> import jax.numpy as jnp, fisherjax as fj
-        >>> fj.nn.max_pool(jnp.arange(25.0).reshape(1, 5, 5, 1), 2)[0, :, :, 0]
+        >>> max_pool(jnp.arange(25.0).reshape(1, 5, 5, 1), 2)[0, :, :, 0]
         Array([[ 6.,  8.],
                [16., 18.]], dtype=float32)
     """

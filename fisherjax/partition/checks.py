@@ -18,8 +18,7 @@ def check_partition(partition: Sequence[np.ndarray], num_examples: int) -> None:
         TypeError: If row numbers are not integers.
 
     Example:
-        >>> import fisherjax as fj
-        >>> fj.partition.check_partition([[0, 2], [1], []], num_examples=3)
+        >>> check_partition([[0, 2], [1], []], num_examples=3)
     """
     if len(partition) == 0:
         raise ValueError("the partition has no client: pass one array of row numbers per client")
@@ -81,12 +80,8 @@ def labels(targets) -> np.ndarray:
 
 def num_clients(value: int, num_examples: int) -> None:
     """Refuse more clients than examples, or none."""
-    _integer("num_clients", value)
-    if not 1 <= value <= num_examples:
-        raise ValueError(
-            f"num_clients is {value}, expected 1 to {num_examples}, the number of examples: "
-            "ask for fewer clients or bring more data"
-        )
+    expected = f"1 to {num_examples}, the number of examples: ask for fewer clients or more data"
+    count("num_clients", value, 1, num_examples, expected)
 
 
 def concentration(name: str, value: float) -> None:
@@ -98,23 +93,19 @@ def concentration(name: str, value: float) -> None:
         )
 
 
-def count(name: str, value: int, smallest: int) -> None:
-    """Refuse what is not an integer, or a smaller one."""
-    _integer(name, value)
-    if value < smallest:
-        raise ValueError(f"{name} is {value}, expected {smallest} or more")
-
-
-def _integer(name: str, value: int, expected: str = "an integer") -> None:
+def count(
+    name: str, value: int, smallest: int, largest: float = math.inf, expected: str | None = None
+) -> None:
+    """Refuse what is not an integer, or one that is out of range."""
+    expected = expected or f"{smallest} or more"
     # True is an integer to Python, and a mistake here.
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, expected {expected}")
+        raise TypeError(f"{name} is {value!r}, expected an integer, {expected}")
+    if not smallest <= value <= largest:
+        raise ValueError(f"{name} is {value}, expected {expected}")
 
 
 def random_state(seed: int) -> np.random.RandomState:
     """Give the generator of a seed; the papers' splits are draws of NumPy's older one."""
-    expected = "an integer from 0 to 2**32 - 1"
-    _integer("seed", seed, expected)
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed is {seed}, expected {expected}")
+    count("seed", seed, 0, 2**32 - 1, "one from 0 to 2**32 - 1")
     return np.random.RandomState(int(seed))

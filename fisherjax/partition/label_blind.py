@@ -10,17 +10,15 @@ from fisherjax.partition import checks
 def iid(targets_or_num_examples, num_clients: int, seed: int) -> list[np.ndarray]:
     """Deal all examples out at random into equal parts; the first N mod M have one more.
 
-    Args:
-        targets_or_num_examples: The targets [N, ...], whose values are ignored, or N itself.
-        num_clients: M, between 1 and N.
-        seed: Of `numpy.random.RandomState`, which draws one permutation of the N rows.
+    The values of the targets [N, ...] are ignored; their number N can be given instead. The seed is
+    that of `numpy.random.RandomState`, which draws one permutation of the N rows.
 
     Raises:
-        ValueError: If `num_clients` or `seed` is out of range.
+        ValueError: If `num_clients` is not from 1 to N, or the seed is out of range.
+        TypeError: If a number is not an integer.
 
     Example:
-        >>> import fisherjax as fj
-        >>> [len(part) for part in fj.partition.iid(10, num_clients=3, seed=0)]
+        >>> [len(part) for part in iid(10, num_clients=3, seed=0)]
         [4, 3, 3]
 
     Source: "homogeneous" of Li et al., Federated Learning on Non-IID Data Silos, ICDE 2022.
@@ -33,11 +31,13 @@ def iid(targets_or_num_examples, num_clients: int, seed: int) -> list[np.ndarray
 def central(targets_or_num_examples) -> list[np.ndarray]:
     """Give everything to one client, the ceiling that merging is compared with.
 
-    Its argument is that of `iid`; a ValueError says if there is no example.
+    The argument is that of `iid`.
+
+    Raises:
+        ValueError: If there is no example.
 
     Example:
-        >>> import fisherjax as fj
-        >>> fj.partition.central(4)
+        >>> central(4)
         [array([0, 1, 2, 3])]
     """
     num_examples = _num_examples(targets_or_num_examples)
@@ -55,11 +55,11 @@ def natural(groups) -> list[np.ndarray]:
         ValueError: If `groups` is not one label for each of at least one example.
 
     Example:
-        >>> import fisherjax as fj
-        >>> fj.partition.natural(["Romeo", "Juliet", "Romeo"])
+        >>> natural(["Romeo", "Juliet", "Romeo"])
         [array([1]), array([0, 2])]
 
-    Source: Caldas et al., LEAF: A Benchmark for Federated Settings, 2018.
+    Source: Caldas, Duddu, Wu, Li, Konečný, McMahan, Smith, Talwalkar, LEAF: A Benchmark for
+    Federated Settings, 2018.
     """
     groups = np.asarray(groups)
     if groups.ndim != 1 or groups.size == 0:
@@ -75,33 +75,23 @@ def natural(groups) -> list[np.ndarray]:
 def hold_out(num_clients: int, num_held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Choose clients at random that take no part in training, to judge a model on new clients.
 
-    Args:
-        num_clients: M.
-        num_held_out: How many are held out, between 1 and M - 1.
-        seed: Of `numpy.random.RandomState`, which draws one permutation of the M clients.
-
-    Returns:
-        The numbers of the clients that are kept and of those held out, each ascending.
+    Returns the numbers of the clients that are kept and of the 1 to M - 1 held out, each ascending.
+    The seed is that of `numpy.random.RandomState`, which draws one permutation of the M clients.
 
     Raises:
         ValueError: If no client would be kept or none held out, or the seed is out of range.
         TypeError: If an argument is not an integer.
 
     Example:
-        >>> import fisherjax as fj
-        >>> fj.partition.hold_out(5, 2, seed=0)
+        >>> hold_out(5, 2, seed=0)
         (array([1, 3, 4]), array([0, 2]))
 
     Source: Yuan, Morningstar, Ning, Singhal, What Do We Mean by Generalization in Federated
     Learning?, ICLR 2022 (participation gap).
     """
     checks.count("num_clients", num_clients, 2)
-    checks.count("num_held_out", num_held_out, 1)
-    if num_held_out >= num_clients:
-        raise ValueError(
-            f"num_held_out is {num_held_out} of {num_clients} clients, which leaves none to train: "
-            f"hold out 1 to {num_clients - 1}"
-        )
+    expected = f"1 to {num_clients - 1} of {num_clients} clients, so that some are left to train"
+    checks.count("num_held_out", num_held_out, 1, num_clients - 1, expected)
     held_out, kept = np.split(checks.random_state(seed).permutation(num_clients), [num_held_out])
     return np.sort(kept), np.sort(held_out)
 

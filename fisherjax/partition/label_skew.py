@@ -33,8 +33,7 @@ def fedfisher(targets, num_clients: int, alpha: float, seed: int) -> list[np.nda
         TypeError: If the labels are not integers.
 
     Example:
-        >>> import fisherjax as fj
-        >>> parts = fj.partition.fedfisher([0, 1] * 4, num_clients=2, alpha=0.5, seed=3)
+        >>> parts = fedfisher([0, 1] * 4, num_clients=2, alpha=0.5, seed=3)
         >>> sorted(int(row) for part in parts for row in part)
         [0, 1, 2, 3, 4, 5, 6, 7]
 
@@ -42,11 +41,9 @@ def fedfisher(targets, num_clients: int, alpha: float, seed: int) -> list[np.nda
     code would divide zero by zero: a client whose draw underflows gets one random class (the limit
     of small alpha), a class that nobody drew is shared equally.
     """
-    targets = checks.labels(targets)
-    checks.num_clients(num_clients, len(targets))
+    classes = _classes(targets, num_clients)
     checks.concentration("alpha", alpha)
     random = checks.random_state(seed)
-    classes = _rows_of_classes(targets)
     shares = _dirichlet_shares(random, num_clients, len(classes), alpha)
     pairs = zip(classes, shares.T, strict=True)
     dealt = [_cut(random.permutation(rows), of_class) for rows, of_class in pairs]
@@ -54,37 +51,26 @@ def fedfisher(targets, num_clients: int, alpha: float, seed: int) -> list[np.nda
 
 
 def niid_bench(
-    targets,
-    num_clients: int,
-    beta: float,
-    seed: int,
-    *,
-    min_size: int = 10,
-    max_draws: int = 10_000,
+    targets, num_clients: int, beta: float, seed: int, *, min_size: int = 10, max_draws: int = 10000
 ) -> list[np.ndarray]:
     """Split every class over the clients by a Dirichlet draw, sparing those that have enough.
 
         q_c ~ Dirichlet(beta 1_M),    q_ci <- 0 where client i holds N / M examples or more,
         client i ends at floor(N_c sum_{j <= i} q_cj / sum_j q_cj) of class c
 
-    class by class, all over again until every client holds `min_size` examples.
+    class by class, all over again until every client holds `min_size` examples, at most `max_draws`
+    times; small beta and many clients need most. At beta 0.01 a class goes to one client or two, at
+    100 to all equally.
 
-    Args:
-        targets: Class labels, integers [N]; the number of classes is the largest plus one.
-        num_clients: M, between 1 and N.
-        beta: Concentration; at 0.01 a class goes to one client or two, at 100 to all equally.
-        seed: Of `numpy.random.RandomState`. For each class it shuffles the ascending rows, then
-            draws the shares; at last it shuffles the rows of each client.
-        min_size: The fewest examples of a client.
-        max_draws: How often to draw before giving up. Small beta and many clients need most.
+    Targets and num_clients are those of `fedfisher`. For each class the generator of the seed
+    shuffles the ascending rows, then draws the shares; at last it shuffles the rows of each client.
 
     Raises:
         ValueError: If no draw gives each client `min_size` examples, or a number is out of range.
         TypeError: If the labels or a count are not integers.
 
     Example:
-        >>> import fisherjax as fj
-        >>> parts = fj.partition.niid_bench([0, 1] * 20, num_clients=2, beta=0.5, seed=0)
+        >>> parts = niid_bench([0, 1] * 20, num_clients=2, beta=0.5, seed=0)
         >>> sorted(len(part) for part in parts)
         [15, 25]
 
@@ -92,9 +78,7 @@ def niid_bench(
     Deviations: its code draws for ever; and where the draws of all clients that may still receive
     underflow, it divides zero by zero. They are drawn again by the same law, in logarithms.
     """
-    targets = checks.labels(targets)
-    num_examples = len(targets)
-    checks.num_clients(num_clients, num_examples)
+    classes, num_examples = _classes(targets, num_clients), len(targets)
     checks.concentration("beta", beta)
     checks.count("min_size", min_size, 0)
     checks.count("max_draws", max_draws, 1)
@@ -103,9 +87,7 @@ def niid_bench(
             f"{num_clients} clients cannot hold min_size={min_size} of {num_examples} examples "
             f"each: ask for min_size up to {num_examples // num_clients}, or fewer clients"
         )
-    random = checks.random_state(seed)
-    classes = _rows_of_classes(targets)
-    best = 0
+    random, best = checks.random_state(seed), 0
     for _ in range(max_draws):
         clients = _balanced_draw(random, classes, num_clients, beta)
         smallest = min(map(len, clients))
@@ -123,32 +105,27 @@ def niid_bench(
 def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -> list[np.ndarray]:
     """Give every client the same number of classes; the owners of a class share it equally.
 
-    Client i owns class i mod C and further classes chosen at random. Where there are fewer clients
-    than classes, the examples of a class that nobody owns are left out.
+    Client i owns class i mod C and further classes chosen at random, `num_classes` in all (k of the
+    paper's "#C=k"). Where there are fewer clients than classes, the examples of a class that nobody
+    owns are left out.
 
-    Args:
-        targets: Class labels, integers [N]; C is the largest plus one.
-        num_clients: M, between 1 and N.
-        num_classes: How many classes a client owns, between 1 and C (k of the paper's "#C=k").
-        seed: Of `random.Random`, which chooses the classes, client by client, and of
-            `numpy.random.RandomState`, which shuffles the ascending rows of each class.
+    Targets and num_clients are those of `fedfisher`. The seed is that of `random.Random`, which
+    chooses the classes, client by client, and of `numpy.random.RandomState`, which shuffles the
+    ascending rows of each class.
 
     Raises:
         ValueError: If a class has fewer examples than owners, or an argument is out of range.
         TypeError: If the labels or a count are not integers.
 
     Example:
-        >>> import fisherjax as fj
         >>> targets = [0, 1, 2] * 6
-        >>> parts = fj.partition.classes_per_client(targets, 3, num_classes=2, seed=0)
-        >>> fj.partition.label_counts(targets, parts).tolist()
+        >>> parts = classes_per_client(targets, 3, num_classes=2, seed=0)
+        >>> label_counts(targets, parts).tolist()
         [[3, 2, 0], [3, 2, 0], [0, 2, 6]]
 
     Source: NIID-Bench ("quantity-based label imbalance"), whose splits these are, seed by seed.
     """
-    targets = checks.labels(targets)
-    checks.num_clients(num_clients, len(targets))
-    classes = _rows_of_classes(targets)
+    classes = _classes(targets, num_clients)
     total = len(classes)
     checks.count("num_classes", num_classes, 1)
     if num_classes > total:
@@ -174,19 +151,14 @@ def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -
 
 
 def label_counts(targets, partition: Sequence[np.ndarray]) -> np.ndarray:
-    """Count how many examples of each class each client holds, [M, C].
-
-    Args:
-        targets: Class labels, integers [N]; C is the largest plus one.
-        partition: M arrays of row numbers.
+    """Count how many examples of each class, by targets [N], each client holds: integers [M, C].
 
     Raises:
         ValueError: If the labels are negative or the partition is not one of these N examples.
         TypeError: If the labels or the row numbers are not integers.
 
     Example:
-        >>> import fisherjax as fj
-        >>> fj.partition.label_counts([0, 1, 1, 2], [[0, 1], [2, 3]])
+        >>> label_counts([0, 1, 1, 2], [[0, 1], [2, 3]])
         array([[1, 1, 0],
                [0, 1, 1]])
     """
@@ -197,7 +169,10 @@ def label_counts(targets, partition: Sequence[np.ndarray]) -> np.ndarray:
     return np.stack([np.bincount(targets[row], minlength=num_classes) for row in rows])
 
 
-def _rows_of_classes(targets: np.ndarray) -> list[np.ndarray]:
+def _classes(targets, num_clients: int) -> list[np.ndarray]:
+    """Give the ascending rows of each class, where targets and clients pass their checks."""
+    targets = checks.labels(targets)
+    checks.num_clients(num_clients, len(targets))
     return [np.flatnonzero(targets == label) for label in range(int(targets.max()) + 1)]
 
 
@@ -237,9 +212,7 @@ def _shares_of_class(random, has_room: np.ndarray, beta: float) -> np.ndarray:
     return shares / shares.sum()
 
 
-def _draw_owners(
-    random: standard_random.Random, num_clients: int, num_classes: int, total: int
-) -> list[list[int]]:
+def _draw_owners(random, num_clients: int, num_classes: int, total: int) -> list[list[int]]:
     """Let every client choose its classes; the owners of each class, in client order."""
     owners = [[] for _ in range(total)]
     for client in range(num_clients):
