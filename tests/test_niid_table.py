@@ -2,20 +2,26 @@
 
 import csv
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments import niid_report, niid_table, records
-from experiments.niid_report import WALL, Cell, Measured
-from experiments.niid_table import Grid
-from experiments.records import Row
+from experiments import niid_table
+from experiments.harness import grids, niid, records
+from experiments.harness.grids import Cell, Grid
+from experiments.harness.niid import WALL, Measured
+from experiments.harness.records import ONE_SHOT, Row
 
 TINY = [
     *("--datasets", "digits", "--num-clients", "3", "--betas", "0.5", "--classes", "2"),
     *("--epochs", "1", "--seeds", "0", "1", "--algorithms", "fedavg", "fednova"),
 ]
 PAPER_AT_10 = {"0.01": 32.2, "0.05": 60.6, "0.1": 78.07, "0.3": 85.6, "0.5": 91.77, "1": 94.7}
+
+
+def read(folder: Path) -> list[Row]:
+    return records.read_rows(folder / records.RESULTS, ONE_SHOT)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,8 @@ def finished(tmp_path_factory):
 
 def rows_of(cell: Cell, seed: int, accuracy: float) -> list[Row]:
     def row(algorithm, value, seconds=None, client=None, metric="accuracy"):
-        return Row(algorithm, seed, seed, 1, client, "test", metric, value, seconds, None)
+        more = {"partition_seed": seed, "client": client, "seconds": seconds}
+        return Row(algorithm, seed, 1, "test", metric, value, **more)
 
     return [
         *[row("local", 0.1, 50.0, client) for client in range(2)],
@@ -50,7 +57,7 @@ def test_the_table_averages_the_runs(finished):
     with open(finished / "table.csv", newline="") as file:
         table = {(x["partition"], x["algorithm"]): x for x in csv.DictReader(file)}
     folder = finished / "digits"
-    rows = [records.read(folder / f"niid_bench0.5-seed{s}" / "results.csv") for s in (0, 1)]
+    rows = [read(folder / f"niid_bench0.5-seed{seed}") for seed in (0, 1)]
     values = [100 * row.value for unit in rows for row in unit if row.algorithm == "fedavg"]
     line = table["niid_bench", "fedavg"]
     assert np.isclose(float(line["mean"]), np.mean(values), atol=0.006)
@@ -68,21 +75,20 @@ def test_a_finished_grid_computes_nothing_and_an_unfinished_one_what_is_missing(
     with compilations() as count:
         assert niid_table.main([*TINY, "--out", str(finished)]) == 0
     assert count() == 0
-    lost = finished / "digits" / "classes_per_client2-seed1" / "results.csv"
-    kept = finished / "digits" / "niid_bench0.5-seed0" / "results.csv"
-    old, old_kept = records.read(lost), kept.read_bytes()
-    lost.unlink()
+    lost = finished / "digits" / "classes_per_client2-seed1"
+    kept = finished / "digits" / "niid_bench0.5-seed0" / records.RESULTS
+    old, old_kept = read(lost), kept.read_bytes()
+    (lost / records.RESULTS).unlink()
     assert niid_table.main([*TINY, "--out", str(finished)]) == 0
     assert kept.read_bytes() == old_kept
-    values = [[r.value for r in rows if r.metric != WALL] for rows in (old, records.read(lost))]
+    values = [[r.value for r in rows if r.metric != WALL] for rows in (old, read(lost))]
     assert values[0] == values[1]
     assert (finished / "table.csv").read_text() == before
 
 
 def test_the_seed_sets_the_split():
     (first, second) = (
-        niid_table.configuration(Grid(), Cell("mnist", "niid_bench", "0.1"), seed)
-        for seed in (0, 1)
+        grids.configuration(Grid(), Cell("mnist", "niid_bench", "0.1"), seed) for seed in (0, 1)
     )
     assert (first.partition_seeds, first.seeds) == ((0,), (0,))
     assert (second.partition_seeds, second.seeds) == ((1,), (1,))
@@ -90,9 +96,10 @@ def test_the_seed_sets_the_split():
 
 def test_cells_differ_in_their_split_only():
     grid = Grid()
-    asked = [niid_table.configuration(grid, cell, 0) for cell in niid_table.cells(grid, "mnist")]
+    asked = [grids.configuration(grid, cell, 0) for cell in grids.cells(grid, "mnist")]
+    split = {"partition": "iid", "beta": 1.0, "classes_per_client": 1}
     plain = {
-        dataclasses.replace(own, partition="iid", beta=1.0, classes_per_client=1, out=None)
+        dataclasses.replace(own, data=dataclasses.replace(own.data, **split), out=None)
         for own in asked
     }
     assert len(plain) == 1
@@ -100,10 +107,10 @@ def test_cells_differ_in_their_split_only():
 
 
 def test_the_papers_numbers_are_those_of_its_tables():
-    paper = niid_report.published(10)
+    paper = niid.published(10)
     for number, accuracy in PAPER_AT_10.items():
         assert paper[Cell("mnist", "niid_bench", number), "fedlpa"] == (accuracy, 10)
-    at_200 = niid_report.published(200)
+    at_200 = niid.published(200)
     assert len(at_200) == 4 * 9 * 6
     assert {theirs.epochs for theirs in at_200.values()} == {200}
     assert all(0 < theirs.accuracy < 100 for theirs in paper.values())
@@ -112,17 +119,18 @@ def test_the_papers_numbers_are_those_of_its_tables():
 
 
 def test_every_row_of_the_default_grid_is_in_the_paper():
-    paper = niid_report.published(10)
+    paper = niid.published(10)
     for dataset in Grid().datasets:
-        for cell in niid_table.cells(Grid(), dataset):
+        for cell in grids.cells(Grid(), dataset):
             assert (cell, "fedlpa") in paper
 
 
 def test_theirs_stand_in_brackets_and_those_after_200_epochs_are_marked():
     cell = Cell("mnist", "niid_bench", "0.1")
-    own = niid_report.measured([r for s in (0, 1) for r in rows_of(cell, s, 0.5 + s / 10)])
-    headings, (line,) = niid_report.lines({cell: own}, ("fedavg", "fedprox"), epochs=10)
-    shown = dict(zip(headings, line, strict=True))
+    own = niid.measured([r for s in (0, 1) for r in rows_of(cell, s, 0.5 + s / 10)])
+    table = niid.table("", {cell: own}, ("fedavg", "fedprox"), epochs=10)
+    (line,) = table.lines
+    shown = dict(zip(table.headings, line, strict=True))
     assert shown["FedAvg"] == "55.0 ± 7.1 (43.8)"
     assert shown["FedProx"] == "55.0 ± 7.1 (47.4*)"
     assert shown["DENSE"] == "- (65.5)"
@@ -131,29 +139,29 @@ def test_theirs_stand_in_brackets_and_those_after_200_epochs_are_marked():
 
 def test_only_training_grows_with_the_epochs():
     cell = Cell("mnist", "niid_bench", "0.1")
-    own = niid_report.measured(rows_of(cell, 0, 0.5))
+    own = niid.measured(rows_of(cell, 0, 0.5))
     assert (own.seconds, own.training) == (100.0, 90.0)  # of the clients and of fedprox
-    said = niid_report.extrapolation({cell: own}, epochs=10, num_seeds=3)
+    said = niid.extrapolation({cell: own}, epochs=10, num_seeds=3)
     assert f"{(10 + 20 * 90) / 3600:.1f} h a seed" in said
     assert f"{3 * (10 + 20 * 90) / 3600:.1f} h for 3" in said
 
 
 def test_nothing_computed_is_a_table_of_theirs():
     cell = Cell("mnist", "niid_bench", "0.1")
-    _, (line,) = niid_report.lines({cell: niid_report.measured([])}, ("fedlpa",), epochs=10)
+    (line,) = niid.table("", {cell: niid.measured([])}, ("fedlpa",), epochs=10).lines
     assert line == ["β = 0.1", "- (78.1)", "- (65.5)", "-"]
-    assert niid_report.extrapolation({cell: Measured({}, None, None)}, 10, 3) == ""
+    assert niid.extrapolation({cell: Measured({}, None, None)}, 10, 3) == ""
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--datasets minst", "--datasets has 'minst', expected some of mnist"),
+        ("--datasets minst", "--datasets is 'minst', did you mean 'mnist'"),
         ("--datasets digits --betas 0 --classes", "--beta is 0.0, expected a number above 0"),
         ("--datasets digits --classes 11", "--classes-per-client is 11, expected 1 to the 10"),
         ("--datasets digits --betas --classes", "no cells"),
         ("--datasets digits --algorithms fedlap", "did you mean 'fedlpa'"),
-        ("--datasets digits --mu -1", "--mu is -1.0"),
+        ("--datasets digits --fedprox.mu -1", "--fedprox.mu is -1.0"),
         ("--datasets digits --seeds 1 1", "expected each only once"),
     ],
 )

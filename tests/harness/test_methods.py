@@ -1,0 +1,138 @@
+"""Methods by their names: every number and switch of a factory is an option that reaches it."""
+
+import inspect
+import re
+import typing
+
+import jax
+import optax
+import pytest
+
+import fisherjax as fj
+from experiments import one_shot
+from experiments.harness import commands, config
+from experiments.harness.config import Merging
+from experiments.harness.methods import check_full, methods, trains_its_own
+from fisherjax.algorithms import TABLE
+
+MODEL = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
+
+
+def numbers_and_switches(name: str) -> dict[str, object]:
+    """Give another value than the default to each, by what the factory's signature says."""
+    chosen = {}
+    for option, parameter in inspect.signature(TABLE[name].factory).parameters.items():
+        kinds = {parameter.annotation, *typing.get_args(parameter.annotation)}
+        if bool in kinds:
+            chosen[option] = not parameter.default
+        elif kinds & {int, float}:
+            chosen[option] = 7 if int in kinds else 0.25
+    return chosen
+
+
+CHOSEN = {name: numbers_and_switches(name) for name in TABLE}
+PAIRS = [(name, option) for name, own in CHOSEN.items() for option in own]
+
+
+def dashed(name: str, option: str, value: object = None) -> str:
+    no = "no-" if value is False else ""
+    return f"--{name}.{no}{option}".replace("_", "-")
+
+
+def described(name: str) -> dict[str, str]:
+    """Read what a factory's docstring says of its arguments."""
+    factory = inspect.unwrap(getattr(TABLE[name].factory, "func", TABLE[name].factory))
+    _, _, arguments = inspect.getdoc(factory).partition("Args:\n")
+    arguments, _, _ = arguments.partition("\n\n")
+    found = re.split(r"^    (\w+): ", arguments, flags=re.MULTILINE)[1:]
+    return dict(zip(found[::2], found[1::2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def asked() -> Merging:
+    """What is read when every option of every method is told another value."""
+    words = ["--algorithms", *TABLE]
+    for name, option in PAIRS:
+        value = CHOSEN[name][option]
+        words += [dashed(name, option, value), *([] if type(value) is bool else [str(value)])]
+    return commands.read(words, "", "", config.one_shot).merging
+
+
+def test_methods_have_options():
+    assert set(PAIRS) >= {
+        *(("fedlpa", "damping"), ("fedlpa_gd", "balanced"), ("fedfisher_kfac", "damping")),
+        *(("fedprox", "mu"), ("regmean", "shrink"), ("fedfish", "last_epoch")),
+    }
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_number_and_switch_of_a_factory_reaches_the_algorithm(asked, name):
+    assert {o: v for x, v in asked.options for n, o in [x.split(".")] if n == name} == CHOSEN[name]
+    made = methods(asked, MODEL, batch_size=8)[name].clients
+    assert made is fj.algorithms.make(name, MODEL, **CHOSEN[name])
+    default = fj.algorithms.make(name, MODEL)
+    for option, value in CHOSEN[name].items():
+        assert fj.algorithms.make(name, MODEL, **{option: value}) is not default
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_an_option_of_one_method_reaches_no_other(name):
+    told = tuple((f"{name}.{option}", value) for option, value in CHOSEN[name].items())
+    plain, changed = (
+        methods(Merging(tuple(TABLE), options=options), MODEL, batch_size=8)
+        for options in ((), told)
+    )
+    differing = {other for other in TABLE if plain[other].clients is not changed[other].clients}
+    assert differing == ({name} if told else set())
+
+
+@pytest.fixture(scope="module")
+def shown() -> str:
+    """What --help shows of the options, without lines and frames."""
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setenv("COLUMNS", "100")
+        said = []
+        patched.setattr("builtins.print", lambda *words, **_: said.extend(map(str, words)))
+        with pytest.raises(SystemExit):
+            one_shot.main(["--help"])
+    return "".join(re.sub("[│─╭╮╰╯]", " ", "\n".join(said)).split())
+
+
+@pytest.mark.parametrize(("name", "option"), PAIRS)
+def test_help_says_of_an_option_what_the_docstring_of_its_factory_does(shown, name, option):
+    text = "".join(described(name)[option].split())
+    kind = r"(,--[\w.-]+|(\{None\}\|)?(INT|FLOAT))"
+    assert re.search(f"{re.escape(dashed(name, option))}{kind}{re.escape(text)}", shown)
+
+
+def test_options_of_the_command_reach_the_methods_that_know_them():
+    names = ("fedavg", "regmean", "fisher_merge", "fedfisher_diag", "fedlpa_ea", "fedfish")
+    told = {"fedfisher_diag.damping": 0.25, "fedlpa_ea.damping": 0.125, "fedlpa_ea.balanced": True}
+    told["fedprox.mu"] = 0.5
+    merging = Merging((*names, "fedprox"), fisher_kind="sampled", options=tuple(told.items()))
+    sampled, ea = fj.fisher.sampled, fj.algorithms.expectation_approximation()
+    diagonal = {"fisher": fj.fisher.diagonal, "damping": 0.25}
+    expected = {
+        "fedavg": fj.algorithms.fedavg(),
+        "regmean": fj.algorithms.regmean(MODEL),
+        "fisher_merge": fj.algorithms.fisher_merge(MODEL, kind=sampled),
+        "fedfisher_diag": fj.algorithms.fedfisher(MODEL, kind=sampled, **diagonal),
+        "fedlpa_ea": fj.algorithms.fedlpa(MODEL, solver=ea, damping=0.125, balanced=True),
+        "fedfish": fj.algorithms.fedfish(MODEL, batch_size=8),
+        "fedprox": fj.algorithms.fedprox(mu=0.5),
+    }
+    made = methods(merging, MODEL, batch_size=8)
+    assert list(made) == list(expected)
+    assert all(made[name].clients is method for name, method in expected.items())
+
+
+def test_those_that_train_their_own_clients_are_those_that_change_the_optimiser():
+    base = optax.sgd(0.1)
+    for name, method in methods(Merging(tuple(TABLE)), MODEL, batch_size=8).items():
+        assert trains_its_own(name) == (method.clients.optimizer(base) is not base)
+    assert not trains_its_own("ensemble")
+
+
+def test_a_full_fisher_on_a_small_network_is_allowed():
+    check_full(("fedfisher_full",), {"w": jax.ShapeDtypeStruct((100,), float)}, num_clients=5)
