@@ -1,0 +1,306 @@
+"""The authors' clients, and any file like theirs: Fisher information, accuracies, refusals."""
+
+import csv
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fisherjax as fj
+from experiments import reference_clients
+from experiments.harness import records
+from experiments.harness import reference as harness
+from experiments.harness.config import Merging
+from experiments.harness.reference import LAYERS, Reference, channels, from_torch
+from fisherjax.typing import Array, Params
+
+CLIENTS_ALONE = [50.7, 42.2, 78.1, 57.5, 73.2]
+
+
+@pytest.fixture(scope="module")
+def reference(shared: Path) -> Reference:
+    return harness.load(shared / "reference" / reference_clients.FILE)
+
+
+@pytest.fixture(scope="module")
+def mnist(shared: Path):
+    return fj.datasets.load("mnist", shared / "data")
+
+
+@pytest.fixture(scope="module")
+def model(mnist):
+    apply = fj.networks.apply_fn(fj.networks.LeNet(), fj.datasets.normalizer(mnist[0]))
+    return fj.Model(apply, fj.likelihoods.categorical)
+
+
+# The authors' clients
+
+
+def kronecker_error(
+    factors: dict[str, Array], reference: Reference, client: int, name: str
+) -> float:
+    """Compare a layer's Kronecker product with the authors', ||A (x) G - B (x) H|| / ||B (x) H||.
+
+    The product is never formed, and how a scale is split between its factors does not matter.
+    """
+    theirs = [
+        reference.arrays[f"client{client}/kfac_{side}/{name}"] for side in ("input", "output")
+    ]
+    order = input_order(name, len(theirs[0]))
+    a, g = (np.asarray(factors[side], np.float64) for side in ("input", "output"))
+    b, h = (factor.astype(np.float64) for factor in theirs)
+    b = b[np.ix_(order, order)]
+    scale = np.linalg.norm(b) / np.linalg.norm(a)
+    a, g = a * scale, g / scale
+    # A (x) G - B (x) H = (A - B) (x) G + B (x) (G - H), without the cancellation of large squares.
+    da, dg = a - b, g - h
+    square = (da**2).sum() * (g**2).sum() + (b**2).sum() * (dg**2).sum()
+    square += 2 * (da * b).sum() * (g * dg).sum()
+    return float(np.sqrt(max(square, 0) / ((b**2).sum() * (h**2).sum())))
+
+
+def diagonal_error(entries: Params, reference: Reference, client: int, name: str) -> float:
+    """Compare a layer's diagonal Fisher with the authors', ||f - f'|| / ||f'||."""
+    shapes = {layer: reference.arrays[f"client{client}/{layer}"].shape for layer in LAYERS}
+    ends = dict(zip(LAYERS, np.cumsum([np.prod(shape) for shape in shapes.values()]), strict=True))
+    size = int(np.prod(shapes[name]))
+    flat = reference.arrays[f"client{client}/fisher_diagonal"][ends[name] - size : ends[name]]
+    theirs = from_torch(flat.reshape(shapes[name]), channels(reference.arrays, name))
+    ours = np.asarray(entries[LAYERS[name]]["kernel"], np.float64)
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+def input_order(name: str, size: int) -> np.ndarray:
+    """Say which of PyTorch's inputs, (channel, row, column), is our first, second, and so on."""
+    if name.startswith("conv"):
+        shape = (size // 25, 5, 5)
+    else:
+        shape = (16, 4, 4) if name == "fc1" else (size, 1, 1)
+    return np.arange(size).reshape(shape).transpose(1, 2, 0).reshape(-1)
+
+
+def error_of(
+    structure, model: fj.Model, reference: Reference, train: fj.datasets.Dataset, client: int
+) -> float:
+    """Compute one client's Fisher by the library's pass; return the largest error of a layer."""
+    params = jax.tree.map(lambda leaf: leaf[client], reference.params)
+    rows = jax.numpy.asarray(reference.partition[client])
+    examples = fj.Examples(jax.numpy.asarray(train.inputs), indices=rows)
+    ours = structure(model, params, examples)
+    if structure is fj.fisher.diagonal:
+        return max(diagonal_error(ours.entries, reference, client, name) for name in LAYERS)
+    return max(
+        kronecker_error(ours.factors[f"{layer}/kernel"], reference, client, name)
+        for name, layer in LAYERS.items()
+    )
+
+
+def test_the_authors_weights_classify_as_they_report(reference, mnist, model):
+    _, test = mnist
+    examples = fj.Examples(test.inputs, test.targets)
+    alone = fj.metrics.accuracy(model, reference.params, examples, stacked=True)
+    assert np.allclose(100 * np.asarray(alone), CLIENTS_ALONE, atol=0.06)
+
+
+def test_the_partition_is_the_authors(reference, mnist):
+    train, _ = mnist
+    ours = fj.partition.fedfisher(train.targets, num_clients=5, alpha=0.1, seed=3)
+    for own, theirs in zip(ours, reference.partition, strict=True):
+        assert set(own.tolist()) == set(theirs.tolist())
+
+
+@pytest.mark.parametrize("structure", [fj.fisher.kfac, fj.fisher.diagonal])
+def test_fisher_information_of_the_smallest_client_is_the_authors(
+    reference, mnist, model, structure
+):
+    assert error_of(structure, model, reference, mnist[0], client=3) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", [0, 1, 2, 4])
+@pytest.mark.parametrize("structure", [fj.fisher.kfac, fj.fisher.diagonal])
+def test_fisher_information_is_the_authors(reference, mnist, model, structure, client):
+    assert error_of(structure, model, reference, mnist[0], client) < 1e-4
+
+
+def test_the_error_of_kronecker_products_is_that_of_the_products_themselves():
+    random = np.random.default_rng(0)
+    a, g = random.normal(size=(3, 3)), random.normal(size=(2, 2))
+    b, h = a + 0.01 * random.normal(size=(3, 3)), 7 * g
+    arrays = {"client0/kfac_input/fc2": b, "client0/kfac_output/fc2": h}
+    known = Reference(None, [], None, arrays)
+    error = kronecker_error({"input": a, "output": g}, known, 0, "fc2")
+    direct = np.kron(a, g) - np.kron(b, h)
+    assert np.isclose(error, np.linalg.norm(direct) / np.linalg.norm(np.kron(b, h)), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_and_factors_are_brought_into_our_layout_alike(name):
+    """A dense layer's rows are permuted as its input factor is, a convolution's taps too."""
+    shapes = {"conv1": (6, 1, 5, 5), "conv2": (16, 6, 5, 5), "fc1": (120, 256), "fc2": (84, 120)}
+    shape = shapes.get(name, (10, 84))
+    arrays = {f"client0/{own}": np.empty(shapes[own]) for own in shapes}
+    arrays["client0/fc3"] = np.empty((10, 84))
+    weight = np.arange(np.prod(shape), dtype=float).reshape(shape)
+    ours = from_torch(weight, channels(arrays, name)).reshape(-1, shape[0])
+    flat = weight.reshape(shape[0], -1)
+    assert np.array_equal(ours, flat[:, input_order(name, flat.shape[1])].T)
+
+
+@pytest.mark.slow
+def test_merged_reference_clients_are_as_good_as_the_authors(reference, shared):
+    """Their Adam of K-FAC selects by the validation images of the file."""
+    percent = {}
+    for solver, names in (("cg", Merging().algorithms), ("adam", ("fedfisher_kfac",))):
+        asked = reference_clients.Config(Merging(names, solver=solver), data_dir=shared / "data")
+        task = reference_clients.prepare(asked, reference)
+        for row in reference_clients.merge(task, reference):
+            percent[solver, row.algorithm] = 100 * row.value
+    assert abs(percent["cg", "fedavg"] - 66.3) < 0.1
+    assert percent["cg", "fisher_merge"] >= 86.3
+    assert percent["cg", "regmean"] >= 84.5
+    assert percent["cg", "fedfisher_diag"] >= 86.3
+    assert percent["cg", "fedfisher_kfac"] >= 92.0
+    assert abs(percent["adam", "fedfisher_kfac"] - reference_clients.AUTHORS["fedfisher_kfac"]) <= 1
+
+
+# Any file like theirs
+
+
+SHAPES = {"conv1": (6, 1, 5, 5), "conv2": (16, 6, 5, 5), "fc1": (120, 256), "fc2": (84, 120)}
+SIZES = (30, 20)
+
+
+def made_up() -> dict[str, np.ndarray]:
+    """Make two clients of LeNet that nobody trained."""
+    random = np.random.default_rng(0)
+    shapes = SHAPES | {"fc3": (10, 84)}
+    arrays = {
+        f"client{client}/{name}": random.normal(0, 0.1, shape).astype(np.float32)
+        for client in range(len(SIZES))
+        for name, shape in shapes.items()
+    }
+    rows = {"partition_indices": np.arange(sum(SIZES)), "partition_sizes": np.array(SIZES)}
+    return arrays | rows | {"validation_indices": np.arange(50, 60)}
+
+
+@pytest.fixture(scope="module")
+def few(shared: Path, tmp_path_factory) -> Path:
+    """A folder with the first images of MNIST, in the format of the whole."""
+    from array_record.python import array_record_module as array_record
+
+    (source,) = (shared / "data" / "mnist").iterdir()
+    folder = tmp_path_factory.mktemp("data") / "mnist" / source.name
+    folder.mkdir(parents=True)
+    about = json.loads((source / "dataset_info.json").read_text())
+    for split in about["splits"]:
+        split["shardLengths"] = ["60"]
+        name = f"mnist-{split['name']}.array_record-00000-of-00001"
+        reader = array_record.ArrayRecordReader(str(source / name))
+        writer = array_record.ArrayRecordWriter(str(folder / name), "group_size:1")
+        for record in reader.read(0, 60):
+            writer.write(record)
+        writer.close()
+        reader.close()
+    (folder / "dataset_info.json").write_text(json.dumps(about))
+    (folder / "features.json").write_bytes((source / "features.json").read_bytes())
+    return folder.parents[1]
+
+
+@pytest.fixture
+def merged(few: Path, tmp_path: Path):
+    """Merge the clients of a file; return the exit status."""
+
+    def merge(*words: str, **changes: np.ndarray) -> int:
+        np.savez(tmp_path / "clients.npz", **(made_up() | changes))
+        places = {"reference": tmp_path / "clients.npz", "data-dir": few, "out": tmp_path / "out"}
+        options = [word for name, place in places.items() for word in (f"--{name}", str(place))]
+        return reference_clients.main([*options, *words])
+
+    return merge
+
+
+FEW = ("--algorithms", "fisher_merge")
+
+
+def test_any_file_leaves_what_one_shot_does(merged, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert merged(*FEW, "--max-examples", "10") == 0
+    files = {path.name for path in out.iterdir()}
+    assert files == {"config.json", "results.csv", "label_counts.csv", "summary.md", "accuracy.png"}
+    rows = records.read_rows(out / "results.csv", records.ONE_SHOT)
+    names = [(row.algorithm, row.client) for row in rows]
+    assert names == [("local", 0), ("local", 1), *((x, None) for x in ("ensemble", *FEW[1:]))]
+    shown = capsys.readouterr().out
+    assert "mnist, lenet, 2 clients of a file" in shown
+    assert "authors" not in shown  # this is not their file
+
+    # Of each client so many examples at most, its own.
+    with open(out / "label_counts.csv", newline="") as file:
+        counts = np.array(list(csv.reader(file))[1:], int)[:, 2:]
+    assert counts.sum(axis=1).tolist() == [10, 10]
+
+    # The same again is the same, another number of examples is refused.
+    again = [row._replace(seconds=None) for row in rows]
+    assert merged(*FEW, "--max-examples", "10") == 0
+    rows = records.read_rows(out / "results.csv", records.ONE_SHOT)
+    assert [row._replace(seconds=None) for row in rows] == again
+    assert merged(*FEW, "--max-examples", "25") == 1
+    assert "max_examples was 10, is 25" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, SIZES), (25, (25, 20)), (1, (1, 1))])
+def test_max_examples_bounds_the_examples_of_every_client(few, tmp_path, most, expected):
+    np.savez(tmp_path / "clients.npz", **made_up())
+    found = harness.load(tmp_path / "clients.npz")
+    asked = reference_clients.Config(Merging(("fedavg",)), max_examples=most, data_dir=few)
+    federation = reference_clients.prepare(asked, found).federations[0]
+    assert tuple(np.asarray(federation.sizes)) == expected
+    for own, size, all_own in zip(federation.indices, expected, found.partition, strict=True):
+        assert set(np.asarray(own[:size]).tolist()) <= set(all_own.tolist())
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "said"),
+    [
+        ("--algorithms fedavg fedprox", {}, "--algorithms has fedprox, which change how clients"),
+        ("--max-examples 0", {}, "--max-examples is 0, expected 1 or more"),
+        ("--algorithms fedlpq", {}, "did you mean 'fedlpa'"),
+        ("--model cnn", {}, 'For parameter "kernel" in "/conv1"'),
+        ("", {"partition_sizes": np.array([30, 21])}, "50 partition_indices and partition_sizes"),
+        ("", {"partition_indices": np.arange(50) + 20}, "expected 0 to 59"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(merged, tmp_path, capsys, words, changes, said):
+    assert merged(*words.split(), **changes) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.rglob("results.csv"))
+
+
+@pytest.mark.parametrize(
+    "missing", ["client1/fc1", "partition_sizes", "partition_indices", "validation_indices"]
+)
+def test_a_file_of_another_layout_is_refused_by_what_is_missing(tmp_path, capsys, missing):
+    path = tmp_path / "clients.npz"
+    np.savez(path, **{name: array for name, array in made_up().items() if name != missing})
+    assert reference_clients.main(["--reference", str(path), "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert f"{path} has no {missing}" in error
+    assert "expected the layout of the reference clients" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_file_is_told_without_a_traceback(tmp_path, capsys):
+    assert reference_clients.main(["--reference", str(tmp_path / "none.npz")]) == 1
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_archive_names_itself(tmp_path, capsys):
+    path = tmp_path / "clients.npz"
+    path.write_text("not an archive")
+    assert reference_clients.main(["--reference", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
