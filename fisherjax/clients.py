@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from fisherjax import checks
 from fisherjax.parallel import check_divides, client_mesh, mesh_of, replicate
+from fisherjax.partition.checks import client_rows
 from fisherjax.typing import Array, Examples, Key
 
 # Keys are folded by purpose, then by client, so that no two draws share a key.
@@ -82,7 +83,7 @@ def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
             f"inputs have shape {inputs.shape} and targets {targets.shape}; expected both to have "
             "one row for each example."
         )
-    rows = [_check_rows(rows, client, len(inputs)) for client, rows in enumerate(partition)]
+    rows = [client_rows(rows, client, len(inputs)) for client, rows in enumerate(partition)]
     sizes = np.array([len(own) for own in rows], np.int32)
     if sizes.sum() == 0:
         raise ValueError(
@@ -240,23 +241,3 @@ def _rows(examples: Examples) -> tuple[Array, Array]:
     rows = jnp.arange(examples.inputs.shape[0], dtype=jnp.int32) if rows is None else rows
     weights = jnp.ones(rows.shape) if weights is None else jnp.asarray(weights, float)
     return rows, weights
-
-
-def _check_rows(rows: Any, client: int, num_examples: int) -> np.ndarray:
-    rows = np.asarray(rows)
-    if rows.ndim != 1:
-        raise ValueError(
-            f"The rows of client {client} have shape {rows.shape}; expected one dimension, [n_i]."
-        )
-    # An empty list is an array of floats to NumPy: only rows that exist have a dtype to check.
-    if rows.size and not np.issubdtype(rows.dtype, np.integer):
-        raise TypeError(
-            f"The rows of client {client} have dtype {rows.dtype}; expected integers. Turn a mask "
-            "into rows with numpy.flatnonzero."
-        )
-    if rows.size and (rows.min() < 0 or rows.max() >= num_examples):
-        raise ValueError(
-            f"The rows of client {client} run from {rows.min()} to {rows.max()}; expected 0 to "
-            f"{num_examples - 1}. The partition must come from the targets of this data set."
-        )
-    return rows.astype(np.int32)

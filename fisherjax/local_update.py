@@ -21,12 +21,7 @@ class LocalTraining(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The state of an optimiser of which a part comes back from training.
-
-    Attributes:
-        own: What `Trained.extras` holds.
-        base: The state of the optimiser around which it was wrapped.
-    """
+    """A state of which one part comes back from training; the other is the user's optimiser's."""
 
     own: Any
     base: Any

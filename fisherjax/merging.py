@@ -26,7 +26,7 @@ def summarize(
     key: Key,
     clients_per_chunk: int | None = None,
 ) -> Update:
-    """Compute every client's update: what it sends to the server.
+    """Compute every client's update, stacked: what it sends to the server.
 
     Compiled once for equal algorithms and shapes. What an algorithm keeps on the clients is fresh
     here, as in a first round; `rounds` carries it on.
@@ -38,9 +38,6 @@ def summarize(
         federation: The clients' data.
         key: Folded by client.
         clients_per_chunk: Side by side on a device; None chooses, 1 on a CPU.
-
-    Returns:
-        The updates, stacked.
 
     Raises:
         ValueError: If the models are not as many as the clients, or lack what the algorithm needs

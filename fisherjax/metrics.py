@@ -133,7 +133,7 @@ def performance(
     stacked: bool = False,
     batch_size: int = 100,
 ) -> Performance:
-    """Measure loss and accuracy on every client's examples.
+    """Measure loss and accuracy on every client's examples, [M]; NaN where outputs are NaN.
 
     Args:
         model: Its negative log-likelihood is the loss.
@@ -141,9 +141,6 @@ def performance(
         federation: The clients' data; those of a cohort by `clients.select`.
         stacked: Whether each client has its own model.
         batch_size: Examples of a minibatch; a last short one costs as much as a full one.
-
-    Returns:
-        Numbers [M]; NaN where a model's outputs are NaN.
 
     Raises:
         ValueError: If models, targets or batch_size do not fit.
@@ -169,12 +166,7 @@ def performance(
 
 
 class Barrier(NamedTuple):
-    """How much worse the global model is on clients' data than their own models.
-
-    Attributes:
-        loss: mean_i [L_i(W) - L_i(W_i)], in nats.
-        accuracy: mean_i [accuracy_i(W_i) - accuracy_i(W)], a fraction.
-    """
+    """Means over clients of L_i(W) - L_i(W_i), in nats, and of accuracy_i(W_i) - accuracy_i(W)."""
 
     loss: Array
     accuracy: Array

@@ -18,24 +18,14 @@ AXIS = "clients"
 
 
 class Layout(NamedTuple):
-    """Where clients are computed.
-
-    Attributes:
-        clients_per_chunk: Side by side on a device.
-        mesh: Devices that share the clients, None for a single one.
-    """
+    """Where clients are computed: so many side by side on a device, of one or of a mesh."""
 
     clients_per_chunk: int
     mesh: Mesh | None = None
 
 
 class Memory(NamedTuple):
-    """What a compiled program needs on one device, in bytes.
-
-    Attributes:
-        resident: Its arguments and results: data, models, updates.
-        scratch: What it needs while it runs; grows with the clients of a chunk.
-    """
+    """Bytes of a program on one device: its arguments and results, and what it needs to run."""
 
     resident: int
     scratch: int
@@ -110,12 +100,7 @@ def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
 def wasted_steps(steps: Sequence[int], clients_per_chunk: int) -> float:
     """Say how much of the work on clients side by side is spent waiting for the largest of a chunk.
 
-    Args:
-        steps: Of each client.
-        clients_per_chunk: From 1 to M.
-
-    Returns:
-        Steps of finished clients over all steps computed, from 0 to 1.
+    Given the steps of each client: those of finished ones over all that are computed, from 0 to 1.
 
     Example:
         >>> [wasted_steps([1, 4, 1, 4], chunk) for chunk in (4, 2)]

@@ -62,12 +62,7 @@ class Round(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes of one client in one round, as they are in memory.
-
-    Attributes:
-        down: From the server: the model and what the client's optimiser is given.
-        up: To the server: the update.
-    """
+    """Bytes of one client in one round: the model and what its optimiser is given, the update."""
 
     down: int
     up: int

@@ -242,10 +242,7 @@ def _epoch_by_epoch(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _first_states(local: LocalTraining, num_clients: int, params: Params) -> State:
-    def stack(leaf: Array) -> Array:
-        return jnp.broadcast_to(leaf, (num_clients, *leaf.shape))
-
-    return jax.tree.map(stack, first_state(local, params))
+    return jax.vmap(lambda _: first_state(local, params))(jnp.arange(num_clients))
 
 
 # The states are donated: between epochs those of all clients are not held twice.
@@ -270,7 +267,7 @@ def _run(
         # One client's slice: its place, its state if it goes on, its own start and extras if any.
         place, state, *mine = own
         first, last, total = epochs
-        own_given = tuple(map(_either, common, mine))
+        own_given = tuple(c if o is None else o for c, o in zip(common, mine, strict=True))
         epoch = client_epochs(local, federation, place, key, own_given, total)
 
         def body(number: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
@@ -294,7 +291,3 @@ def _run(
         sizes=federation.sizes,
         **layout._asdict(),
     )
-
-
-def _either(common: Any, own: Any) -> Any:
-    return common if own is None else own

@@ -317,11 +317,11 @@ def test_a_seed_is_an_integer_of_32_bits(seed, error):
         ([], ValueError, "no client"),
         ([[0, 1], [1, 2]], ValueError, "row 1 belongs to client 0 and to client 1"),
         ([[0], [2, 2]], ValueError, "client 1 holds row 2 2 times"),
-        ([[0], [4]], ValueError, "client 1's rows run from 4 to 4.*4 examples, 0 to 3"),
-        ([[-1]], ValueError, "client 0's rows run from -1"),
-        ([[0], [1.0]], TypeError, "client 1's rows have dtype float64"),
-        ([[True, False]], TypeError, "client 0's rows have dtype bool.*flatnonzero"),
-        ([[[0, 1]]], ValueError, r"client 0's rows have shape \(1, 2\)"),
+        ([[0], [4]], ValueError, "rows of client 1 run from 4 to 4; expected 0 to 3"),
+        ([[-1]], ValueError, "rows of client 0 run from -1"),
+        ([[0], [1.0]], TypeError, "rows of client 1 have dtype float64"),
+        ([[True, False]], TypeError, "rows of client 0 have dtype bool.*flatnonzero"),
+        ([[[0, 1]]], ValueError, r"rows of client 0 have shape \(1, 2\)"),
     ],
 )
 def test_check_partition_names_the_client_at_fault(parts, error, message):

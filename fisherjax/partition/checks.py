@@ -24,26 +24,9 @@ def check_partition(partition: Sequence[np.ndarray], num_examples: int) -> None:
         raise ValueError("the partition has no client: pass one array of row numbers per client")
     owner = np.full(num_examples, -1)
     for client, part in enumerate(partition):
-        rows = np.asarray(part)
-        if rows.ndim != 1:
-            raise ValueError(
-                f"client {client}'s rows have shape {rows.shape}, expected one dimension [n_i]"
-            )
-        # Before the type: NumPy makes an empty list an array of floats.
-        if rows.size == 0:
-            continue
-        if not np.issubdtype(rows.dtype, np.integer):
-            raise TypeError(
-                f"client {client}'s rows have dtype {rows.dtype}, expected integers: turn a mask "
-                "into rows with numpy.flatnonzero"
-            )
-        if rows.min() < 0 or rows.max() >= num_examples:
-            raise ValueError(
-                f"client {client}'s rows run from {rows.min()} to {rows.max()}, but there are "
-                f"{num_examples} examples, 0 to {num_examples - 1}"
-            )
+        rows = client_rows(part, client, num_examples)
         values, counts = np.unique(rows, return_counts=True)
-        if counts.max() > 1:
+        if counts.max(initial=0) > 1:
             raise ValueError(
                 f"client {client} holds row {values[counts.argmax()]} {counts.max()} times: "
                 "every row may appear once"
@@ -55,6 +38,27 @@ def check_partition(partition: Sequence[np.ndarray], num_examples: int) -> None:
                 "clients must not share examples"
             )
         owner[rows] = client
+
+
+def client_rows(rows, client: int, num_examples: int) -> np.ndarray:
+    """Give the numbers of a client's examples as an array [n_i]; refuse what are none."""
+    rows = np.asarray(rows)
+    if rows.ndim != 1:
+        raise ValueError(
+            f"The rows of client {client} have shape {rows.shape}; expected one dimension, [n_i]."
+        )
+    # An empty list is an array of floats to NumPy: only rows that exist have a dtype to check.
+    if rows.size and not np.issubdtype(rows.dtype, np.integer):
+        raise TypeError(
+            f"The rows of client {client} have dtype {rows.dtype}; expected integers. Turn a mask "
+            "into rows with numpy.flatnonzero."
+        )
+    if rows.size and (rows.min() < 0 or rows.max() >= num_examples):
+        raise ValueError(
+            f"The rows of client {client} run from {rows.min()} to {rows.max()}; expected 0 to "
+            f"{num_examples - 1}. The partition must come from the targets of this data set."
+        )
+    return rows.astype(np.int32)
 
 
 def labels(targets) -> np.ndarray:
