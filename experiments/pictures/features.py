@@ -89,16 +89,16 @@ def draw(drawn: dict[str, np.ndarray], labels: np.ndarray, path: Path) -> None:
     rows, classes = math.ceil(len(drawn) / columns), np.unique(labels)
     figure, panels = figures.canvas(3 * columns, 3.1 * rows + 0.5, columns, rows)
     panels, colours = np.ravel(panels), figures.class_colours(int(classes.max()) + 1)
-    outline = [withStroke(linewidth=3, foreground="white")]
+    # Where colours fail, in greyscale or for a colour-blind eye, the number tells.
+    outline = [withStroke(linewidth=4, foreground="white")]
+    number = {"ha": "center", "va": "center", "size": 13, "weight": "bold", "path_effects": outline}
     for axes in panels:
         axes.set_axis_off()
     for axes, (title, points) in zip(panels, drawn.items(), strict=False):
         for name in classes:
             own = points[labels == name]
             axes.scatter(*own.T, color=colours[name], s=4, linewidths=0, label=str(name))
-            # Where colours fail, in greyscale or for a colour-blind eye, the number tells.
-            middle = own[cdist(own, own).sum(0).argmin()]
-            axes.annotate(str(name), middle, ha="center", va="center", path_effects=outline)
+            axes.annotate(str(name), own[cdist(own, own).sum(0).argmin()], **number)
         axes.set_title(title, fontsize="medium")
     figures.legend(figure, panels, columns=10, title="class", markerscale=3)
     figures.save(figure, path)
