@@ -1,6 +1,7 @@
 """Fixtures that every test may ask for."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,15 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest
+
+# XLA's older code generator saves half of the rest; newer versions, which no longer have it, would
+# stop at a flag they do not know. Flags are read at the first compilation.
+FLAG, flags = "--xla_cpu_use_fusion_emitters", os.environ.get("XLA_FLAGS", "")
+is_quick = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and jax.__version_info__ < (0, 11)
+if is_quick and FLAG not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} {FLAG}=false"
+# Tracing makes much garbage: to look for it as often as Python does takes a tenth of the time.
+gc.set_threshold(50_000, 20, 20)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 COMPILED = "/jax/core/compile/backend_compile_duration"
