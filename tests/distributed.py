@@ -12,7 +12,8 @@ from functools import partial
 
 def main(devices: int, port: str | None = None, process: str | None = None) -> None:
     """Compare every step on all devices with the same step on one."""
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp
@@ -36,14 +37,16 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
         lambda params, x: jnp.tanh(x @ params["a"]) @ params["b"], fj.likelihoods.categorical
     )
 
-    def whole(x):
-        """Bring an array to every process."""
-        replicated = jax.sharding.NamedSharding(spread.mesh, jax.sharding.PartitionSpec())
-        return np.asarray(jax.jit(lambda x: x, out_shardings=replicated)(x))
+    replicated = jax.sharding.NamedSharding(spread.mesh, jax.sharding.PartitionSpec())
+    replicate = jax.jit(lambda tree: tree, out_shardings=replicated)
+
+    def whole(tree):
+        """Bring arrays to every process; one process sees them all as they are."""
+        return jax.tree.map(np.asarray, tree if process is None else replicate(tree))
 
     def same(one, many):
         jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(whole(y), x, rtol=2e-5, atol=1e-6), one, many
+            lambda x, y: np.testing.assert_allclose(y, x, rtol=2e-5, atol=1e-6), one, whole(many)
         )
 
     def trained(federation, algorithm, **how):
