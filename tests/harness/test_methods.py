@@ -1,6 +1,8 @@
 """Methods by their names: every number and switch of a factory is an option that reaches it."""
 
+import contextlib
 import inspect
+import io
 import re
 import typing
 
@@ -89,14 +91,10 @@ def test_an_option_of_one_method_reaches_no_other(name):
 @pytest.fixture(scope="module")
 def shown() -> str:
     """What --help shows of the options, without lines and frames."""
-    patch = pytest.MonkeyPatch()
-    with patch.context() as patched:
-        patched.setenv("COLUMNS", "100")
-        said = []
-        patched.setattr("builtins.print", lambda *words, **_: said.extend(map(str, words)))
-        with pytest.raises(SystemExit):
-            one_shot.main(["--help"])
-    return "".join(re.sub("[│─╭╮╰╯]", " ", "\n".join(said)).split())
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
+        one_shot.main(["--help"])
+    return "".join(re.sub("[│─╭╮╰╯]", " ", said.getvalue()).split())
 
 
 @pytest.mark.parametrize(("name", "option"), PAIRS)

@@ -1,0 +1,136 @@
+"""The commands: the order in which experiments are read, how long a command is, what --help says.
+
+A command imports the harness and the pictures, never another command; in the harness a module
+imports only modules above it. `ORDER` is what the harness's own docstring says.
+"""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import harness
+
+ROOT = Path(__file__).resolve().parents[1] / "experiments"
+
+ORDER = [
+    "commands",
+    *("tables", "records", "figures"),
+    *("config", "methods", "tasks"),
+    *("one_round", "accuracies", "memory", "progress"),
+    *("grids", "niid", "reference"),
+    *("checkpoints", "rounds", "curves"),
+]
+MOST_LINES = 150
+
+FILES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in ROOT.rglob("*.py")}
+HARNESS = [name for name in FILES if name.startswith("harness/") and not name.endswith("__init__")]
+PICTURES = [name for name in FILES if name.startswith("pictures/")]
+BENCHMARK = [name for name in FILES if name.startswith("benchmark/")]
+COMMANDS = [name for name in FILES if "/" not in name and name != "__init__"]
+MAINS = [*COMMANDS, "benchmark/__main__"]
+
+
+def imports_of(name: str) -> set[str]:
+    """Return the files of experiments that one imports: "harness/tables" for tables.csv_text."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}, line {node.lineno}: write the whole module name"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    own = [words.split(".")[1:] for words in found if words.split(".")[0] == "experiments"]
+    paths = [["/".join(words[:end]) for end in range(len(words), 0, -1)] for words in own]
+    # A name that is no file is defined in the last that is one, or in a folder's __init__.
+    return {next((path for path in own if path in FILES), own[-1]) for own in paths}
+
+
+# Order
+
+
+def test_the_harness_says_in_which_order_it_is_read():
+    _, _, told = harness.__doc__.partition("\n\n")
+    groups = re.findall(r"(?:^|\. )([\w, ]+):", " ".join(told.split()))
+    assert [name for group in groups for name in group.split(", ")] == ORDER
+
+
+def test_every_module_of_the_harness_has_its_place():
+    assert {name.removeprefix("harness/") for name in HARNESS} == set(ORDER)
+
+
+@pytest.mark.parametrize("name", HARNESS)
+def test_a_module_of_the_harness_imports_only_modules_above_it(name):
+    above = ORDER[: ORDER.index(name.removeprefix("harness/"))]
+    assert imports_of(name) <= {f"harness/{module}" for module in above}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_imports_the_harness_and_pictures_and_no_other_command(name):
+    assert imports_of(name) <= {*HARNESS, *PICTURES}
+
+
+@pytest.mark.parametrize("name", [*PICTURES, *BENCHMARK])
+def test_pictures_and_the_benchmark_import_the_harness_and_themselves(name):
+    beside = PICTURES if name in PICTURES else BENCHMARK
+    assert imports_of(name) <= {*HARNESS, *beside}
+
+
+# Length
+
+
+@pytest.mark.parametrize("name", MAINS)
+def test_a_command_is_short(name):
+    assert len(FILES[name].read_text().splitlines()) <= MOST_LINES
+
+
+# Help
+
+
+def module_of(name: str):
+    return importlib.import_module(f"experiments.{name.replace('/', '.')}")
+
+
+def help_of(name: str, capsys, monkeypatch) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what --help says of each group and of each option, by their names."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stop:
+        module_of(name).main(["--help"])
+    assert stop.value.code == 0
+    groups: dict[str, str] = {}
+    options: dict[str, str] = {}
+    where, last = groups, ""
+    # With frames of lines or without, as the terminal can show them.
+    for line in re.sub("[│╭╮╰╯─]", "-", capsys.readouterr().out).splitlines():
+        line = line.removeprefix("-").rstrip(" -")
+        if title := re.fullmatch(r"[ -]*((\S+ )?options)", line):
+            where, last = groups, title[1]
+            groups[last] = ""
+        elif option := re.fullmatch(r" {0,2}(--?\w[\w.-]*).*?(  .*)?", line):
+            where, last = options, option[1]
+            options[last] = (option[2] or "").strip()
+        elif last and (where is groups or line.startswith(6 * " ")):  # else names of choices
+            where[last] = f"{where[last]} {line.strip()}".strip()
+    return groups, options
+
+
+@pytest.mark.parametrize("name", MAINS)
+def test_help_has_a_sentence_for_every_group_and_every_option(name, capsys, monkeypatch):
+    groups, options = help_of(name, capsys, monkeypatch)
+    assert groups.pop("options") == ""
+    for group, text in groups.items():
+        assert re.fullmatch(r"[^a-z].*\.", text), f"{group}: {text}"
+    assert options.pop("-h") == "show this help message and exit"
+    assert len(options) > 1
+    for option, text in options.items():
+        assert re.fullmatch(r"[^a-z(].*\. \((default: .*|required)\)", text), f"{option}: {text}"
+
+
+@pytest.mark.parametrize("name", MAINS)
+def test_an_option_that_does_not_exist_is_refused(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        module_of(name).main(["--no-such-option"])
+    assert stop.value.code == 2
+    assert f"python -m {module_of(name).PROGRAM} --help" in capsys.readouterr().err
