@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import records
+from experiments.harness import records
 
 ROOT = Path(__file__).parents[1]
 TOY = '''
@@ -58,16 +58,17 @@ TABLE["toy"] = Row("Toy", toy)
 COMMANDS = """
 import json, sys
 import toy
-from experiments import choices, one_shot
+from experiments import one_shot
 from experiments.federated import main as federated
+from experiments.harness.figures import label
 
-assert choices.label("toy") == "Toy"
+assert label("toy") == "Toy"
 commands = {"one_shot": one_shot.main, "federated": federated}
 sys.exit(max(commands[name](words) for name, *words in json.loads(sys.argv[1])))
 """
 ONE_SHOT = (
     *("--num-clients", "3", "--partition-seeds", "0", "1", "--seeds", "0", "--epochs", "1"),
-    *("--batch-size", "64", "--algorithms", "fedavg", "toy", "--mu", "0.5", "--no-central"),
+    *("--batch-size", "64", "--algorithms", "fedavg", "toy", "--toy.mu", "0.5", "--no-central"),
 )
 FEDERATED = (
     *("--num-clients", "4", "--validation-clients", "1", "--held-out-clients", "1"),
@@ -111,7 +112,7 @@ def finished(folder):
 
 def left(folder):
     """All that both commands found out, but for the time that it took."""
-    rows = records.read(folder / "one_shot" / "results.csv")
+    rows = records.read_rows(folder / "one_shot" / "results.csv", records.ONE_SHOT)
     with open(folder / "federated" / "results.csv", newline="") as file:
         measured = list(csv.reader(file))
     model = (folder / "federated" / "models" / f"{NAME}.safetensors").read_bytes()
@@ -142,7 +143,8 @@ def test_both_commands_run_it(finished):
 def test_the_same_commands_go_on_where_they_were_stopped(finished):
     before = left(finished)
     results = finished / "one_shot" / "results.csv"
-    records.write(results, [row for row in records.read(results) if row.partition_seed == 0])
+    rows = records.read_rows(results, records.ONE_SHOT)
+    records.write_rows(results, [r for r in rows if r.partition_seed == 0], records.ONE_SHOT)
     checkpoints = finished / "federated" / "checkpoints" / NAME
     shutil.rmtree(checkpoints / "2")
     shutil.rmtree(finished / "federated" / "models")
@@ -155,10 +157,10 @@ def test_the_same_commands_go_on_where_they_were_stopped(finished):
 
 
 def test_a_name_like_it_is_refused_with_it_as_the_nearest(folder):
-    for command in ("one_shot", "federated"):
-        refused = run(folder, [command, "--algorithms", "toyy", "--out", str(folder / "refused")])
-        assert refused.returncode == 1
-        assert "did you mean 'toy'" in refused.stderr
+    words = ("--algorithms", "toyy", "--out", str(folder / "refused"))
+    refused = run(folder, ("one_shot", *words), ("federated", *words))
+    assert refused.returncode == 1
+    assert refused.stderr.count("did you mean 'toy'") == 2
 
 
 def test_the_battery_of_laws_runs_on_it(folder):
