@@ -94,8 +94,8 @@ def _shower(bar: Progress, shown: TaskID, unit: Unit) -> Callable[[int, float | 
     def show(number: int, accuracy: float | None) -> None:
         ends.append((time.perf_counter(), number))
         since, before = ends[min(1, len(ends) - 1)]
-        elapsed = ends[-1][0] - since
-        speed = f"{(number - before) / elapsed:.2f} rounds/s" if number > before else ""
+        rate = (number - before) / max(ends[-1][0] - since, 1e-9)
+        speed = f"{rate:.2f} rounds/s" if number > before else ""
         reached = "" if accuracy is None else f", accuracy {100 * accuracy:.1f} %"
         bar.update(shown, completed=number, description=_named(unit) + reached, speed=speed)
 
@@ -111,7 +111,8 @@ def _told(unit: Unit, rows: Sequence[Row], seconds: float) -> str:
 
 
 def _named(unit: Unit) -> str:
-    return f"{label(unit.algorithm)}, {unit.local_epochs} local epochs, seed {unit.seed}"
+    epochs = f"{unit.local_epochs} local epoch{'s' * (unit.local_epochs > 1)}"
+    return f"{label(unit.algorithm)}, {epochs}, seed {unit.seed}"
 
 
 if __name__ == "__main__":

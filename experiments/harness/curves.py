@@ -59,10 +59,9 @@ def footnote(config: Federated) -> str:
     if config.data.dataset == PLAYS:
         what = "Next-character accuracy"
         perplexity = " Perplexity is exp of the test loss of a character."
-    seeds, bands = len(config.seeds), ""
-    runs = "one seed"
-    if seeds > 1:
-        runs = f"mean ± standard deviation over {seeds} seeds"
+    runs, bands = "one seed", ""
+    if len(config.seeds) > 1:
+        runs = f"mean ± standard deviation over {len(config.seeds)} seeds"
         bands = " Curves are means over seeds, bands their ranges."
     return (
         f"{what} in %, {runs}, of the last model: on the test data, then the mean over held-out "
@@ -86,8 +85,8 @@ def figure(
     for panel, epochs in zip(panels, config.local_epochs, strict=True):
         for algorithm in config.merging.algorithms:
             _curve(panel, rows, algorithm, epochs, metric)
-        plural = "" if epochs == 1 else "s"
-        panel.set_title(f"{epochs} local epoch{plural} a round", fontsize="medium", loc="left")
+        heading = f"{epochs} local epoch{'s' * (epochs > 1)} a round"
+        panel.set_title(heading, fontsize="medium", loc="left")
         panel.set_xlabel("local epochs in all")
         panel.grid(color=GRID, linewidth=0.8)
     panels[0].set_ylabel(what)
