@@ -15,6 +15,8 @@ from fisherjax.typing import Params
 Errors = dict[str, np.ndarray]
 """Mean squared errors [overlaps, seeds, 2] by algorithm; the first are of the `local` models."""
 _CLIENTS = (("#7f7f7f", "."), ("#b5b5b5", "x"))
+_CORNER = {"xy": (1, 1), "xycoords": "axes fraction", "ha": "right", "va": "top", "size": 9}
+_PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 
 
 def measure(width: int, runs: Runs, merged: dict[str, Params]) -> Errors:
@@ -75,20 +77,20 @@ def draw_functions(
     apply, x = toy_regression.model(width).apply, np.linspace(-1, 1, 401)[:, None]
     figure, panels = canvas(9.5, 4.4, columns=3, sharex=True, sharey=True)
     for place, (axes, overlap) in enumerate(zip(panels, SUPPORTS, strict=True)):
-        run = _select((runs, merged), cells(runs).index((overlap, seed)))
-        data, models, all_merged = run[0].federations, run[0].locals, run[1]
+        run = cells(runs).index((overlap, seed))
+        data, models = _select((runs.federations, runs.locals), run)
         for client, (colour, marker) in enumerate(_CLIENTS):
             own, name = data.indices[client], f"client {client + 1}"
             points = data.inputs[own], data.targets[own]
             axes.plot(*points, marker, color=colour, ms=3.5, label=f"{name}, points")
             y = apply(_select(models, client), x)
             axes.plot(x, y, ":", color=colour, lw=2, label=f"{name}, own model")
-        for number, (name, params) in enumerate(all_merged.items()):
+        for number, (name, stacked) in enumerate(merged.items()):
+            y = apply(_select(stacked, run), x)
             marks = {"markevery": (12 * number, 60), "ms": 5.5, "linestyle": line_style(name)}
-            axes.plot(x, apply(params, x), lw=1.6, **marks, **style(name))
+            axes.plot(x, y, lw=1.6, **marks, **style(name))
         told = [f"{label(n)} {own[place, seed]:.3f}" for n, own in barriers(measured).items()]
-        corner = {"xycoords": "axes fraction", "ha": "right", "va": "top", "fontsize": 9}
-        axes.annotate("\n".join(["barriers:", *told]), (1, 1), **corner)
+        axes.annotate("\n".join(["barriers:", *told]), bbox=_PAPER, **_CORNER)
         axes.set_title(f"overlap: {overlap}", fontsize="medium", loc="left")
         axes.set_xlabel("x")
     panels[0].set(ylim=(-2.2, 2.6), xticks=[-1, -0.5, 0, 0.5, 1], ylabel="y")
@@ -98,8 +100,7 @@ def draw_functions(
 
 def draw_barriers(measured: Errors, path: Path) -> None:
     """Draw the barriers, a dot for each seed and a line at the median of each algorithm."""
-    figure, axes = canvas(8, 4)
-    found = barriers(measured)
+    (figure, axes), found = canvas(8, 4), barriers(measured)
     for number, (name, both) in enumerate(found.items()):
         look, beside = style(name), 0.8 * ((number + 0.5) / len(found) - 0.5)
         for place, values in enumerate(both):

@@ -1,7 +1,6 @@
 """Two clients learn pieces of one curve, y = sin(2 pi x), and are merged in one round.
 
-One program trains all runs: side by side on an accelerator, and one after the other on a CPU,
-where that is faster.
+One program trains all runs: side by side on an accelerator, in turn on a CPU, which is faster.
 
 Source: Dhawan, Mitchell, Charles, Garrett, Dziugaite, "Leveraging Function Space Aggregation for
     Federated Learning at Scale", TMLR 2024, figure 2, which gives no numbers. FedFish's Fisher is
