@@ -1,6 +1,7 @@
 """Slow and obvious computations that every structure of the Fisher is compared with."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -62,28 +63,30 @@ def targets_for() -> Callable:
     return targets
 
 
+@partial(jax.jit, static_argnums=0)
+def _jacobian(apply: Callable, params: dict, inputs: jax.Array) -> jax.Array:
+    flat, restore = ravel_pytree(params)
+
+    def outputs(flat: jax.Array, example: jax.Array) -> jax.Array:
+        return apply(restore(flat), example[None])[0].ravel()
+
+    return jax.vmap(jax.jacrev(outputs), (None, 0))(flat, inputs)
+
+
 @pytest.fixture
 def jacobian() -> Callable:
     """J_n = dz_n/dparams of each example: `jacobian(apply, params, inputs)` -> [N, outputs, d]."""
-
-    def compute(apply: Callable, params: dict, inputs: jax.Array) -> jax.Array:
-        flat, restore = ravel_pytree(params)
-
-        def outputs(flat: jax.Array, example: jax.Array) -> jax.Array:
-            return apply(restore(flat), example[None])[0].ravel()
-
-        return jax.jit(jax.vmap(jax.jacrev(outputs), (None, 0)))(flat, inputs)
-
-    return compute
+    return lambda *arguments: np.asarray(_jacobian(*arguments))
 
 
 @pytest.fixture
 def oracle(jacobian) -> Callable:
     """`oracle(apply, params, inputs, columns)`: mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T [d, d]."""
 
-    def compute(apply: Callable, params: dict, inputs: jax.Array, columns: jax.Array) -> jax.Array:
-        columns = columns.reshape(*columns.shape[:2], -1)
-        gradients = jnp.einsum("nod,kno->knd", jacobian(apply, params, inputs), columns)
-        return jnp.einsum("knd,kne->de", gradients, gradients) / len(inputs)
+    def compute(apply: Callable, params: dict, inputs: jax.Array, columns: jax.Array) -> np.ndarray:
+        columns = np.reshape(columns, (*columns.shape[:2], -1))
+        gradients = np.einsum("nod,kno->knd", jacobian(apply, params, inputs), columns)
+        flat = gradients.reshape(-1, gradients.shape[-1])
+        return flat.T @ flat / len(inputs)
 
     return compute
