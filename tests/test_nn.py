@@ -12,13 +12,15 @@ from jax import lax
 from fisherjax import nn
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-PADDINGS = st.sampled_from(["VALID", "SAME", "SAME_LOWER", ((1, 2), (0, 1)), ((-1, 0), (2, -1))])
+# XLA itself crashes in the derivative of lax's convolution for ((1, 2), (0, 1)), a kernel of 2 x 3
+# and strides as large.
+PADDINGS = st.sampled_from(["VALID", "SAME", "SAME_LOWER", ((2, 1), (0, 1)), ((-1, 0), (2, -1))])
 SIDES = st.integers(1, 3)
 
 
-def arrays(key, *shapes):
-    keys = jax.random.split(key, len(shapes))
-    return [jax.random.normal(k, shape, float) for k, shape in zip(keys, shapes, strict=True)]
+def arrays(*shapes):
+    draw = np.random.default_rng(0).normal
+    return [jnp.asarray(draw(size=shape)) for shape in shapes]
 
 
 def both(**arguments):
@@ -49,9 +51,7 @@ def assert_close(ours, theirs, tolerance=1e-12):
 def test_patches_are_the_convolution_with_all_its_derivatives(
     x64, kernel, strides, padding, channels, batch
 ):
-    x, kernel, dx, dkernel = arrays(
-        jax.random.key(0), *2 * ((batch, 6, 7, channels[0]), (*kernel, *channels))
-    )
+    x, kernel, dx, dkernel = arrays(*2 * ((batch, 6, 7, channels[0]), (*kernel, *channels)))
 
     def everything(convolve):
         y, tangent = jax.jvp(convolve, (x, kernel), (dx, dkernel))
@@ -63,13 +63,14 @@ def test_patches_are_the_convolution_with_all_its_derivatives(
 
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_a_flax_layer_keeps_its_parameters_and_outputs(x64, key, use_bias):
-    [x] = arrays(key, (2, 8, 8, 3))
+    [x] = arrays((2, 8, 8, 3))
     settings = {"features": 4, "kernel_size": (3, 3), "strides": 2, "use_bias": use_bias}
     plain = flax.linen.Conv(**settings)
     fast = flax.linen.Conv(**settings, conv_general_dilated=nn.conv_general_dilated)
-    params = jax.tree.map(jnp.cos, plain.init(key, x))
-    assert jax.tree.map(jnp.shape, fast.init(key, x)) == jax.tree.map(jnp.shape, params)
-    assert_close(fast.apply(params, x), plain.apply(params, x))
+    shapes = jax.eval_shape(plain.init, key, x)
+    assert jax.eval_shape(fast.init, key, x) == shapes
+    params = jax.tree.map(lambda leaf: np.cos(np.arange(leaf.size)).reshape(leaf.shape), shapes)
+    assert_close(*jax.jit(lambda params: (fast.apply(params, x), plain.apply(params, x)))(params))
 
 
 @pytest.mark.parametrize(
@@ -84,23 +85,23 @@ def test_a_flax_layer_keeps_its_parameters_and_outputs(x64, key, use_bias):
     ],
     ids=["kernel dilated", "input dilated", "feature groups", "batch groups", "NCHW", "no output"],
 )
-def test_what_patches_do_not_cover_goes_to_lax_unobserved(x64, key, shape, kernel, arguments):
-    x, kernel = arrays(key, shape, kernel)
+def test_what_patches_do_not_cover_goes_to_lax_unobserved(x64, shape, kernel, arguments):
+    x, kernel = arrays(shape, kernel)
     ours, theirs = both(window_strides=(1, 1), padding=((0, 0), (0, 0)), **arguments)
     with nn.observe_convolutions(lambda y, lhs, rhs, **settings: pytest.fail("observed")):
         assert_close(ours(x, kernel), theirs(x, kernel))
 
 
-def test_one_dimensional_convolutions_go_to_lax(x64, key):
-    x, kernel = arrays(key, (2, 9, 3), (3, 3, 4))
+def test_one_dimensional_convolutions_go_to_lax(x64):
+    x, kernel = arrays((2, 9, 3), (3, 3, 4))
     ours, theirs = both(
         window_strides=(2,), padding="SAME", dimension_numbers=("NWC", "WIO", "NWC")
     )
     assert_close(ours(x, kernel), theirs(x, kernel))
 
 
-def test_mismatching_channels_are_an_error(key):
-    x, kernel = arrays(key, (2, 9, 9, 3), (3, 3, 2, 4))
+def test_mismatching_channels_are_an_error():
+    x, kernel = arrays((2, 9, 9, 3), (3, 3, 2, 4))
     with pytest.raises((TypeError, ValueError), match="feature"):
         nn.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=NHWC)
 
@@ -111,15 +112,15 @@ def test_no_images_give_no_outputs():
     assert nn.max_pool(y, 2).shape == (0, 3, 3, 4)
 
 
-def test_patches_times_the_kernel_are_the_convolution(x64, key):
-    x, kernel = arrays(key, (2, 8, 7, 3), (3, 2, 3, 4))
+def test_patches_times_the_kernel_are_the_convolution(x64):
+    x, kernel = arrays((2, 8, 7, 3), (3, 2, 3, 4))
     cut = nn.patches(x, (3, 2), (2, 1), "SAME")
     convolved = lax.conv_general_dilated(x, kernel, (2, 1), "SAME", dimension_numbers=NHWC)
     assert_close(cut @ kernel.reshape(-1, 4), convolved)
 
 
-def test_the_observer_sees_a_convolution_and_replaces_its_output(x64, key):
-    x, kernel = arrays(key, (2, 8, 8, 3), (3, 3, 3, 4))
+def test_the_observer_sees_a_convolution_and_replaces_its_output(x64):
+    x, kernel = arrays((2, 8, 8, 3), (3, 3, 3, 4))
     seen = []
 
     def observe(y, lhs, rhs, **settings):
@@ -137,8 +138,8 @@ def test_the_observer_sees_a_convolution_and_replaces_its_output(x64, key):
     assert_close(doubled, 2 * ours(x, kernel))
 
 
-def test_observers_nest_and_end_with_their_context(key):
-    x, kernel = arrays(key, (1, 4, 4, 1), (3, 3, 1, 1))
+def test_observers_nest_and_end_with_their_context():
+    x, kernel = arrays((1, 4, 4, 1), (3, 3, 1, 1))
     ours, _ = both(window_strides=(1, 1), padding="VALID", dimension_numbers=NHWC)
 
     def constant(value):
@@ -158,19 +159,23 @@ def test_observers_nest_and_end_with_their_context(key):
 
 @pytest.mark.parametrize("shape", [(2, 6, 8, 3), (2, 7, 9, 3)], ids=["divides", "cropped"])
 @pytest.mark.parametrize("window", [2, (3, 2), 1])
-def test_pooling_is_the_maximum_over_windows_and_ties_go_to_the_first(x64, key, shape, window):
+def test_pooling_is_the_maximum_over_windows_and_ties_go_to_the_first(x64, shape, window):
     # Few distinct values, so that most windows have ties.
-    x = jax.random.randint(key, shape, 0, 3).astype(float)
+    x = np.random.default_rng(0).integers(0, 3, shape).astype(float)
     height, width = (window, window) if isinstance(window, int) else window
     window_shape = (1, height, width, 1)
 
     def reference(x):
         return lax.reduce_window(x, -jnp.inf, lax.max, window_shape, window_shape, "VALID")
 
-    y, pullback = jax.vjp(lambda x: nn.max_pool(x, window), x)
-    expected, expected_pullback = jax.vjp(reference, x)
-    cotangent = jnp.sin(jnp.arange(y.size, dtype=float)).reshape(y.shape)
-    assert_close((y, pullback(cotangent)), (expected, expected_pullback(cotangent)), 0)
+    @jax.jit
+    def both_ways(x):
+        y, pullback = jax.vjp(lambda x: nn.max_pool(x, window), x)
+        expected, expected_pullback = jax.vjp(reference, x)
+        cotangent = jnp.sin(jnp.arange(y.size, dtype=float)).reshape(y.shape)
+        return (y, pullback(cotangent)), (expected, expected_pullback(cotangent))
+
+    assert_close(*both_ways(x), 0)
 
 
 def test_settings_that_lax_does_not_have_are_refused_by_lax():
