@@ -125,12 +125,11 @@ def test_descent_at_rate_one_takes_the_merged_model(world):
 
 def test_the_servers_optimiser_sees_the_pseudo_gradient(world):
     _, params = world
-    adam = optax.adam(0.1)
-    [(state, _)] = play(federated(with_server_optimizer(algorithms.fedavg(), adam)), world, 1)
-    [(merged, _)] = play(federated(), world, 1)
-    gradient = jax.tree.map(jnp.subtract, params, merged.params)
-    updates, _ = adam.update(gradient, adam.init(params), params)
-    assert_same(state.params, optax.apply_updates(params, updates), 1e-5)
+    [(state, _)] = play(federated("adam", cohort=3), world, 1)
+    [(merged, _)] = play(federated(cohort=3), world, 1)
+    gradient = jax.tree.map(np.subtract, params, merged.params)
+    updates, _ = jax.jit(ADAM.update)(gradient, ADAM.init(params), params)
+    assert_same(state.params, jax.tree.map(np.add, params, updates), 1e-5)
 
 
 def test_two_algorithms_with_one_key_see_the_same_cohorts_and_minibatches(world):
@@ -154,8 +153,8 @@ def test_clients_of_a_cohort_train_as_they_do_among_all(world):
 
 
 def test_cohorts_hold_nobody_twice_and_everybody_in_the_end(world):
-    cohorts = [done.cohort for _, done in play(federated(cohort=2), world, 20)]
-    assert all(len(set(cohort.tolist())) == 2 for cohort in cohorts)
+    cohorts = [done.cohort for _, done in play(federated(cohort=3), world, 20)]
+    assert all(len(set(cohort.tolist())) == 3 for cohort in cohorts)
     assert set(np.concatenate(cohorts).tolist()) == set(range(CLIENTS))
 
 
@@ -218,7 +217,7 @@ def test_the_padding_of_clients_is_never_read(world):
 def test_a_round_in_which_everybody_diverges_changes_only_the_number(world):
     federation, params = spoiled(world, range(CLIENTS))
     for name in ("adam", "scaffold"):
-        method = federated(name)
+        method = federated(name, cohort=3)
         start = method.init(params, CLIENTS)
         [(state, done)] = play(method, (federation, params), 1)
         assert_same(state, start._replace(number=jnp.asarray(1)))
@@ -227,17 +226,17 @@ def test_a_round_in_which_everybody_diverges_changes_only_the_number(world):
 
 def test_scaffolds_control_of_the_server_stays_the_mean_of_the_clients(world):
     for state, _ in play(federated("scaffold", cohort=3), world, 4):
-        mean = jax.tree.map(lambda c: c.mean(0), state.private)
+        mean = jax.tree.map(lambda c: np.mean(c, 0), state.private)
         assert_same(state.algorithm.server, mean, 1e-5)
     assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(state.algorithm.server))
 
 
 def own(stacked, client):
-    return jax.tree.map(lambda leaf: leaf[client], stacked)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[client], stacked)
 
 
 def test_clients_that_sit_a_round_out_keep_their_own_state(world):
-    method = federated("scaffold", cohort=2)
+    method = federated("scaffold", cohort=3)
     before = method.init(world[1], CLIENTS)
     changed = set()
     for state, done in play(method, world, 6):
@@ -245,12 +244,12 @@ def test_clients_that_sit_a_round_out_keep_their_own_state(world):
             old, new = (own(s.private, client) for s in (before, state))
             if client in done.cohort.tolist():
                 if SIZES[client]:
-                    assert any(map(np.any, jax.tree.leaves(jax.tree.map(jnp.subtract, new, old))))
+                    assert any(map(np.any, jax.tree.leaves(jax.tree.map(np.subtract, new, old))))
                 changed.add(client)
             else:
                 assert_same(new, old)
         before = state
-    assert len(changed) > 2
+    assert len(changed) > 3
 
 
 def test_what_clients_keep_is_theirs_and_is_carried_from_round_to_round(world):
@@ -262,12 +261,12 @@ def test_what_clients_keep_is_theirs_and_is_carried_from_round_to_round(world):
         return update, private + 1
 
     counting = plain._replace(summarize=summarize, init_client=lambda params: jnp.zeros((), int))
-    found = play(federated(counting, cohort=2), world, 10)
+    found = play(federated(counting, cohort=3), world, 10)
     taken = np.zeros(CLIENTS, int)
     for state, done in found:
         taken[np.asarray(done.cohort)] += 1
         np.testing.assert_array_equal(state.private, taken)
-    expected = play(federated(cohort=2), world, 10)
+    expected = play(federated(cohort=3), world, 10)
     assert_same(found[-1][0].params, expected[-1][0].params, 1e-6)
 
 
@@ -284,8 +283,8 @@ def test_leaves_that_are_not_trained_take_the_merged_value(world):
 def test_the_proximal_term_holds_clients_back(world):
     def moved(mu):
         [(state, _)] = play(federated(algorithms.fedprox(mu)), world, 1)
-        change = jax.tree.map(jnp.subtract, state.params, world[1])
-        return fj.tree.inner(change, change)
+        change = jax.tree.map(np.subtract, state.params, world[1])
+        return sum(np.vdot(leaf, leaf) for leaf in jax.tree.leaves(change))
 
     assert moved(3.0) < moved(0.3) < moved(0.0)
 

@@ -75,14 +75,14 @@ assert_same = partial(chex.assert_trees_all_equal, strict=True)
 
 
 def client(stacked, index):
-    return jax.tree.map(lambda leaf: leaf[index], stacked)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[index], stacked)
 
 
 # A network whose leaf `log` [steps, B] keeps the first feature of every example it was shown.
 
 
 def logging_params(params, steps):
-    return {"weights": params, "log": jnp.full((steps, BATCH), -1.0), "step": jnp.zeros(())}
+    return {"weights": params, "log": np.full((steps, BATCH), -1.0), "step": np.zeros(())}
 
 
 LOGGING_MASK = {"weights": {"kernel": True, "bias": True}, "log": False, "step": False}
@@ -193,7 +193,7 @@ def test_permuting_the_clients_permutes_the_results(data, partition, federation,
 
 
 def test_clients_draw_apart_and_the_key_decides(data, params, key):
-    twins = clients.federation(data, [np.arange(9), np.arange(9)])
+    twins = clients.federation(data, [np.arange(12), np.arange(12)])
     models = train(params, twins, key)
     assert not np.allclose(models.params["kernel"][0], models.params["kernel"][1])
     assert_same(train(params, twins, key), models)
@@ -212,7 +212,8 @@ def test_without_steps_the_loss_is_the_mean_over_the_clients_examples(
     data, partition, federation, params, key
 ):
     models = train(params, federation, key, optimizer=optax.sgd(0.0))
-    losses = likelihoods.categorical.negative_log_likelihood(apply(params, data[0]), data[1])
+    logits = data[0] @ np.asarray(params["kernel"]) + params["bias"]
+    losses = np.asarray(jax.jit(MODEL.likelihood.negative_log_likelihood)(logits, data[1]))
     for i, rows in enumerate(partition):
         mean = losses[rows].sum() / max(len(rows), 1)
         np.testing.assert_allclose(models.loss[i], [mean] * 2, rtol=1e-12)
@@ -332,12 +333,11 @@ def test_later_epochs_and_calls_compile_nothing(federation, params, key, compila
 def test_showing_progress_changes_no_bit_and_neither_way_compiles_twice(
     federation, params, key, compilations
 ):
-    settings = {"batch_size": 2, "epochs": 3, "optimizer": optax.sgd(0.1, 0.9)}
-    shown = train(params, federation, key, **settings, progress=lambda *_: None)
-    at_once = train(params, federation, key, **settings)
+    shown = train(params, federation, key, epochs=3, progress=lambda *_: None)
+    at_once = train(params, federation, key, epochs=3)
     assert_same(shown, at_once)
     with compilations() as count:
-        train(params, federation, key, **settings)
+        train(params, federation, key, epochs=3)
     assert count() == 0
 
 
@@ -415,7 +415,7 @@ def test_an_optimiser_is_told_what_the_client_started_from(federation, params, k
     one_step = train(params, federation, key, batch_size=12, epochs=1)
     two = train(params, federation, key, batch_size=12, optimizer=WATCHING)
     for i in WITH_DATA:
-        moved = jax.tree.map(lambda w, s: jnp.abs(w - s).max(), client(one_step.params, i), params)
+        moved = jax.tree.map(lambda w, s: np.abs(w - s).max(), client(one_step.params, i), params)
         assert_close(two.extras["from start"][i], sum(jax.tree.leaves(moved)))
     np.testing.assert_array_equal(two.extras["from start"][1], 0)
 
@@ -437,7 +437,7 @@ def test_other_extras_change_what_they_change_and_compile_nothing(
     optimizer = optax.chain(optax.GradientTransformationExtraArgs(init, shift), OPTIMIZER)
 
     def stacked(size):
-        return jax.tree.map(lambda leaf: jnp.full((len(SIZES), *leaf.shape), size), params)
+        return jax.tree.map(lambda leaf: np.full((len(SIZES), *leaf.shape), size), params)
 
     still = train(params, federation, key, optimizer=optimizer, extras=stacked(0.0))
     assert_same(still, train(params, federation, key))
@@ -475,7 +475,7 @@ def test_no_copy_of_the_clients_images_is_made(key, progress):
     federation = clients.federation((images, np.zeros(200, int)), partition)
     need = training.train_memory(
         fj.Model(lambda params, x: x.reshape(len(x), -1) @ params, likelihoods.categorical),
-        jnp.zeros((256, 2)),
+        np.zeros((256, 2), np.float32),
         federation,
         key=key,
         optimizer=OPTIMIZER,
@@ -487,7 +487,7 @@ def test_no_copy_of_the_clients_images_is_made(key, progress):
 
 
 def test_progress_keeps_every_clients_optimiser_and_a_chunk_its_own_only(federation, params, key):
-    params["unused"] = jnp.zeros(1000)
+    params["unused"] = np.zeros(1000)
 
     def need(chunk=1, progress=None):
         return training.train_memory(
@@ -523,9 +523,9 @@ def test_sequences_are_examples_whose_log_likelihoods_add_up(x64, key):
     )
     table = fj.Model(lambda table, tokens: table[tokens], likelihoods.categorical)
     settings = {"optimizer": optax.sgd(0.1), "batch_size": 4}
-    bigrams = train(jnp.zeros((5, 5)), federation, key, table, **settings)
+    bigrams = train(np.zeros((5, 5)), federation, key, table, **settings)
     # One batch an epoch, and at first all five symbols are equally likely at all seven places.
-    assert_close(bigrams.loss[:, 0], jnp.array([7 * np.log(5)] * 2))
+    assert_close(bigrams.loss[:, 0], np.array([7 * np.log(5)] * 2))
     assert (bigrams.loss[:, 1] < bigrams.loss[:, 0]).all()
 
 
@@ -534,12 +534,12 @@ def test_regression_finds_the_linear_map(x64, key):
     federation = clients.federation((inputs, 2 * inputs), [np.arange(4)])
     linear = fj.Model(lambda w, x: x @ w, likelihoods.gaussian)
     settings = {"optimizer": optax.sgd(0.5), "epochs": 150, "batch_size": 2}
-    models = train(jnp.zeros((4, 4)), federation, key, linear, **settings)
+    models = train(np.zeros((4, 4)), federation, key, linear, **settings)
     assert_close(models.params[0], 2 * np.eye(4), 1e-6)
 
 
 def test_integer_params_are_refused_by_name(federation, params, key):
-    params["bias"] = jnp.zeros(3, int)
+    params["bias"] = np.zeros(3, int)
     with pytest.raises(TypeError, match=r"'bias'.*int"):
         train(params, federation, key)
 
