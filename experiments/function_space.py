@@ -47,7 +47,7 @@ class Config:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    return commands.attempt(_run, PROGRAM, arguments)
+    return commands.attempt(_run, PROGRAM, arguments, continues=False)
 
 
 def summary(config: Config, errors: barriers.Errors) -> str:

@@ -65,7 +65,7 @@ class Config:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
-    return commands.attempt(_main, PROGRAM, arguments)
+    return commands.attempt(_main, PROGRAM, arguments, continues=False)
 
 
 def _main(arguments: Sequence[str]) -> None:
