@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -37,6 +39,15 @@ def model(mnist):
 
 
 # The authors' clients
+
+
+@pytest.fixture
+def optimised() -> Iterator[None]:
+    """Optimise what is compiled: thousands of images take longer here than the compiler."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    before = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def kronecker_error(
@@ -98,6 +109,7 @@ def error_of(
     )
 
 
+@pytest.mark.usefixtures("optimised")
 def test_the_authors_weights_classify_as_they_report(reference, mnist, model):
     _, test = mnist
     examples = fj.Examples(test.inputs, test.targets)
@@ -112,6 +124,7 @@ def test_the_partition_is_the_authors(reference, mnist):
         assert set(own.tolist()) == set(theirs.tolist())
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("structure", [fj.fisher.kfac, fj.fisher.diagonal])
 def test_fisher_information_of_the_smallest_client_is_the_authors(
     reference, mnist, model, structure
@@ -119,6 +132,7 @@ def test_fisher_information_of_the_smallest_client_is_the_authors(
     assert error_of(structure, model, reference, mnist[0], client=3) < 1e-4
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.slow
 @pytest.mark.parametrize("client", [0, 1, 2, 4])
 @pytest.mark.parametrize("structure", [fj.fisher.kfac, fj.fisher.diagonal])
@@ -150,6 +164,7 @@ def test_weights_and_factors_are_brought_into_our_layout_alike(name):
     assert np.array_equal(ours, flat[:, input_order(name, flat.shape[1])].T)
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.slow
 def test_merged_reference_clients_are_as_good_as_the_authors(reference, shared):
     """Their Adam selects by the validation images of the file; K-FAC is computed once for both."""
