@@ -111,7 +111,7 @@ def help_of(name: str, capsys, monkeypatch) -> tuple[dict[str, str], dict[str, s
         elif option := re.fullmatch(r" {0,2}(--?\w[\w.-]*).*?(  .*)?", line):
             where, last = options, option[1]
             options[last] = (option[2] or "").strip()
-        elif last and (where is groups or line.startswith(6 * " ")):  # else names of choices
+        elif last and (where is groups or line.startswith(4 * " ")):  # else names of choices
             where[last] = f"{where[last]} {line.strip()}".strip()
     return groups, options
 

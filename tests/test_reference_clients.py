@@ -283,7 +283,7 @@ def test_max_examples_bounds_the_examples_of_every_client(few, tmp_path, most, e
         ("--algorithms fedavg fedprox", {}, "--algorithms has fedprox, which change how clients"),
         ("--max-examples 0", {}, "--max-examples is 0, expected 1 or more"),
         ("--algorithms fedlpq", {}, "did you mean 'fedlpa'"),
-        ("--model cnn", {}, 'For parameter "kernel" in "/conv1"'),
+        ("--model cnn", {}, "apply failed on inputs of shape (60, 28, 28, 1)"),
         ("", {"partition_sizes": np.array([30, 21])}, "50 partition_indices and partition_sizes"),
         ("", {"partition_indices": np.arange(50) + 20}, "expected 0 to 59"),
     ],
