@@ -18,6 +18,7 @@ def apply(params, inputs):
 
 
 MODEL = fj.Model(apply, CATEGORICAL)
+SGD = optax.sgd(0.5)
 
 
 @pytest.fixture
@@ -30,13 +31,12 @@ def federation():
 
 
 def rows_of(federation, client):
-    return federation.indices[client, : federation.sizes[client]].tolist()
+    return np.asarray(federation.indices)[client, : federation.sizes[client]].tolist()
 
 
 def run(federation, key, **options):
-    settings = {"optimizer": optax.sgd(0.5), "epochs": 2, "batch_size": 2} | options
-    params = jnp.zeros((3, 2))
-    return personalize(MODEL, params, federation, key=key, **settings)
+    settings = {"optimizer": SGD, "epochs": 2, "batch_size": 2} | options
+    return personalize(MODEL, np.zeros((3, 2), np.float32), federation, key=key, **settings)
 
 
 def test_halves_are_disjoint_and_complete_and_random(federation, key):
@@ -67,7 +67,7 @@ def test_tuning_is_training_on_so_many_examples_of_the_first_half(federation, ke
         jnp.zeros((3, 2)),
         part,
         key=key,
-        optimizer=optax.sgd(0.5),
+        optimizer=SGD,
         epochs=2,
         batch_size=2,
     )

@@ -62,10 +62,16 @@ def weights(x64):
     return jnp.array(WEIGHTS)
 
 
-def strengths(structure, fishers, damping):
+def written_out(clients):
+    """The clients' matrices and models as NumPy's."""
+    fishers, models = clients
+    return [np.asarray(f.dense()) for f in fishers], [np.asarray(ravel(w)) for w in models]
+
+
+def strengths(structure, matrices, damping):
     """lambda of each parameter: damping times the mean of its block's diagonal, averaged."""
     blocks = {"diagonal": LEAVES, "kronecker": BLOCKS, "dense": {"all": list(range(10))}}[structure]
-    diagonal = sum(p * np.diagonal(f.dense()) for p, f in zip(WEIGHTS, fishers, strict=True))
+    diagonal = np.average([np.diagonal(f) for f in matrices], axis=0, weights=WEIGHTS)
     pull = np.zeros(10)
     for indices in blocks.values():
         pull[indices] = damping * diagonal[indices].mean()
@@ -76,38 +82,39 @@ def strengths(structure, fishers, damping):
 def test_the_system_is_the_gradient_of_the_loss(structure, clients, weights, damping):
     fishers, models = clients
     problem = quadratic.quadratic(tree.stack(fishers), tree.stack(models), weights, damping)
-    mean = sum(p * ravel(w) for p, w in zip(WEIGHTS, models, strict=True))
-    pull = strengths(structure, fishers, damping)
+    matrices, points = written_out(clients)
+    mean = np.average(points, axis=0, weights=WEIGHTS)
+    pull = strengths(structure, matrices, damping)
 
-    def loss(flat):
+    @jax.jit
+    @jax.grad
+    def gradient(flat):
         terms = (
-            0.5 * p * (flat - ravel(w)) @ f.dense() @ (flat - ravel(w))
-            for p, f, w in zip(WEIGHTS, fishers, models, strict=True)
+            0.5 * p * (flat - w) @ f @ (flat - w)
+            for p, f, w in zip(WEIGHTS, matrices, points, strict=True)
         )
         return sum(terms) + 0.5 * jnp.sum(pull * (flat - mean) ** 2)
 
     def residual(params):
         products = problem.matvec(fishers[0].blocks(params))
-        return ravel(problem.restore(jax.tree.map(jnp.subtract, products, problem.rhs)))
+        return ravel(problem.restore(jax.tree.map(np.subtract, products, problem.rhs)))
 
     for seed in range(2):
         x = draw(20 + seed)
-        np.testing.assert_allclose(residual(x), jax.grad(loss)(ravel(x)), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(residual(x), gradient(ravel(x)), rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(ravel(problem.restore(problem.init)), mean, rtol=1e-10, atol=1e-12)
     assert jax.tree.structure(problem.restore(problem.init)) == jax.tree.structure(models[0])
 
 
 def test_every_solver_finds_the_pseudo_inverse_solution(structure, clients, weights):
     """W* = Wbar + F^+ (sum p F W - F Wbar), with F singular: Lemma 1 of the FedFisher paper."""
-    fishers, models = clients
-    problem = quadratic.quadratic(tree.stack(fishers), tree.stack(models), weights, 0.0)
-    total = sum(p * f.dense() for p, f in zip(WEIGHTS, fishers, strict=True))
-    product = sum(
-        p * f.dense() @ ravel(w) for p, f, w in zip(WEIGHTS, fishers, models, strict=True)
-    )
-    mean = sum(p * ravel(w) for p, w in zip(WEIGHTS, models, strict=True))
-    inverse = jnp.linalg.pinv(total, rtol=1e-10, hermitian=True)
-    assert jnp.linalg.matrix_rank(total) < 10
+    problem = quadratic.quadratic(*map(tree.stack, clients), weights, 0.0)
+    matrices, points = written_out(clients)
+    total = np.average(matrices, axis=0, weights=WEIGHTS)
+    product = np.einsum("m,mij,mj->i", WEIGHTS, matrices, points)
+    mean = np.average(points, axis=0, weights=WEIGHTS)
+    inverse = np.linalg.pinv(total, rtol=1e-10, hermitian=True)
+    assert np.linalg.matrix_rank(total) < 10
     expected = mean + inverse @ (product - total @ mean)
     methods = [solvers.conjugate_gradients(1e-12), solvers.gradient_descent(steps=20_000)]
     methods += [solvers.closed_form()] if structure == "diagonal" else []
@@ -120,9 +127,9 @@ def test_every_solver_finds_the_pseudo_inverse_solution(structure, clients, weig
 def test_sums_of_clients_give_the_same_system(structure, clients, weights, damping):
     fishers, models = map(tree.stack, clients)
     whole = quadratic.quadratic(fishers, models, weights, damping)
-    part = jax.tree.map(lambda x: x[:2], (fishers, models, weights))
-    last = jax.tree.map(lambda x: x[2:], (fishers, models, weights))
-    totals = jax.tree.map(jnp.add, quadratic.sums(*part), quadratic.sums(*last))
+    part = jax.tree.map(lambda x: np.asarray(x)[:2], (fishers, models, weights))
+    last = jax.tree.map(lambda x: np.asarray(x)[2:], (fishers, models, weights))
+    totals = jax.tree.map(np.add, quadratic.sums(*part), quadratic.sums(*last))
     summed = quadratic.from_sums(totals, damping)
     x = clients[0][0].blocks(draw(5))
     left, right = ((p.matvec(x), p.rhs, p.init) for p in (summed, whole))

@@ -1,5 +1,7 @@
 """FedFish weighs clients by their squared batch gradients, coordinate by coordinate."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ def apply(params, inputs):
 
 
 MODEL = fj.Model(apply, fj.likelihoods.gaussian)
+sgd = cache(optax.sgd)  # one optimiser for a rate, one program
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def train(method, world, key, rate, epochs, batch_size, start=None, **how):
         {"w": stacked["w"][0]} if start is None else start,
         federation,
         key=key,
-        optimizer=method.optimizer(optax.sgd(rate)),
+        optimizer=method.optimizer(sgd(rate)),
         epochs=epochs,
         batch_size=batch_size,
         **how,
