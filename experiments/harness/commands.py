@@ -1,5 +1,6 @@
 """How a command is told what to do: options read, written again, checked and refused."""
 
+import argparse
 import dataclasses
 import difflib
 import inspect
@@ -18,17 +19,10 @@ Options = tuple[tuple[str, Any], ...]
 """Options of methods that are not the defaults: pairs such as ("fedprox.mu", 0.1)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _First:
-    """What other defaults depend on."""
-
-    dataset: str | None = None
-
-
 def read(
     arguments: Sequence[str], program: str, description: str, defaults: Callable[..., Any]
 ) -> Any:
-    """Read a command line.
+    """Read a command line, unchecked; SystemExit for `--help` and options that do not exist.
 
     Args:
         arguments: Without the name of the program.
@@ -37,14 +31,13 @@ def read(
         defaults: The dataclass of the configuration, or a function that makes what is run if
             nothing else is asked, of the name of a data set or None. Fields that are dataclasses
             are groups of options. With a group `merging` every method of the table is one too.
-
-    Returns:
-        The configuration, unchecked.
-
-    Raises:
-        SystemExit: For `--help` and for options that do not exist.
     """
-    default = defaults() if isinstance(defaults, type) else defaults(_dataset(arguments))
+    if isinstance(defaults, type):
+        default = defaults()
+    else:  # what is wrong with the other options is said when all are read
+        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        first.add_argument("--dataset", nargs="?")
+        default = defaults(first.parse_known_args(arguments)[0].dataset)
     groups = _method_groups() if hasattr(default, "merging") else {}
     # A class of its own for the command line: the configuration itself knows no method by name.
     fields = [(name, kind, dataclasses.field(default=kind())) for name, kind in groups.items()]
@@ -54,9 +47,9 @@ def read(
         prog=f"python -m {program}",
         args=list(arguments),
         description=description,
-        default=command(**_fields(default)),
+        default=command(**vars(default)),
     )
-    own = {name: getattr(told, name) for name in _fields(default)}
+    own = {name: getattr(told, name) for name in vars(default)}
     options = tuple(
         (f"{name}.{option}", value)
         for name in groups
@@ -71,7 +64,7 @@ def read(
 def contents(config: Any) -> dict[str, Any]:
     """Return the options of a configuration by name, without groups, as JSON holds them."""
     values: dict[str, Any] = {}
-    for name, value in _fields(config).items():
+    for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
             values |= contents(value)
         elif name == "options":
@@ -106,14 +99,8 @@ def attempt(
 ) -> int:
     """Run a command, and say on one line why it stopped if it did.
 
-    Args:
-        work: What it does, of the command line.
-        program: The module that is run.
-        arguments: Of the command line; those of this process if None.
-        continues: Whether the same command would go on after an interruption.
-
-    Returns:
-        The exit status: 0 when all is done, 1 when something was refused, 130 when interrupted.
+    Its arguments are those of this process if None. The exit status is 0 when all is done, 1 when
+    something was refused, 130 when interrupted; `continues` if the same command would then go on.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -131,10 +118,7 @@ def attempt(
 
 
 def check_name(option: str, value: str, known: Collection[str]) -> None:
-    """Refuse a name that an option does not know.
-
-    Raises:
-        ValueError: With the nearest name that it knows.
+    """Refuse a name that an option does not know, with the nearest that it does.
 
     Example:
         >>> check_name("partition", "niid-bench", ["fedfisher", "niid_bench"])
@@ -144,57 +128,32 @@ def check_name(option: str, value: str, known: Collection[str]) -> None:
     if value not in known:
         nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"--{_dashes(option)} is {value!r}, did you mean {nearest!r}? Known: {', '.join(known)}"
+            f"{_told(option, repr(value))}, did you mean {nearest!r}? Known: {', '.join(known)}"
         )
 
 
 def check(config: Any, option: str, expected: str, accept: Callable[[Any], bool]) -> None:
-    """Refuse a value that an option cannot have.
-
-    Args:
-        config: A configuration or a group of one.
-        option: Its field.
-        expected: What may be given, in words.
-        accept: Whether a value may be given; of each one if there are several.
-
-    Raises:
-        ValueError: With the option, what was given and what was expected.
+    """Refuse an option of a group that has a value, or one of several, that is not accepted.
 
     Example:
-        >>> check(_First("x"), "dataset", "a longer name", lambda name: len(name) > 1)
+        >>> from types import SimpleNamespace
+        >>> check(SimpleNamespace(num_clients=0), "num_clients", "1 or more", lambda n: n >= 1)
         Traceback (most recent call last):
-        ValueError: --dataset is x, expected a longer name
+        ValueError: --num-clients is 0, expected 1 or more
     """
     given = getattr(config, option)
-    values = given if isinstance(given, tuple) else (given,)
-    if not all(map(accept, values)):
-        raise ValueError(f"--{_dashes(option)} is {_shown(given)}, expected {expected}")
+    if not all(map(accept, given if isinstance(given, tuple) else (given,))):
+        raise ValueError(f"{_told(option, given)}, expected {expected}")
 
 
 def check_list(config: Any, *options: str) -> None:
-    """Refuse options of several values that have none, or one of them twice.
-
-    Raises:
-        ValueError: With the option and what was given.
-    """
+    """Refuse options of several values that have none, or one of them twice."""
     for option in options:
         values = getattr(config, option)
         if not values:
-            raise ValueError(f"--{_dashes(option)} is empty, expected at least one")
+            raise ValueError(f"{_told(option, 'empty')}, expected at least one")
         if len(set(values)) < len(values):
-            given = _shown(values)
-            raise ValueError(f"--{_dashes(option)} is {given}, expected each only once")
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-
-
-def _dataset(arguments: Sequence[str]) -> str | None:
-    """Read --dataset and nothing else: what is wrong with the rest is said when all is read."""
-    asked = [word for word in arguments if word not in ("-h", "--help")]
-    told, _ = tyro.cli(_First, args=asked, return_unknown_args=True)
-    return told.dataset
+            raise ValueError(f"{_told(option, values)}, expected each only once")
 
 
 def _method_groups() -> dict[str, type]:
@@ -217,9 +176,6 @@ def _method_groups() -> dict[str, type]:
     return groups
 
 
-def _dashes(option: str) -> str:
-    return option.replace("_", "-")
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _told(option: str, value: Any) -> str:
+    words = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"--{option.replace('_', '-')} is {words}"

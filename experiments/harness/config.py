@@ -4,7 +4,11 @@ import dataclasses
 import hashlib
 import json
 import math
+import operator
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -22,6 +26,7 @@ MODELS = {
     "simple_cnn_mnist": fj.networks.SimpleCNNMNIST,
     "transformer": fj.networks.Transformer,
 }
+_OF_IMAGES = [name for name in MODELS if name != "transformer"]
 PARTITIONS = ("fedfisher", "iid", "niid_bench", "classes_per_client")
 IMAGES = fj.datasets.NAMES
 PLAYS = "tiny_shakespeare"
@@ -44,12 +49,12 @@ def _names(known: Any) -> Any:
 class Data:
     """What is learned, and who holds which part of it."""
 
-    dataset: Annotated[str, _names((*IMAGES, PLAYS))] = "digits"
+    dataset: Annotated[str, _names(IMAGES)] = "digits"
     """What to learn; also chooses the other defaults: see `--dataset mnist --help`."""
-    model: Annotated[str, _names(MODELS)] = "mlp"
+    model: Annotated[str, _names(_OF_IMAGES)] = "mlp"
     """The network; lenet and cnn take images of at least 16 x 16 pixels."""
     num_clients: int = 5
-    """Over how many clients the training data are split; plays have a client for each role."""
+    """Over how many clients the training data are split."""
     partition: Annotated[str, _names(PARTITIONS)] = "fedfisher"
     """How: Dirichlet shares of each client (fedfisher) or class (niid_bench), classes, or iid."""
     alpha: float = 0.1
@@ -68,6 +73,18 @@ class Data:
     """Subtract the mean of the pixels and divide by their deviation, after scaling to [0, 1]."""
     data_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyData(Data):
+    """What is learned, and who holds which part of it."""
+
+    dataset: Annotated[str, _names((*IMAGES, PLAYS))] = "digits"
+    """What to learn; also chooses the other defaults: see `--dataset mnist --help`."""
+    model: Annotated[str, _names(MODELS)] = "mlp"
+    """The network; lenet and cnn take images of at least 16 x 16 pixels, transformer plays."""
+    num_clients: int = 30
+    """Over how many clients the training data are split; plays have a client for each role."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +146,7 @@ class OneShot:
 class Federated:
     """Rounds of training and merging; the defaults are those of digits."""
 
-    data: Group[Data] = Data(num_clients=30)
+    data: Group[AnyData] = AnyData()
     training: Group[Training] = Training(momentum=0.0, batch_size=10)
     merging: Group[Merging] = Merging(algorithms=("fedavg", "fedfish"))
     rounds: int = 20
@@ -173,9 +190,6 @@ def one_shot(dataset: str | None = None) -> OneShot:
 
     The demo's configuration for digits, that of the FedFisher paper for the others.
 
-    Raises:
-        ValueError: If the name is unknown; the message holds the nearest one.
-
     Example:
         >>> one_shot("mnist").data.model
         'lenet'
@@ -184,10 +198,9 @@ def one_shot(dataset: str | None = None) -> OneShot:
     check_name("dataset", dataset, IMAGES)
     if dataset == "digits":
         return OneShot()
-    is_cifar = dataset.startswith("cifar")
     model = "lenet" if dataset in ("mnist", "fashion_mnist") else "cnn"
     return OneShot(
-        data=Data(dataset, model, augment=is_cifar),
+        data=Data(dataset, model, augment=dataset.startswith("cifar")),
         training=Training(learning_rate=0.01, batch_size=64),
         partition_seeds=(3,),
     )
@@ -195,9 +208,6 @@ def one_shot(dataset: str | None = None) -> OneShot:
 
 def federated(dataset: str | None = None) -> Federated:
     """Return what is run in rounds on a data set if nothing else is asked.
-
-    Raises:
-        ValueError: If the name is unknown; the message holds the nearest one.
 
     Example:
         >>> federated("mnist").cohort
@@ -210,7 +220,7 @@ def federated(dataset: str | None = None) -> Federated:
         return Federated()
     if dataset == PLAYS:
         return Federated(
-            data=Data(dataset, models[dataset], num_clients=30),
+            data=AnyData(dataset, models[dataset]),
             # The loss of a window is a sum over its 80 characters: 0.1 for their mean.
             training=Training(learning_rate=0.00125, batch_size=8),
             cohort=16,
@@ -219,7 +229,7 @@ def federated(dataset: str | None = None) -> Federated:
             personal_epochs=4,
         )
     return Federated(
-        data=Data(dataset, models[dataset], num_clients=100),
+        data=AnyData(dataset, models[dataset], num_clients=100),
         training=Training(momentum=0.0, batch_size=32),
         rounds=40,
         cohort=20,
@@ -229,51 +239,41 @@ def federated(dataset: str | None = None) -> Federated:
 
 
 def check_one_shot(config: OneShot) -> None:
-    """Refuse values that no experiment in one round can have.
-
-    Raises:
-        ValueError: With the option, what was given and what was expected.
+    """Refuse values that no experiment in one round can have, and say what was expected.
 
     Example:
         >>> check_one_shot(OneShot(data=Data(model="lenett")))
         Traceback (most recent call last):
         ValueError: --model is 'lenett', did you mean 'lenet'? Known: mlp, ...
     """
-    check_name("dataset", config.data.dataset, IMAGES)
-    _check_groups(config)
-    check(config, "epochs", _COUNT, _is_count)
+    _check_groups(config, IMAGES, config.data.num_clients)
+    check(config, "epochs", *_COUNT)
     check(config, "then_rounds", "a whole number from 0 up", _is_not_negative)
     check_list(config, "partition_seeds", "seeds")
-    _check_chunk(config, config.data.num_clients)
     for option in ("partition_seeds", "seeds"):
         check(config, option, "0 to 2**32 - 1 each", lambda seed: 0 <= seed < 2**32)
 
 
 def check_federated(config: Federated) -> None:
-    """Refuse values that no experiment in rounds can have.
-
-    Raises:
-        ValueError: With the option, what was given and what was expected.
+    """Refuse values that no experiment in rounds can have, and say what was expected.
 
     Example:
         >>> check_federated(Federated(cohort=31))
         Traceback (most recent call last):
         ValueError: --cohort is 31, expected 1 to the 30 clients
     """
-    check_name("dataset", config.data.dataset, (*IMAGES, PLAYS))
-    _check_groups(config)
+    _check_groups(config, (*IMAGES, PLAYS), config.cohort)
     check_name("server_optimizer", config.server_optimizer, SERVER_OPTIMIZERS)
     counts = ("rounds", "cohort", "personal_epochs", "eval_every", "local_epochs")
     for option in (*counts, "validation_clients", "held_out_clients"):
-        check(config, option, _COUNT, _is_count)
+        check(config, option, *_COUNT)
     for option in ("checkpoint_seconds", "held_out_plays"):
         check(config, option, "a number from 0 up", _is_not_negative)
     check_list(config, "local_epochs", "server_learning_rate", "seeds")
-    rates = config.server_learning_rate
     check(config, "server_learning_rate", "numbers above 0", lambda rate: 0 < rate < 1e9)
-    if config.server_optimizer == "none" and rates != (1.0,):
+    if config.server_optimizer == "none":
         expected = "1.0 alone, as --server-optimizer none takes no step"
-        check(config, "server_learning_rate", expected, lambda _: False)
+        check(config, "server_learning_rate", expected, lambda rate: rate == 1)
     if config.total_epochs is not None:
         expected = f"a multiple of each of --local-epochs {' '.join(map(str, config.local_epochs))}"
         fits = all(config.total_epochs % own == 0 for own in config.local_epochs)
@@ -282,7 +282,6 @@ def check_federated(config: Federated) -> None:
         number = config.data.num_clients
         check(config, "cohort", f"1 to the {number} clients", lambda cohort: cohort <= number)
         check(config, "held_out_plays", "0: these data have no plays", lambda plays: plays == 0)
-    _check_chunk(config, config.cohort)
 
 
 def name(config: OneShot) -> str:
@@ -292,74 +291,68 @@ def name(config: OneShot) -> str:
         >>> name(OneShot()).rpartition("-")[0]
         'digits-mlp-m5-fedfisher0.1'
     """
-    values = {k: v for k, v in contents(config).items() if k not in WHERE_AND_HOW}
-    first = contents(OneShot())
+    first, data = contents(OneShot()), config.data
     # A run from before these options existed, when the damping was an option, keeps its name.
-    changed = {k: v for k, v in values.items() if k not in _LATER or v != first[k]}
-    changed["damping"] = "default"
+    changed = {"damping": "default"} | {
+        option: value
+        for option, value in contents(config).items()
+        if option not in WHERE_AND_HOW and (option not in _LATER or value != first[option])
+    }
     digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:6]
-    data = config.data
-    return f"{data.dataset}-{data.model}-m{data.num_clients}-{''.join(split(data))}-{digest}"
+    split = f"{data.partition}{_number(data)}"
+    return f"{data.dataset}-{data.model}-m{data.num_clients}-{split}-{digest}"
 
 
-def split(data: Data) -> tuple[str, str]:
-    """Name how data are split, and by which number; empty where there is none.
+def title(data: Data) -> str:
+    """Say in one line what is learned, and by whom.
 
     Example:
-        >>> split(Data(partition="niid_bench", beta=0.5))
-        ('niid_bench', '0.5')
+        >>> title(Data(partition="niid_bench", beta=0.5))
+        'digits, mlp, 5 clients (niid_bench, beta 0.5)'
     """
-    number = {
+    if data.dataset == PLAYS:
+        return f"{data.dataset}, {data.model}, a client for each role"
+    between = {"fedfisher": ", alpha ", "niid_bench": ", beta ", "classes_per_client": " = "}
+    split = f"{data.partition}{between.get(data.partition, '')}{_number(data)}"
+    return f"{data.dataset}, {data.model}, {data.num_clients} clients ({split})"
+
+
+def _number(data: Data) -> str:
+    """Write the number that data are split by; iid has none."""
+    numbers = {
         "fedfisher": f"{data.alpha:g}",
         "niid_bench": f"{data.beta:g}",
         "classes_per_client": str(data.classes_per_client),
     }
-    return data.partition, number.get(data.partition, "")
+    return numbers.get(data.partition, "")
 
 
-def title(data: Data) -> str:
-    """Say in one line what is learned, and by whom."""
-    if data.dataset == PLAYS:
-        return f"{data.dataset}, {data.model}, a client for each role"
-    partition, number = split(data)
-    between = {"fedfisher": ", alpha ", "niid_bench": ", beta ", "classes_per_client": " = "}
-    how = f"{partition}{between.get(partition, '')}{number}"
-    return f"{data.dataset}, {data.model}, {data.num_clients} clients ({how})"
+_COUNT = "a whole number from 1 up", partial(operator.le, 1)
 
 
-_COUNT = "a whole number from 1 up"
+def _is_not_negative(x: float) -> bool:
+    return 0 <= x < math.inf
 
 
-def _check_groups(config: OneShot | Federated) -> None:
+def _check_groups(config: OneShot | Federated, datasets: Sequence[str], side_by_side: int) -> None:
     data, training, merging = config.data, config.training, config.merging
-    check_name("model", data.model, MODELS)
+    check_name("dataset", data.dataset, datasets)
+    check_name("model", data.model, ["transformer"] if data.dataset == PLAYS else _OF_IMAGES)
     check_name("partition", data.partition, PARTITIONS)
     for algorithm in merging.algorithms:
         check_name("algorithms", algorithm, TABLE)
     check_list(merging, "algorithms")
     for option in ("num_clients", "classes_per_client"):
-        check(data, option, _COUNT, _is_count)
+        check(data, option, *_COUNT)
+    check(training, "batch_size", *_COUNT)
     check(data, "min_size", "a whole number from 0 up", _is_not_negative)
     for group, option in ((data, "alpha"), (data, "beta"), (training, "learning_rate")):
         check(group, option, "a number above 0", lambda x: 0 < x < math.inf)
-    check(training, "batch_size", _COUNT, _is_count)
     check(training, "weight_decay", "a number from 0 up", _is_not_negative)
     check(training, "momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1)
-    for option, value in merging.options:
-        if value is not None and not 0 <= value < math.inf:
-            given = f"--{option.replace('_', '-')} is {value}"
-            raise ValueError(f"{given}, expected a number from 0 up")
-
-
-def _check_chunk(config: OneShot | Federated, most: int) -> None:
-    expected = f"a whole number from 1 to the {most} clients side by side"
-    fits = (None, *range(1, most + 1))
-    check(config.training, "clients_per_chunk", expected, lambda chunk: chunk in fits)
-
-
-def _is_count(x: float) -> bool:
-    return x >= 1
-
-
-def _is_not_negative(x: float) -> bool:
-    return 0 <= x < math.inf
+    expected = f"a whole number from 1 to the {side_by_side} clients side by side"
+    fits = (None, *range(1, side_by_side + 1))
+    check(training, "clients_per_chunk", expected, lambda chunk: chunk in fits)
+    own = SimpleNamespace(**dict(merging.options))
+    for option in vars(own):
+        check(own, option, "a number from 0 up", lambda x: x is None or _is_not_negative(x))

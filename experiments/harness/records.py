@@ -11,9 +11,9 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 
@@ -53,20 +53,15 @@ class Row(NamedTuple):
     Attributes:
         algorithm: How models were merged, or what they are compared with: `local` (each client's
             own model), `ensemble` (the mean of their outputs), `central` (trained on all data).
-        seed: Of the initial model and of training.
-        round: Communication rounds until then.
         split: Of the data that were used to measure: `test`, `train`, the `cohort`, `validation` or
             `held_out` clients; or `traffic`.
         metric: Accuracies are fractions, losses nats of a prediction, traffic bytes of a client.
-        value: The number.
-        partition_seed: Of the split; None for `central`, which has none.
+        partition_seed: None for `central`, which has no split.
         client: Whose model; None for a merged one.
         seconds: Of the clients' summaries and the merge, and of the training where an algorithm
             trains its own clients or in a later round; for `local` and `central` of the training,
             of all clients together. The first run of a process includes compilation.
         upload_bytes: What one client sends.
-        local_epochs: Of a round.
-        server_learning_rate: Of the server's optimiser.
         fraction: Of a held-out client's data that the model was fine-tuned on.
     """
 
@@ -87,11 +82,7 @@ class Row(NamedTuple):
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name what could not be written; the system's own message of a full disk does not say where.
-
-    Raises:
-        OSError: With the path, in place of one that may be without.
-    """
+    """Name what could not be written: the system's message of a full disk does not say where."""
     try:
         yield
     except OSError as error:
@@ -99,11 +90,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a file, as a whole or not at all.
-
-    Raises:
-        OSError: With the path, if it cannot be written; what was there stays.
-    """
+    """Replace a file, as a whole or not at all; an OSError has the path."""
     partial = path.with_name(f".{path.name}.partial")
     with naming(path):
         try:
@@ -127,11 +114,7 @@ def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
-    """Read rows, in the order of the file; none if there is no file.
-
-    Raises:
-        ValueError: If the file is not one that `write_rows` wrote with these columns.
-    """
+    """Read rows that `write_rows` wrote with these columns; none if there is no file."""
     if not path.exists():
         return []
     with _damage(path), open(path, newline="") as file:
@@ -147,12 +130,7 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
 
 @contextlib.contextmanager
 def folder(out: Path) -> Iterator[None]:
-    """Make the folder of a run and hold it: nobody else writes there until this is over.
-
-    Raises:
-        OSError: If nothing can be written there.
-        ValueError: If another process is at work there.
-    """
+    """Make the folder of a run and hold it: nobody else writes there until this is over."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -161,26 +139,21 @@ def folder(out: Path) -> Iterator[None]:
         held = os.open(out, os.O_RDONLY) if fcntl else None
     except OSError as error:
         raise OSError(f"cannot write to --out {out} ({error}): choose another folder") from error
-    try:
-        _lock(held, out)
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         if held is not None:
-            os.close(held)
+            stack.callback(os.close, held)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ValueError(
+                    f"another process is writing to --out {out}: wait for it, or choose another "
+                    "folder"
+                ) from error
+        yield
 
 
 def resume(out: Path, config: Any, default: Any, columns: Sequence[str]) -> list[Row]:
-    """Return the rows that the same experiment has left in its folder.
-
-    Args:
-        out: The folder; need not exist.
-        config: What is going to be run.
-        default: What would be run on the same data set if nothing else were asked.
-        columns: Of the command's rows.
-
-    Raises:
-        ValueError: If the folder holds another experiment; the message names what differs.
-    """
+    """Return the rows that the same experiment, see `check_config`, has left in its folder."""
     rows = read_rows(out / RESULTS, columns)
     if rows:
         check_config(out, config, default)
@@ -188,16 +161,14 @@ def resume(out: Path, config: Any, default: Any, columns: Sequence[str]) -> list
 
 
 def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> None:
-    """Refuse to continue what another experiment has begun.
+    """Refuse to continue what another experiment has begun, and name what differs.
 
     Args:
         out: The folder of a run that has finished something.
         config: What is going to be run.
-        default: What would be run if nothing were asked: what options did that did not exist yet.
+        default: What would be run on the same data set if nothing else were asked: what options
+            did that did not exist yet.
         found: What was found there, for the message.
-
-    Raises:
-        ValueError: If the folder holds another experiment; the message names what differs.
     """
     if not (out / CONFIG).exists():
         raise ValueError(
@@ -205,8 +176,13 @@ def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> 
             "another --out"
         )
     before = commands.contents(default) | _modern(_document(out)["configuration"])
-    differing = _differences(before, commands.contents(config), WHERE_AND_HOW)
-    if differing:
+    now = commands.contents(config)
+
+    def counts(name: str) -> bool:
+        method, of_method, _ = name.rpartition(".")
+        return name not in WHERE_AND_HOW and (not of_method or method in now["algorithms"])
+
+    if differing := _differences(before, now, counts):
         raise ValueError(
             f"{out} holds results of another experiment: {'; '.join(differing)}. Choose another "
             "--out, or delete that folder"
@@ -232,13 +208,11 @@ def write_summary(config: Any, parts: Sequence[str], program: str) -> None:
 
 def environment() -> dict[str, Any]:
     """Return the versions and the device that results depend on."""
-    packages = ("jax", "jaxlib", "flax", "optax", "kfac-jax", "numpy")
-    versions = {package: importlib.metadata.version(package) for package in packages}
-    devices = jax.devices()
+    packages, devices = ("jax", "jaxlib", "flax", "optax", "kfac-jax", "numpy"), jax.devices()
     return {
         "python": platform.python_version(),
         "fisherjax": fj.__version__,
-        **versions,
+        **{package: importlib.metadata.version(package) for package in packages},
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "backend": devices[0].platform,
         "device": devices[0].device_kind,
@@ -265,16 +239,6 @@ def _damage(path: Path) -> Iterator[None]:
         raise ValueError(
             f"{path} is damaged ({error}): delete it, or choose another --out"
         ) from error
-
-
-def _lock(held: int | None, out: Path) -> None:
-    if held is not None:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(
-                f"another process is writing to --out {out}: wait for it, or choose another folder"
-            ) from error
 
 
 def _document(out: Path) -> dict[str, Any]:
@@ -304,24 +268,20 @@ def _modern(configuration: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(cells: dict[str, str]) -> Row:
-    whole = ("seed", "round", "partition_seed", "client", "upload_bytes", "local_epochs")
-    words = ("algorithm", "split", "metric")
-
-    def read(name: str, cell: str) -> Any:
-        if name in words:
-            return cell
+    values = {}
+    for name, cell in cells.items():
+        kind, *_ = get_args(Row.__annotations__[name] | None)
         if not cell and name not in Row._field_defaults:
             raise ValueError(f"a line without {name}")
-        return None if not cell else int(cell) if name in whole else float(cell)
-
-    return Row(**{name: read(name, cell) for name, cell in cells.items()})
+        values[name] = kind(cell) if cell else None
+    return Row(**values)
 
 
 def _differences(
-    before: dict[str, Any], now: dict[str, Any], ignored: Collection[str] = ()
+    before: dict[str, Any], now: dict[str, Any], counts: Callable[[str], Any] = bool
 ) -> list[str]:
     return [
         f"{name} was {before.get(name, 'the default')}, is {now.get(name, 'the default')}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and name not in ignored
+        for name in sorted(filter(counts, before.keys() | now.keys()))
+        if before.get(name) != now.get(name)
     ]

@@ -1,6 +1,8 @@
 """Options of a run: read, written again, checked, and what tells experiments apart."""
 
+import contextlib
 import dataclasses
+import re
 import shlex
 import types
 import typing
@@ -174,6 +176,22 @@ def test_an_unknown_name_is_answered_with_the_nearest(option, value, nearest):
 
 
 @pytest.mark.parametrize(
+    ("option", "known"),
+    [("dataset", (*config.IMAGES, config.PLAYS)), ("model", tuple(config.MODELS))],
+)
+def test_help_of_one_round_offers_what_is_not_refused(capsys, monkeypatch, option, known):
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit):
+        commands.read(["--help"], "", "", config.one_shot)
+    offered = re.search(rf"--{option} \{{(.*?)\}}", capsys.readouterr().out)[1].split(",")
+    for name in known:
+        refused = pytest.raises(ValueError, match=f"--{option} is '{name}'")
+        with contextlib.nullcontext() if name in offered else refused:
+            config.check_one_shot(changed(OneShot(), option, name))
+    assert 0 < len(offered) < len(known)
+
+
+@pytest.mark.parametrize(
     ("option", "value", "nearest"),
     [
         ("fisher-kind", "empircal", "empirical"),
@@ -242,15 +260,19 @@ def begun(tmp_path, rows_of):
     return tmp_path, rows
 
 
-@pytest.mark.parametrize("option", [x for x in CHANGES if x not in records.WHERE_AND_HOW])
+IDLE = ("fedlpa.damping", "fedlpa.balanced", "fedprox.mu")  # methods that do not run
+CHANGE_NOTHING = (*records.WHERE_AND_HOW, *IDLE)
+
+
+@pytest.mark.parametrize("option", [x for x in CHANGES if x not in CHANGE_NOTHING])
 def test_a_folder_refuses_another_experiment_and_names_what_differs(begun, option):
     asked = changed(OneShot(), option, CHANGES[option])
     with pytest.raises(ValueError, match=f"another experiment: {option} was .*, is "):
         records.resume(begun[0], asked, OneShot(), records.ONE_SHOT)
 
 
-@pytest.mark.parametrize("option", [x for x in CHANGES if x in records.WHERE_AND_HOW])
-def test_a_folder_continues_when_only_place_or_chunks_differ(begun, option):
+@pytest.mark.parametrize("option", [x for x in CHANGES if x in CHANGE_NOTHING])
+def test_a_folder_continues_when_only_place_chunks_or_methods_that_do_not_run_differ(begun, option):
     asked = changed(OneShot(), option, CHANGES[option])
     assert records.resume(begun[0], asked, OneShot(), records.ONE_SHOT) == begun[1]
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 import resource
 import shlex
 import shutil
@@ -143,9 +144,9 @@ def test_a_corrupt_configuration_names_itself(finished, capsys, found):
 
 def test_options_that_nobody_knows_are_refused_by_name(finished):
     document = json.loads((finished / records.CONFIG).read_text())
-    document["configuration"] |= {"fedprox.nu": 2.0, "nobody.knows": 1}
+    document["configuration"] |= {"fedavg.nu": 2.0, "nobody_knows": 1}
     (finished / records.CONFIG).write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"fedprox\.nu was 2\.0, is the def.*nobody\.knows was 1"):
+    with pytest.raises(ValueError, match=r"fedavg\.nu was 2\.0, is the def.*nobody_knows was 1"):
         resume(finished)
 
 
@@ -281,23 +282,28 @@ def test_a_folder_of_the_first_version_is_read_and_shown(old, capsys, rows_of, c
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "names"),
+    ("option", "value", "methods", "today"),
     [
-        ("damping", 0.5, [f"fedfisher_{kind}.damping" for kind in ("diag", "full", "kfac")]),
-        ("mu", 0.5, ["fedprox.mu"]),
-        ("fedlpa_damping", 0.5, [f"fedlpa{end}.damping" for end in ("", "_ea", "_gd")]),
-        ("fedlpa_balanced", True, [f"fedlpa{end}.balanced" for end in ("", "_ea", "_gd")]),
+        ("damping", 0.5, ("fedfisher_diag", "fedfisher_full", "fedfisher_kfac"), "damping"),
+        ("mu", 0.5, ("fedprox",), "mu"),
+        ("fedlpa_damping", 0.5, ("fedlpa", "fedlpa_ea", "fedlpa_gd"), "damping"),
+        ("fedlpa_balanced", True, ("fedlpa", "fedlpa_ea", "fedlpa_gd"), "balanced"),
     ],
 )
-def test_what_the_first_version_was_told_is_told_by_its_name_of_today(
-    old, capsys, rows_of, option, value, names
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_the_first_version_was_told_is_told_by_its_name_of_today_for_methods_that_run(
+    old, rows_of, option, value, methods, today, count
 ):
-    edit(old, **{option: value})
+    methods = methods[:count]
+    names = [f"{method}.{today}" for method in methods]
+    edit(old, **{option: value, "algorithms": ["fedavg", *methods]})
+    merging = config.Merging(("fedavg", *methods))
     with pytest.raises(ValueError, match="another experiment") as stop:
-        resume(old)
-    assert all(f"{name} was {value}, is the default" in str(stop.value) for name in names)
-    merging = dataclasses.replace(config.Merging(), options=tuple((x, value) for x in names))
-    asked = dataclasses.replace(OneShot(), merging=merging, out=old)
+        resume(old, OneShot(merging=merging))
+    said = re.findall(rf"([a-z_.]+) was {value}, is the default", str(stop.value))
+    assert said == names
+    merging = dataclasses.replace(merging, options=tuple((name, value) for name in names))
+    asked = OneShot(merging=merging, out=old)
     words = shlex.split(commands.write(asked, PROGRAM))[3:]
     assert resume(old, one_shot.parse(words)) == rows_of(OneShot())
 
@@ -309,7 +315,7 @@ def test_other_options_of_the_first_version_are_still_compared(old):
 
 
 def test_the_damping_of_the_first_versions_rounds_was_that_of_kfac(tmp_path):
-    asked = config.Federated()
+    asked = config.Federated(merging=config.Merging(("fedfisher_diag", "fedfisher_kfac")))
     found = commands.contents(asked)
     found["algorithm"] = found.pop("algorithms")
     for damping, is_same in ((1.0, True), (0.5, False)):
@@ -340,10 +346,14 @@ def test_stored_runs_continue(tmp_path, name):
     default = config.one_shot(asked.data.dataset)
     rows = records.resume(out, asked, default, ONE_SHOT)
     assert rows == records.read_rows(STORED / name / RESULTS, ONE_SHOT) != []
-    merging = dataclasses.replace(asked.merging, options=(("fedprox.mu", 0.5),))
-    changed = dataclasses.replace(asked, merging=merging)
-    with pytest.raises(ValueError, match=r"experiment: fedprox\.mu was the default, is 0\.5"):
-        records.resume(out, changed, default, ONE_SHOT)
+    for method in ("none", asked.merging.algorithms[0]):
+        merging = dataclasses.replace(asked.merging, options=((f"{method}.mu", 0.5),))
+        changed = dataclasses.replace(asked, merging=merging)
+        if method == "none":  # it does not run
+            assert records.resume(out, changed, default, ONE_SHOT) == rows
+            continue
+        with pytest.raises(ValueError, match=rf"experiment: {method}\.mu was the default, is 0\.5"):
+            records.resume(out, changed, default, ONE_SHOT)
 
 
 def test_runs_from_before_most_options_keep_their_folder():
