@@ -69,7 +69,7 @@ def _run(grid: Grid, dataset: str, done: Done, console: Console) -> None:
     console.print(memory.check(memory.predict(ready[0]), memory.available()))
     with progress.bar(console) as bar:
         seeds = [(seed, seed) for _, seed in missing]
-        watch = progress.Watch(console, bar, ready[0].config, seeds)
+        watch = progress.Watch(console, bar, ready[0], seeds)
         for (cell, seed), task in zip(missing, ready, strict=True):
             unit, out, where = (seed, seed), task.config.out, f"{dataset}, {cell.label}, "
             out.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ def _execute(task: OneRound, rows: list[Row], missing: list[Unit], console: Cons
     for seed, counts in task.label_counts.items():
         console.print(accuracies.label_table(counts, seed))
     with progress.bar(console) as bar:
-        watch = progress.Watch(console, bar, asked, missing)
+        watch = progress.Watch(console, bar, task, missing)
         for unit in missing:
             start = time.perf_counter()
             new = one_round.run(task, unit, watch.begin(unit))

@@ -117,16 +117,12 @@ def merge(task: OneRound, found: Reference) -> list[Row]:
     # Weights are of all that a client has, however many examples its Fisher is of.
     sizes = np.array([len(rows) for rows in found.partition])
     weights = jnp.asarray(sizes / sizes.sum())
-    silent = one_round.Progress(lambda _: None, lambda _: None)
     params = jax.tree.map(lambda leaf: leaf[0], found.params)
     trained = Trained(found.params)
-    merged = one_round.merge(task, task.methods, UNIT, params, trained, weights, silent)
-    rows = one_round.references(task, UNIT, found.params, found.params, weights, None)
-    for name, own in merged.items():
-        accuracy = task.accuracy(own.params, task.test)
-        more = {"seconds": own.seconds, "upload_bytes": own.upload_bytes}
-        rows.append(one_round.row_of(name, UNIT, accuracy, **more))
-    return rows
+    progress = one_round.Progress()
+    merged = one_round.merge(task, task.methods, UNIT, params, trained, weights, progress)
+    rows = one_round.references(task, UNIT, found.params, found.params, weights)
+    return rows + [one_round.measure(task, UNIT, name, own) for name, own in merged.items()]
 
 
 def _some(rows: np.ndarray, most: int | None, client: int) -> np.ndarray:

@@ -10,16 +10,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from experiments.harness import commands, records, tables
-from experiments.harness.figures import (
-    GRID,
-    INK,
-    REFERENCES,
-    canvas,
-    label,
-    legend,
-    save,
-    style,
-)
+from experiments.harness.figures import GRID, INK, REFERENCES, canvas, label, legend, save, style
 from experiments.harness.methods import trains_its_own
 from experiments.harness.records import Row
 from experiments.harness.tables import Table
@@ -35,7 +26,6 @@ class Line(NamedTuple):
     """One algorithm of the table.
 
     Attributes:
-        algorithm: Its name.
         accuracies: In percent, one for each unit; of `local` the mean over clients.
         upload_bytes: Of one client; None where nothing is sent.
         seconds: The median over units; None where nothing was timed.
@@ -57,16 +47,14 @@ def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
     gathered = []
     for name in ("local", "ensemble", *algorithms, "central"):
         own = [row for row in rows if row.algorithm == name and row.round == 1]
-        units = dict.fromkeys((row.partition_seed, row.seed) for row in own)
-        if not units:
-            continue
-        values = [
-            100 * statistics.fmean(r.value for r in own if (r.partition_seed, r.seed) == unit)
-            for unit in units
-        ]
-        seconds = [row.seconds for row in own if row.seconds is not None]
-        median = statistics.median(seconds) if seconds else None
-        gathered.append(Line(name, tuple(values), own[0].upload_bytes, median))
+        units: dict[Any, list[float]] = {}
+        for row in own:
+            units.setdefault((row.partition_seed, row.seed), []).append(row.value)
+        if units:
+            means = tuple(100 * statistics.fmean(values) for values in units.values())
+            seconds = [row.seconds for row in own if row.seconds is not None]
+            median = statistics.median(seconds) if seconds else None
+            gathered.append(Line(name, means, own[0].upload_bytes, median))
     return gathered
 
 
@@ -110,12 +98,7 @@ def curve_table(found: Curves) -> Table:
 def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console: Console) -> None:
     """Show what a run found, and write summary.md and the figures into its folder.
 
-    Args:
-        asked: The configuration, with a group `merging` and a folder `out`.
-        heading: What was learned, and by whom.
-        rows: All that was measured.
-        program: The command.
-        console: Where to print.
+    What was asked has a group `merging` and a folder `out`; the heading says what was learned.
     """
     out, names = asked.out, asked.merging.algorithms
     found, later = lines(rows, names), curves(rows, names)
@@ -131,7 +114,10 @@ def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console:
         left.append("rounds.png")
         picture = "![accuracy round by round](rounds.png)"
         parts += [tables.markdown(curve_table(later), 2), picture, ""]
-    options = [(name, _words(value)) for name, value in commands.contents(asked).items()]
+    options = [
+        (name, " ".join(map(str, value if isinstance(value, list) else [value])))
+        for name, value in commands.contents(asked).items()
+    ]
     parts += [tables.markdown(Table("", ("option", "value"), options, text=2))]
     records.write_summary(asked, parts, program)
     console.print(f"\nIn {out}/: {', '.join(left)}", soft_wrap=True)
@@ -154,9 +140,9 @@ def label_table(counts: np.ndarray, partition_seed: int) -> RichTable:
     """Show who owns which label, [M, C]; the largest owner of each stands out."""
     few = counts.shape[1] <= _MOST_CLASSES
     headings = map(str, range(counts.shape[1])) if few else ("classes", "most frequent")
-    owners = counts.argmax(axis=0)
+    cells = _class_cells if few else _most_frequent
     body = [
-        (str(client), *(_class_cells(own, owners == client) if few else _top(own)), str(own.sum()))
+        (str(client), *cells(own, counts.argmax(axis=0) == client), str(own.sum()))
         for client, own in enumerate(counts[:_MOST_CLIENTS])
     ]
     heading = f"Who owns which label, partition seed {partition_seed}"
@@ -189,18 +175,11 @@ def figure(found: Sequence[Line], heading: str, path: Path) -> None:
         # Side by side across the bar, in the order of the runs.
         count = len(line.accuracies)
         heights = place + (np.linspace(-0.2, 0.2, count) if count > 1 else np.zeros(1))
-        marker = style(line.algorithm)["marker"]
         dots = {"markersize": 4, "markeredgecolor": "white", "markeredgewidth": 0.4}
-        axes.plot(line.accuracies, heights, marker, color=colour, **dots)
+        axes.plot(line.accuracies, heights, style(line.algorithm)["marker"], color=colour, **dots)
         # In a column of its own beside the axes, where no dot can lie.
-        axes.annotate(
-            f"{line.mean:.1f}",
-            (1.02, place),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            color=INK,
-            annotation_clip=False,
-        )
+        beside = {"transform": axes.get_yaxis_transform(), "va": "center", "color": INK}
+        axes.text(1.02, place, f"{line.mean:.1f}", **beside)
     axes.set_yticks(range(len(found)), [label(line.algorithm) for line in found])
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_xlim(0, 100)
@@ -244,10 +223,6 @@ def _class_cells(own: np.ndarray, is_owner: np.ndarray) -> list[str]:
     return [f"[bold]{n}[/]" if owns else str(n) if n else "[dim]·[/]" for n, owns in marked]
 
 
-def _top(own: np.ndarray) -> list[str]:
+def _most_frequent(own: np.ndarray, _: np.ndarray) -> list[str]:
     top = [f"{label}: {own[label]}" for label in np.argsort(-own)[:3] if own[label]]
     return [str(np.count_nonzero(own)), ", ".join(top)]
-
-
-def _words(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -39,16 +39,12 @@ def style(name: str) -> dict[str, Any]:
         >>> style("fedavg")
         {'color': '#1a1a1a', 'marker': 'o', 'label': 'FedAvg'}
     """
-    place = list(TABLE).index(name) if name in TABLE else None
-    if place is None:
+    if name not in TABLE:
         return {"color": GREY, "marker": "o", "label": name}
     # More algorithms than colours begin again, with markers shifted by one.
-    turn = place // len(_COLOURS)
-    return {
-        "color": _COLOURS[place % len(_COLOURS)],
-        "marker": _MARKERS[(place + turn) % len(_MARKERS)],
-        "label": label(name),
-    }
+    turn, place = divmod(list(TABLE).index(name), len(_COLOURS))
+    marker = _MARKERS[(place + turn) % len(_MARKERS)]
+    return {"color": _COLOURS[place], "marker": marker, "label": label(name)}
 
 
 def line_style(name: str) -> Any:
@@ -57,17 +53,10 @@ def line_style(name: str) -> Any:
 
 
 def canvas(width: float, height: float, columns: int = 1, rows: int = 1, **shared: Any) -> Any:
-    """Begin a figure without pyplot and its global state, so that no display is needed.
+    """Begin a figure, in inches, without pyplot and its global state: no display is needed.
 
-    Args:
-        width: Inches.
-        height: Inches.
-        columns: Axes side by side.
-        rows: Of axes.
-        **shared: Of matplotlib's `subplots`: sharex and sharey, for panels that are compared.
-
-    Returns:
-        Matplotlib's figure and its axes, an array of them if there are several.
+    Returns matplotlib's figure and its axes, an array of them if there are several; `shared` is
+    what its `subplots` takes: sharex and sharey, for panels that are compared.
     """
     from matplotlib.figure import Figure
 
@@ -104,8 +93,6 @@ def class_colours(count: int) -> np.ndarray:
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure as PNG; the file changes as a whole or not at all."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
+    figure.savefig(picture, format="png", metadata={"Software": None})
     write_bytes(path, picture.getvalue())

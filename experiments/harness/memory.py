@@ -14,7 +14,6 @@ class Need(NamedTuple):
     """The step of a run that needs the most memory.
 
     Attributes:
-        step: What it does.
         resident: Bytes of data, models and updates.
         scratch: Bytes that grow with the clients side by side.
         clients: Side by side.
@@ -64,10 +63,6 @@ def available() -> int | None:
 def check(need: Need, limit: int | None) -> str:
     """Compare what a run needs with the bytes of the device, None if unknown; say it.
 
-    Raises:
-        ValueError: If it does not fit; the message has the number of clients side by side that
-            would.
-
     Example:
         >>> check(Need("training", 2 * 10**9, 10**9, 5), 16 * 10**9)
         'Needs about 3 GB (training, 5 side by side) of 16 GB.'
@@ -77,15 +72,11 @@ def check(need: Need, limit: int | None) -> str:
     """
     total = need.resident + need.scratch
     said = f"about {total / 1e9:.3g} GB ({need.step}, {need.clients} side by side)"
-    if limit is None:
-        return f"Needs {said}."
-    said += f" of {limit / 1e9:.3g} GB"
-    if total <= limit:
+    said += "" if limit is None else f" of {limit / 1e9:.3g} GB"
+    if limit is None or total <= limit:
         return f"Needs {said}."
     fitting = int((limit - need.resident) * need.clients / max(need.scratch, 1))
-    advice = (
-        f"Use --clients-per-chunk {fitting}"
-        if fitting >= 1
-        else "Not even one client at a time would fit; use fewer clients or a smaller network"
-    )
+    advice = "Not even one client at a time would fit; use fewer clients or a smaller network"
+    if fitting >= 1:
+        advice = f"Use --clients-per-chunk {fitting}"
     raise ValueError(f"This run needs {said}. {advice}")

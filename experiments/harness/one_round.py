@@ -1,7 +1,7 @@
 """One unit of an experiment in one round: train every client once, merge in every way."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +10,9 @@ import optax
 
 import fisherjax as fj
 from experiments.harness.config import OneShot
-from experiments.harness.methods import Method, optimizers
+from experiments.harness.methods import Method
 from experiments.harness.records import Row
 from experiments.harness.tasks import OneRound
-from fisherjax.algorithms import Algorithm, Update
 from fisherjax.clients import Federation
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Params
@@ -24,8 +23,12 @@ Unit = tuple[int | None, int]
 _ROUNDS = 2  # the library folds keys with 0 to train and with 1 to summarize
 
 
-class Diverged(ValueError):
-    """A client's model or Fisher information is not finite, and nobody asked to leave it out."""
+# Compiled once for equal models, whichever task they belong to.
+_ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
+
+
+def _say_nothing(_: Any) -> None:
+    pass
 
 
 class Progress(NamedTuple):
@@ -36,18 +39,12 @@ class Progress(NamedTuple):
         step: `(what)`, before each other step.
     """
 
-    epoch: Callable[[float], None]
-    step: Callable[[str], None]
+    epoch: Callable[[float], None] = _say_nothing
+    step: Callable[[str], None] = _say_nothing
 
 
 class Merged(NamedTuple):
-    """What one algorithm gave.
-
-    Attributes:
-        params: The merged model.
-        seconds: Of the summaries and the merge, and of training if it trains its own clients.
-        upload_bytes: Of one client.
-    """
+    """What one algorithm gave; seconds and bytes as in a row of results."""
 
     params: Params
     seconds: float
@@ -68,17 +65,15 @@ def finished(rows: Iterable[Row]) -> set[Unit]:
     return {(row.partition_seed, row.seed) for row in rows}
 
 
-def epochs(config: OneShot, unit: Unit) -> int:
+def epochs(task: OneRound, unit: Unit) -> int:
     """Count the epochs of a unit, in all of its trainings."""
-    if unit[0] is None:
-        return config.epochs
-    names = config.merging.algorithms
-    return (len(optimizers(names)) + len(names) * config.then_rounds) * config.epochs
+    later = len(task.methods) * task.config.then_rounds
+    return task.config.epochs * (1 if unit[0] is None else len(by_training(task)) + later)
 
 
-def steps(config: OneShot, unit: Unit) -> int:
+def steps(task: OneRound, unit: Unit) -> int:
     """Count the steps of a unit, an epoch or an algorithm being one."""
-    return epochs(config, unit) + (0 if unit[0] is None else len(config.merging.algorithms))
+    return epochs(task, unit) + (0 if unit[0] is None else len(task.methods))
 
 
 def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
@@ -93,27 +88,19 @@ def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
 
 
 def run(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
-    """Compute one unit.
+    """Compute one unit; a ValueError names a client whose model is not finite.
 
-    Args:
-        task: What is learned, and how.
-        unit: With a split, train the clients, merge them in every way, and go on for the rounds
-            that were asked for. Without, train on all the data.
-        progress: Told of each epoch and step.
-
-    Returns:
-        Its rows.
-
-    Raises:
-        Diverged: If a model is not finite; the message names the client.
+    With a split, train the clients, merge them in every way, and go on for the rounds that were
+    asked for. Without, train on all the data.
     """
     if unit[0] is None:
-        return _central(task, unit, progress)
+        params, key = start(task, unit[1])
+        models, seconds = _train(task, task.central, params, key, progress, task.optimizer)
+        (accuracy,) = task.accuracy(models.params, task.test, stacked=True)
+        return [row_of("central", unit, accuracy, seconds=seconds)]
     rows, merged = train_and_merge(task, unit, progress)
-    for name, (params, seconds, upload) in merged.items():
-        accuracy = task.accuracy(params, task.test)
-        rows.append(row_of(name, unit, accuracy, seconds=seconds, upload_bytes=upload))
-        rows += _then_rounds(task, unit, name, params, progress)
+    for name, model in merged.items():
+        rows += [measure(task, unit, name, model), *_then_rounds(task, unit, name, model, progress)]
     return rows
 
 
@@ -124,24 +111,19 @@ def train_and_merge(
 
     Returns:
         The rows of the references, and what each algorithm gave.
-
-    Raises:
-        Diverged: If a model is not finite; the message names the client.
     """
     params, key = start(task, unit[1])
     rows, merged = [], {}
     federation = task.federations[unit[0]]
     for optimizer, methods in by_training(task).items():
         trained, training = _train(task, federation, params, key, progress, optimizer)
-        stacked, weights = _finite(task.config, trained.params, federation.weights)
-        as_they_are = optimizer == task.optimizer
-        if as_they_are:
+        stacked, weights = _finite(task, trained, federation)
+        if optimizer == task.optimizer:
             rows = references(task, unit, trained.params, stacked, weights, training)
+            training = 0
         trained = trained._replace(params=stacked)
-        results = merge(task, methods, unit, params, trained, weights, progress)
-        for name, own in results.items():
-            seconds = own.seconds if as_they_are else round(own.seconds + training, 4)
-            merged[name] = own._replace(seconds=seconds)
+        for name, own in merge(task, methods, unit, params, trained, weights, progress).items():
+            merged[name] = own._replace(seconds=round(own.seconds + training, 4))
     return rows, {name: merged[name] for name in task.methods}
 
 
@@ -160,11 +142,16 @@ def start(task: OneRound, seed: int) -> tuple[Params, Key]:
 
 
 def references(
-    task: OneRound, unit: Unit, local: Params, stacked: Params, weights: Array, seconds: float
+    task: OneRound,
+    unit: Unit,
+    local: Params,
+    stacked: Params,
+    weights: Array,
+    seconds: float | None = None,
 ) -> list[Row]:
     """Measure the clients' own models, and their ensemble."""
-    accuracies = task.accuracies(local, task.test)
-    ensemble = task.ensemble_accuracy(stacked, weights, task.test)
+    accuracies = task.accuracy(local, task.test, stacked=True)
+    ensemble = _ensemble_accuracy(task.model, stacked, weights, task.test)
     rows = [
         row_of("local", unit, own, client=i, seconds=seconds) for i, own in enumerate(accuracies)
     ]
@@ -183,55 +170,44 @@ def merge(
     """Merge the same clients by several methods; those that send the same are summarized once."""
     federation, images = task.federations[unit[0]], task.validation(unit[0])
     chunk = training_options(task, federation)["clients_per_chunk"]
-    _, key = start(task, unit[1])
-    results = {}
-
-    def summarize(clients: Algorithm) -> Update:
-        return fj.merging.summarize(clients, trained, federation, key=key, clients_per_chunk=chunk)
-
-    def merged(server: Algorithm, updates: Update) -> Params:
-        on_nonfinite = task.config.on_nonfinite
-        try:
-            return fj.merging.merge(server, params, updates, weights, on_nonfinite=on_nonfinite)[0]
-        except ValueError as error:
-            raise Diverged(str(error)) from error
-
+    how = {"key": start(task, unit[1])[1], "clients_per_chunk": chunk}
+    drop, results = task.config.on_nonfinite, {}
     for sent in dict.fromkeys(method.sent for method in methods.values()):
-        sharing = {name: method for name, method in methods.items() if method.sent == sent}
-        first = next(iter(sharing))
-        progress.step(f"{first}: summaries of the clients")
-        updates, seconds = _timed(summarize, sharing[first].clients)
-        for name, method in sharing.items():
-            if name != first:
+        updates = None
+        for name, method in methods.items():
+            if method.sent != sent:
+                continue
+            if updates is None:
+                progress.step(f"{name}: summaries of the clients")
+                clients = method.clients, trained, federation
+                updates, seconds = _timed(fj.merging.summarize, *clients, **how)
+            else:
                 progress.step(f"{name}: merge")
-            params_of, more = _timed(merged, method.server(images), updates)
-            results[name] = Merged(params_of, seconds + more, _upload(updates))
+            server = method.server(images), params, updates, weights
+            (merged, *_), more = _timed(fj.merging.merge, *server, on_nonfinite=drop)
+            results[name] = Merged(merged, seconds + more, _upload(updates))
     return results
 
 
 def _then_rounds(
-    task: OneRound, unit: Unit, name: str, params: Params, progress: Progress
-) -> list[Row]:
+    task: OneRound, unit: Unit, name: str, model: Merged, progress: Progress
+) -> Iterator[Row]:
     """Go on with rounds of federated averaging, with the same minibatches for every algorithm."""
-    rows = []
-    federation = task.federations[unit[0]]
-    _, key = start(task, unit[1])
+    params, federation = model.params, task.federations[unit[0]]
+    key = jax.random.fold_in(start(task, unit[1])[1], _ROUNDS)
     for number in range(2, task.config.then_rounds + 2):
-        round_key = jax.random.fold_in(jax.random.fold_in(key, _ROUNDS), number)
-        models, seconds = _train(task, federation, params, round_key, progress, task.optimizer)
-        stacked, weights = _finite(task.config, models.params, federation.weights)
+        round_key = jax.random.fold_in(key, number)
+        trained, seconds = _train(task, federation, params, round_key, progress, task.optimizer)
+        stacked, weights = _finite(task, trained, federation)
         params = fj.tree.weighted_sum(stacked, weights)
-        accuracy = task.accuracy(params, task.test)
-        row = row_of(name, unit, accuracy, seconds=seconds, upload_bytes=_upload(stacked))
-        rows.append(row._replace(round=number))
-    return rows
+        row = measure(task, unit, name, Merged(params, seconds, _upload(stacked)))
+        yield row._replace(round=number)
 
 
-def _central(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
-    params, key = start(task, unit[1])
-    models, seconds = _train(task, task.central, params, key, progress, task.optimizer)
-    accuracy = task.accuracies(models.params, task.test)[0]
-    return [row_of("central", unit, accuracy, seconds=seconds)]
+def measure(task: OneRound, unit: Unit, name: str, model: Merged) -> Row:
+    """Make the row of a merged model."""
+    accuracy = task.accuracy(model.params, task.test)
+    return row_of(name, unit, accuracy, seconds=model.seconds, upload_bytes=model.upload_bytes)
 
 
 def row_of(algorithm: str, unit: Unit, accuracy: Any, **more: Any) -> Row:
@@ -257,7 +233,7 @@ def _train(
         if diverged.size and task.config.on_nonfinite == "raise":
             clients = ", ".join(f"client {client}" for client in diverged)
             who = "the central model" if federation is task.central else clients
-            raise Diverged(
+            raise ValueError(
                 f"{who} diverged in epoch {epoch + 1}: the training loss is "
                 f"{losses[diverged[0]]}. Lower --learning-rate (now "
                 f"{task.config.training.learning_rate:g}), or leave diverged clients out of the "
@@ -265,25 +241,14 @@ def _train(
             )
         progress.epoch(float(weights @ losses))
 
-    def train() -> Trained:
-        return fj.training.train(
-            task.model,
-            params,
-            federation,
-            key=key,
-            optimizer=optimizer,
-            progress=after_epoch,
-            **training_options(task, federation),
-        )
-
-    return _timed(train)
+    how = {"key": key, "optimizer": optimizer, "progress": after_epoch}
+    how |= training_options(task, federation)
+    return _timed(fj.training.train, task.model, params, federation, **how)
 
 
-def _finite(config: OneShot, stacked: Params, weights: Array) -> tuple[Params, Array]:
-    try:
-        return fj.merging.check_updates(stacked, weights, config.on_nonfinite)
-    except ValueError as error:
-        raise Diverged(str(error)) from error
+def _finite(task: OneRound, trained: Trained, federation: Federation) -> tuple[Params, Array]:
+    how = task.config.on_nonfinite
+    return fj.merging.check_updates(trained.params, federation.weights, how)
 
 
 def _upload(stacked: Any) -> int:
@@ -291,7 +256,7 @@ def _upload(stacked: Any) -> int:
     return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(stacked))
 
 
-def _timed(compute: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+def _timed(compute: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, float]:
     begun = time.perf_counter()
-    result = jax.block_until_ready(compute(*arguments))
+    result = jax.block_until_ready(compute(*arguments, **options))
     return result, round(time.perf_counter() - begun, 4)

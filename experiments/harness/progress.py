@@ -1,43 +1,41 @@
 """How a long run shows that it is alive: a bar in a terminal, lines and an estimate everywhere."""
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from experiments.harness import one_round
-from experiments.harness.config import OneShot
 from experiments.harness.one_round import Unit
 from experiments.harness.records import Row
 from experiments.harness.tables import duration
+from experiments.harness.tasks import OneRound
 
 _WORTH_SAYING = 60  # seconds
 
 
-@contextlib.contextmanager
-def bar(console: Console) -> Iterator[Progress]:
-    """Show a bar while something runs; it goes when that is over."""
-    columns = (
+def bar(console: Console) -> Progress:
+    """Make a bar, which goes when the block that it is shown for is over."""
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        transient=True,
     )
-    with Progress(*columns, console=console, transient=True) as shown:
-        yield shown
 
 
 class Watch:
     """What is shown while the units of an experiment in one round are computed."""
 
-    def __init__(self, console: Console, shown: Progress, config: OneShot, units: Sequence[Unit]):
+    def __init__(self, console: Console, shown: Progress, task: OneRound, units: Sequence[Unit]):
         self._console, self._bar = console, shown
-        self._total = sum(one_round.steps(config, unit) for unit in units)
-        self._num_epochs = sum(one_round.epochs(config, unit) for unit in units)
-        self._estimated = config.epochs == 1  # there the second epoch compiles too
+        self._total = sum(one_round.steps(task, unit) for unit in units)
+        self._num_epochs = sum(one_round.epochs(task, unit) for unit in units)
+        self._estimated = task.config.epochs == 1  # there the second epoch compiles too
         self._start = time.perf_counter()
         self._first: tuple[float, float] | None = None  # when the first unit ended, and its steps
         self._task = shown.add_task("compiling", total=self._total, speed="")

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,18 @@ import numpy as np
 import optax
 
 import fisherjax as fj
+from experiments.harness.commands import check
 from experiments.harness.config import MODELS, PLAYS, Data, Federated, OneShot, Training, title
 from experiments.harness.methods import Method, check_full, methods
 from fisherjax.clients import Federation
 from fisherjax.configuration import cached
 from fisherjax.datasets import Dataset
-from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+from fisherjax.typing import Array, Examples, Key, Model, Params
 
 NUM_VALIDATION = 500
 _SPLIT = ("partition", "alpha", "beta", "min_size", "classes_per_client")
 # Compiled once for equal models, whichever task they belong to.
 _accuracy = jax.jit(fj.metrics.accuracy, static_argnums=0, static_argnames="stacked")
-_ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
 
 
 class OneRound(NamedTuple):
@@ -31,20 +31,14 @@ class OneRound(NamedTuple):
     They hold the same function objects and arrays of equal shapes, so that nothing compiles twice.
 
     Attributes:
-        config: What was asked.
         model: The network, on stored images; training may crop and mirror them.
         normalize: What it does to them first.
-        init: `key -> params`.
-        optimizer: Of every client.
-        methods: By the name of the algorithm.
         federations: By partition seed.
         central: All training data at one client.
         label_counts: By partition seed, [M, C].
         validation: `partition seed -> images and labels`, for the solvers that need some.
         test: Images and labels that nobody trains on.
-        accuracy: `(params, examples) -> scalar`, compiled.
-        accuracies: `(stacked params, examples) -> [M]`, compiled.
-        ensemble_accuracy: `(stacked params, weights, examples) -> scalar`, compiled.
+        accuracy: Of `metrics`, with this model, compiled.
     """
 
     config: OneShot
@@ -59,18 +53,12 @@ class OneRound(NamedTuple):
     validation: Callable[[int], Examples]
     test: Examples
     accuracy: Callable[..., Array]
-    accuracies: Callable[..., Array]
-    ensemble_accuracy: Callable[..., Array]
 
 
 class Rounds(NamedTuple):
     """What experiments in rounds learn, and who trains, chooses and is held out.
 
     Attributes:
-        model: The network, on stored inputs.
-        init: `key -> params`.
-        optimizer: Of every client.
-        train: The clients that train.
         validation: Clients that choose options.
         held_out: Clients that the model is personalised on.
         test: Everybody's test data, as one client.
@@ -90,13 +78,7 @@ class Rounds(NamedTuple):
 
 
 def one_round(config: OneShot) -> OneRound:
-    """Read the data, split them and build the network; everything that can be refused is here.
-
-    Raises:
-        ValueError: If the data cannot be split so, the network does not take these images, or a
-            method would need too much memory.
-        FileNotFoundError: If the data set is not there.
-    """
+    """Read the data, split them and build the network; everything that can be refused is here."""
     return one_rounds([config])[0]
 
 
@@ -104,10 +86,6 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
     """Prepare experiments that differ in how data are split, and in seeds and folders.
 
     They share all that is compiled.
-
-    Raises:
-        ValueError: If they differ in more, or as `one_round`.
-        FileNotFoundError: As `one_round`.
     """
     config = configs[0]
     for other in configs:
@@ -130,11 +108,7 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
 
 
 def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
-    """Build what does not depend on how data are split: the network, methods, measurements.
-
-    Raises:
-        ValueError: If the network does not take these images, or a method needs too much memory.
-    """
+    """Build what does not depend on how data are split: the network, methods, measurements."""
     model, normalize, init = _network(config.data, train)
     params = jax.eval_shape(init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
@@ -152,8 +126,6 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
         validation=partial(_draw_validation, Examples(*data)),
         test=Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
         accuracy=partial(_accuracy, model),
-        accuracies=partial(_accuracy, model, stacked=True),
-        ensemble_accuracy=partial(_ensemble_accuracy, model),
     )
 
 
@@ -176,31 +148,24 @@ def split_up(
 
 
 def rounds(config: Federated) -> Rounds:
-    """Read the data and split them.
-
-    Raises:
-        ValueError: If the data do not have so many clients.
-        FileNotFoundError: If the data set is not there.
-    """
+    """Read the data and split them over those who train, choose and are held out."""
     return _plays(config) if config.data.dataset == PLAYS else _images(config)
 
 
 def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[np.ndarray]:
     """Split training data over clients as was asked."""
-    if data.partition == "iid":
-        return fj.partition.iid(train.targets, num_clients, seed)
-    if data.partition == "niid_bench":
-        split = partial(fj.partition.niid_bench, min_size=data.min_size)
-        return split(train.targets, num_clients, data.beta, seed)
-    if data.partition == "fedfisher":
-        return fj.partition.fedfisher(train.targets, num_clients, data.alpha, seed)
-    if data.classes_per_client > train.num_classes:
-        raise ValueError(
-            f"--classes-per-client is {data.classes_per_client}, expected 1 to the "
-            f"{train.num_classes} classes of {train.name}"
-        )
-    owned = data.classes_per_client
-    return fj.partition.classes_per_client(train.targets, num_clients, owned, seed)
+    if data.partition == "classes_per_client":
+        expected = f"1 to the {train.num_classes} classes of {train.name}"
+        check(data, "classes_per_client", expected, lambda owned: owned <= train.num_classes)
+    split = {
+        "iid": fj.partition.iid,
+        "fedfisher": partial(fj.partition.fedfisher, alpha=data.alpha),
+        "niid_bench": partial(fj.partition.niid_bench, beta=data.beta, min_size=data.min_size),
+        "classes_per_client": partial(
+            fj.partition.classes_per_client, num_classes=data.classes_per_client
+        ),
+    }[data.partition]
+    return split(train.targets, num_clients, seed=seed)
 
 
 @cached
@@ -233,16 +198,12 @@ def _network(
     channels = len(train.mean)
     raw = train._replace(mean=(0.0,) * channels, std=(1.0,) * channels)
     normalize = fj.datasets.normalizer(train if data.normalize else raw)
-    apply = fj.networks.apply_fn(network, normalize)
-    model = Model(apply, fj.likelihoods.categorical, _augmented(data, apply, normalize))
+    apply, apply_train = fj.networks.apply_fn(network, normalize), None
+    if data.augment:
+        augment = fj.datasets.crop_and_flip(normalize, mode=data.augment_border)
+        apply_train = fj.networks.augmented(apply, augment)
+    model = Model(apply, fj.likelihoods.categorical, apply_train)
     return model, normalize, jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
-
-
-def _augmented(data: Data, apply: Apply, normalize: Callable[[Array], Array]) -> Any:
-    if not data.augment:
-        return None
-    augment = fj.datasets.crop_and_flip(normalize, mode=data.augment_border)
-    return fj.networks.augmented(apply, augment)
 
 
 def _images(config: Federated) -> Rounds:
@@ -268,32 +229,27 @@ def _plays(config: Federated) -> Rounds:
     windows = fj.text.windows(fj.text.roles(text))
     everybody = fj.clients.federation(windows, windows.partition)
     number, roles = everybody.num_clients, np.arange(everybody.num_clients)
-    transfer = ""
     if config.held_out_plays:
         plays = [role.play for role in windows.roles]
         names = list(dict.fromkeys(plays))
         _, chosen = fj.partition.hold_out(len(names), config.held_out_plays, config.partition_seed)
         away = np.isin(plays, [names[i] for i in chosen])
-        trained, validating = _apart(config, roles[~away], number, personal=0)[:2]
+        trained, validating, _ = _apart(config, roles[~away], number, personal=0)
         groups = trained, validating, roles[away]
         transfer = f", transfer to {' and '.join(names[i] for i in chosen)}"
     else:
-        groups = _apart(config, roles, number)
+        groups, transfer = _apart(config, roles, number), ""
+    trained, _, held_out = groups
+    expected = f"1 to the {len(trained)} roles that train"
+    check(config, "cohort", expected, lambda cohort: cohort <= len(trained))
     network = MODELS[config.data.model](num_classes=windows.num_classes)
-    held_out = groups[2]
     test = [np.concatenate([windows.partition[client] for client in held_out])]
-    parts = _groups(everybody, groups)
-    if config.cohort > parts["train"].num_clients:
-        raise ValueError(
-            f"--cohort is {config.cohort}, expected 1 to the {parts['train'].num_clients} roles "
-            "that train"
-        )
-    counts = f"{len(groups[0])} roles train, {len(held_out)} are held out"
+    counts = f"{len(trained)} roles train, {len(held_out)} are held out"
     return Rounds(
         model=Model(fj.networks.apply_fn(network), fj.likelihoods.categorical),
         init=jax.jit(lambda key: fj.networks.init(network, key, windows.inputs)),
         optimizer=optimizer(config.training),
-        **parts,
+        **_groups(everybody, groups),
         test=fj.clients.federation(windows, test),
         positions=windows.inputs.shape[1],
         told=f"tiny Shakespeare, {counts}{transfer}",

@@ -29,7 +29,7 @@ SMALL = OneShot(
     then_rounds=2,
 )
 NAMES = SMALL.merging.algorithms
-SILENT = one_round.Progress(lambda _: None, lambda _: None)
+SILENT = one_round.Progress()
 
 
 def asked(*names: str, **changes: object) -> OneShot:
@@ -84,20 +84,20 @@ def test_a_pull_moves_fedprox_and_nothing_else(rows):
     assert {name for name in now if now[name] != before[name]} == {"fedprox"}
 
 
-def test_clients_are_trained_once_and_once_more_for_those_that_train_their_own(rows, told):
+def test_clients_are_trained_once_and_once_more_for_those_that_train_their_own(task, rows, told):
     own = {name for name in NAMES if trains_its_own(name)}
     assert own == {"fednova", "fedprox", "scaffold"}
     losses = [x for x in told if isinstance(x, float)]
     assert len(losses) == (1 + len(own) + SMALL.then_rounds * len(NAMES)) * SMALL.epochs
-    assert len(losses) == one_round.epochs(SMALL, (0, 0))
-    assert len(told) == one_round.steps(SMALL, (0, 0))
+    assert len(losses) == one_round.epochs(task, (0, 0))
+    assert len(told) == one_round.steps(task, (0, 0))
 
 
 def test_methods_that_change_training_train_once_more_with_the_same_minibatches(task):
     losses = []
     alone = task._replace(config=asked())
-    one_round.run(alone, (0, 0), one_round.Progress(losses.append, lambda _: None))
-    assert len(losses) == one_round.epochs(asked(), (0, 0)) == 4
+    one_round.run(alone, (0, 0), one_round.Progress(losses.append))
+    assert len(losses) == one_round.epochs(alone, (0, 0)) == 4
     assert len(set(losses)) == 1
 
 
