@@ -9,6 +9,7 @@ momentum and weight decay, images scaled to [0, 1] only, those of CIFAR-10 cropp
 table.md and table.csv are written anew after every run; the same command continues.
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ from experiments.harness import (
     tables,
     tasks,
 )
-from experiments.harness.grids import Grid, Unit, cells, configuration
+from experiments.harness.config import OneShot
+from experiments.harness.grids import Grid, Unit
 from experiments.harness.records import Row
 
 PROGRAM = "experiments.niid_table"
@@ -46,33 +48,40 @@ def _main(arguments: Sequence[str]) -> None:
     console = Console(highlight=False)
     grid = commands.read(arguments, PROGRAM, __doc__, Grid)
     grids.check(grid)
-    with records.folder(grid.out):
-        done = {unit: _resume(grid, unit) for unit in grids.units(grid)}
+    units = grids.units(grid)
+    with contextlib.ExitStack() as held:
+        # The folders of the runs too: `experiments.one_shot` could be at work there.
+        for out in (grid.out, *(asked.out for asked in units.values())):
+            held.enter_context(records.folder(out))
+        done = {unit: _resume(asked) for unit, asked in units.items()}
         for dataset in grid.datasets:
-            _run(grid, dataset, done, console)
-        _write(grid, done)
+            missing = [unit for unit in units if unit[0].dataset == dataset and not done[unit]]
+            if missing:
+                _run(grid, missing, done, console)
+        found, notes = _write(grid, done)
     # Wider than most terminals: better a line broken there than every cell.
     wide = Console(highlight=False, width=max(console.width, _WIDTH))
-    for table in _tables(grid, done):
+    for table in found:
         wide.print(tables.terminal(table))
-    console.print(_notes(grid, done), style="dim")
+    console.print(notes, style="dim")
     left = "table.md, table.csv, and a folder for each run"
     console.print(f"\nIn {grid.out}/: {left}", soft_wrap=True)
 
 
-def _run(grid: Grid, dataset: str, done: Done, console: Console) -> None:
+def _resume(asked: OneShot) -> list[Row]:
+    default = config.one_shot(asked.data.dataset)
+    return records.resume(asked.out, asked, default, records.ONE_SHOT)
+
+
+def _run(grid: Grid, missing: Sequence[Unit], done: Done, console: Console) -> None:
     """Compute the missing units of a data set, and write the tables after each."""
-    missing = [unit for unit in grids.units(grid) if unit[0].dataset == dataset and not done[unit]]
-    if not missing:
-        return
-    ready = tasks.one_rounds([configuration(grid, *unit) for unit in missing])
+    ready = tasks.one_rounds([grids.configuration(grid, *unit) for unit in missing])
     console.print(memory.check(memory.predict(ready[0]), memory.available()))
     with progress.bar(console) as bar:
         seeds = [(seed, seed) for _, seed in missing]
         watch = progress.Watch(console, bar, ready[0], seeds)
         for (cell, seed), task in zip(missing, ready, strict=True):
-            unit, out, where = (seed, seed), task.config.out, f"{dataset}, {cell.label}, "
-            out.mkdir(parents=True, exist_ok=True)
+            unit, out, where = (seed, seed), task.config.out, f"{cell.dataset}, {cell.label}, "
             records.write_config(out, task.config, "experiments.one_shot")
             labels = accuracies.label_csv(task.label_counts)
             records.write_text(out / accuracies.LABELS, labels)
@@ -86,41 +95,23 @@ def _run(grid: Grid, dataset: str, done: Done, console: Console) -> None:
             _write(grid, done)
 
 
-def _resume(grid: Grid, unit: Unit) -> list[Row]:
-    asked = configuration(grid, *unit)
-    default = config.one_shot(asked.data.dataset)
-    return records.resume(asked.out, asked, default, records.ONE_SHOT)
-
-
-def _results(grid: Grid, done: Done, *datasets: str) -> niid.Results:
-    return {
-        cell: niid.measured([row for seed in grid.seeds for row in done[cell, seed]])
-        for dataset in datasets
-        for cell in cells(grid, dataset)
-    }
-
-
-def _tables(grid: Grid, done: Done) -> list[tables.Table]:
-    about = f"{grid.num_clients} clients, {grid.epochs} epochs"
-    names = grid.merging.algorithms
-    return [
-        niid.table(f"{dataset}, {about}", _results(grid, done, dataset), names, grid.epochs)
-        for dataset in grid.datasets
-    ]
-
-
-def _notes(grid: Grid, done: Done) -> str:
-    results = _results(grid, done, *grid.datasets)
-    time_needed = niid.extrapolation(results, grid.epochs, len(grid.seeds))
-    return f"{niid.footnote(grid.epochs, len(grid.seeds))}\n\n{time_needed}"
-
-
-def _write(grid: Grid, done: Done) -> None:
-    parts = [tables.markdown(table, 2) for table in _tables(grid, done)]
-    records.write_text(grid.out / "table.md", "\n".join([*parts, _notes(grid, done), ""]))
-    results = _results(grid, done, *grid.datasets)
-    text = niid.as_csv(results, grid.merging.algorithms, grid.epochs)
-    records.write_text(grid.out / "table.csv", text)
+def _write(grid: Grid, done: Done) -> tuple[list[tables.Table], str]:
+    """Write what is done until now; return the tables, one for each data set, and notes."""
+    names, results, found = grid.merging.algorithms, {}, []
+    for dataset in grid.datasets:
+        own = {
+            cell: niid.measured([row for seed in grid.seeds for row in done[cell, seed]])
+            for cell in grids.cells(grid, dataset)
+        }
+        title = f"{dataset}, {grid.num_clients} clients, {grid.epochs} epochs"
+        found.append(niid.table(title, own, names, grid.epochs))
+        results |= own
+    how_long = grid.epochs, len(grid.seeds)
+    notes = f"{niid.footnote(*how_long)}\n\n{niid.extrapolation(results, *how_long)}"
+    parts = [tables.markdown(table, 2) for table in found]
+    records.write_text(grid.out / "table.md", "\n".join([*parts, notes, ""]))
+    records.write_text(grid.out / "table.csv", niid.as_csv(results, names, grid.epochs))
+    return found, notes
 
 
 if __name__ == "__main__":

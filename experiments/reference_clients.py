@@ -89,24 +89,24 @@ def _main(arguments: Sequence[str]) -> None:
 
 
 def prepare(asked: Config, found: Reference) -> OneRound:
-    """Read the data, and give each client those that it has in the file.
-
-    Raises:
-        ValueError: If an option has a value that it cannot have, or a method would train.
-    """
+    """Read the data, and give each client those that it has in the file."""
     data = Data(asked.dataset, asked.model, len(found.partition), data_dir=asked.data_dir)
     whole = OneShot(data, merging=asked.merging, partition_seeds=(0,), seeds=(0,), central=False)
     config.check_one_shot(whole)
     commands.check(asked, "max_examples", "1 or more", lambda number: number is None or number >= 1)
-    training = [name for name in asked.merging.algorithms if trains_its_own(name)]
-    if training:
+    if training := [name for name in asked.merging.algorithms if trains_its_own(name)]:
         raise ValueError(
             f"--algorithms has {', '.join(training)}, which change how clients train: these are "
             "trained already; expected methods that merge them as they are"
         )
     train, test = fj.datasets.load(asked.dataset, asked.data_dir)
+    rows, last = found.validation, len(train.targets) - 1
+    if len(rows) and not 0 <= rows.min() <= rows.max() <= last:
+        raise ValueError(
+            f"{asked.reference} has validation_indices {rows.min()} to {rows.max()}, expected 0 to "
+            f"{last}, the rows of the training data"
+        )
     task = tasks.shared(whole, train, test)
-    rows = jnp.asarray(found.validation)
     images = Examples(task.central.inputs[rows], task.central.targets[rows])
     own = [_some(rows, asked.max_examples, client) for client, rows in enumerate(found.partition)]
     return tasks.split_up(task, {0: own})._replace(validation=lambda _: images)

@@ -86,6 +86,13 @@ def test_a_finished_grid_computes_nothing_and_an_unfinished_one_what_is_missing(
     assert (finished / "table.csv").read_text() == before
 
 
+def test_a_grid_is_refused_while_somebody_is_at_work_in_the_folder_of_a_run(tmp_path, capsys):
+    run = tmp_path / "digits" / "niid_bench0.5-seed1"
+    with records.folder(run):
+        assert niid_table.main([*TINY, "--out", str(tmp_path)]) == 1
+    assert f"another process is writing to --out {run}:" in capsys.readouterr().err
+
+
 def test_the_seed_sets_the_split():
     (first, second) = (
         grids.configuration(Grid(), Cell("mnist", "niid_bench", "0.1"), seed) for seed in (0, 1)

@@ -286,6 +286,8 @@ def test_max_examples_bounds_the_examples_of_every_client(few, tmp_path, most, e
         ("--model cnn", {}, "apply failed on inputs of shape (60, 28, 28, 1)"),
         ("", {"partition_sizes": np.array([30, 21])}, "50 partition_indices and partition_sizes"),
         ("", {"partition_indices": np.arange(50) + 20}, "expected 0 to 59"),
+        ("", {"validation_indices": np.arange(51, 61)}, "validation_indices 51 to 60, expected 0"),
+        ("", {"validation_indices": np.arange(-1, 9)}, "validation_indices -1 to 8, expected 0 to"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(merged, tmp_path, capsys, words, changes, said):

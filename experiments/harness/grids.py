@@ -34,8 +34,6 @@ class Cell(NamedTuple):
 
 Unit = tuple[Cell, int]
 """A cell and a seed: one run."""
-
-
 _METHODS = ("fedlpa", "fedlpa_ea", "fednova", "scaffold", "fedavg", "fedprox", "fedfisher_kfac")
 
 
@@ -80,16 +78,10 @@ def configuration(grid: Grid, cell: Cell, seed: int) -> OneShot:
     """
     is_beta = cell.partition == "niid_bench"
     number = {"beta": float(cell.number)} if is_beta else {"classes_per_client": int(cell.number)}
+    split = {"num_clients": grid.num_clients, "partition": cell.partition, **number}
+    raw = {"normalize": False, "data_dir": grid.data_dir}
     return OneShot(
-        data=Data(
-            dataset=cell.dataset,
-            **DATASETS[cell.dataset],
-            num_clients=grid.num_clients,
-            partition=cell.partition,
-            **number,
-            normalize=False,
-            data_dir=grid.data_dir,
-        ),
+        data=Data(cell.dataset, **DATASETS[cell.dataset], **split, **raw),
         training=Training(0.01, 0.9, 1e-5, 64, grid.clients_per_chunk),
         merging=grid.merging,
         epochs=grid.epochs,
@@ -100,14 +92,14 @@ def configuration(grid: Grid, cell: Cell, seed: int) -> OneShot:
     )
 
 
-def units(grid: Grid) -> list[Unit]:
-    """List what is computed, seed by seed: an interrupted grid has whole tables."""
-    return [
-        (cell, seed)
+def units(grid: Grid) -> dict[Unit, OneShot]:
+    """Say what is computed and how, seed by seed: an interrupted grid has whole tables."""
+    return {
+        (cell, seed): configuration(grid, cell, seed)
         for dataset in grid.datasets
         for seed in grid.seeds
         for cell in cells(grid, dataset)
-    ]
+    }
 
 
 def check(grid: Grid) -> None:
@@ -115,11 +107,9 @@ def check(grid: Grid) -> None:
     for dataset in grid.datasets:
         commands.check_name("datasets", dataset, DATASETS)
     if not units(grid):
-        raise ValueError(
-            "no cells: expected one of --datasets, of --seeds, of --betas or --classes"
-        )
+        raise ValueError("no cells: expected one of --datasets, --seeds, --betas or --classes")
     for field in ("datasets", "betas", "classes", "seeds"):
         if getattr(grid, field):
             commands.check_list(grid, field)
-    for unit in units(grid):
-        config.check_one_shot(configuration(grid, *unit))
+    for asked in units(grid).values():
+        config.check_one_shot(asked)

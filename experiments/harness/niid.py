@@ -18,8 +18,8 @@ from experiments.harness.methods import trains_its_own
 from experiments.harness.records import Row
 from experiments.harness.tables import Table, csv_text, spread
 
-PAPER = Path(__file__).with_name("fedlpa_paper.csv")
-COLUMNS = (
+_PAPER = Path(__file__).with_name("fedlpa_paper.csv")
+_ORDER = (
     *("fedlpa", "fedlpa_ea", "fedlpa_gd", "fednova", "scaffold", "fedavg", "fedprox", "dense"),
     "fedfisher_kfac",
 )
@@ -35,12 +35,9 @@ class Published(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the runs of a cell gave.
+    """What the runs of a cell gave: by algorithm the percent of each seed, medians of seconds.
 
-    Attributes:
-        accuracies: By algorithm, in percent, one for each seed.
-        seconds: Of one seed, all that was computed; the median over seeds, None if unknown.
-        training: The part of them that grows with the epochs.
+    Seconds are of all that was computed, of training the part that grows with the epochs.
     """
 
     accuracies: dict[str, tuple[float, ...]]
@@ -60,45 +57,39 @@ def published(epochs: int) -> dict[tuple[Cell, str], Published]:
         >>> published(10)[Cell("mnist", "niid_bench", "0.1"), "fednova"]
         Published(accuracy=48.07, epochs=200)
     """
-    with open(PAPER, newline="") as file:
-        lines = list(csv.DictReader(file))
     found = {}
+    with open(_PAPER, newline="") as file:
+        _, *lines = csv.reader(file)
     for wanted in (MOST_EPOCHS, epochs):  # the second replaces the first
-        for line in lines:
-            if int(line["epochs"]) == wanted:
-                cell = Cell(line["dataset"], line["partition"], line["number"])
-                found[cell, line["algorithm"]] = Published(float(line["accuracy"]), wanted)
+        for *cell, after, algorithm, accuracy in lines:
+            if int(after) == wanted:
+                found[Cell(*cell), algorithm] = Published(float(accuracy), wanted)
     return found
 
 
 def measured(rows: Sequence[Row]) -> Measured:
     """Gather the rows of one cell, of all its seeds; of later rounds nothing."""
-    merged = [row for row in rows if row.client is None and row.round == 1]
     accuracies: dict[str, tuple[float, ...]] = {}
-    for row in merged:
-        if row.metric == "accuracy":
-            accuracies[row.algorithm] = (*accuracies.get(row.algorithm, ()), 100 * row.value)
-    walls = [row.value for row in rows if row.metric == WALL]
     training = {row.seed: 0.0 for row in rows}
     for row in rows:
+        if (row.client, row.round, row.metric) == (None, 1, "accuracy"):
+            accuracies[row.algorithm] = (*accuracies.get(row.algorithm, ()), 100 * row.value)
         if (row.algorithm == "local" and row.client == 0) or trains_its_own(row.algorithm):
             training[row.seed] += row.seconds or 0.0
-    return Measured(
-        accuracies,
-        statistics.median(walls) if walls else None,
-        statistics.median(training.values()) if training else None,
-    )
+    walls = [row.value for row in rows if row.metric == WALL]
+    medians = (statistics.median(own) if own else None for own in (walls, training.values()))
+    return Measured(accuracies, *medians)
 
 
-def columns(algorithms: Sequence[str]) -> list[str]:
+def _columns(algorithms: Sequence[str]) -> list[str]:
     """Order algorithms as the paper does, with its DENSE before those that it does not have."""
-    order = [name for name in COLUMNS if name in algorithms or name == "dense"]
-    return order + [name for name in algorithms if name not in COLUMNS]
+    order = [name for name in _ORDER if name in algorithms or name == "dense"]
+    return order + [name for name in algorithms if name not in _ORDER]
 
 
 def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) -> Table:
     """Lay out the table of one data set, "ours ± deviation (theirs)"; * is theirs at 200 epochs."""
-    paper, names = published(epochs), columns(algorithms)
+    paper, names = published(epochs), _columns(algorithms)
     headings = ("", *("DENSE" if name == "dense" else label(name) for name in names), "seconds")
     body = []
     for cell, own in results.items():
@@ -144,7 +135,7 @@ def as_csv(results: Results, algorithms: Sequence[str], epochs: int) -> str:
     """Write the table as CSV, a line for each cell and algorithm."""
     paper, lines = published(epochs), []
     for cell, own in results.items():
-        for name in columns(algorithms):
+        for name in _columns(algorithms):
             values = own.accuracies.get(name, ())
             mean = round(statistics.fmean(values), 2) if values else None
             deviation = round(statistics.stdev(values), 2) if len(values) > 1 else None

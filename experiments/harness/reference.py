@@ -24,7 +24,7 @@ class Reference(NamedTuple):
         params: Client models, leaves [M, ...].
         partition: Rows of the training data, for each client.
         validation: The rows that their code selects by.
-        arrays: The file, by name.
+        arrays: All that the file holds.
     """
 
     params: Params
@@ -34,12 +34,7 @@ class Reference(NamedTuple):
 
 
 def load(path: Path) -> Reference:
-    """Read the authors' clients.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is of another layout; the message names what is missing or does not fit.
-    """
+    """Read the authors' clients; a ValueError names what is missing in a file or does not fit."""
     arrays = fj.files.load_arrays(path)
     needed = ["partition_indices", "partition_sizes", "validation_indices"]
     sizes = arrays.get("partition_sizes", [])
