@@ -64,12 +64,9 @@ def _execute(asked: Federated, rows: list[Row], console: Console) -> list[Row]:
     """Compute the units that are missing, and write the rows after each."""
     task = tasks.rounds(asked)
     methods = rounds.prepare(asked, task)
-    if rows or (asked.out / rounds.CHECKPOINTS).exists():
-        console.print(f"Continuing {asked.out}: {len(rounds.finished(rows))} runs are finished.")
-        for change in records.environment_changes(asked.out):
-            console.print(f"[yellow]It was started in another environment: {change}.[/]")
-    else:
-        records.write_config(asked.out, asked, PROGRAM)
+    goes_on = rows or (asked.out / rounds.CHECKPOINTS).exists()
+    done = f"{len(rounds.finished(rows))} runs are finished" if goes_on else ""
+    records.begin(asked, PROGRAM, console, done)
     console.print(task.told)
 
     def warn(message: str) -> None:

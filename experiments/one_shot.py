@@ -67,13 +67,9 @@ def _execute(task: OneRound, rows: list[Row], missing: list[Unit], console: Cons
     with console.status("compiling"):
         need = memory.predict(task)
     console.print(memory.check(need, memory.available()))
-    if rows:
-        total = len(one_round.units(asked))
-        console.print(f"Continuing {asked.out}: {total - len(missing)} of {total} runs are done.")
-        for change in records.environment_changes(asked.out):
-            console.print(f"[yellow]It was started in another environment: {change}.[/]")
-    else:
-        records.write_config(asked.out, asked, PROGRAM)
+    total = len(one_round.units(asked))
+    done = f"{total - len(missing)} of {total} runs are done" if rows else ""
+    records.begin(asked, PROGRAM, console, done)
     records.write_text(asked.out / accuracies.LABELS, accuracies.label_csv(task.label_counts))
     for seed, counts in task.label_counts.items():
         console.print(accuracies.label_table(counts, seed))

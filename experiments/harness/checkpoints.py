@@ -32,12 +32,9 @@ _OPTIONS = ocp.CheckpointManagerOptions(
 
 
 class Checkpoint(NamedTuple):
-    """A run at one moment.
+    """A run at one moment, a number such as the rounds that are finished.
 
-    Attributes:
-        number: Of the moment, for example how many rounds are finished.
-        state: What the run needs to go on; a pytree of arrays.
-        rows: Its results until then, as JSON holds them: tuples are lists.
+    The state is a pytree of arrays; rows are results until then, as JSON holds them.
     """
 
     number: int
@@ -78,12 +75,8 @@ def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
     """Add a checkpoint, as a whole or not at all, then delete all but the newest two.
 
     The state is a pytree of JAX or NumPy arrays, typed keys too; rows are anything that JSON holds.
-
-    Raises:
-        TypeError: If a leaf would not come back as it is, because it is no array or weakly typed;
-            the message names it.
-        ValueError: If the state is empty, or the number negative or not above all that are there.
-        OSError: If it cannot be written; the message names it, and those before it stay.
+    A TypeError names a leaf that would not come back as it is; an OSError names what cannot be
+    written, and the checkpoints before it stay.
     """
     newest = max(saved(folder), default=-1)
     if number < 0:
@@ -93,7 +86,10 @@ def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
             f"{folder} already holds checkpoint {newest}, so {number} would not be the newest: "
             "restore it and count on from there, or choose another folder"
         )
-    arrays = {name: _stored(leaf) for name, leaf in _named(state)}
+    arrays = {
+        name: np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        for name, leaf in _named(state)
+    }
     if not any(array.size for array in arrays.values()):
         raise ValueError("the state has no arrays with anything in them: nothing to save")
     contents = _Contents(arrays, json.dumps({"leaves": _described(state), "rows": rows}))
@@ -103,22 +99,13 @@ def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
 
 
 def restore(folder: Path, like: Any, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Read the newest checkpoint that is as it was written.
+    """Read the newest checkpoint that is as it was written; None if there is none to go on from.
 
     Those that are not are renamed to NUMBER.unreadable, so that they neither count as kept nor
-    stand in the way of the run that comes to their number again.
+    stand in the way of the run that comes to their number again; `warn` is told of each.
 
-    Args:
-        folder: Need not exist.
-        like: A state of the same structure, shapes and dtypes, for example the initial one. Leaves
-            come back as it has them: as NumPy arrays, or on the same devices.
-        warn: Told of each.
-
-    Returns:
-        The checkpoint, its arrays equal in every bit; None if there is none to go on from.
-
-    Raises:
-        ValueError: If it is of another state; the message names the first leaf that differs.
+    Leaves come back equal in every bit and as those of `like`, for example the initial state: as
+    NumPy arrays, or on the same devices. A ValueError names the first that is of another state.
     """
     if any(folder.glob(f"*/{SUMS}")):
         old = f"{folder} holds checkpoints of version 0.1, which are not read any more"
@@ -130,9 +117,9 @@ def restore(folder: Path, like: Any, warn: Callable[[str], None]) -> Checkpoint 
         damage = _damage(checkpoint / _FILES)
         if not damage:
             return Checkpoint(number, *_read(checkpoint, like))
+        moved = f"moved to {_aside(checkpoint, 'unreadable')}"
         instead = f"going on from checkpoint {numbers[-1]}" if numbers else "starting over"
-        aside = _aside(checkpoint, "unreadable")
-        warn(f"checkpoint {checkpoint} is corrupt ({damage}): moved to {aside}, {instead}")
+        warn(f"checkpoint {checkpoint} is corrupt ({damage}): {moved}, {instead}")
     return None
 
 
@@ -194,14 +181,13 @@ def _described(state: Any) -> list[str]:
     return [f"{name} of {leaf.dtype}{list(leaf.shape)}" for name, leaf in _named(state)]
 
 
-def _stored(leaf: Any) -> np.ndarray:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _like(array: np.ndarray, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return array
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if _is_key(leaf):
         array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
     return jax.device_put(array, leaf.sharding) if leaf.committed else jnp.asarray(array)

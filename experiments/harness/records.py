@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import jax
+from rich.console import Console
 
 import fisherjax as fj
 from experiments.harness import commands
@@ -189,6 +190,16 @@ def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> 
         )
 
 
+def begin(config: Any, program: str, console: Console, done: str) -> None:
+    """Say what a run that goes on has done already, if anything, or write what it is."""
+    if not done:
+        write_config(config.out, config, program)
+        return
+    console.print(f"Continuing {config.out}: {done}.")
+    for change in _differences(_document(config.out)["environment"], environment()):
+        console.print(f"[yellow]It was started in another environment: {change}.[/]")
+
+
 def write_config(out: Path, config: Any, program: str) -> None:
     """Write what is needed to run an experiment again."""
     document = {
@@ -201,7 +212,8 @@ def write_config(out: Path, config: Any, program: str) -> None:
 
 def write_summary(config: Any, parts: Sequence[str], program: str) -> None:
     """Write summary.md: what was found, the command that does it again, and where it was run."""
-    where = ", ".join(f"{name} {value}" for name, value in read_environment(config.out).items())
+    environment = _document(config.out)["environment"]
+    where = ", ".join(f"{name} {value}" for name, value in environment.items())
     end = ["```", commands.write(config, program), "```", "", f"Run with {where}.", ""]
     write_text(config.out / "summary.md", "\n".join([*parts, *end]))
 
@@ -218,16 +230,6 @@ def environment() -> dict[str, Any]:
         "device": devices[0].device_kind,
         "devices": len(devices),
     }
-
-
-def read_environment(out: Path) -> dict[str, Any]:
-    """Return the environment that started a run."""
-    return _document(out)["environment"]
-
-
-def environment_changes(out: Path) -> list[str]:
-    """Say what is different from the environment that started a run."""
-    return _differences(read_environment(out), environment())
 
 
 @contextlib.contextmanager

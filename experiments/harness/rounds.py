@@ -88,19 +88,17 @@ def following(config: Federated, rows: Sequence[Row]) -> Unit | None:
     """
     done, rates = finished(rows), config.server_learning_rate
     where = [(a, epochs) for epochs in config.local_epochs for a in config.merging.algorithms]
-    first = [Unit(*own, rate, config.seeds[0]) for own in where for rate in rates]
-    if not done.issuperset(first):
-        return next(unit for unit in first if unit not in done)
-    chosen = select(config, rows)
-    rest = (Unit(*own, chosen[own], seed) for seed in config.seeds[1:] for own in where)
-    return next((unit for unit in rest if unit not in done), None)
+    units = [Unit(*own, rate, config.seeds[0]) for own in where for rate in rates]
+    if done.issuperset(units):
+        chosen = select(config, rows)
+        units = [Unit(*own, chosen[own], seed) for seed in config.seeds[1:] for own in where]
+    return next((unit for unit in units if unit not in done), None)
 
 
 def select(config: Federated, rows: Iterable[Row]) -> dict[tuple[str, int], float]:
-    """Choose server learning rates by accuracy on the validation clients with the first seed.
+    """Choose server learning rates, by algorithm and local epochs; of equals the first.
 
-    Returns:
-        By algorithm and local epochs; of equals the first.
+    What counts is accuracy on the validation clients with the first seed, after the last round.
     """
     best: dict[tuple[str, int], Row] = {}
     for row in rows:
@@ -115,29 +113,22 @@ def select(config: Federated, rows: Iterable[Row]) -> dict[tuple[str, int], floa
 def prepare(config: Federated, task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
     """Make the rounds of each algorithm and number of local epochs; units share what is compiled.
 
-    Raises:
-        ValueError: If a full Fisher matrix would not fit, or a structure does not cover a layer;
-            the message names it.
+    What would not fit into memory, or a layer that a structure does not cover, is refused here.
     """
     params = jax.eval_shape(task.init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.cohort)
     training, server = config.training, _SERVERS[config.server_optimizer]
+    how = {"cohort": config.cohort, "optimizer": task.optimizer, "batch_size": training.batch_size}
+    how["clients_per_chunk"] = training.clients_per_chunk
     made = {}
     for name, method in methods(config.merging, task.model, training.batch_size).items():
         algorithm = method.server(None)
         if server is not None:
             algorithm = fj.algorithms.with_server_optimizer(algorithm, server)
         for epochs in config.local_epochs:
-            made[name, epochs] = fj.rounds.federated(
-                task.model,
-                algorithm,
-                cohort=config.cohort,
-                optimizer=task.optimizer,
-                epochs=epochs,
-                batch_size=training.batch_size,
-                clients_per_chunk=training.clients_per_chunk,
-            )
-            made[name, epochs].traffic(params, task.train)
+            own = fj.rounds.federated(task.model, algorithm, epochs=epochs, **how)
+            own.traffic(params, task.train)
+            made[name, epochs] = own
     return made
 
 
@@ -151,11 +142,8 @@ def run(
 ) -> list[Row]:
     """Run the rounds of a unit, `method` by `prepare`, from its newest checkpoint if there is one.
 
-    After each, `show` gets its number, and the test accuracy if it was measured.
-
-    Returns:
-        All its rows, those from before the checkpoint too. The final params are in the newest
-        checkpoint and, if wanted, in models/.
+    After each, `show` gets its number, and the test accuracy if it was measured. The rows are all
+    of the unit's. The final params are in the newest checkpoint and, if wanted, in models/.
     """
     folder, last = config.out / CHECKPOINTS / unit.name, number(config, unit.local_epochs)
     init_key, key, personal_key = jax.random.split(jax.random.key(unit.seed), 3)
@@ -194,10 +182,8 @@ def _at_rate(state: State, rate: float) -> State:
     server = state.algorithm
     if not isinstance(server, ServerState):
         return state
-    rates = server.optimizer.hyperparams
-    new = rates | {"learning_rate": jnp.full_like(rates["learning_rate"], rate)}
-    optimizer = server.optimizer._replace(hyperparams=new)
-    return state._replace(algorithm=server._replace(optimizer=optimizer))
+    rate = jnp.full_like(optax.tree_utils.tree_get(server, "learning_rate"), rate)
+    return state._replace(algorithm=optax.tree_utils.tree_set(server, learning_rate=rate))
 
 
 def _after_round(
@@ -225,16 +211,9 @@ def _at_the_end(
     found: Measures = {}
     for split, clients in (("validation", task.validation), ("clients", task.train)):
         found |= _means(task, split, fj.metrics.performance(task.model, state.params, clients))
-    personal = fj.personalization.personalize(
-        task.model,
-        state.params,
-        task.held_out,
-        key=key,
-        fractions=FRACTIONS,
-        optimizer=task.optimizer,
-        epochs=config.personal_epochs,
-        batch_size=config.training.batch_size,
-    )
+    how = {"epochs": config.personal_epochs, "batch_size": config.training.batch_size}
+    how |= {"key": key, "fractions": FRACTIONS, "optimizer": task.optimizer}
+    personal = fj.personalization.personalize(task.model, state.params, task.held_out, **how)
     for fraction, own in zip(FRACTIONS, personal, strict=True):
         found |= _means(task, "held_out", own, fraction)
     traffic = method.traffic(state.params, task.train)
