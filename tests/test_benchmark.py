@@ -14,23 +14,14 @@ import pytest
 from matplotlib.colors import to_hex
 
 import fisherjax as fj
-from experiments.benchmark import (
-    apart,
-    config,
-    flops,
-    measure,
-    nngeometry_peer,
-    pfl,
-    plot,
-    report,
-    torch_peer,
-)
+from experiments.benchmark import config, measure, peers, pfl, plot, report
+from experiments.benchmark.flops import products
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.workloads import (
     NETWORKS,
     Workload,
+    classifier,
     native_convolutions,
-    normalize,
     synthetic,
     workload,
 )
@@ -66,13 +57,13 @@ def test_results_are_compared_with_the_reference_where_there_is_one():
 
 
 def numbers_of(measurements, reference: str | None, beside: str | None = None) -> dict:
-    group = Group("work", "units", reference, [m.case for m in measurements], beside)
+    group = Group("work", "units", reference, [], beside)
     rows = report.rows("train", group, measurements)
     return {(row.case, row.metric): row.value for row in rows if row.metric != "seconds"}
 
 
 def measured(name: str, seconds: list[float], **options) -> measure.Measurement:
-    return measure.Measurement(Case(name, lambda: None, **options), 9.0, seconds, 1, {"loss": 0.5})
+    return measure.Measurement(name, 9.0, seconds, 1, {"loss": 0.5}, **options)
 
 
 def test_rates_and_ratios_are_of_the_median_and_of_a_unit_of_work():
@@ -106,7 +97,7 @@ def test_flops_of_a_training_step_are_those_of_its_matrix_products():
     x, w = jnp.ones((7, 3)), {"a": jnp.ones((3, 5)), "b": jnp.ones((5, 2))}
     gradient = jax.grad(lambda w: jnp.cos(jnp.tanh(x @ w["a"]) @ w["b"]).sum())
     forward, weights, inputs = 2 * 7 * (15 + 10), 2 * 7 * (15 + 10), 2 * 7 * 10
-    assert flops.count(gradient, w) == forward + weights + inputs
+    assert products(gradient, w).flops == forward + weights + inputs
 
 
 def test_flops_of_a_scan_are_counted_every_round_and_under_jit_and_vmap():
@@ -114,7 +105,7 @@ def test_flops_of_a_scan_are_counted_every_round_and_under_jit_and_vmap():
         return jax.lax.scan(lambda c, _: (c @ c, None), x, length=4)[0]
 
     x = jnp.ones((2, 3, 3))
-    assert flops.count(jax.jit(jax.vmap(rounds)), x) == 2 * 4 * 2 * 27
+    assert products(jax.jit(jax.vmap(rounds)), x).flops == 2 * 4 * 2 * 27
 
 
 def test_products_that_no_result_needs_are_not_counted():
@@ -129,62 +120,61 @@ def test_products_that_no_result_needs_are_not_counted():
         return jax.lax.scan(lambda y, _: (y @ y, jnp.sum(x @ x)), x, length=3)[0]
 
     x = jnp.ones((3, 3))
-    assert flops.count(jax.jit(rounds), x) == 4 * 2 * 27
-    assert flops.count(unneeded, x) == 3 * 2 * 27
-    assert flops.count(lambda x: jnp.sum(x @ x) * 0 + x, x) == 2 * 27
+    assert products(jax.jit(rounds), x).flops == 4 * 2 * 27
+    assert products(unneeded, x).flops == 3 * 2 * 27
+    assert products(lambda x: jnp.sum(x @ x) * 0 + x, x).flops == 2 * 27
 
 
 def test_flops_of_a_convolution_are_those_of_its_patches():
     x, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((5, 5, 3, 4))
     numbers = ("NHWC", "HWIO", "NHWC")
-    counted = flops.count(
+    counted = products(
         lambda x, k: fj.nn.conv_general_dilated(x, k, (1, 1), "VALID", dimension_numbers=numbers),
         *(x, kernel),
     )
-    assert counted == 2 * (2 * 4 * 4) * (5 * 5 * 3) * 4
+    assert counted.flops == 2 * (2 * 4 * 4) * (5 * 5 * 3) * 4
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_native_convolutions_compute_the_same_network(name):
     work = workload(asked("train", data="synthetic"), name, 3)
-    ours = jax.jit(work.apply)(work.params, jnp.asarray(work.images))
-    native = jax.jit(native_convolutions(work.apply))(work.params, jnp.asarray(work.images))
+    ours = jax.jit(work.model.apply)(work.params, work.images)
+    native = jax.jit(native_convolutions(work.model).apply)(work.params, work.images)
     np.testing.assert_allclose(native, ours, rtol=1e-4, atol=1e-5)
 
 
 def test_the_error_of_factors_is_that_of_their_products_whatever_their_scales():
     random = np.random.default_rng(0)
     a, g, b, h = (random.normal(size=(n, n)) for n in (3, 2, 3, 2))
-    error = nngeometry_peer.kronecker_error([(a, g)], [(b, h)])
+    error = peers.kronecker_error([(a, g)], [(b, h)])
     difference = np.kron(a, g) - np.kron(b, h)
     assert error == pytest.approx(np.linalg.norm(difference) / np.linalg.norm(np.kron(b, h)))
-    assert nngeometry_peer.kronecker_error([(10 * a, g / 10)], [(a, g)]) < 1e-7
+    assert peers.kronecker_error([(10 * a, g / 10)], [(a, g)]) < 1e-7
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_network_in_pytorch_computes_the_same(name):
     pytest.importorskip("torch")
     work = workload(asked("train", data="synthetic"), name, 3)
-    theirs = torch_peer.network(work)(torch_peer.tensors(work)[0]).detach().cpu().numpy()
-    ours = jax.jit(work.apply)(work.params, jnp.asarray(work.images))
+    theirs = peers.network(work)(peers.tensors(work)[0]).detach().cpu().numpy()
+    ours = jax.jit(work.model.apply)(work.params, work.images)
     np.testing.assert_allclose(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
 def test_one_full_batch_step_in_pytorch_has_the_loss_of_ours():
     pytest.importorskip("torch")
     work = workload(asked("train", data="synthetic"), "lenet", 12)
-    outputs = jax.jit(work.apply)(work.params, jnp.asarray(work.images))
+    outputs = jax.jit(work.model.apply)(work.params, work.images)
     mean = fj.likelihoods.categorical.negative_log_likelihood(outputs, work.labels).mean()
-    theirs = torch_peer.training(work, asked("train", batch_size=12), 2).run()
+    theirs = peers.training(work, asked("train", batch_size=12), 2).run()
     assert theirs == pytest.approx(float(mean), rel=1e-4)
 
 
 def test_rounds_by_either_dispatch_average_the_same_models():
     images, labels = synthetic((3, 3, 1), 6)
-    model = fj.networks.MLP((5,))
-    apply = fj.networks.apply_fn(model, normalize)
-    params = fj.networks.init(model, jax.random.key(0), images)
-    work = Workload("mlp", apply, params, images, labels, "synthetic")
+    network = fj.networks.MLP((5,))
+    params = fj.networks.init(network, jax.random.key(0), images)
+    work = Workload("mlp", classifier(network), params, images, labels)
     partition = [np.arange(4), np.arange(4, 6)]
     federation = fj.clients.federation((images, labels), partition)
     # One batch a client, so that the order of its examples does not matter.
@@ -246,26 +236,24 @@ def test_bars_of_what_is_compared_with_are_grey_and_algorithms_have_their_colour
 
 
 def test_a_process_of_its_own_says_what_went_wrong_and_has_its_own_environment():
-    assert apart.call(os.getenv, "FISHERJAX_TEST", FISHERJAX_TEST="set") == "set"
+    assert measure.in_own_process(os.getenv, "FISHERJAX_TEST", FISHERJAX_TEST="set") == "set"
     assert "FISHERJAX_TEST" not in os.environ
     with pytest.raises(FileNotFoundError, match="no_such_folder"):
-        apart.call(os.listdir, "no_such_folder")
+        measure.in_own_process(os.listdir, "no_such_folder")
 
 
 def test_many_metrics_become_lines_of_the_table():
     many = {f"phase{i}_seconds": 1.0 for i in range(12)}
-    result = measure.Measurement(Case("a", lambda: None), 1.0, [1.0], None, many)
-    rows = report.rows("pipeline", Group("work", "runs", None, [result.case]), [result])
+    result = measure.Measurement("a", 1.0, [1.0], None, many)
+    rows = report.rows("pipeline", Group("work", "runs", None, []), [result])
     table = report.table(rows)
     assert table.headings == ("", "a")
     assert len(table.lines) == 3 + 12
 
 
 def test_a_table_shows_shares_in_per_cent_and_says_what_ratios_are_of():
-    peer = measure.Measurement(
-        Case("peer", lambda: None), 1.0, [3.0], 2**21, {"wasted_steps": 0.25}
-    )
-    group = Group("work", "samples", "peer", [peer.case])
+    peer = measure.Measurement("peer", 1.0, [3.0], 2**21, {"wasted_steps": 0.25})
+    group = Group("work", "samples", "peer", [])
     table = report.table(report.rows("train", group, [peer]))
     assert table.title == "work; speedup: x peer"
     shown = dict(zip(table.headings, table.lines[0], strict=True))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmark import __main__ as command
-from experiments.benchmark import config, floors, report, torch_peer
+from experiments.benchmark import config, floors, peers, report
 
 SERVER = ["--models", "lenet", "--num-clients", "2", "--num-examples", "24", "--adam-steps", "2"]
 MATMUL = ["--matmul-size", "16"]
@@ -82,7 +82,7 @@ def test_a_data_set_that_is_not_prepared_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize("package", ["torch", "nngeometry"])
 def test_a_missing_peer_is_named_with_its_remedy(package):
     notes = []
-    assert not torch_peer.is_there(notes.append, "json", package)
+    assert not peers.are_there(notes.append, "json", package)
     [said] = notes
     assert said.startswith(package)
     assert "pip install 'fisherjax[bench]'" in said

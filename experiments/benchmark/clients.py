@@ -11,39 +11,35 @@ import jax.numpy as jnp
 import numpy as np
 
 import fisherjax as fj
-from experiments.benchmark import apart
+from experiments.benchmark import measure
 from experiments.benchmark.config import Config
-from experiments.benchmark.measure import Case, Group, current_bytes
+from experiments.benchmark.measure import Case, Group, Measurement
 from experiments.benchmark.workloads import federate, train, workload
 
-_PHASES = ("training", "diagonal Fishers")
-_MERGES = ("streamed", "all at once")
 _UPLOADS_PER_CHUNK = 100
 _MOST_HELD = 1_000  # uploads merged all at once, for comparison
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     """Give one group for each phase and chunk; every number of clients has its own process."""
+
+    def apart(name: str, *work: Any) -> measure.Apart:
+        return measure.Apart(f"fisherjax, {name}", partial(measure.in_own_process, *work))
+
     note("LeNet, Dirichlet(0.1) sizes; `before` is the memory in use before the work began.")
     chunks = config.chunks or (1 if jax.default_backend() == "cpu" else 100,)
-    for phase, chunk in itertools.product(_PHASES, chunks):
-        cases = [
-            apart.case(f"fisherjax, M={m}", on_clients, config, phase, m, min(chunk, m))
-            for m in config.num_clients
-        ]
+    for phase, chunk in itertools.product(("training", "diagonal Fishers"), chunks):
+        cases = [apart(f"M={m}", on_clients, config, phase, m, chunk) for m in config.num_clients]
         title = f"{phase}, {config.num_examples} images, chunks of {chunk}"
         yield Group(title, "steps", None, cases)
-    for how in _MERGES:
-        cases = [
-            apart.case(f"fisherjax, {uploads} uploads", on_uploads, config, how, uploads)
-            for uploads in config.uploads
-            if how == "streamed" or uploads <= _MOST_HELD
-        ]
+    for how, most in {"streamed": max(config.uploads), "all at once": _MOST_HELD}.items():
+        numbers = [n for n in config.uploads if n <= most]
+        cases = [apart(f"{n} uploads", on_uploads, config, how, n) for n in numbers]
         if cases:
             yield Group(f"merging diagonal uploads, {how}", "uploads", None, cases)
 
 
-def on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> tuple[Any, ...]:
+def on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> Measurement:
     """Train the clients, or compute their diagonal Fishers, of the untrained network.
 
     The facts are the clients, memory before the work and of its result, and the share of steps that
@@ -53,9 +49,10 @@ def on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> tupl
     work = workload(config, "lenet", config.num_examples)
     federation = federate(work, num_clients)
     steps = fj.clients.num_batches(np.asarray(federation.sizes), config.batch_size)
+    chunk = min(chunk, num_clients)
     known = {
         "clients": num_clients,
-        "before_bytes": current_bytes(),
+        "before_bytes": measure.current_bytes(),
         "wasted_steps": fj.parallel.wasted_steps(steps, chunk),
         "wasted_in_tens": fj.parallel.wasted_steps(steps, min(10, num_clients)),
         "wasted_vmapped": fj.parallel.wasted_steps(steps, num_clients),
@@ -76,28 +73,25 @@ def on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> tupl
         made = result._replace(start=None) if phase == "training" else result
         return known | {"result_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(made))}
 
-    return apart.measured(Case(phase, run, float(units), facts=facts), config)
+    case = Case(phase, run, float(units), facts=facts)
+    return measure.alone(case, config.repeats, config.seconds_per_case)
 
 
-def on_uploads(config: Config, how: str, uploads: int) -> tuple[Any, ...]:
+def on_uploads(config: Config, how: str, uploads: int) -> Measurement:
     """Merge uploads a chunk at a time, each made when it is asked for, or the same all at once."""
     work = workload(Config("clients", Path(), data="synthetic"), "lenet", 1)
     algorithm = fj.algorithms.fedfisher(work.model, fisher=fj.fisher.diagonal)
-    length = min(_UPLOADS_PER_CHUNK, uploads)
 
     @jax.jit
-    def make(number: Any) -> Any:
-        scales = 1 + (number + jnp.arange(length) / length) / uploads
+    def make(numbers: Any) -> Any:
+        scales = 1 + numbers / uploads
         params = jax.tree.map(lambda x: jnp.multiply.outer(scales, x), work.params)
         values = {"params": params, "fisher": fj.fisher.Diagonal(jax.tree.map(jnp.abs, params))}
         return fj.algorithms.Update(values, algorithm.kind)
 
     def chunks() -> Iterator[tuple[Any, None]]:
-        for start in range(0, uploads, length):
-            left, chunk = uploads - start, make(start / length)
-            if left < length:
-                chunk = jax.tree.map(lambda x, left=left: x[:left], chunk)
-            yield chunk, None
+        for start in range(0, uploads, _UPLOADS_PER_CHUNK):
+            yield make(jnp.arange(start, min(start + _UPLOADS_PER_CHUNK, uploads))), None
 
     def run() -> Any:
         if how == "streamed":
@@ -105,5 +99,6 @@ def on_uploads(config: Config, how: str, uploads: int) -> tuple[Any, ...]:
         stacked = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(c for c, _ in chunks()))
         return fj.merging.merge(algorithm, work.params, stacked)
 
-    known = {"uploads": uploads, "before_bytes": current_bytes()}
-    return apart.measured(Case("merge", run, float(uploads), facts=lambda _: known), config)
+    known = {"uploads": uploads, "before_bytes": measure.current_bytes()}
+    case = Case(how, run, float(uploads), facts=lambda _: known)
+    return measure.alone(case, config.repeats, config.seconds_per_case)

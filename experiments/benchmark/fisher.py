@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fisherjax as fj
-from experiments.benchmark import nngeometry_peer, torch_peer
+from experiments.benchmark import peers
 from experiments.benchmark.config import Config
-from experiments.benchmark.flops import count, matmul_cases
+from experiments.benchmark.flops import matmul_cases, products
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.workloads import Workload, gradient, workloads
 from fisherjax.typing import Params
 
-OURS, PEER, GRADIENTS = "fisherjax", nngeometry_peer.NAME, "gradients of one epoch"
+_GRADIENTS = "gradients of one epoch"
 _STRUCTURES = {
-    "diagonal": (fj.fisher.diagonal, "PMatDiag", nngeometry_peer.compare_diagonals),
-    "K-FAC": (fj.fisher.kfac, "PMatKFAC", nngeometry_peer.compare_factors),
+    "diagonal": (fj.fisher.diagonal, "PMatDiag", peers.compare_diagonals),
+    "K-FAC": (fj.fisher.kfac, "PMatKFAC", peers.compare_factors),
 }
 
 
@@ -29,21 +29,20 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     With several devices the examples are also spread over all of them. The fact is the relative
     Frobenius error between both sides.
     """
-    reference = PEER if torch_peer.is_there(note, "torch", PEER) else None
+    reference = peers.NNGEOMETRY if peers.are_there(note, "torch", peers.NNGEOMETRY) else None
     for work in workloads(config, note):
         for structure, (fisher, representation, compare) in _STRUCTURES.items():
             cases = _cases(work, fisher, config, compare=partial(compare, work.name))
             if reference:
-                theirs = nngeometry_peer.fisher(work, representation, config.batch_size)
-                cases.insert(0, Case(PEER, theirs, len(work.labels), peak=torch_peer.peak))
+                cases.insert(0, peers.fisher(work, representation, config.batch_size))
             title = f"{structure} Fisher, {work.name}, {len(work.labels)} images"
-            yield Group(title, "samples", reference, cases, GRADIENTS)
+            yield Group(title, "samples", reference, cases, _GRADIENTS)
 
 
 def _cases(work: Workload, fisher: Callable[..., Any], config: Config, **how: Any) -> list[Case]:
     images, labels, size = jnp.asarray(work.images), jnp.asarray(work.labels), config.batch_size
     batch, samples = min(size, len(labels)), len(labels)
-    one_gradient = gradient(work.apply)
+    one_gradient = gradient(work.model)
     batches = jnp.arange(samples - samples % batch).reshape(-1, batch)
 
     def ours(params: Params, images: Any, weights: Any = None) -> Any:
@@ -60,14 +59,17 @@ def _cases(work: Workload, fisher: Callable[..., Any], config: Config, **how: An
 
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
 
+    def case(name: str, program: Callable[..., Any], *given: Any, **how: Any) -> Case:
+        return Case(name, partial(program, work.params, *given), samples, **how)
+
     first, many = (work.params, images[:batch], labels[:batch]), samples / batch
-    ours_flops, epoch_flops = many * count(ours, *first[:2]), many * count(one_gradient, *first)
-    cases = [Case(OURS, partial(ours, work.params, images), samples, ours_flops, **how)]
+    flops = many * products(ours, *first[:2]).flops
+    cases = [case("fisherjax", ours, images, flops=flops, **how)]
     if jax.device_count() > 1:
-        run = partial(ours, work.params, *_spread(images))
-        cases.append(Case(f"{OURS}, spread over {jax.device_count()} devices", run, samples, **how))
-    gradients = Case(GRADIENTS, partial(epoch, work.params), samples, epoch_flops)
-    return [*cases, gradients, *matmul_cases(config.matmul_size)]
+        spread = f"fisherjax, spread over {jax.device_count()} devices"
+        cases.append(case(spread, ours, *_spread(images), **how))
+    flops = many * products(one_gradient, *first).flops
+    return [*cases, case(_GRADIENTS, epoch, flops=flops), *matmul_cases(config.matmul_size)]
 
 
 def _spread(images: Any) -> tuple[Any, Any]:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import optax
 
 import fisherjax as fj
-from experiments.benchmark import config, flops
+from experiments.benchmark import config
+from experiments.benchmark.flops import products
 from experiments.benchmark.measure import Case, alone
 from experiments.benchmark.workloads import OPTIMIZER, Workload, gradient, workload
 from experiments.harness import commands
@@ -40,32 +41,6 @@ class Config:
     """Timed runs; the median counts."""
 
 
-def phases(work: Workload, num_clients: int) -> dict[str, tuple]:
-    """Make each phase on one minibatch as a function and its arguments."""
-    images, labels, params = jnp.asarray(work.images), jnp.asarray(work.labels), work.params
-
-    def step(params: Any, state: Any) -> Any:
-        gradients = gradient(work.apply)(params, images, labels)
-        updates, new = OPTIMIZER.update(gradients, state, params)
-        return optax.apply_updates(params, updates), new
-
-    def fisher(kind: Callable[..., Any], params: Any) -> Any:
-        return kind(work.model, params, fj.Examples(images), batch_size=len(images))
-
-    kfac, diagonal = (partial(fisher, kind) for kind in (fj.fisher.kfac, fj.fisher.diagonal))
-    clients = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), (kfac(params), params)
-    )
-    weights = jnp.full(num_clients, 1 / num_clients)
-    problem = fj.quadratic.quadratic(*clients, weights, 1.0)
-    return {
-        "training step": (step, params, OPTIMIZER.init(params)),
-        "K-FAC minibatch": (kfac, params),
-        "diagonal minibatch": (diagonal, params),
-        "server's product": (lambda problem, x: problem.matvec(x), problem, problem.init),
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
     return commands.attempt(_main, PROGRAM, arguments, continues=False)
@@ -83,12 +58,35 @@ def _main(arguments: Sequence[str]) -> None:
     made_up = config.Config("train", Path(), data="synthetic")
     for name, title in {"lenet": "LeNet", "cnn": "CNN"}.items():
         work = workload(made_up, name, asked.batch_size)
-        for phase, program in phases(work, asked.num_clients).items():
-            floors = flops.count(*program) / rate, flops.traffic(*program) / bandwidth
-            measured = _seconds(asked, *program)
+        for phase, program in _phases(work, asked.num_clients).items():
+            needed, measured = products(*program), _seconds(asked, *program)
+            floors = needed.flops / rate, needed.bytes / bandwidth
             times = [f"{1e3 * seconds:.2f}" for seconds in (*floors, measured)]
             lines.append((f"{phase}, {title}", *times, f"{measured / max(floors):.1f}"))
     print(markdown(Table("", _HEADINGS, lines)))
+
+
+def _phases(work: Workload, num_clients: int) -> dict[str, tuple]:
+    """Make each phase on one minibatch as a function and its arguments."""
+    images, labels, params = jnp.asarray(work.images), jnp.asarray(work.labels), work.params
+
+    def step(params: Any, state: Any) -> Any:
+        gradients = gradient(work.model)(params, images, labels)
+        updates, new = OPTIMIZER.update(gradients, state, params)
+        return optax.apply_updates(params, updates), new
+
+    def fisher(kind: Callable[..., Any], params: Any) -> Any:
+        return kind(work.model, params, fj.Examples(images), batch_size=len(images))
+
+    kfac, diagonal = (partial(fisher, kind) for kind in (fj.fisher.kfac, fj.fisher.diagonal))
+    clients = jax.tree.map(lambda x: jnp.stack([x] * num_clients), (kfac(params), params))
+    problem = fj.quadratic.quadratic(*clients, jnp.full(num_clients, 1 / num_clients), 1.0)
+    return {
+        "training step": (step, params, OPTIMIZER.init(params)),
+        "K-FAC minibatch": (kfac, params),
+        "diagonal minibatch": (diagonal, params),
+        "server's product": (lambda problem, x: problem.matvec(x), problem, problem.init),
+    }
 
 
 def _seconds(asked: Config, function: Callable[..., Any], *arguments: Any) -> float:

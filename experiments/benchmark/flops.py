@@ -1,63 +1,56 @@
-"""FLOPs, counted in the traced program, and the rate that large matrix products reach here."""
+"""FLOPs, counted in the traced program, and the rate that large matrix products reach here.
+
+XLA's own count (`cost_analysis`) takes the body of a loop once, however many rounds it has.
+"""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import partial_eval
 
 from experiments.benchmark.measure import Case
 from experiments.benchmark.report import MATMUL
 
 
-def count(function: Callable[..., Any], *arguments: Any) -> float:
-    """Count the FLOPs of a function's matrix products, 2 m n k each; nothing else counts.
+class Products(NamedTuple):
+    """What matrix products take: FLOPs, 2 m n k each, and bytes, each array once a product."""
 
-    The trace is counted without what no result needs, as compilers leave it out, so the number is
-    the same on every backend. The body of a loop without a fixed number of rounds counts once.
-    Convolutions must be patches (`fisherjax.nn`). Shapes do in place of arrays.
-
-    Example:
-        >>> count(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 5)))
-        60.0
-    """
-    return _total(jax.make_jaxpr(function)(*arguments).jaxpr, _flops)
+    flops: float
+    bytes: float
 
 
-def traffic(function: Callable[..., Any], *arguments: Any) -> float:
-    """Count the bytes that a function's matrix products read and write, each array once a product.
+def products(function: Callable[..., Any], *arguments: Any) -> Products:
+    """Count the FLOPs of a function's matrix products and the bytes that they read and write.
 
-    What lies between the products is left out, as if it were fused into them: a floor.
+    Nothing else counts, as if it were fused into them. The trace is counted without what no result
+    needs, as compilers leave it out, so the numbers are the same on every backend. The body of a
+    loop without a fixed number of rounds counts once. Convolutions must be patches
+    (`fisherjax.nn`). Shapes do in place of arrays.
 
     Example:
-        >>> traffic(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 5)))
-        124.0
+        >>> products(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 5)))
+        Products(flops=60.0, bytes=124.0)
     """
-    return _total(jax.make_jaxpr(function)(*arguments).jaxpr, _bytes)
+    return Products(*_total(jax.make_jaxpr(function)(*arguments).jaxpr).tolist())
 
 
-def _flops(product: Any) -> float:
-    (contracted, _), _ = product.params["dimension_numbers"]
-    summed = math.prod(product.invars[0].aval.shape[axis] for axis in contracted)
-    return 2.0 * summed * math.prod(product.outvars[0].aval.shape)
-
-
-def _bytes(product: Any) -> float:
-    arrays = [v.aval for v in (*product.invars, *product.outvars)]
-    return float(sum(x.size * x.dtype.itemsize for x in arrays))
-
-
-def _total(jaxpr: Any, of_product: Callable[[Any], float]) -> float:
+def _total(jaxpr: Any) -> np.ndarray:
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    total = 0.0
+    total = np.zeros(2)
     for equation in needed.eqns:
-        name, values = equation.primitive.name, list(equation.params.values())
-        total += of_product(equation) if name == "dot_general" else 0.0
-        rounds = equation.params["length"] if name == "scan" else 1
-        inner = filter(_is_jaxpr, jax.tree.leaves(values, is_leaf=_is_jaxpr))
-        total += sum(rounds * _total(getattr(x, "jaxpr", x), of_product) for x in inner)
+        arrays = [v.aval for v in (*equation.invars, *equation.outvars)]
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            summed = math.prod(arrays[0].shape[axis] for axis in contracted)
+            total += 2 * summed * arrays[-1].size, sum(x.size * x.dtype.itemsize for x in arrays)
+        rounds = equation.params["length"] if equation.primitive.name == "scan" else 1
+        inner = jax.tree.leaves([*equation.params.values()], is_leaf=_is_jaxpr)
+        total += sum(rounds * _total(getattr(x, "jaxpr", x)) for x in inner if _is_jaxpr(x))
     return total
 
 
@@ -70,24 +63,18 @@ def precisions() -> dict[str, Any]:
 
     JAX's default on a recent GPU rounds the factors of float32 products to TensorFloat-32.
     """
-    if jax.default_backend() == "cpu":
-        return {"default": None}
-    return {"default": None, "float32": "float32", "TF32": "tensorfloat32"}
+    more = {"float32": "float32", "TF32": "tensorfloat32"}
+    return {"default": None} | (more if jax.default_backend() != "cpu" else {})
 
 
 def matmul_cases(size: int | None) -> list[Case]:
     """Make the cases that measure the peak, one for each precision: products of n x n matrices."""
     size = size or (2048 if jax.default_backend() == "cpu" else 8192)
-    product = jax.jit(jnp.matmul)
-
-    def case(name: str, precision: Any, dtype: Any) -> Case:
+    product = jax.jit(jnp.matmul, static_argnames="precision")
+    kinds = [(name, precision, jnp.float32) for name, precision in precisions().items()]
+    cases = []
+    for name, precision, dtype in [*kinds, ("bfloat16", None, jnp.bfloat16)]:
         x = jnp.ones((size, size), dtype)
-
-        def run() -> Any:
-            with jax.default_matmul_precision(precision):
-                return product(x, x)
-
-        return Case(f"{MATMUL} {size}, {name}", run, flops=2.0 * size**3, precision=name)
-
-    cases = [case(name, precision, jnp.float32) for name, precision in precisions().items()]
-    return [*cases, case("bfloat16", None, jnp.bfloat16)]
+        run = partial(product, x, x, precision=precision)
+        cases.append(Case(f"{MATMUL} {size}, {name}", run, flops=2.0 * size**3, precision=name))
+    return cases

@@ -1,26 +1,30 @@
 """The one way in which everything is timed: cases in turn, medians, the first call apart."""
 
 import contextlib
+import multiprocessing
+import os
+import re
 import resource
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import jax
 
 
 def peak_bytes() -> int:
     """Return the peak memory: of the device since the start, of the process since `reset_peak`."""
-    device = _device_memory()
-    if device:
+    if device := _device_memory():
         return device["peak_bytes_in_use"]
     status = Path("/proc/self/status")
     if status.exists():
-        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
-        return 1024 * int(line.split()[1])
+        return 1024 * int(re.search(r"^VmHWM:\s*(\d+)", status.read_text(), re.M)[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
@@ -42,6 +46,13 @@ def _device_memory() -> dict[str, int] | None:
     return None if jax.default_backend() == "cpu" else jax.local_devices()[0].memory_stats()
 
 
+def in_own_process(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
+    """Run a function of a module in a fresh process, with variables beside those of this one."""
+    spawn = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as process:
+        return process.submit(function, *arguments).result()
+
+
 class Case(NamedTuple):
     """One side of a comparison."""
 
@@ -53,14 +64,32 @@ class Case(NamedTuple):
     times: float = 1.0  # multiplies the seconds of later calls, for work that is extrapolated
     facts: Callable[[Any], dict[str, float]] = lambda _: {}  # of the last result, beside the times
     compare: Callable[[Any, Any], dict[str, float]] = lambda *_: {}  # with the reference's result
-    peak: Callable[[], int] = peak_bytes  # reads the peak memory after a run
+    peak: Callable[[Any], int] = lambda _: peak_bytes()  # after a run, which may have returned it
+
+
+class Measurement(NamedTuple):
+    """What came out for one case."""
+
+    name: str
+    first: float  # seconds of the first call, which compiles
+    seconds: list[float]  # of every later call
+    peak: int | None  # bytes, the largest of those calls; None where nobody looked
+    facts: dict[str, float]  # beside the times
+    units: float = 1.0  # these are the case's
+    flops: float | None = None
+    precision: str = "default"
+
+    @property
+    def median(self) -> float:
+        """The median of the later calls."""
+        return statistics.median(self.seconds)
 
 
 class Apart(NamedTuple):
     """A case that is measured elsewhere: in a process of its own, or by others before."""
 
     name: str
-    measure: "Callable[[], Measurement]"
+    measure: Callable[[], Measurement]
 
 
 class Group(NamedTuple):
@@ -73,21 +102,6 @@ class Group(NamedTuple):
     beside: str | None = None  # name of the case whose time is the unit of the metric `cost`
 
 
-class Measurement(NamedTuple):
-    """What came out for one case."""
-
-    case: Case
-    first: float  # seconds of the first call, which compiles
-    seconds: list[float]  # of every later call
-    peak: int | None  # bytes, the largest of those calls; None where nobody looked
-    facts: dict[str, float]  # beside the times
-
-    @property
-    def median(self) -> float:
-        """The median of the later calls."""
-        return statistics.median(self.seconds)
-
-
 def measure(
     group: Group, repeats: int, budget: float, progress: Callable[[str], None] = lambda _: None
 ) -> list[Measurement]:
@@ -96,14 +110,15 @@ def measure(
     After `budget` seconds a case is left out of further turns, timed once at least. `progress` is
     told the name of a case before it runs.
     """
-    elsewhere = []
+    measurements, cases = [], []
     for case in group.cases:
         if isinstance(case, Apart):
             progress(case.name)
-            elsewhere.append(case.measure())
-    cases = [case for case in group.cases if isinstance(case, Case)]
-    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
-    peaks = dict.fromkeys(seconds, 0)
+            measurements.append(case.measure()._replace(name=case.name))
+        else:
+            cases.append(case)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    peaks: dict[str, list[int]] = defaultdict(list)
     results: dict[str, Any] = {}
     for turn in range(repeats + 1):
         for case in cases:
@@ -115,16 +130,16 @@ def measure(
             start = time.perf_counter()
             results[case.name] = jax.block_until_ready(case.run())
             seconds[case.name].append(time.perf_counter() - start)
-            peaks[case.name] = case.peak() if turn < 2 else max(peaks[case.name], case.peak())
-    measurements = []
+            peaks[case.name].append(case.peak(results[case.name]))
     for case in cases:
-        first, *later = seconds[case.name]
-        facts = case.facts(results[case.name])
+        result, (first, *later) = results[case.name], seconds[case.name]
+        facts = case.facts(result)
         if group.reference in results:
-            facts = facts | case.compare(results[case.name], results[group.reference])
-        later = [case.times * s for s in later]
-        measurements.append(Measurement(case, first, later, peaks[case.name], facts))
-    return elsewhere + measurements
+            facts = facts | case.compare(result, results[group.reference])
+        timed = first, [case.times * s for s in later], max(peaks[case.name][1:])
+        measured = Measurement(case.name, *timed, facts, case.units, case.flops, case.precision)
+        measurements.append(measured)
+    return measurements
 
 
 def alone(case: Case, repeats: int, budget: float = float("inf")) -> Measurement:

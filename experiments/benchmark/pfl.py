@@ -18,17 +18,15 @@ import optax
 import fisherjax as fj
 from experiments.benchmark import workloads
 from experiments.benchmark.config import Config
-from experiments.benchmark.flops import count, matmul_cases
+from experiments.benchmark.flops import matmul_cases, products
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.train import chunks
 from experiments.benchmark.workloads import Workload
 from fisherjax.clients import Federation
 from fisherjax.typing import Array, Params
 
-DISPATCH = "one call a batch (FedJAX-style)"
+_DISPATCH = "one call a batch (FedJAX-style)"
 _OPTIMIZER = optax.sgd(0.1)
-
-
 _PATCHES = {"padding": "VALID", "conv_general_dilated": fj.nn.conv_general_dilated}
 NETWORK = flax.linen.Sequential(
     [
@@ -42,25 +40,23 @@ NETWORK = flax.linen.Sequential(
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     """Give one group for each cohort: a round of local training and averaging."""
-    work = workloads.workload(config, "cnn", config.num_examples)
-    note(f"cnn: {work.source} images")
+    work = workloads.workload(config, "cnn", config.num_examples, note)
     params = fj.networks.init(NETWORK, jax.random.key(0), work.images)
-    work = work._replace(apply=fj.networks.apply_fn(NETWORK, workloads.normalize), params=params)
-    native = work._replace(apply=workloads.native_convolutions(work.apply))
-    images, labels = work.images, work.labels
-    batch = images[: config.batch_size], labels[: config.batch_size]
-    flops = count(workloads.gradient(work.apply), work.params, *batch)
-    flops *= config.epochs * len(labels) / config.batch_size
+    work = work._replace(model=workloads.classifier(NETWORK), params=params)
+    native = work._replace(model=workloads.native_convolutions(work.model))
+    images, labels, size = work.images, work.labels, config.batch_size
+    step = products(workloads.gradient(work.model), params, images[:size], labels[:size])
+    flops = step.flops * config.epochs * len(labels) / size
     for num_clients in config.num_clients:
         partition = fj.partition.iid(labels, num_clients, seed=0)
         federation = fj.clients.federation((images, labels), partition)
-        runs = {DISPATCH: dispatch(work, config, partition)}
+        runs = {_DISPATCH: dispatch(work, config, partition)}
         for name, chunk in chunks(config.chunks, num_clients).items():
             runs[f"fisherjax, {name}"] = partial(fedavg_round, work, config, federation, chunk)
-        runs[f"{DISPATCH}, native convolutions"] = dispatch(native, config, partition)
+        runs[f"{_DISPATCH}, native convolutions"] = dispatch(native, config, partition)
         cases = [Case(name, run, flops=flops) for name, run in runs.items()]
-        title = f"a round, M={num_clients}, {len(labels)} images, batch {config.batch_size}"
-        yield Group(title, "rounds", DISPATCH, [*cases, *matmul_cases(config.matmul_size)])
+        title = f"a round, M={num_clients}, {len(labels)} images, batch {size}"
+        yield Group(title, "rounds", _DISPATCH, [*cases, *matmul_cases(config.matmul_size)])
 
 
 def fedavg_round(work: Workload, config: Config, federation: Federation, chunk: int) -> Params:
@@ -78,7 +74,7 @@ def dispatch(
     """Prepare the same round with one compiled step for each batch, called from Python loops."""
     total = sum(map(len, partition))
     random = np.random.default_rng(0)
-    one_gradient = workloads.gradient(work.apply)
+    one_gradient = workloads.gradient(work.model)
 
     @jax.jit
     def step(params: Params, state: Any, images: Array, labels: Array) -> tuple[Params, Any]:

@@ -3,18 +3,18 @@
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from operator import itemgetter
 
 import jax
 
 import fisherjax as fj
-from experiments.benchmark import apart
+from experiments.benchmark import measure
 from experiments.benchmark.config import Config
-from experiments.benchmark.measure import Apart, Case, Group, Measurement, peak_bytes
+from experiments.benchmark.measure import Apart, Case, Group, Measurement
 from experiments.harness import one_round, tasks
 from experiments.harness.config import one_shot
 
-AUTHORS = "the authors' code, recorded"
 _SECONDS = 85.0
 _PHASES = {
     "training_seconds": 20.8,
@@ -23,7 +23,7 @@ _PHASES = {
     "diagonal_server_seconds": 0.6,
     "regmean_seconds": 2.5,
 }
-_RECORDED = Measurement(Case(AUTHORS, dict), _SECONDS, [_SECONDS], None, _PHASES)
+_AUTHORS = Measurement("the authors' code, recorded", _SECONDS, [_SECONDS], None, _PHASES)
 """The FedFisher authors' PyTorch code on two cores of the same class: MNIST, LeNet, 5 clients, 10
 epochs (Jhunjhunwala, Wang, Joshi, AISTATS 2024). RegMean is not among the 85 seconds."""
 
@@ -31,6 +31,10 @@ _EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing_seconds",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering_seconds",
     "/jax/core/compile/backend_compile_duration": "compiling_seconds",
+}
+_WARM = {
+    "JAX_ENABLE_COMPILATION_CACHE": "true",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 
 
@@ -42,44 +46,35 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     fj.datasets.load(config.dataset, config.data_dir)  # refused here if it is not prepared
     is_theirs = config.dataset == "mnist" and config.epochs == 10
     if is_theirs:
-        note(f"{AUTHORS}: {_SECONDS:g} s on two CPU cores, not measured here")
+        note(f"{_AUTHORS.name}: {_SECONDS:g} s on two CPU cores, not measured here")
     note("The first call of the persistent cache fills it; the later ones read it.")
     for num_clients in config.num_clients:
-        recorded = [Apart(AUTHORS, lambda: _RECORDED)] if is_theirs and num_clients == 5 else []
+        run = partial(measure.in_own_process, whole_run, config, num_clients)
+        both = {"facts": itemgetter(0), "peak": itemgetter(1)}
+        recorded = (
+            [Apart(_AUTHORS.name, lambda: _AUTHORS)] if is_theirs and num_clients == 5 else []
+        )
         title = f"one-shot run, {config.dataset}, M={num_clients}, E={config.epochs}"
         with tempfile.TemporaryDirectory() as cache:
-            warm = {
-                "JAX_ENABLE_COMPILATION_CACHE": "true",
-                "JAX_COMPILATION_CACHE_DIR": cache,
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            }
+            cold = partial(run, JAX_ENABLE_COMPILATION_CACHE="false")
+            warm = partial(run, JAX_COMPILATION_CACHE_DIR=cache, **_WARM)
             cases = [
-                _case("cold", config, num_clients, JAX_ENABLE_COMPILATION_CACHE="false"),
-                _case("persistent compilation cache", config, num_clients, **warm),
+                *recorded,
+                Case("fisherjax, cold", cold, **both),
+                Case("fisherjax, persistent compilation cache", warm, **both),
             ]
-            yield Group(title, "runs", AUTHORS if recorded else None, [*recorded, *cases])
+            yield Group(title, "runs", _AUTHORS.name if recorded else None, cases)
 
 
-def _case(name: str, config: Config, num_clients: int, **environment: str) -> Case:
-    peaks: list[int] = []
-
-    def run() -> dict[str, float]:
-        result = apart.call(whole_run, config, num_clients, **environment)
-        peaks.append(result.pop("peak_bytes"))
-        return result
-
-    return Case(f"fisherjax, {name}", run, facts=dict, peak=lambda: peaks[-1])
-
-
-def whole_run(config: Config, num_clients: int) -> dict[str, float]:
+def whole_run(config: Config, num_clients: int) -> tuple[dict[str, float], int]:
     """Load, train, summarise, merge in five ways and evaluate, as `experiments.one_shot` does.
 
     Returns:
-        The accuracy of FedFisher (K-FAC), peak memory, seconds by phase and of compilation.
+        The accuracy of FedFisher (K-FAC), seconds by phase and of compilation; peak memory.
     """
     compiling = dict.fromkeys(_EVENTS.values(), 0.0)
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, seconds: float, **_: object) -> None:
         if event in _EVENTS:
             compiling[_EVENTS[event]] += seconds
 
@@ -90,11 +85,11 @@ def whole_run(config: Config, num_clients: int) -> dict[str, float]:
     task = tasks.one_round(dataclasses.replace(default, data=data, **once))
     rows = one_round.run(task, (3, 0), one_round.Progress(lambda _: None, lambda _: None))
     merged = {row.algorithm: row for row in rows if row.client is None and row.seconds is not None}
-    return {
+    facts = {
         "accuracy": merged["fedfisher_kfac"].value,
         "all_compilation_seconds": sum(compiling.values()),
         **compiling,
         "training_seconds": next(row for row in rows if row.algorithm == "local").seconds,
         **{f"{name}_seconds": row.seconds for name, row in merged.items()},
-        "peak_bytes": peak_bytes(),
     }
+    return facts, measure.peak_bytes()

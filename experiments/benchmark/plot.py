@@ -2,9 +2,10 @@
 
 import itertools
 from collections.abc import Collection, Sequence
+from operator import itemgetter
 from typing import Any
 
-from experiments.benchmark.report import MATMUL, Row
+from experiments.benchmark.report import MATMUL, Row, numbers
 from experiments.harness.figures import GREY, GRID, INK, canvas, legend, style
 from fisherjax.algorithms import TABLE
 
@@ -20,23 +21,19 @@ _ALIKE = 4  # so many times as long, panels still share an axis
 
 def bars(rows: Sequence[Row]) -> Any:
     """Draw the median of each case, with how many times as fast as the reference it is."""
-    cases = {place: case for place, case in _cases(rows).items() if not place[1].startswith(MATMUL)}
+    groups = numbers(row for row in rows if not row.case.startswith(MATMUL))
     compared = {row.unit.removeprefix("x ") for row in rows if row.unit.startswith("x ")}
-    titles = list(dict.fromkeys(title for title, _ in cases))
-    counts = [sum(title == own for own, _ in cases) for title in titles]
-    longest = [max(c["median"] for (own, _), c in cases.items() if own == t) for t in titles]
+    counts = list(map(len, groups.values()))
+    longest = [max(case["median"] for case in own.values()) for own in groups.values()]
     shared = max(longest) < _ALIKE * min(longest)
     height = 0.5 + sum(0.55 + 0.3 * count for count in counts)
-    figure, grid = canvas(
-        9.0, height, rows=len(titles), squeeze=False, sharex=shared, height_ratios=counts
-    )
-    for panel, title, most in zip(grid[:, 0], titles, longest, strict=True):
-        own = {name: case for (of, name), case in cases.items() if of == title}
-        colours = [_colour(name, compared) for name in own]
+    how = {"squeeze": False, "sharex": shared, "height_ratios": counts}
+    figure, grid = canvas(9.0, height, rows=len(groups), **how)
+    for panel, (title, own), most in zip(grid[:, 0], groups.items(), longest, strict=True):
         seconds = [case["median"] for case in own.values()]
         ratios = [f"  ({c['speedup']:.3g} x)" if "speedup" in c else "" for c in own.values()]
         labels = [f"{x:.3g} s{ratio}" for x, ratio in zip(seconds, ratios, strict=True)]
-        drawn = panel.barh(list(own), seconds, color=colours)
+        drawn = panel.barh(list(own), seconds, color=[_colour(name, compared) for name in own])
         panel.bar_label(drawn, labels, padding=4, fontsize="small")
         panel.invert_yaxis()
         panel.set_xlim(right=1.4 * (max(longest) if shared else most))
@@ -49,18 +46,17 @@ def bars(rows: Sequence[Row]) -> Any:
 
 def growth(rows: Sequence[Row]) -> Any:
     """Draw time, time for a step or upload, and peak memory over their numbers."""
-    curves: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for (title, _), case in _cases(rows).items():
-        over = "clients" if "clients" in case else "uploads"
-        curves.setdefault((over, title), []).append(case)
-    across = list(dict.fromkeys(over for over, _ in curves))
+    curves = []
+    for title, own in numbers(rows).items():
+        cases = list(own.values())
+        over = "clients" if "clients" in cases[0] else "uploads"
+        curves.append((title, over, sorted(cases, key=itemgetter(over))))
+    across = list(dict.fromkeys(over for _, over, _ in curves))
     size = 1.0 + 4.5 * len(across), 0.5 + 2.4 * len(_GROWING)
-    figure, grid = canvas(
-        *size, len(across), len(_GROWING), squeeze=False, sharex="col", sharey="row"
-    )
-    for ((over, title), cases), look in zip(curves.items(), itertools.cycle(_CURVES), strict=False):
+    how = {"squeeze": False, "sharex": "col", "sharey": "row"}
+    figure, grid = canvas(*size, len(across), len(_GROWING), **how)
+    for (title, over, cases), look in zip(curves, itertools.cycle(_CURVES), strict=False):
         how = dict(zip(("color", "marker", "linestyle"), look, strict=True), markersize=5)
-        cases.sort(key=lambda case, over=over: case[over])
         for panel, value in zip(grid[:, across.index(over)], _GROWING.values(), strict=True):
             panel.plot([case[over] for case in cases], list(map(value, cases)), label=title, **how)
     for panel in grid.ravel():
@@ -72,14 +68,6 @@ def growth(rows: Sequence[Row]) -> Any:
         panel.set(xlabel=label, yscale="linear", ylim=(0, None))
     legend(figure, grid.ravel(), columns=2)
     return figure
-
-
-def _cases(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
-    """Gather the numbers of each case by metric."""
-    cases: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        cases.setdefault((row.workload, row.case), {})[row.metric] = row.value
-    return cases
 
 
 def _colour(case: str, compared: Collection[str]) -> str:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +49,11 @@ def rows(suite: str, group: Group, measurements: Iterable[Measurement]) -> list[
     over those of the case it stands beside), `flops_per_second`, `fraction_of_peak` (of the group's
     matrix product of the same precision), `peak_memory`, and the facts.
     """
-    named = {m.case.name: m for m in measurements}
-    rates = {name: m.case.units / m.median for name, m in named.items()}
+    named = {m.name: m for m in measurements}
+    rates = {name: m.units / m.median for name, m in named.items()}
     products = {name: m for name, m in named.items() if name.startswith(MATMUL)}
-    peaks = {m.case.precision: m.case.flops / m.median for m in products.values()}
-    table = []
+    peaks = {m.precision: m.flops / m.median for m in products.values()}
+    found = []
     for name, m in named.items():
         numbers = {"first_call": (m.first, "s"), "median": (m.median, "s")}
         if name not in products:
@@ -63,38 +64,47 @@ def rows(suite: str, group: Group, measurements: Iterable[Measurement]) -> list[
                 numbers["cost"] = rates[group.beside] / rates[name], f"x {group.beside}"
             if m.peak is not None:
                 numbers["peak_memory"] = m.peak, "bytes"
-        if m.case.flops is not None:
-            rate = m.case.flops / m.median
+        if m.flops is not None:
+            rate = m.flops / m.median
             numbers["flops_per_second"] = rate, "FLOP/s"
-            if m.case.precision in peaks:
-                numbers["fraction_of_peak"] = rate / peaks[m.case.precision], "1"
+            if m.precision in peaks:
+                numbers["fraction_of_peak"] = rate / peaks[m.precision], "1"
         units = {"bytes": "bytes", "seconds": "s"}
         numbers |= {k: (x, units.get(k.rpartition("_")[2], "1")) for k, x in m.facts.items()}
         where = suite, group.workload, name
-        table += [Row(*where, "seconds", i, s, "s") for i, s in enumerate(m.seconds, start=1)]
-        table += [Row(*where, k, None, float(value), unit) for k, (value, unit) in numbers.items()]
-    return table
+        found += [Row(*where, "seconds", i, s, "s") for i, s in enumerate(m.seconds, start=1)]
+        found += [Row(*where, k, None, float(value), unit) for k, (value, unit) in numbers.items()]
+    return found
+
+
+def numbers(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """Gather the numbers of every group's cases by metric."""
+    groups: Any = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        groups[row.workload][row.case][row.metric] = row.value
+    return groups
 
 
 def table(rows: Sequence[Row]) -> Table:
     """Lay out a group: a line for each case and a column for each metric, or the other way."""
-    shown = [row for row in rows if row.metric != "seconds"]
-    cases = list(dict.fromkeys(row.case for row in shown))
-    units = {row.metric: row.unit for row in shown}
-    headings, cells = [], {}
+    [(workload, cases)] = numbers(rows).items()
+    units = {row.metric: row.unit for row in rows if row.metric != "seconds"}
+    columns = [("", *cases)]
     for metric, unit in units.items():
         name, size = _SCALES.get("%" if metric.startswith(_SHARES) else unit, (unit, 1))
         plain = metric.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")
         words = _NAMES.get(metric, plain), "" if unit.startswith("x ") else name
-        headings.append(", ".join(filter(None, words)))
-        cells |= {(r.case, metric): r.value / size for r in shown if r.metric == metric}
-    texts = {place: f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for place, x in cells.items()}
-    lines = [[texts.get((case, metric), "") for metric in units] for case in cases]
-    if len(headings) > _WIDE:
-        cases, headings, lines = headings, cases, zip(*lines, strict=True)
+        values = [own[metric] / size if metric in own else None for own in cases.values()]
+        columns.append((", ".join(filter(None, words)), *map(_text, values)))
+    headings, *lines = columns if len(units) > _WIDE else zip(*columns, strict=True)
     compared = [f"{metric}: {unit}" for metric, unit in units.items() if unit.startswith("x ")]
-    title = "; ".join([rows[0].workload, *compared])
-    return Table(title, ("", *headings), [(c, *line) for c, line in zip(cases, lines, strict=True)])
+    return Table("; ".join([workload, *compared]), headings, lines)
+
+
+def _text(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def environment() -> dict[str, Any]:

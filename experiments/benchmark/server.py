@@ -12,43 +12,35 @@ from experiments.benchmark.config import Config
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.workloads import Workload, federate, split, train, workloads
 
-TOLERANCE = 1e-3
-PAPER_STEPS = 2000
+_TOLERANCE = 1e-3
+_PAPER_STEPS = 2000
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     """Give one group for each network and number of clients: merging their trained models.
 
+    Either solver is in one compiled program; the last case is as users call it, checks included.
     The facts are the largest relative residual of a layer and its products.
     """
+    adam = fj.algorithms.paper_adam(epsilon_inside_root=True, steps=config.adam_steps)
+    gradients = fj.solvers.conjugate_gradients(tolerance=_TOLERANCE)
+    times = _PAPER_STEPS / config.adam_steps
+    theirs = f"the paper's Adam, {_PAPER_STEPS} steps"
+    theirs += "" if times == 1 else f" extrapolated from {config.adam_steps}"
+    ours = f"fisherjax, conjugate gradients to {_TOLERANCE:g}"
     for work in workloads(config, note):
+        by_adam, by_gradients = (
+            partial(fj.merging.merge, fj.algorithms.fedfisher(work.model, solver=s), work.params)
+            for s in (adam, gradients)
+        )
         for num_clients in config.num_clients:
-            cases = _cases(work, config, num_clients)
-            title = f"K-FAC merge, {work.name}, M={num_clients}"
-            yield Group(title, "merges", cases[0].name, cases)
-
-
-def _cases(work: Workload, config: Config, num_clients: int) -> list[Case]:
-    """Merge in one compiled program by either solver, and as users call it, checks included."""
-    updates, weights = _uploads(work, config, num_clients)
-
-    def merge(solver: fj.solvers.Solver) -> Callable[..., Any]:
-        algorithm = fj.algorithms.fedfisher(work.model, solver=solver)
-        return partial(fj.merging.merge, algorithm, work.params)
-
-    def case(name: str, run: Callable[..., Any], **how: Any) -> Case:
-        return Case(name, partial(run, updates, weights), facts=_facts, **how)
-
-    adam = merge(fj.algorithms.paper_adam(epsilon_inside_root=True, steps=config.adam_steps))
-    gradients = merge(fj.solvers.conjugate_gradients(tolerance=TOLERANCE))
-    times = PAPER_STEPS / config.adam_steps
-    how = "" if times == 1 else f" extrapolated from {config.adam_steps}"
-    name = f"fisherjax, conjugate gradients to {TOLERANCE:g}"
-    return [
-        case(f"the paper's Adam, {PAPER_STEPS} steps{how}", jax.jit(adam), times=times),
-        case(name, jax.jit(gradients)),
-        case(f"{name}, merge", gradients),
-    ]
+            sent = _uploads(work, config, num_clients)
+            cases = [
+                Case(theirs, partial(jax.jit(by_adam), *sent), times=times, facts=_facts),
+                Case(ours, partial(jax.jit(by_gradients), *sent), facts=_facts),
+                Case(f"{ours}, merge", partial(by_gradients, *sent), facts=_facts),
+            ]
+            yield Group(f"K-FAC merge, {work.name}, M={num_clients}", "merges", theirs, cases)
 
 
 def _facts(result: Any) -> dict[str, float]:

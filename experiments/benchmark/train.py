@@ -7,12 +7,12 @@ import jax
 import numpy as np
 
 import fisherjax as fj
-from experiments.benchmark import torch_peer, workloads
+from experiments.benchmark import peers, workloads
 from experiments.benchmark.config import Config
-from experiments.benchmark.flops import count, matmul_cases, precisions
+from experiments.benchmark.flops import matmul_cases, precisions, products
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.workloads import Workload
-from fisherjax.typing import Apply
+from fisherjax.typing import Model
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
@@ -21,12 +21,12 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     The facts are the last epoch's mean loss in nats, and the share of steps that clients spend
     waiting for the largest of their chunk.
     """
-    reference = torch_peer.NAME if torch_peer.is_there(note, "torch") else None
+    reference = peers.TORCH if peers.are_there(note, "torch") else None
     for work in workloads.workloads(config, note):
         for num_clients in config.num_clients:
             cases = [*_ours(work, config, num_clients), *matmul_cases(config.matmul_size)]
             if reference:
-                cases.insert(0, torch_peer.training(work, config, num_clients))
+                cases.insert(0, peers.training(work, config, num_clients))
             batches = f"batch {config.batch_size}, {len(work.labels)} images"
             title = f"training, {work.name}, M={num_clients}, {batches}"
             yield Group(title, "samples", reference, cases)
@@ -46,13 +46,13 @@ def _ours(work: Workload, config: Config, num_clients: int) -> list[Case]:
     federation = workloads.federate(work, num_clients)
     units = config.epochs * len(work.labels)
     one = work.images[: config.batch_size], work.labels[: config.batch_size]
-    flops = units / len(one[1]) * count(workloads.gradient(work.apply), work.params, *one)
+    step = products(workloads.gradient(work.model), work.params, *one)
+    flops = units / len(one[1]) * step.flops
     steps = fj.clients.num_batches(np.asarray(federation.sizes), config.batch_size)
 
-    def case(name: str, apply: Apply, chunk: int, precision: str = "default") -> Case:
-        own = work._replace(apply=apply)
-
+    def case(name: str, model: Model, chunk: int, precision: str = "default") -> Case:
         def run() -> Any:
+            own = work._replace(model=model)
             with jax.default_matmul_precision(precisions().get(precision)):
                 return workloads.train(own, config, federation, clients_per_chunk=chunk)
 
@@ -64,10 +64,10 @@ def _ours(work: Workload, config: Config, num_clients: int) -> list[Case]:
 
     sizes = chunks(config.chunks, num_clients)
     first, wide = next(iter(sizes.values())), max(sizes, key=sizes.get)
-    native = workloads.native_convolutions(work.apply)
+    native = workloads.native_convolutions(work.model)
     return [
-        *(case(name, work.apply, chunk) for name, chunk in sizes.items()),
-        *(case(name, work.apply, first, name) for name in precisions() if name != "default"),
-        case("bfloat16", workloads.in_bfloat16(work.apply), first, "bfloat16"),
+        *(case(name, work.model, chunk) for name, chunk in sizes.items()),
+        *(case(name, work.model, first, name) for name in precisions() if name != "default"),
+        case("bfloat16", workloads.in_bfloat16(work.model), first, "bfloat16"),
         case(f"native convolutions, {wide}", native, sizes[wide]),
     ]

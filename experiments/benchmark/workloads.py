@@ -13,9 +13,8 @@ import fisherjax as fj
 from experiments.benchmark.config import EXAMPLES, Config
 from fisherjax.clients import Federation
 from fisherjax.training import Trained
-from fisherjax.typing import Apply, Array, Params
+from fisherjax.typing import Array, Model, Params
 
-CATEGORICAL = fj.likelihoods.categorical
 OPTIMIZER = optax.sgd(0.01, momentum=0.9)
 # Networks, the data sets they learn, and the shapes of their images.
 NETWORKS = {
@@ -28,27 +27,21 @@ class Workload(NamedTuple):
     """A network and what it learns."""
 
     name: str
-    apply: Apply  # (params, images [B, ...]) -> logits
+    model: Model
     params: Params
     images: np.ndarray  # [N, H, W, C] uint8, on the host
     labels: np.ndarray
-    source: str  # of the images
-
-    @property
-    def model(self) -> fj.Model:
-        """The network, which classifies."""
-        return fj.Model(self.apply, CATEGORICAL)
 
 
 def workloads(config: Config, note: Callable[[str], None]) -> Iterator[Workload]:
-    """Prepare each network that was asked for, and say where its images are from."""
+    """Prepare each network that was asked for, and note where its images are from."""
     for name in config.models:
-        work = workload(config, name, config.num_examples or EXAMPLES[name][config.suite])
-        note(f"{name}: {work.source} images")
-        yield work
+        yield workload(config, name, config.num_examples or EXAMPLES[name][config.suite], note)
 
 
-def workload(config: Config, name: str, num_examples: int) -> Workload:
+def workload(
+    config: Config, name: str, num_examples: int, note: Callable[[str], None] = lambda _: None
+) -> Workload:
     """Prepare a network; its images are drawn with replacement where there are too few."""
     network, dataset, shape = NETWORKS[name]
     train = None
@@ -59,11 +52,12 @@ def workload(config: Config, name: str, num_examples: int) -> Workload:
         images, labels, source = *synthetic(shape, 10_000), "synthetic"
     else:
         images, labels, source = train.inputs, train.targets, train.name
+    note(f"{name}: {source} images")
     with_replacement = num_examples > len(labels)
     rows = np.random.default_rng(0).choice(len(labels), num_examples, replace=with_replacement)
     images, labels = images[rows], labels[rows]
     params = jax.jit(lambda key: fj.networks.init(network, key, images))(jax.random.key(0))
-    return Workload(name, fj.networks.apply_fn(network, normalize), params, images, labels, source)
+    return Workload(name, classifier(network), params, images, labels)
 
 
 def synthetic(shape: tuple[int, ...], num_examples: int) -> tuple[np.ndarray, np.ndarray]:
@@ -77,6 +71,41 @@ def synthetic(shape: tuple[int, ...], num_examples: int) -> tuple[np.ndarray, np
 def normalize(x: Any) -> Any:
     """Scale bytes to [-1, 1]; NumPy's and JAX's arrays alike."""
     return x.astype("float32") / 127.5 - 1
+
+
+def classifier(network: Any) -> Model:
+    """Make a model of a flax network that is given bytes."""
+    return Model(fj.networks.apply_fn(network, normalize), fj.likelihoods.categorical)
+
+
+def native_convolutions(model: Model) -> Model:
+    """Put JAX's own convolutions in the place of patches."""
+
+    def convolve(_: Array, images: Array, kernel: Array, **settings: Any) -> Array:
+        return jax.lax.conv_general_dilated(images, kernel, **settings)
+
+    def native(params: Params, images: Array) -> Array:
+        with fj.nn.observe_convolutions(convolve):
+            return model.apply(params, images)
+
+    return model._replace(apply=native)
+
+
+def in_bfloat16(model: Model) -> Model:
+    """Compute in bfloat16 from float32 params, to float32 outputs."""
+    cast = optax.tree_utils.tree_cast
+    return model._replace(
+        apply=lambda w, x: cast(model.apply(cast(w, jnp.bfloat16), x), jnp.float32)
+    )
+
+
+def gradient(model: Model) -> Callable[[Params, Array, Array], Params]:
+    """Return `(params, images [B, ...], labels [B]) -> gradient` of the mean loss."""
+
+    def loss(params: Params, images: Array, labels: Array) -> Array:
+        return model.likelihood.negative_log_likelihood(model.apply(params, images), labels).mean()
+
+    return jax.grad(loss)
 
 
 def split(work: Workload, num_clients: int) -> list[np.ndarray]:
@@ -94,32 +123,3 @@ def train(work: Workload, config: Config, federation: Federation, **how: Any) ->
     how = {"key": jax.random.key(1), "optimizer": OPTIMIZER, **how}
     how |= {"epochs": config.epochs, "batch_size": config.batch_size}
     return fj.training.train(work.model, work.params, federation, **how)
-
-
-def native_convolutions(apply: Apply) -> Apply:
-    """Put JAX's own convolutions in the place of patches."""
-
-    def convolve(patched: Array, images: Array, kernel: Array, **settings: Any) -> Array:
-        del patched
-        return jax.lax.conv_general_dilated(images, kernel, **settings)
-
-    def native(params: Params, images: Array) -> Array:
-        with fj.nn.observe_convolutions(convolve):
-            return apply(params, images)
-
-    return native
-
-
-def in_bfloat16(apply: Apply) -> Apply:
-    """Compute in bfloat16 from float32 params, to float32 outputs."""
-    cast = optax.tree_utils.tree_cast
-    return lambda params, images: cast(apply(cast(params, jnp.bfloat16), images), jnp.float32)
-
-
-def gradient(apply: Apply) -> Callable[[Params, Array, Array], Params]:
-    """Return `(params, images [B, ...], labels [B]) -> gradient` of the mean loss."""
-
-    def loss(params: Params, images: Array, labels: Array) -> Array:
-        return CATEGORICAL.negative_log_likelihood(apply(params, images), labels).mean()
-
-    return jax.grad(loss)
