@@ -161,7 +161,7 @@ def test_one_clients_model_at_both_clients_has_no_barrier(runs, name):
     models = jax.tree.map(lambda leaf: jnp.repeat(leaf[:, :1], 2, axis=1), runs.locals)
     twice = runs._replace(locals=models)
     measured = barriers.measure(SETTING.width, twice, {name: merge(name, twice)})
-    assert measured[name].shape == (3, 2, 2)
+    assert measured[name].shape == (6, 2)
     assert np.allclose(measured[name], measured["local"], atol=1e-5)
     assert np.allclose(barriers.barriers(measured)[name], 0, atol=1e-5)
 

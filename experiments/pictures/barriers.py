@@ -8,12 +8,11 @@ import numpy as np
 
 from experiments.harness.figures import GRID, canvas, label, legend, line_style, save, style
 from experiments.harness.tables import Table, csv_text
-from experiments.pictures import toy_regression
-from experiments.pictures.toy_regression import SUPPORTS, Runs, cells, errors
+from experiments.pictures.toy_regression import SUPPORTS, Runs, cells, errors, model
 from fisherjax.typing import Params
 
 Errors = dict[str, np.ndarray]
-"""Mean squared errors [overlaps, seeds, 2] by algorithm; the first are of the `local` models."""
+"""Mean squared errors [R, 2] by algorithm, of every run and client; first of the `local` models."""
 _CLIENTS = (("#7f7f7f", "."), ("#b5b5b5", "x"))
 _CORNER = {"xy": (1, 1), "xycoords": "axes fraction", "ha": "right", "va": "top", "size": 9}
 _PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
@@ -21,13 +20,12 @@ _PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 
 def measure(width: int, runs: Runs, merged: dict[str, Params]) -> Errors:
     """Measure errors on the clients' own points; a ValueError names a merge that is not finite."""
-    model, shape = toy_regression.model(width), (len(SUPPORTS), -1, 2)
-    found = {"local": np.reshape(errors(model, runs.locals, runs, stacked=True), shape)}
+    found = {"local": np.asarray(errors(model(width), runs.locals, runs, stacked=True))}
     for name, models in merged.items():
-        found[name] = np.reshape(errors(model, models, runs), shape)
-        broken = ~np.isfinite(found[name]).all(-1)
-        if broken.any():
-            overlap, seed = cells(runs)[int(broken.argmax())]
+        found[name] = np.asarray(errors(model(width), models, runs))
+        finite = np.isfinite(found[name]).all(-1)
+        if not finite.all():
+            overlap, seed = cells(runs)[finite.argmin()]
             raise ValueError(f"{name} gave no finite model with overlap {overlap}, seed {seed}")
     return found
 
@@ -35,18 +33,17 @@ def measure(width: int, runs: Runs, merged: dict[str, Params]) -> Errors:
 def barriers(measured: Errors) -> dict[str, np.ndarray]:
     """Return the barriers by algorithm, mean over clients, [overlaps, seeds]."""
     local, *names = measured
-    return {name: (measured[name] - measured[local]).mean(-1).astype(float) for name in names}
+    return {name: _by_overlap((measured[name] - measured[local]).mean(-1)) for name in names}
 
 
 def csv(runs: Runs, measured: Errors) -> str:
     """Write every error and barrier as CSV, run by run; without a client it is the mean."""
-    lines, local = [], measured["local"].reshape(-1, 2)
+    lines = []
     for run, cell in enumerate(cells(runs)):
         for name, values in measured.items():
-            both = values.reshape(-1, 2)[run]
-            found = [("mse", i, x) for i, x in enumerate(both)]
+            found = [("mse", i, x) for i, x in enumerate(values[run])]
             if name != "local":
-                own = both - local[run]
+                own = values[run] - measured["local"][run]
                 found += [("barrier", i, x) for i, x in [*enumerate(own), (None, own.mean())]]
             # Nine digits tell all numbers of float32 apart.
             lines += [(*cell, name, i, metric, f"{x:.9g}") for metric, i, x in found]
@@ -55,13 +52,13 @@ def csv(runs: Runs, measured: Errors) -> str:
 
 def table(measured: Errors) -> Table:
     """Tabulate medians and quartiles over seeds, and how often a method is below FedAvg."""
-    lines, found = [], barriers(measured)
+    lines, found, local = [], barriers(measured), _by_overlap(measured["local"])
     for place, overlap in enumerate(SUPPORTS):
-        local = f"{np.median(measured['local'][place].astype(float)):.4f}"
         for name, values in found.items():
-            shown = [f"{x:.4f}" for x in np.quantile(values[place], (0.5, 0.25, 0.75))]
+            quartiles = np.quantile(values[place], (0.5, 0.25, 0.75))
+            shown = [f"{x:.4f}" for x in (*quartiles, np.median(local[place]))]
             lower = f"{100 * np.mean(values[place] < found['fedavg'][place]):.0f}"
-            shown += ["-" if name == "fedavg" else lower, local]
+            shown.insert(3, "-" if name == "fedavg" else lower)
             lines.append((overlap, label(name), *shown))
     headings = (
         *("overlap", "algorithm", "median barrier", "lower quartile", "upper quartile"),
@@ -74,7 +71,7 @@ def draw_functions(
     width: int, seed: int, runs: Runs, merged: dict[str, Params], measured: Errors, path: Path
 ) -> None:
     """Draw data, local and merged functions of one seed, a panel for each overlap."""
-    apply, x = toy_regression.model(width).apply, np.linspace(-1, 1, 401)[:, None]
+    apply, x = model(width).apply, np.linspace(-1, 1, 401)[:, None]
     figure, panels = canvas(9.5, 4.4, columns=3, sharex=True, sharey=True)
     for place, (axes, overlap) in enumerate(zip(panels, SUPPORTS, strict=True)):
         run = cells(runs).index((overlap, seed))
@@ -114,6 +111,10 @@ def draw_barriers(measured: Errors, path: Path) -> None:
     axes.grid(axis="y", color=GRID)
     legend(figure, [axes])
     save(figure, path)
+
+
+def _by_overlap(values: np.ndarray) -> np.ndarray:
+    return values.reshape(len(SUPPORTS), -1).astype(float)
 
 
 def _select(stacked: Any, index: int) -> Any:

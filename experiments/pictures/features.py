@@ -17,7 +17,7 @@ from experiments.harness.tables import Table, markdown
 from experiments.harness.tasks import OneRound, one_round
 from fisherjax.typing import Array, Params
 
-NEIGHBOURS = 10
+_NEIGHBOURS = 10
 
 
 def features(task: OneRound, params: Params, images: Array) -> np.ndarray:
@@ -28,25 +28,23 @@ def features(task: OneRound, params: Params, images: Array) -> np.ndarray:
     identity = {"kernel": np.eye(width, dtype=np.float32), "bias": np.zeros(width, np.float32)}
     layer = {name: identity[name] for name in params[last]}
     network = MODELS[task.config.data.model](num_classes=width)
-    apply = fj.networks.apply_fn(network, task.normalize)
-    model = fj.Model(apply, fj.likelihoods.categorical)
+    model = task.model._replace(apply=fj.networks.apply_fn(network, task.normalize))
     return np.asarray(fj.metrics.logits(model, {**params, last: layer}, images))
 
 
-def purity(points: np.ndarray, labels: np.ndarray, neighbours: int = NEIGHBOURS) -> float:
+def purity(points: np.ndarray, labels: np.ndarray) -> float:
     """Average the share of each point's nearest neighbours, without itself, that have its label."""
-    search = NearestNeighbors(n_neighbors=neighbours).fit(points)
+    search = NearestNeighbors(n_neighbors=_NEIGHBOURS).fit(points)
     return float(np.mean(labels[search.kneighbors(return_distance=False)] == labels[:, None]))
 
 
-def embed(points: np.ndarray, seed: int, dimensions: int = 9) -> np.ndarray:
+def embed(points: np.ndarray, seed: int) -> np.ndarray:
     """Lay more than 30 points out in the plane by t-SNE, of their first principal components.
 
     Source: van der Maaten and Hinton, "Visualizing data using t-SNE", JMLR 2008; with 9 components
         and perplexity 30 as in the authors' code of FedLPA.
     """
-    components = min(dimensions, *points.shape)
-    reduced = PCA(components, random_state=seed).fit_transform(points)
+    reduced = PCA(min(9, *points.shape), random_state=seed).fit_transform(points)
     return TSNE(random_state=seed, init="pca").fit_transform(reduced)
 
 
@@ -64,15 +62,15 @@ def section(config: OneShot, num_points: int, path: Path) -> str:
         points = features(task, model.params, images)
         placed = embed(points, seed)
         accuracy = float(task.accuracy(model.params, task.test))
-        pure, pure_there = purity(points, labels), purity(placed, labels)
-        shares = [f"{100 * share:.1f}" for share in (accuracy, pure, pure_there)]
+        found = accuracy, purity(points, labels), purity(placed, labels)
+        shares = [f"{100 * share:.1f}" for share in found]
         lines.append((figures.label(name), *shares))
         drawn[f"{figures.label(name)}: purity {shares[1]} %"] = placed
     draw(drawn, labels, path)
     headings = ("model", "test accuracy", "purity", "purity of the picture")
     return f"""## What the last layer of a merged model sees
 
-Share of the {NEIGHBOURS} nearest neighbours with the same label, in %, among the inputs of the \
+Share of the {_NEIGHBOURS} nearest neighbours with the same label, in %, among the inputs of the \
 last layer and in the picture. {config.data.dataset}, {len(labels)} training images, \
 {config.data.num_clients} clients, beta {config.data.beta:g}, {config.epochs} epochs, seed {seed}.
 
@@ -87,18 +85,18 @@ def draw(drawn: dict[str, np.ndarray], labels: np.ndarray, path: Path) -> None:
 
     columns = min(3, len(drawn))
     rows, classes = math.ceil(len(drawn) / columns), np.unique(labels)
-    figure, panels = figures.canvas(3 * columns, 3.1 * rows + 0.5, columns, rows)
-    panels, colours = np.ravel(panels), figures.class_colours(int(classes.max()) + 1)
+    figure, panels = figures.canvas(3 * columns, 3.1 * rows + 0.5, columns, rows, squeeze=False)
+    colours = figures.class_colours(int(classes.max()) + 1)
     # Where colours fail, in greyscale or for a colour-blind eye, the number tells.
     outline = [withStroke(linewidth=4, foreground="white")]
     number = {"ha": "center", "va": "center", "size": 13, "weight": "bold", "path_effects": outline}
-    for axes in panels:
+    for axes in panels.flat:
         axes.set_axis_off()
-    for axes, (title, points) in zip(panels, drawn.items(), strict=False):
+    for axes, (title, points) in zip(panels.flat, drawn.items(), strict=False):
         for name in classes:
             own = points[labels == name]
             axes.scatter(*own.T, color=colours[name], s=4, linewidths=0, label=str(name))
             axes.annotate(str(name), own[cdist(own, own).sum(0).argmin()], **number)
         axes.set_title(title, fontsize="medium")
-    figures.legend(figure, panels, columns=10, title="class", markerscale=3)
+    figures.legend(figure, panels.flat, columns=10, title="class", markerscale=3)
     figures.save(figure, path)

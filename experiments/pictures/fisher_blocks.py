@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import flax.linen
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from scipy.spatial.distance import cosine
 
 import fisherjax as fj
 from experiments.harness import figures
@@ -30,38 +30,30 @@ class Blocks(NamedTuple):
 class ThreeConvolutions(flax.linen.Module):
     """Classify images: three times conv3 and pooling by 2, then a dense layer; all with biases."""
 
-    num_classes: int = 10
-    channels: tuple[int, ...] = (4, 8, 8)
+    num_classes: int
 
     @flax.linen.compact
     def __call__(self, images: Array) -> Array:
         """Return the outputs [B, num_classes] of images [B, H, W, C] of at least 8 x 8 pixels."""
         fast = {"conv_general_dilated": fj.nn.conv_general_dilated}
-        for number, channels in enumerate(self.channels, start=1):
-            images = flax.linen.Conv(channels, (3, 3), name=f"conv{number}", **fast)(images)
+        for name, channels in {"conv1": 4, "conv2": 8, "conv3": 8}.items():
+            images = flax.linen.Conv(channels, (3, 3), name=name, **fast)(images)
             images = flax.linen.relu(fj.nn.max_pool(images, 2))
         return flax.linen.Dense(self.num_classes, name="dense")(images.reshape(len(images), -1))
 
 
 def compute(data: fj.datasets.Dataset, num_examples: int, epochs: int, seed: int) -> Blocks:
     """Train a small network on the first examples and compute its empirical Fisher twice."""
-    inputs = jnp.asarray(data.inputs[:num_examples])
-    targets = jnp.asarray(data.targets[:num_examples])
+    examples = fj.Examples(data.inputs[:num_examples], data.targets[:num_examples])
     network = ThreeConvolutions(data.num_classes)
     apply = fj.networks.apply_fn(network, fj.datasets.normalizer(data))
     model = fj.Model(apply, fj.likelihoods.categorical)
     start, key = jax.random.split(jax.random.key(seed))
-    trained = fj.training.train(
-        model,
-        fj.networks.init(network, start, inputs),
-        fj.clients.federation((inputs, targets), fj.partition.central(len(targets))),
-        key=key,
-        optimizer=optax.sgd(0.02, 0.9),
-        epochs=epochs,
-        batch_size=32,
-    )
-    params = jax.tree.map(lambda leaf: leaf[0], trained.params)
-    examples, kind = fj.Examples(inputs, targets), fj.fisher.empirical
+    params = fj.networks.init(network, start, examples.inputs)
+    one_client = fj.clients.federation(examples, fj.partition.central(len(examples.targets)))
+    how = {"optimizer": optax.sgd(0.02, 0.9), "epochs": epochs, "batch_size": 32}
+    trained = fj.training.train(model, params, one_client, key=key, **how)
+    params, kind = jax.tree.map(lambda leaf: leaf[0], trained.params), fj.fisher.empirical
     return Blocks(
         {name: sum(leaf.size for leaf in layer.values()) for name, layer in params.items()},
         np.asarray(fj.fisher.full(model, params, examples, kind=kind).matrix, float),
@@ -70,18 +62,17 @@ def compute(data: fj.datasets.Dataset, num_examples: int, epochs: int, seed: int
     )
 
 
-def cosine(left: np.ndarray, right: np.ndarray) -> float:
-    """Compute the cosine of the angle between two matrices, <L, R> / (|L| |R|)."""
-    return float(np.vdot(left, right) / (np.linalg.norm(left) * np.linalg.norm(right)))
-
-
 def similarities(blocks: Blocks) -> dict[str, tuple[float, float]]:
-    """Compare the full Fisher with the Kronecker one and its own diagonal, by layer and in all."""
+    """Compare the full Fisher with the Kronecker one and its own diagonal, by layer and in all.
+
+    The cosine of the angle between two matrices is <L, R> / (|L| |R|).
+    """
     found, end = {}, 0
     for name, size in (*blocks.sizes.items(), ("all layers", len(blocks.full))):
         begin, end = (end, end + size) if name in blocks.sizes else (0, size)
         full, kronecker = (x[begin:end, begin:end] for x in (blocks.full, blocks.kronecker))
-        found[name] = cosine(full, kronecker), cosine(full, np.diag(np.diag(full)))
+        both = kronecker, np.diag(np.diag(full))
+        found[name] = tuple(1 - float(cosine(full.ravel(), x.ravel())) for x in both)
     return found
 
 

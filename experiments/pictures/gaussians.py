@@ -49,14 +49,14 @@ def fuse_layers(inputs: np.ndarray, tangents: np.ndarray, means: np.ndarray) -> 
     FedLPA takes the Kronecker factors E[a a^T] (x) E[g g^T] for them. Inputs are a_n [K, n, a],
     tangents g_n [K, n, o], and means the layers [K, a o] of K clients, row by row.
     """
-    num_clients, num_examples, num_inputs = inputs.shape
-    gradients = np.einsum("kni,knj->knij", inputs, tangents).reshape(num_clients, num_examples, -1)
+    *shape, num_inputs = inputs.shape
+    gradients = np.einsum("kni,knj->knij", inputs, tangents).reshape(*shape, -1)
     precisions, a, g = (
-        np.einsum("kni,knj->kij", x, x) / num_examples for x in (gradients, inputs, tangents)
+        np.einsum("kni,knj->kij", x, x) / shape[1] for x in (gradients, inputs, tangents)
     )
-    layers = means.reshape(num_clients, num_inputs, -1)
-    right = np.einsum("kij,kjp,kpq->iq", a, layers, g)
-    approximate = np.linalg.solve(a.mean(0), right / num_clients) @ np.linalg.inv(g.mean(0))
+    layers = means.reshape(len(means), num_inputs, -1)
+    right = np.einsum("kij,kjp,kpq->iq", a, layers, g) / len(means)
+    approximate = np.linalg.solve(a.mean(0), right) @ np.linalg.inv(g.mean(0))
     exact = fuse(np.stack([np.kron(*pair) for pair in zip(a, g, strict=True)]), means)
     return fuse_plane(precisions, means) | {"fedlpa_ea": approximate.ravel(), "fedlpa": exact}
 

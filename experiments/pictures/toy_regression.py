@@ -112,10 +112,10 @@ def train(setting: Setting, seeds: Sequence[int]) -> Runs:
     runs = _train(setting, jnp.tile(jnp.array(seeds), len(SUPPORTS)), supports)
     broken = ~np.isfinite(errors(model(setting.width), runs.locals, runs, stacked=True))
     if broken.any():
-        overlap, seed = cells(runs)[int(broken.any(1).argmax())]
+        overlap, seed = cells(runs)[broken.any(1).argmax()]
         raise ValueError(
-            f"{int(broken.sum())} of {broken.size} clients diverged, the first with overlap "
-            f"{overlap} and seed {seed}: choose a --learning-rate below {setting.learning_rate:g}"
+            f"{broken.sum()} of {broken.size} clients diverged, the first with overlap {overlap} "
+            f"and seed {seed}: choose a --learning-rate below {setting.learning_rate:g}"
         )
     return runs
 
@@ -153,21 +153,16 @@ def errors(model: Model, models: Params, runs: Runs, *, stacked: bool = False) -
 
 @functools.partial(jax.jit, static_argnums=0)
 def _train(setting: Setting, seeds: Array, supports: Array) -> Runs:
+    how = {"epochs": setting.steps, "batch_size": setting.num_points}
+    how["optimizer"] = getattr(optax, setting.optimizer)(setting.learning_rate)
+
     def one(run: tuple[Array, Array]) -> Runs:
         seed, supports = run
         data_key, start_key, train_key = jax.random.split(jax.random.key(seed), 3)
         federation = draw(data_key, supports, setting.num_points, setting.noise)
         network = Network(setting.width, setting.start)
         start = fj.networks.init(network, start_key, federation.inputs)
-        trained = fj.training.train(
-            model(setting.width),
-            start,
-            federation,
-            key=train_key,
-            optimizer=getattr(optax, setting.optimizer)(setting.learning_rate),
-            epochs=setting.steps,
-            batch_size=setting.num_points,
-        )
+        trained = fj.training.train(model(setting.width), start, federation, key=train_key, **how)
         return Runs(seed, federation, start, trained.params)
 
     chunk = fj.parallel.chunk_size(None, len(seeds))
