@@ -14,6 +14,7 @@ params, bit for bit.
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -25,11 +26,6 @@ from experiments.harness.records import Row
 from experiments.harness.rounds import Unit
 
 PROGRAM = "experiments.federated"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
-    return commands.attempt(_main, PROGRAM, arguments)
 
 
 def parse(arguments: Sequence[str]) -> Federated:
@@ -111,6 +107,8 @@ def _named(unit: Unit) -> str:
     epochs = f"{unit.local_epochs} local epoch{'s' * (unit.local_epochs > 1)}"
     return f"{label(unit.algorithm)}, {epochs}, seed {unit.seed}"
 
+
+main = partial(commands.attempt, _main, PROGRAM)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -53,11 +53,6 @@ class Config:
     """Folder for the pictures and the numbers."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    return commands.attempt(_run, PROGRAM, arguments, continues=False)
-
-
 def _run(arguments: Sequence[str]) -> None:
     asked = commands.read(arguments, PROGRAM, __doc__, Config)
     _check(asked)
@@ -93,6 +88,8 @@ def _check(asked: Config) -> None:
         commands.check(asked, option, "1 or more", lambda x: x >= 1)
     config.check_one_shot(_experiment(asked))
 
+
+main = partial(commands.attempt, _run, PROGRAM, continues=False)
 
 if __name__ == "__main__":
     sys.exit(main())

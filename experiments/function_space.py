@@ -15,6 +15,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,11 +44,6 @@ class Config:
     setting: tyro.conf.OmitArgPrefixes[Setting] = dataclasses.field(default_factory=Setting)
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/function_space")
     """Folder for the pictures, the table and the numbers."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    return commands.attempt(_run, PROGRAM, arguments, continues=False)
 
 
 def summary(config: Config, errors: barriers.Errors) -> str:
@@ -114,6 +110,8 @@ def _check(config: Config) -> None:
     commands.check(setting, "noise", "a finite number, zero or more", lambda x: 0 <= x < math.inf)
     commands.check(setting, "learning_rate", "a number above 0", lambda x: 0 < x < math.inf)
 
+
+main = partial(commands.attempt, _run, PROGRAM, continues=False)
 
 if __name__ == "__main__":
     sys.exit(main())

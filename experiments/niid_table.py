@@ -13,6 +13,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 
@@ -37,11 +38,6 @@ PROGRAM = "experiments.niid_table"
 _WIDTH = 180
 
 Done = dict[Unit, list[Row]]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
-    return commands.attempt(_main, PROGRAM, arguments)
 
 
 def _main(arguments: Sequence[str]) -> None:
@@ -113,6 +109,8 @@ def _write(grid: Grid, done: Done) -> tuple[list[tables.Table], str]:
     records.write_text(grid.out / "table.csv", niid.as_csv(results, names, grid.epochs))
     return found, notes
 
+
+main = partial(commands.attempt, _main, PROGRAM)
 
 if __name__ == "__main__":
     sys.exit(main())

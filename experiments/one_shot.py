@@ -15,6 +15,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -35,11 +36,6 @@ from experiments.harness.records import Row
 from experiments.harness.tasks import OneRound
 
 PROGRAM = "experiments.one_shot"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
-    return commands.attempt(_main, PROGRAM, arguments)
 
 
 def parse(arguments: Sequence[str]) -> OneShot:
@@ -83,6 +79,8 @@ def _execute(task: OneRound, rows: list[Row], missing: list[Unit], console: Cons
             watch.finish(unit, new, time.perf_counter() - start)
     return rows
 
+
+main = partial(commands.attempt, _main, PROGRAM)
 
 if __name__ == "__main__":
     sys.exit(main())

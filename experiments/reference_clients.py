@@ -12,6 +12,7 @@ label_counts.csv, summary.md, the table, and accuracy.png, the figure.
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -61,11 +62,6 @@ class Config:
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/reference_clients")
     """Folder for the results."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
-    return commands.attempt(_main, PROGRAM, arguments, continues=False)
 
 
 def _main(arguments: Sequence[str]) -> None:
@@ -130,6 +126,8 @@ def _some(rows: np.ndarray, most: int | None, client: int) -> np.ndarray:
         return rows
     return np.sort(np.random.default_rng((0, client)).choice(rows, most, replace=False))
 
+
+main = partial(commands.attempt, _main, PROGRAM, continues=False)
 
 if __name__ == "__main__":
     sys.exit(main())

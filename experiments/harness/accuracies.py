@@ -23,13 +23,7 @@ _MOST_CLIENTS, _MOST_CLASSES = 20, 20
 
 
 class Line(NamedTuple):
-    """One algorithm of the table.
-
-    Attributes:
-        accuracies: In percent, one for each unit; of `local` the mean over clients.
-        upload_bytes: Of one client; None where nothing is sent.
-        seconds: The median over units; None where nothing was timed.
-    """
+    """One algorithm of the table: percent of each unit, bytes of a client, median seconds."""
 
     algorithm: str
     accuracies: tuple[float, ...]
@@ -64,7 +58,7 @@ def table(found: Sequence[Line], heading: str) -> Table:
     return Table(
         title=heading,
         headings=("algorithm", "mean %", "std", "runs", "upload", "seconds"),
-        lines=[_cells(line) for line in found],
+        lines=list(map(_cells, found)),
         best=max(merged, key=lambda place: found[place].mean, default=None),
         dim=[place for place in range(len(found)) if place not in merged],
         sections=[min(merged, default=0) - 1, max(merged, default=-1)],
@@ -73,26 +67,26 @@ def table(found: Sequence[Line], heading: str) -> Table:
 
 def curves(rows: Sequence[Row], algorithms: Sequence[str]) -> Curves:
     """Gather merged models by algorithm and round, of those that went on after the first."""
-    found = {}
+    found: Curves = {}
     for name in algorithms:
-        own = [row for row in rows if row.algorithm == name]
-        last = max((row.round for row in own), default=1)
-        if last > 1:
-            numbers = range(1, last + 1)
-            found[name] = [tuple(100 * r.value for r in own if r.round == n) for n in numbers]
+        rounds: dict[int, list[float]] = {}
+        for row in rows:
+            if row.algorithm == name:
+                rounds.setdefault(row.round, []).append(100 * row.value)
+        if len(rounds) > 1:
+            found[name] = [tuple(rounds[number]) for number in sorted(rounds)]
     return found
 
 
 def curve_table(found: Curves) -> Table:
     """Lay curves out, means in percent."""
-    return Table(
-        title="Mean accuracy in % after each round",
-        headings=("first round", *map(str, range(1, 1 + max(map(len, found.values()))))),
-        lines=[
-            (name, *(f"{statistics.fmean(values):.1f}" for values in own))
-            for name, own in found.items()
-        ],
-    )
+    longest = max(map(len, found.values()))
+    lines = [
+        (name, *(f"{statistics.fmean(values):.1f}" for values in own))
+        for name, own in found.items()
+    ]
+    headings = ("first round", *map(str, range(1, longest + 1)))
+    return Table("Mean accuracy in % after each round", headings, lines)
 
 
 def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console: Console) -> None:
@@ -181,8 +175,7 @@ def figure(found: Sequence[Line], heading: str, path: Path) -> None:
         beside = {"transform": axes.get_yaxis_transform(), "va": "center", "color": INK}
         axes.text(1.02, place, f"{line.mean:.1f}", **beside)
     axes.set_yticks(range(len(found)), [label(line.algorithm) for line in found])
-    axes.set_ylim(len(found) - 0.5, -0.5)
-    axes.set_xlim(0, 100)
+    axes.set(xlim=(0, 100), ylim=(len(found) - 0.5, -0.5))
     axes.set_xlabel("test accuracy, %: a dot is one run, the bar and the number their mean")
     axes.set_title(heading, fontsize="medium", loc="left")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
@@ -207,12 +200,12 @@ def curve_figure(found: Curves, heading: str, path: Path) -> None:
 
 
 def _cells(line: Line) -> list[str]:
-    deviation = statistics.stdev(line.accuracies) if len(line.accuracies) > 1 else None
+    runs = len(line.accuracies)
     return [
         line.algorithm,
         f"{line.mean:.1f}",
-        "-" if deviation is None else f"{deviation:.1f}",
-        str(len(line.accuracies)),
+        f"{statistics.stdev(line.accuracies):.1f}" if runs > 1 else "-",
+        str(runs),
         "-" if line.upload_bytes is None else tables.size(line.upload_bytes),
         "-" if line.seconds is None else f"{line.seconds:.3f}",
     ]

@@ -94,7 +94,7 @@ def write(config: Any, program: str) -> str:
 def attempt(
     work: Callable[[Sequence[str]], None],
     program: str,
-    arguments: Sequence[str] | None,
+    arguments: Sequence[str] | None = None,
     continues: bool = True,
 ) -> int:
     """Run a command, and say on one line why it stopped if it did.
@@ -142,7 +142,7 @@ def check(config: Any, option: str, expected: str, accept: Callable[[Any], bool]
         ValueError: --num-clients is 0, expected 1 or more
     """
     given = getattr(config, option)
-    if not all(map(accept, given if isinstance(given, tuple) else (given,))):
+    if not all(map(accept, given if isinstance(given, tuple | list) else [given])):
         raise ValueError(f"{_told(option, given)}, expected {expected}")
 
 
@@ -177,5 +177,5 @@ def _method_groups() -> dict[str, type]:
 
 
 def _told(option: str, value: Any) -> str:
-    words = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    words = " ".join(map(str, value)) if isinstance(value, tuple | list) else value
     return f"--{option.replace('_', '-')} is {words}"

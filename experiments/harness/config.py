@@ -4,9 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
-import operator
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
@@ -31,7 +29,6 @@ PARTITIONS = ("fedfisher", "iid", "niid_bench", "classes_per_client")
 IMAGES = fj.datasets.NAMES
 PLAYS = "tiny_shakespeare"
 SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
-Names = tuple[str, ...]
 Group = tyro.conf.OmitArgPrefixes
 _LATER = (
     *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
@@ -107,7 +104,7 @@ class Training:
 class Merging:
     """How client models become one; each method's own options are in the groups below."""
 
-    algorithms: Annotated[Names, _names(TABLE)] = (
+    algorithms: Annotated[tuple[str, ...], _names(TABLE)] = (
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
     """Methods; fedfisher_full is for a few thousand parameters, fedlpa_gd is slow."""
@@ -246,10 +243,7 @@ def check_one_shot(config: OneShot) -> None:
         Traceback (most recent call last):
         ValueError: --model is 'lenett', did you mean 'lenet'? Known: mlp, ...
     """
-    _check_groups(config, IMAGES, config.data.num_clients)
-    check(config, "epochs", *_COUNT)
-    check(config, "then_rounds", "a whole number from 0 up", _is_not_negative)
-    check_list(config, "partition_seeds", "seeds")
+    _check(config, IMAGES, config.data.num_clients)
     for option in ("partition_seeds", "seeds"):
         check(config, option, "0 to 2**32 - 1 each", lambda seed: 0 <= seed < 2**32)
 
@@ -262,15 +256,8 @@ def check_federated(config: Federated) -> None:
         Traceback (most recent call last):
         ValueError: --cohort is 31, expected 1 to the 30 clients
     """
-    _check_groups(config, (*IMAGES, PLAYS), config.cohort)
+    _check(config, (*IMAGES, PLAYS), config.cohort)
     check_name("server_optimizer", config.server_optimizer, SERVER_OPTIMIZERS)
-    counts = ("rounds", "cohort", "personal_epochs", "eval_every", "local_epochs")
-    for option in (*counts, "validation_clients", "held_out_clients"):
-        check(config, option, *_COUNT)
-    for option in ("checkpoint_seconds", "held_out_plays"):
-        check(config, option, "a number from 0 up", _is_not_negative)
-    check_list(config, "local_epochs", "server_learning_rate", "seeds")
-    check(config, "server_learning_rate", "numbers above 0", lambda rate: 0 < rate < 1e9)
     if config.server_optimizer == "none":
         expected = "1.0 alone, as --server-optimizer none takes no step"
         check(config, "server_learning_rate", expected, lambda rate: rate == 1)
@@ -327,32 +314,35 @@ def _number(data: Data) -> str:
     return numbers.get(data.partition, "")
 
 
-_COUNT = "a whole number from 1 up", partial(operator.le, 1)
+_COUNTS = (
+    *("num_clients", "validation_clients", "held_out_clients", "cohort", "classes_per_client"),
+    *("batch_size", "epochs", "local_epochs", "personal_epochs", "rounds", "eval_every"),
+)
+_ACCEPTED: tuple[tuple[str, Callable[[float], bool], Sequence[str]], ...] = (
+    ("a whole number from 1 up", lambda x: x >= 1, _COUNTS),
+    ("a whole number from 0 up", lambda x: x >= 0, ("min_size", "then_rounds", "held_out_plays")),
+    ("a number from 0 up", lambda x: 0 <= x < math.inf, ("weight_decay", "checkpoint_seconds")),
+    ("a number from 0 to below 1", lambda x: 0 <= x < 1, ("momentum",)),
+    ("a number above 0", lambda x: 0 < x < math.inf, ("alpha", "beta", "learning_rate")),
+    ("numbers above 0", lambda x: 0 < x < 1e9, ("server_learning_rate",)),
+)
+"""What options may be, in words and as a function of each value."""
 
 
-def _is_not_negative(x: float) -> bool:
-    return 0 <= x < math.inf
-
-
-def _check_groups(config: OneShot | Federated, datasets: Sequence[str], side_by_side: int) -> None:
-    data, training, merging = config.data, config.training, config.merging
+def _check(config: OneShot | Federated, datasets: Sequence[str], side_by_side: int) -> None:
+    data, merging, asked = config.data, config.merging, SimpleNamespace(**contents(config))
     check_name("dataset", data.dataset, datasets)
     check_name("model", data.model, ["transformer"] if data.dataset == PLAYS else _OF_IMAGES)
     check_name("partition", data.partition, PARTITIONS)
     for algorithm in merging.algorithms:
         check_name("algorithms", algorithm, TABLE)
-    check_list(merging, "algorithms")
-    for option in ("num_clients", "classes_per_client"):
-        check(data, option, *_COUNT)
-    check(training, "batch_size", *_COUNT)
-    check(data, "min_size", "a whole number from 0 up", _is_not_negative)
-    for group, option in ((data, "alpha"), (data, "beta"), (training, "learning_rate")):
-        check(group, option, "a number above 0", lambda x: 0 < x < math.inf)
-    check(training, "weight_decay", "a number from 0 up", _is_not_negative)
-    check(training, "momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1)
+    check_list(asked, *(name for name, value in vars(asked).items() if isinstance(value, list)))
+    for expected, accept, options in _ACCEPTED:
+        for option in options:
+            if hasattr(asked, option):
+                check(asked, option, expected, accept)
+    for option, _ in merging.options:
+        check(asked, option, "a number from 0 up", lambda x: x is None or 0 <= x < math.inf)
     expected = f"a whole number from 1 to the {side_by_side} clients side by side"
     fits = (None, *range(1, side_by_side + 1))
-    check(training, "clients_per_chunk", expected, lambda chunk: chunk in fits)
-    own = SimpleNamespace(**dict(merging.options))
-    for option in vars(own):
-        check(own, option, "a number from 0 up", lambda x: x is None or _is_not_negative(x))
+    check(asked, "clients_per_chunk", expected, lambda chunk: chunk in fits)

@@ -47,7 +47,7 @@ class Watch:
 
         def epoch(loss: float) -> None:
             ends.append(time.perf_counter())
-            if len(ends) == 2 and not self._estimated:  # the first epoch compiles
+            if len(ends) == 2:  # the first epoch compiles
                 self._estimate(ends[1] - ends[0])
             self._bar.update(self._task, advance=1, description=f"{name}: loss {loss:.3f}")
 
@@ -75,14 +75,14 @@ class Watch:
 
     def _estimate(self, seconds: float) -> None:
         """Say once, early, how long training will take."""
-        self._estimated = True
         expected = seconds * self._num_epochs
-        if expected > _WORTH_SAYING:
+        if expected > _WORTH_SAYING and not self._estimated:
             self._console.print(
                 f"An epoch takes {seconds:.2g} s, training about {duration(expected)} in all; "
                 "merging comes on top.",
                 soft_wrap=True,
             )
+        self._estimated = True
 
 
 def describe(unit: Unit) -> str:

@@ -18,14 +18,7 @@ LAYERS = {"conv1": "conv1", "conv2": "conv2", "fc1": "dense1", "fc2": "dense2", 
 
 
 class Reference(NamedTuple):
-    """The authors' clients.
-
-    Attributes:
-        params: Client models, leaves [M, ...].
-        partition: Rows of the training data, for each client.
-        validation: The rows that their code selects by.
-        arrays: All that the file holds.
-    """
+    """The authors' clients: models [M, ...], rows of the training data, and the whole file."""
 
     params: Params
     partition: list[np.ndarray]
@@ -70,13 +63,9 @@ def channels(arrays: dict[str, np.ndarray], name: str) -> int:
 def from_torch(weight: np.ndarray, channels: int) -> np.ndarray:
     """Bring a weight, or anything of its shape, from PyTorch's layout to flax's.
 
-    Args:
-        weight: (out, in), or (out, in, height, width) of a convolution.
-        channels: Of the images that inputs of a dense layer are, flattened: PyTorch does so by
-            (channel, row, column), flax by (row, column, channel).
-
-    Returns:
-        (in, out), or (height, width, in, out).
+    (out, in) becomes (in, out), and (out, in, height, width) becomes (height, width, in, out). The
+    inputs of a dense layer may be images with so many channels, flattened: PyTorch does so by
+    (channel, row, column), flax by (row, column, channel).
 
     Example:
         >>> from_torch(np.arange(8).reshape(1, 8), channels=2).ravel()

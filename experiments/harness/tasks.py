@@ -157,15 +157,13 @@ def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[n
     if data.partition == "classes_per_client":
         expected = f"1 to the {train.num_classes} classes of {train.name}"
         check(data, "classes_per_client", expected, lambda owned: owned <= train.num_classes)
-    split = {
-        "iid": fj.partition.iid,
-        "fedfisher": partial(fj.partition.fedfisher, alpha=data.alpha),
-        "niid_bench": partial(fj.partition.niid_bench, beta=data.beta, min_size=data.min_size),
-        "classes_per_client": partial(
-            fj.partition.classes_per_client, num_classes=data.classes_per_client
-        ),
+    options = {
+        "iid": {},
+        "fedfisher": {"alpha": data.alpha},
+        "niid_bench": {"beta": data.beta, "min_size": data.min_size},
+        "classes_per_client": {"num_classes": data.classes_per_client},
     }[data.partition]
-    return split(train.targets, num_clients, seed=seed)
+    return getattr(fj.partition, data.partition)(train.targets, num_clients, seed=seed, **options)
 
 
 @cached
@@ -214,10 +212,10 @@ def _images(config: Federated) -> Rounds:
     everybody = fj.clients.federation(train, rows)
     model, _, init = _network(data, train)
     return Rounds(
-        model=model,
-        init=init,
-        optimizer=optimizer(config.training),
-        **_groups(everybody, _apart(config, np.arange(number), number)),
+        model,
+        init,
+        optimizer(config.training),
+        *_numbered(everybody, _apart(config, np.arange(number), number)),
         test=fj.clients.federation(test, fj.partition.central(len(test.targets))),
         positions=1,
         told=title(data),
@@ -246,10 +244,10 @@ def _plays(config: Federated) -> Rounds:
     test = [np.concatenate([windows.partition[client] for client in held_out])]
     counts = f"{len(trained)} roles train, {len(held_out)} are held out"
     return Rounds(
-        model=Model(fj.networks.apply_fn(network), fj.likelihoods.categorical),
-        init=jax.jit(lambda key: fj.networks.init(network, key, windows.inputs)),
-        optimizer=optimizer(config.training),
-        **_groups(everybody, groups),
+        Model(fj.networks.apply_fn(network), fj.likelihoods.categorical),
+        jax.jit(lambda key: fj.networks.init(network, key, windows.inputs)),
+        optimizer(config.training),
+        *_numbered(everybody, groups),
         test=fj.clients.federation(windows, test),
         positions=windows.inputs.shape[1],
         told=f"tiny Shakespeare, {counts}{transfer}",
@@ -272,8 +270,6 @@ def _apart(
     return clients[rest], clients[validating], clients[held_out]
 
 
-def _groups(everybody: Federation, groups: tuple[np.ndarray, ...]) -> dict[str, Federation]:
-    names = ("train", "validation", "held_out")
-    # Each group is numbered from 0: what its clients draw does not depend on who they were.
-    parts = (fj.clients.select(everybody, group)._replace(ids=None) for group in groups)
-    return dict(zip(names, parts, strict=True))
+def _numbered(everybody: Federation, groups: tuple[np.ndarray, ...]) -> list[Federation]:
+    """Number each group from 0: what its clients draw does not depend on who they were."""
+    return [fj.clients.select(everybody, group)._replace(ids=None) for group in groups]
