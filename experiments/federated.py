@@ -59,7 +59,7 @@ def _resume(asked: Federated) -> list[Row]:
 def _execute(asked: Federated, rows: list[Row], console: Console) -> list[Row]:
     """Compute the units that are missing, and write the rows after each."""
     task = tasks.rounds(asked)
-    methods = rounds.prepare(asked, task)
+    methods = rounds.prepare(task)
     goes_on = rows or (asked.out / rounds.CHECKPOINTS).exists()
     done = f"{len(rounds.finished(rows))} runs are finished" if goes_on else ""
     records.begin(asked, PROGRAM, console, done)
@@ -73,7 +73,7 @@ def _execute(asked: Federated, rows: list[Row], console: Console) -> list[Row]:
         while (unit := rounds.following(asked, rows)) is not None:
             bar.reset(shown, total=rounds.number(asked, unit.local_epochs), speed="")
             method, begun = methods[unit[:2]], time.perf_counter()
-            new = rounds.run(asked, task, method, unit, _shower(bar, shown, unit), warn)
+            new = rounds.run(task, method, unit, _shower(bar, shown, unit), warn)
             rows = [*rows, *new]
             records.write_rows(asked.out / records.RESULTS, rows, records.FEDERATED)
             console.print(_told(unit, new, time.perf_counter() - begun), soft_wrap=True)

@@ -17,22 +17,12 @@ from functools import partial
 
 from rich.console import Console
 
-from experiments.harness import (
-    accuracies,
-    commands,
-    config,
-    grids,
-    memory,
-    niid,
-    one_round,
-    progress,
-    records,
-    tables,
-    tasks,
-)
-from experiments.harness.config import OneShot
+from experiments.harness import accuracies, commands, grids, memory, niid, one_round, records, tasks
+from experiments.harness.config import OneShot, one_shot
 from experiments.harness.grids import Grid, Unit
+from experiments.harness.progress import Watch, bar
 from experiments.harness.records import Row
+from experiments.harness.tables import Table, markdown, terminal
 
 PROGRAM = "experiments.niid_table"
 _WIDTH = 180
@@ -58,14 +48,14 @@ def _main(arguments: Sequence[str]) -> None:
     # Wider than most terminals: better a line broken there than every cell.
     wide = Console(highlight=False, width=max(console.width, _WIDTH))
     for table in found:
-        wide.print(tables.terminal(table))
+        wide.print(terminal(table))
     console.print(notes, style="dim")
     left = "table.md, table.csv, and a folder for each run"
     console.print(f"\nIn {grid.out}/: {left}", soft_wrap=True)
 
 
 def _resume(asked: OneShot) -> list[Row]:
-    default = config.one_shot(asked.data.dataset)
+    default = one_shot(asked.data.dataset)
     return records.resume(asked.out, asked, default, records.ONE_SHOT)
 
 
@@ -73,14 +63,12 @@ def _run(grid: Grid, missing: Sequence[Unit], done: Done, console: Console) -> N
     """Compute the missing units of a data set, and write the tables after each."""
     ready = tasks.one_rounds([grids.configuration(grid, *unit) for unit in missing])
     console.print(memory.check(memory.predict(ready[0]), memory.available()))
-    with progress.bar(console) as bar:
-        seeds = [(seed, seed) for _, seed in missing]
-        watch = progress.Watch(console, bar, ready[0], seeds)
+    with bar(console) as shown:
+        watch = Watch(console, shown, ready[0], [(seed, seed) for _, seed in missing])
         for (cell, seed), task in zip(missing, ready, strict=True):
             unit, out, where = (seed, seed), task.config.out, f"{cell.dataset}, {cell.label}, "
             records.write_config(out, task.config, "experiments.one_shot")
-            labels = accuracies.label_csv(task.label_counts)
-            records.write_text(out / accuracies.LABELS, labels)
+            accuracies.write_labels(out, task.label_counts)
             start = time.perf_counter()
             rows = one_round.run(task, unit, watch.begin(unit, where))
             wall = round(time.perf_counter() - start, 4)
@@ -91,7 +79,7 @@ def _run(grid: Grid, missing: Sequence[Unit], done: Done, console: Console) -> N
             _write(grid, done)
 
 
-def _write(grid: Grid, done: Done) -> tuple[list[tables.Table], str]:
+def _write(grid: Grid, done: Done) -> tuple[list[Table], str]:
     """Write what is done until now; return the tables, one for each data set, and notes."""
     names, results, found = grid.merging.algorithms, {}, []
     for dataset in grid.datasets:
@@ -104,7 +92,7 @@ def _write(grid: Grid, done: Done) -> tuple[list[tables.Table], str]:
         results |= own
     how_long = grid.epochs, len(grid.seeds)
     notes = f"{niid.footnote(*how_long)}\n\n{niid.extrapolation(results, *how_long)}"
-    parts = [tables.markdown(table, 2) for table in found]
+    parts = [markdown(table, 2) for table in found]
     records.write_text(grid.out / "table.md", "\n".join([*parts, notes, ""]))
     records.write_text(grid.out / "table.csv", niid.as_csv(results, names, grid.epochs))
     return found, notes

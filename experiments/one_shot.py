@@ -20,18 +20,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.harness import (
-    accuracies,
-    commands,
-    config,
-    memory,
-    one_round,
-    progress,
-    records,
-    tasks,
-)
+from experiments.harness import accuracies, commands, config, memory, one_round, records, tasks
 from experiments.harness.config import OneShot
 from experiments.harness.one_round import Unit
+from experiments.harness.progress import Watch, bar
 from experiments.harness.records import Row
 from experiments.harness.tasks import OneRound
 
@@ -66,11 +58,11 @@ def _execute(task: OneRound, rows: list[Row], missing: list[Unit], console: Cons
     total = len(one_round.units(asked))
     done = f"{total - len(missing)} of {total} runs are done" if rows else ""
     records.begin(asked, PROGRAM, console, done)
-    records.write_text(asked.out / accuracies.LABELS, accuracies.label_csv(task.label_counts))
+    accuracies.write_labels(asked.out, task.label_counts)
     for seed, counts in task.label_counts.items():
         console.print(accuracies.label_table(counts, seed))
-    with progress.bar(console) as bar:
-        watch = progress.Watch(console, bar, task, missing)
+    with bar(console) as shown:
+        watch = Watch(console, shown, task, missing)
         for unit in missing:
             start = time.perf_counter()
             new = one_round.run(task, unit, watch.begin(unit))

@@ -75,7 +75,7 @@ def _main(arguments: Sequence[str]) -> None:
         with console.status("merging"):
             rows = merge(task, found)
         records.write_config(asked.out, asked, PROGRAM)
-        records.write_text(asked.out / accuracies.LABELS, accuracies.label_csv(task.label_counts))
+        accuracies.write_labels(asked.out, task.label_counts)
         records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
         heading = f"{asked.dataset}, {asked.model}, {len(found.partition)} clients of a file"
         accuracies.report(asked, heading, rows, PROGRAM, console)
@@ -115,8 +115,7 @@ def merge(task: OneRound, found: Reference) -> list[Row]:
     weights = jnp.asarray(sizes / sizes.sum())
     params = jax.tree.map(lambda leaf: leaf[0], found.params)
     trained = Trained(found.params)
-    progress = one_round.Progress()
-    merged = one_round.merge(task, task.methods, UNIT, params, trained, weights, progress)
+    merged = one_round.merge(task, task.methods, UNIT, params, trained, weights)
     rows = one_round.references(task, UNIT, found.params, found.params, weights)
     return rows + [one_round.measure(task, UNIT, name, own) for name, own in merged.items()]
 

@@ -356,7 +356,7 @@ def test_other_algorithms_run_in_the_same_loop(tmp_path, algorithm):
 def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
     def algorithm(*words):
         asked = federated.parse([*SMALL, "--algorithms", name, *words])
-        return rounds.prepare(asked, task)[name, 1].algorithm
+        return rounds.prepare(task._replace(config=asked))[name, 1].algorithm
 
     name, task = "fedfisher_diag", tasks.rounds(federated.parse(SMALL))
     made = [algorithm(), algorithm("--solver", "gd"), algorithm("--solver", "adam")]

@@ -83,7 +83,7 @@ def whole_run(config: Config, num_clients: int) -> tuple[dict[str, float], int]:
     data = dataclasses.replace(default.data, num_clients=num_clients, data_dir=config.data_dir)
     once = {"epochs": config.epochs, "partition_seeds": (3,), "seeds": (0,)}
     task = tasks.one_round(dataclasses.replace(default, data=data, **once))
-    rows = one_round.run(task, (3, 0), one_round.Progress(lambda _: None, lambda _: None))
+    rows = one_round.run(task, (3, 0))
     merged = {row.algorithm: row for row in rows if row.client is None and row.seconds is not None}
     facts = {
         "accuracy": merged["fedfisher_kfac"].value,

@@ -18,7 +18,7 @@ from experiments.harness.tables import Table
 Curves = dict[str, list[tuple[float, ...]]]
 """By algorithm: for each round the accuracies in percent, one for each unit."""
 
-LABELS = "label_counts.csv"
+_LABELS = "label_counts.csv"
 _MOST_CLIENTS, _MOST_CLASSES = 20, 20
 
 
@@ -100,7 +100,7 @@ def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console:
     console.print(tables.terminal(shown))
     console.print(footnote(names), style="dim")
     figure(found, heading, out / "accuracy.png")
-    left = [records.CONFIG, records.RESULTS, LABELS, "summary.md", "accuracy.png"]
+    left = [records.CONFIG, records.RESULTS, _LABELS, "summary.md", "accuracy.png"]
     parts = [tables.markdown(shown), footnote(names), "", "![accuracy](accuracy.png)", ""]
     if later:
         console.print(tables.terminal(curve_table(later)))
@@ -148,7 +148,7 @@ def label_table(counts: np.ndarray, partition_seed: int) -> RichTable:
     return shown
 
 
-def label_csv(label_counts: dict[int, np.ndarray]) -> str:
+def write_labels(out: Path, label_counts: dict[int, np.ndarray]) -> None:
     """Write label_counts.csv: how many examples of each class each client of a split holds."""
     num_classes = next(iter(label_counts.values())).shape[1]
     lines = (
@@ -156,7 +156,8 @@ def label_csv(label_counts: dict[int, np.ndarray]) -> str:
         for seed, counts in label_counts.items()
         for client, own in enumerate(counts.tolist())
     )
-    return tables.csv_text(("partition_seed", "client", *range(num_classes)), lines)
+    text = tables.csv_text(("partition_seed", "client", *range(num_classes)), lines)
+    records.write_text(out / _LABELS, text)
 
 
 def figure(found: Sequence[Line], heading: str, path: Path) -> None:

@@ -27,20 +27,12 @@ _ROUNDS = 2  # the library folds keys with 0 to train and with 1 to summarize
 _ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
 
 
-def _say_nothing(_: Any) -> None:
+def _say_nothing(_: float | str) -> None:
     pass
 
 
-class Progress(NamedTuple):
-    """How a unit says how far it is.
-
-    Attributes:
-        epoch: `(mean loss)`, after each epoch of training.
-        step: `(what)`, before each other step.
-    """
-
-    epoch: Callable[[float], None] = _say_nothing
-    step: Callable[[str], None] = _say_nothing
+Progress = Callable[[float | str], None]
+"""Told the mean loss after each epoch of training, and before each other step what it is."""
 
 
 class Merged(NamedTuple):
@@ -87,7 +79,7 @@ def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
     }
 
 
-def run(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
+def run(task: OneRound, unit: Unit, progress: Progress = _say_nothing) -> list[Row]:
     """Compute one unit; a ValueError names a client whose model is not finite.
 
     With a split, train the clients, merge them in every way, and go on for the rounds that were
@@ -105,7 +97,7 @@ def run(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
 
 
 def train_and_merge(
-    task: OneRound, unit: Unit, progress: Progress
+    task: OneRound, unit: Unit, progress: Progress = _say_nothing
 ) -> tuple[list[Row], dict[str, Merged]]:
     """Train the clients of a unit, once and again for algorithms that change how, and merge them.
 
@@ -165,7 +157,7 @@ def merge(
     params: Params,
     trained: Trained,
     weights: Array,
-    progress: Progress,
+    progress: Progress = _say_nothing,
 ) -> dict[str, Merged]:
     """Merge the same clients by several methods; those that send the same are summarized once."""
     federation, images = task.federations[unit[0]], task.validation(unit[0])
@@ -178,11 +170,11 @@ def merge(
             if method.sent != sent:
                 continue
             if updates is None:
-                progress.step(f"{name}: summaries of the clients")
+                progress(f"{name}: summaries of the clients")
                 clients = method.clients, trained, federation
                 updates, seconds = _timed(fj.merging.summarize, *clients, **how)
             else:
-                progress.step(f"{name}: merge")
+                progress(f"{name}: merge")
             server = method.server(images), params, updates, weights
             (merged, *_), more = _timed(fj.merging.merge, *server, on_nonfinite=drop)
             results[name] = Merged(merged, seconds + more, _upload(updates))
@@ -239,7 +231,7 @@ def _train(
                 f"{task.config.training.learning_rate:g}), or leave diverged clients out of the "
                 "merge with --on-nonfinite drop."
             )
-        progress.epoch(float(weights @ losses))
+        progress(float(weights @ losses))
 
     how = {"key": key, "optimizer": optimizer, "progress": after_epoch}
     how |= training_options(task, federation)

@@ -42,19 +42,18 @@ class Watch:
 
     def begin(self, unit: Unit, where: str = "") -> one_round.Progress:
         """Return what a unit calls while it is computed; `where` stands before its name."""
-        name = where + describe(unit)
+        name = where + _named(unit)
         ends: list[float] = []
 
-        def epoch(loss: float) -> None:
-            ends.append(time.perf_counter())
-            if len(ends) == 2:  # the first epoch compiles
-                self._estimate(ends[1] - ends[0])
-            self._bar.update(self._task, advance=1, description=f"{name}: loss {loss:.3f}")
+        def show(now: float | str) -> None:
+            if isinstance(now, float):
+                ends.append(time.perf_counter())
+                if len(ends) == 2:  # the first epoch compiles
+                    self._estimate(ends[1] - ends[0])
+                now = f"loss {now:.3f}"
+            self._bar.update(self._task, advance=1, description=f"{name}: {now}")
 
-        def step(what: str) -> None:
-            self._bar.update(self._task, advance=1, description=f"{name}: {what}")
-
-        return one_round.Progress(epoch, step)
+        return show
 
     def finish(self, unit: Unit, rows: Sequence[Row], seconds: float, where: str = "") -> None:
         """Say what a unit gave, and how long the others may take."""
@@ -71,7 +70,7 @@ class Watch:
         left = (now - from_time) / max(done - from_done, 1) * (self._total - done)
         to_go = f", {bound} {duration(left)} to go" if left > _WORTH_SAYING else ""
         time_taken = f"[dim]({seconds:.1f} s{to_go})[/]"
-        self._console.print(f"{where}{describe(unit)}: {values}  {time_taken}", soft_wrap=True)
+        self._console.print(f"{where}{_named(unit)}: {values}  {time_taken}", soft_wrap=True)
 
     def _estimate(self, seconds: float) -> None:
         """Say once, early, how long training will take."""
@@ -85,8 +84,7 @@ class Watch:
         self._estimated = True
 
 
-def describe(unit: Unit) -> str:
-    """Name a unit."""
+def _named(unit: Unit) -> str:
     partition_seed, seed = unit
     where = "all data" if partition_seed is None else f"partition {partition_seed}"
     return f"{where}, seed {seed}"

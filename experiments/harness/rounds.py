@@ -110,12 +110,12 @@ def select(config: Federated, rows: Iterable[Row]) -> dict[tuple[str, int], floa
     return {where: row.server_learning_rate for where, row in best.items()}
 
 
-def prepare(config: Federated, task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
+def prepare(task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
     """Make the rounds of each algorithm and number of local epochs; units share what is compiled.
 
     What would not fit into memory, or a layer that a structure does not cover, is refused here.
     """
-    params = jax.eval_shape(task.init, jax.random.key(0))
+    config, params = task.config, jax.eval_shape(task.init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.cohort)
     training, server = config.training, _SERVERS[config.server_optimizer]
     how = {"cohort": config.cohort, "optimizer": task.optimizer, "batch_size": training.batch_size}
@@ -133,7 +133,6 @@ def prepare(config: Federated, task: Rounds) -> dict[tuple[str, int], fj.rounds.
 
 
 def run(
-    config: Federated,
     task: Rounds,
     method: fj.rounds.Federated,
     unit: Unit,
@@ -145,7 +144,8 @@ def run(
     After each, `show` gets its number, and the test accuracy if it was measured. The rows are all
     of the unit's. The final params are in the newest checkpoint and, if wanted, in models/.
     """
-    folder, last = config.out / CHECKPOINTS / unit.name, number(config, unit.local_epochs)
+    config, last = task.config, number(task.config, unit.local_epochs)
+    folder = config.out / CHECKPOINTS / unit.name
     init_key, key, personal_key = jax.random.split(jax.random.key(unit.seed), 3)
     state = method.init(task.init(init_key), task.train.num_clients)
     state = _at_rate(state, unit.server_learning_rate)
@@ -158,9 +158,9 @@ def run(
     going = fj.rounds.run(method, state, task.train, key=key, rounds=left) if left else ()
     for state, done in going:
         count = int(state.number)
-        measures = _after_round(config, task, unit, state, done)
+        measures = _after_round(task, unit, state, done)
         if count == last:
-            measures |= _at_the_end(config, task, method, state, personal_key)
+            measures |= _at_the_end(task, method, state, personal_key)
         for (split, metric, fraction), value in measures.items():
             where = {"split": split, "metric": metric, "fraction": fraction}
             value = round(float(np.asarray(value)), 6)
@@ -186,17 +186,15 @@ def _at_rate(state: State, rate: float) -> State:
     return state._replace(algorithm=optax.tree_utils.tree_set(server, learning_rate=rate))
 
 
-def _after_round(
-    config: Federated, task: Rounds, unit: Unit, state: State, done: Round
-) -> Measures:
+def _after_round(task: Rounds, unit: Unit, state: State, done: Round) -> Measures:
     found = {
         ("cohort", "loss", None): done.loss / task.positions,
         ("cohort", "diverged", None): done.diverged.sum(),
     }
-    if not measured(config, unit.local_epochs, int(state.number)):
+    if not measured(task.config, unit.local_epochs, int(state.number)):
         return found
     found |= _means(task, "test", fj.metrics.performance(task.model, state.params, task.test))
-    if config.barrier:
+    if task.config.barrier:
         cohort = fj.clients.select(task.train, done.cohort)
         models = state.params, done.trained.params
         barrier = fj.metrics.client_server_barrier(task.model, *models, cohort)
@@ -205,14 +203,12 @@ def _after_round(
     return found
 
 
-def _at_the_end(
-    config: Federated, task: Rounds, method: fj.rounds.Federated, state: State, key: Key
-) -> Measures:
+def _at_the_end(task: Rounds, method: fj.rounds.Federated, state: State, key: Key) -> Measures:
     found: Measures = {}
     for split, clients in (("validation", task.validation), ("clients", task.train)):
         found |= _means(task, split, fj.metrics.performance(task.model, state.params, clients))
-    how = {"epochs": config.personal_epochs, "batch_size": config.training.batch_size}
-    how |= {"key": key, "fractions": FRACTIONS, "optimizer": task.optimizer}
+    config, how = task.config, {"key": key, "fractions": FRACTIONS, "optimizer": task.optimizer}
+    how |= {"epochs": config.personal_epochs, "batch_size": config.training.batch_size}
     personal = fj.personalization.personalize(task.model, state.params, task.held_out, **how)
     for fraction, own in zip(FRACTIONS, personal, strict=True):
         found |= _means(task, "held_out", own, fraction)

@@ -66,6 +66,7 @@ class Rounds(NamedTuple):
         told: What the data are, in a sentence.
     """
 
+    config: Federated
     model: Model
     init: Callable[[Key], Params]
     optimizer: optax.GradientTransformation
@@ -89,7 +90,10 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
     """
     config = configs[0]
     for other in configs:
-        if _without_split(other) != _without_split(config):
+        split = {option: getattr(other.data, option) for option in _SPLIT}
+        data = dataclasses.replace(config.data, **split)
+        units = {"partition_seeds": other.partition_seeds, "seeds": other.seeds, "out": other.out}
+        if other != dataclasses.replace(config, data=data, **units):
             raise ValueError(
                 f"{other} and {config} differ in more than how data are split: prepare each alone"
             )
@@ -182,11 +186,6 @@ def _draw_validation(data: Examples, partition_seed: int) -> Examples:
     return Examples(data.inputs[rows], data.targets[rows])
 
 
-def _without_split(config: OneShot) -> OneShot:
-    data = dataclasses.replace(config.data, **{field: getattr(Data, field) for field in _SPLIT})
-    return dataclasses.replace(config, data=data, partition_seeds=(), seeds=(), out=None)
-
-
 def _network(
     data: Data, train: Dataset
 ) -> tuple[Model, Callable[[Array], Array], Callable[[Key], Params]]:
@@ -212,6 +211,7 @@ def _images(config: Federated) -> Rounds:
     everybody = fj.clients.federation(train, rows)
     model, _, init = _network(data, train)
     return Rounds(
+        config,
         model,
         init,
         optimizer(config.training),
@@ -244,6 +244,7 @@ def _plays(config: Federated) -> Rounds:
     test = [np.concatenate([windows.partition[client] for client in held_out])]
     counts = f"{len(trained)} roles train, {len(held_out)} are held out"
     return Rounds(
+        config,
         Model(fj.networks.apply_fn(network), fj.likelihoods.categorical),
         jax.jit(lambda key: fj.networks.init(network, key, windows.inputs)),
         optimizer(config.training),

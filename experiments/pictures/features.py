@@ -12,7 +12,7 @@ from sklearn.neighbors import NearestNeighbors
 import fisherjax as fj
 from experiments.harness import figures
 from experiments.harness.config import MODELS, OneShot
-from experiments.harness.one_round import Progress, train_and_merge
+from experiments.harness.one_round import train_and_merge
 from experiments.harness.tables import Table, markdown
 from experiments.harness.tasks import OneRound, one_round
 from fisherjax.typing import Array, Params
@@ -51,8 +51,7 @@ def embed(points: np.ndarray, seed: int) -> np.ndarray:
 def section(config: OneShot, num_points: int, path: Path) -> str:
     """Merge the clients of one split with one seed, draw what the models see, tell how pure."""
     task, [split], [seed] = one_round(config), config.partition_seeds, config.seeds
-    silent = Progress(lambda _: None, lambda _: None)
-    _, merged = train_and_merge(task, (split, seed), silent)
+    _, merged = train_and_merge(task, (split, seed))
     images = task.central.inputs[:num_points]
     labels = np.asarray(task.central.targets[:num_points])
     pixels = np.asarray(images).reshape(len(labels), -1).astype(float)
