@@ -14,17 +14,10 @@ import pytest
 from matplotlib.colors import to_hex
 
 import fisherjax as fj
-from experiments.benchmark import config, measure, peers, pfl, plot, report
+from experiments.benchmark import config, measure, peers, pfl, plot, report, workloads
 from experiments.benchmark.flops import products
 from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import (
-    NETWORKS,
-    Workload,
-    classifier,
-    native_convolutions,
-    synthetic,
-    workload,
-)
+from experiments.benchmark.workloads import NETWORKS, Workload, classifier, synthetic, workload
 from experiments.harness import figures
 
 
@@ -32,19 +25,13 @@ def asked(suite: str, **options) -> config.Config:
     return config.filled(config.Config(suite, Path("out"), **options))
 
 
-def test_cases_take_turns_and_the_first_call_is_kept_apart():
+@pytest.mark.parametrize(("budget", "timed"), [(60.0, 3), (0.0, 1)])
+def test_cases_take_turns_the_first_call_is_kept_apart_and_a_budget_ends_them(budget, timed):
     calls = []
     cases = [Case(name, lambda name=name: calls.append(name)) for name in "AB"]
-    measured = measure.measure(Group("work", "units", None, cases), 3, 60.0)
-    assert calls == ["A", "B"] * 4
-    assert [len(m.seconds) for m in measured] == [3, 3]
-
-
-def test_a_case_over_its_budget_is_timed_once_and_the_others_go_on():
-    calls = []
-    cases = [Case(name, lambda name=name: calls.append(name)) for name in "AB"]
-    measured = measure.measure(Group("work", "units", None, cases), 3, 0.0)
-    assert [len(m.seconds) for m in measured] == [1, 1]
+    measured = measure.measure(Group("work", "units", None, cases), 3, budget)
+    assert calls == ["A", "B"] * (1 + timed)
+    assert [len(m.seconds) for m in measured] == [timed, timed]
 
 
 def test_results_are_compared_with_the_reference_where_there_is_one():
@@ -139,7 +126,7 @@ def test_flops_of_a_convolution_are_those_of_its_patches():
 def test_native_convolutions_compute_the_same_network(name):
     work = workload(asked("train", data="synthetic"), name, 3)
     ours = jax.jit(work.model.apply)(work.params, work.images)
-    native = jax.jit(native_convolutions(work.model).apply)(work.params, work.images)
+    native = jax.jit(workloads.native_convolutions(work.model).apply)(work.params, work.images)
     np.testing.assert_allclose(native, ours, rtol=1e-4, atol=1e-5)
 
 
@@ -203,14 +190,7 @@ def test_growth_is_drawn_over_the_number_of_clients_or_uploads(tmp_path):
     drawn = [[tuple(*line.get_xydata()) for line in panel.get_lines()] for panel in panels]
     # Row by row: seconds, milliseconds of a step or an upload, MiB; the columns share an axis.
     assert titles == 3 * [["training"], ["merge"]]
-    assert drawn == [
-        [(5.0, 2.0)],
-        [(9.0, 2.0)],
-        [(5.0, 20.0)],
-        [(9.0, 20.0)],
-        [(5.0, 1.0)],
-        [(9.0, 1.0)],
-    ]
+    assert drawn == [[(x, y)] for y in (2.0, 20.0, 1.0) for x in (5.0, 9.0)]
     assert all(panels[i].get_ylim() == panels[i + 1].get_ylim() for i in (0, 2, 4))
 
 
@@ -264,12 +244,8 @@ def test_a_table_shows_shares_in_per_cent_and_says_what_ratios_are_of():
 
 
 @pytest.mark.parametrize("suite", config.SUITES)
-def test_a_suite_is_a_module(suite):
+def test_a_suite_is_a_module_and_fills_in_all_that_it_knows(suite):
     assert importlib.util.find_spec(f"experiments.benchmark.{suite}")
-
-
-@pytest.mark.parametrize("suite", config.SUITES)
-def test_a_suite_fills_in_all_that_it_knows(suite):
     filled = asked(suite)
     for name, value in config.SUITES[suite].items():
         if value is not None:

@@ -29,22 +29,21 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     note("LeNet, Dirichlet(0.1) sizes; `before` is the memory in use before the work began.")
     chunks = config.chunks or (1 if jax.default_backend() == "cpu" else 100,)
     for phase, chunk in itertools.product(("training", "diagonal Fishers"), chunks):
-        cases = [apart(f"M={m}", on_clients, config, phase, m, chunk) for m in config.num_clients]
+        cases = [apart(f"M={m}", _on_clients, config, phase, m, chunk) for m in config.num_clients]
         title = f"{phase}, {config.num_examples} images, chunks of {chunk}"
         yield Group(title, "steps", None, cases)
     for how, most in {"streamed": max(config.uploads), "all at once": _MOST_HELD}.items():
         numbers = [n for n in config.uploads if n <= most]
-        cases = [apart(f"{n} uploads", on_uploads, config, how, n) for n in numbers]
+        cases = [apart(f"{n} uploads", _on_uploads, config, how, n) for n in numbers]
         if cases:
             yield Group(f"merging diagonal uploads, {how}", "uploads", None, cases)
 
 
-def on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> Measurement:
-    """Train the clients, or compute their diagonal Fishers, of the untrained network.
+def _on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> Measurement:
+    """Train the clients, or compute the diagonal Fishers of untrained ones.
 
-    The facts are the clients, memory before the work and of its result, and the share of steps that
-    clients spend waiting for the largest of their chunk: as measured, in chunks of ten and all side
-    by side.
+    The steps that clients spend waiting for the largest of their chunk are a share of all: as
+    measured, in chunks of ten and all side by side.
     """
     work = workload(config, "lenet", config.num_examples)
     federation = federate(work, num_clients)
@@ -77,7 +76,7 @@ def on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> Meas
     return measure.alone(case, config.repeats, config.seconds_per_case)
 
 
-def on_uploads(config: Config, how: str, uploads: int) -> Measurement:
+def _on_uploads(config: Config, how: str, uploads: int) -> Measurement:
     """Merge uploads a chunk at a time, each made when it is asked for, or the same all at once."""
     work = workload(Config("clients", Path(), data="synthetic"), "lenet", 1)
     algorithm = fj.algorithms.fedfisher(work.model, fisher=fj.fisher.diagonal)

@@ -11,9 +11,9 @@ from experiments.harness.commands import check, check_list
 
 _Dir = tyro.conf.arg(metavar="DIR")
 _Own = tyro.conf.arg(help_behavior_hint="(default: the suite's)")
-Number = Annotated[int | None, tyro.conf.arg(metavar="INT"), _Own]
-Numbers = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ..."), _Own]
-Networks = tuple[Literal["lenet", "cnn"], ...] | None
+_Number = Annotated[int | None, tyro.conf.arg(metavar="INT"), _Own]
+_Numbers = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ..."), _Own]
+_Networks = tuple[Literal["lenet", "cnn"], ...] | None
 
 
 # tyro shows the strings under the fields as --help and keeps their line breaks: one line each.
@@ -27,23 +27,23 @@ class Config:
     """Training, Fisher passes, the server, growth with clients, a whole run, rounds, devices."""
     out: Annotated[Path, _Dir] = tyro.MISSING
     """Folder for results.csv, results.json and plot.png; it must not hold results yet."""
-    models: Annotated[Networks, tyro.conf.arg(metavar="{lenet,cnn} ..."), _Own] = None
+    models: Annotated[_Networks, tyro.conf.arg(metavar="{lenet,cnn} ..."), _Own] = None
     """LeNet on 28 x 28 x 1 or the 940k CNN on 32 x 32 x 3 images."""
-    num_clients: Numbers = None
+    num_clients: _Numbers = None
     """How many clients; each number is measured on its own."""
-    num_examples: Number = None
+    num_examples: _Number = None
     """Examples of all clients together, or of a Fisher pass."""
-    batch_size: Number = None
+    batch_size: _Number = None
     """Examples of a minibatch."""
-    epochs: Number = None
+    epochs: _Number = None
     """Epochs of a timed training."""
-    chunks: Numbers = None
+    chunks: _Numbers = None
     """Clients computed side by side; otherwise one, and all of them."""
-    fisher_examples: Number = None
+    fisher_examples: _Number = None
     """Examples of each client for its K-FAC factors."""
-    adam_steps: Number = None
+    adam_steps: _Number = None
     """Steps of the paper's Adam; fewer than its 2000 are extrapolated, and marked."""
-    uploads: Numbers = None
+    uploads: _Numbers = None
     """How many uploads to merge as a stream."""
     dataset: Annotated[Literal["mnist", "digits"] | None, _Own] = None
     """What the whole run learns: MNIST with LeNet, or the digits with a small MLP."""
@@ -51,11 +51,11 @@ class Config:
     """Prepared MNIST and CIFAR-10 images where they are there, or made-up ones."""
     data_dir: Annotated[Path | None, _Dir] = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
-    repeats: Number = None
+    repeats: _Number = None
     """Timed runs of each case, whose median counts; one more comes before, to compile."""
     seconds_per_case: float = 60.0
     """A case that has taken this long is repeated no more; the number of runs is reported."""
-    matmul_size: Number = None
+    matmul_size: _Number = None
     """Of the matrix product that measures the peak; otherwise 2048 on a CPU, 8192 elsewhere."""
 
 
@@ -91,15 +91,15 @@ def filled(config: Config) -> Config:
     Raises:
         ValueError: Naming the option, what was given and what was expected.
     """
-    known, given = SUITES[config.suite], vars(config)
-    for name, value in given.items():
-        if name not in (*_ALL_KNOW, *known) and value is not None:
+    known = SUITES[config.suite]
+    given = {name: value for name, value in vars(config).items() if value is not None}
+    for name in given:
+        if name not in (*_ALL_KNOW, *known):
             options = ", ".join(f"--{option}" for option in known)
             said = f"--{name} means nothing to --suite {config.suite}, which knows {options}"
             raise ValueError(f"{said}. Leave it out".replace("_", "-"))
         check(config, name, "a number above 0", lambda x: not isinstance(x, int | float) or x > 0)
-    missing = {name: value for name, value in known.items() if given[name] is None}
-    config = dataclasses.replace(config, **missing)
+    config = dataclasses.replace(config, **known | given)
     check_list(config, *(name for name in ("models", "num_clients", "uploads") if name in known))
     if config.suite in ("train", "pfl"):
         most = min(config.num_clients)

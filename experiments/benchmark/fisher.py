@@ -40,19 +40,17 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
 
 
 def _cases(work: Workload, fisher: Callable[..., Any], config: Config, **how: Any) -> list[Case]:
-    images, labels, size = jnp.asarray(work.images), jnp.asarray(work.labels), config.batch_size
-    batch, samples = min(size, len(labels)), len(labels)
-    one_gradient = gradient(work.model)
+    images, labels, samples = jnp.asarray(work.images), jnp.asarray(work.labels), len(work.labels)
+    batch = min(config.batch_size, samples)
     batches = jnp.arange(samples - samples % batch).reshape(-1, batch)
+    one_gradient = gradient(work.model)
 
     def ours(params: Params, images: Any, weights: Any = None) -> Any:
         examples = fj.Examples(images, weights=weights)
-        return fisher(work.model, params, examples, batch_size=size)
+        return fisher(work.model, params, examples, batch_size=config.batch_size)
 
     @jax.jit
     def epoch(params: Params) -> Params:
-        """Add up the gradients of all minibatches."""
-
         def add(total: Params, rows: Any) -> tuple[Params, None]:
             new = one_gradient(params, images[rows], labels[rows])
             return jax.tree.map(jnp.add, total, new), None

@@ -78,13 +78,13 @@ def _phases(work: Workload, num_clients: int) -> dict[str, tuple]:
     def fisher(kind: Callable[..., Any], params: Any) -> Any:
         return kind(work.model, params, fj.Examples(images), batch_size=len(images))
 
-    kfac, diagonal = (partial(fisher, kind) for kind in (fj.fisher.kfac, fj.fisher.diagonal))
-    clients = jax.tree.map(lambda x: jnp.stack([x] * num_clients), (kfac(params), params))
+    one = fisher(fj.fisher.kfac, params), params
+    clients = jax.tree.map(lambda x: jnp.stack([x] * num_clients), one)
     problem = fj.quadratic.quadratic(*clients, jnp.full(num_clients, 1 / num_clients), 1.0)
     return {
         "training step": (step, params, OPTIMIZER.init(params)),
-        "K-FAC minibatch": (kfac, params),
-        "diagonal minibatch": (diagonal, params),
+        "K-FAC minibatch": (partial(fisher, fj.fisher.kfac), params),
+        "diagonal minibatch": (partial(fisher, fj.fisher.diagonal), params),
         "server's product": (lambda problem, x: problem.matvec(x), problem, problem.init),
     }
 

@@ -19,7 +19,7 @@ import jax
 
 
 def peak_bytes() -> int:
-    """Return the peak memory: of the device since the start, of the process since `reset_peak`."""
+    """Return the peak memory: of the device since the start, of the process since `_reset_peak`."""
     if device := _device_memory():
         return device["peak_bytes_in_use"]
     status = Path("/proc/self/status")
@@ -32,11 +32,11 @@ def peak_bytes() -> int:
 def current_bytes() -> int:
     """Return the memory in use now: of the device, or of the process."""
     device = _device_memory()
-    reset_peak()
+    _reset_peak()
     return device["bytes_in_use"] if device else peak_bytes()
 
 
-def reset_peak() -> None:
+def _reset_peak() -> None:
     """Let the peak of the process start anew, where the system can: Linux, but no device."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -126,7 +126,7 @@ def measure(
             if turn > 1 and sum(seconds[case.name]) > budget:
                 continue
             results.pop(case.name, None)
-            reset_peak()
+            _reset_peak()
             start = time.perf_counter()
             results[case.name] = jax.block_until_ready(case.run())
             seconds[case.name].append(time.perf_counter() - start)

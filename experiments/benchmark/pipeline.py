@@ -41,7 +41,8 @@ _WARM = {
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     """Give one group for each number of clients: the run without and with a compilation cache.
 
-    The facts are JAX's own sums of compile times, and the seconds of each phase.
+    The facts are the accuracy of FedFisher (K-FAC), JAX's sums of compile times, and the seconds of
+    each phase.
     """
     fj.datasets.load(config.dataset, config.data_dir)  # refused here if it is not prepared
     is_theirs = config.dataset == "mnist" and config.epochs == 10
@@ -49,7 +50,7 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
         note(f"{_AUTHORS.name}: {_SECONDS:g} s on two CPU cores, not measured here")
     note("The first call of the persistent cache fills it; the later ones read it.")
     for num_clients in config.num_clients:
-        run = partial(measure.in_own_process, whole_run, config, num_clients)
+        run = partial(measure.in_own_process, _whole_run, config, num_clients)
         both = {"facts": itemgetter(0), "peak": itemgetter(1)}
         recorded = (
             [Apart(_AUTHORS.name, lambda: _AUTHORS)] if is_theirs and num_clients == 5 else []
@@ -66,12 +67,8 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
             yield Group(title, "runs", _AUTHORS.name if recorded else None, cases)
 
 
-def whole_run(config: Config, num_clients: int) -> tuple[dict[str, float], int]:
-    """Load, train, summarise, merge in five ways and evaluate, as `experiments.one_shot` does.
-
-    Returns:
-        The accuracy of FedFisher (K-FAC), seconds by phase and of compilation; peak memory.
-    """
+def _whole_run(config: Config, num_clients: int) -> tuple[dict[str, float], int]:
+    """Run everything once as `experiments.one_shot` does; return the facts and the peak memory."""
     compiling = dict.fromkeys(_EVENTS.values(), 0.0)
 
     def listen(event: str, seconds: float, **_: object) -> None:

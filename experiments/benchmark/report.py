@@ -16,7 +16,7 @@ from experiments.benchmark.config import Config
 from experiments.benchmark.measure import Group, Measurement
 from experiments.harness import records
 from experiments.harness.commands import contents
-from experiments.harness.tables import Table, csv_text
+from experiments.harness.tables import Table
 
 CSV, JSON, PLOT = "results.csv", "results.json", "plot.png"
 MATMUL = "matrix product"
@@ -107,7 +107,7 @@ def _text(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def environment() -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
     """Return the hardware, the versions and the settings that times depend on."""
     known = records.environment()
     for package in ("torch", "nngeometry"):
@@ -128,10 +128,10 @@ def environment() -> dict[str, Any]:
 
 def write(config: Config, rows: Sequence[Row], notes: Sequence[str]) -> None:
     """Write results.csv and results.json; notes are what the reader must know of the run."""
-    records.write_text(config.out / CSV, csv_text(Row._fields, rows))
+    records.write_rows(config.out / CSV, rows, Row._fields)
     document = {
         "configuration": contents(config),
-        "environment": environment(),
+        "environment": _environment(),
         "notes": list(notes),
         "results": [row._asdict() for row in rows if row.metric != "seconds"],
     }

@@ -38,7 +38,7 @@ def purity(points: np.ndarray, labels: np.ndarray) -> float:
     return float(np.mean(labels[search.kneighbors(return_distance=False)] == labels[:, None]))
 
 
-def embed(points: np.ndarray, seed: int) -> np.ndarray:
+def _embed(points: np.ndarray, seed: int) -> np.ndarray:
     """Lay more than 30 points out in the plane by t-SNE, of their first principal components.
 
     Source: van der Maaten and Hinton, "Visualizing data using t-SNE", JMLR 2008; with 9 components
@@ -59,7 +59,7 @@ def section(config: OneShot, num_points: int, path: Path) -> str:
     drawn = {}
     for name, model in merged.items():
         points = features(task, model.params, images)
-        placed = embed(points, seed)
+        placed = _embed(points, seed)
         accuracy = float(task.accuracy(model.params, task.test))
         found = accuracy, purity(points, labels), purity(placed, labels)
         shares = [f"{100 * share:.1f}" for share in found]

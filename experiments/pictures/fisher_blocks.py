@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
     accuracy: float
 
 
-class ThreeConvolutions(flax.linen.Module):
+class _ThreeConvolutions(flax.linen.Module):
     """Classify images: three times conv3 and pooling by 2, then a dense layer; all with biases."""
 
     num_classes: int
@@ -45,7 +45,7 @@ class ThreeConvolutions(flax.linen.Module):
 def compute(data: fj.datasets.Dataset, num_examples: int, epochs: int, seed: int) -> Blocks:
     """Train a small network on the first examples and compute its empirical Fisher twice."""
     examples = fj.Examples(data.inputs[:num_examples], data.targets[:num_examples])
-    network = ThreeConvolutions(data.num_classes)
+    network = _ThreeConvolutions(data.num_classes)
     apply = fj.networks.apply_fn(network, fj.datasets.normalizer(data))
     model = fj.Model(apply, fj.likelihoods.categorical)
     start, key = jax.random.split(jax.random.key(seed))

@@ -14,7 +14,7 @@ from experiments.harness import figures
 from experiments.harness.figures import GREY, INK, label, style
 from experiments.harness.tables import Table, markdown
 
-Fusions = dict[str, np.ndarray]
+_Fusions = dict[str, np.ndarray]
 """Fused means by the algorithm that fuses so; fedfisher_full finds the mode of the product."""
 
 
@@ -29,21 +29,21 @@ def plane() -> tuple[np.ndarray, np.ndarray]:
     return np.linalg.inv(covariances), np.array([[-1.0, 0.0], [1.0, 0.0]])
 
 
-def fuse(precisions: np.ndarray, means: np.ndarray) -> np.ndarray:
+def _fuse(precisions: np.ndarray, means: np.ndarray) -> np.ndarray:
     """Find the mode [d] of a product of Gaussians with precisions [K, d, d] and means [K, d]."""
     return np.linalg.solve(precisions.sum(0), np.einsum("kij,kj->i", precisions, means))
 
 
-def fuse_plane(precisions: np.ndarray, means: np.ndarray) -> Fusions:
+def fuse_plane(precisions: np.ndarray, means: np.ndarray) -> _Fusions:
     """Fuse layers with one output, where a Kronecker factor is the whole precision."""
     return {
         "fedavg": means.mean(0),
-        "fedfisher_diag": fuse(precisions * np.eye(means.shape[-1]), means),
-        "fedfisher_full": fuse(precisions, means),
+        "fedfisher_diag": _fuse(precisions * np.eye(means.shape[-1]), means),
+        "fedfisher_full": _fuse(precisions, means),
     }
 
 
-def fuse_layers(inputs: np.ndarray, tangents: np.ndarray, means: np.ndarray) -> Fusions:
+def fuse_layers(inputs: np.ndarray, tangents: np.ndarray, means: np.ndarray) -> _Fusions:
     """Fuse layers whose precisions are empirical Fishers, E_n[vec(a g^T) vec(a g^T)^T].
 
     FedLPA takes the Kronecker factors E[a a^T] (x) E[g g^T] for them. Inputs are a_n [K, n, a],
@@ -57,7 +57,7 @@ def fuse_layers(inputs: np.ndarray, tangents: np.ndarray, means: np.ndarray) -> 
     layers = means.reshape(len(means), num_inputs, -1)
     right = np.einsum("kij,kjp,kpq->iq", a, layers, g) / len(means)
     approximate = np.linalg.solve(a.mean(0), right) @ np.linalg.inv(g.mean(0))
-    exact = fuse(np.stack([np.kron(*pair) for pair in zip(a, g, strict=True)]), means)
+    exact = _fuse(np.stack([np.kron(*pair) for pair in zip(a, g, strict=True)]), means)
     return fuse_plane(precisions, means) | {"fedlpa_ea": approximate.ravel(), "fedlpa": exact}
 
 
@@ -69,7 +69,7 @@ def draw_layers(seed: int, num_examples: int = 200) -> tuple[np.ndarray, np.ndar
     return drawn[..., :2], drawn[..., 2:], random.normal(size=(2, 4))
 
 
-def distances(fusions: Fusions) -> dict[str, float]:
+def distances(fusions: _Fusions) -> dict[str, float]:
     """Measure how far each fused mean is from the mode of the product."""
     mode = fusions["fedfisher_full"]
     return {name: float(np.linalg.norm(x - mode)) for name, x in fusions.items()}
@@ -109,7 +109,7 @@ expectation approximation.
 """
 
 
-def _draw_plane(axes: Any, precisions: np.ndarray, means: np.ndarray, points: Fusions) -> None:
+def _draw_plane(axes: Any, precisions: np.ndarray, means: np.ndarray, points: _Fusions) -> None:
     side = np.linspace(-3, 3, 300)
     middles, shapes = [*means, points["fedfisher_full"]], [*precisions, precisions.sum(0)]
     for middle, shape, colour in zip(middles, shapes, (GREY, GREY, INK), strict=True):
