@@ -18,7 +18,7 @@ from functools import partial
 from rich.console import Console
 
 from experiments.harness import accuracies, commands, grids, memory, niid, one_round, records, tasks
-from experiments.harness.config import OneShot, one_shot
+from experiments.harness.config import one_shot
 from experiments.harness.grids import Grid, Unit
 from experiments.harness.progress import Watch, bar
 from experiments.harness.records import Row
@@ -39,7 +39,10 @@ def _main(arguments: Sequence[str]) -> None:
         # The folders of the runs too: `experiments.one_shot` could be at work there.
         for out in (grid.out, *(asked.out for asked in units.values())):
             held.enter_context(records.folder(out))
-        done = {unit: _resume(asked) for unit, asked in units.items()}
+        done = {
+            unit: records.resume(own.out, own, one_shot(own.data.dataset), records.ONE_SHOT)
+            for unit, own in units.items()
+        }
         for dataset in grid.datasets:
             missing = [unit for unit in units if unit[0].dataset == dataset and not done[unit]]
             if missing:
@@ -52,11 +55,6 @@ def _main(arguments: Sequence[str]) -> None:
     console.print(notes, style="dim")
     left = "table.md, table.csv, and a folder for each run"
     console.print(f"\nIn {grid.out}/: {left}", soft_wrap=True)
-
-
-def _resume(asked: OneShot) -> list[Row]:
-    default = one_shot(asked.data.dataset)
-    return records.resume(asked.out, asked, default, records.ONE_SHOT)
 
 
 def _run(grid: Grid, missing: Sequence[Unit], done: Done, console: Console) -> None:

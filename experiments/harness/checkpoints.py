@@ -78,10 +78,9 @@ def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
     A TypeError names a leaf that would not come back as it is; an OSError names what cannot be
     written, and the checkpoints before it stay.
     """
-    newest = max(saved(folder), default=-1)
     if number < 0:
         raise ValueError(f"number is {number}, expected 0 or more")
-    if number <= newest:
+    if number <= (newest := max(saved(folder), default=-1)):
         raise ValueError(
             f"{folder} already holds checkpoint {newest}, so {number} would not be the newest: "
             "restore it and count on from there, or choose another folder"
@@ -163,15 +162,12 @@ def _named(state: Any) -> list[tuple[str, Any]]:
     """List the leaves of a state by name; refuse what would not come back as it was."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     named = [(f"state{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
+    array = "jnp.asarray(number, dtype)"
     for name, leaf in named:
         if not isinstance(leaf, jax.Array | np.ndarray):
-            expected = "a JAX or NumPy array, for example jnp.asarray(number, dtype)"
-            raise TypeError(f"{name} is {leaf!r}, expected {expected}")
+            raise TypeError(f"{name} is {leaf!r}, expected a JAX or NumPy array: use {array}")
         if getattr(leaf, "weak_type", False):
-            raise TypeError(
-                f"{name} is weakly typed, which a file does not keep: name its dtype, as in "
-                "jnp.asarray(number, dtype)"
-            )
+            raise TypeError(f"{name} is weakly typed, which no file keeps: use {array}")
         if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
             raise TypeError(f"{name} has the byte order of other machines: use astype before")
     return named

@@ -24,13 +24,9 @@ def read(
 ) -> Any:
     """Read a command line, unchecked; SystemExit for `--help` and options that do not exist.
 
-    Args:
-        arguments: Without the name of the program.
-        program: The module that is run.
-        description: What `--help` says first.
-        defaults: The dataclass of the configuration, or a function that makes what is run if
-            nothing else is asked, of the name of a data set or None. Fields that are dataclasses
-            are groups of options. With a group `merging` every method of the table is one too.
+    The defaults are the dataclass of the configuration, or a function that makes what is run if
+    nothing else is asked, of the name of a data set or None. Fields that are dataclasses are groups
+    of options. With a group `merging` every method of the table is one too.
     """
     if isinstance(defaults, type):
         default = defaults()

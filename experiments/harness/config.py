@@ -183,9 +183,7 @@ class Federated:
 
 
 def one_shot(dataset: str | None = None) -> OneShot:
-    """Return what is run in one round on a data set if nothing else is asked.
-
-    The demo's configuration for digits, that of the FedFisher paper for the others.
+    """Return what is run on a data set if nothing else is asked, as in the FedFisher paper.
 
     Example:
         >>> one_shot("mnist").data.model
@@ -196,11 +194,8 @@ def one_shot(dataset: str | None = None) -> OneShot:
     if dataset == "digits":
         return OneShot()
     model = "lenet" if dataset in ("mnist", "fashion_mnist") else "cnn"
-    return OneShot(
-        data=Data(dataset, model, augment=dataset.startswith("cifar")),
-        training=Training(learning_rate=0.01, batch_size=64),
-        partition_seeds=(3,),
-    )
+    data = Data(dataset, model, augment=dataset.startswith("cifar"))
+    return OneShot(data, Training(learning_rate=0.01, batch_size=64), partition_seeds=(3,))
 
 
 def federated(dataset: str | None = None) -> Federated:
@@ -216,46 +211,24 @@ def federated(dataset: str | None = None) -> Federated:
     if dataset == "digits":
         return Federated()
     if dataset == PLAYS:
-        return Federated(
-            data=AnyData(dataset, models[dataset]),
-            # The loss of a window is a sum over its 80 characters: 0.1 for their mean.
-            training=Training(learning_rate=0.00125, batch_size=8),
-            cohort=16,
-            validation_clients=10,
-            held_out_clients=20,
-            personal_epochs=4,
-        )
-    return Federated(
-        data=AnyData(dataset, models[dataset], num_clients=100),
-        training=Training(momentum=0.0, batch_size=32),
-        rounds=40,
-        cohort=20,
-        validation_clients=10,
-        held_out_clients=10,
-    )
+        # The loss of a window is a sum over its 80 characters: 0.1 for their mean.
+        training = Training(learning_rate=0.00125, batch_size=8)
+        who = {"cohort": 16, "validation_clients": 10, "held_out_clients": 20}
+        return Federated(AnyData(dataset, models[dataset]), training, personal_epochs=4, **who)
+    data, training = AnyData(dataset, models[dataset], 100), Training(momentum=0.0, batch_size=32)
+    who = {"cohort": 20, "validation_clients": 10, "held_out_clients": 10}
+    return Federated(data, training, rounds=40, **who)
 
 
 def check_one_shot(config: OneShot) -> None:
-    """Refuse values that no experiment in one round can have, and say what was expected.
-
-    Example:
-        >>> check_one_shot(OneShot(data=Data(model="lenett")))
-        Traceback (most recent call last):
-        ValueError: --model is 'lenett', did you mean 'lenet'? Known: mlp, ...
-    """
+    """Refuse values that no experiment in one round can have, and say what was expected."""
     _check(config, IMAGES, config.data.num_clients)
     for option in ("partition_seeds", "seeds"):
         check(config, option, "0 to 2**32 - 1 each", lambda seed: 0 <= seed < 2**32)
 
 
 def check_federated(config: Federated) -> None:
-    """Refuse values that no experiment in rounds can have, and say what was expected.
-
-    Example:
-        >>> check_federated(Federated(cohort=31))
-        Traceback (most recent call last):
-        ValueError: --cohort is 31, expected 1 to the 30 clients
-    """
+    """Refuse values that no experiment in rounds can have, and say what was expected."""
     _check(config, (*IMAGES, PLAYS), config.cohort)
     check_name("server_optimizer", config.server_optimizer, SERVER_OPTIMIZERS)
     if config.server_optimizer == "none":
@@ -286,7 +259,7 @@ def name(config: OneShot) -> str:
         if option not in WHERE_AND_HOW and (option not in _LATER or value != first[option])
     }
     digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:6]
-    split = f"{data.partition}{_number(data)}"
+    split = f"{data.partition}{_number(data)[1]}"
     return f"{data.dataset}-{data.model}-m{data.num_clients}-{split}-{digest}"
 
 
@@ -299,19 +272,18 @@ def title(data: Data) -> str:
     """
     if data.dataset == PLAYS:
         return f"{data.dataset}, {data.model}, a client for each role"
-    between = {"fedfisher": ", alpha ", "niid_bench": ", beta ", "classes_per_client": " = "}
-    split = f"{data.partition}{between.get(data.partition, '')}{_number(data)}"
+    split = "".join([data.partition, *_number(data)])
     return f"{data.dataset}, {data.model}, {data.num_clients} clients ({split})"
 
 
-def _number(data: Data) -> str:
-    """Write the number that data are split by; iid has none."""
-    numbers = {
-        "fedfisher": f"{data.alpha:g}",
-        "niid_bench": f"{data.beta:g}",
-        "classes_per_client": str(data.classes_per_client),
-    }
-    return numbers.get(data.partition, "")
+def _number(data: Data) -> tuple[str, str]:
+    """Return what stands in a title before the number that data are split by, and the number."""
+    return {
+        "iid": ("", ""),
+        "fedfisher": (", alpha ", f"{data.alpha:g}"),
+        "niid_bench": (", beta ", f"{data.beta:g}"),
+        "classes_per_client": (" = ", str(data.classes_per_client)),
+    }[data.partition]
 
 
 _COUNTS = (

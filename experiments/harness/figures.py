@@ -24,7 +24,6 @@ _COLOURS = (
 )
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
 _LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
-_CLASSES = "tab10", "tab20"
 
 
 def label(name: str) -> str:
@@ -55,8 +54,7 @@ def line_style(name: str) -> Any:
 def canvas(width: float, height: float, columns: int = 1, rows: int = 1, **shared: Any) -> Any:
     """Begin a figure, in inches, without pyplot and its global state: no display is needed.
 
-    Returns matplotlib's figure and its axes, an array of them if there are several; `shared` is
-    what its `subplots` takes: sharex and sharey, for panels that are compared.
+    Its axes are an array if there are several; `shared` is what matplotlib's `subplots` takes.
     """
     from matplotlib.figure import Figure
 
@@ -88,7 +86,7 @@ def class_colours(count: int) -> np.ndarray:
     """Return a colour for each class of a data set, [count, 4]."""
     from matplotlib import colormaps
 
-    return colormaps[_CLASSES[count > 10]](np.arange(count) % 20)
+    return colormaps["tab20" if count > 10 else "tab10"](np.arange(count) % 20)
 
 
 def save(figure: Any, path: Path) -> None:

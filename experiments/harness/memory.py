@@ -11,13 +11,7 @@ from experiments.harness.tasks import OneRound
 
 
 class Need(NamedTuple):
-    """The step of a run that needs the most memory.
-
-    Attributes:
-        resident: Bytes of data, models and updates.
-        scratch: Bytes that grow with the clients side by side.
-        clients: Side by side.
-    """
+    """The step that needs the most: bytes that stay, and bytes of so many clients side by side."""
 
     step: str
     resident: int
@@ -26,10 +20,7 @@ class Need(NamedTuple):
 
 
 def predict(task: OneRound) -> Need:
-    """Find the step of the clients' half that needs the most memory, without running any.
-
-    The programs that this compiles are those of the run, which need not be compiled again.
-    """
+    """Find the step of the clients' half that needs the most, by compiling the run's programs."""
     federation = next(iter(task.federations.values()))
     params, key = one_round.start(task, task.config.seeds[0])
     options = one_round.training_options(task, federation)
@@ -61,15 +52,7 @@ def available() -> int | None:
 
 
 def check(need: Need, limit: int | None) -> str:
-    """Compare what a run needs with the bytes of the device, None if unknown; say it.
-
-    Example:
-        >>> check(Need("training", 2 * 10**9, 10**9, 5), 16 * 10**9)
-        'Needs about 3 GB (training, 5 side by side) of 16 GB.'
-        >>> check(Need("training", 2 * 10**9, 20 * 10**9, 5), 16 * 10**9)
-        Traceback (most recent call last):
-        ValueError: ... Use --clients-per-chunk 3
-    """
+    """Say what a run needs of the device's bytes, None if unknown; refuse it if that is more."""
     total = need.resident + need.scratch
     said = f"about {total / 1e9:.3g} GB ({need.step}, {need.clients} side by side)"
     said += "" if limit is None else f" of {limit / 1e9:.3g} GB"

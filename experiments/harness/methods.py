@@ -22,10 +22,8 @@ _FULL_LIMIT = 4e9  # bytes of all clients' full Fisher matrices together
 class Method(NamedTuple):
     """One algorithm, the same objects in all runs, so that nothing compiles twice.
 
-    Attributes:
-        clients: How clients train, and what they send. Methods with equal `sent` need the same
-            updates of the same clients, which are computed once.
-        server: `validation images or None -> algorithm`, which merges the updates.
+    It says how clients train, and what they send; the server's half is made of validation images.
+    Methods with equal `sent` need the same updates of the same clients, which are computed once.
     """
 
     clients: Algorithm

@@ -44,10 +44,7 @@ class Merged(NamedTuple):
 
 
 def units(config: OneShot) -> list[Unit]:
-    """List what has to be computed: each seed on each split, then each seed on all the data.
-
-    The ceilings, if wanted, come last: an interrupted run has merged what it could.
-    """
+    """List each seed on each split, and last the ceilings: an interrupted run has merged most."""
     splits = [(split, seed) for seed in config.seeds for split in config.partition_seeds]
     return splits + [(None, seed) for seed in config.seeds if config.central]
 
@@ -57,15 +54,12 @@ def finished(rows: Iterable[Row]) -> set[Unit]:
     return {(row.partition_seed, row.seed) for row in rows}
 
 
-def epochs(task: OneRound, unit: Unit) -> int:
-    """Count the epochs of a unit, in all of its trainings."""
-    later = len(task.methods) * task.config.then_rounds
-    return task.config.epochs * (1 if unit[0] is None else len(by_training(task)) + later)
-
-
-def steps(task: OneRound, unit: Unit) -> int:
-    """Count the steps of a unit, an epoch or an algorithm being one."""
-    return epochs(task, unit) + (0 if unit[0] is None else len(task.methods))
+def length(task: OneRound, unit: Unit) -> tuple[int, int]:
+    """Count the epochs of a unit, in all of its trainings, and its other steps."""
+    if unit[0] is None:
+        return task.config.epochs, 0
+    trainings = len(by_training(task)) + len(task.methods) * task.config.then_rounds
+    return task.config.epochs * trainings, len(task.methods)
 
 
 def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
@@ -101,8 +95,7 @@ def train_and_merge(
 ) -> tuple[list[Row], dict[str, Merged]]:
     """Train the clients of a unit, once and again for algorithms that change how, and merge them.
 
-    Returns:
-        The rows of the references, and what each algorithm gave.
+    The rows are those of the references.
     """
     params, key = start(task, unit[1])
     rows, merged = [], {}

@@ -33,8 +33,8 @@ class Watch:
 
     def __init__(self, console: Console, shown: Progress, task: OneRound, units: Sequence[Unit]):
         self._console, self._bar = console, shown
-        self._total = sum(one_round.steps(task, unit) for unit in units)
-        self._num_epochs = sum(one_round.epochs(task, unit) for unit in units)
+        lengths = [one_round.length(task, unit) for unit in units]
+        self._total, self._num_epochs = sum(map(sum, lengths)), sum(epochs for epochs, _ in lengths)
         self._estimated = task.config.epochs == 1  # there the second epoch compiles too
         self._start = time.perf_counter()
         self._first: tuple[float, float] | None = None  # when the first unit ended, and its steps

@@ -57,12 +57,10 @@ class Row(NamedTuple):
         split: Of the data that were used to measure: `test`, `train`, the `cohort`, `validation` or
             `held_out` clients; or `traffic`.
         metric: Accuracies are fractions, losses nats of a prediction, traffic bytes of a client.
-        partition_seed: None for `central`, which has no split.
         client: Whose model; None for a merged one.
         seconds: Of the clients' summaries and the merge, and of the training where an algorithm
             trains its own clients or in a later round; for `local` and `central` of the training,
             of all clients together. The first run of a process includes compilation.
-        upload_bytes: What one client sends.
         fraction: Of a held-out client's data that the model was fine-tuned on.
     """
 
@@ -162,14 +160,10 @@ def resume(out: Path, config: Any, default: Any, columns: Sequence[str]) -> list
 
 
 def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> None:
-    """Refuse to continue what another experiment has begun, and name what differs.
+    """Refuse to continue in a folder what another experiment has begun, and name what differs.
 
-    Args:
-        out: The folder of a run that has finished something.
-        config: What is going to be run.
-        default: What would be run on the same data set if nothing else were asked: what options
-            did that did not exist yet.
-        found: What was found there, for the message.
+    The default, which is run on the same data set if nothing else is asked, says what options did
+    that did not exist yet; `found` is what is in the folder.
     """
     if not (out / CONFIG).exists():
         raise ValueError(
@@ -179,9 +173,9 @@ def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> 
     before = commands.contents(default) | _modern(_document(out)["configuration"])
     now = commands.contents(config)
 
-    def counts(name: str) -> bool:
-        method, of_method, _ = name.rpartition(".")
-        return name not in WHERE_AND_HOW and (not of_method or method in now["algorithms"])
+    def counts(name: str) -> bool:  # of methods only those that run
+        method, dot, _ = name.rpartition(".")
+        return name not in WHERE_AND_HOW and (not dot or method in now["algorithms"])
 
     if differing := _differences(before, now, counts):
         raise ValueError(

@@ -14,10 +14,7 @@ class Table(NamedTuple):
     """Lines of text under headings.
 
     Attributes:
-        title: Above it; none if empty.
-        headings: Of the columns.
-        lines: Cells as they are read.
-        text: Columns on the left that are words; the others are numbers.
+        text: How many columns on the left are words; the others are numbers.
         best: The line that stands out.
         dim: Lines that are there to compare with.
         sections: Lines after which a terminal shows a rule.

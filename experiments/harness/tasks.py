@@ -33,11 +33,9 @@ class OneRound(NamedTuple):
     Attributes:
         model: The network, on stored images; training may crop and mirror them.
         normalize: What it does to them first.
-        federations: By partition seed.
+        federations: By partition seed, and so are label_counts [M, C].
         central: All training data at one client.
-        label_counts: By partition seed, [M, C].
         validation: `partition seed -> images and labels`, for the solvers that need some.
-        test: Images and labels that nobody trains on.
         accuracy: Of `metrics`, with this model, compiled.
     """
 
@@ -59,8 +57,6 @@ class Rounds(NamedTuple):
     """What experiments in rounds learn, and who trains, chooses and is held out.
 
     Attributes:
-        validation: Clients that choose options.
-        held_out: Clients that the model is personalised on.
         test: Everybody's test data, as one client.
         positions: Targets of an example, more than one for sequences.
         told: What the data are, in a sentence.
