@@ -27,7 +27,7 @@ from experiments.harness.tables import Table, markdown, terminal
 PROGRAM = "experiments.niid_table"
 _WIDTH = 180
 
-Done = dict[Unit, list[Row]]
+_Done = dict[Unit, list[Row]]
 
 
 def _main(arguments: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ def _main(arguments: Sequence[str]) -> None:
     console.print(f"\nIn {grid.out}/: {left}", soft_wrap=True)
 
 
-def _run(grid: Grid, missing: Sequence[Unit], done: Done, console: Console) -> None:
+def _run(grid: Grid, missing: Sequence[Unit], done: _Done, console: Console) -> None:
     """Compute the missing units of a data set, and write the tables after each."""
     ready = tasks.one_rounds([grids.configuration(grid, *unit) for unit in missing])
     console.print(memory.check(memory.predict(ready[0]), memory.available()))
@@ -77,7 +77,7 @@ def _run(grid: Grid, missing: Sequence[Unit], done: Done, console: Console) -> N
             _write(grid, done)
 
 
-def _write(grid: Grid, done: Done) -> tuple[list[Table], str]:
+def _write(grid: Grid, done: _Done) -> tuple[list[Table], str]:
     """Write what is done until now; return the tables, one for each data set, and notes."""
     names, results, found = grid.merging.algorithms, {}, []
     for dataset in grid.datasets:

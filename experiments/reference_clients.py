@@ -42,7 +42,7 @@ AUTHORS = {
 }
 """Accuracies in % that their code reports of their file for MNIST; with compressed uploads."""
 FILE = "mnist_lenet_m5_alpha01.npz"
-UNIT = (0, 0)  # nothing is drawn but validation images, which the file names
+_UNIT = (0, 0)  # nothing is drawn but validation images, which the file names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +115,9 @@ def merge(task: OneRound, found: Reference) -> list[Row]:
     weights = jnp.asarray(sizes / sizes.sum())
     params = jax.tree.map(lambda leaf: leaf[0], found.params)
     trained = Trained(found.params)
-    merged = one_round.merge(task, task.methods, UNIT, params, trained, weights)
-    rows = one_round.references(task, UNIT, found.params, found.params, weights)
-    return rows + [one_round.measure(task, UNIT, name, own) for name, own in merged.items()]
+    merged = one_round.merge(task, task.methods, _UNIT, params, trained, weights)
+    rows = one_round.references(task, _UNIT, found.params, found.params, weights)
+    return rows + [one_round.measure(task, _UNIT, name, own) for name, own in merged.items()]
 
 
 def _some(rows: np.ndarray, most: int | None, client: int) -> np.ndarray:

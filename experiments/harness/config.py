@@ -25,10 +25,10 @@ MODELS = {
     "transformer": fj.networks.Transformer,
 }
 _OF_IMAGES = [name for name in MODELS if name != "transformer"]
-PARTITIONS = ("fedfisher", "iid", "niid_bench", "classes_per_client")
+_PARTITIONS = ("fedfisher", "iid", "niid_bench", "classes_per_client")
 IMAGES = fj.datasets.NAMES
 PLAYS = "tiny_shakespeare"
-SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
+_SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
 Group = tyro.conf.OmitArgPrefixes
 _LATER = (
     *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
@@ -52,7 +52,7 @@ class Data:
     """The network; lenet and cnn take images of at least 16 x 16 pixels."""
     num_clients: int = 5
     """Over how many clients the training data are split."""
-    partition: Annotated[str, _names(PARTITIONS)] = "fedfisher"
+    partition: Annotated[str, _names(_PARTITIONS)] = "fedfisher"
     """How: Dirichlet shares of each client (fedfisher) or class (niid_bench), classes, or iid."""
     alpha: float = 0.1
     """Of fedfisher: 0.05 gives a client one or two classes, 100 nearly equal shares."""
@@ -162,7 +162,7 @@ class Federated:
     """Of tiny_shakespeare: hold out all roles of so many plays instead (transfer)."""
     partition_seed: int = 3
     """Of the split and of who is held out."""
-    server_optimizer: Annotated[str, _names(SERVER_OPTIMIZERS)] = "none"
+    server_optimizer: Annotated[str, _names(_SERVER_OPTIMIZERS)] = "none"
     """On the pseudo-gradient; none takes the merged model as it is."""
     server_learning_rate: tuple[float, ...] = (1.0,)
     """Of several, validation clients choose one for each algorithm, with the first seed."""
@@ -230,7 +230,7 @@ def check_one_shot(config: OneShot) -> None:
 def check_federated(config: Federated) -> None:
     """Refuse values that no experiment in rounds can have, and say what was expected."""
     _check(config, (*IMAGES, PLAYS), config.cohort)
-    check_name("server_optimizer", config.server_optimizer, SERVER_OPTIMIZERS)
+    check_name("server_optimizer", config.server_optimizer, _SERVER_OPTIMIZERS)
     if config.server_optimizer == "none":
         expected = "1.0 alone, as --server-optimizer none takes no step"
         check(config, "server_learning_rate", expected, lambda rate: rate == 1)
@@ -305,7 +305,7 @@ def _check(config: OneShot | Federated, datasets: Sequence[str], side_by_side: i
     data, merging, asked = config.data, config.merging, SimpleNamespace(**contents(config))
     check_name("dataset", data.dataset, datasets)
     check_name("model", data.model, ["transformer"] if data.dataset == PLAYS else _OF_IMAGES)
-    check_name("partition", data.partition, PARTITIONS)
+    check_name("partition", data.partition, _PARTITIONS)
     for algorithm in merging.algorithms:
         check_name("algorithms", algorithm, TABLE)
     check_list(asked, *(name for name, value in vars(asked).items() if isinstance(value, list)))

@@ -24,7 +24,7 @@ _ORDER = (
     "fedfisher_kfac",
 )
 """In the paper's order; dense is the paper's only. Others come after them."""
-WALL, MOST_EPOCHS = "wall_seconds", 200
+WALL, _MOST_EPOCHS = "wall_seconds", 200
 
 
 class Published(NamedTuple):
@@ -60,7 +60,7 @@ def published(epochs: int) -> dict[tuple[Cell, str], Published]:
     found = {}
     with open(_PAPER, newline="") as file:
         _, *lines = csv.reader(file)
-    for wanted in (MOST_EPOCHS, epochs):  # the second replaces the first
+    for wanted in (_MOST_EPOCHS, epochs):  # the second replaces the first
         for *cell, after, algorithm, accuracy in lines:
             if int(after) == wanted:
                 found[Cell(*cell), algorithm] = Published(float(accuracy), wanted)
@@ -104,7 +104,7 @@ def footnote(epochs: int, num_seeds: int) -> str:
     return (
         f"Test accuracy in %, mean ± standard deviation over up to {num_seeds} seeds, each with "
         "its own split; in brackets the paper's mean of 3 seeds, marked * where it has none after "
-        f"{epochs} epochs and this is the one after {MOST_EPOCHS}. DENSE is the paper's only. The "
+        f"{epochs} epochs and this is the one after {_MOST_EPOCHS}. DENSE is the paper's only. The "
         "paper's FedLPA and DENSE are the best on the test data of several candidates, ours are "
         "not chosen. Seconds are of all algorithms of one seed together, the median over seeds; "
         "the first cell of a process includes compilation."
@@ -123,10 +123,10 @@ def extrapolation(results: Results, epochs: int, num_seeds: int) -> str:
     if not timed:
         return ""
     seconds, training = (sum(own[i] for own in timed) for i in (1, 2))
-    longer = seconds + (MOST_EPOCHS / epochs - 1) * training
+    longer = seconds + (_MOST_EPOCHS / epochs - 1) * training
     return (
         f"{len(timed)} cells took {seconds:.0f} s a seed, {training:.0f} s of it training: by "
-        f"extrapolation at {MOST_EPOCHS} epochs {longer / 3600:.1f} h a seed, "
+        f"extrapolation at {_MOST_EPOCHS} epochs {longer / 3600:.1f} h a seed, "
         f"{num_seeds * longer / 3600:.1f} h for {num_seeds}."
     )
 

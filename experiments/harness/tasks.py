@@ -19,7 +19,7 @@ from fisherjax.configuration import cached
 from fisherjax.datasets import Dataset
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
-NUM_VALIDATION = 500
+_NUM_VALIDATION = 500
 _SPLIT = ("partition", "alpha", "beta", "min_size", "classes_per_client")
 # Compiled once for equal models, whichever task they belong to.
 _accuracy = jax.jit(fj.metrics.accuracy, static_argnums=0, static_argnames="stacked")
@@ -177,8 +177,8 @@ def optimizer(training: Training) -> optax.GradientTransformation:
 
 def _draw_validation(data: Examples, partition_seed: int) -> Examples:
     """Draw training images with replacement, the same for all seeds of training."""
-    random = np.random.default_rng((partition_seed, NUM_VALIDATION))
-    rows = random.integers(len(data.targets), size=NUM_VALIDATION)
+    random = np.random.default_rng((partition_seed, _NUM_VALIDATION))
+    rows = random.integers(len(data.targets), size=_NUM_VALIDATION)
     return Examples(data.inputs[rows], data.targets[rows])
 
 
