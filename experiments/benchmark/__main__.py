@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,11 +23,6 @@ from experiments.harness import commands, figures, records
 from experiments.harness.tables import terminal
 
 PROGRAM = "experiments.benchmark"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
-    return commands.attempt(_main, PROGRAM, arguments, continues=False)
 
 
 def _main(arguments: Sequence[str]) -> None:
@@ -78,6 +74,8 @@ def _run(asked: Config) -> None:
     left = f"\nIn {asked.out}/: {report.CSV}, {report.JSON}, {report.PLOT}"
     console.print(left, soft_wrap=True)
 
+
+main = partial(commands.attempt, _main, PROGRAM, continues=False)
 
 if __name__ == "__main__":
     sys.exit(main())

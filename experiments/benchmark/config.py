@@ -86,11 +86,7 @@ _ALL_KNOW = ("suite", "out", "data", "data_dir", "seconds_per_case")
 
 
 def filled(config: Config) -> Config:
-    """Check a configuration and fill in what the suite measures by itself.
-
-    Raises:
-        ValueError: Naming the option, what was given and what was expected.
-    """
+    """Check a configuration and fill in what the suite measures by itself."""
     known = SUITES[config.suite]
     given = {name: value for name, value in vars(config).items() if value is not None}
     for name in given:

@@ -41,11 +41,6 @@ class Config:
     """Timed runs; the median counts."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if all is done, 1 if something was refused, 130 if interrupted."""
-    return commands.attempt(_main, PROGRAM, arguments, continues=False)
-
-
 def _main(arguments: Sequence[str]) -> None:
     asked = commands.read(arguments, PROGRAM, __doc__, Config)
     for option in vars(asked):
@@ -92,6 +87,8 @@ def _phases(work: Workload, num_clients: int) -> dict[str, tuple]:
 def _seconds(asked: Config, function: Callable[..., Any], *arguments: Any) -> float:
     return alone(Case("", partial(jax.jit(function), *arguments)), asked.repeats).median
 
+
+main = partial(commands.attempt, _main, PROGRAM, continues=False)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -138,13 +138,10 @@ def compare_factors(name: str, ours: Any, theirs: Any) -> dict[str, float]:
 
 
 def kronecker_error(ours: _Factors, theirs: _Factors) -> float:
-    r"""Compare products of factors (A, G) and (B, H) of each layer, in the Frobenius norm.
+    """Return ||ours - theirs|| / ||theirs|| of the products of factors, in the Frobenius norm.
 
-    The factors themselves may split the scale differently; the products never appear:
+    Factors (A, G) and (B, H) may split the scale differently; their products never appear:
     ||A (x) G - B (x) H||^2 = |A|^2 |G|^2 - 2 <A, B> <G, H> + |B|^2 |H|^2.
-
-    Returns:
-        ||ours - theirs|| / ||theirs|| over all layers.
     """
     difference = total = 0.0
     for own, other in zip(ours, theirs, strict=True):

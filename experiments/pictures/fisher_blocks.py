@@ -28,13 +28,12 @@ class Blocks(NamedTuple):
 
 
 class _ThreeConvolutions(flax.linen.Module):
-    """Classify images: three times conv3 and pooling by 2, then a dense layer; all with biases."""
+    """Classify images of 8 x 8 pixels or more: three times conv3 and pooling by 2, then dense."""
 
     num_classes: int
 
     @flax.linen.compact
     def __call__(self, images: Array) -> Array:
-        """Return the outputs [B, num_classes] of images [B, H, W, C] of at least 8 x 8 pixels."""
         fast = {"conv_general_dilated": fj.nn.conv_general_dilated}
         for name, channels in {"conv1": 4, "conv2": 8, "conv3": 8}.items():
             images = flax.linen.Conv(channels, (3, 3), name=name, **fast)(images)
@@ -63,10 +62,7 @@ def compute(data: fj.datasets.Dataset, num_examples: int, epochs: int, seed: int
 
 
 def similarities(blocks: Blocks) -> dict[str, tuple[float, float]]:
-    """Compare the full Fisher with the Kronecker one and its own diagonal, by layer and in all.
-
-    The cosine of the angle between two matrices is <L, R> / (|L| |R|).
-    """
+    """Return cosines of the full Fisher with the Kronecker one and its diagonal, layer by layer."""
     found, end = {}, 0
     for name, size in (*blocks.sizes.items(), ("all layers", len(blocks.full))):
         begin, end = (end, end + size) if name in blocks.sizes else (0, size)
