@@ -47,6 +47,11 @@ def import_kfac_jax() -> ModuleType:
     return kfac_jax
 
 
+def evaluate(equation: Any, inputs: list[Any]) -> list[Any]:
+    """Compute the outputs of one equation of a traced function, on any version of JAX."""
+    return import_kfac_jax().tag_graph_matcher.eval_jaxpr_eqn(equation, inputs)
+
+
 def _evaluate_equation(equation: Any, inputs: list[Any]) -> list[Any]:
     """Compute the outputs of one equation of a traced function, as kfac-jax does one by one.
 

@@ -252,7 +252,7 @@ def test_accuracy_of_a_transformer_is_that_of_the_next_token(key, tokens):
     np.testing.assert_allclose(metrics.accuracy(model, params, wrong), 13 / 18, rtol=1e-6)
 
 
-def test_kfac_covers_every_matrix_of_a_transformer(key, tokens):
+def test_kfac_covers_every_leaf_of_a_transformer(key, tokens):
     model = TINY.clone(num_layers=1)
     params = init(model, key, tokens)
     information = fisher.kfac(
@@ -260,10 +260,9 @@ def test_kfac_covers_every_matrix_of_a_transformer(key, tokens):
         params,
         Examples(tokens, tokens),
         kind=fisher.empirical,
-        fallback=fisher.diagonal,
     )
-    covered = {layer.kernel for layer in information.layers}
-    assert covered == {name for name in tree.names(params) if name.endswith("kernel")}
+    covered = {leaf for layer in information.layers for leaf in (layer.leaf, layer.bias) if leaf}
+    assert covered == set(tree.names(params))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from fisherjax.algorithms.base import Algorithm, fisher_summary
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, empirical, kfac, zero
 from fisherjax.fisher.layers import trace
+from fisherjax.fisher.operators import diagonal_of, identity_like
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, as_data, power_iteration, ratio, solution
 from fisherjax.training import Trained
@@ -112,14 +113,18 @@ def fedlpa(
 
 def _authors_split(fisher: Kronecker, apply: Apply, params: Params, inputs: Array) -> Kronecker:
     one = jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype)
+
+    def activations(params: Params, inputs: Array) -> dict[str, Array]:
+        seen = trace(apply, params, inputs)
+        return dict(zip((layer.kernel for layer in seen.layers), seen.activations, strict=True))
+
     # Of activations [B, T, a] only the shapes are wanted: nothing is computed.
-    activations = jax.eval_shape(lambda w, x: trace(apply, w, x).activations, params, one)
-    factors = {}
-    for layer, activation in zip(fisher.layers, activations, strict=True):
-        factor, squared = fisher.factors[layer.kernel], activation.shape[1] ** 2
+    shapes, factors = jax.eval_shape(activations, params, one), {}
+    for name, factor in fisher.factors.items():
+        squared = shapes[name].shape[1] ** 2
         # K-FAC's sum over locations becomes a mean, divided by T once more; G makes up for it.
         sides = {"input": factor["input"] / squared, "output": factor["output"] * squared}
-        factors[layer.kernel] = sides
+        factors[name] = sides
     return dataclasses.replace(fisher, factors=factors)
 
 
@@ -128,10 +133,10 @@ def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Arr
     """Add the damping to every client's factors."""
 
     def shifted(matrix: Array, shift: Array) -> Array:
-        return matrix + shift.astype(matrix.dtype) * jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+        return matrix + shift.astype(matrix.dtype) * identity_like(matrix)
 
     def factor_pair(factor: dict[str, Array]) -> dict[str, Array]:
-        means = {side: jnp.mean(jnp.diagonal(matrix)) for side, matrix in factor.items()}
+        means = {side: jnp.mean(diagonal_of(matrix)) for side, matrix in factor.items()}
         pi = jnp.sqrt(means["input"] / means["output"])
         # A client without data, or with a perfect fit, has no scale to balance.
         pi = jnp.where(balanced & jnp.isfinite(pi) & (pi > 0), pi, 1)
@@ -140,9 +145,10 @@ def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Arr
 
     def one(fisher: Kronecker) -> Kronecker:
         factors = {name: factor_pair(factor) for name, factor in fisher.factors.items()}
+        ones = fisher.identity().entries
         # Equal curvatures at all clients make the weighted mean.
-        change = jnp.ones_like if mean_of_rest else partial(jnp.add, damping)
-        entries = jax.tree.map(change, fisher.entries)
+        entries = {n: damping * one + fisher.entries[n] for n, one in ones.items()}
+        entries = ones if mean_of_rest else entries
         return dataclasses.replace(fisher, factors=factors, entries=entries)
 
     return jax.vmap(one)(fishers)
@@ -154,10 +160,18 @@ def _expectation(fishers: Kronecker, weights: Array) -> Kronecker:
     mean = tree.weighted_sum(fishers, weights)
 
     def inverse(matrix: Array) -> Array:
+        if matrix.ndim == 1:
+            return ratio(matrix > 0, 1, matrix)
         # Eigenvalues of the size of rounding count as zero: their inverses would be noise.
         return jnp.linalg.pinv(matrix, rtol=10 * jnp.finfo(matrix.dtype).eps, hermitian=True)
 
-    entries = jax.tree.map(lambda f: ratio(f > 0, 1, f), mean.entries)
+    def inverse_entries(name: str) -> Array:
+        entries = mean.entries[name]
+        if name not in mean.scales:
+            return ratio(entries > 0, 1, entries)
+        return jnp.moveaxis(inverse(jnp.moveaxis(entries, -1, 0)), 0, -1)
+
+    entries = {name: inverse_entries(name) for name in mean.entries}
     return dataclasses.replace(mean, factors=jax.tree.map(inverse, mean.factors), entries=entries)
 
 

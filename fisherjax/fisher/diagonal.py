@@ -1,12 +1,13 @@
 """The diagonal of the Fisher information, from gradients of single examples."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax.fisher import kinds, passes
-from fisherjax.fisher.layers import LayersNotFoundError, Trace, trace, unpack
+from fisherjax.fisher.layers import Layer, LayersNotFoundError, Trace, assemble, trace
 from fisherjax.fisher.operators import Diagonal, Template
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
@@ -116,14 +117,29 @@ def over_columns(function: Callable[[Array], dict], columns: Array) -> dict:
 
 
 def _layer_sums(seen: Trace, columns: Array) -> dict[str, Array]:
-    def some_columns(columns: Array) -> dict[str, Array]:
-        sums = {}
-        tangents = jax.lax.map(seen.pullback, columns)
-        for layer, a, g in zip(seen.layers, seen.activations, tangents, strict=True):
-            sums |= unpack(layer, _squared_gradients(a, g))
-        return sums
+    # A leaf that makes two layers has gradients that are sums over both.
+    uses = Counter((layer.leaf, layer.index) for layer in seen.layers)
+    chosen = [
+        number for number, layer in enumerate(seen.layers) if uses[layer.leaf, layer.index] == 1
+    ]
+    layers = tuple(seen.layers[number] for number in chosen)
 
-    return over_columns(some_columns, _groups(columns)) if seen.layers else {}
+    def some_columns(columns: Array) -> dict[str, Array]:
+        tangents = jax.lax.map(seen.pullback, columns)
+        return {
+            seen.layers[i].kernel: _squares(seen.layers[i], seen.activations[i], tangents[i])
+            for i in chosen
+        }
+
+    return assemble(layers, over_columns(some_columns, _groups(columns))) if layers else {}
+
+
+def _squares(layer: Layer, a: Array, g: Array) -> Array:
+    if layer.form == "scale":
+        return jnp.square(_wide(g)).sum((0, 1))
+    if layer.form == "table":
+        a = jax.nn.one_hot(a, layer.rows)
+    return _squared_gradients(a, g)
 
 
 def _groups(columns: Array) -> Array:

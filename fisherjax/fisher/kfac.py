@@ -1,5 +1,6 @@
 """Kronecker-factored Fisher information (K-FAC)."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.diagonal import diagonal, leaf_sums, over_columns, weighted_columns
-from fisherjax.fisher.layers import Trace, trace
-from fisherjax.fisher.operators import Diagonal, Kronecker, Template
+from fisherjax.fisher.layers import Layer, Trace, trace
+from fisherjax.fisher.operators import Diagonal, Kronecker, Template, diagonal_of
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 Fallback = Callable[..., Diagonal] | None
@@ -70,7 +71,43 @@ def kfac(
             f"fallback is {fallback!r}; expected None, fisher.diagonal or fisher.zero."
         )
     # By value: another partial of the same must not compile again.
-    return passes.run(by_value(partial(_sums, fallback)), plan, params, examples, key)
+    return _tied(passes.run(by_value(partial(_sums, fallback)), plan, params, examples, key))
+
+
+@jax.jit
+def _tied(fisher: Kronecker) -> Kronecker:
+    """Make one pair of factors of the two that a leaf has which is used either way round.
+
+        sum_u L_u (x) R_u  ~  (sum_u t_u L_u / tr L_u) (x) (sum_u t_u R_u / tr R_u) / sum_u t_u,
+
+    with t_u = tr L_u tr R_u: the trace stays, and so does all where both have one factor in common.
+    """
+    kept = tuple(layer for layer in fisher.layers if not layer.kernel.endswith("^T"))
+    factors = {layer.kernel: fisher.factors.get(layer.kernel) for layer in kept}
+    for layer in fisher.layers:
+        if layer not in kept:
+            name = layer.kernel.removesuffix("^T")
+            factors[name] = _joined(factors[name], fisher.factors[layer.kernel])
+    factors = {name: pair for name, pair in factors.items() if pair is not None}
+    return dataclasses.replace(fisher, factors=factors, layers=kept)
+
+
+def _joined(one: dict[str, Array], other: dict[str, Array]) -> dict[str, Array]:
+    # The other has rows where this one has columns.
+    pairs = [(one["input"], one["output"]), (other["output"], other["input"])]
+    traces = [[diagonal_of(x).sum() for x in pair] for pair in pairs]
+    shares = [left * right for left, right in traces]
+    total = sum(shares)
+
+    def mean(side: int) -> Array:
+        scaled = [
+            (jnp.diag(pair[side]) if pair[side].ndim == 1 else pair[side])
+            * jnp.where(trace[side] > 0, share / jnp.where(trace[side] > 0, trace[side], 1), 0)
+            for pair, trace, share in zip(pairs, traces, shares, strict=True)
+        ]
+        return sum(scaled)
+
+    return {"input": mean(0), "output": mean(1) / jnp.where(total > 0, total, 1)}
 
 
 def _sums(
@@ -79,12 +116,11 @@ def _sums(
     seen = trace(apply, params, x)
     # Still tracing: nothing has been computed yet.
     if seen.uncovered and fallback is None:
-        lines = "\n".join(f"  '{name}': {reason}" for name, reason in seen.uncovered.items())
         raise ValueError(
-            "K-FAC covers dense and two-dimensional convolution layers, not these parameters:\n"
-            f"{lines}\nPass fallback=fisher.diagonal to give them a diagonal Fisher, or "
-            "fallback=fisher.zero to leave them at the weighted mean when merging, or change the "
-            "network."
+            "K-FAC covers parameters that inputs are multiplied by, convolved with, looked up in, "
+            f"added to or scaled by, not these:\n{_listed(seen.uncovered)}\nPass "
+            "fallback=fisher.diagonal to give them a diagonal Fisher, or fallback=fisher.zero to "
+            "leave them at the weighted mean when merging, or change the network."
         )
     columns, template = factor(seen.outputs), Template.of(params)
     if fallback is zero:
@@ -92,27 +128,60 @@ def _sums(
         entries = {name: jnp.zeros_like(leaves[name]) for name in seen.uncovered}
     else:
         entries = leaf_sums(apply, params, x, columns, w, list(seen.uncovered))
-    return Kronecker(_factor_sums(seen, columns, w), entries, seen.layers, template)
+    factors, scales = _layer_sums(seen, columns, w)
+    return Kronecker(factors, entries | scales, seen.layers, template)
 
 
-def _factor_sums(seen: Trace, columns: Array, w: Array) -> dict[str, dict[str, Array]]:
+def _listed(uncovered: dict[str, str]) -> str:
+    """Write a line for each reason, with the names of a few leaves."""
+    names: dict[str, list[str]] = {}
+    for name, reason in uncovered.items():
+        names.setdefault(reason, []).append(f"'{name}'")
+    return "\n".join(
+        f"  {', '.join(some[:3])}{f' and {len(some) - 3} more' * (len(some) > 3)}: {reason}"
+        for reason, some in names.items()
+    )
+
+
+def _layer_sums(
+    seen: Trace, columns: Array, w: Array
+) -> tuple[dict[str, dict[str, Array]], dict[str, Array]]:
     def output_factors(column: Array) -> dict[str, Array]:
         tangents = zip(seen.layers, seen.pullback(column), strict=True)
-        # A mean over locations, since A sums over them: kron(A, G) has the exact block's scale.
-        return {layer.kernel: second_moment(g) / g.shape[1] for layer, g in tangents}
+        return {layer.kernel: _output_factor(layer, g) for layer, g in tangents}
 
     # Once, not once for each column, on which the inputs do not depend.
     inputs = input_moments(seen, w)
     outputs = over_columns(output_factors, weighted_columns(columns, w))
-    return {name: {"input": inputs[name], "output": outputs[name]} for name in inputs}
+    factors = {name: {"input": a, "output": outputs[name]} for name, a in inputs.items()}
+    return factors, {name: block for name, block in outputs.items() if name not in inputs}
+
+
+def _output_factor(layer: Layer, g: Array) -> Array:
+    if layer.form == "scale":
+        # Of a scale and a shift the gradients of each example, [B, r, o] -> [r, r, o].
+        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        return jnp.einsum("bro,bso->rso", wide, wide, precision="highest")
+    # A mean over locations, since A sums over them: kron(A, G) has the exact block's scale.
+    return second_moment(g) / g.shape[1]
 
 
 def input_moments(seen: Trace, w: Array) -> dict[str, Array]:
-    """Sum w_n sum_t a_nt a_nt^T over a minibatch, for each layer by the name of its kernel."""
-    # Both sides of the product carry the root of the weight.
-    root = jnp.sqrt(w)[:, None, None]
+    """Sum w_n sum_t a_nt a_nt^T over a minibatch, for each layer by the name of its kernel.
+
+    That of a table, whose inputs are one-hot, is diagonal: how often each row was used, [a].
+    """
     pairs = zip(seen.layers, seen.activations, strict=True)
-    return {layer.kernel: second_moment(a * root.astype(a.dtype)) for layer, a in pairs}
+    return {layer.kernel: _input_moment(layer, a, w) for layer, a in pairs if layer.form != "scale"}
+
+
+def _input_moment(layer: Layer, a: Array, w: Array) -> Array:
+    if layer.form == "table":
+        wide = jnp.promote_types(w.dtype, jnp.float32)
+        counts = jnp.broadcast_to(w[:, None].astype(wide), a.shape)
+        return jnp.zeros(layer.rows, wide).at[a].add(counts, mode="drop")
+    # Both sides of the product carry the root of the weight.
+    return second_moment(a * jnp.sqrt(w)[:, None, None].astype(a.dtype))
 
 
 def second_moment(values: Array) -> Array:

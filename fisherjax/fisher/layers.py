@@ -2,39 +2,67 @@
 
 For a dense or convolution layer with pre-activations s_t = V^T [a_t; 1] at output locations t, the
 gradient of any scalar with respect to V is sum_t a_t g_t^T, with g_t the tangent of s_t. So the
-pairs (a, g) are all that a layer-wise Fisher needs. kfac-jax finds the layers in the trace of an
-arbitrary `apply`; only this file and `tags`, which checks what it found, know it.
+pairs (a, g) are all that a layer-wise Fisher needs. A table whose rows are looked up or added is
+such a layer with a_t = one-hot(row), and of an elementwise scale and shift the gradients of an
+example are small enough to be formed. `uses` finds them in the trace of an arbitrary `apply`, and
+kfac-jax computes the tangents.
 """
 
+import itertools
+import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax import compat, nn, tree
-from fisherjax.fisher import tags
+from fisherjax.fisher import inline, uses
+from fisherjax.fisher.uses import Use
 from fisherjax.typing import Apply, Array, Params
 
 
 class Layer(NamedTuple):
-    """Static description of a dense or convolution layer.
+    """Static description of a layer: how its leaves make the matrix V.
 
     Attributes:
-        kernel: Name of the kernel leaf, and of the layer.
-        bias: Name of the bias leaf, or None.
+        kernel: Name of the layer: that of the kernel leaf, with its place where that is a stack.
+        bias: Name of the bias leaf, or of the shift that goes with a scale, or None.
         shape: Shape of the kernel, [inputs, outputs] or [height, width, channels, outputs].
+        outputs: Axes of the kernel that are columns of V; the others are its rows, in their order.
+        index: Place in a stack of layers, or ().
+        form: "product", "table" or "scale".
+        part_of: The leaf, where that is a stack or makes two layers; None is the kernel itself.
     """
 
     kernel: str
     bias: str | None
     shape: tuple[int, ...]
+    outputs: tuple[int, ...] = (-1,)
+    index: tuple[int, ...] = ()
+    form: str = "product"
+    part_of: str | None = None
 
     @property
     def is_dense(self) -> bool:
-        """Whether the layer is a matrix product rather than a convolution."""
-        return len(self.shape) == 2
+        """Whether the kernel leaf [inputs, outputs] is the matrix of a matrix product."""
+        plain = self.form == "product" and not self.index and len(self.shape) == 2
+        return plain and self.outputs in ((-1,), (1,))
+
+    @property
+    def leaf(self) -> str:
+        """Name of the leaf that the kernel is, or is a slice of."""
+        return self.part_of or self.kernel
+
+    @property
+    def columns(self) -> int:
+        """How many columns V has without being written: the size of the outputs."""
+        return math.prod(self.shape[axis] for axis in self.outputs)
+
+    @property
+    def rows(self) -> int:
+        """How many rows of V are the kernel's."""
+        return math.prod(self.shape) // self.columns
 
 
 class Trace(NamedTuple):
@@ -43,8 +71,10 @@ class Trace(NamedTuple):
     Attributes:
         outputs: z [B, ..., C].
         layers: The layers found, in the order of their first leaves in the pytree.
-        activations: For each layer its inputs [B, T, a], with a trailing 1 where it has a bias.
-        pullback: Cotangent of the outputs [B, ..., C] -> for each layer the tangents [B, T, o].
+        activations: For each layer its inputs [B, T, a], with a trailing 1 where it has a bias. Of
+            a table the rows [B, T]; of a scale the zeros [B, 0, a].
+        pullback: Cotangent of the outputs [B, ..., C] -> for each layer the tangents [B, T, o]. Of
+            a scale, and shift, the gradients [B, 1 or 2, o].
         uncovered: Leaves that belong to no layer, each with the reason.
     """
 
@@ -63,7 +93,7 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
     """Run a network, which may be jitted, on a minibatch [B, ...] and expose its layers.
 
     Raises:
-        LayersNotFoundError: If kfac-jax cannot read the network at all.
+        LayersNotFoundError: If the network cannot be read at all.
         ValueError: If the network mixes the examples of a batch.
 
     Example:
@@ -72,94 +102,330 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         >>> [(layer.kernel, layer.bias) for layer in seen.layers], seen.activations[0].shape
         ([('kernel', 'bias')], (5, 1, 4))
     """
-    kfac_jax = compat.import_kfac_jax()
-    many = jax.ShapeDtypeStruct((tags.MANY, *inputs.shape[1:]), inputs.dtype)
+    many = jax.ShapeDtypeStruct((uses.MANY, *inputs.shape[1:]), inputs.dtype)
     try:
         # Traced twice: at many examples to be read, at the examples given to be run.
-        _, extract = kfac_jax.layer_tags_vjp(partial(_registered, apply), params_index=0)
-        jaxpr = extract((params, many))
-        value_and_vjp, _ = kfac_jax.layer_tags_vjp(partial(_registered, apply), params_index=0)
-        (loss,), vjp = value_and_vjp((params, inputs))
+        reading = uses.read(inline.flat(apply, params, many))
+        network = inline.flat(apply, params, inputs)
     except Exception as error:
         raise LayersNotFoundError(
             f"The layers of this network could not be found ({type(error).__name__}: {error}). "
             "Use fisher.diagonal, which then takes gradients of single examples, or write the "
             "network with plain dense and convolution layers."
         ) from error
-    if tags.mixes_examples(jaxpr):
+    if reading.mixes_examples:
         raise ValueError(
             "The network computes something over all examples of a batch, like BatchNorm in "
             "training mode, but the Fisher information is a mean over single examples. Let apply "
             "use running statistics."
         )
-    names, leaves = tree.names(params), jax.tree.leaves(params)
-    found, uncovered = tags.read(jaxpr, names)
-    layers = tuple(
-        Layer(names[kernel], None if bias is None else names[bias], leaves[kernel].shape)
-        for kernel, bias in found.values()
-    )
-    # The inputs of layers come with any cotangent; what else zeros give is not used, and dropped.
-    at_zero = vjp(((jnp.zeros_like(loss.mean),),))
-    activations = tuple(
-        _activations(layer, jaxpr.layer_tags[tag].params, at_zero[tag].primals.inputs[0])
-        for tag, layer in zip(found, layers, strict=True)
-    )
+    found, uncovered = _grouped(reading, tree.names(params), jax.tree.leaves(params))
+    outputs, inputs_of, tangents_of = _tagged(network, found, jax.tree.leaves((params, inputs)))
+    activations = tuple(_activations(part, network, inputs_of, outputs.shape[0]) for part in found)
 
     def pullback(cotangent: Array) -> tuple[Array, ...]:
-        seen = vjp(((cotangent,),))
-        return tuple(_locations(seen[tag].tangents.outputs[0]) for tag in found)
+        tangents = tangents_of(cotangent)
+        return tuple(_tangents(part, tangents, inputs_of) for part in found)
 
-    return Trace(loss.mean, layers, activations, pullback, uncovered)
+    return Trace(outputs, tuple(part.layer for part in found), activations, pullback, uncovered)
 
 
 def matrix(layer: Layer, leaves: dict[str, Array]) -> Array:
     """Write a layer's leaves as its matrix V [a, o], the bias as its last row.
 
-    The rows of a convolution's kernel are in (height, width, channel) order.
+    The rows of a convolution's kernel are in the order of its axes.
     """
-    # [kh, kw, cin, o] -> [kh * kw * cin, o].
-    kernel = leaves[layer.kernel].reshape(-1, layer.shape[-1])
-    return kernel if layer.bias is None else jnp.concatenate([kernel, leaves[layer.bias][None]])
+    kernel, last = _slice(leaves[layer.leaf], layer), range(-len(layer.outputs), 0)
+    # Axes of the outputs last: [kh, kw, cin, o] -> [kh * kw * cin, o].
+    rows = jnp.moveaxis(kernel, layer.outputs, last).reshape(layer.rows, layer.columns)
+    if layer.bias is None:
+        return rows
+    bias = _slice(leaves[layer.bias], layer).reshape(1, -1)
+    return jnp.concatenate([rows, bias])
 
 
 def unpack(layer: Layer, value: Array) -> dict[str, Array]:
-    """Split a layer's matrix V [a, o] into its leaves by name: the inverse of `matrix`."""
-    if layer.bias is None:
-        return {layer.kernel: value.reshape(layer.shape)}
-    return {layer.kernel: value[:-1].reshape(layer.shape), layer.bias: value[-1]}
+    """Split a layer's matrix V [a, o] into its leaves by name: the inverse of `matrix`.
+
+    The leaves of a layer of a stack are its slices, and a bias is a vector [o].
+    """
+    axes, last = range(len(layer.shape)), range(-len(layer.outputs), 0)
+    outputs = [axis % len(axes) for axis in layer.outputs]
+    order = [*(axis for axis in axes if axis not in outputs), *outputs]
+    kernel = (value[:-1] if layer.bias else value).reshape([layer.shape[axis] for axis in order])
+    leaves = {layer.leaf: jnp.moveaxis(kernel, last, layer.outputs)}
+    return leaves | ({layer.bias: value[-1]} if layer.bias else {})
 
 
-def _registered(apply: Apply, params: Params, inputs: Array) -> Array:
-    """Run the network for kfac-jax to trace: convolutions tagged, outputs registered."""
+def assemble(layers: tuple[Layer, ...], values: dict[str, Array]) -> dict[str, Array]:
+    """Put the leaves of layers together from their matrices V by name, those of stacks too."""
+    leaves, stacks = {}, {}
+    for layer in layers:
+        for name, leaf in unpack(layer, values[layer.kernel]).items():
+            if layer.index:
+                stacks.setdefault(name, {})[layer.index] = leaf
+            else:
+                leaves[name] = leaf
+    in_order = {name: [places[i] for i in sorted(places)] for name, places in stacks.items()}
+    return leaves | {name: jnp.stack(slices) for name, slices in in_order.items()}
+
+
+class _Part(NamedTuple):
+    """A layer, where it is used, and where the shift that goes with a scale is."""
+
+    layer: Layer
+    uses: list[Use]
+    shifts: list[Use]
+
+
+def _grouped(
+    reading: uses.Reading, names: tuple[str, ...], leaves: list[Array]
+) -> tuple[list[_Part], dict[str, str]]:
+    """Group the uses of leaves, or slices of them, into layers."""
+    obstacles, held = dict(reading.obstacles), {}
+    for use in reading.uses:
+        if use.leaf not in obstacles:
+            held.setdefault((use.leaf, use.index), {}).setdefault(_way(use), []).append(use)
+    # A table may be looked up and multiplied by, as an embedding that is the head too.
+    for (leaf, _), ways in held.items():
+        if len(ways) > 1 and (leaves[leaf].ndim != 2 or "scale" in {form for form, _ in ways}):
+            obstacles.setdefault(leaf, "it is used in several ways (shared weights)")
+    held = {key: ways for key, ways in held.items() if key[0] not in obstacles}
+    partners = _partners(reading, held, leaves)
+    taken, parts = set(partners.values()), []
+    for key in sorted(held.keys() - taken):
+        leaf, index = key
+        partner = partners.get(key)
+        bias = None if partner is None else names[partner[0]]
+        place = f"[{', '.join(map(str, index))}]" if index else ""
+        for number, ((form, outputs), own) in enumerate(held[key].items()):
+            name = names[leaf] + place + ("^T" if number else "")
+            shape, whole = leaves[leaf].shape[len(index) :], names[leaf]
+            part_of = None if name == whole else whole
+            layer = Layer(name, bias, shape, outputs, index, form, part_of)
+            shifts = _every(held[partner]) if form == "scale" and partner else []
+            parts.append(_Part(layer, own, shifts))
+    parts.sort(key=lambda part: min(use.leaf for use in (*part.uses, *part.shifts)))
+    return parts, {names[leaf]: reason for leaf, reason in sorted(obstacles.items())}
+
+
+def _way(use: Use) -> tuple[str, tuple[int, ...]]:
+    forms = {uses.CONVOLUTION: "product", uses.LOOKUP: "table", uses.SHIFT: "table"}
+    return forms.get(use.form, use.form), use.outputs
+
+
+def _partners(reading: uses.Reading, held: dict, leaves: list[Array]) -> dict:
+    """Find the bias of each product and the shift of each scale, as {key: key}."""
+    partners: dict = {}
+    free = {key: shifts for key, ways in held.items() if (shifts := _shifts(ways))}
+
+    def size(key: tuple) -> int:
+        return math.prod(leaves[key[0]].shape[len(key[1]) :])
+
+    for key, ways in held.items():
+        [own, *others] = ways.values()
+        if others or own[0].form not in (uses.PRODUCT, uses.CONVOLUTION):
+            continue
+        numbers = [reading.uses.index(use) for use in own]
+        for other, shifts in free.items():
+            if other[1] == key[1] and [use.after for use in shifts] == numbers:
+                partners[key] = other
+    for other in partners.values():
+        free.pop(other, None)
+    for key, ways in held.items():
+        [own, *_] = ways.values()
+        if own[0].form != uses.SCALE:
+            continue
+        # Any leaf of the same size would do: the block of two is exact for whatever pair.
+        later = [
+            other
+            for other, shifts in free.items()
+            if other[1] == key[1]
+            and size(other) == size(key)
+            and shifts[0].tangent[0] > own[0].tangent[0]
+        ]
+        if later:
+            partners[key] = min(later, key=lambda other: free[other][0].tangent[0])
+            del free[partners[key]]
+    return partners
+
+
+def _every(ways: dict) -> list[Use]:
+    return list(itertools.chain(*ways.values()))
+
+
+def _shifts(ways: dict) -> list[Use]:
+    """Give the uses of a leaf that is only added, all of it."""
+    every = _every(ways)
+    return every if all(u.form == uses.SHIFT and u.inputs is None for u in every) else []
+
+
+def _tagged(
+    network: inline.Flat, parts: list[_Part], arguments: list[Array]
+) -> tuple[Array, dict[uses.Place, Array], Callable[[Array], dict[uses.Place, Array]]]:
+    """Run a network; give outputs, what each use reads, and cotangent -> tangents of each use."""
     kfac_jax = compat.import_kfac_jax()
-    untagged = {id(leaf) for leaf in jax.tree.leaves(params)}
+    every = {use.tangent: use for part in parts for use in (*part.uses, *part.shifts)}
+    wanted = {use.inputs for use in every.values() if isinstance(use.inputs, tuple)}
+    tags = {place: tag for tag, place in enumerate(every)}
 
-    def tag(y: Array, lhs: Array, rhs: Array, **settings: Any) -> Array:
-        # A kernel that was transformed on its way here is not a parameter: leave it untagged.
-        # One that comes again is shared, which `tags` finds out.
-        if id(rhs) not in untagged:
-            return y
-        untagged.remove(id(rhs))
-        return kfac_jax.register_conv2d(y, lhs, rhs, **settings)
+    def tagged(markers: list[Array], arguments: list[Array]) -> None:
+        seen = {}
 
-    # The graph matcher does not look inside jitted functions: their bodies are traced inline.
-    with jax.disable_jit(), nn.observe_convolutions(tag):
-        outputs = apply(params, inputs)
-    # As the mean of a Gaussian, whatever they are: the pullback of any loss starts from them.
-    kfac_jax.register_normal_predictive_distribution(outputs)
-    return outputs
+        def register(place: uses.Place, value: Array) -> Array:
+            if place not in tags:
+                return value
+            # A marker stands for the parameter: that may be a slice of a leaf, or used twice.
+            marker = markers[tags[place]]
+            return kfac_jax.register_dense(value, seen.get(every[place].inputs, marker), marker)
+
+        def equation(number: int, one: Any, operands: list[Array]) -> list[Array]:
+            seen.update({(number, i): x for i, x in enumerate(operands) if (number, i) in wanted})
+            for i, x in enumerate(operands):
+                if (number, i) in tags:
+                    # A copy, since a batch of one example has nothing to broadcast to.
+                    whole = jnp.copy(jnp.broadcast_to(x, one.outvars[0].aval.shape))
+                    operands[i] = register((number, i), whole)
+            is_layer = (number, None) in tags and every[number, None].form == uses.CONVOLUTION
+            results = [_convolved(one, *operands)] if is_layer else compat.evaluate(one, operands)
+            return [register((number, None), results[0]), *results[1:]]
+
+        outputs = inline.evaluate(network, arguments, equation)
+        # As the mean of a Gaussian, whatever they are: the pullback of any loss starts from them.
+        kfac_jax.register_normal_predictive_distribution(outputs)
+
+    run, _ = kfac_jax.layer_tags_vjp(tagged, params_index=0, auto_register_tags=False)
+    (loss,), vjp = run(([jnp.zeros(())] * len(tags), arguments))
+    # What uses read comes with any cotangent; what else zeros give is not used, and dropped.
+    at_zero = vjp(((jnp.zeros_like(loss.mean),),))
+    read = {every[place].inputs: at_zero[tag].primals.inputs[0] for place, tag in tags.items()}
+
+    def tangents(cotangent: Array) -> dict[uses.Place, Array]:
+        seen = vjp(((cotangent,),))
+        return {place: seen[tag].tangents.outputs[0] for place, tag in tags.items()}
+
+    return loss.mean, read, tangents
 
 
-def _activations(layer: Layer, settings: dict[str, Any], inputs: Array) -> Array:
-    if not layer.is_dense:
-        how = settings["window_strides"], settings["padding"]
-        inputs = nn.patches(inputs, layer.shape[:2], *how)
-    inputs = _locations(inputs)
+def _activations(
+    part: _Part, network: inline.Flat, read: dict[uses.Place, Array], batch: int
+) -> Array:
+    layer = part.layer
+    if layer.form == "scale":
+        return jnp.zeros((batch, 0, math.prod(layer.shape)))
+    if layer.form == "table":
+        rows = [_rows(use, layer, network, read, batch) for use in part.uses]
+        return jnp.concatenate(rows, axis=1)
+    values = []
+    for use in part.uses:
+        if use.form == uses.CONVOLUTION:
+            values.append(_patches(use, network.equations[use.tangent[0]], read[use.inputs]))
+        else:
+            values.append(_arranged(read[use.inputs], use.input_axes))
+    inputs = jnp.concatenate(values, axis=1)
     if layer.bias is None:
         return inputs
     return jnp.concatenate([inputs, jnp.ones_like(inputs[..., :1])], axis=-1)
 
 
-def _locations(values: Array) -> Array:
-    """Bring [B, ..., features] to [B, T, features]."""
-    return values.reshape(values.shape[0], -1, values.shape[-1])
+def _tangents(part: _Part, tangents: dict[uses.Place, Array], read: dict) -> Array:
+    if part.layer.form == "product":
+        return jnp.concatenate(
+            [_arranged(tangents[u.tangent], u.tangent_axes) for u in part.uses], axis=1
+        )
+    if part.layer.form == "table":
+        return jnp.concatenate([_summed(tangents, use) for use in part.uses], axis=1)
+    scales = sum(_summed(tangents, use) * _factor(use, read) for use in part.uses)
+    shifts = [sum(_summed(tangents, use) for use in part.shifts)] if part.shifts else []
+    # [B, rows, o] -> [B, 1, size] each: the entries of the leaf in their order.
+    flat = [x.reshape(x.shape[0], 1, -1) for x in (scales, *shifts)]
+    return jnp.concatenate(flat, axis=1)
+
+
+def _summed(tangents: dict[uses.Place, Array], use: Use) -> Array:
+    """Sum tangents over the positions that share an entry of the leaf, [B, rows, o]."""
+    value = _arranged(tangents[use.tangent], use.tangent_axes)
+    return value if use.form == uses.LOOKUP else value.sum(2)
+
+
+def _factor(use: Use, read: dict[uses.Place, Array]) -> Array | int:
+    return 1 if use.inputs is None else _arranged(read[use.inputs], use.input_axes)
+
+
+def _rows(
+    use: Use, layer: Layer, network: inline.Flat, read: dict[uses.Place, Array], batch: int
+) -> Array:
+    """Give the rows of a table that a use reads, [B, T]."""
+    if not isinstance(use.inputs, tuple):
+        rows = use.inputs or range(layer.rows)
+        return jnp.broadcast_to(jnp.array(rows), (batch, len(rows)))
+    gather = network.equations[use.inputs[0]].params["dimension_numbers"]
+    rows = read[use.inputs][..., gather.start_index_map.index(0)]
+    if use.form == uses.LOOKUP:
+        return _arranged(rows, use.input_axes)
+    return jnp.broadcast_to(rows.ravel(), (batch, rows.size))
+
+
+def _arranged(value: Array, groups: uses.Groups) -> Array:
+    """Transpose and merge axes, one group into each axis of the result."""
+    sizes = [math.prod(value.shape[a] for a in group) for group in groups]
+    return value.transpose(sum(groups, ())).reshape(sizes)
+
+
+def _patches(use: Use, equation: Any, images: Array) -> Array:
+    """Cut out what a kernel sees at each output location, [B, T, inputs in the leaf's order]."""
+    how, kernel = equation.params, equation.invars[1].aval.shape
+    layout = how["dimension_numbers"]
+    # Channels last: [B, H, W, C], for whatever number of spatial axes.
+    images = images.transpose(layout.lhs_spec[0], *layout.lhs_spec[2:], layout.lhs_spec[1])
+    window = tuple(kernel[a] for a in layout.rhs_spec[2:])
+    settings = window, how["window_strides"], how["padding"]
+    if _is_plain(how):
+        cut = nn.patches(images, *settings)
+    else:
+        places = tuple(range(1, images.ndim - 1))
+        last = images.ndim - 1
+        spec = (0, last, *places)
+        cut = jax.lax.conv_general_dilated_patches(
+            images,
+            *settings,
+            how["lhs_dilation"],
+            how["rhs_dilation"],
+            jax.lax.ConvDimensionNumbers(spec, (last, last - 1, *range(len(places))), spec),
+        )
+        # Channels come first here.
+        cut = cut.reshape(*cut.shape[:-1], images.shape[-1], math.prod(window)).swapaxes(-1, -2)
+    cut = cut.reshape(images.shape[0], -1, *window, images.shape[-1])
+    order = sorted(range(len(use.input_axes)), key=lambda axis: use.input_axes[axis])
+    return cut.transpose(0, 1, *(axis + 2 for axis in order)).reshape(*cut.shape[:2], -1)
+
+
+def _convolved(equation: Any, images: Array, kernel: Array) -> Array:
+    """Evaluate a convolution, as patches times a matrix where that is possible."""
+    how = equation.params
+    if not _is_plain(how):
+        return compat.evaluate(equation, [images, kernel])[0]
+    layout = how["dimension_numbers"]
+    images = images.transpose(layout.lhs_spec[0], *layout.lhs_spec[2:], layout.lhs_spec[1])
+    kernel = kernel.transpose(*layout.rhs_spec[2:], layout.rhs_spec[1], layout.rhs_spec[0])
+    y = nn.conv_general_dilated(
+        images,
+        kernel,
+        how["window_strides"],
+        how["padding"],
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision=how["precision"],
+        preferred_element_type=how["preferred_element_type"],
+    )
+    batch, channel, *places = layout.out_spec
+    # Where each axis of the result comes from.
+    order = {batch: 0, channel: 3} | {place: i for i, place in enumerate(places, 1)}
+    return y.transpose(*(order[a] for a in range(4)))
+
+
+def _is_plain(how: dict[str, Any]) -> bool:
+    return len(how["window_strides"]) == 2 and {*how["lhs_dilation"], *how["rhs_dilation"]} == {1}
+
+
+def _slice(leaf: Array, layer: Layer) -> Array:
+    return leaf[layer.index] if layer.index else leaf

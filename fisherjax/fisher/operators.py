@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import tree
-from fisherjax.fisher.layers import Layer, matrix, unpack
+from fisherjax.fisher.layers import Layer, assemble, matrix
 from fisherjax.typing import Array, Params
 
 # Accelerators round float32 factors of a product by default, which solves then magnify.
@@ -48,8 +48,9 @@ class Template(NamedTuple):
         return dict(zip(self.names(), self.structure.flatten_up_to(params), strict=True))
 
     def restore(self, leaves: dict[str, Array]) -> Params:
-        """Rebuild params from leaves by name."""
-        return jax.tree.unflatten(self.structure, [leaves[name] for name in self.names()])
+        """Rebuild params from leaves by name, of their sizes."""
+        named = zip(self.names(), self.shapes, strict=True)
+        return jax.tree.unflatten(self.structure, [leaves[n].reshape(shape) for n, shape in named])
 
     def unravel(self, flat: Array) -> Params:
         """Rebuild params from one vector [d]."""
@@ -169,11 +170,14 @@ class Kronecker(_Operator):
     The block of a layer acts on the row-major flattening of V [a, o] as kron(A, G). A bias is the
     last row of V. For a convolution with T output locations A sums over locations and G averages,
     so that kron(A, G) has the scale of the exact block (Grosse and Martens, A Kronecker-factored
-    approximate Fisher matrix for convolution layers, ICML 2016, equations 27 to 30).
+    approximate Fisher matrix for convolution layers, ICML 2016, equations 27 to 30). A scale and a
+    shift, the two rows of V, have the exact 2 x 2 block of each column.
 
     Attributes:
-        factors: For each layer, by the name of its kernel, {"input": A [a, a], "output": G [o, o]}.
-        entries: Diagonal entries of the remaining leaves, by name.
+        factors: For each layer, by the name of its kernel, {"input": A [a, a], "output": G [o, o]};
+            A is [a] where it is diagonal, as that of an embedding.
+        entries: Diagonal entries of the remaining leaves, by name; of a scale the blocks [r, r, o]
+            over its r rows.
         layers: Static description of the layers.
         template: Static structure of params.
     """
@@ -191,25 +195,17 @@ class Kronecker(_Operator):
         """Split params into blocks: the matrix V of each layer, and each remaining leaf."""
         leaves = self.template.by_name(params)
         matrices = {layer.kernel: matrix(layer, leaves) for layer in self.layers}
-        return matrices | {name: leaves[name] for name in self.entries}
+        return {name: leaves[name] for name in self.entries.keys() - matrices.keys()} | matrices
 
     def restore(self, blocks: dict[str, Array]) -> Params:
         """Put blocks together to params."""
-        leaves = {name: blocks[name] for name in self.entries}
-        for layer in self.layers:
-            leaves |= unpack(layer, blocks[layer.kernel])
-        return self.template.restore(leaves)
+        rest = {name: blocks[name] for name in self.entries}
+        return self.template.restore(rest | assemble(self.layers, blocks))
 
     def block_mv(self, blocks: dict[str, Array]) -> dict[str, Array]:
         """Multiply blocks by the operator: A V G."""
-        products = {
-            # The cheaper of (A V) G and A (V G) is chosen by shape.
-            name: jnp.linalg.multi_dot(
-                [factor["input"], blocks[name], factor["output"]], precision=_PRECISION
-            )
-            for name, factor in self.factors.items()
-        }
-        return products | {name: f * blocks[name] for name, f in self.entries.items()}
+        products = {name: _sandwich(f, blocks[name]) for name, f in self.factors.items()}
+        return products | {name: _times(f, blocks[name]) for name, f in self.entries.items()}
 
     def block_means(self) -> dict[str, Array]:
         """Average each block's eigenvalues: tr(A) tr(G) / (a o), for the damping."""
@@ -218,7 +214,7 @@ class Kronecker(_Operator):
             name: _mean_eigenvalue(factor["input"]) * _mean_eigenvalue(factor["output"])
             for name, factor in self.factors.items()
         }
-        return means | {name: jnp.mean(f) for name, f in self.entries.items()}
+        return means | {name: jnp.mean(f) for name, f in self._diagonal_entries().items()}
 
     def inverse(self, shifts: dict[str, Array]) -> "Kronecker":
         """Invert F + shift approximately, each factor with its part of the block's shift.
@@ -242,17 +238,47 @@ class Kronecker(_Operator):
                 "input": _inverse(factor["input"], ratio * root),
                 "output": _inverse(factor["output"], root / ratio),
             }
-        entries = {name: 1 / (f + shifts[name]) for name, f in self.entries.items()}
+        entries = {name: self._inverse_entries(name, shifts[name]) for name in self.entries}
         return dataclasses.replace(self, factors=factors, entries=entries)
 
     def diagonal(self) -> Params:
         """Give the diagonal of the Kronecker products, in the shape of params."""
         # [a] and [o] -> [a, o], as V.
         outer = {
-            name: jnp.outer(jnp.diagonal(factor["input"]), jnp.diagonal(factor["output"]))
+            name: jnp.outer(diagonal_of(factor["input"]), diagonal_of(factor["output"]))
             for name, factor in self.factors.items()
         }
-        return self.restore(outer | self.entries)
+        return self.restore(outer | self._diagonal_entries())
+
+    @property
+    def scales(self) -> set[str]:
+        """Names of the layers that are a scale, and perhaps a shift."""
+        return {layer.kernel for layer in self.layers if layer.form == "scale"}
+
+    def identity(self) -> "Kronecker":
+        """Give the identity, with factors and entries of the same shapes."""
+        factors = jax.tree.map(identity_like, self.factors)
+        # Of a scale and a shift one matrix for each column, [r, r, o].
+        blocks = {
+            name: jnp.zeros_like(self.entries[name])
+            + identity_like(self.entries[name][:, :, 0])[..., None]
+            for name in self.scales
+        }
+        ones = jax.tree.map(jnp.ones_like, self.entries)
+        return dataclasses.replace(self, factors=factors, entries=ones | blocks)
+
+    def _diagonal_entries(self) -> dict[str, Array]:
+        # [r, r, o] -> [r, o].
+        blocks = {name: jnp.diagonal(self.entries[name]).T for name in self.scales}
+        return self.entries | blocks
+
+    def _inverse_entries(self, name: str, shift: Array) -> Array:
+        entries = self.entries[name]
+        if name not in self.scales:
+            return 1 / (entries + shift)
+        matrices = jnp.moveaxis(entries, -1, 0)
+        shifted = matrices + shift * identity_like(matrices[0])
+        return jnp.moveaxis(jnp.linalg.inv(shifted), 0, -1)
 
     def dense(self) -> Array:
         """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
@@ -263,14 +289,41 @@ class Kronecker(_Operator):
         return columns(jnp.eye(size, dtype=dtype)).T
 
 
+def _sandwich(factor: dict[str, Array], value: Array) -> Array:
+    left, right = factor["input"], factor["output"]
+    if left.ndim == 1:
+        return left[:, None] * jnp.matmul(value, right, precision=_PRECISION)
+    # The cheaper of (A V) G and A (V G) is chosen by shape.
+    return jnp.linalg.multi_dot([left, value, right], precision=_PRECISION)
+
+
+def _times(entries: Array, value: Array) -> Array:
+    if entries.shape == value.shape:
+        return entries * value
+    return jnp.einsum("rso,so->ro", entries, value, precision=_PRECISION)
+
+
+def identity_like(matrix: Array) -> Array:
+    """Give the identity of a factor's shape and dtype: ones, where that is diagonal."""
+    return jnp.ones_like(matrix) if matrix.ndim == 1 else jnp.eye(len(matrix), dtype=matrix.dtype)
+
+
+def diagonal_of(matrix: Array) -> Array:
+    """Give the diagonal of a factor, which may be diagonal itself."""
+    return matrix if matrix.ndim == 1 else jnp.diagonal(matrix)
+
+
 def _mean_eigenvalue(matrix: Array) -> Array:
-    return jnp.mean(jnp.diagonal(matrix))
+    return jnp.mean(diagonal_of(matrix))
 
 
 def _inverse(matrix: Array, shift: Array) -> Array:
-    identity = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+    identity = identity_like(matrix)
+    shifted = matrix + shift.astype(matrix.dtype) * identity
+    if matrix.ndim == 1:
+        return 1 / shifted
     # The shift makes a semi-definite factor definite.
-    root = jax.scipy.linalg.cho_factor(matrix + shift.astype(matrix.dtype) * identity)
+    root = jax.scipy.linalg.cho_factor(shifted)
     return jax.scipy.linalg.cho_solve(root, identity)
 
 

@@ -33,6 +33,10 @@ def flat(x):
     return jnp.tanh(x).reshape(x.shape[0], -1)
 
 
+def ids(x):
+    return (7 * jnp.abs(x)).astype(int) % 6
+
+
 def normalized(h):
     return (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-5)
 
@@ -65,7 +69,7 @@ NETWORKS = {
         (B, 4),
         ["w"],
     ),
-    "positions": (
+    "dense at each position": (
         lambda p, x: jnp.tanh(x @ p["w"] + p["b"]).sum(1),
         {"w": (4, 3), "b": (3,)},
         (B, L, 4),
@@ -83,13 +87,159 @@ NETWORKS = {
         (B, 5, 6, 2),
         ["k"],
     ),
-    # From here on something is in the way of taking the matrix product for a layer.
     "positions first": (
         lambda p, x: jnp.tanh(x.swapaxes(0, 1) @ p["w"]).sum(0),
         {"w": (4, 3)},
         (B, L, 4),
-        [],
+        ["w"],
     ),
+    "one example at a time, transposed kernel": (
+        lambda p, x: jax.vmap(lambda row: jnp.tanh(p["w"] @ row + p["b"]))(x),
+        {"w": (3, 4), "b": (3,)},
+        (B, 4),
+        ["w"],
+    ),
+    "positions one at a time, transposed kernel": (
+        lambda p, x: jax.vmap(jax.vmap(lambda row: jnp.tanh(p["w"] @ row + p["b"])))(x).sum(1),
+        {"w": (3, 4), "b": (3,)},
+        (B, L, 4),
+        ["w"],
+    ),
+    "heads": (
+        lambda p, x: jnp.einsum(
+            "blhk,hko->blo", jnp.tanh(jnp.einsum("bli,ihk->blhk", x, p["q"]) + p["b"]), p["o"]
+        ).sum(1),
+        {"q": (4, 2, 3), "b": (2, 3), "o": (2, 3, 4)},
+        (B, L, 4),
+        ["o", "q"],
+    ),
+    "bias of heads in another order": (
+        lambda p, x: jnp.tanh(jnp.einsum("bi,ihk->bhk", x, p["q"]) + p["b"].T).reshape(len(x), -1),
+        {"q": (4, 2, 3), "b": (3, 2)},
+        (B, 4),
+        ["b", "q"],
+    ),
+    "cast": (
+        lambda p, x: jnp.tanh(x.astype("float32") @ p["w"].astype("float32")).astype(float),
+        {"w": (4, 3)},
+        (B, 4),
+        ["w"],
+    ),
+    "rematerialised": (
+        jax.checkpoint(lambda p, x: jnp.tanh(x @ p["w"] + p["b"])),
+        {"w": (4, 3), "b": (3,)},
+        (B, 4),
+        ["w"],
+    ),
+    "stack of layers": (
+        lambda p, x: lax.scan(lambda h, q: (jnp.tanh(h @ q["w"] + q["b"]), None), x, p)[0],
+        {"w": (3, 4, 4), "b": (3, 4)},
+        (B, 4),
+        ["w[0]", "w[1]", "w[2]"],
+    ),
+    "stack of layers, backwards": (
+        lambda p, x: (lambda h, passed: h + passed.sum(0))(
+            *lax.scan(lambda h, q: (jnp.tanh(h @ q), h), x, p["w"], reverse=True)
+        ),
+        {"w": (3, 4, 4)},
+        (B, 4),
+        ["w[0]", "w[1]", "w[2]"],
+    ),
+    "recurrent": (
+        lambda p, x: lax.scan(
+            lambda h, row: (jnp.tanh(row @ p["w"] + h @ p["v"]), None),
+            jnp.zeros((len(x), 3)),
+            x.swapaxes(0, 1),
+        )[0],
+        {"w": (4, 3), "v": (3, 3)},
+        (B, L, 4),
+        ["v", "w"],
+    ),
+    "embedding": (
+        lambda p, x: jnp.tanh(p["e"][ids(x)] * x[..., None]).sum(1),
+        {"e": (6, 4)},
+        (B, L),
+        ["e"],
+    ),
+    "embedding of one example at a time": (
+        lambda p, x: jax.vmap(jax.vmap(lambda i: p["e"][i]))(ids(x)).sum(1),
+        {"e": (6, 4)},
+        (B, L),
+        ["e"],
+    ),
+    "embedding that is the head too": (
+        lambda p, x: jnp.tanh(p["e"][ids(x)]) @ p["e"].T,
+        {"e": (6, 4)},
+        (B, L),
+        ["e", "e^T"],
+    ),
+    "positions": (
+        lambda p, x: jnp.tanh(
+            x + p["all"] + p["first"][:L] + p["some"][jnp.array([0, 2, 2, 1, 5])]
+        ),
+        {"all": (1, L, 4), "first": (L + 2, 4), "some": (6, 4)},
+        (B, L, 4),
+        ["all", "first", "some"],
+    ),
+    "token put first": (
+        lambda p, x: jnp.tanh(
+            jnp.concatenate([jnp.broadcast_to(p["c"], (len(x), 1, 4)), x], axis=1)
+        ),
+        {"c": (1, 1, 4)},
+        (B, L, 4),
+        ["c"],
+    ),
+    "LayerNorm": (
+        lambda p, x: jnp.tanh(normalized(x) * p["s"] + p["b"]),
+        {"s": (4,), "b": (4,)},
+        (B, L, 4),
+        ["s"],
+    ),
+    "RMSNorm": (lambda p, x: jnp.tanh(normalized(x) * p["s"]), {"s": (4,)}, (B, L, 4), ["s"]),
+    "BatchNorm with running statistics": (
+        lambda p, x: flat((x - p["m"]) * (lax.rsqrt(jnp.square(p["v"]) + 1) * p["s"]) + p["b"]),
+        {"m": (4,), "v": (4,), "s": (4,), "b": (4,)},
+        (B, 3, 3, 4),
+        ["s"],
+    ),
+    "scale of one number": (lambda p, x: jnp.tanh(p["s"] * x), {"s": ()}, (B, 4), ["s"]),
+    "dilated convolution": (
+        lambda p, x: flat(lax_conv(x, p["k"], rhs_dilation=(2, 1)) + p["b"]),
+        {"k": (2, 3, 2, 4), "b": (4,)},
+        (B, 5, 6, 2),
+        ["k"],
+    ),
+    "transposed convolution": (
+        lambda p, x: flat(lax.conv_transpose(x, p["k"], (2, 2), "SAME")),
+        {"k": (2, 3, 2, 4)},
+        (B, 3, 4, 2),
+        ["k"],
+    ),
+    "one-dimensional convolution": (
+        lambda p, x: jnp.tanh(
+            lax.conv_general_dilated(
+                x, p["k"], (2,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+            )
+        ),
+        {"k": (3, 2, 4)},
+        (B, 6, 2),
+        ["k"],
+    ),
+    "channels first, strides and bias": (
+        lambda p, x: jnp.tanh(
+            lax.conv_general_dilated(x, p["k"], (2, 1), [(1, 0), (2, 1)]) + p["b"]
+        ).reshape(len(x), -1),
+        {"k": (4, 2, 3, 2), "b": (4, 1, 1)},
+        (B, 2, 5, 6),
+        ["k"],
+    ),
+    "jitted fast convolution": (
+        jax.jit(lambda p, x: flat(fast_conv(x, p["k"]))),
+        {"k": (3, 3, 2, 4)},
+        (B, 5, 6, 2),
+        ["k"],
+    ),
+    # From here on something is in the way of taking the matrix product for a layer.
     "examples and positions in one axis": (
         lambda p, x: jnp.tanh(x.reshape(-1, 4) @ p["w"]).reshape(-1, L, 3).sum(1),
         {"w": (4, 3)},
@@ -100,26 +250,26 @@ NETWORKS = {
         lambda p, x: jnp.tanh(jnp.einsum("bli,lo->bio", x, p["w"])).sum(1),
         {"w": (L, 3)},
         (B, L, L),
-        [],
+        ["w"],
     ),
     "kernel of two output axes": (
         lambda p, x: jnp.tensordot(x, p["w"], 1).reshape(x.shape[0], 6),
         {"w": (4, 2, 3)},
         (B, 4),
-        [],
+        ["w"],
     ),
     "kernel without output axis": (
         lambda p, x: (x @ p["w"])[:, None],
         {"w": (4,)},
         (B, 4),
-        [],
+        ["w"],
     ),
-    "transposed kernel": (lambda p, x: x @ p["w"].T, {"w": (3, 4)}, (B, 4), []),
+    "transposed kernel": (lambda p, x: x @ p["w"].T, {"w": (3, 4)}, (B, 4), ["w"]),
     "output also taken before the bias": (
         lambda p, x: (lambda h: jnp.tanh(jnp.concatenate([h + p["b"], h], 1)))(x @ p["w"]),
         {"w": (4, 3), "b": (3,)},
         (B, 4),
-        [],
+        ["b", "w"],
     ),
     "kernel also used elsewhere": (
         lambda p, x: jnp.tanh(x @ p["w"]) + p["w"].sum(),
@@ -137,49 +287,49 @@ NETWORKS = {
         lambda p, x: flat(fast_conv(x, p["k"]) * fast_conv(2 * x, p["k"])),
         {"k": (3, 3, 2, 4)},
         (B, 5, 6, 2),
-        [],
+        ["k"],
     ),
     "shared kernel": (
         lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"],
         {"w": (4, 4)},
         (B, 4),
-        [],
+        ["w"],
     ),
     "shared bias": (
         lambda p, x: jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] + p["b"],
         {"w": (4, 3), "v": (3, 3), "b": (3,)},
         (B, 4),
-        ["v", "w"],
+        ["b", "v", "w"],
     ),
     "bias along positions": (
         lambda p, x: jnp.tanh(x @ p["w"] + p["b"][:, None]).sum(1),
         {"w": (4, L), "b": (L,)},
         (B, L, 4),
-        [],
+        ["b", "w"],
     ),
     "bias along rows of the image": (
         lambda p, x: flat(fast_conv(x, p["k"]) + p["b"][:, None, None]),
         {"k": (3, 3, 2, 3), "b": (3,)},
         (B, 5, 6, 2),
-        ["k"],
+        ["b", "k"],
     ),
     "bias of one number": (
         lambda p, x: jnp.tanh(x @ p["w"] + p["b"]),
         {"w": (4, 3), "b": (1,)},
         (B, 4),
-        [],
+        ["b", "w"],
     ),
     "channels first": (
         lambda p, x: flat(lax_conv(x, p["k"], ("NCHW", "OIHW", "NCHW"), padding="SAME")),
         {"k": (3, 3, 3, 3)},
         (B, 3, 3, 3),
-        [],
+        ["k"],
     ),
     "convolution of one example at a time": (
         lambda p, x: flat(jax.vmap(lambda image: fast_conv(image[None], p["k"])[0])(x)),
         {"k": (3, 3, 2, 4)},
         (B, 5, 6, 2),
-        [],
+        ["k"],
     ),
     "images of a sequence": (
         lambda p, x: flat(lax_conv(x.reshape(-1, 4, 4, 1), p["k"]).reshape(len(x), -1)),
@@ -205,27 +355,41 @@ def test_gradients_are_sums_of_activations_times_tangents(x64, name):
     params, x = draw(shapes, 0), draw(input_shape, 1)
     z = jax.eval_shape(apply, params, x)
     cotangent = np.cos(np.arange(z.size)).reshape(z.shape)
-    found, covered = [], []
+    found, left = [], []
 
     @jax.jit
     def both_ways(params, x):
         seen = layers.trace(apply, params, x)
-        found[:] = seen.layers
-        covered[:] = [leaf for layer in found for leaf in (layer.kernel, layer.bias) if leaf]
-        covered[:] = sorted([*covered, *seen.uncovered])
-        pairs = zip(seen.activations, seen.pullback(cotangent), strict=True)
-        products = [jnp.einsum("nta,nto->nao", a, g) for a, g in pairs]
+        found[:], left[:] = seen.layers, seen.uncovered
+        tangents = seen.pullback(cotangent)
 
         def scalar(params, example, c):
             return jnp.vdot(apply(params, example[None])[0], c)
 
         gradients = jax.vmap(jax.grad(scalar), (None, 0, 0))(params, x, cotangent)
-        stacked = [jax.vmap(partial(layers.matrix, layer))(gradients) for layer in found]
-        return (seen.outputs, products), (apply(params, x), stacked)
+        expected = {name: gradients[name] for name in gradients.keys() - set(left)}
+        found_ones = {n: g.reshape(-1, *shapes[n]) for n, g in summed(seen, tangents).items()}
+        return (seen.outputs, found_ones), (apply(params, x), expected)
 
     chex.assert_trees_all_close(*both_ways(params, x), rtol=1e-10, atol=1e-12)
     assert sorted(layer.kernel for layer in found) == expected
-    assert covered == sorted(shapes)  # each leaf in one layer, or uncovered, and never in both
+    covered = {leaf for layer in found for leaf in (layer.leaf, layer.bias) if leaf}
+    assert sorted([*covered, *left]) == sorted(shapes)  # covered or not, and never both
+
+
+def summed(seen, tangents):
+    """Gradients of each example by leaf: sums over positions and over uses of one leaf."""
+    gradients = {}
+    for layer, a, g in zip(seen.layers, seen.activations, tangents, strict=True):
+        if layer.form == "table":
+            a = jax.nn.one_hot(a, layer.rows)
+        value = g if layer.form == "scale" else jnp.einsum("nta,nto->nao", a, g)
+        for name, leaf in jax.vmap(partial(layers.unpack, layer))(value).items():
+            if layer.index:
+                gradients.setdefault(name, []).append(leaf)
+            else:
+                gradients[name] = gradients.get(name, 0) + leaf
+    return {n: jnp.stack(g, 1) if isinstance(g, list) else g for n, g in gradients.items()}
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 5, 3, 4)])
@@ -260,7 +424,7 @@ def test_examples_that_depend_on_each_other_are_refused():
 
 def test_a_network_that_cannot_be_read_is_refused():
     def apply(params, x):
-        return lax.while_loop(lambda h: h[0, 0] < 9, lambda h: h @ params["w"], x)
+        return x[: params["w"].shape[0]].reshape(B, 4) @ params["w"]  # needs just B examples
 
     with pytest.raises(layers.LayersNotFoundError, match=r"could not be found.*fisher\.diagonal"):
         jax.eval_shape(partial(layers.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
