@@ -116,7 +116,7 @@ def merge(task: OneRound, found: Reference) -> list[Row]:
     params = jax.tree.map(lambda leaf: leaf[0], found.params)
     trained = Trained(found.params)
     merged = one_round.merge(task, task.methods, _UNIT, params, trained, weights)
-    rows = one_round.references(task, _UNIT, found.params, found.params, weights)
+    rows = one_round.references(task, _UNIT, found.params, found.params, weights, None)
     return rows + [one_round.measure(task, _UNIT, name, own) for name, own in merged.items()]
 
 

@@ -80,10 +80,8 @@ def write(config: Any, program: str) -> str:
         if isinstance(value, bool):
             words.append(f"--{method}{dot}{'' if value else 'no-'}{option}")
         elif value is not None:
-            words += [
-                f"--{method}{dot}{option}",
-                *map(str, value if isinstance(value, list) else [value]),
-            ]
+            own = value if isinstance(value, list) else [value]
+            words += [f"--{method}{dot}{option}", *map(str, own)]
     return shlex.join(words)
 
 

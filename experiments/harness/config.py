@@ -183,7 +183,7 @@ class Federated:
 
 
 def one_shot(dataset: str | None = None) -> OneShot:
-    """Return what is run on a data set if nothing else is asked, as in the FedFisher paper.
+    """Return what is run if nothing else is asked: the demo on digits, or as FedFisher's paper.
 
     Example:
         >>> one_shot("mnist").data.model

@@ -52,8 +52,6 @@ def published(epochs: int) -> dict[tuple[Cell, str], Published]:
     """Read the paper's numbers; where it has none after so many epochs, those after 200.
 
     Example:
-        >>> published(10)[Cell("mnist", "niid_bench", "0.1"), "fedlpa"]
-        Published(accuracy=78.07, epochs=10)
         >>> published(10)[Cell("mnist", "niid_bench", "0.1"), "fednova"]
         Published(accuracy=48.07, epochs=200)
     """

@@ -127,20 +127,15 @@ def start(task: OneRound, seed: int) -> tuple[Params, Key]:
 
 
 def references(
-    task: OneRound,
-    unit: Unit,
-    local: Params,
-    stacked: Params,
-    weights: Array,
-    seconds: float | None = None,
+    task: OneRound, unit: Unit, local: Params, kept: Params, weights: Array, seconds: float | None
 ) -> list[Row]:
-    """Measure the clients' own models, and their ensemble."""
+    """Measure the clients' own models, and the ensemble of those that are kept."""
     accuracies = task.accuracy(local, task.test, stacked=True)
-    ensemble = _ensemble_accuracy(task.model, stacked, weights, task.test)
+    ensemble = _ensemble_accuracy(task.model, kept, weights, task.test)
     rows = [
         row_of("local", unit, own, client=i, seconds=seconds) for i, own in enumerate(accuracies)
     ]
-    return [*rows, row_of("ensemble", unit, ensemble, upload_bytes=_upload(stacked))]
+    return [*rows, row_of("ensemble", unit, ensemble, upload_bytes=_upload(kept))]
 
 
 def merge(
