@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax.fisher import kinds, passes
+from fisherjax.fisher.layers import check_examples
 from fisherjax.fisher.operators import Dense, Template, ravel
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
@@ -44,6 +45,7 @@ def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Facto
         _, pullback = jax.vjp(lambda p: apply(p, example[None])[0], params)
         return jax.vmap(lambda s: ravel(pullback(s)[0]))(columns)
 
+    check_examples(apply, params, x)
     # [B, K, d]; a gradient of the minibatch's mean would mix examples.
     g = jax.vmap(gradients)(x, jnp.moveaxis(factor(apply(params, x)), 0, 1))
     g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
@@ -95,6 +97,7 @@ def _product_sums(
     apply: Apply, point: tuple[Params, Params], x: Array, w: Array, factor: passes.Factor
 ) -> Params:
     params, vector = point
+    check_examples(apply, params, x)
     # Forwards by J, then S S^T on the outputs, then backwards by J^T.
     z, jv = jax.jvp(lambda p: apply(p, x), (params,), (vector,))
     s = factor(z)

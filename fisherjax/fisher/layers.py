@@ -8,6 +8,7 @@ example are small enough to be formed. `uses` finds them in the trace of an arbi
 kfac-jax computes the tangents.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -102,11 +103,30 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         >>> [(layer.kernel, layer.bias) for layer in seen.layers], seen.activations[0].shape
         ([('kernel', 'bias')], (5, 1, 4))
     """
+    reading = _read(apply, params, inputs)
+    # Traced again, at the examples given, to be run.
+    network = inline.flat(apply, params, inputs)
+    found, uncovered = _grouped(reading, tree.names(params), jax.tree.leaves(params))
+    outputs, inputs_of, tangents_of = _tagged(network, found, jax.tree.leaves((params, inputs)))
+    activations = tuple(_activations(part, network, inputs_of, outputs.shape[0]) for part in found)
+
+    def pullback(cotangent: Array) -> tuple[Array, ...]:
+        tangents = tangents_of(cotangent)
+        return tuple(_tangents(part, tangents, inputs_of) for part in found)
+
+    return Trace(outputs, tuple(part.layer for part in found), activations, pullback, uncovered)
+
+
+def check_examples(apply: Apply, params: Params, inputs: Array) -> None:
+    """Refuse a network that mixes the examples of a batch, as far as it can be read."""
+    with contextlib.suppress(LayersNotFoundError):
+        _read(apply, params, inputs)
+
+
+def _read(apply: Apply, params: Params, inputs: Array) -> uses.Reading:
     many = jax.ShapeDtypeStruct((uses.MANY, *inputs.shape[1:]), inputs.dtype)
     try:
-        # Traced twice: at many examples to be read, at the examples given to be run.
         reading = uses.read(inline.flat(apply, params, many))
-        network = inline.flat(apply, params, inputs)
     except Exception as error:
         raise LayersNotFoundError(
             f"The layers of this network could not be found ({type(error).__name__}: {error}). "
@@ -119,15 +139,7 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
             "training mode, but the Fisher information is a mean over single examples. Let apply "
             "use running statistics."
         )
-    found, uncovered = _grouped(reading, tree.names(params), jax.tree.leaves(params))
-    outputs, inputs_of, tangents_of = _tagged(network, found, jax.tree.leaves((params, inputs)))
-    activations = tuple(_activations(part, network, inputs_of, outputs.shape[0]) for part in found)
-
-    def pullback(cotangent: Array) -> tuple[Array, ...]:
-        tangents = tangents_of(cotangent)
-        return tuple(_tangents(part, tangents, inputs_of) for part in found)
-
-    return Trace(outputs, tuple(part.layer for part in found), activations, pullback, uncovered)
+    return reading
 
 
 def matrix(layer: Layer, leaves: dict[str, Array]) -> Array:

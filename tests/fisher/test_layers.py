@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fisherjax import nn
+from fisherjax import Examples, Model, fisher, likelihoods, nn
 from fisherjax.fisher import layers
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -413,13 +413,45 @@ def test_the_bias_is_the_last_row_and_its_activation_is_one():
     assert (layers.matrix(layer, params)[-1] == params["b"]).all()
 
 
-def test_examples_that_depend_on_each_other_are_refused():
-    def apply(params, x):
-        h = x @ params["w"]
-        return (h - h.mean(0)) / h.std(0)  # batch normalisation in training mode
+MIXING = {
+    "BatchNorm in training mode": lambda p, x: (x @ p["w"] - (x @ p["w"]).mean(0)) / x.std(0)[:3],
+    "products of examples": lambda p, x: x @ x.T @ (x @ p["w"]),
+    "running sums": lambda p, x: jnp.cumsum(x, 0) @ p["w"],
+    "running maxima": lambda p, x: lax.cummax(x @ p["w"], 0, reverse=True),
+    "reversed": lambda p, x: x[::-1] @ p["w"],
+    "sorted": lambda p, x: jnp.sort(x @ p["w"], 0),
+    "shifted": lambda p, x: jnp.concatenate([x[1:], x[:1]]) @ p["w"],
+    "attention over examples": lambda p, x: jax.nn.softmax(x @ x.T) @ x @ p["w"],
+    "pooled": lambda p, x: lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), "SAME") @ p["w"],
+    "recurrent": lambda p, x: lax.scan(lambda h, row: (h + row, h), x[0], x)[1] @ p["w"],
+}
+STRUCTURES = [
+    fisher.diagonal,
+    fisher.kfac,
+    fisher.full,
+    partial(fisher.vector_product, vector=None),
+]
 
-    with pytest.raises(ValueError, match=r"BatchNorm in training mode.*running statistics"):
-        jax.eval_shape(partial(layers.trace, apply), {"w": jnp.ones((4, 3))}, jnp.ones((B, 4)))
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", MIXING)
+def test_examples_that_depend_on_each_other_are_refused(name, structure):
+    params = {"w": jnp.ones((4, 3))}
+    options = {"vector": params} if isinstance(structure, partial) else {}
+    model, x = Model(MIXING[name], likelihoods.gaussian), jnp.ones((B, 4))
+    with pytest.raises(ValueError, match=r"over all examples.*running statistics"):
+        structure(model, params, Examples(x), **options)
+
+
+def test_what_only_looks_like_mixing_is_not_refused():
+    def apply(params, x):
+        h = jnp.cumsum(x[..., ::-1], 1) @ params["w"]  # along the features
+        h = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, 2 * s[1]), (0, h))[1]
+        rows = jnp.arange(len(x))
+        return h.at[rows, 0].add(h[rows, 1]) + lax.map(lambda row: row.sum(), x)[:, None]
+
+    params, x = {"w": jnp.ones((4, 3))}, jnp.ones((B, 4))
+    jax.eval_shape(partial(layers.check_examples, apply), params, x)
 
 
 def test_a_network_that_cannot_be_read_is_refused():
