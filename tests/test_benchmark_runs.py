@@ -30,12 +30,6 @@ def tiny(suite: str, out: Path) -> list[str]:
     return ["--suite", suite, *TINY[suite], *out_and_how]
 
 
-@pytest.fixture
-def without_peers(monkeypatch):
-    for package in ("torch", "nngeometry"):
-        monkeypatch.setitem(sys.modules, package, None)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -78,9 +72,9 @@ def test_a_data_set_that_is_not_prepared_is_refused(tmp_path, capsys):
     assert "mnist" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("without_peers")
 @pytest.mark.parametrize("package", ["torch", "nngeometry"])
-def test_a_missing_peer_is_named_with_its_remedy(package):
+def test_a_missing_peer_is_named_with_its_remedy(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
     notes = []
     assert not peers.are_there(notes.append, "json", package)
     [said] = notes
@@ -122,8 +116,11 @@ def test_a_tiny_run_leaves_complete_files(tmp_path, suite):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_peers")
-def test_a_missing_peer_is_reported_with_its_remedy_and_the_rest_runs(tmp_path, capsys):
+def test_a_missing_peer_is_reported_with_its_remedy_and_the_rest_runs(
+    tmp_path, capsys, monkeypatch
+):
+    # Not torch: tyro imports it wherever sys.modules names it.
+    monkeypatch.setitem(sys.modules, "nngeometry", None)
     assert command.main(tiny("fisher", tmp_path)) == 0
     assert "pip install 'fisherjax[bench]'" in capsys.readouterr().out
     document = check_files(tmp_path)

@@ -99,18 +99,14 @@ def fisher(work: Workload, representation: str, batch_size: int) -> Case:
     from nngeometry.metrics import FIM
 
     net, device = network(work), _device()
-    inputs, targets = tensors(work)
 
-    class Batches(torch.utils.data.Dataset):
+    class Batches(torch.utils.data.TensorDataset):
         """Whole minibatches, so that no time goes into collecting single examples."""
 
-        def __len__(self) -> int:
-            return len(targets)
+        __getitems__ = torch.utils.data.TensorDataset.__getitem__
 
-        def __getitems__(self, batch: list[int]) -> tuple[Any, Any]:
-            return inputs[batch], targets[batch]
-
-    loader = torch.utils.data.DataLoader(Batches(), batch_size, collate_fn=lambda batch: batch)
+    data = Batches(*tensors(work))
+    loader = torch.utils.data.DataLoader(data, batch_size, collate_fn=lambda batch: batch)
 
     def run() -> Any:
         matrix = FIM(net, loader, getattr(objects, representation), 10, device=device)
