@@ -2,7 +2,7 @@
 
 from fisherjax.fisher.diagonal import diagonal
 from fisherjax.fisher.full import full, vector_product
-from fisherjax.fisher.kfac import kfac, zero
+from fisherjax.fisher.kfac import expand, kfac, reduce, zero
 from fisherjax.fisher.kinds import empirical, sampled, true
 from fisherjax.fisher.operators import Dense, Diagonal, Kronecker, Operator
 
@@ -13,8 +13,10 @@ __all__ = [
     "Operator",
     "diagonal",
     "empirical",
+    "expand",
     "full",
     "kfac",
+    "reduce",
     "sampled",
     "true",
     "vector_product",

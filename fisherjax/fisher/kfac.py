@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from fisherjax import checks
 from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.diagonal import diagonal, leaf_sums, over_columns, weighted_columns
@@ -15,6 +17,30 @@ from fisherjax.fisher.operators import Diagonal, Kronecker, Template, diagonal_o
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 Fallback = Callable[..., Diagonal] | None
+
+
+class Sharing(NamedTuple):
+    """What becomes of inputs and tangents [B, T, f] where positions share a layer's weights."""
+
+    inputs: Callable[[Array], Array]
+    tangents: Callable[[Array], Array]
+
+
+def _as_they_are(values: Array) -> Array:
+    return values
+
+
+def _mean(values: Array) -> Array:
+    return values.mean(1, keepdims=True)
+
+
+def _sum(values: Array) -> Array:
+    return values.sum(1, keepdims=True)
+
+
+# Each position counts like an example; or all of them together like one.
+expand = Sharing(_as_they_are, _as_they_are)
+reduce = Sharing(_mean, _sum)
 
 
 def zero(*args: object, **kwargs: object) -> Diagonal:
@@ -36,21 +62,33 @@ def kfac(
     key: Key | None = None,
     batch_size: int = 64,
     fallback: Fallback = None,
+    sharing: Sharing = expand,
 ) -> Kronecker:
-    """Compute Kronecker factors of the Fisher information for every dense and convolution layer.
+    """Compute Kronecker factors of the Fisher information for every layer of a network.
 
         A = E_n[sum_t a_nt a_nt^T],   G = E_n[sum_k mean_t g_nkt g_nkt^T],   F V = A V G,
 
     with a the layer's inputs at output location t (a trailing 1 where it has a bias) and g the
-    tangents of its pre-activations, in at least float32. Exact for one example of a dense layer.
+    tangents of its pre-activations, in at least float32. Layers are dense and convolutional ones of
+    any layout, those of attention, embeddings (a is one-hot, A diagonal) and what is added to
+    positions; scales and shifts of normalisations get exact 2 x 2 blocks. Exact for one example and
+    one location. A leaf that is used several times counts each use as locations; one that is used
+    either way round, as embedding and head, gets one pair of factors with the trace of both.
 
-    Leaves that belong to no such layer are up to `fallback`: None refuses them, `fisher.diagonal`
+    Leaves that belong to no layer are up to `fallback`: None refuses them, `fisher.diagonal`
     gives them a diagonal, `fisher.zero` no curvature, so that merging takes their weighted mean.
     The other arguments, and what is refused, are those of `fisher.diagonal`.
 
+    `sharing` says what becomes of positions that share weights. `fisher.expand`, the formula above,
+    is exact for a linear network with a loss at each position; `fisher.reduce`,
+
+        A = E_n[mean_t a_nt (mean_t a_nt)^T],   G = E_n[sum_k sum_t g_nkt (sum_t g_nkt)^T],
+
+    for a linear network whose positions are averaged before the loss.
+
     Raises:
         ValueError: If a leaf belongs to no layer and `fallback` is None; the message names it and
-            why (normalisation, shared weights, dilation, a cast).
+            why (grouped convolutions, running statistics, loops).
 
     Example:
         >>> import fisherjax as fj
@@ -65,13 +103,16 @@ def kfac(
         Joshi, FedFisher, AISTATS 2024 (exact expectation over classes, merging), whose code splits
         the scale differently between the factors; the products are equal.
     """
+    checks.instance("sharing", sharing, Sharing, "fisher.expand or fisher.reduce")
     plan = passes.check(model, params, examples, kind, key, batch_size)
     if fallback not in (None, diagonal, zero):
         raise ValueError(
             f"fallback is {fallback!r}; expected None, fisher.diagonal or fisher.zero."
         )
     # By value: another partial of the same must not compile again.
-    return _tied(passes.run(by_value(partial(_sums, fallback)), plan, params, examples, key))
+    return _tied(
+        passes.run(by_value(partial(_sums, fallback, sharing)), plan, params, examples, key)
+    )
 
 
 @jax.jit
@@ -111,7 +152,13 @@ def _joined(one: dict[str, Array], other: dict[str, Array]) -> dict[str, Array]:
 
 
 def _sums(
-    fallback: Fallback, apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor
+    fallback: Fallback,
+    sharing: Sharing,
+    apply: Apply,
+    params: Params,
+    x: Array,
+    w: Array,
+    factor: passes.Factor,
 ) -> Kronecker:
     seen = trace(apply, params, x)
     # Still tracing: nothing has been computed yet.
@@ -128,7 +175,7 @@ def _sums(
         entries = {name: jnp.zeros_like(leaves[name]) for name in seen.uncovered}
     else:
         entries = leaf_sums(apply, params, x, columns, w, list(seen.uncovered))
-    factors, scales = _layer_sums(seen, columns, w)
+    factors, scales = _layer_sums(sharing, seen, columns, w)
     return Kronecker(factors, entries | scales, seen.layers, template)
 
 
@@ -144,44 +191,49 @@ def _listed(uncovered: dict[str, str]) -> str:
 
 
 def _layer_sums(
-    seen: Trace, columns: Array, w: Array
+    sharing: Sharing, seen: Trace, columns: Array, w: Array
 ) -> tuple[dict[str, dict[str, Array]], dict[str, Array]]:
     def output_factors(column: Array) -> dict[str, Array]:
         tangents = zip(seen.layers, seen.pullback(column), strict=True)
-        return {layer.kernel: _output_factor(layer, g) for layer, g in tangents}
+        return {layer.kernel: _output_factor(sharing, layer, g) for layer, g in tangents}
 
     # Once, not once for each column, on which the inputs do not depend.
-    inputs = input_moments(seen, w)
+    inputs = input_moments(seen, w, sharing)
     outputs = over_columns(output_factors, weighted_columns(columns, w))
     factors = {name: {"input": a, "output": outputs[name]} for name, a in inputs.items()}
     return factors, {name: block for name, block in outputs.items() if name not in inputs}
 
 
-def _output_factor(layer: Layer, g: Array) -> Array:
+def _output_factor(sharing: Sharing, layer: Layer, g: Array) -> Array:
     if layer.form == "scale":
         # Of a scale and a shift the gradients of each example, [B, r, o] -> [r, r, o].
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
         return jnp.einsum("bro,bso->rso", wide, wide, precision="highest")
+    g = sharing.tangents(g) if layer.form == "product" else g
     # A mean over locations, since A sums over them: kron(A, G) has the exact block's scale.
     return second_moment(g) / g.shape[1]
 
 
-def input_moments(seen: Trace, w: Array) -> dict[str, Array]:
+def input_moments(seen: Trace, w: Array, sharing: Sharing = expand) -> dict[str, Array]:
     """Sum w_n sum_t a_nt a_nt^T over a minibatch, for each layer by the name of its kernel.
 
     That of a table, whose inputs are one-hot, is diagonal: how often each row was used, [a].
     """
     pairs = zip(seen.layers, seen.activations, strict=True)
-    return {layer.kernel: _input_moment(layer, a, w) for layer, a in pairs if layer.form != "scale"}
+    return {
+        layer.kernel: _input_moment(sharing, layer, a, w)
+        for layer, a in pairs
+        if layer.form != "scale"
+    }
 
 
-def _input_moment(layer: Layer, a: Array, w: Array) -> Array:
+def _input_moment(sharing: Sharing, layer: Layer, a: Array, w: Array) -> Array:
     if layer.form == "table":
         wide = jnp.promote_types(w.dtype, jnp.float32)
         counts = jnp.broadcast_to(w[:, None].astype(wide), a.shape)
         return jnp.zeros(layer.rows, wide).at[a].add(counts, mode="drop")
     # Both sides of the product carry the root of the weight.
-    return second_moment(a * jnp.sqrt(w)[:, None, None].astype(a.dtype))
+    return second_moment(sharing.inputs(a) * jnp.sqrt(w)[:, None, None].astype(a.dtype))
 
 
 def second_moment(values: Array) -> Array:

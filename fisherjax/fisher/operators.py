@@ -251,6 +251,13 @@ class Kronecker(_Operator):
         return self.restore(outer | self._diagonal_entries())
 
     @property
+    def coverage(self) -> float:
+        """Share of the parameters that have factors or exact blocks, not just a diagonal."""
+        sizes = dict(zip(self.template.names(), map(math.prod, self.template.shapes), strict=True))
+        rest = self.entries.keys() - self.scales
+        return 1 - sum(sizes[name] for name in rest) / sum(sizes.values())
+
+    @property
     def scales(self) -> set[str]:
         """Names of the layers that are a scale, and perhaps a shift."""
         return {layer.kernel for layer in self.layers if layer.form == "scale"}

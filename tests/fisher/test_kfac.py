@@ -266,6 +266,48 @@ def test_scale_and_shift_have_their_exact_blocks_whatever_the_examples_and_posit
         np.testing.assert_allclose(blocks.dense(), pairs * full, rtol=1e-9, atol=1e-12)
 
 
+def linear(p, x):
+    return jnp.einsum("blo,oc->blc", x @ p["w"] + p["b"], p["v"])
+
+
+def linear_convolution(p, x):
+    y = jax.lax.conv_general_dilated(
+        x, p["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return (y + p["b"]).mean((1, 2)) @ p["v"]
+
+
+SHARED = {
+    "expand": (linear, (4, 5), (6, 3, 4), fisher.expand),
+    "reduce": (lambda p, x: linear(p, x).mean(1), (4, 5), (6, 3, 4), fisher.reduce),
+    "reduce, convolution": (linear_convolution, (2, 2, 3, 5), (6, 3, 4, 3), fisher.reduce),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_each_way_of_sharing_weights_is_exact_where_the_network_is_linear(x64, name):
+    """For any number of examples and positions: Eschenhagen et al., propositions 1 and 2."""
+    apply, kernel, inputs, sharing = SHARED[name]
+    draw = np.random.default_rng(0).normal
+    params = {"w": draw(size=kernel), "b": draw(size=5), "v": draw(size=(5, 2))}
+    params = jax.tree.map(jnp.asarray, params)
+    examples = Examples(jnp.asarray(draw(size=inputs)))
+    arguments = Model(apply, likelihoods.gaussian), params, examples
+    blocks, full = fisher.kfac(*arguments, sharing=sharing), fisher.full(*arguments).dense()
+    expected = jnp.where(blocks_of(blocks), full, 0)
+    np.testing.assert_allclose(blocks.dense(), expected, rtol=1e-9, atol=1e-12)
+    other = fisher.reduce if sharing is fisher.expand else fisher.expand
+    assert np.abs(fisher.kfac(*arguments, sharing=other).dense() - expected).max() > 0.01
+
+
+def test_coverage_is_the_share_of_params_with_more_than_a_diagonal():
+    apply, variables, x = troubled("grouped")
+    mixed = fisher.kfac(Model(apply, CATEGORICAL), variables, Examples(x), fallback=fisher.zero)
+    bad = variables["params"]["bad"]["kernel"].size
+    total = sum(leaf.size for leaf in jax.tree.leaves(variables))
+    np.testing.assert_allclose(mixed.coverage, 1 - bad / total)
+
+
 class Tokens(flax.linen.Module):
     """A transformer whose embedding is its head."""
 
