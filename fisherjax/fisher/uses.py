@@ -467,6 +467,8 @@ def _moved(equation: Any, axes: Axes) -> Axes | None:
         return tuple(axes[a] for a in how["permutation"])
     if name in ("reshape", "squeeze", "expand_dims"):
         return _reshaped(axes, old, new)
+    if name == "tile" and all(n in (1, m) for n, m in zip(old, new, strict=True)):
+        return tuple(a if n == m else None for a, n, m in zip(axes, old, new, strict=True))
     if name == "broadcast_in_dim":
         moved: list = [() if size == 1 else None for size in new]
         for a, place in enumerate(how["broadcast_dimensions"]):
