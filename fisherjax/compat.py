@@ -52,6 +52,15 @@ def evaluate(equation: Any, inputs: list[Any]) -> list[Any]:
     return import_kfac_jax().tag_graph_matcher.eval_jaxpr_eqn(equation, inputs)
 
 
+def scan_parts(parameters: dict[str, Any]) -> tuple[int, int]:
+    """Give how many of a scan's operands are constants, and how many are its carry."""
+    if "num_consts" in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    # Since jax 0.12 a tree of three parts.
+    constants, carry, _ = parameters["ft_in"].unpack()
+    return len(list(constants)), len(list(carry))
+
+
 def _evaluate_equation(equation: Any, inputs: list[Any]) -> list[Any]:
     """Compute the outputs of one equation of a traced function, as kfac-jax does one by one.
 

@@ -102,14 +102,15 @@ def _written_out(jaxpr: Any, arguments: list[tuple[Any, int]]) -> list[tuple[Any
 
 def _unrolled(how: dict[str, Any], operands: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
     """Write out the steps of a scan, each with its slices of stacked params."""
-    ends = how["num_consts"], how["num_consts"] + how["num_carry"]
-    consts, carry, stacked = operands[: ends[0]], operands[slice(*ends)], operands[ends[1] :]
+    first, count = compat.scan_parts(how)
+    consts, carry = operands[:first], operands[first : first + count]
+    stacked = operands[first + count :]
     steps = range(how["length"])
     results = {}
     for step in reversed(steps) if how["reverse"] else steps:
         slices = [(jax.lax.index_in_dim(x, step, keepdims=False), origin) for x, origin in stacked]
         step_results = _written_out(how["jaxpr"], [*consts, *carry, *slices])
-        carry, results[step] = step_results[: how["num_carry"]], step_results[how["num_carry"] :]
+        carry, results[step] = step_results[:count], step_results[count:]
     columns = zip(*(results[step] for step in steps), strict=True)
     return carry + [
         (jax.numpy.stack([x for x, _ in column]), max(origin for _, origin in column))
