@@ -39,7 +39,8 @@ def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algo
 
     Returns:
         The algorithm. Updates are {"params": W_i, "grams": {kernel name: E_i[u u^T] [in, in]}},
-        and what the server needs of them adds up over clients.
+        and what the server needs of them adds up over clients. The name of a kernel that is stored
+        as [outputs, inputs] ends in "^T".
 
     Raises:
         ValueError: If shrink is out of range; on summarize, if the network has no dense layer.
@@ -73,7 +74,7 @@ def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algo
         params, present = updates["params"], weights > 0
         grams = jax.tree.map(shrunk, updates["grams"])
         leaves = Template.of(params).by_name(params)
-        kernels = {name: leaves[name] for name in grams}
+        kernels = {name: _upright(name, leaves[name.removesuffix("^T")]) for name in grams}
         # Least squares need H_i, H_i W_i and W_i of each client, all of which add up.
         products = {n: jnp.matmul(grams[n], kernels[n], precision="highest") for n in grams}
         # A product may overflow, and zero times infinity is NaN: it must not have weight zero.
@@ -95,9 +96,14 @@ def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) ->
         del y, key
         seen = trace(apply, params, x)
         moments = input_moments(seen, w)
-        sizes = {layer.kernel: layer.shape[0] for layer in seen.layers if layer.is_dense}
         # A moment's last row and column belong to the bias, if there is one.
-        dense = {name: moments[name][:size, :size] for name, size in sizes.items()}
+        dense = {
+            layer.kernel + "^T" * layer.is_transposed: moments[layer.kernel][
+                : layer.rows, : layer.rows
+            ]
+            for layer in seen.layers
+            if layer.is_dense
+        }
         if not dense:
             raise ValueError(
                 "RegMean merges dense layers, and this network has none; use fedavg or fedfisher."
@@ -113,7 +119,13 @@ def _solved(sums: Any) -> Params:
     mean = sums["plain"].mean()
     template = Template.of(mean)
     dense = jax.tree.map(_matched, *sums["weighted"].mean())
+    dense = {name.removesuffix("^T"): _upright(name, x) for name, x in dense.items()}
     return template.restore(template.by_name(mean) | dense)
+
+
+def _upright(name: str, kernel: Array) -> Array:
+    """Turn a kernel [..., outputs, inputs], or its solution, which the name's end tells."""
+    return kernel.swapaxes(-1, -2) if name.endswith("^T") else kernel
 
 
 def _matched(gram: Array, product: Array, mean: Array) -> Array:

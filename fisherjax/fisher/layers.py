@@ -46,9 +46,14 @@ class Layer(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the kernel leaf [inputs, outputs] is the matrix of a matrix product."""
-        plain = self.form == "product" and not self.index and len(self.shape) == 2
-        return plain and self.outputs in ((-1,), (1,))
+        """Whether the kernel leaf is the matrix of a dense layer, or its transpose."""
+        is_matrix = self.form == "product" and len(self.shape) == 2 and len(self.outputs) == 1
+        return is_matrix and self.part_of is None
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the outputs are the kernel's first axis, as in equinox and PyTorch."""
+        return self.outputs == (0,)
 
     @property
     def leaf(self) -> str:

@@ -1,5 +1,6 @@
 """RegMean against its closed form."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +90,29 @@ def test_dense_kernels_are_the_weighted_least_squares_solution(world, shrink):
             left, right = left + p * gram, right + p * gram @ params[layer]["kernel"]
         expected = np.linalg.solve(left, right)
         np.testing.assert_allclose(merged[layer]["kernel"], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_how_a_kernel_is_stored_does_not_matter(world):
+    images, models, weights = world
+
+    def upright(params, x):
+        hidden = jnp.tanh(x.reshape(len(x), -1) @ params["w"] + params["b"])
+        return hidden @ params["v"]
+
+    def turned(params, x):
+        def one(row):
+            return params["v"] @ jnp.tanh(params["w"] @ row.ravel() + params["b"])
+
+        return jax.vmap(one)(x)
+
+    source = np.random.default_rng(0)
+    shapes = {"w": (9, 9), "b": (9,), "v": (9, 2)}
+    models = [{n: jnp.asarray(source.normal(size=s)) for n, s in shapes.items()} for _ in images]
+    transposed = [jax.tree.map(lambda leaf: leaf.T, params) for params in models]
+    one, _ = merged_by(regmean(upright), (images, models, weights))
+    other, _ = merged_by(regmean(turned), (images, transposed, weights))
+    chex.assert_trees_all_close(one, jax.tree.map(lambda leaf: leaf.T, other), rtol=1e-9)
+    assert np.abs(one["w"] - np.mean([params["w"] for params in models], 0)).max() > 0.01
 
 
 def test_everything_else_is_the_plain_mean_over_clients(world):
