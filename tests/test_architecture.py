@@ -44,7 +44,18 @@ ORDER = [
     "metrics",
     "personalization",
 ]
-FISHER = ["kinds", "inline", "uses", "layers", "operators", "passes", "diagonal", "full", "kfac"]
+FISHER = [
+    "kinds",
+    "inline",
+    "views",
+    "uses",
+    "layers",
+    "operators",
+    "passes",
+    "diagonal",
+    "full",
+    "kfac",
+]
 SHARED = {"base", "checks"}  # what the other files of a folder may import
 
 LATER = {"networks"}  # imported when it is first used

@@ -137,9 +137,9 @@ def _layer_sums(seen: Trace, columns: Array) -> dict[str, Array]:
 def _squares(layer: Layer, a: Array, g: Array) -> Array:
     if layer.form == "scale":
         return jnp.square(_wide(g)).sum((0, 1))
-    if layer.form == "table":
-        a = jax.nn.one_hot(a, layer.rows)
-    return _squared_gradients(a, g)
+    # One-hot rows of an embedding are written out for one example at a time.
+    table = layer.rows if layer.form == "table" else None
+    return _squared_gradients(a, g, table)
 
 
 def _groups(columns: Array) -> Array:
@@ -152,23 +152,29 @@ def _groups(columns: Array) -> Array:
     return padded.reshape(count, few, *columns.shape[1:])
 
 
-def _squared_gradients(a: Array, g: Array) -> Array:
-    """Sum (sum_t a_nt g_knt^T)^2 over columns and examples: [B, T, a], [K, B, T, o] -> [a, o]."""
-    a, g = _wide(a), _wide(g)
-    if a.shape[1] == 1:
+def _squared_gradients(a: Array, g: Array, table: int | None) -> Array:
+    """Sum (sum_t a_nt g_knt^T)^2 over columns and examples: [B, T, a], [K, B, T, o] -> [a, o].
+
+    For a table of so many rows, a are their numbers [B, T].
+    """
+    a, g = a if table else _wide(a), _wide(g)
+    if a.shape[1] == 1 and not table:
         # The square of an outer product is the outer product of squares: [a, B] times [B, o].
         return jnp.matmul(jnp.square(a[:, 0]).T, jnp.square(g[:, :, 0]).sum(0), precision="highest")
 
     # One example after the other, all columns in one product: its gradients stay in the cache.
     def one_example(sums: Array, example: tuple[Array, Array]) -> tuple[Array, None]:
         patches, tangents = example
+        patches = jax.nn.one_hot(patches, table, dtype=g.dtype) if table else patches
         gradients = jnp.matmul(patches.T, tangents, precision="highest")
         # [a, K * o] -> [a, K, o] -> [a, o].
         return sums + jnp.square(gradients).reshape(-1, *g.shape[::3]).sum(1), None
 
     # [K, B, T, o] -> [B, T, K * o].
     beside = jnp.moveaxis(g, 0, 2).reshape(*a.shape[:2], -1)
-    zeros = jnp.zeros((a.shape[2], g.shape[3]), jnp.promote_types(a.dtype, g.dtype))
+    zeros = jnp.zeros(
+        (table or a.shape[2], g.shape[3]), g.dtype if table else jnp.result_type(a, g)
+    )
     return jax.lax.scan(one_example, zeros, (a, beside))[0]
 
 

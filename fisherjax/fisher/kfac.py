@@ -117,38 +117,41 @@ def kfac(
 
 @jax.jit
 def _tied(fisher: Kronecker) -> Kronecker:
-    """Make one pair of factors of the two that a leaf has which is used either way round.
+    """Make one pair of factors of the several that a leaf has which is used either way round.
 
         sum_u L_u (x) R_u  ~  (sum_u t_u L_u / tr L_u) (x) (sum_u t_u R_u / tr R_u) / sum_u t_u,
 
-    with t_u = tr L_u tr R_u: the trace stays, and so does all where both have one factor in common.
+    with t_u = tr L_u tr R_u: the trace stays, and so does all where they have one factor in common.
     """
-    kept = tuple(layer for layer in fisher.layers if not layer.kernel.endswith("^T"))
-    factors = {layer.kernel: fisher.factors.get(layer.kernel) for layer in kept}
+    uses: dict[tuple, list[Layer]] = {}
     for layer in fisher.layers:
-        if layer not in kept:
-            name = layer.kernel.removesuffix("^T")
-            factors[name] = _joined(factors[name], fisher.factors[layer.kernel])
-    factors = {name: pair for name, pair in factors.items() if pair is not None}
-    return dataclasses.replace(fisher, factors=factors, layers=kept)
+        uses.setdefault((layer.leaf, layer.index), []).append(layer)
+    factors = dict(fisher.factors)
+    for first, *others in uses.values():
+        pairs = [factors[first.kernel]] if others else []
+        for layer in others:
+            a, g = factors.pop(layer.kernel).values()
+            # Where the outputs are other axes, rows are columns.
+            straight = layer.outputs == first.outputs
+            pairs.append({"input": a, "output": g} if straight else {"input": g, "output": a})
+        if others:
+            factors[first.kernel] = _joined(pairs)
+    return dataclasses.replace(fisher, factors=factors, layers=tuple(u[0] for u in uses.values()))
 
 
-def _joined(one: dict[str, Array], other: dict[str, Array]) -> dict[str, Array]:
-    # The other has rows where this one has columns.
-    pairs = [(one["input"], one["output"]), (other["output"], other["input"])]
-    traces = [[diagonal_of(x).sum() for x in pair] for pair in pairs]
-    shares = [left * right for left, right in traces]
+def _joined(pairs: list[dict[str, Array]]) -> dict[str, Array]:
+    traces = [{side: diagonal_of(x).sum() for side, x in pair.items()} for pair in pairs]
+    shares = [each["input"] * each["output"] for each in traces]
+
+    def mean(side: str, total: Array) -> Array:
+        terms = []
+        for pair, sizes, share in zip(pairs, traces, shares, strict=True):
+            matrix = jnp.diag(pair[side]) if pair[side].ndim == 1 else pair[side]
+            terms.append(matrix * (share / jnp.where(sizes[side] > 0, sizes[side] * total, 1)))
+        return sum(terms)
+
     total = sum(shares)
-
-    def mean(side: int) -> Array:
-        scaled = [
-            (jnp.diag(pair[side]) if pair[side].ndim == 1 else pair[side])
-            * jnp.where(trace[side] > 0, share / jnp.where(trace[side] > 0, trace[side], 1), 0)
-            for pair, trace, share in zip(pairs, traces, shares, strict=True)
-        ]
-        return sum(scaled)
-
-    return {"input": mean(0), "output": mean(1) / jnp.where(total > 0, total, 1)}
+    return {"input": mean("input", 1), "output": mean("output", jnp.where(total > 0, total, 1))}
 
 
 def _sums(

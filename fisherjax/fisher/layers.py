@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from fisherjax import compat, nn, tree
 from fisherjax.fisher import inline, uses
 from fisherjax.fisher.uses import Use
+from fisherjax.fisher.views import MANY, Place
 from fisherjax.typing import Apply, Array, Params
 
 
@@ -58,7 +59,7 @@ class Layer(NamedTuple):
     @property
     def leaf(self) -> str:
         """Name of the leaf that the kernel is, or is a slice of."""
-        return self.part_of or self.kernel
+        return self.kernel if self.part_of is None else self.part_of
 
     @property
     def columns(self) -> int:
@@ -108,9 +109,16 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         >>> [(layer.kernel, layer.bias) for layer in seen.layers], seen.activations[0].shape
         ([('kernel', 'bias')], (5, 1, 4))
     """
-    reading = _read(apply, params, inputs)
+    if inputs.shape[0] == 1:
+        return _first(trace(apply, params, jnp.concatenate([inputs, inputs])))
+    reading, names = _read(apply, params, inputs)
     # Traced again, at the examples given, to be run.
     network = inline.flat(apply, params, inputs)
+    if [equation.primitive.name for equation in network.equations] != names:
+        raise LayersNotFoundError(
+            f"The network does something else for {inputs.shape[0]} examples than for {MANY}. Let "
+            "apply treat every example alike, however many there are."
+        )
     found, uncovered = _grouped(reading, tree.names(params), jax.tree.leaves(params))
     outputs, inputs_of, tangents_of = _tagged(network, found, jax.tree.leaves((params, inputs)))
     activations = tuple(_activations(part, network, inputs_of, outputs.shape[0]) for part in found)
@@ -128,10 +136,11 @@ def check_examples(apply: Apply, params: Params, inputs: Array) -> None:
         _read(apply, params, inputs)
 
 
-def _read(apply: Apply, params: Params, inputs: Array) -> uses.Reading:
-    many = jax.ShapeDtypeStruct((uses.MANY, *inputs.shape[1:]), inputs.dtype)
+def _read(apply: Apply, params: Params, inputs: Array) -> tuple[uses.Reading, list[str]]:
+    many = jax.ShapeDtypeStruct((MANY, *inputs.shape[1:]), inputs.dtype)
     try:
-        reading = uses.read(inline.flat(apply, params, many))
+        network = inline.flat(apply, params, many)
+        reading = uses.read(network)
     except Exception as error:
         raise LayersNotFoundError(
             f"The layers of this network could not be found ({type(error).__name__}: {error}). "
@@ -144,7 +153,18 @@ def _read(apply: Apply, params: Params, inputs: Array) -> uses.Reading:
             "training mode, but the Fisher information is a mean over single examples. Let apply "
             "use running statistics."
         )
-    return reading
+    return reading, [equation.primitive.name for equation in network.equations]
+
+
+def _first(seen: Trace) -> Trace:
+    """Take the first example of two: of one alone, axes are dropped that others need."""
+
+    def pullback(cotangent: Array) -> tuple[Array, ...]:
+        both = seen.pullback(jnp.concatenate([cotangent, jnp.zeros_like(cotangent)]))
+        return tuple(g[:1] for g in both)
+
+    first = tuple(a[:1] for a in seen.activations)
+    return seen._replace(outputs=seen.outputs[:1], activations=first, pullback=pullback)
 
 
 def matrix(layer: Layer, leaves: dict[str, Array]) -> Array:
@@ -216,7 +236,7 @@ def _grouped(
         bias = None if partner is None else names[partner[0]]
         place = f"[{', '.join(map(str, index))}]" if index else ""
         for number, ((form, outputs), own) in enumerate(held[key].items()):
-            name = names[leaf] + place + ("^T" if number else "")
+            name = names[leaf] + place + "^T" * number
             shape, whole = leaves[leaf].shape[len(index) :], names[leaf]
             part_of = None if name == whole else whole
             layer = Layer(name, bias, shape, outputs, index, form, part_of)
@@ -279,7 +299,7 @@ def _shifts(ways: dict) -> list[Use]:
 
 def _tagged(
     network: inline.Flat, parts: list[_Part], arguments: list[Array]
-) -> tuple[Array, dict[uses.Place, Array], Callable[[Array], dict[uses.Place, Array]]]:
+) -> tuple[Array, dict[Place, Array], Callable[[Array], dict[Place, Array]]]:
     """Run a network; give outputs, what each use reads, and cotangent -> tangents of each use."""
     kfac_jax = compat.import_kfac_jax()
     every = {use.tangent: use for part in parts for use in (*part.uses, *part.shifts)}
@@ -289,7 +309,7 @@ def _tagged(
     def tagged(markers: list[Array], arguments: list[Array]) -> None:
         seen = {}
 
-        def register(place: uses.Place, value: Array) -> Array:
+        def register(place: Place, value: Array) -> Array:
             if place not in tags:
                 return value
             # A marker stands for the parameter: that may be a slice of a leaf, or used twice.
@@ -317,16 +337,14 @@ def _tagged(
     at_zero = vjp(((jnp.zeros_like(loss.mean),),))
     read = {every[place].inputs: at_zero[tag].primals.inputs[0] for place, tag in tags.items()}
 
-    def tangents(cotangent: Array) -> dict[uses.Place, Array]:
+    def tangents(cotangent: Array) -> dict[Place, Array]:
         seen = vjp(((cotangent,),))
         return {place: seen[tag].tangents.outputs[0] for place, tag in tags.items()}
 
     return loss.mean, read, tangents
 
 
-def _activations(
-    part: _Part, network: inline.Flat, read: dict[uses.Place, Array], batch: int
-) -> Array:
+def _activations(part: _Part, network: inline.Flat, read: dict[Place, Array], batch: int) -> Array:
     layer = part.layer
     if layer.form == "scale":
         return jnp.zeros((batch, 0, math.prod(layer.shape)))
@@ -345,7 +363,7 @@ def _activations(
     return jnp.concatenate([inputs, jnp.ones_like(inputs[..., :1])], axis=-1)
 
 
-def _tangents(part: _Part, tangents: dict[uses.Place, Array], read: dict) -> Array:
+def _tangents(part: _Part, tangents: dict[Place, Array], read: dict) -> Array:
     if part.layer.form == "product":
         return jnp.concatenate(
             [_arranged(tangents[u.tangent], u.tangent_axes) for u in part.uses], axis=1
@@ -359,18 +377,18 @@ def _tangents(part: _Part, tangents: dict[uses.Place, Array], read: dict) -> Arr
     return jnp.concatenate(flat, axis=1)
 
 
-def _summed(tangents: dict[uses.Place, Array], use: Use) -> Array:
+def _summed(tangents: dict[Place, Array], use: Use) -> Array:
     """Sum tangents over the positions that share an entry of the leaf, [B, rows, o]."""
     value = _arranged(tangents[use.tangent], use.tangent_axes)
     return value if use.form == uses.LOOKUP else value.sum(2)
 
 
-def _factor(use: Use, read: dict[uses.Place, Array]) -> Array | int:
+def _factor(use: Use, read: dict[Place, Array]) -> Array | int:
     return 1 if use.inputs is None else _arranged(read[use.inputs], use.input_axes)
 
 
 def _rows(
-    use: Use, layer: Layer, network: inline.Flat, read: dict[uses.Place, Array], batch: int
+    use: Use, layer: Layer, network: inline.Flat, read: dict[Place, Array], batch: int
 ) -> Array:
     """Give the rows of a table that a use reads, [B, T]."""
     if not isinstance(use.inputs, tuple):

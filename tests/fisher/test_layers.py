@@ -240,6 +240,38 @@ NETWORKS = {
         ["k"],
     ),
     # From here on something is in the way of taking the matrix product for a layer.
+    "heads merged in another order": (
+        lambda p, x: jnp.tanh(x @ p["w"].swapaxes(1, 2).reshape(4, 6)),
+        {"w": (4, 2, 3)},
+        (B, 4),
+        [],
+    ),
+    "bias of heads that were turned": (
+        lambda p, x: jnp.tanh(jnp.einsum("bi,ihk->bkh", x, p["w"]).reshape(len(x), 6) + p["b"]),
+        {"w": (4, 2, 3), "b": (6,)},
+        (B, 4),
+        ["b", "w"],
+    ),
+    "kernel repeated": (
+        lambda p, x: jnp.tanh(x @ jnp.broadcast_to(p["w"], (4, 3))),
+        {"w": (1, 3)},
+        (B, 4),
+        [],
+    ),
+    "table that is looked up, multiplied by, and both ways round": (
+        lambda p, x: jnp.tanh(p["e"][ids(x)] @ p["e"]) @ p["e"].T,
+        {"e": (6, 6)},
+        (B, L),
+        ["e", "e^T", "e^T^T"],
+    ),
+    "one and a scale": (lambda p, x: jnp.tanh((1 + p["s"]) * x), {"s": (4,)}, (B, 4), ["s"]),
+    "scale and its square": (
+        lambda p, x: jnp.tanh(p["s"] * (p["s"] * x)),
+        {"s": (4,)},
+        (B, 4),
+        ["s"],
+    ),
+    "scale times itself": (lambda p, x: jnp.tanh((p["s"] * p["s"]) * x), {"s": (4,)}, (B, 4), []),
     "examples and positions in one axis": (
         lambda p, x: jnp.tanh(x.reshape(-1, 4) @ p["w"]).reshape(-1, L, 3).sum(1),
         {"w": (4, 3)},
@@ -349,9 +381,11 @@ def draw(shapes, seed):
     )
 
 
+@pytest.mark.parametrize("examples", [B, 1])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_gradients_are_sums_of_activations_times_tangents(x64, name):
-    apply, shapes, input_shape, expected = NETWORKS[name]
+def test_gradients_are_sums_of_activations_times_tangents(x64, name, examples):
+    apply, shapes, (_, *input_shape), expected = NETWORKS[name]
+    input_shape = (examples, *input_shape)
     params, x = draw(shapes, 0), draw(input_shape, 1)
     z = jax.eval_shape(apply, params, x)
     cotangent = np.cos(np.arange(z.size)).reshape(z.shape)
