@@ -230,6 +230,21 @@ def shuffled(key: Key, examples: Examples) -> Examples:
     return examples._replace(indices=rows[order], weights=weights[order])
 
 
+def draw(key: Key, examples: Examples, most: int) -> Examples:
+    """Draw some of a client's examples without replacement; all of them where there are no more.
+
+    Example:
+        >>> drawn = draw(jax.random.key(0), Examples(jnp.arange(9.0)), most=4)
+        >>> len(set(drawn.indices.tolist()))
+        4
+    """
+    if _rows(examples)[0].shape[0] <= most:
+        return examples
+    # What counts comes first.
+    mixed = shuffled(key, examples)
+    return mixed._replace(indices=mixed.indices[:most], weights=mixed.weights[:most])
+
+
 def num_batches(sizes: Array, batch_size: int) -> Array:
     """Count the minibatches of an epoch, ceil(n_i / B)."""
     return -(-sizes // batch_size)

@@ -1,5 +1,6 @@
 """Summarize and merge: what clients send, whether it can be trusted, and the model made of it."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from fisherjax import checks, clients, parallel, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
 from fisherjax.parallel import Layout, Memory, mesh_of, replicate
+from fisherjax.solvers import Info, Status
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Params
 from fisherjax.updates import check_updates, check_weights, screen, shares, stacked_values, suspect
@@ -161,6 +163,7 @@ def merge(
         received = _reduce(algorithm.reduce, values, weights)
     result = _aggregated(algorithm, key, received, params, state, cohort)
     _check_finite(result[0], values, weights)
+    _warn(result[2])
     return result
 
 
@@ -226,6 +229,7 @@ def merge_stream(
     state = algorithm.init(params, seen) if state is None else state
     result = _aggregated(algorithm, jax.random.key(0), totals, params, state, jnp.arange(seen))
     _check_finite(result[0])
+    _warn(result[2])
     return result
 
 
@@ -363,6 +367,33 @@ def _check_finite(merged: Params, values: Any = None, weights: Array | None = No
     if not finite.all():
         leaf, blame = tree.names(merged)[finite.argmin()], suspect(values, weights)
         raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {blame}")
+
+
+def _warn(info: Any) -> None:
+    """Say which blocks a solver left unsolved."""
+    if not isinstance(info, Info) or checks.is_traced(info):
+        return
+    status = dict(zip(tree.names(info.status), map(int, jax.tree.leaves(info.status)), strict=True))
+    for ending, meaning in _UNSOLVED.items():
+        names = [name for name, status in status.items() if status == ending]
+        if names:
+            warnings.warn(f"Blocks {names}: {meaning}", stacklevel=3)
+
+
+_UNSOLVED = {
+    Status.NO_CURVATURE: (
+        "no client has any curvature, and they keep the weighted mean. Models that are certain of "
+        "all their examples have none, nor have leaves under fallback=fisher.zero."
+    ),
+    Status.BROKE_DOWN: (
+        "the solver met a direction without curvature before it converged; more damping makes the "
+        "system definite."
+    ),
+    Status.OUT_OF_ITERATIONS: (
+        "the solver took all its steps and its residual, which the returned info has, is above the "
+        "tolerance; allow more iterations or more damping."
+    ),
+}
 
 
 def _check_shapes(merged: Params, params: Params) -> None:

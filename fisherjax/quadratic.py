@@ -7,9 +7,13 @@ whole vector, as the operator splits params),
 
     lambda_l = damping * sum_i p_i tr(F_il) / (size of the block),
 
-so that one number serves every layer, network and data set.
+so that one number serves every layer, network and data set. Every block is solved at scale one:
+each client's part is divided by a power of two near its own scale, and its vote, p_i times that
+power, by the largest one of all clients. That changes no bit, and Fishers of 1e-30 and of 1e+30,
+whose products and squares leave the range of float32, are solved like those of 1.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,6 +39,9 @@ class Quadratic(NamedTuple):
         restore: Blocks -> params; None where blocks are params already.
         precondition: Blocks -> blocks, roughly the inverse of `matvec`; None where there is none.
         is_diagonal: Whether `matvec` is elementwise, so that its entries are matvec(ones).
+        means: Each block's mean eigenvalue before damping, in the units of the system; zero where
+            no client has curvature. None where that is not known.
+        exponents: Each block's system is written in units of 2^exponent; None where it is not.
     """
 
     matvec: Callable[[Any], Any]
@@ -43,6 +50,8 @@ class Quadratic(NamedTuple):
     restore: Callable[[Any], Params] | None = None
     precondition: Callable[[Any], Any] | None = None
     is_diagonal: bool = False
+    means: Any = None
+    exponents: Any = None
 
 
 class Sums(NamedTuple):
@@ -78,6 +87,7 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
         >>> fishers = fisher.Diagonal({"w": jnp.array([[1.0], [3.0]])})
         >>> params = {"w": jnp.array([[0.0], [4.0]])}
         >>> problem = quadratic(fishers, params, jnp.array([0.5, 0.5]), damping=0.0)
+        >>> problem = in_fisher_units(problem)
         >>> print(problem.rhs["w"], problem.matvec(problem.init)["w"])
         [6.] [4.]
 
@@ -88,17 +98,15 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
     """
     checks.number("damping", damping)
     weights = _checked(weights, jax.tree.leaves(params)[0].shape[0])
-    strengths, rhs, init = _damped_clients(fishers, params, weights, damping)
+    fishers, votes, parts = _scaled_clients(fishers, params, weights)
     # Products of clients are added, not operators: Kronecker factors do not add up.
-    matvec = Partial(_damped_mv, Partial(_weighted_mv, fishers, weights), strengths)
-    precondition = None
-    # Whether a traced damping is zero is not known, so there is no preconditioner then.
-    if isinstance(fishers, Kronecker) and not checks.is_traced(damping) and damping > 0:
-        inverse = _approximate_inverse(fishers, weights, strengths)
-        precondition = Partial(Kronecker.block_mv, inverse)
-    # Stacked operators serve too: `restore` reads names and shapes, none of their arrays.
-    restore = Partial(type(fishers).restore, fishers)
-    return Quadratic(matvec, rhs, init, restore, precondition, isinstance(fishers, Diagonal))
+    matvec = Partial(_weighted_mv, fishers, votes)
+    problem = _damped(matvec, parts, damping, fishers)
+    # Whether a traced damping is zero is decided leaf by leaf.
+    if isinstance(fishers, Kronecker) and (checks.is_traced(damping) or damping > 0):
+        inverse = _approximate_inverse(fishers, votes, parts["means"], damping)
+        problem = problem._replace(precondition=Partial(Kronecker.block_mv, inverse))
+    return problem
 
 
 def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
@@ -117,7 +125,8 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
         )
     blocks = jax.vmap(_blocks)(fishers, params)
     # Client by client: sum_i w_i F_i W_i does not follow from the sums of F_i and of W_i.
-    product = _weighted_sum(jax.vmap(type(fishers).block_mv)(fishers, blocks), weights)
+    products = tree.keep(weights != 0, jax.vmap(type(fishers).block_mv)(fishers, blocks))
+    product = tree.weighted_sum(products, weights)
     fisher, mean = (tree.weighted_sum(x, weights) for x in (fishers, blocks))
     return Sums(fisher, product, mean, jnp.sum(weights))
 
@@ -125,36 +134,95 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
 def from_sums(totals: Sums, damping: float) -> Quadratic:
     """Set up the same quadratic from what `sums` gives; damping is that of `quadratic`."""
     checks.number("damping", damping)
-    fisher, mean, strengths, rhs = _damped_sums(totals, damping)
-    matvec = Partial(_damped_mv, Partial(type(fisher).block_mv, fisher), strengths)
-    restore = Partial(type(fisher).restore, fisher)
-    return Quadratic(matvec, rhs, mean, restore, None, isinstance(fisher, Diagonal))
+    fisher, parts = _scaled_sums(totals)
+    return _damped(Partial(type(fisher).block_mv, fisher), parts, damping, fisher)
+
+
+def in_fisher_units(problem: Quadratic) -> Quadratic:
+    """Write a system in the units of the Fishers, for solvers whose steps depend on its scale.
+
+    Example:
+        >>> problem = Quadratic(lambda x: x, jnp.ones(2), jnp.zeros(2), exponents=jnp.array(3))
+        >>> print(in_fisher_units(problem).rhs)
+        [8. 8.]
+    """
+    exponents = problem.exponents
+    if exponents is None:
+        return problem
+    matvec = Partial(_raised_mv, problem.matvec, exponents)
+    precondition = problem.precondition
+    if precondition is not None:
+        precondition = Partial(_lowered, precondition, exponents)
+    # The means say no more than where there is curvature: they stay in range.
+    changes = {
+        "matvec": matvec,
+        "rhs": _raised(problem.rhs, exponents),
+        "precondition": precondition,
+    }
+    return problem._replace(**changes, exponents=None)
+
+
+def _damped(
+    matvec: Partial, parts: dict[str, Any], damping: float, operator: Operator
+) -> Quadratic:
+    strengths, rhs = _strengths(parts, damping)
+    parts = {name: parts[name] for name in ("init", "means", "exponents")}
+    # Stacked operators serve too: `restore` reads names and shapes, none of their arrays.
+    restore = Partial(type(operator).restore, operator)
+    is_diagonal = isinstance(operator, Diagonal)
+    matvec = Partial(_damped_mv, matvec, strengths)
+    return Quadratic(matvec, rhs, restore=restore, is_diagonal=is_diagonal, **parts)
 
 
 @jax.jit
-def _damped_clients(fishers: Operator, params: Params, weights: Array, damping: Array) -> tuple:
+def _strengths(parts: dict[str, Any], damping: Array) -> tuple[Any, Any]:
+    strengths = jax.tree.map(lambda mean: damping * mean, parts["means"])
+    return strengths, _pull(parts["product"], strengths, parts["init"])
+
+
+@jax.jit
+def _scaled_clients(fishers: Operator, params: Params, weights: Array) -> tuple:
     operator, blocks = type(fishers), jax.vmap(_blocks)(fishers, params)
-    product = _weighted_sum(jax.vmap(operator.block_mv)(fishers, blocks), weights)
-    scales = _weighted_sum(jax.vmap(operator.block_means)(fishers), weights)
-    mean = tree.weighted_sum(blocks, weights)
-    strengths = jax.tree.map(lambda scale: damping * scale, scales)
-    return strengths, _pull(product, strengths, mean), mean
+    fishers, own = jax.vmap(operator.at_scale_one)(fishers)
+
+    def vote(own: Array, largest: Array) -> Array:
+        # Those without weight may be larger.
+        return tree.times_power(weights, jnp.minimum(own - largest, 0))
+
+    exponents = jax.tree.map(lambda own: jnp.where(weights > 0, own, tree.NOTHING).max(), own)
+    votes = jax.tree.map(vote, own, exponents)
+    product = _weighted_sums(jax.vmap(operator.block_mv)(fishers, blocks), votes)
+    parts = {"product": product, "init": tree.weighted_sum(blocks, weights)}
+    parts["means"] = _weighted_sums(jax.vmap(operator.block_means)(fishers), votes)
+    return fishers, votes, parts | {"exponents": _known(exponents)}
 
 
 @jax.jit
-def _damped_sums(totals: Sums, damping: Array) -> tuple[Operator, Any, Any, Any]:
+def _scaled_sums(totals: Sums) -> tuple[Operator, dict[str, Any]]:
     def divide(x: Array) -> Array:
         # Sums without any weight are zero, and stay zero in place of 0 / 0.
         return x / jnp.where(totals.weight > 0, totals.weight, 1).astype(x.dtype)
 
     fisher, product, mean = jax.tree.map(divide, totals[:3])
-    strengths = jax.tree.map(lambda scale: damping * scale, fisher.block_means())
-    return fisher, mean, strengths, _pull(product, strengths, mean)
+    fisher, exponents = fisher.at_scale_one()
+    exponents = _known(exponents)
+    product = _raised(product, jax.tree.map(jnp.negative, exponents))
+    parts = {"product": product, "init": mean, "means": fisher.block_means()}
+    return fisher, parts | {"exponents": exponents}
 
 
 @jax.jit
-def _approximate_inverse(fishers: Kronecker, weights: Array, strengths: Any) -> Kronecker:
-    return tree.weighted_sum(fishers, weights).inverse(strengths)
+def _approximate_inverse(fishers: Kronecker, votes: Any, means: Any, damping: Array) -> Kronecker:
+    def average(factor: dict[str, Array], vote: Array) -> dict[str, Array]:
+        # The votes' sum goes to one side: the product has the scale of the clients' products.
+        return tree.weighted_sum(factor, vote / jnp.sqrt(jnp.where(vote.any(), vote.sum(), 1)))
+
+    factors = {name: average(factor, votes[name]) for name, factor in fishers.factors.items()}
+    entries = {name: tree.weighted_sum(f, votes[name]) for name, f in fishers.entries.items()}
+    mean = dataclasses.replace(fishers, factors=factors, entries=entries)
+    # How fast the server solves has no derivative.
+    mean, means, damping = jax.lax.stop_gradient((mean, means, damping))
+    return mean.inverse(jax.tree.map(lambda mean: damping * mean, means))
 
 
 def _blocks(fisher: Operator, params: Params) -> Any:
@@ -165,18 +233,35 @@ def _blocks(fisher: Operator, params: Params) -> Any:
 
 # `Partial`s of functions of a module or a class compare equal, those of closures and bound methods
 # do not: jit reuses the program of an earlier merge of equal shapes.
-def _weighted_mv(fishers: Operator, weights: Array, blocks: Any) -> Any:
-    return _weighted_sum(jax.vmap(type(fishers).block_mv, (0, None))(fishers, blocks), weights)
+def _weighted_mv(fishers: Operator, votes: Any, blocks: Any) -> Any:
+    return _weighted_sums(jax.vmap(type(fishers).block_mv, (0, None))(fishers, blocks), votes)
 
 
 def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:
     return _pull(matvec(blocks), strengths, blocks)
 
 
-def _weighted_sum(computed: Any, weights: Array) -> Any:
+def _known(exponents: Any) -> Any:
+    # Where nobody has curvature everything is zero, in whatever units.
+    return jax.tree.map(lambda e: jnp.where(e > tree.NOTHING // 2, e, 0), exponents)
+
+
+def _raised_mv(matvec: Partial, exponents: Any, blocks: Any) -> Any:
+    return _raised(matvec(blocks), exponents)
+
+
+def _lowered(function: Partial, exponents: Any, blocks: Any) -> Any:
+    return function(_raised(blocks, jax.tree.map(jnp.negative, exponents)))
+
+
+def _raised(values: Any, exponents: Any) -> Any:
+    return jax.tree.map(tree.times_power, values, exponents)
+
+
+def _weighted_sums(computed: Any, votes: Any) -> Any:
     # What was computed of finite updates may overflow, and zero times infinity is NaN: a client of
     # weight zero is left out before it is weighted.
-    return tree.weighted_sum(tree.keep(weights != 0, computed), weights)
+    return jax.tree.map(lambda x, v: tree.weighted_sum(tree.keep(v != 0, x), v), computed, votes)
 
 
 def _pull(values: Any, strengths: Any, blocks: Any) -> Any:

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 
 from fisherjax.typing import Array
 
+NOTHING = -(2**14)
+"""The exponent of zero: below that of any float, and far from the range of integers."""
+
 
 def names(tree: Any) -> tuple[str, ...]:
     """Name the leaves of a pytree by their paths, in the order of `jax.tree.leaves`.
@@ -82,6 +85,31 @@ def finite(stacked: Any) -> Array:
 def finite_leaves(params: Any) -> Array:
     """Say of every leaf whether all entries are finite, [leaves]."""
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)])
+
+
+def exponent(x: Array) -> Array:
+    """Give the least e with all |entries| below 2^e; `NOTHING` for zeros.
+
+    Example:
+        >>> print(exponent(jnp.array([0.5, -3.0])))
+        2
+    """
+    top = jnp.abs(jax.lax.stop_gradient(x)).max(initial=0)
+    return jnp.where(top == 0, NOTHING, jnp.frexp(top)[1])
+
+
+def unit(x: Array) -> Array:
+    """Give the power of two in whose units the largest entry is between 1 and 2; 1 for zeros.
+
+    Squares stay in range then, and dividing by it changes no bit of what is computed.
+    """
+    return times_power(jnp.ones((), x.dtype), jnp.where(jnp.any(x != 0), exponent(x) - 1, 0))
+
+
+def times_power(x: Array, exponent: Array) -> Array:
+    """Multiply by 2^exponent, exactly wherever that power is in the range of the dtype."""
+    # The power by itself: `ldexp(x, ...)` has no derivative at zero.
+    return x * jnp.ldexp(jnp.ones((), x.dtype), exponent)
 
 
 def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:

@@ -3,6 +3,7 @@
 Values are checked on the host; under tracing they are not known and pass.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fisherjax import checks, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.fisher import Operator
 from fisherjax.parallel import mesh_of
 from fisherjax.typing import Array
 
@@ -71,7 +73,8 @@ def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> 
         finite entries, and the weights of the others sum to one again.
 
     Raises:
-        ValueError: With "raise", naming the clients and a leaf; with "drop", if nobody is left.
+        ValueError: With "raise", naming the clients and a leaf; with "drop", if nobody is left; if
+            a client's Fisher information is negative.
 
     Example:
         >>> updates = {"w": jnp.array([[1.0], [jnp.nan]])}
@@ -81,25 +84,27 @@ def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> 
     cleaned, kept = screen(updates, weights, on_nonfinite)
     # The same object says that nobody was left out: the weights keep their bits.
     if kept is weights:
-        return updates, weights
+        return cleaned, weights
     if not np.any(np.asarray(kept) > 0):
         raise ValueError("No client is left: every update with weight is not finite.")
     return cleaned, kept / kept.sum()
 
 
 def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> tuple[Any, Array]:
-    """Give diverged clients zeros and weight zero; `first` is the number of the first client."""
+    """Give diverged clients zeros and weight zero; `first` is the number of the first client.
+
+    Fishers that are not symmetric positive semi-definite, because they were quantised for instance,
+    become the nearest that are.
+    """
     checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
     if checks.is_traced(updates, weights):
         return updates, weights
-    table = _finite(mesh_of(updates), updates)  # [leaves, M]
-    if checks.is_traced(table):  # everything is known, but inside somebody's jit
+    health = _health(mesh_of(updates), updates)
+    if checks.is_traced(health):  # everything is known, but inside somebody's jit
         return updates, weights
-    table = np.asarray(table)
+    table, traces, sound = jax.tree.map(np.asarray, health)
     kept = table.all(0)
-    if kept.all():
-        return updates, weights
-    if on_nonfinite == "raise":
+    if on_nonfinite == "raise" and not kept.all():
         diverged = np.flatnonzero(~kept)
         leaf = tree.names(updates)[table[:, diverged[0]].argmin()]
         raise ValueError(
@@ -107,6 +112,19 @@ def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> t
             f"{first + diverged[0]}: leaf '{leaf}'): they diverged. Train them with a smaller "
             "learning rate, or leave them out with on_nonfinite='drop'."
         )
+    for name, trace in zip(tree.names(traces), jax.tree.leaves(traces), strict=True):
+        # Whoever has no weight may have anything that is finite.
+        negative = kept & (trace < 0) & (np.asarray(weights) > 0)
+        if negative.any():
+            client = negative.argmax()
+            raise ValueError(
+                f"The Fisher information of client {first + client} is negative: '{name}' has "
+                f"trace {trace[client]:.3g}; expected a positive semi-definite one."
+            )
+    if not all(each[kept].all() for each in jax.tree.leaves(sound)):
+        updates = _semidefinite(updates)
+    if kept.all():
+        return updates, weights
     # Zeros as well: weight zero does not silence NaN in a sum.
     return tree.keep(kept, updates), jnp.where(kept, weights, 0)
 
@@ -128,13 +146,38 @@ def suspect(values: Any = None, weights: Array | None = None) -> str:
 
 
 @partial(jax.jit, static_argnums=0)
-def _finite(mesh: Mesh | None, updates: Any) -> Array:
-    """Say of every leaf and client whether it is finite, [leaves, M], on every device."""
-    table = tree.finite(updates)
+def _health(mesh: Mesh | None, updates: Any) -> tuple[Array, Any, Any]:
+    """Say of every leaf and client whether it is finite, [leaves, M], and judge every Fisher.
+
+    By its traces, and by whether it is symmetric positive semi-definite but for rounding, [M].
+    """
+    traces = _of_fishers(lambda fisher: fisher.traces(), updates)
+    sound = _of_fishers(lambda fisher: fisher.is_semidefinite(), updates)
+    health = tree.finite(updates), traces, sound
     if mesh is None:
-        return table
+        return health
     # With several processes, each can read only what lies wholly on its own devices.
-    return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(health, NamedSharding(mesh, PartitionSpec()))
+
+
+@jax.jit
+def _semidefinite(updates: Any) -> Any:
+    """Replace the Fishers that are not symmetric positive semi-definite by the nearest that are."""
+
+    def mended(fisher: Operator) -> Operator:
+        kept = fisher.is_semidefinite()
+        return jax.tree.map(lambda x, y: jnp.where(kept, x, y), fisher, fisher.semidefinite())
+
+    return _of_fishers(mended, updates, otherwise=lambda x: x)
+
+
+def _of_fishers(function: Callable, updates: Any, otherwise: Callable = lambda _: None) -> Any:
+    """Map a function of one client's Fisher over all stacked ones that are among the updates."""
+
+    def one(x: Any) -> Any:
+        return jax.vmap(function)(x) if isinstance(x, Operator) else otherwise(x)
+
+    return jax.tree.map(one, updates, is_leaf=lambda x: isinstance(x, Operator))
 
 
 def _check_kind(algorithm: Algorithm, update: Any, what: str) -> None:

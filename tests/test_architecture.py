@@ -22,6 +22,7 @@ ORDER = [
     "configuration",
     "compat",
     "tree",
+    "linalg",
     "checks",
     "likelihoods",
     "nn",

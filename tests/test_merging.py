@@ -318,21 +318,77 @@ def test_a_merged_model_that_is_not_finite_names_leaf_and_client():
     assert np.isfinite(merged["w"]).all()
 
 
-def test_a_fisher_that_is_not_positive_semi_definite_is_named_too():
-    """Of a method that keeps the updates apart: its curvatures cancel."""
-    solve = solvers.closed_form()
-    method = algorithms.fedfisher(MODEL, fisher=fisher.diagonal, solver=solve)
-    keep = method._replace(
-        reduce=None,
-        aggregate=lambda key, sent, params, state, cohort: (
-            {"w": jnp.log(sent[0]["fisher"].entries["w"].sum(0))},
-            state,
-            (),
-        ),
-    )
+def test_a_negative_fisher_is_refused_unless_it_has_no_weight():
+    method, start = algorithms.fedfisher(MODEL, fisher=fisher.diagonal), {"w": jnp.zeros(1)}
     updates = fishers_of([[1.0], [2.0]], jnp.array([[1.0], [-3.0]]), method.kind)
-    with pytest.raises(ValueError, match=r"client 1 has the largest entry, 3 in leaf 'fisher"):
-        merging.merge(keep, {"w": jnp.zeros(1)}, updates)
+    with pytest.raises(ValueError, match=r"client 1 is negative: 'fisher/entries/w' has trace -3"):
+        merging.merge(method, start, updates)
+    chunks = [(rows(updates, [0] * 4), None), (updates, None)]
+    with pytest.raises(ValueError, match=r"client 5 is negative"):
+        merging.merge_stream(method, start, chunks)
+    np.testing.assert_array_equal(merging.merge(method, start, updates, [1, 0])[0]["w"], [1.0])
+
+
+def test_solves_that_end_otherwise_than_converged_are_told():
+    slow = solvers.conjugate_gradients(1e-6, max_iterations=1)
+    method = algorithms.fedfisher(MODEL, fisher=fisher.diagonal, solver=slow)
+    start = {"w": jnp.zeros(2)}
+
+    def merge(entries):
+        updates = fishers_of([[1.0, 5.0], [2.0, 0.0]], jnp.array(entries), method.kind)
+        return merging.merge(method, start, updates)
+
+    with pytest.warns(UserWarning, match=r"Blocks \['w'\]: the solver took all its steps"):
+        merge([[1.0, 2.0], [3.0, 1.0]])
+    with pytest.warns(UserWarning, match=r"Blocks \['w'\]: no client has any curvature"):
+        merged, _, info = merge([[0.0, 0.0], [0.0, 0.0]])
+    np.testing.assert_array_equal(merged["w"], [1.5, 2.5])
+    assert info.status == {"w": solvers.Status.NO_CURVATURE}
+
+
+def nearest(matrix):
+    """The nearest symmetric positive semi-definite matrix, by NumPy."""
+    values, vectors = np.linalg.eigh((matrix + matrix.T).astype(float) / 2)
+    return vectors * np.maximum(values, 0) @ vectors.T
+
+
+def quantised(matrix):
+    """A matrix in 16 steps, as a careless upload would have it."""
+    step = np.abs(matrix).max() / 8
+    return np.round(matrix / step) * step
+
+
+@pytest.mark.parametrize("fault", [quantised, np.triu])
+@pytest.mark.parametrize("structure", [fisher.kfac, fisher.full])
+def test_an_indefinite_or_asymmetric_fisher_becomes_the_nearest_that_is_neither(structure, fault):
+    source, shape = np.random.default_rng(1), (12, 5)
+
+    def gram(size):
+        basis = source.normal(size=(3, size, size)) * np.logspace(-3, 0, size)
+        return np.einsum("mia,mja->mij", basis, basis).astype(np.float32)
+
+    params = {"w": source.normal(size=(3, *shape)).astype(np.float32)}
+    template = fisher.operators.Template.of({"w": params["w"][0]})
+    layers = (fisher.layers.Layer("w", None, shape),)
+    matrices = [gram(12), gram(5)] if structure is fisher.kfac else [gram(60)]
+    method = algorithms.fedfisher(MODEL, fisher=structure, damping=0.3)
+
+    def merge(change):
+        # One client's are at fault.
+        mine = [jnp.asarray(np.stack([x[0], change(x[1]), x[2]]), jnp.float32) for x in matrices]
+        if structure is fisher.full:
+            own = fisher.Dense(*mine, template)
+        else:
+            own = fisher.Kronecker({"w": dict(input=mine[0], output=mine[1])}, {}, layers, template)
+        updates = Update({"params": params, "fisher": own}, method.kind)
+        return merging.merge(method, {"w": jnp.zeros(shape)}, updates)[0]["w"]
+
+    eigenvalues = np.linalg.eigvalsh(nearest(fault(matrices[0][1])) - fault(matrices[0][1]))
+    assert eigenvalues.max() > 1e-3
+    np.testing.assert_allclose(
+        merge(fault), merge(lambda x: nearest(fault(x))), rtol=1e-3, atol=1e-4
+    )
+    assert np.abs(merge(fault) - merge(lambda x: x)).max() > 1e-3
 
 
 # The server's state.

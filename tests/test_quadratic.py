@@ -82,6 +82,7 @@ def strengths(structure, matrices, damping):
 def test_the_system_is_the_gradient_of_the_loss(structure, clients, weights, damping):
     fishers, models = clients
     problem = quadratic.quadratic(tree.stack(fishers), tree.stack(models), weights, damping)
+    problem = quadratic.in_fisher_units(problem)
     matrices, points = written_out(clients)
     mean = np.average(points, axis=0, weights=WEIGHTS)
     pull = strengths(structure, matrices, damping)
@@ -131,6 +132,7 @@ def test_sums_of_clients_give_the_same_system(structure, clients, weights, dampi
     last = jax.tree.map(lambda x: np.asarray(x)[2:], (fishers, models, weights))
     totals = jax.tree.map(np.add, quadratic.sums(*part), quadratic.sums(*last))
     summed = quadratic.from_sums(totals, damping)
+    summed, whole = map(quadratic.in_fisher_units, (summed, whole))
     x = clients[0][0].blocks(draw(5))
     left, right = ((p.matvec(x), p.rhs, p.init) for p in (summed, whole))
     chex.assert_trees_all_close(left, right, rtol=1e-10, atol=1e-12)
@@ -284,4 +286,70 @@ def test_a_layer_without_curvature_keeps_the_mean_under_preconditioning(clients,
     problem = quadratic.quadratic(nothing, models, weights, 1.0)
     solution = solvers.conjugate_gradients()(problem)
     chex.assert_trees_all_equal(solution.params, problem.restore(problem.init))
-    assert all(jax.tree.leaves(solution.info.converged))
+    assert set(map(int, jax.tree.leaves(solution.info.status))) == {solvers.Status.NO_CURVATURE}
+
+
+def single(operators):
+    """Operators of clients in float32, stacked; definite, so that the solution is unique."""
+    one = tree.stack(operators)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), one)
+
+
+def written_in_double(fishers, models, damping, weights=WEIGHTS):
+    """The merge by dense float64 matrices, made of the same float32 numbers."""
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (fishers, models))
+    parts = [jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), wide) for i in range(len(weights))]
+    matrices, points = written_out(tuple(zip(*parts, strict=True)))
+    structure = {Diagonal: "diagonal", Dense: "dense", Kronecker: "kronecker"}[type(fishers)]
+    pull = np.diag(strengths(structure, matrices, damping))
+    mean = np.average(points, axis=0, weights=weights)
+    total = np.average(matrices, axis=0, weights=weights) + pull
+    product = np.einsum("m,mij,mj->i", weights, matrices, points) + pull @ mean
+    # Blocks have scales of their own, which a solve of all of them at once would not survive.
+    size = 1 / np.sqrt(np.diagonal(total))
+    return size * np.linalg.solve(size[:, None] * total * size, size * product)
+
+
+@pytest.mark.parametrize("exponent", [-30, -15, 20, 30])
+def test_the_scale_of_a_layer_is_of_no_consequence(structure, clients, weights, exponent):
+    """Fishers times 1e-30 to 1e+30, in float32, whichever factor the scale is in."""
+    fishers, models = single(clients[0]), single(clients[1])
+    solve = solvers.conjugate_gradients(1e-6)
+
+    def merged(change):
+        system = jax.tree_util.tree_map_with_path(change, fishers)
+        return solve(quadratic.quadratic(system, models, weights.astype(jnp.float32), 0.3)).params
+
+    expected = ravel(merged(lambda path, x: x))
+    for kept in ("input", "output", "neither"):
+
+        def change(path, x, kept=kept):
+            names = {getattr(part, "key", None) for part in path}
+            return x if kept in names else x * jnp.float32(10.0**exponent)
+
+        np.testing.assert_allclose(ravel(merged(change)), expected, rtol=1e-4, atol=1e-5)
+    assert np.abs(expected - ravel(merged(lambda path, x: 0 * x))).max() > 0.1
+
+
+@pytest.mark.parametrize("damping", [0.1, 1.0])
+@pytest.mark.parametrize("scales", [(1, 1e-30, 1e-12), (1e30, 1, 1e18), (1e-20, 0, 1e-17)])
+def test_the_scale_of_a_client_is_its_vote(structure, clients, weights, scales, damping):
+    """What float32 gives is what float64 makes of the same uploads."""
+    models = single(clients[1])
+    fishers = [
+        # Half of the scale in each factor.
+        jax.tree.map(
+            lambda x, s=s: x * (s**0.5 if x.ndim == 2 and structure == "kronecker" else s), f
+        )
+        for f, s in zip(clients[0], scales, strict=True)
+    ]
+    fishers = single(fishers)
+    problem = quadratic.quadratic(fishers, models, weights.astype(jnp.float32), damping)
+    found = ravel(solvers.conjugate_gradients(1e-6)(problem).params)
+    np.testing.assert_allclose(
+        found, written_in_double(fishers, models, damping), rtol=1e-4, atol=1e-5
+    )
+    if structure != "kronecker":
+        totals = quadratic.sums(fishers, models, weights.astype(jnp.float32))
+        summed = solvers.conjugate_gradients(1e-6)(quadratic.from_sums(totals, damping))
+        np.testing.assert_allclose(ravel(summed.params), found, rtol=1e-4, atol=1e-5)

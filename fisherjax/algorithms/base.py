@@ -126,7 +126,11 @@ def averaging(**changes: Any) -> Algorithm:
 
 
 def fisher_summary(
-    model: Model, fisher: Callable[..., Operator], kind: Callable[..., Array], batch_size: int
+    model: Model,
+    fisher: Callable[..., Operator],
+    kind: Callable[..., Array],
+    batch_size: int,
+    max_examples: int | None = None,
 ) -> tuple[Callable, str]:
     """Make `summarize` of {"params": W_i, "fisher": F_i} and its kind; arguments as `fedfisher`."""
     # Here, before any client trains, and not in the first Fisher pass after it.
@@ -134,11 +138,14 @@ def fisher_summary(
     checks.function("fisher", fisher, "fisher.kfac")
     checks.function("kind", kind, "fisher.true")
     checks.count("batch_size", batch_size)
+    how: dict[str, Any] = {"kind": kind, "batch_size": batch_size}
+    if max_examples is not None:
+        how["max_examples"] = checks.count("max_examples", max_examples)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         params = trained.params
         # At the client's own model, around which the server's quadratic expands its loss.
-        own = fisher(model, params, examples, key=key, kind=kind, batch_size=batch_size)
+        own = fisher(model, params, examples, key=key, **how)
         return {"params": params, "fisher": own}, private
 
     return summarize, f"params, {name_of(kind)} {name_of(fisher)} Fisher"

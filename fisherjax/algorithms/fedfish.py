@@ -32,7 +32,7 @@ def fedfish(
     r"""Make FedFish, the coordinate-wise mean of the models weighted by squared batch gradients.
 
         F_i = sum_b (gradient of the mean loss of minibatch b)^2,
-        W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator is at least `floor`,
+        W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator counts,
 
     and the weighted mean sum_i p_i W_ij elsewhere: parameters that no client used.
 
@@ -44,7 +44,7 @@ def fedfish(
             final weights, in a pass of its own over the shuffled data.
         average: Divide by the number of minibatches. The sum grows with the client's data, which
             p_i then counts twice, as in the paper.
-        floor: Smallest weighted sum of squares that counts.
+        floor: Smallest weighted sum of squares that counts, in units of a leaf's mean.
 
     Returns:
         The algorithm. Updates are {"params": W_i, "fisher": Diagonal}, and add up over clients.

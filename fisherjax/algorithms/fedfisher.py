@@ -16,7 +16,7 @@ from fisherjax import checks, solvers
 from fisherjax.algorithms.base import Algorithm, fisher_summary, fisher_sums, solve_sums
 from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal, Operator, kfac, true
-from fisherjax.quadratic import Quadratic
+from fisherjax.quadratic import Quadratic, in_fisher_units
 from fisherjax.solvers.base import Solution, Solver, as_data, as_partial, solution
 from fisherjax.typing import Array, Model, Params
 
@@ -30,6 +30,7 @@ def fedfisher(
     damping: float | None = None,
     solver: Solver | None = None,
     batch_size: int = 64,
+    max_examples: int | None = None,
 ) -> Algorithm:
     """Make FedFisher, which minimises the clients' Fisher-weighted quadratic on the server.
 
@@ -43,6 +44,8 @@ def fedfisher(
         damping: In units of each block's mean eigenvalue; None is 1 for K-FAC and 0 for the others.
         solver: Of the server's system; None is `solvers.conjugate_gradients()`.
         batch_size: Examples of a minibatch in the Fisher pass.
+        max_examples: Of how many of a client's examples its Fisher is at most, drawn anew by the
+            key of `summarize`; None is all.
 
     Returns:
         The algorithm. Updates are {"params": W_i, "fisher": F_i}; with diagonal and full Fishers
@@ -66,7 +69,7 @@ def fedfisher(
         validation (`paper_adam`), weights clients equally in the text (by p_i in the code, as
         here), and compresses uploads to the size of FedAvg's.
     """
-    summarize, sent = fisher_summary(model, fisher, kind, batch_size)
+    summarize, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
     # Read off before any Fisher is computed: damping and `reduce` depend on it.
     operator = inspect.signature(fisher).return_annotation
     operator = operator if hasattr(operator, "adds_up") else Diagonal
@@ -126,7 +129,9 @@ def paper_adam(
         static = (epsilon_inside_root, steps, score_every)
         # As a pytree: its arrays are arguments of the compiled loop, not constants in it.
         evaluate = None if score is None else as_partial(score)
-        x = _paper_adam(*static, as_data(problem), evaluate, learning_rate, epsilon)
+        # Its epsilon is absolute.
+        given = as_data(in_fisher_units(problem))
+        x = _paper_adam(*static, given, evaluate, learning_rate, epsilon)
         return solution(problem, x, steps)
 
     return solve

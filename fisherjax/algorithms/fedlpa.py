@@ -37,6 +37,7 @@ def fedlpa(
     solver: Solver | None = None,
     fallback: Callable[..., Any] | None = None,
     batch_size: int = 64,
+    max_examples: int | None = None,
 ) -> Algorithm:
     r"""Make FedLPA, which solves one linear system for each layer V [inputs + 1, outputs].
 
@@ -59,6 +60,8 @@ def fedlpa(
         fallback: For leaves that belong to no dense or convolution layer, as in `fisher.kfac`:
             `fisher.zero` merges them to their weighted mean, as the authors do.
         batch_size: Examples of a minibatch in the Fisher pass.
+        max_examples: Of how many of a client's examples its factors are at most, drawn anew by the
+            key of `summarize`; None is all.
 
     Returns:
         The algorithm. Updates are {"params": W_i, "fisher": Kronecker}; the server needs each.
@@ -84,7 +87,8 @@ def fedlpa(
     checks.number("damping", damping)
     solve = solvers.conjugate_gradients() if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
-    summary, sent = fisher_summary(model, partial(kfac, fallback=fallback), kind, batch_size)
+    fisher = partial(kfac, fallback=fallback)
+    summary, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         update, private = summary(key, trained, examples, private)
@@ -102,6 +106,7 @@ def fedlpa(
         # The factors hold the damping already. Without its own the quadratic has no preconditioner:
         # the expectation approximation serves as one.
         problem = quadratic.quadratic(fishers, updates["params"], weights, damping=0.0)
+        problem = quadratic.in_fisher_units(problem)
         # Of the class: `Partial`s of one function compare equal, and solvers do not compile again.
         approximation = Partial(Kronecker.block_mv, _expectation(fishers, weights))
         solved = solve(problem._replace(precondition=approximation))

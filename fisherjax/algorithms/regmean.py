@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, tree
+from fisherjax import checks, linalg, tree
 from fisherjax.algorithms.base import Algorithm, weighted_sum
+from fisherjax.clients import draw
 from fisherjax.configuration import cached
 from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import input_moments
@@ -22,7 +23,9 @@ from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
 @cached
-def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algorithm:
+def regmean(
+    model: Model, *, shrink: float = 0.9, batch_size: int = 256, max_examples: int | None = None
+) -> Algorithm:
     """Make RegMean, which merges each dense kernel by least squares over its inputs u.
 
         W = Wbar + (sum_i p_i H_i)^-1 sum_i p_i H_i (W_i - Wbar),   H_i = shrink(E_i[u u^T]),
@@ -36,6 +39,8 @@ def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algo
         shrink: Factor of the off-diagonal entries, 0 <= shrink < 1. At 1 the Gram matrices would be
             singular wherever inputs are linearly dependent.
         batch_size: Examples of a minibatch in the Gram pass.
+        max_examples: Of how many of a client's examples its Gram matrices are at most, drawn anew
+            by the key of `summarize`; None is all.
 
     Returns:
         The algorithm. Updates are {"params": W_i, "grams": {kernel name: E_i[u u^T] [in, in]}},
@@ -61,9 +66,12 @@ def regmean(model: Model, *, shrink: float = 0.9, batch_size: int = 256) -> Algo
     checks.model(model)
     checks.number("shrink", shrink, below=1.0)
     checks.count("batch_size", batch_size)
+    if max_examples is not None:
+        checks.count("max_examples", max_examples)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        del key
+        if max_examples is not None:
+            examples = draw(key, examples, max_examples)
         grams = _grams(model.apply, batch_size, trained.params, examples)
         return {"params": trained.params, "grams": grams}, private
 
@@ -139,5 +147,5 @@ def _matched(gram: Array, product: Array, mean: Array) -> Array:
     # For the correction only: where it is undetermined, the mean stays.
     error = product - jnp.matmul(gram, mean.astype(gram.dtype), precision="highest")
     # Positive definite: shrink < 1 adds (1 - shrink) times the identity.
-    correction = inverse * jax.scipy.linalg.solve(scaled, inverse * error, assume_a="pos")
+    correction = inverse * linalg.solve_definite(scaled, inverse * error)
     return mean + correction.astype(mean.dtype)

@@ -22,6 +22,7 @@ def diagonal(
     kind: kinds.Kind = kinds.true,
     key: Key | None = None,
     batch_size: int = 64,
+    max_examples: int | None = None,
 ) -> Diagonal:
     """Compute the diagonal of the Fisher information.
 
@@ -37,12 +38,13 @@ def diagonal(
         examples: Only the empirical kind reads their targets. Where the sharding of the inputs
             splits N over devices, each runs over its own rows and draws its own labels.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
-        key: For the sampled kind.
+        key: For the sampled kind, and for `max_examples`.
         batch_size: Examples of a minibatch.
+        max_examples: Of how many examples it is at most, drawn without replacement; None is all.
 
     Raises:
-        ValueError: If shapes do not fit, the kind lacks its targets or key, or indices are given
-            for inputs that are spread over devices.
+        ValueError: If shapes do not fit, the kind or the draw lacks its targets or key, or indices
+            are given for inputs that are spread over devices.
         TypeError: If params are not floating.
 
     Example:
@@ -55,7 +57,7 @@ def diagonal(
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, section 4; Matena and Raffel,
         Merging models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
     """
-    plan = passes.check(model, params, examples, kind, key, batch_size)
+    plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
     return passes.run(_sums, plan, params, examples, key)
 
 

@@ -17,6 +17,7 @@ def full(
     kind: kinds.Kind = kinds.true,
     key: Key | None = None,
     batch_size: int = 64,
+    max_examples: int | None = None,
 ) -> Dense:
     """Compute the Fisher information as a dense matrix [d, d], for small networks.
 
@@ -36,7 +37,7 @@ def full(
     Source: Martens, New insights and perspectives on the natural gradient method, JMLR 2020,
         section 8.
     """
-    plan = passes.check(model, params, examples, kind, key, batch_size)
+    plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
     return passes.run(_sums, plan, params, examples, key)
 
 
@@ -90,7 +91,8 @@ def vector_product(
             f"{expected.shapes}, in the same structure."
         )
     # One pytree, because `run` brings that to every device.
-    return passes.run(_product_sums, plan, (params, vector), examples, key)
+    product = passes.run(_product_sums, plan, (params, vector), examples, key)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), product, params)
 
 
 def _product_sums(

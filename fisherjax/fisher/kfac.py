@@ -61,6 +61,7 @@ def kfac(
     kind: kinds.Kind = kinds.true,
     key: Key | None = None,
     batch_size: int = 64,
+    max_examples: int | None = None,
     fallback: Fallback = None,
     sharing: Sharing = expand,
 ) -> Kronecker:
@@ -104,7 +105,7 @@ def kfac(
         the scale differently between the factors; the products are equal.
     """
     checks.instance("sharing", sharing, Sharing, "fisher.expand or fisher.reduce")
-    plan = passes.check(model, params, examples, kind, key, batch_size)
+    plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
     if fallback not in (None, diagonal, zero):
         raise ValueError(
             f"fallback is {fallback!r}; expected None, fisher.diagonal or fisher.zero."

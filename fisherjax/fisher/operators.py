@@ -12,13 +12,14 @@ The sum of several Kronecker operators is not a Kronecker operator: add their pr
 
 import dataclasses
 import math
+from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from fisherjax import tree
+from fisherjax import linalg, tree
 from fisherjax.fisher.layers import Layer, assemble, matrix
 from fisherjax.typing import Array, Params
 
@@ -74,6 +75,33 @@ class _Operator:
         """Multiply a vector of the shape of params by the operator."""
         return self.restore(self.block_mv(self.blocks(params)))
 
+    def at_scale_one(self) -> tuple[Self, Any]:
+        """Divide every block by a power of two 2^e near its own scale, and give e by block too."""
+        exponents = jax.tree.map(tree.exponent, self)
+
+        def scaled(x: Array, exponent: Array) -> Array:
+            # Zeros would become NaN.
+            return tree.times_power(x, jnp.minimum(-exponent, -jnp.finfo(x.dtype).minexp))
+
+        return jax.tree.map(scaled, self, exponents), exponents.block_exponents()
+
+    def traces(self) -> Any:
+        """Sum the diagonal of every matrix, and the entries of what is diagonal: zero or more."""
+        return jax.tree.map(jnp.sum, self.map_parts(jnp.trace, jnp.sum))
+
+    def is_semidefinite(self) -> Array:
+        """Say whether all matrices are symmetric positive semi-definite, but for rounding."""
+        parts = self.map_parts(_is_semidefinite, lambda entries: jnp.all(entries >= 0))
+        return jnp.stack([part.all() for part in jax.tree.leaves(parts)]).all()
+
+    def semidefinite(self) -> Self:
+        """Give the nearest operator of symmetric positive semi-definite matrices.
+
+        Eigenvalues below zero become zero. Quantised matrices have such: 8 bits move eigenvalues by
+        several percent of the mean one.
+        """
+        return self.map_parts(_semidefinite, lambda entries: jnp.maximum(entries, 0))
+
     def trace(self) -> Array:
         """Sum the diagonal."""
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(self.diagonal()))
@@ -95,6 +123,11 @@ class Diagonal(_Operator):
 
     entries: Params
 
+    def map_parts(self, on_matrix: Callable, on_entries: Callable) -> "Diagonal":
+        """Change every matrix, and what is diagonal."""
+        del on_matrix
+        return Diagonal(jax.tree.map(on_entries, self.entries))
+
     def blocks(self, params: Params) -> Params:
         """Split params into blocks: each leaf is one."""
         return params
@@ -110,6 +143,10 @@ class Diagonal(_Operator):
     def block_means(self) -> Params:
         """Average each block's eigenvalues: its scale, for the damping."""
         return jax.tree.map(jnp.mean, self.entries)
+
+    def block_exponents(self) -> Params:
+        """Read the exponents of blocks off an operator of exponents."""
+        return self.entries
 
     def diagonal(self) -> Params:
         """Give the diagonal, in the shape of params."""
@@ -133,6 +170,11 @@ class Dense(_Operator):
     matrix: Array
     template: Template = dataclasses.field(metadata={"static": True})
 
+    def map_parts(self, on_matrix: Callable, on_entries: Callable) -> "Dense":
+        """Change every matrix, and what is diagonal."""
+        del on_entries
+        return dataclasses.replace(self, matrix=on_matrix(self.matrix))
+
     def blocks(self, params: Params) -> Array:
         """Split params into blocks: all of it is one."""
         return ravel(params)
@@ -148,6 +190,10 @@ class Dense(_Operator):
     def block_means(self) -> Array:
         """Average the eigenvalues: tr(F) / d, for the damping."""
         return self.trace() / self.matrix.shape[-1]
+
+    def block_exponents(self) -> Array:
+        """Read the exponents of blocks off an operator of exponents."""
+        return self.matrix
 
     def diagonal(self) -> Params:
         """Give the diagonal, in the shape of params."""
@@ -191,6 +237,20 @@ class Kronecker(_Operator):
     # In units of a block's mean eigenvalue, best or close to it on MNIST, CIFAR-10 and digits.
     default_damping: ClassVar[float] = 1.0
 
+    def map_parts(self, on_matrix: Callable, on_entries: Callable) -> "Kronecker":
+        """Change every matrix, and what is diagonal."""
+
+        def factor(x: Array) -> Any:
+            return on_entries(x) if x.ndim == 1 else on_matrix(x)
+
+        entries = {
+            # Of a scale one matrix for each column, [r, r, o].
+            name: jax.vmap(on_matrix, -1, -1)(x) if name in self.scales else on_entries(x)
+            for name, x in self.entries.items()
+        }
+        factors = jax.tree.map(factor, self.factors)
+        return dataclasses.replace(self, factors=factors, entries=entries)
+
     def blocks(self, params: Params) -> dict[str, Array]:
         """Split params into blocks: the matrix V of each layer, and each remaining leaf."""
         leaves = self.template.by_name(params)
@@ -216,16 +276,20 @@ class Kronecker(_Operator):
         }
         return means | {name: jnp.mean(f) for name, f in self._diagonal_entries().items()}
 
+    def block_exponents(self) -> dict[str, Array]:
+        """Read the exponents of blocks off an operator of exponents."""
+        return {name: f["input"] + f["output"] for name, f in self.factors.items()} | self.entries
+
     def inverse(self, shifts: dict[str, Array]) -> "Kronecker":
         """Invert F + shift approximately, each factor with its part of the block's shift.
 
             (A + pi sqrt(shift) I)^-1, (G + sqrt(shift) / pi I)^-1,   pi^2 = tr(A) o / (tr(G) a).
 
-        Shifts are positive numbers, one for each block; one that is zero counts as one.
+        Shifts are one number for each block; where it is zero, or the block is indefinite, the
+        identity stands in.
 
         Source: Martens and Grosse, ICML 2015, section 6.3 (factored Tikhonov regularisation).
         """
-        shifts = {name: jnp.where(shift > 0, shift, 1) for name, shift in shifts.items()}
         factors = {}
         for name, factor in self.factors.items():
             means = {side: _mean_eigenvalue(x) for side, x in factor.items()}
@@ -282,10 +346,17 @@ class Kronecker(_Operator):
     def _inverse_entries(self, name: str, shift: Array) -> Array:
         entries = self.entries[name]
         if name not in self.scales:
-            return 1 / (entries + shift)
-        matrices = jnp.moveaxis(entries, -1, 0)
-        shifted = matrices + shift * identity_like(matrices[0])
-        return jnp.moveaxis(jnp.linalg.inv(shifted), 0, -1)
+            return 1 / jnp.where(shift > 0, entries + shift, 1)
+        # Of r rows, a scale and perhaps a shift: [r, r, o].
+        rows = len(entries)
+        matrices = entries + shift * jnp.eye(rows, dtype=entries.dtype)[..., None]
+        if rows == 1:
+            inverses = 1 / matrices
+        else:
+            (a, b), (c, d) = matrices
+            inverses = jnp.array([[d, -b], [-c, a]]) / (a * d - b * c)
+        sound = (shift > 0) & jnp.isfinite(inverses).all()
+        return jnp.where(sound, inverses, self.identity().entries[name])
 
     def dense(self) -> Array:
         """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
@@ -324,14 +395,30 @@ def _mean_eigenvalue(matrix: Array) -> Array:
     return jnp.mean(diagonal_of(matrix))
 
 
+def _is_semidefinite(matrix: Array) -> Array:
+    wide = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
+    scaled = wide / tree.unit(wide)
+    asymmetry = jnp.abs(scaled - scaled.T).max(initial=0)
+    # A sum of many outer products is singular up to rounding, which grows with the size.
+    rounding = len(matrix) * jnp.finfo(wide.dtype).eps
+    root = linalg.cholesky(scaled + rounding * identity_like(wide))
+    return (asymmetry <= 1e-5) & jnp.isfinite(root).all()
+
+
+def _semidefinite(matrix: Array) -> Array:
+    wide = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
+    size = tree.unit(wide)
+    values, vectors = linalg.eigh((wide + wide.T) / (2 * size))
+    root = vectors * jnp.sqrt(jnp.maximum(values, 0))
+    return (size * jnp.matmul(root, root.T, precision=_PRECISION)).astype(matrix.dtype)
+
+
 def _inverse(matrix: Array, shift: Array) -> Array:
     identity = identity_like(matrix)
     shifted = matrix + shift.astype(matrix.dtype) * identity
-    if matrix.ndim == 1:
-        return 1 / shifted
     # The shift makes a semi-definite factor definite.
-    root = jax.scipy.linalg.cho_factor(shifted)
-    return jax.scipy.linalg.cho_solve(root, identity)
+    inverse = 1 / shifted if matrix.ndim == 1 else linalg.solve_definite(shifted, identity)
+    return jnp.where((shift > 0) & jnp.isfinite(inverse).all(), inverse, identity)
 
 
 Operator = Diagonal | Dense | Kronecker

@@ -14,20 +14,23 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fisherjax import checks
-from fisherjax.clients import minibatches
-from fisherjax.configuration import by_value
+from fisherjax.clients import draw, minibatches
+from fisherjax.configuration import by_value, cached
 from fisherjax.fisher.kinds import Kind, true
 from fisherjax.parallel import mesh_of, replicate
-from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+from fisherjax.typing import Apply, Array, Examples, Key, Likelihood, Model, Params
 
 
 class Plan(NamedTuple):
     """What a pass over a data set is compiled for."""
 
-    # Without how it trains: networks that differ in that only share a program.
     model: Model
     kind: Kind
     batch_size: int
+    max_examples: int | None = None
+
+
+_DRAW = 2**31 - 1  # what a key is folded by to draw examples; no number of a minibatch
 
 
 Factor = Callable[[Array], Array]
@@ -54,7 +57,10 @@ def weighted_mean(
         return jax.tree.map(jnp.add, sums, own), total + batch(step)[2].sum()
 
     shapes = jax.eval_shape(lambda: (batch_sums(*batch(0), key), batch(0)[2].sum()))
-    zeros = jax.tree.map(jnp.zeros_like, shapes)
+    # In at least float32: a long sum in bfloat16 loses its small terms.
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), shapes
+    )
     # The number is data, not a shape: minibatches of padding alone are not run.
     sums, total = jax.lax.fori_loop(0, number, one_batch, zeros)
     scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
@@ -90,7 +96,9 @@ def run(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _mean(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None) -> Any:
-    model, kind, batch_size = plan
+    model, kind, batch_size, most = plan
+    if most is not None and key is not None:
+        examples = draw(jax.random.fold_in(key, _DRAW), examples, most)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Any:
         return sums(model.apply, params, x, w, lambda z: kind(model.likelihood, z, y, key))
@@ -102,12 +110,14 @@ def _mean(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | No
 def _mean_over_devices(
     sums: Sums, plan: Plan, layout: NamedSharding, params: Any, examples: Examples, key: Key | None
 ) -> Any:
-    axis, everywhere = layout.spec[0], PartitionSpec()
+    axis, everywhere, most = layout.spec[0], PartitionSpec(), plan.max_examples
+    # Each device draws its part.
+    own_plan = plan._replace(max_examples=most and -(-most // layout.mesh.shape[axis]))
 
     def on_one(params: Any, key: Key | None, examples: Examples) -> Any:
         # Otherwise all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
-        own = _mean(sums, plan, params, examples, key)
+        own = _mean(sums, own_plan, params, examples, key)
         total = jax.lax.psum(examples.weights.sum(), axis)
         # Weighted means of means: devices may hold different numbers of examples that count.
         share = examples.weights.sum() / jnp.where(total > 0, total, 1)
@@ -119,7 +129,13 @@ def _mean_over_devices(
 
 
 def check(
-    model: Model, params: Params, examples: Examples, kind: Kind, key: Key | None, batch_size: int
+    model: Model,
+    params: Params,
+    examples: Examples,
+    kind: Kind,
+    key: Key | None,
+    batch_size: int,
+    max_examples: int | None = None,
 ) -> Plan:
     """Refuse bad arguments of a pass over a data set by shapes and dtypes, before it compiles."""
     checks.model(model)
@@ -129,8 +145,36 @@ def check(
     checks.function("kind", kind, "fisher.true, fisher.sampled or fisher.empirical")
     if key is not None:
         checks.key(key)
-    model = model._replace(apply_train=None, mask=None)
-    inputs, targets = examples.inputs, examples.targets
+    if max_examples is not None:
+        checks.count("max_examples", max_examples)
+        rows = examples.inputs if examples.indices is None else examples.indices
+        if key is None and rows.shape[0] > max_examples:
+            raise ValueError(
+                f"max_examples is {max_examples} of {rows.shape[0]} examples, which are drawn: "
+                "pass key=jax.random.key(seed)."
+            )
+    # Without how it trains: networks that differ in that only share a program. By value: an inline
+    # `partial(fisher.sampled, ...)` must not compile again.
+    plan = Plan(model._replace(apply_train=None, mask=None), by_value(kind), int(batch_size))
+    leaves, structure = jax.tree.flatten(jax.tree.map(_shape, (params, examples.inputs)))
+    z = _outputs(plan.model, structure, tuple(leaves))
+    # The true kind reads no targets, whatever they are.
+    if examples.targets is not None and kind is not true:
+        model.likelihood.check((examples.targets.shape[0], *z.shape[1:]), examples.targets)
+    y = None if examples.targets is None else _shape(examples.targets[:1])
+    _columns(model.likelihood, plan.kind, z, y, key is None)
+    return plan._replace(max_examples=max_examples)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+# Tracing a network takes longer than many a product: equal shapes are checked once.
+@cached
+def _outputs(model: Model, structure: Any, leaves: tuple) -> Any:
+    """Give the shape of one example's outputs; refuse a network that does not fit."""
+    params, inputs = jax.tree.unflatten(structure, leaves)
     one = jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype)
     z = checks.outputs(model, params, one)
     if z.ndim < 2:
@@ -138,11 +182,11 @@ def check(
             f"apply returned outputs of shape {z.shape} for one example; expected [1, C]. Keep the "
             "batch axis and give even a single output an axis of its own."
         )
-    # The true kind reads no targets, whatever they are.
-    if targets is not None and kind is not true:
-        model.likelihood.check((targets.shape[0], *z.shape[1:]), targets)
-    y = None if targets is None else jax.ShapeDtypeStruct((1, *targets.shape[1:]), targets.dtype)
-    # For its errors alone: a kind says itself which argument it lacks.
-    jax.eval_shape(lambda z, y, key: kind(model.likelihood, z, y, key), z, y, key)
-    # By value: an inline `partial(fisher.sampled, ...)` must not compile again.
-    return Plan(model, by_value(kind), int(batch_size))
+    return z
+
+
+@cached
+def _columns(likelihood: Likelihood, kind: Kind, z: Any, y: Any, keyless: bool) -> Any:
+    """Let a kind say which argument it lacks."""
+    key = None if keyless else jax.eval_shape(jax.random.key, 0)
+    return jax.eval_shape(lambda z, y, key: kind(likelihood, z, y, key), z, y, key)

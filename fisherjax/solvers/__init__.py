@@ -11,7 +11,7 @@ singular system the component of `init` in the null space stays (Jhunjhunwala, W
 FedFisher, AISTATS 2024, Lemma 1).
 """
 
-from fisherjax.solvers.base import Info, Solution, Solver
+from fisherjax.solvers.base import Info, Solution, Solver, Status
 from fisherjax.solvers.descent import gradient_descent
 from fisherjax.solvers.direct import closed_form
 from fisherjax.solvers.krylov import conjugate_gradients
@@ -20,6 +20,7 @@ __all__ = [
     "Info",
     "Solution",
     "Solver",
+    "Status",
     "closed_form",
     "conjugate_gradients",
     "gradient_descent",

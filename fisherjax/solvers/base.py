@@ -1,5 +1,6 @@
 """What every solver returns and uses."""
 
+import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,8 +8,24 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from fisherjax import tree
 from fisherjax.quadratic import Quadratic
 from fisherjax.typing import Array, Params
+
+
+class Status(enum.IntEnum):
+    """How the solve of one block ended."""
+
+    CONVERGED = 0
+    """The residual is at or below the tolerance."""
+    OUT_OF_ITERATIONS = 1
+    """It is not, after as many iterations as were allowed."""
+    NO_CURVATURE = 2
+    """No client has any, so that the block keeps its start, the weighted mean."""
+    BROKE_DOWN = 3
+    """A direction without or with negative curvature, or numbers beyond the range of the dtype."""
+    STEPS_TAKEN = 4
+    """It is not, and the method takes a fixed number of steps whatever the residual."""
 
 
 class Info(NamedTuple):
@@ -17,12 +34,17 @@ class Info(NamedTuple):
     Attributes:
         iterations: Products with the operator that the leaf used.
         residual: ||matvec(x) - rhs|| / ||rhs|| at the end.
-        converged: Whether the residual is at or below the tolerance that was asked for.
+        status: A `Status`, as an integer.
     """
 
     iterations: Any
     residual: Any
-    converged: Any
+    status: Any
+
+    @property
+    def converged(self) -> Any:
+        """Whether the residual is at or below the tolerance that was asked for, leaf by leaf."""
+        return jax.tree.map(lambda status: status == Status.CONVERGED, self.status)
 
 
 class Solution(NamedTuple):
@@ -52,39 +74,52 @@ def _identity(blocks: Any) -> Any:
     return blocks
 
 
-def solution(problem: Quadratic, x: Any, products: Any, tolerance: float = 1e-4) -> Solution:
-    """Put the answer x together, and say how far from solved the system is."""
+def solution(
+    problem: Quadratic,
+    x: Any,
+    products: Any,
+    tolerance: float = 1e-4,
+    unsolved: Any = Status.STEPS_TAKEN,
+) -> Solution:
+    """Put the answer x together, and say how far from solved the system is.
+
+    The number of products, and the status of what is unsolved, are one for all leaves, or for each.
+    """
     problem = as_data(problem)
-    # Products with the operator are one number, or one for each leaf.
-    if jax.tree.structure(products) != jax.tree.structure(problem.rhs):
-        products = jax.tree.map(lambda _: jnp.asarray(products), problem.rhs)
-    x, info = _judged(problem, x, products, tolerance)
+    each = jax.tree.structure(problem.rhs)
+    products, unsolved = (
+        x
+        if jax.tree.structure(x) == each
+        else jax.tree.map(lambda _, x=x: jnp.asarray(x), problem.rhs)
+        for x in (products, unsolved)
+    )
+    x, info = _judged(problem, x, tolerance, Info(products, None, unsolved))
     return Solution(problem.restore(x), info)
 
 
 @jax.jit
-def _judged(problem: Quadratic, x: Any, count: Any, tolerance: Array) -> tuple[Any, Info]:
-    residual = jax.tree.map(_relative_residual, problem.matvec(x), problem.rhs)
+def _judged(problem: Quadratic, x: Any, tolerance: Array, info: Info) -> tuple[Any, Info]:
+    # How it went has no derivative.
+    found, rhs = jax.lax.stop_gradient((x, problem.rhs))
+    residual = jax.tree.map(_relative_residual, jax.lax.stop_gradient(problem.matvec(found)), rhs)
     # A system that float32 cannot hold has no answer, least of all the start.
     x = jax.tree.map(lambda x, r: jnp.where(jnp.isnan(r), jnp.nan, x), x, residual)
-    return x, Info(count, residual, jax.tree.map(lambda r: r <= tolerance, residual))
+
+    def status(residual: Array, unsolved: Array, mean: Array) -> Array:
+        ended = jnp.where(jnp.isfinite(residual), unsolved, Status.BROKE_DOWN)
+        ended = jnp.where(residual <= tolerance, Status.CONVERGED, ended)
+        return jnp.where(mean == 0, Status.NO_CURVATURE, ended).astype(jnp.int32)
+
+    means = jax.tree.map(lambda _: 1, residual) if problem.means is None else problem.means
+    return x, Info(info.iterations, residual, jax.tree.map(status, residual, info.status, means))
 
 
 def _relative_residual(product: Array, rhs: Array) -> Array:
     # In units of rhs: squares of 1e-25 are zero in float32, and would look solved.
-    wanted, error = rhs / unit(rhs), (product - rhs) / unit(rhs)
-    size = jnp.sqrt(dot(wanted, wanted))
-    return ratio(size != 0, jnp.sqrt(dot(error, error)), size)
-
-
-def unit(x: Array) -> Array:
-    """Give a power of two near the largest entry: in its units squares stay in range.
-
-    Dividing by it changes no bit of what is computed.
-    """
-    top = jnp.abs(x).max(initial=0)
-    # With top = m 2^e and 1/2 <= m < 1 this is 2^(e - 1).
-    return ratio(top > 0, top, 2 * jnp.frexp(top)[0]) + (top == 0)
+    size = tree.unit(rhs)
+    wanted, error = rhs / size, (product - rhs) / size
+    norm = jnp.sqrt(dot(wanted, wanted))
+    return ratio(norm != 0, jnp.sqrt(dot(error, error)), norm)
 
 
 def dot(left: Array, right: Array) -> Array:
@@ -103,7 +138,7 @@ def power_iteration(matvec: Callable, start: Any, iterations: Array) -> Any:
 
     def normalised(x: Array) -> Array:
         # First by a power of two, so that the square of a tiny vector is not zero.
-        x = x / unit(x)
+        x = x / tree.unit(x)
         return x * ratio(jnp.any(x != 0), 1, jnp.sqrt(dot(x, x)))
 
     def turn(_: Array, v: Any) -> Any:

@@ -14,10 +14,11 @@ from fisherjax.typing import Array
 
 @cached
 def closed_form(floor: float = 1e-6) -> Solver:
-    """Solve a diagonal system directly, x_j = b_j / a_j where a_j >= floor, else the start's x_j.
+    """Solve a diagonal system directly, x_j = b_j / a_j where a_j counts, else the start's x_j.
 
     Args:
-        floor: Below this a coordinate counts as without curvature and keeps its start.
+        floor: In units of a leaf's mean a: below it a coordinate counts as without curvature and
+            keeps its start.
 
     Raises:
         ValueError: If the floor is negative; on solving, if the system is not diagonal.
@@ -29,7 +30,7 @@ def closed_form(floor: float = 1e-6) -> Solver:
         [2. 5.]
 
     Source: Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, equation
-        5. The floor as in the FedFisher authors' code.
+        5. The FedFisher authors' code has an absolute floor, which would depend on the scale.
     """
     checks.number("floor", floor)
 
@@ -49,7 +50,7 @@ def closed_form(floor: float = 1e-6) -> Solver:
 def _closed_form(problem: Quadratic, floor: Array) -> Any:
     def leaf(a: Array, b: Array, x: Array) -> Array:
         # Above zero besides, since the floor itself may be zero.
-        counts = (a >= floor) & (a > 0)
+        counts = (a >= floor * jnp.mean(a)) & (a > 0)
         return jnp.where(counts, ratio(counts, b, a), x)
 
     # A diagonal is what the product makes of ones.

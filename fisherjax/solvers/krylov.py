@@ -1,14 +1,16 @@
 """Conjugate gradients, the default."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks
+from fisherjax import checks, tree
 from fisherjax.configuration import cached
 from fisherjax.quadratic import Quadratic
-from fisherjax.solvers.base import Solution, Solver, as_data, dot, ratio, solution, unit
+from fisherjax.solvers.base import Solution, Solver, Status, as_data, dot, ratio, solution
 from fisherjax.typing import Array
 
 _map = jax.tree.map
@@ -40,58 +42,100 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
     checks.number("tolerance", tolerance)
 
     def solve(problem: Quadratic) -> Solution:
-        x, count = _conjugate_gradients(as_data(problem), tolerance, max_iterations)
-        return solution(problem, x, count, tolerance)
+        x, count, broken = _conjugate_gradients(as_data(problem), tolerance, max_iterations)
+        unsolved = _map(lambda b: jnp.where(b, Status.BROKE_DOWN, Status.OUT_OF_ITERATIONS), broken)
+        return solution(problem, x, count, tolerance, unsolved)
 
     return solve
 
 
 @jax.jit
 def _conjugate_gradients(problem: Quadratic, tolerance: Array, max_iterations: Array) -> tuple:
-    # In units of which squares stay in range, and which change no bit.
-    lengths, sizes = _map(unit, problem.init), _map(unit, problem.rhs)
-    init, rhs = _map(jnp.divide, problem.init, lengths), _map(jnp.divide, problem.rhs, sizes)
-    bound = _map(lambda b: jnp.square(tolerance).astype(b.dtype) * dot(b, b), rhs)
+    matvec, precondition = problem.matvec, problem.precondition
 
-    def multiply(x: Any) -> Any:
-        # A leaf has one length and one size, so that its scaled system stays symmetric.
-        return _map(jnp.divide, problem.matvec(_map(jnp.multiply, x, lengths)), sizes)
+    def multiply(system: tuple) -> tuple:
+        x, size = system
+        return matvec(x), size
+
+    def solve(_: Any, system: tuple) -> tuple:
+        residual, size = system
+        x, count, broken = _descended(
+            matvec, precondition, residual, size, (tolerance, max_iterations)
+        )
+        return (x, size), (count, broken)
+
+    # What is solved for is the way from the start, which in a singular system keeps what the start
+    # has in the null space. The size of the right-hand side, which the tolerance is relative to,
+    # goes along as an unknown of its own, whose derivative is zero: that is written as a multiple
+    # of the residual, because JAX transposes a solve only by all of its right-hand side.
+    residual = _map(jnp.subtract, problem.rhs, matvec(problem.init))
+    size = jax.lax.stop_gradient(_map(_norm, problem.rhs))
+    size = _map(lambda size, r: size + 0 * r.sum(), size, residual)
+    # Derivatives are solves of the same system, not of the loop, which has none.
+    linear_solve = partial(jax.lax.custom_linear_solve, symmetric=True, has_aux=True)
+    (way, _), (count, broken) = linear_solve(multiply, (residual, size), solve)
+    return _map(jnp.add, problem.init, way), count, broken
+
+
+def _norm(x: Array) -> Array:
+    unit = tree.unit(x)
+    return unit * jnp.sqrt(dot(x / unit, x / unit))
+
+
+def _descended(
+    matvec: Callable, precondition: Callable, rhs: Any, size: Any, limits: tuple[Array, Array]
+) -> tuple[Any, Any, Any]:
+    """Solve from zero, to residuals of `tolerance` times the larger of rhs and size."""
+    tolerance, max_iterations = limits
+    # In units of which squares stay in range, and which change no bit.
+    units = _map(tree.unit, rhs)
+    rhs = _map(jnp.divide, rhs, units)
+
+    def bounded(b: Array, size: Array, unit: Array) -> Array:
+        squares = jnp.maximum(dot(b, b), jnp.square(size / unit))
+        return jnp.square(tolerance).astype(b.dtype) * squares
+
+    bound = _map(bounded, rhs, size, units)
 
     def turn(r: Any) -> Any:
-        return _map(jnp.divide, problem.precondition(r), steps)
-
-    def unfinished(state: tuple) -> Array:
-        _, residual, direction, _, _, step = state
-        active = _map(lambda p, s, b: (s > b) & jnp.any(p != 0), direction, norms(residual), bound)
-        # One loop for all leaves, until the last one is done.
-        return (step < max_iterations) & jnp.stack(jax.tree.leaves(active)).any()
+        return _map(jnp.divide, precondition(r), steps)
 
     def norms(residual: Any) -> Any:
         return _map(lambda r: dot(r, r), residual)
 
+    def unfinished(state: tuple) -> Array:
+        _, residual, direction, _, _, _, step = state
+        active = _map(lambda p, s, b: (s > b) & jnp.any(p != 0), direction, norms(residual), bound)
+        # One loop for all leaves, until the last one is done.
+        return (step < max_iterations) & jnp.stack(jax.tree.leaves(active)).any()
+
     def body(state: tuple) -> tuple:
-        x, residual, direction, height, count, step = state
-        product = multiply(direction)
+        x, residual, direction, height, count, broken, step = state
+        product = matvec(direction)
+        lengths = _map(tree.unit, product)
+        product = _map(jnp.divide, product, lengths)
         curvature = _map(dot, direction, product)
+        wanted = _map(lambda s, b, p: (s > b) & jnp.any(p != 0), norms(residual), bound, direction)
         # A leaf that is done, or whose direction has no curvature left, stands still from now on.
-        going = _map(lambda c, s, b: (c > 0) & (s > b), curvature, norms(residual), bound)
+        going = _map(lambda c, w: (c > 0) & w, curvature, wanted)
+        broken = _map(lambda b, w, g: b | (w & ~g), broken, wanted, going)
         alpha = _map(ratio, going, height, curvature)
-        x = _map(lambda x, a, p: x + a * p, x, alpha, direction)
+        x = _map(lambda x, a, s, p: x + a / s * p, x, alpha, lengths, direction)
         residual = _map(lambda r, a, q: r - a * q, residual, alpha, product)
         steepest = turn(residual)
         new = _map(lambda g, r, z, h: jnp.where(g, dot(r, z), h), going, residual, steepest, height)
         beta = _map(ratio, going, new, height)
         # Zero for a leaf that is done, by which `unfinished` knows it.
         direction = _map(lambda g, z, b, p: g * (z + b * p), going, steepest, beta, direction)
-        return x, residual, direction, new, _map(jnp.add, count, going), step + 1
+        return x, residual, direction, new, _map(jnp.add, count, going), broken, step + 1
 
-    residual = _map(jnp.subtract, rhs, multiply(init))
     # The scale of a preconditioner drops out of the iterates, but not out of the range of float32:
     # it is set to that of the first residual.
-    steps = _map(unit, problem.precondition(residual))
-    direction = turn(residual)
-    height = _map(dot, residual, direction)
+    steps = _map(tree.unit, precondition(rhs))
+    direction = turn(rhs)
+    height = _map(dot, rhs, direction)
     count = _map(lambda _: jnp.zeros((), jnp.int32), height)
-    state = (init, residual, direction, height, count, 0)
-    x, _, _, _, count, _ = jax.lax.while_loop(unfinished, body, state)
-    return _map(jnp.multiply, x, lengths), count
+    broken = _map(lambda _: jnp.zeros((), bool), height)
+    state = (_map(jnp.zeros_like, rhs), rhs, direction, height, count, broken, 0)
+    x, _, _, _, count, broken, _ = jax.lax.while_loop(unfinished, body, state)
+    return _map(jnp.multiply, x, units), count, broken

@@ -1,0 +1,77 @@
+"""Derivatives of a merge by damping, weights and models are those of the formula."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import fisherjax as fj
+from fisherjax import algorithms, fisher, merging
+
+MODEL = fj.Model(
+    lambda w, x: jnp.tanh(x @ w["a"]["kernel"] + w["a"]["bias"]) @ w["b"],
+    fj.likelihoods.categorical,
+)
+EXACT = {"solver": fj.solvers.conjugate_gradients(1e-13, 500)}
+METHODS = {
+    "K-FAC": partial(algorithms.fedfisher, MODEL, **EXACT),
+    "diagonal": partial(algorithms.fedfisher, MODEL, fisher=fisher.diagonal, **EXACT),
+    "closed form": partial(
+        algorithms.fedfisher, MODEL, fisher=fisher.diagonal, solver=fj.solvers.closed_form()
+    ),
+    "full": partial(algorithms.fedfisher, MODEL, fisher=fisher.full, **EXACT),
+    "RegMean": lambda damping: algorithms.regmean(MODEL),
+    "FedLPA": partial(algorithms.fedlpa, MODEL, **EXACT),
+}
+
+
+@pytest.fixture
+def world(x64):
+    source = np.random.default_rng(0)
+    start = {
+        "a": {"kernel": jnp.asarray(source.normal(size=(3, 4))), "bias": jnp.zeros(4)},
+        "b": jnp.asarray(source.normal(size=(4, 2))),
+    }
+    data = source.normal(size=(30, 3)), source.integers(0, 2, 30).astype(np.int32)
+    federation = fj.clients.federation(data, [range(10), range(10, 22), range(22, 30)])
+    models = [jax.tree.map(lambda x: x + source.normal(size=x.shape) / 5, start) for _ in range(3)]
+    return start, federation, models
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_derivatives_agree_with_finite_differences(world, name):
+    start, federation, models = world
+    method = METHODS[name](damping=0.3)
+    updates = merging.summarize(method, models, federation, key=jax.random.key(0))
+
+    def merged(damping, weights, params):
+        sent = algorithms.Update(updates.values | {"params": params}, updates.kind)
+        result = merging.merge(METHODS[name](damping=damping), start, sent, weights)[0]
+        return jax.tree.map(jnp.sin, result)
+
+    at = jnp.float64(0.3), jnp.array([0.2, 0.5, 0.3]), updates.values["params"]
+    check_grads(jax.jit(merged), at, order=1, modes=("fwd", "rev"), rtol=1e-5, atol=1e-7)
+
+
+def test_merges_are_mapped_over_damping(world):
+    start, federation, models = world
+    make = METHODS["K-FAC"]
+    updates = merging.summarize(make(damping=1.0), models, federation, key=jax.random.key(0))
+    dampings = jnp.array([0.0, 0.1, 1.0])
+
+    def merged(damping):
+        return merging.merge(make(damping=damping), start, updates)
+
+    together, _, info = jax.jit(jax.vmap(merged))(dampings)
+    for place, damping in enumerate([0.0, 0.1, 1.0]):
+        alone, _, alone_info = merged(damping)
+        for x, y in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(x[place], y, atol=1e-9)
+        # A traced damping keeps the preconditioner, and zero leaves it out.
+        for x, y in zip(
+            jax.tree.leaves(info.iterations), jax.tree.leaves(alone_info.iterations), strict=True
+        ):
+            assert abs(int(x[place]) - int(y)) <= 1

@@ -1,0 +1,45 @@
+"""Factorisations in loops: the same numbers as in batches, and none waits for another."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from fisherjax import linalg
+
+
+def definite(size, seed=0, count=5, dtype=np.float32):
+    basis = np.random.default_rng(seed).normal(size=(count, size, 2 * size)).astype(dtype)
+    return jnp.asarray(basis @ basis.swapaxes(1, 2) / size)
+
+
+def test_many_batches_in_one_program_end():
+    """Of these sizes, side by side, batched factorisations wait for each other on two cores."""
+    matrices = [definite(size) for size in (25, 150, 256, 120, 84, 6, 16, 120, 84, 10)]
+
+    @jax.jit
+    @jax.vmap
+    def roots(matrices):
+        return [(linalg.cholesky(x), *linalg.eigh(x)) for x in matrices]
+
+    for matrix, (root, values, vectors) in zip(matrices, roots(matrices), strict=True):
+        np.testing.assert_allclose(root @ root.swapaxes(1, 2), matrix, atol=1e-4)
+        again = (vectors * values[:, None]) @ vectors.swapaxes(1, 2)
+        np.testing.assert_allclose(again, matrix, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+def test_definite_systems_are_solved_with_derivatives(x64, shape):
+    matrix = definite(4, count=1, dtype=np.float64)[0]
+    rhs = jnp.asarray(np.random.default_rng(1).normal(size=shape))
+    np.testing.assert_allclose(matrix @ linalg.solve_definite(matrix, rhs), rhs, atol=1e-12)
+
+    def symmetric(matrix, rhs):
+        return linalg.solve_definite((matrix + matrix.T) / 2, rhs)
+
+    check_grads(symmetric, (matrix, rhs), order=1, modes=("fwd", "rev"), rtol=1e-6)
+    batch = definite(4, seed=2, dtype=np.float64)
+    together = jax.vmap(linalg.solve_definite, (0, None))(batch, rhs)
+    for one, x in zip(batch, together, strict=True):
+        np.testing.assert_allclose(one @ x, rhs, atol=1e-12)
