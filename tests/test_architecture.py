@@ -46,16 +46,8 @@ ORDER = [
     "personalization",
 ]
 FISHER = [
-    "kinds",
-    "inline",
-    "views",
-    "uses",
-    "layers",
-    "operators",
-    "passes",
-    "diagonal",
-    "full",
-    "kfac",
+    *("kinds", "inline", "views", "uses", "layers", "trace"),
+    *("operators", "passes", "diagonal", "full", "kfac"),
 ]
 SHARED = {"base", "checks"}  # what the other files of a folder may import
 

@@ -16,8 +16,8 @@ from fisherjax.clients import draw
 from fisherjax.configuration import cached
 from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import input_moments
-from fisherjax.fisher.layers import trace
 from fisherjax.fisher.operators import Template
+from fisherjax.fisher.trace import trace
 from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 

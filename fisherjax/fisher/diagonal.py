@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax.fisher import kinds, passes
-from fisherjax.fisher.layers import Layer, LayersNotFoundError, Trace, assemble, trace
+from fisherjax.fisher.layers import Layer, assemble
 from fisherjax.fisher.operators import Diagonal, Template
+from fisherjax.fisher.trace import LayersNotFoundError, Trace, trace
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 _COLUMNS_AT_ONCE = 16  # of the output factor: their tangents are in memory together

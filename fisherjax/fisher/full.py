@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax.fisher import kinds, passes
-from fisherjax.fisher.layers import check_examples
 from fisherjax.fisher.operators import Dense, Template, ravel
+from fisherjax.fisher.trace import check_examples
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from fisherjax.fisher import layers
+from fisherjax.fisher import trace
 
 KEYS = jax.random.split(jax.random.key(0), 8)
 
@@ -206,7 +206,7 @@ def test_no_leaf_is_uncovered(name):
     found = {}
 
     def run(params, x):
-        seen = layers.trace(apply, params, x)
+        seen = trace.trace(apply, params, x)
         found.update(uncovered=seen.uncovered, layers=seen.layers)
         return seen.pullback(seen.outputs)
 
@@ -226,7 +226,7 @@ def test_the_uncovered_leaves_of_batchnorm_are_its_running_statistics():
     found = {}
 
     def run(variables, x):
-        found.update(layers.trace(module.apply, variables, x).uncovered)
+        found.update(trace.trace(module.apply, variables, x).uncovered)
 
     jax.eval_shape(run, variables, IMAGES)
     assert {name.split("/")[0] for name in found} == {"batch_stats"}

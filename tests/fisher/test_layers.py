@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from fisherjax import Examples, Model, fisher, likelihoods, nn
-from fisherjax.fisher import layers
+from fisherjax.fisher import layers, trace
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -393,7 +393,7 @@ def test_gradients_are_sums_of_activations_times_tangents(x64, name, examples):
 
     @jax.jit
     def both_ways(params, x):
-        seen = layers.trace(apply, params, x)
+        seen = trace.trace(apply, params, x)
         found[:], left[:] = seen.layers, seen.uncovered
         tangents = seen.pullback(cotangent)
 
@@ -440,7 +440,7 @@ def test_unpacking_a_layers_matrix_gives_its_leaves_back(shape, bias):
 def test_the_bias_is_the_last_row_and_its_activation_is_one():
     apply, shapes, input_shape, _ = NETWORKS["fast convolution"]
     params, x = draw(shapes, 0), draw(input_shape, 1)
-    (activations,) = jax.jit(lambda p, x: layers.trace(apply, p, x).activations)(params, x)
+    (activations,) = jax.jit(lambda p, x: trace.trace(apply, p, x).activations)(params, x)
     assert activations.shape == (B, 3 * 4, 3 * 3 * 2 + 1)
     assert (activations[..., -1] == 1).all()
     layer = layers.Layer("k", "b", (3, 3, 2, 4))
@@ -485,12 +485,12 @@ def test_what_only_looks_like_mixing_is_not_refused():
         return h.at[rows, 0].add(h[rows, 1]) + lax.map(lambda row: row.sum(), x)[:, None]
 
     params, x = {"w": jnp.ones((4, 3))}, jnp.ones((B, 4))
-    jax.eval_shape(partial(layers.check_examples, apply), params, x)
+    jax.eval_shape(partial(trace.check_examples, apply), params, x)
 
 
 def test_a_network_that_cannot_be_read_is_refused():
     def apply(params, x):
         return x[: params["w"].shape[0]].reshape(B, 4) @ params["w"]  # needs just B examples
 
-    with pytest.raises(layers.LayersNotFoundError, match=r"could not be found.*fisher\.diagonal"):
-        jax.eval_shape(partial(layers.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
+    with pytest.raises(trace.LayersNotFoundError, match=r"could not be found.*fisher\.diagonal"):
+        jax.eval_shape(partial(trace.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
