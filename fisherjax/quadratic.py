@@ -165,19 +165,14 @@ def in_fisher_units(problem: Quadratic) -> Quadratic:
 def _damped(
     matvec: Partial, parts: dict[str, Any], damping: float, operator: Operator
 ) -> Quadratic:
-    strengths, rhs = _strengths(parts, damping)
+    strengths = operator.strengths(parts["means"], damping)
+    rhs = _pull(parts["product"], strengths, parts["init"])
     parts = {name: parts[name] for name in ("init", "means", "exponents")}
     # Stacked operators serve too: `restore` reads names and shapes, none of their arrays.
     restore = Partial(type(operator).restore, operator)
     is_diagonal = isinstance(operator, Diagonal)
     matvec = Partial(_damped_mv, matvec, strengths)
     return Quadratic(matvec, rhs, restore=restore, is_diagonal=is_diagonal, **parts)
-
-
-@jax.jit
-def _strengths(parts: dict[str, Any], damping: Array) -> tuple[Any, Any]:
-    strengths = jax.tree.map(lambda mean: damping * mean, parts["means"])
-    return strengths, _pull(parts["product"], strengths, parts["init"])
 
 
 @jax.jit
@@ -222,7 +217,7 @@ def _approximate_inverse(fishers: Kronecker, votes: Any, means: Any, damping: Ar
     mean = dataclasses.replace(fishers, factors=factors, entries=entries)
     # How fast the server solves has no derivative.
     mean, means, damping = jax.lax.stop_gradient((mean, means, damping))
-    return mean.inverse(jax.tree.map(lambda mean: damping * mean, means))
+    return mean.inverse(mean.strengths(means, damping))
 
 
 def _blocks(fisher: Operator, params: Params) -> Any:
@@ -264,6 +259,7 @@ def _weighted_sums(computed: Any, votes: Any) -> Any:
     return jax.tree.map(lambda x, v: tree.weighted_sum(tree.keep(v != 0, x), v), computed, votes)
 
 
+@jax.jit
 def _pull(values: Any, strengths: Any, blocks: Any) -> Any:
     # A product gets lambda x, the right-hand side lambda Wbar: the pull is towards Wbar.
     return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, strengths, blocks)

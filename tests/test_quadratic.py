@@ -73,8 +73,10 @@ def strengths(structure, matrices, damping):
     blocks = {"diagonal": LEAVES, "kronecker": BLOCKS, "dense": {"all": list(range(10))}}[structure]
     diagonal = np.average([np.diagonal(f) for f in matrices], axis=0, weights=WEIGHTS)
     pull = np.zeros(10)
-    for indices in blocks.values():
-        pull[indices] = damping * diagonal[indices].mean()
+    for name, indices in blocks.items():
+        # What is a diagonal beside Kronecker factors is not damped.
+        is_damped = (structure, name) != ("kronecker", "rest")
+        pull[indices] = is_damped * damping * diagonal[indices].mean()
     return pull
 
 

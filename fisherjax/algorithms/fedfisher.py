@@ -42,6 +42,7 @@ def fedfisher(
             `functools.partial` of one, such as `partial(fisher.kfac, fallback=fisher.diagonal)`.
         kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
         damping: In units of each block's mean eigenvalue; None is 1 for K-FAC and 0 for the others.
+            Leaves that K-FAC's `fallback` gives a diagonal have none.
         solver: Of the server's system; None is `solvers.conjugate_gradients()`.
         batch_size: Examples of a minibatch in the Fisher pass.
         max_examples: Of how many of a client's examples its Fisher is at most, drawn anew by the

@@ -102,6 +102,10 @@ class _Operator:
         """
         return self.map_parts(_semidefinite, lambda entries: jnp.maximum(entries, 0))
 
+    def strengths(self, means: Any, damping: Array) -> Any:
+        """Give each block's damping lambda from its mean eigenvalue, in whose units damping is."""
+        return jax.tree.map(lambda mean: damping * mean, means)
+
     def trace(self) -> Array:
         """Sum the diagonal."""
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(self.diagonal()))
@@ -275,6 +279,14 @@ class Kronecker(_Operator):
             for name, factor in self.factors.items()
         }
         return means | {name: jnp.mean(f) for name, f in self._diagonal_entries().items()}
+
+    def strengths(self, means: dict[str, Array], damping: Array) -> dict[str, Array]:
+        """Give each block's damping lambda from its mean eigenvalue, in whose units damping is.
+
+        A leaf that fell back to a diagonal has none, as a diagonal Fisher by itself.
+        """
+        damped = self.factors.keys() | self.scales
+        return {name: damping * mean * (name in damped) for name, mean in means.items()}
 
     def block_exponents(self) -> dict[str, Array]:
         """Read the exponents of blocks off an operator of exponents."""

@@ -1,5 +1,7 @@
 """Kronecker factors against two other computations: the full Fisher, and flax interception."""
 
+from functools import partial
+
 import chex
 import flax.linen
 import jax
@@ -7,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fisherjax import Examples, Model, fisher, likelihoods, nn
+from fisherjax import (
+    Examples,
+    Model,
+    algorithms,
+    clients,
+    fisher,
+    likelihoods,
+    merging,
+    nn,
+    solvers,
+)
 
 CATEGORICAL = likelihoods.categorical
 
@@ -457,6 +469,28 @@ def test_fallback_gives_the_rest_a_diagonal_or_nothing(trouble):
         np.testing.assert_allclose(value, left[name], rtol=1e-5)
         assert (without.entries[name] == 0).all()
     chex.assert_trees_all_close(mixed.factors, without.factors, rtol=1e-6)
+
+
+def test_leaves_that_fall_back_merge_as_with_a_diagonal_alone(x64):
+    """The damping of K-FAC is that of its layers: the rest has the diagonal's, which is none."""
+
+    def apply(p, x):
+        return (x * jnp.exp(p["s"])) @ p["w"]
+
+    draw = np.random.default_rng(0).normal
+    models = [{"s": jnp.asarray(draw(size=4)), "w": jnp.asarray(draw(size=(4, 3)))} for _ in "ab"]
+    data = jnp.asarray(draw(size=(12, 4))), jnp.zeros((12, 3))
+    federation = clients.federation(data, [range(5), range(5, 12)])
+    merged = {}
+    for structure in (partial(fisher.kfac, fallback=fisher.diagonal), fisher.diagonal):
+        solver = solvers.conjugate_gradients(tolerance=1e-12)
+        options = {"fisher": structure, "solver": solver}
+        method = algorithms.fedfisher(Model(apply, likelihoods.gaussian), **options)
+        updates = merging.summarize(method, models, federation, key=jax.random.key(0))
+        merged[structure], _, _ = merging.merge(method, models[0], updates, federation.weights)
+    one, other = merged.values()
+    np.testing.assert_allclose(one["s"], other["s"], rtol=1e-8)
+    assert np.abs(one["w"] - other["w"]).max() > 1e-3
 
 
 def test_jitted_networks_are_seen_through(mlp):
