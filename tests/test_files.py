@@ -226,3 +226,164 @@ def test_a_new_file_replaces_the_old_with_the_usual_permissions(tmp_path, suffix
     assert list(files.load_arrays(path)) == ["b"]
     (tmp_path / "usual").touch()
     assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+OURS = {
+    "conv": {"kernel": np.arange(36.0, dtype=np.float32).reshape(3, 3, 2, 2), "bias": np.ones(2)},
+    "dense": [np.arange(6.0).reshape(2, 3), np.arange(3)],
+}
+TORCH = {
+    "conv/kernel": ("0.weight", (3, 2, 0, 1)),
+    "conv/bias": "0.bias",
+    "dense/0": ("1.weight", (1, 0)),
+}
+
+
+@pytest.mark.parametrize("stored", FLOATS)
+@pytest.mark.parametrize("wanted", FLOATS)
+def test_floats_are_cast_to_those_of_like(tmp_path, stored, wanted):
+    path, values = tmp_path / "tree.safetensors", np.array([[1.5, -0.25], [np.inf, 0]])
+    files.save_arrays(path, {"w": values.astype(stored), "n": np.arange(3)})
+    like = {"w": np.zeros((2, 2), wanted), "n": np.arange(3)}
+    assert_same(
+        files.load_arrays(path, like, cast=True), {"w": values.astype(wanted), "n": np.arange(3)}
+    )
+    if stored != wanted:
+        with pytest.raises(ValueError, match=r"w is .*expected .*cast=True"):
+            files.load_arrays(path, like)
+
+
+def test_only_floats_of_equal_shape_are_cast_and_none_to_infinity(tmp_path):
+    path = tmp_path / "tree.safetensors"
+    files.save_arrays(path, {"w": np.array([1.0, 1e30], np.float32), "n": np.arange(2)})
+    integers = np.arange(2)
+    for like in (
+        {"w": integers, "n": integers},
+        {"w": np.zeros(2, np.float32), "n": np.zeros(2)},
+        {"w": np.zeros(2, np.float32), "n": integers.astype(np.int32)},
+        {"w": np.zeros((2, 1)), "n": integers},
+    ):
+        with pytest.raises(ValueError, match="are not those of `like`") as caught:
+            files.load_arrays(path, like, cast=True)
+        assert "cast=True" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"w holds 1e\+30, which is too large for float16"):
+        files.load_arrays(path, {"w": np.zeros(2, np.float16), "n": integers}, cast=True)
+    with pytest.raises(ValueError, match="cast and mapping need `like`"):
+        files.load_arrays(path, cast=True)
+
+
+def test_torchs_names_and_axes_are_written_and_read_by_one_mapping(tmp_path):
+    path = tmp_path / "torch.safetensors"
+    files.save_arrays(path, OURS, mapping=TORCH)
+    theirs = files.load_arrays(path)
+    assert sorted(theirs) == ["0.bias", "0.weight", "1.weight", "dense/1"]
+    # One entry of a kernel: by row, column, input and output here, by output and input first there.
+    assert theirs["0.weight"][1, 0, 2, 1] == OURS["conv"]["kernel"][2, 1, 0, 1]
+    np.testing.assert_array_equal(theirs["1.weight"], OURS["dense"][0].T)
+    assert_same(files.load_arrays(path, like=OURS, mapping=TORCH), OURS)
+
+
+@given(tree=TREES, seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=60)
+def test_what_a_mapping_wrote_it_reads(tmp_path_factory, tree, seed):
+    path, draw = tmp_path_factory.mktemp("arrays") / "tree.safetensors", np.random.default_rng(seed)
+    files.save_arrays(path, tree)
+    ranks = {name: array.ndim for name, array in files.load_arrays(path).items()}
+    names = dict(zip(ranks, draw.permutation(list(ranks)).tolist(), strict=True))
+    axes = {name: tuple(draw.permutation(rank).tolist()) for name, rank in ranks.items()}
+
+    def mapping(name):
+        return names[name], axes[name]
+
+    files.save_arrays(path, tree, mapping=mapping)
+    assert_same(files.load_arrays(path, tree, mapping=mapping), tree)
+    # A dict and a function say the same.
+    listed = {name: mapping(name) for name in ranks}
+    assert_same(files.load_arrays(path, tree, mapping=listed), tree)
+
+
+def test_the_mapping_the_other_way_round_undoes_a_mapping(tmp_path):
+    ours, theirs, again = (tmp_path / f"{name}.safetensors" for name in ("ours", "theirs", "again"))
+    files.save_arrays(ours, OURS)
+    files.save_arrays(theirs, files.load_arrays(ours), mapping=TORCH)
+    back = {
+        "0.weight": ("conv/kernel", (2, 3, 1, 0)),
+        "0.bias": "conv/bias",
+        "1.weight": ("dense/0", (1, 0)),
+    }
+    files.save_arrays(again, files.load_arrays(theirs), mapping=back)
+    assert_same(files.load_arrays(again, OURS), OURS)
+
+
+def _saved(path, tree):
+    files.save_arrays(path, tree)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("mapping", "error", "message"),
+    [
+        ([("conv/bias", "0.bias")], TypeError, "mapping is a list; expected a dict"),
+        ({"conv/weight": "0.weight"}, ValueError, "lists conv/weight, but our leaves are conv/b"),
+        ({"conv/bias": 3}, TypeError, "gives 3 for 'conv/bias'; expected the file's name"),
+        ({"conv/bias": ("0.bias", 0)}, TypeError, r"gives \('0.bias', 0\) for 'conv/bias'"),
+        ({"conv/bias": ("b", (0.0,))}, TypeError, "expected the file's name, or a pair"),
+        ({"dense/0": ("w", (1, 1))}, ValueError, r"'dense/0', which has 2 axes, by \(1, 1\)"),
+        ({"dense/0": ("w", (-1, 0))}, ValueError, r"expected each of \(0, 1\) once"),
+        ({"dense/0": "dense/1"}, ValueError, "'dense/0' and 'dense/1' are both called 'dense/1'"),
+        ({"dense/0": "__metadata__"}, ValueError, "called '__metadata__'.*rename"),
+        (lambda name: None, TypeError, "gives None for 'conv/bias'"),
+    ],
+)
+def test_a_mapping_that_does_not_fit_is_refused_and_leaves_the_old_file(
+    tmp_path, mapping, error, message
+):
+    path = _saved(tmp_path / "tree.safetensors", OURS)
+    with pytest.raises(error, match=message):
+        files.save_arrays(path, OURS, mapping=mapping)
+    assert_same(files.load_arrays(path, OURS), OURS)
+    assert list(tmp_path.iterdir()) == [path]
+    if "__metadata__" not in message:
+        with pytest.raises(error, match=message):
+            files.load_arrays(path, OURS, mapping=mapping)
+
+
+def test_a_file_of_other_names_or_axes_says_that_a_mapping_may_help(tmp_path):
+    path = tmp_path / "torch.safetensors"
+    files.save_arrays(path, OURS, mapping=TORCH)
+    with pytest.raises(ValueError, match=r"missing dense/0; .*names differ, say how by `mapping`"):
+        files.load_arrays(path, OURS)
+    upright = TORCH | {"dense/0": "1.weight"}
+    message = r"1\.weight is float64\[3, 2\], expected float64\[2, 3\].*transposed, give them by"
+    with pytest.raises(ValueError, match=message):
+        files.load_arrays(path, OURS, mapping=upright)
+
+
+NESTED = st.recursive(
+    st.integers(), lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=3), max_leaves=8
+).filter(lambda tree: isinstance(tree, dict))
+
+
+@given(nested=NESTED)
+def test_nested_dicts_are_made_of_names_again(nested):
+    flat = {
+        "/".join(key.key for key in path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nested)
+    }
+    assert files.unflatten(flat) == nested
+
+
+def test_another_separator_leaves_slashes_alone():
+    assert files.unflatten({"a/b.c": 1, "a/b.d": 2}, ".") == {"a/b": {"c": 1, "d": 2}}
+
+
+def test_names_that_cannot_nest_are_refused():
+    for arrays in ({"a": 1, "a/b/c": 2}, {"a/b/c": 2, "a": 1}):
+        with pytest.raises(ValueError, match="'a' is an array, and holds 'a/b/c' too: rename"):
+            files.unflatten(arrays)
+    with pytest.raises(ValueError, match="separator is empty"):
+        files.unflatten({"a": 1}, "")
+    for wrong in ([1, 2], {1: 2}):
+        with pytest.raises(TypeError, match="expected a dict from names"):
+            files.unflatten(wrong)
