@@ -161,7 +161,7 @@ class _Block(flax.linen.Module):
     def __call__(self, hidden: Array) -> Array:
         _, length, width = hidden.shape
         normed = _norm("norm1")(hidden)
-        # Kernels [inputs, outputs], which K-FAC recognises; flax's own have an axis for the heads.
+        # Kernels [inputs, outputs]; those of flax's own attention have an axis for the heads.
         query, key, value = (
             _dense(width, name)(normed).reshape(-1, length, self.num_heads, width // self.num_heads)
             for name in ("query", "key", "value")
@@ -222,7 +222,7 @@ def apply_fn(model: flax.linen.Module, normalize: Callable[[Array], Array] | Non
 
     def apply(params: Params, inputs: Array) -> Array:
         inputs = inputs if normalize is None else normalize(inputs)
-        # K-FAC does not recognise a layer whose parameters are cast on their way to it.
+        # Computed in the dtype of the parameters, whatever that of the data.
         dtype = jax.tree.leaves(params)[0].dtype
         inputs = inputs.astype(dtype) if jnp.issubdtype(inputs.dtype, jnp.floating) else inputs
         return model.apply({"params": params}, inputs)

@@ -33,8 +33,8 @@ _OBSERVER: contextvars.ContextVar[Callable[..., Array] | None] = contextvars.Con
 def observe_convolutions(callback: Callable[..., Array]) -> Iterator[None]:
     """Let `callback` replace the output of every patch convolution traced in this context.
 
-    The K-FAC pass enters it to tag layers that its graph matcher would not recognise. Python runs
-    only while JAX traces, so a function that was compiled outside the context ignores it.
+    The K-FAC pass enters it to see convolutions where there are only patches. Python runs only
+    while JAX traces, so a function that was compiled outside the context ignores it.
     `callback(y, lhs, rhs, window_strides=..., padding=..., ...)` is given the output
     y [B, H', W', cout] and the arguments of `jax.lax.conv_general_dilated`, and returns what takes
     y's place.

@@ -426,6 +426,27 @@ def summed(seen, tangents):
     return {n: jnp.stack(g, 1) if isinstance(g, list) else g for n, g in gradients.items()}
 
 
+FORMS = [
+    "heads",
+    "stack of layers",
+    "recurrent",
+    "shared kernel",
+    "embedding that is the head too",
+    "positions",
+    "BatchNorm with running statistics",
+    "channels first, strides and bias",
+]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_diagonal_of_any_form_of_layer_is_that_of_the_full_matrix(x64, name):
+    apply, shapes, input_shape, _ = NETWORKS[name]
+    examples = Examples(draw(input_shape, 1))
+    arguments = Model(apply, likelihoods.gaussian), draw(shapes, 0), examples
+    entries, full = (f(*arguments).diagonal() for f in (fisher.diagonal, fisher.full))
+    chex.assert_trees_all_close(entries, full, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("shape", [(4, 3), (2, 5, 3, 4)])
 @pytest.mark.parametrize("bias", [None, "b"])
 def test_unpacking_a_layers_matrix_gives_its_leaves_back(shape, bias):
