@@ -362,6 +362,27 @@ def test_vmapped_clients_equal_looped_ones_in_any_form_of_layer(tokens):
     chex.assert_trees_all_close(jax.vmap(one)(several), stacked, rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.parametrize("factory", [algorithms.fedfisher, algorithms.fedlpa])
+def test_any_form_of_layer_is_merged(tokens, factory):
+    """Clients that agree merge to themselves, and curvature decides between those that do not."""
+    model, params, x = tokens
+    federation = clients.federation((x, x), [[0, 1], [2, 3, 4]])
+    other = jax.tree.map(lambda leaf: 1.05 * leaf, params)
+    method = factory(model, solver=solvers.conjugate_gradients(1e-10, 2000))
+
+    def merged(models):
+        updates = merging.summarize(method, models, federation, key=jax.random.key(0))
+        return merging.merge(method, params, updates, federation.weights)
+
+    same, _, _ = merged([params, params])
+    chex.assert_trees_all_close(same, params, rtol=1e-6, atol=1e-9)
+    between, _, info = merged([params, other])
+    assert all(jax.tree.leaves(info.converged))
+    mean = jax.tree.map(lambda a, b: 0.4 * a + 0.6 * b, params, other)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), between, mean)
+    assert min(jax.tree.leaves(moved)) > 1e-7
+
+
 def test_an_embedding_that_is_the_head_too_keeps_the_trace_of_both(tokens):
     """Against the sum of the Fishers of the two uses, had each an embedding of its own."""
     _, params, x = tokens

@@ -515,3 +515,13 @@ def test_a_network_that_cannot_be_read_is_refused():
 
     with pytest.raises(trace.LayersNotFoundError, match=r"could not be found.*fisher\.diagonal"):
         jax.eval_shape(partial(trace.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
+
+
+def test_a_network_that_treats_other_numbers_of_examples_otherwise_is_refused():
+    def apply(params, x):
+        return x @ params["w"] if len(x) > B else jnp.tanh(x) @ params["w"]
+
+    with pytest.raises(
+        trace.LayersNotFoundError, match=rf"for {B} examples than for.*every example alike"
+    ):
+        jax.eval_shape(partial(trace.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
