@@ -112,9 +112,10 @@ def kfac(
             f"fallback is {fallback!r}; expected None, fisher.diagonal or fisher.zero."
         )
     # By value: another partial of the same must not compile again.
-    return _tied(
-        passes.run(by_value(partial(_sums, fallback, sharing)), plan, params, examples, key)
-    )
+    sums = by_value(partial(_sums, fallback, sharing))
+    found = passes.run(sums, plan, params, examples, key)
+    is_tied = len({(layer.leaf, layer.index) for layer in found.layers}) < len(found.layers)
+    return _tied(found) if is_tied else found
 
 
 @jax.jit
@@ -132,10 +133,10 @@ def _tied(fisher: Kronecker) -> Kronecker:
     for first, *others in uses.values():
         pairs = [factors[first.kernel]] if others else []
         for layer in others:
-            a, g = factors.pop(layer.kernel).values()
+            pair = factors.pop(layer.kernel)
             # Where the outputs are other axes, rows are columns.
-            straight = layer.outputs == first.outputs
-            pairs.append({"input": a, "output": g} if straight else {"input": g, "output": a})
+            turned = {"input": pair["output"], "output": pair["input"]}
+            pairs.append(pair if layer.outputs == first.outputs else turned)
         if others:
             factors[first.kernel] = _joined(pairs)
     return dataclasses.replace(fisher, factors=factors, layers=tuple(u[0] for u in uses.values()))
