@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -50,6 +51,21 @@ def _few_programs_in_memory() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def run_page() -> Callable[[Path], dict]:
+    """Execute the examples of a page from top to bottom, and return their names."""
+
+    def run(page: Path) -> dict:
+        names: dict = {}
+        for code in re.findall(
+            r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
+        ):
+            exec(code, names)
+        return names
+
+    return run
 
 
 @pytest.fixture

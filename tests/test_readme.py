@@ -12,10 +12,8 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_examples_run_and_print_the_numbers_that_stand_under_them():
-    names: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
-        exec(code, names)
+def test_the_examples_run_and_print_the_numbers_that_stand_under_them(run_page):
+    names = run_page(ROOT / "README.md")
     assert names["state"].number == 5
     fj, model, clients, trained = (names[x] for x in ("fj", "model", "clients", "trained"))
     test = fj.Examples(names["test"].inputs, names["test"].targets)

@@ -1,0 +1,57 @@
+"""What the page about one's own model says holds: its examples run, in order, and agree."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import chex
+import numpy as np
+import pytest
+
+PAGE = Path(__file__).parents[1] / "docs" / "your_model.md"
+
+
+@pytest.fixture(scope="module")
+def page(run_page):
+    return SimpleNamespace(**run_page(PAGE))
+
+
+def test_every_framework_is_covered(page):
+    for framework in ("", "linen_", "nnx_", "eqx_"):
+        model, params = (getattr(page, framework + name) for name in ("model", "params"))
+        found = page.fj.fisher.kfac(model, params, page.examples)
+        assert found.coverage == 1
+        assert [(layer.rows, layer.columns) for layer in found.layers] == [(64, 32), (32, 10)]
+    assert 0.9 < page.normed_kfac.coverage < 1
+
+
+def test_the_merges_are_as_good_as_the_page_says(page):
+    said = re.search(r"It prints (0\.\d+), (0\.\d+) and (0\.\d+)", PAGE.read_text()).groups()
+    fj, model = page.fj, page.linen_model
+    methods = fj.algorithms.fedavg(), fj.algorithms.regmean(model), page.fedfisher
+    for method, number in zip(methods, said, strict=True):
+        merged = page.merge(method, page.models)
+        found = fj.metrics.accuracy(model, merged, page.held_out)
+        # Other versions of JAX round differently: two of the 360 test images.
+        assert abs(float(found) - float(number)) < 0.006
+
+
+def test_files_of_two_frameworks_are_one_model(page):
+    # The second client's was written in half precision.
+    chex.assert_trees_all_close(page.models, [page.first, page.second], atol=1e-3)
+    expected = page.merge(page.fj.algorithms.regmean(page.linen_model), page.models)
+    for number, name in enumerate(("first", "last")):
+        layer = page.eqx_merged.layers[number]
+        np.testing.assert_allclose(layer.weight.T, expected[name]["kernel"], atol=1e-4)
+        np.testing.assert_allclose(layer.bias, expected[name]["bias"], atol=1e-4)
+
+
+def test_updates_from_files_merge_like_those_that_never_left(page):
+    expected = page.merge(page.fedfisher, page.models)
+    chex.assert_trees_all_equal(page.merged, expected)
+
+
+def test_learning_the_weights_lowers_the_loss_as_the_page_says(page):
+    said = re.search(r"from (0\.\d+) to (0\.\d+) nats", PAGE.read_text()).groups()
+    np.testing.assert_allclose([page.losses[0], page.losses[-1]], np.float64(said), atol=0.01)
+    assert page.loss(page.free) < page.losses[0]
