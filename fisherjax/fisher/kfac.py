@@ -1,6 +1,7 @@
 """Kronecker-factored Fisher information (K-FAC)."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks
+from fisherjax import checks, tree
 from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.diagonal import diagonal, leaf_sums, over_columns, weighted_columns
@@ -169,9 +170,12 @@ def _sums(
     seen = trace(apply, params, x)
     # Still tracing: nothing has been computed yet.
     if seen.uncovered and fallback is None:
+        sizes = {name: math.prod(shape) for name, shape in tree.shapes(params).items()}
+        share = sum(sizes[name] for name in seen.uncovered) / sum(sizes.values())
         raise ValueError(
             "K-FAC covers parameters that inputs are multiplied by, convolved with, looked up in, "
-            f"added to or scaled by, not these:\n{_listed(seen.uncovered)}\nPass "
+            f"added to or scaled by, not these, {100 * share:.2g} % of all:\n"
+            f"{_listed(seen.uncovered)}\nPass "
             "fallback=fisher.diagonal to give them a diagonal Fisher, or fallback=fisher.zero to "
             "leave them at the weighted mean when merging, or change the network."
         )

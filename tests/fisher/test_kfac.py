@@ -19,6 +19,7 @@ from fisherjax import (
     merging,
     nn,
     solvers,
+    tree,
 )
 
 CATEGORICAL = likelihoods.categorical
@@ -469,6 +470,12 @@ def test_what_is_not_covered_is_refused_by_name_and_reason(trouble):
     with pytest.raises(ValueError, match=TROUBLES[trouble]) as refusal:
         fisher.kfac(Model(apply, CATEGORICAL), variables, Examples(x))
     assert "good" not in str(refusal.value)
+    sizes = {
+        n: s.size for n, s in zip(tree.names(variables), jax.tree.leaves(variables), strict=True)
+    }
+    bad = sum(size for name, size in sizes.items() if f"'{name}'" in str(refusal.value))
+    if "more" not in str(refusal.value):
+        assert f", {100 * bad / sum(sizes.values()):.2g} % of all" in str(refusal.value)
     assert "fallback=fisher.diagonal" in str(refusal.value)
 
 
