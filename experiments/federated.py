@@ -14,7 +14,6 @@ params, bit for bit.
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -35,9 +34,8 @@ def parse(arguments: Sequence[str]) -> Federated:
     return asked
 
 
-def _main(arguments: Sequence[str]) -> None:
-    # A log has no width of its own; tables are wide.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
+@commands.command(PROGRAM)
+def main(arguments: Sequence[str], console: Console) -> None:
     asked = parse(arguments)
     with records.folder(asked.out):
         rows = _resume(asked)
@@ -107,8 +105,6 @@ def _named(unit: Unit) -> str:
     epochs = f"{unit.local_epochs} local epoch{'s' * (unit.local_epochs > 1)}"
     return f"{label(unit.algorithm)}, {epochs}, seed {unit.seed}"
 
-
-main = partial(commands.attempt, _main, PROGRAM)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -53,7 +53,8 @@ class Config:
     """Folder for the pictures and the numbers."""
 
 
-def _run(arguments: Sequence[str]) -> None:
+@commands.command(PROGRAM, continues=False)
+def main(arguments: Sequence[str], console: Console) -> None:
     asked = commands.read(arguments, PROGRAM, __doc__, Config)
     _check(asked)
     network = asked.num_examples, asked.epochs, asked.seed
@@ -62,7 +63,7 @@ def _run(arguments: Sequence[str]) -> None:
         "fisher": partial(fisher_blocks.section, asked.dataset, asked.data_dir, *network),
         "tsne": partial(features.section, _experiment(asked), asked.num_points),
     }
-    console, parts = Console(highlight=False), ["# Why curvature merges better than averaging\n"]
+    parts = ["# Why curvature merges better than averaging\n"]
     with records.folder(asked.out):
         for name, section in sections.items():
             with console.status(name):
@@ -88,8 +89,6 @@ def _check(asked: Config) -> None:
         commands.check(asked, option, "1 or more", lambda x: x >= 1)
     config.check_one_shot(_experiment(asked))
 
-
-main = partial(commands.attempt, _run, PROGRAM, continues=False)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -77,10 +76,11 @@ Fisher of the squared loss, in one round.
 """
 
 
-def _run(arguments: Sequence[str]) -> None:
+@commands.command(PROGRAM, continues=False)
+def main(arguments: Sequence[str], console: Console) -> None:
     config = commands.read(arguments, PROGRAM, __doc__, Config)
     _check(config)
-    console, setting, out = Console(highlight=False), config.setting, config.out
+    setting, out = config.setting, config.out
     with records.folder(out):
         with console.status("training"):
             runs = toy_regression.train(setting, range(config.num_seeds))
@@ -110,8 +110,6 @@ def _check(config: Config) -> None:
     commands.check(setting, "noise", "a finite number, zero or more", lambda x: 0 <= x < math.inf)
     commands.check(setting, "learning_rate", "a number above 0", lambda x: 0 < x < math.inf)
 
-
-main = partial(commands.attempt, _run, PROGRAM, continues=False)
 
 if __name__ == "__main__":
     sys.exit(main())

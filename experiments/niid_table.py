@@ -13,7 +13,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from rich.console import Console
 
@@ -30,8 +29,8 @@ _WIDTH = 180
 _Done = dict[Unit, list[Row]]
 
 
-def _main(arguments: Sequence[str]) -> None:
-    console = Console(highlight=False)
+@commands.command(PROGRAM)
+def main(arguments: Sequence[str], console: Console) -> None:
     grid = commands.read(arguments, PROGRAM, __doc__, Grid)
     grids.check(grid)
     units = grids.units(grid)
@@ -95,8 +94,6 @@ def _write(grid: Grid, done: _Done) -> tuple[list[Table], str]:
     records.write_text(grid.out / "table.csv", niid.as_csv(results, names, grid.epochs))
     return found, notes
 
-
-main = partial(commands.attempt, _main, PROGRAM)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -37,8 +36,8 @@ def parse(arguments: Sequence[str]) -> OneShot:
     return dataclasses.replace(asked, out=asked.out or Path("runs") / config.name(asked))
 
 
-def _main(arguments: Sequence[str]) -> None:
-    console = Console(highlight=False)
+@commands.command(PROGRAM)
+def main(arguments: Sequence[str], console: Console) -> None:
     asked = parse(arguments)
     with records.folder(asked.out):
         default = config.one_shot(asked.data.dataset)
@@ -71,8 +70,6 @@ def _execute(task: OneRound, rows: list[Row], missing: list[Unit], console: Cons
             watch.finish(unit, new, time.perf_counter() - start)
     return rows
 
-
-main = partial(commands.attempt, _main, PROGRAM)
 
 if __name__ == "__main__":
     sys.exit(main())

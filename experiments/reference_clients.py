@@ -12,7 +12,6 @@ label_counts.csv, summary.md, the table, and accuracy.png, the figure.
 import dataclasses
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -64,8 +63,8 @@ class Config:
     """Folder for the results."""
 
 
-def _main(arguments: Sequence[str]) -> None:
-    console = Console(highlight=False)
+@commands.command(PROGRAM, continues=False)
+def main(arguments: Sequence[str], console: Console) -> None:
     asked = commands.read(arguments, PROGRAM, __doc__, Config)
     found = reference.load(asked.reference)
     task = prepare(asked, found)
@@ -125,8 +124,6 @@ def _some(rows: np.ndarray, most: int | None, client: int) -> np.ndarray:
         return rows
     return np.sort(np.random.default_rng((0, client)).choice(rows, most, replace=False))
 
-
-main = partial(commands.attempt, _main, PROGRAM, continues=False)
 
 if __name__ == "__main__":
     sys.exit(main())

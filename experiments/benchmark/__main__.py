@@ -11,7 +11,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,7 +24,8 @@ from experiments.harness.tables import terminal
 PROGRAM = "experiments.benchmark"
 
 
-def _main(arguments: Sequence[str]) -> None:
+@commands.command(PROGRAM, continues=False)
+def main(arguments: Sequence[str], console: Console) -> None:
     # JAX would claim most of a GPU's memory for itself, and PyTorch computes beside it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     asked = filled(commands.read(arguments, PROGRAM, __doc__, Config))
@@ -33,12 +33,10 @@ def _main(arguments: Sequence[str]) -> None:
         if (asked.out / report.JSON).exists():
             held = f"--out {asked.out} holds results already"
             raise ValueError(f"{held}: choose another, or delete it")
-        _run(asked)
+        _run(asked, console)
 
 
-def _run(asked: Config) -> None:
-    # A log has no width of its own; tables are wide.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+def _run(asked: Config, console: Console) -> None:
     rows: list[report.Row] = []
     notes: list[str] = []
 
@@ -74,8 +72,6 @@ def _run(asked: Config) -> None:
     left = f"\nIn {asked.out}/: {report.CSV}, {report.JSON}, {report.PLOT}"
     console.print(left, soft_wrap=True)
 
-
-main = partial(commands.attempt, _main, PROGRAM, continues=False)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from rich.console import Console
 
 import fisherjax as fj
 from experiments.benchmark import config
@@ -41,14 +42,15 @@ class Config:
     """Timed runs; the median counts."""
 
 
-def _main(arguments: Sequence[str]) -> None:
+@commands.command(PROGRAM, continues=False)
+def main(arguments: Sequence[str], console: Console) -> None:
     asked = commands.read(arguments, PROGRAM, __doc__, Config)
     for option in vars(asked):
         commands.check(asked, option, "a number above 0", lambda number: number > 0)
     square, long = jnp.ones((2048, 2048)), jnp.ones(2**26)
     rate = 2 * 2048**3 / _seconds(asked, jnp.matmul, square, square)
     bandwidth = 2 * long.nbytes / _seconds(asked, lambda x: x + 1, long)
-    print(f"{rate / 1e9:.0f} GFLOP/s of a product, {bandwidth / 1e9:.1f} GB/s of a copy\n")
+    console.print(f"{rate / 1e9:.0f} GFLOP/s of a product, {bandwidth / 1e9:.1f} GB/s of a copy\n")
     lines = []
     made_up = config.Config("train", Path(), data="synthetic")
     for name, title in {"lenet": "LeNet", "cnn": "CNN"}.items():
@@ -58,7 +60,7 @@ def _main(arguments: Sequence[str]) -> None:
             floors = needed.flops / rate, needed.bytes / bandwidth
             times = [f"{1e3 * seconds:.2f}" for seconds in (*floors, measured)]
             lines.append((f"{phase}, {title}", *times, f"{measured / max(floors):.1f}"))
-    print(markdown(Table("", _HEADINGS, lines)))
+    console.print(markdown(Table("", _HEADINGS, lines)), soft_wrap=True)
 
 
 def _phases(work: Workload, num_clients: int) -> dict[str, tuple]:
@@ -87,8 +89,6 @@ def _phases(work: Workload, num_clients: int) -> dict[str, tuple]:
 def _seconds(asked: Config, function: Callable[..., Any], *arguments: Any) -> float:
     return alone(Case("", partial(jax.jit(function), *arguments)), asked.repeats).median
 
-
-main = partial(commands.attempt, _main, PROGRAM, continues=False)
 
 if __name__ == "__main__":
     sys.exit(main())

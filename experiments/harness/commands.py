@@ -85,30 +85,34 @@ def write(config: Any, program: str) -> str:
     return shlex.join(words)
 
 
-def attempt(
-    work: Callable[[Sequence[str]], None],
-    program: str,
-    arguments: Sequence[str] | None = None,
-    continues: bool = True,
-) -> int:
-    """Run a command, and say on one line why it stopped if it did.
+def command(program: str, continues: bool = True) -> Callable[..., Callable[..., int]]:
+    """Make a program of a function of its arguments and a console; it says why it stopped.
 
     Its arguments are those of this process if None. The exit status is 0 when all is done, 1 when
     something was refused, 130 when interrupted; `continues` if the same command would then go on.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        work(arguments)
-    except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        again = shlex.join(["python", "-m", program, *arguments])
-        more = f"; the same command continues it:\n  {again}" if continues else "."
-        print(f"Interrupted. What was finished is kept{more}")
-        return 130
-    return 0
+
+    def decorate(work: Callable[[Sequence[str], Console], None]) -> Callable[..., int]:
+        def main(arguments: Sequence[str] | None = None) -> int:
+            arguments = sys.argv[1:] if arguments is None else arguments
+            # A log has no width of its own; tables are wide.
+            width = None if sys.stdout.isatty() else 170
+            try:
+                work(arguments, Console(highlight=False, width=width))
+            except (ValueError, OSError) as error:
+                Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
+                print(error, file=sys.stderr)
+                return 1
+            except KeyboardInterrupt:
+                again = shlex.join(["python", "-m", program, *arguments])
+                more = f"; the same command continues it:\n  {again}" if continues else "."
+                print(f"Interrupted. What was finished is kept{more}")
+                return 130
+            return 0
+
+        return main
+
+    return decorate
 
 
 def check_name(option: str, value: str, known: Collection[str]) -> None:
