@@ -183,12 +183,7 @@ class Federated:
 
 
 def one_shot(dataset: str | None = None) -> OneShot:
-    """Return what is run if nothing else is asked: the demo on digits, or as FedFisher's paper.
-
-    Example:
-        >>> one_shot("mnist").data.model
-        'lenet'
-    """
+    """Return what is run if nothing else is asked: the demo on digits, or as FedFisher's paper."""
     dataset = dataset or "digits"
     check_name("dataset", dataset, IMAGES)
     if dataset == "digits":
@@ -199,12 +194,7 @@ def one_shot(dataset: str | None = None) -> OneShot:
 
 
 def federated(dataset: str | None = None) -> Federated:
-    """Return what is run in rounds on a data set if nothing else is asked.
-
-    Example:
-        >>> federated("mnist").cohort
-        20
-    """
+    """Return what is run in rounds on a data set if nothing else is asked."""
     models = {"digits": "mlp", "mnist": "lenet", "cifar10": "simple_cnn", PLAYS: "transformer"}
     dataset = dataset or "digits"
     check_name("dataset", dataset, models)
@@ -245,12 +235,7 @@ def check_federated(config: Federated) -> None:
 
 
 def name(config: OneShot) -> str:
-    """Name an experiment by what it is and a digest of all that can change its result.
-
-    Example:
-        >>> name(OneShot()).rpartition("-")[0]
-        'digits-mlp-m5-fedfisher0.1'
-    """
+    """Name an experiment by what it is and a digest of all that can change its result."""
     first, data = contents(OneShot()), config.data
     # A run from before these options existed, when the damping was an option, keeps its name.
     changed = {"damping": "default"} | {

@@ -32,12 +32,7 @@ def label(name: str) -> str:
 
 
 def style(name: str) -> dict[str, Any]:
-    """Return an algorithm's colour, marker and label, the same in every figure and any order.
-
-    Example:
-        >>> style("fedavg")
-        {'color': '#1a1a1a', 'marker': 'o', 'label': 'FedAvg'}
-    """
+    """Return an algorithm's colour, marker and label, the same in every figure and any order."""
     if name not in TABLE:
         return {"color": GREY, "marker": "o", "label": name}
     # More algorithms than colours begin again, with markers shifted by one.

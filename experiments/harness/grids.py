@@ -69,13 +69,7 @@ def cells(grid: Grid, dataset: str) -> list[Cell]:
 
 
 def configuration(grid: Grid, cell: Cell, seed: int) -> OneShot:
-    """Say how one cell is computed with one seed.
-
-    Example:
-        >>> asked = configuration(Grid(), Cell("mnist", "niid_bench", "0.1"), seed=2)
-        >>> asked.data.model, asked.data.beta, asked.partition_seeds, str(asked.out)
-        ('simple_cnn_mnist', 0.1, (2,), 'runs/niid_table/mnist/niid_bench0.1-seed2')
-    """
+    """Say how one cell is computed with one seed."""
     is_beta = cell.partition == "niid_bench"
     number = {"beta": float(cell.number)} if is_beta else {"classes_per_client": int(cell.number)}
     split = {"num_clients": grid.num_clients, "partition": cell.partition, **number}

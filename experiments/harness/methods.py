@@ -68,12 +68,7 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
 
 
 def trains_its_own(algorithm: str) -> bool:
-    """Say whether an algorithm changes how clients train; False for what is no algorithm.
-
-    Example:
-        >>> trains_its_own("scaffold"), trains_its_own("fedavg"), trains_its_own("ensemble")
-        (True, False, False)
-    """
+    """Say whether an algorithm changes how clients train; False for what is no algorithm."""
     if algorithm not in TABLE:
         return False
     base, model = optax.identity(), Model(jnp.matmul, fj.likelihoods.categorical)  # any

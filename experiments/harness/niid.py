@@ -49,12 +49,7 @@ Results = dict[Cell, Measured]
 
 
 def published(epochs: int) -> dict[tuple[Cell, str], Published]:
-    """Read the paper's numbers; where it has none after so many epochs, those after 200.
-
-    Example:
-        >>> published(10)[Cell("mnist", "niid_bench", "0.1"), "fednova"]
-        Published(accuracy=48.07, epochs=200)
-    """
+    """Read the paper's numbers; where it has none after so many epochs, those after 200."""
     found = {}
     with open(_PAPER, newline="") as file:
         _, *lines = csv.reader(file)
@@ -110,13 +105,7 @@ def footnote(epochs: int, num_seeds: int) -> str:
 
 
 def extrapolation(results: Results, epochs: int, num_seeds: int) -> str:
-    """Say how long the same cells would take with the paper's epochs; only training grows.
-
-    Example:
-        >>> cell = Measured({}, seconds=100.0, training=90.0)
-        >>> extrapolation({Cell("mnist", "niid_bench", "0.1"): cell}, epochs=10, num_seeds=2)
-        '1 cells took 100 s a seed, ... at 200 epochs 0.5 h a seed, 1.0 h for 2.'
-    """
+    """Say how long the same cells would take with the paper's epochs; only training grows."""
     timed = [own for own in results.values() if own.seconds is not None]
     if not timed:
         return ""

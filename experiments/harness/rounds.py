@@ -51,22 +51,12 @@ class Unit(NamedTuple):
 
 
 def number(config: Federated, local_epochs: int) -> int:
-    """Count the rounds of an experiment with so many local epochs.
-
-    Example:
-        >>> number(Federated(total_epochs=160), 16)
-        10
-    """
+    """Count the rounds of an experiment with so many local epochs."""
     return config.rounds if config.total_epochs is None else config.total_epochs // local_epochs
 
 
 def measured(config: Federated, local_epochs: int, round_: int) -> bool:
-    """Say whether a round crosses a multiple of `eval_every` local epochs, or is the last.
-
-    Example:
-        >>> [n for n in range(1, 9) if measured(Federated(rounds=8, eval_every=10), 4, n)]
-        [3, 5, 8]
-    """
+    """Say whether a round crosses a multiple of `eval_every` local epochs, or is the last."""
     crossed = round_ * local_epochs % config.eval_every < local_epochs
     return crossed or round_ == number(config, local_epochs)
 

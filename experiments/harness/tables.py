@@ -43,15 +43,7 @@ def terminal(table: Table) -> RichTable:
 
 
 def markdown(table: Table, level: int = 1) -> str:
-    """Write a table in Markdown, under its title as a heading of a level.
-
-    Example:
-        >>> print(markdown(Table("", ("method", "%"), [("fedavg", "39.4")])))
-        | method | % |
-        | --- | ---: |
-        | fedavg | 39.4 |
-        <BLANKLINE>
-    """
+    """Write a table in Markdown, under its title as a heading of a level."""
     rules = ["---" if place < table.text else "---:" for place in range(len(table.headings))]
     lines = [
         [f"**{cell}**" for cell in line] if place == table.best else line
@@ -71,12 +63,7 @@ def csv_text(columns: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Write a mean, with the standard deviation of several values.
-
-    Example:
-        >>> spread([1.0, 2.0]), spread([0.5], digits=2), spread([])
-        ('1.5 ± 0.7', '0.50', '-')
-    """
+    """Write a mean, with the standard deviation of several values: 1.5 ± 0.7."""
     if not values:
         return "-"
     mean = f"{statistics.fmean(values):.{digits}f}"
@@ -84,12 +71,7 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def size(count: float) -> str:
-    """Write a number of bytes.
-
-    Example:
-        >>> size(35328)
-        '35.3 kB'
-    """
+    """Write a number of bytes, for example 35.3 kB."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -98,11 +80,6 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Round a time for reading.
-
-    Example:
-        >>> duration(125), duration(7200)
-        ('2 min', '2.0 h')
-    """
+    """Round a time for reading: 2 min or 2.0 h."""
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.1f} h"

@@ -103,6 +103,15 @@ def test_markdown_csv_and_the_terminal_show_the_same_cells():
     assert re.split("[,\n]", tables.csv_text(table.headings, table.lines).strip()) == cells
 
 
+def test_numbers_are_rounded_for_reading():
+    assert [tables.size(10**n * 35.328) for n in (0, 3, 6, 9)] == [
+        *("35.3 B", "35.3 kB", "35.3 MB", "35.3 GB")
+    ]
+    assert (tables.duration(125), tables.duration(7200)) == ("2 min", "2.0 h")
+    assert (tables.spread([1.0, 2.0]), tables.spread([0.5], digits=2)) == ("1.5 ± 0.7", "0.50")
+    assert tables.spread([]) == "-"
+
+
 # Labels
 
 
