@@ -18,16 +18,13 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from experiments.harness import commands, config, curves, progress, records, rounds, tasks
-from experiments.harness.config import Federated
-from experiments.harness.figures import label
+from experiments.harness import commands, config, curves, figures, progress, records, rounds, tasks
 from experiments.harness.records import Row
-from experiments.harness.rounds import Unit
 
 PROGRAM = "experiments.federated"
 
 
-def parse(arguments: Sequence[str]) -> Federated:
+def parse(arguments: Sequence[str]) -> config.Federated:
     """Read the command line and check it."""
     asked = commands.read(arguments, PROGRAM, __doc__, config.federated)
     config.check_federated(asked)
@@ -44,7 +41,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
         curves.report(asked, rows, PROGRAM, console)
 
 
-def _resume(asked: Federated) -> list[Row]:
+def _resume(asked: config.Federated) -> list[Row]:
     """Return the rows of finished units that the same experiment has left in its folder."""
     default = config.federated(asked.data.dataset)
     rows = records.resume(asked.out, asked, default, records.FEDERATED)
@@ -54,7 +51,7 @@ def _resume(asked: Federated) -> list[Row]:
     return [row for row in rows if rounds.unit_of(row) in done]
 
 
-def _execute(asked: Federated, rows: list[Row], console: Console) -> list[Row]:
+def _execute(asked: config.Federated, rows: list[Row], console: Console) -> list[Row]:
     """Compute the units that are missing, and write the rows after each."""
     task = tasks.rounds(asked)
     methods = rounds.prepare(task)
@@ -78,7 +75,7 @@ def _execute(asked: Federated, rows: list[Row], console: Console) -> list[Row]:
     return rows
 
 
-def _shower(bar: Progress, shown: TaskID, unit: Unit) -> Callable[[int, float | None], None]:
+def _shower(bar: Progress, shown: TaskID, unit: rounds.Unit) -> Callable[[int, float | None], None]:
     """Return what a unit calls after each round; the first one compiles and is not timed."""
     ends: list[tuple[float, int]] = []
 
@@ -93,7 +90,7 @@ def _shower(bar: Progress, shown: TaskID, unit: Unit) -> Callable[[int, float | 
     return show
 
 
-def _told(unit: Unit, rows: Sequence[Row], seconds: float) -> str:
+def _told(unit: rounds.Unit, rows: Sequence[Row], seconds: float) -> str:
     test = [100 * r.value for r in rows if (r.split, r.metric) == ("test", "accuracy")]
     return (
         f"{_named(unit)}, server rate {unit.server_learning_rate:g}: test accuracy {test[-1]:.1f} "
@@ -101,9 +98,9 @@ def _told(unit: Unit, rows: Sequence[Row], seconds: float) -> str:
     )
 
 
-def _named(unit: Unit) -> str:
+def _named(unit: rounds.Unit) -> str:
     epochs = f"{unit.local_epochs} local epoch{'s' * (unit.local_epochs > 1)}"
-    return f"{label(unit.algorithm)}, {epochs}, seed {unit.seed}"
+    return f"{figures.label(unit.algorithm)}, {epochs}, seed {unit.seed}"
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from experiments.harness import commands, records, tables
-from experiments.harness.figures import label
+from experiments.harness import commands, figures, records, tables
 from experiments.pictures import barriers, toy_regression
 from experiments.pictures.toy_regression import SUPPORTS, Setting
 
@@ -86,7 +85,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
             runs = toy_regression.train(setting, range(config.num_seeds))
         merged = {}
         for name in ("fedavg", "fedfish", *config.others):
-            with console.status(label(name)):
+            with console.status(figures.label(name)):
                 method = toy_regression.algorithm(name, setting.width)
                 merged[name] = toy_regression.merge(method, runs)
         errors = barriers.measure(setting.width, runs, merged)

@@ -18,20 +18,18 @@ from rich.console import Console
 
 from experiments.harness import accuracies, commands, grids, memory, niid, one_round, records, tasks
 from experiments.harness.config import one_shot
-from experiments.harness.grids import Grid, Unit
 from experiments.harness.progress import Watch, bar
-from experiments.harness.records import Row
 from experiments.harness.tables import Table, markdown, terminal
 
 PROGRAM = "experiments.niid_table"
 _WIDTH = 180
 
-_Done = dict[Unit, list[Row]]
+_Done = dict[grids.Unit, list[records.Row]]
 
 
 @commands.command(PROGRAM)
 def main(arguments: Sequence[str], console: Console) -> None:
-    grid = commands.read(arguments, PROGRAM, __doc__, Grid)
+    grid = commands.read(arguments, PROGRAM, __doc__, grids.Grid)
     grids.check(grid)
     units = grids.units(grid)
     with contextlib.ExitStack() as held:
@@ -56,7 +54,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
     console.print(f"\nIn {grid.out}/: {left}", soft_wrap=True)
 
 
-def _run(grid: Grid, missing: Sequence[Unit], done: _Done, console: Console) -> None:
+def _run(grid: grids.Grid, missing: Sequence[grids.Unit], done: _Done, console: Console) -> None:
     """Compute the missing units of a data set, and write the tables after each."""
     ready = tasks.one_rounds([grids.configuration(grid, *unit) for unit in missing])
     console.print(memory.check(memory.predict(ready[0]), memory.available()))
@@ -69,14 +67,14 @@ def _run(grid: Grid, missing: Sequence[Unit], done: _Done, console: Console) -> 
             start = time.perf_counter()
             rows = one_round.run(task, unit, watch.begin(unit, where))
             wall = round(time.perf_counter() - start, 4)
-            rows.append(Row("all", seed, 1, "train", niid.WALL, wall, partition_seed=seed))
+            rows.append(records.Row("all", seed, 1, "train", niid.WALL, wall, partition_seed=seed))
             records.write_rows(out / records.RESULTS, rows, records.ONE_SHOT)
             done[cell, seed] = rows
             watch.finish(unit, rows, wall, where)
             _write(grid, done)
 
 
-def _write(grid: Grid, done: _Done) -> tuple[list[Table], str]:
+def _write(grid: grids.Grid, done: _Done) -> tuple[list[Table], str]:
     """Write what is done until now; return the tables, one for each data set, and notes."""
     names, results, found = grid.merging.algorithms, {}, []
     for dataset in grid.datasets:

@@ -20,16 +20,12 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.harness import accuracies, commands, config, memory, one_round, records, tasks
-from experiments.harness.config import OneShot
-from experiments.harness.one_round import Unit
 from experiments.harness.progress import Watch, bar
-from experiments.harness.records import Row
-from experiments.harness.tasks import OneRound
 
 PROGRAM = "experiments.one_shot"
 
 
-def parse(arguments: Sequence[str]) -> OneShot:
+def parse(arguments: Sequence[str]) -> config.OneShot:
     """Read the command line and check it; `out` is filled in."""
     asked = commands.read(arguments, PROGRAM, __doc__, config.one_shot)
     config.check_one_shot(asked)
@@ -48,7 +44,9 @@ def main(arguments: Sequence[str], console: Console) -> None:
         accuracies.report(asked, config.title(asked.data), rows, PROGRAM, console)
 
 
-def _execute(task: OneRound, rows: list[Row], missing: list[Unit], console: Console) -> list[Row]:
+def _execute(
+    task: tasks.OneRound, rows: list[records.Row], missing: list[one_round.Unit], console: Console
+) -> list[records.Row]:
     """Compute the missing units, and write the rows after each."""
     asked = task.config
     with console.status("compiling"):

@@ -25,11 +25,7 @@ import fisherjax as fj
 from experiments.harness import accuracies, commands, config, one_round, records, reference, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot
 from experiments.harness.methods import trains_its_own
-from experiments.harness.records import Row
 from experiments.harness.reference import Reference
-from experiments.harness.tasks import OneRound
-from fisherjax.training import Trained
-from fisherjax.typing import Examples
 
 PROGRAM = "experiments.reference_clients"
 AUTHORS = {
@@ -83,7 +79,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
         console.print(f"The authors' code reports, of its own merges: {told}.", soft_wrap=True)
 
 
-def prepare(asked: Config, found: Reference) -> OneRound:
+def prepare(asked: Config, found: Reference) -> tasks.OneRound:
     """Read the data, and give each client those that it has in the file."""
     data = Data(asked.dataset, asked.model, len(found.partition), data_dir=asked.data_dir)
     whole = OneShot(data, merging=asked.merging, partition_seeds=(0,), seeds=(0,), central=False)
@@ -102,18 +98,18 @@ def prepare(asked: Config, found: Reference) -> OneRound:
             f"{last}, the rows of the training data"
         )
     task = tasks.shared(whole, train, test)
-    images = Examples(task.central.inputs[rows], task.central.targets[rows])
+    images = fj.Examples(task.central.inputs[rows], task.central.targets[rows])
     own = [_some(rows, asked.max_examples, client) for client, rows in enumerate(found.partition)]
     return tasks.split_up(task, {0: own})._replace(validation=lambda _: images)
 
 
-def merge(task: OneRound, found: Reference) -> list[Row]:
+def merge(task: tasks.OneRound, found: Reference) -> list[records.Row]:
     """Merge the clients in every way, and measure them alone."""
     # Weights are of all that a client has, however many examples its Fisher is of.
     sizes = np.array([len(rows) for rows in found.partition])
     weights = jnp.asarray(sizes / sizes.sum())
     params = jax.tree.map(lambda leaf: leaf[0], found.params)
-    trained = Trained(found.params)
+    trained = fj.training.Trained(found.params)
     merged = one_round.merge(task, task.methods, _UNIT, params, trained, weights)
     rows = one_round.references(task, _UNIT, found.params, found.params, weights, None)
     return rows + [one_round.measure(task, _UNIT, name, own) for name, own in merged.items()]

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.benchmark import plot, report
-from experiments.benchmark.config import Config, filled
+from experiments.benchmark import config, plot, report
 from experiments.benchmark.measure import measure
-from experiments.harness import commands, figures, records
-from experiments.harness.tables import terminal
+from experiments.harness import commands, figures, records, tables
 
 PROGRAM = "experiments.benchmark"
 
@@ -28,7 +26,7 @@ PROGRAM = "experiments.benchmark"
 def main(arguments: Sequence[str], console: Console) -> None:
     # JAX would claim most of a GPU's memory for itself, and PyTorch computes beside it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    asked = filled(commands.read(arguments, PROGRAM, __doc__, Config))
+    asked = config.filled(commands.read(arguments, PROGRAM, __doc__, config.Config))
     with records.folder(asked.out):
         if (asked.out / report.JSON).exists():
             held = f"--out {asked.out} holds results already"
@@ -36,7 +34,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
         _run(asked, console)
 
 
-def _run(asked: Config, console: Console) -> None:
+def _run(asked: config.Config, console: Console) -> None:
     rows: list[report.Row] = []
     notes: list[str] = []
 
@@ -62,7 +60,7 @@ def _run(asked: Config, console: Console) -> None:
             new = report.rows(asked.suite, group, measured)
             rows += new
             report.write(asked, rows, notes)
-            shown = terminal(report.table(new))
+            shown = tables.terminal(report.table(new))
             for column in shown.columns[1:]:
                 column.no_wrap = False  # headings may take two lines
             console.print(shown)

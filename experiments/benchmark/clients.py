@@ -11,16 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import fisherjax as fj
-from experiments.benchmark import measure
+from experiments.benchmark import measure, workloads
 from experiments.benchmark.config import Config
-from experiments.benchmark.measure import Case, Group, Measurement
-from experiments.benchmark.workloads import federate, train, workload
 
 _UPLOADS_PER_CHUNK = 100
 _MOST_HELD = 1_000  # uploads merged all at once, for comparison
 
 
-def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
+def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
     """Give one group for each phase and chunk; every number of clients has its own process."""
 
     def apart(name: str, *work: Any) -> measure.Apart:
@@ -31,22 +29,22 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     for phase, chunk in itertools.product(("training", "diagonal Fishers"), chunks):
         cases = [apart(f"M={m}", _on_clients, config, phase, m, chunk) for m in config.num_clients]
         title = f"{phase}, {config.num_examples} images, chunks of {chunk}"
-        yield Group(title, "steps", None, cases)
+        yield measure.Group(title, "steps", None, cases)
     for how, most in {"streamed": max(config.uploads), "all at once": _MOST_HELD}.items():
         numbers = [n for n in config.uploads if n <= most]
         cases = [apart(f"{n} uploads", _on_uploads, config, how, n) for n in numbers]
         if cases:
-            yield Group(f"merging diagonal uploads, {how}", "uploads", None, cases)
+            yield measure.Group(f"merging diagonal uploads, {how}", "uploads", None, cases)
 
 
-def _on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> Measurement:
+def _on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> measure.Measurement:
     """Train the clients, or compute the diagonal Fishers of untrained ones.
 
     The steps that clients spend waiting for the largest of their chunk are a share of all: as
     measured, in chunks of ten and all side by side.
     """
-    work = workload(config, "lenet", config.num_examples)
-    federation = federate(work, num_clients)
+    work = workloads.workload(config, "lenet", config.num_examples)
+    federation = workloads.federate(work, num_clients)
     steps = fj.clients.num_batches(np.asarray(federation.sizes), config.batch_size)
     chunk = min(chunk, num_clients)
     known = {
@@ -58,7 +56,7 @@ def _on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> Mea
     }
     if phase == "training":
         units = config.epochs * steps.sum()
-        run = partial(train, work, config, federation, clients_per_chunk=chunk)
+        run = partial(workloads.train, work, config, federation, clients_per_chunk=chunk)
     else:
         units = steps.sum()
         diagonal = {"fisher": fj.fisher.diagonal, "batch_size": config.batch_size}
@@ -72,13 +70,13 @@ def _on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> Mea
         made = result._replace(start=None) if phase == "training" else result
         return known | {"result_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(made))}
 
-    case = Case(phase, run, float(units), facts=facts)
+    case = measure.Case(phase, run, float(units), facts=facts)
     return measure.alone(case, config.repeats, config.seconds_per_case)
 
 
-def _on_uploads(config: Config, how: str, uploads: int) -> Measurement:
+def _on_uploads(config: Config, how: str, uploads: int) -> measure.Measurement:
     """Merge uploads a chunk at a time, each made when it is asked for, or the same all at once."""
-    work = workload(Config("clients", Path(), data="synthetic"), "lenet", 1)
+    work = workloads.workload(Config("clients", Path(), data="synthetic"), "lenet", 1)
     algorithm = fj.algorithms.fedfisher(work.model, fisher=fj.fisher.diagonal)
 
     @jax.jit
@@ -99,5 +97,5 @@ def _on_uploads(config: Config, how: str, uploads: int) -> Measurement:
         return fj.merging.merge(algorithm, work.params, stacked)
 
     known = {"uploads": uploads, "before_bytes": measure.current_bytes()}
-    case = Case(how, run, float(uploads), facts=lambda _: known)
+    case = measure.Case(how, run, float(uploads), facts=lambda _: known)
     return measure.alone(case, config.repeats, config.seconds_per_case)

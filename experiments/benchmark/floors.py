@@ -19,12 +19,9 @@ import optax
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.benchmark import config
-from experiments.benchmark.flops import products
+from experiments.benchmark import config, flops, workloads
 from experiments.benchmark.measure import Case, alone
-from experiments.benchmark.workloads import OPTIMIZER, Workload, gradient, workload
-from experiments.harness import commands
-from experiments.harness.tables import Table, markdown
+from experiments.harness import commands, tables
 
 PROGRAM = "experiments.benchmark.floors"
 _HEADINGS = ("phase", "FLOPs, ms", "bytes, ms", "measured, ms", "over the larger floor")
@@ -54,22 +51,22 @@ def main(arguments: Sequence[str], console: Console) -> None:
     lines = []
     made_up = config.Config("train", Path(), data="synthetic")
     for name, title in {"lenet": "LeNet", "cnn": "CNN"}.items():
-        work = workload(made_up, name, asked.batch_size)
+        work = workloads.workload(made_up, name, asked.batch_size)
         for phase, program in _phases(work, asked.num_clients).items():
-            needed, measured = products(*program), _seconds(asked, *program)
+            needed, measured = flops.products(*program), _seconds(asked, *program)
             floors = needed.flops / rate, needed.bytes / bandwidth
             times = [f"{1e3 * seconds:.2f}" for seconds in (*floors, measured)]
             lines.append((f"{phase}, {title}", *times, f"{measured / max(floors):.1f}"))
-    console.print(markdown(Table("", _HEADINGS, lines)), soft_wrap=True)
+    console.print(tables.markdown(tables.Table("", _HEADINGS, lines)), soft_wrap=True)
 
 
-def _phases(work: Workload, num_clients: int) -> dict[str, tuple]:
+def _phases(work: workloads.Workload, num_clients: int) -> dict[str, tuple]:
     """Make each phase on one minibatch as a function and its arguments."""
     images, labels, params = jnp.asarray(work.images), jnp.asarray(work.labels), work.params
 
     def step(params: Any, state: Any) -> Any:
-        gradients = gradient(work.model)(params, images, labels)
-        updates, new = OPTIMIZER.update(gradients, state, params)
+        gradients = workloads.gradient(work.model)(params, images, labels)
+        updates, new = workloads.OPTIMIZER.update(gradients, state, params)
         return optax.apply_updates(params, updates), new
 
     def fisher(kind: Callable[..., Any], params: Any) -> Any:
@@ -79,7 +76,7 @@ def _phases(work: Workload, num_clients: int) -> dict[str, tuple]:
     clients = jax.tree.map(lambda x: jnp.stack([x] * num_clients), one)
     problem = fj.quadratic.quadratic(*clients, jnp.full(num_clients, 1 / num_clients), 1.0)
     return {
-        "training step": (step, params, OPTIMIZER.init(params)),
+        "training step": (step, params, workloads.OPTIMIZER.init(params)),
         "K-FAC minibatch": (partial(fisher, fj.fisher.kfac), params),
         "diagonal minibatch": (partial(fisher, fj.fisher.diagonal), params),
         "server's product": (lambda problem, x: problem.matvec(x), problem, problem.init),

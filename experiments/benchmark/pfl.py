@@ -16,11 +16,9 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.benchmark import workloads
+from experiments.benchmark import measure, train, workloads
 from experiments.benchmark.config import Config
 from experiments.benchmark.flops import matmul_cases, products
-from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.train import chunks
 from experiments.benchmark.workloads import Workload
 from fisherjax.clients import Federation
 from fisherjax.typing import Array, Params
@@ -38,7 +36,7 @@ NETWORK = flax.linen.Sequential(
 )
 
 
-def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
+def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
     """Give one group for each cohort: a round of local training and averaging."""
     work = workloads.workload(config, "cnn", config.num_examples, note)
     params = fj.networks.init(NETWORK, jax.random.key(0), work.images)
@@ -51,12 +49,12 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
         partition = fj.partition.iid(labels, num_clients, seed=0)
         federation = fj.clients.federation((images, labels), partition)
         runs = {_DISPATCH: dispatch(work, config, partition)}
-        for name, chunk in chunks(config.chunks, num_clients).items():
+        for name, chunk in train.chunks(config.chunks, num_clients).items():
             runs[f"fisherjax, {name}"] = partial(fedavg_round, work, config, federation, chunk)
         runs[f"{_DISPATCH}, native convolutions"] = dispatch(native, config, partition)
-        cases = [Case(name, run, flops=flops) for name, run in runs.items()]
+        cases = [measure.Case(name, run, flops=flops) for name, run in runs.items()]
         title = f"a round, M={num_clients}, {len(labels)} images, batch {size}"
-        yield Group(title, "rounds", _DISPATCH, [*cases, *matmul_cases(config.matmul_size)])
+        yield measure.Group(title, "rounds", _DISPATCH, [*cases, *matmul_cases(config.matmul_size)])
 
 
 def fedavg_round(work: Workload, config: Config, federation: Federation, chunk: int) -> Params:

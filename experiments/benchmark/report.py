@@ -14,9 +14,7 @@ import jax
 
 from experiments.benchmark.config import Config
 from experiments.benchmark.measure import Group, Measurement
-from experiments.harness import records
-from experiments.harness.commands import contents
-from experiments.harness.tables import Table
+from experiments.harness import commands, records, tables
 
 CSV, JSON, PLOT = "results.csv", "results.json", "plot.png"
 MATMUL = "matrix product"
@@ -85,7 +83,7 @@ def numbers(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
     return groups
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row]) -> tables.Table:
     """Lay out a group: a line for each case and a column for each metric, or the other way."""
     [(workload, cases)] = numbers(rows).items()
     units = {row.metric: row.unit for row in rows if row.metric != "seconds"}
@@ -98,7 +96,7 @@ def table(rows: Sequence[Row]) -> Table:
         columns.append((", ".join(filter(None, words)), *map(_text, values)))
     headings, *lines = columns if len(units) > _WIDE else zip(*columns, strict=True)
     compared = [f"{metric}: {unit}" for metric, unit in units.items() if unit.startswith("x ")]
-    return Table("; ".join([workload, *compared]), headings, lines)
+    return tables.Table("; ".join([workload, *compared]), headings, lines)
 
 
 def _text(value: float | None) -> str:
@@ -130,7 +128,7 @@ def write(config: Config, rows: Sequence[Row], notes: Sequence[str]) -> None:
     """Write results.csv and results.json; notes are what the reader must know of the run."""
     records.write_rows(config.out / CSV, rows, Row._fields)
     document = {
-        "configuration": contents(config),
+        "configuration": commands.contents(config),
         "environment": _environment(),
         "notes": list(notes),
         "results": [row._asdict() for row in rows if row.metric != "seconds"],

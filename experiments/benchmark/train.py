@@ -7,15 +7,12 @@ import jax
 import numpy as np
 
 import fisherjax as fj
-from experiments.benchmark import peers, workloads
+from experiments.benchmark import measure, peers, workloads
 from experiments.benchmark.config import Config
 from experiments.benchmark.flops import matmul_cases, precisions, products
-from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import Workload
-from fisherjax.typing import Model
 
 
-def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
+def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
     """Give one group for each network and number of clients.
 
     The facts are the last epoch's mean loss in nats, and the share of steps that clients spend
@@ -29,7 +26,7 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
                 cases.insert(0, peers.training(work, config, num_clients))
             batches = f"batch {config.batch_size}, {len(work.labels)} images"
             title = f"training, {work.name}, M={num_clients}, {batches}"
-            yield Group(title, "samples", reference, cases)
+            yield measure.Group(title, "samples", reference, cases)
 
 
 def chunks(asked: Sequence[int], num_clients: int) -> dict[str, int]:
@@ -42,7 +39,7 @@ def chunks(asked: Sequence[int], num_clients: int) -> dict[str, int]:
     }
 
 
-def _ours(work: Workload, config: Config, num_clients: int) -> list[Case]:
+def _ours(work: workloads.Workload, config: Config, num_clients: int) -> list[measure.Case]:
     federation = workloads.federate(work, num_clients)
     units = config.epochs * len(work.labels)
     one = work.images[: config.batch_size], work.labels[: config.batch_size]
@@ -50,7 +47,7 @@ def _ours(work: Workload, config: Config, num_clients: int) -> list[Case]:
     flops = units / len(one[1]) * step.flops
     steps = fj.clients.num_batches(np.asarray(federation.sizes), config.batch_size)
 
-    def case(name: str, model: Model, chunk: int, precision: str = "default") -> Case:
+    def case(name: str, model: fj.Model, chunk: int, precision: str = "default") -> measure.Case:
         def run() -> Any:
             own = work._replace(model=model)
             with jax.default_matmul_precision(precisions().get(precision)):
@@ -60,7 +57,7 @@ def _ours(work: Workload, config: Config, num_clients: int) -> list[Case]:
             loss = float(federation.weights @ trained.loss[:, -1])
             return {"loss": loss, "wasted_steps": fj.parallel.wasted_steps(steps, chunk)}
 
-        return Case(f"fisherjax, {name}", run, units, flops, precision, facts=facts)
+        return measure.Case(f"fisherjax, {name}", run, units, flops, precision, facts=facts)
 
     sizes = chunks(config.chunks, num_clients)
     first, wide = next(iter(sizes.values())), max(sizes, key=sizes.get)

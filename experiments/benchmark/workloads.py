@@ -11,7 +11,6 @@ import optax
 
 import fisherjax as fj
 from experiments.benchmark.config import EXAMPLES, Config
-from fisherjax.clients import Federation
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Model, Params
 
@@ -113,12 +112,12 @@ def split(work: Workload, num_clients: int) -> list[np.ndarray]:
     return fj.partition.fedfisher(work.labels, num_clients, alpha=0.1, seed=3)
 
 
-def federate(work: Workload, num_clients: int) -> Federation:
+def federate(work: Workload, num_clients: int) -> fj.clients.Federation:
     """Give the examples to clients of Dirichlet(0.1) sizes."""
     return fj.clients.federation((work.images, work.labels), split(work, num_clients))
 
 
-def train(work: Workload, config: Config, federation: Federation, **how: Any) -> Trained:
+def train(work: Workload, config: Config, federation: fj.clients.Federation, **how: Any) -> Trained:
     """Train the clients, always with the same key; `how` are options of `fj.training.train`."""
     how = {"key": jax.random.key(1), "optimizer": OPTIMIZER, **how}
     how |= {"epochs": config.epochs, "batch_size": config.batch_size}

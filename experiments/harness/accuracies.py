@@ -9,11 +9,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from experiments.harness import commands, records, tables
+from experiments.harness import commands, methods, records, tables
 from experiments.harness.figures import GRID, INK, REFERENCES, canvas, label, legend, save, style
-from experiments.harness.methods import trains_its_own
 from experiments.harness.records import Row
-from experiments.harness.tables import Table
 
 Curves = dict[str, list[tuple[float, ...]]]
 """By algorithm: for each round the accuracies in percent, one for each unit."""
@@ -52,10 +50,10 @@ def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
     return gathered
 
 
-def table(found: Sequence[Line], heading: str) -> Table:
+def table(found: Sequence[Line], heading: str) -> tables.Table:
     """Lay the lines out; the best way of merging stands out."""
     merged = [place for place, line in enumerate(found) if line.algorithm not in REFERENCES]
-    return Table(
+    return tables.Table(
         title=heading,
         headings=("algorithm", "mean %", "std", "runs", "upload", "seconds"),
         lines=list(map(_cells, found)),
@@ -78,7 +76,7 @@ def curves(rows: Sequence[Row], algorithms: Sequence[str]) -> Curves:
     return found
 
 
-def curve_table(found: Curves) -> Table:
+def curve_table(found: Curves) -> tables.Table:
     """Lay curves out, means in percent."""
     longest = max(map(len, found.values()))
     lines = [
@@ -86,7 +84,7 @@ def curve_table(found: Curves) -> Table:
         for name, own in found.items()
     ]
     headings = ("first round", *map(str, range(1, longest + 1)))
-    return Table("Mean accuracy in % after each round", headings, lines)
+    return tables.Table("Mean accuracy in % after each round", headings, lines)
 
 
 def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console: Console) -> None:
@@ -112,14 +110,14 @@ def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console:
         (name, " ".join(map(str, value if isinstance(value, list) else [value])))
         for name, value in commands.contents(asked).items()
     ]
-    parts += [tables.markdown(Table("", ("option", "value"), options, text=2))]
+    parts += [tables.markdown(tables.Table("", ("option", "value"), options, text=2))]
     records.write_summary(asked, parts, program)
     console.print(f"\nIn {out}/: {', '.join(left)}", soft_wrap=True)
 
 
 def footnote(algorithms: Sequence[str]) -> str:
     """Say what the columns hold, of these algorithms."""
-    own = [name for name in algorithms if trains_its_own(name)]
+    own = [name for name in algorithms if methods.trains_its_own(name)]
     all_three = f"of {' and '.join(own)} of all three, " if own else ""
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in REFERENCES.items())
     return (
@@ -140,7 +138,7 @@ def label_table(counts: np.ndarray, partition_seed: int) -> RichTable:
         for client, own in enumerate(counts[:_MOST_CLIENTS])
     ]
     heading = f"Who owns which label, partition seed {partition_seed}"
-    shown = tables.terminal(Table(heading, ("client", *headings, "all"), body, text=0))
+    shown = tables.terminal(tables.Table(heading, ("client", *headings, "all"), body, text=0))
     shown.padding = (0, 1, 0, 0)  # ten classes of ten thousand fit into 80 columns
     left = counts[_MOST_CLIENTS:].sum(axis=1)
     if left.size:

@@ -14,7 +14,6 @@ import tyro
 import fisherjax as fj
 from experiments.harness.commands import Options, check, check_list, check_name, contents
 from experiments.harness.records import WHERE_AND_HOW
-from fisherjax.algorithms import TABLE
 
 MODELS = {
     "mlp": fj.networks.MLP,
@@ -104,7 +103,7 @@ class Training:
 class Merging:
     """How client models become one; each method's own options are in the groups below."""
 
-    algorithms: Annotated[tuple[str, ...], _names(TABLE)] = (
+    algorithms: Annotated[tuple[str, ...], _names(fj.algorithms.TABLE)] = (
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
     """Methods; fedfisher_full is for a few thousand parameters, fedlpa_gd is slow."""
@@ -292,7 +291,7 @@ def _check(config: OneShot | Federated, datasets: Sequence[str], side_by_side: i
     check_name("model", data.model, ["transformer"] if data.dataset == PLAYS else _OF_IMAGES)
     check_name("partition", data.partition, _PARTITIONS)
     for algorithm in merging.algorithms:
-        check_name("algorithms", algorithm, TABLE)
+        check_name("algorithms", algorithm, fj.algorithms.TABLE)
     check_list(asked, *(name for name, value in vars(asked).items() if isinstance(value, list)))
     for expected, accept, options in _ACCEPTED:
         for option in options:

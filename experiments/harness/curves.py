@@ -8,19 +8,15 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments.harness import records, tables
+from experiments.harness import figures, records, rounds, tables
 from experiments.harness.config import PLAYS, Federated, title
-from experiments.harness.figures import GRID, canvas, label, legend, line_style, save, style
-from experiments.harness.records import Row
-from experiments.harness.rounds import FRACTIONS, number, select
-from experiments.harness.tables import Table, size, spread
 
 _MARKED = 8  # of the points of a curve, about
 
 
-def report(config: Federated, rows: Sequence[Row], program: str, console: Console) -> None:
+def report(config: Federated, rows: Sequence[records.Row], program: str, console: Console) -> None:
     """Show what a run found, and write summary.md and the figures into its folder."""
-    rates = select(config, rows)
+    rates = rounds.select(config, rows)
     own = [r for r in rows if r.server_learning_rate == rates[r.algorithm, r.local_epochs]]
     shown = table(config, own)
     console.print(tables.terminal(shown))
@@ -37,7 +33,7 @@ def report(config: Federated, rows: Sequence[Row], program: str, console: Consol
     console.print(f"\nIn {config.out}/: {', '.join(left)}", soft_wrap=True)
 
 
-def table(config: Federated, rows: Sequence[Row]) -> Table:
+def table(config: Federated, rows: Sequence[records.Row]) -> tables.Table:
     """Lay the final numbers of runs with the chosen server rates out; text has a perplexity."""
     found = [
         _cells(config, [r for r in rows if (r.algorithm, r.local_epochs) == (algorithm, epochs)])
@@ -45,7 +41,7 @@ def table(config: Federated, rows: Sequence[Row]) -> Table:
         for algorithm in config.merging.algorithms
     ]
     each = len(config.merging.algorithms)
-    return Table(
+    return tables.Table(
         title=title(config.data),
         headings=tuple(found[0]),
         lines=[tuple(cells.values()) for cells in found],
@@ -73,14 +69,14 @@ def footnote(config: Federated) -> str:
 
 
 def figure(
-    config: Federated, rows: Sequence[Row], metric: tuple[str, str], what: str, file: str
+    config: Federated, rows: Sequence[records.Row], metric: tuple[str, str], what: str, file: str
 ) -> None:
     """Draw a (split, metric) over local epochs, a panel for each number of them, with all seeds."""
     count = len(config.local_epochs)
     width = 2.2 + 3.2 * count
     side_by_side = int(width / 1.8)  # of the legend's labels
     height = 3.7 + 0.22 * math.ceil(len(config.merging.algorithms) / side_by_side)
-    drawn, axes = canvas(width, height, columns=count, sharey=True)
+    drawn, axes = figures.canvas(width, height, columns=count, sharey=True)
     panels = np.atleast_1d(axes)
     for panel, epochs in zip(panels, config.local_epochs, strict=True):
         for algorithm in config.merging.algorithms:
@@ -88,14 +84,14 @@ def figure(
         heading = f"{epochs} local epoch{'s' * (epochs > 1)} a round"
         panel.set_title(heading, fontsize="medium", loc="left")
         panel.set_xlabel("local epochs in all")
-        panel.grid(color=GRID, linewidth=0.8)
+        panel.grid(color=figures.GRID, linewidth=0.8)
     panels[0].set_ylabel(what)
-    legend(drawn, panels, columns=side_by_side)
-    save(drawn, config.out / file)
+    figures.legend(drawn, panels, columns=side_by_side)
+    figures.save(drawn, config.out / file)
 
 
 def _curve(
-    panel: Any, rows: Sequence[Row], algorithm: str, epochs: int, metric: tuple[str, str]
+    panel: Any, rows: Sequence[records.Row], algorithm: str, epochs: int, metric: tuple[str, str]
 ) -> None:
     """Draw the mean over seeds, and the range of several."""
     series: dict[int, list[float]] = {}
@@ -103,45 +99,45 @@ def _curve(
         if (row.algorithm, row.local_epochs, row.split, row.metric) == (algorithm, epochs, *metric):
             value = 100 * row.value if row.metric == "accuracy" else row.value
             series.setdefault(epochs * row.round, []).append(value)
-    x, looks = list(series), style(algorithm)
+    x, looks = list(series), figures.style(algorithm)
     means, low, high = ([of(series[place]) for place in x] for of in (statistics.fmean, min, max))
-    looks |= {"linestyle": line_style(algorithm), "markevery": max(1, len(x) // _MARKED)}
+    looks |= {"linestyle": figures.line_style(algorithm), "markevery": max(1, len(x) // _MARKED)}
     panel.plot(x, means, markersize=5, **looks)
     panel.fill_between(x, low, high, color=looks["color"], alpha=0.15, linewidth=0)
 
 
-def _cells(config: Federated, rows: Sequence[Row]) -> dict[str, str]:
+def _cells(config: Federated, rows: Sequence[records.Row]) -> dict[str, str]:
     """Write the final numbers of an algorithm with so many local epochs, by heading."""
     first = rows[0]
-    last = [row for row in rows if row.round == number(config, first.local_epochs)]
+    last = [row for row in rows if row.round == rounds.number(config, first.local_epochs)]
 
     def percent(split: str, fraction: float | None = None) -> str:
-        return spread([100 * value for value in _values(last, split, "accuracy", fraction)])
+        return tables.spread([100 * value for value in _values(last, split, "accuracy", fraction)])
 
     cells = {
-        "algorithm": label(first.algorithm),
+        "algorithm": figures.label(first.algorithm),
         "local epochs": str(first.local_epochs),
         "server rate": f"{first.server_learning_rate:g}",
         "test %": percent("test"),
     }
     if config.data.dataset == PLAYS:
         losses = _values(last, "test", "loss")
-        cells["perplexity"] = spread([math.exp(loss) for loss in losses], digits=2)
-    for fraction in FRACTIONS:
+        cells["perplexity"] = tables.spread([math.exp(loss) for loss in losses], digits=2)
+    for fraction in rounds.FRACTIONS:
         name = f"{100 * fraction:g} % tuned" if fraction else "held out %"
         cells[name] = percent("held_out", fraction)
     seeds = dict.fromkeys(row.seed for row in rows)
     own = [_values([r for r in rows if r.seed == seed], "cohort", "barrier_loss") for seed in seeds]
     return cells | {
-        "barrier": spread([statistics.fmean(values) for values in own if values], digits=3),
-        "down": size(_values(last, "traffic", "down")[0]),
-        "up": size(_values(last, "traffic", "up")[0]),
+        "barrier": tables.spread([statistics.fmean(values) for values in own if values], digits=3),
+        "down": tables.size(_values(last, "traffic", "down")[0]),
+        "up": tables.size(_values(last, "traffic", "up")[0]),
         "diverged": f"{sum(_values(rows, 'cohort', 'diverged')):.0f}",
     }
 
 
 def _values(
-    rows: Sequence[Row], split: str, metric: str, fraction: float | None = None
+    rows: Sequence[records.Row], split: str, metric: str, fraction: float | None = None
 ) -> list[float]:
     where = split, metric, fraction
     return [row.value for row in rows if (row.split, row.metric, row.fraction) == where]

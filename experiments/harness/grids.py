@@ -7,7 +7,6 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from experiments.harness import commands, config
-from experiments.harness.config import Data, Group, Merging, OneShot, Training
 
 DATASETS: dict[str, dict[str, Any]] = {
     "mnist": {"model": "simple_cnn_mnist"},
@@ -41,7 +40,7 @@ _METHODS = ("fedlpa", "fedlpa_ea", "fednova", "scaffold", "fedavg", "fedprox", "
 class Grid:
     """Which cells, and how they are trained."""
 
-    merging: Group[Merging] = dataclasses.field(default=Merging(_METHODS))
+    merging: config.Group[config.Merging] = dataclasses.field(default=config.Merging(_METHODS))
     datasets: tuple[str, ...] = ("mnist", "cifar10")
     """One table each: mnist, fashion_mnist, cifar10, svhn_cropped; digits to try."""
     betas: tuple[float, ...] = (0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
@@ -68,15 +67,15 @@ def cells(grid: Grid, dataset: str) -> list[Cell]:
     return betas + [Cell(dataset, "classes_per_client", str(k)) for k in grid.classes]
 
 
-def configuration(grid: Grid, cell: Cell, seed: int) -> OneShot:
+def configuration(grid: Grid, cell: Cell, seed: int) -> config.OneShot:
     """Say how one cell is computed with one seed."""
     is_beta = cell.partition == "niid_bench"
     number = {"beta": float(cell.number)} if is_beta else {"classes_per_client": int(cell.number)}
     split = {"num_clients": grid.num_clients, "partition": cell.partition, **number}
     raw = {"normalize": False, "data_dir": grid.data_dir}
-    return OneShot(
-        data=Data(cell.dataset, **DATASETS[cell.dataset], **split, **raw),
-        training=Training(0.01, 0.9, 1e-5, 64, grid.clients_per_chunk),
+    return config.OneShot(
+        data=config.Data(cell.dataset, **DATASETS[cell.dataset], **split, **raw),
+        training=config.Training(0.01, 0.9, 1e-5, 64, grid.clients_per_chunk),
         merging=grid.merging,
         epochs=grid.epochs,
         partition_seeds=(seed,),
@@ -86,7 +85,7 @@ def configuration(grid: Grid, cell: Cell, seed: int) -> OneShot:
     )
 
 
-def units(grid: Grid) -> dict[Unit, OneShot]:
+def units(grid: Grid) -> dict[Unit, config.OneShot]:
     """Say what is computed and how, seed by seed: an interrupted grid has whole tables."""
     return {
         (cell, seed): configuration(grid, cell, seed)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import jax
 
 import fisherjax as fj
-from experiments.harness import one_round
-from experiments.harness.tasks import OneRound
+from experiments.harness import one_round, tasks
 
 
 class Need(NamedTuple):
@@ -19,7 +18,7 @@ class Need(NamedTuple):
     clients: int
 
 
-def predict(task: OneRound) -> Need:
+def predict(task: tasks.OneRound) -> Need:
     """Find the step of the clients' half that needs the most, by compiling the run's programs."""
     federation = next(iter(task.federations.values()))
     params, key = one_round.start(task, task.config.seeds[0])

@@ -12,8 +12,6 @@ from jax.tree_util import Partial
 
 import fisherjax as fj
 from experiments.harness.config import Merging
-from fisherjax.algorithms import TABLE, Algorithm
-from fisherjax.configuration import by_value
 from fisherjax.typing import Examples, Model, Params
 
 _FULL_LIMIT = 4e9  # bytes of all clients' full Fisher matrices together
@@ -26,8 +24,8 @@ class Method(NamedTuple):
     Methods with equal `sent` need the same updates of the same clients, which are computed once.
     """
 
-    clients: Algorithm
-    server: Callable[[Examples | None], Algorithm]
+    clients: fj.algorithms.Algorithm
+    server: Callable[[Examples | None], fj.algorithms.Algorithm]
 
     @property
     def sent(self) -> Any:
@@ -57,9 +55,9 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
         return Method(algorithm, lambda _: algorithm)
     # The authors put epsilon inside the root for K-FAC and outside for the diagonal.
     inside = known["fisher"] is not fj.fisher.diagonal
-    accuracy = by_value(partial(fj.metrics.accuracy, model))
+    accuracy = fj.configuration.by_value(partial(fj.metrics.accuracy, model))
 
-    def server(images: Examples | None) -> Algorithm:
+    def server(images: Examples | None) -> fj.algorithms.Algorithm:
         # The images are data of the score, not constants of the program.
         score = None if images is None else Partial(accuracy, examples=images)
         return make(solver=fj.algorithms.paper_adam(epsilon_inside_root=inside, score=score))
@@ -69,7 +67,7 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
 
 def trains_its_own(algorithm: str) -> bool:
     """Say whether an algorithm changes how clients train; False for what is no algorithm."""
-    if algorithm not in TABLE:
+    if algorithm not in fj.algorithms.TABLE:
         return False
     base, model = optax.identity(), Model(jnp.matmul, fj.likelihoods.categorical)  # any
     return fj.algorithms.make(algorithm, model).optimizer(base) is not base

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.harness import grids, methods, records
 from experiments.harness.figures import label
-from experiments.harness.grids import Cell
-from experiments.harness.methods import trains_its_own
-from experiments.harness.records import Row
 from experiments.harness.tables import Table, csv_text, spread
 
 _PAPER = Path(__file__).with_name("fedlpa_paper.csv")
@@ -45,10 +43,10 @@ class Measured(NamedTuple):
     training: float | None
 
 
-Results = dict[Cell, Measured]
+Results = dict[grids.Cell, Measured]
 
 
-def published(epochs: int) -> dict[tuple[Cell, str], Published]:
+def published(epochs: int) -> dict[tuple[grids.Cell, str], Published]:
     """Read the paper's numbers; where it has none after so many epochs, those after 200."""
     found = {}
     with open(_PAPER, newline="") as file:
@@ -56,18 +54,18 @@ def published(epochs: int) -> dict[tuple[Cell, str], Published]:
     for wanted in (_MOST_EPOCHS, epochs):  # the second replaces the first
         for *cell, after, algorithm, accuracy in lines:
             if int(after) == wanted:
-                found[Cell(*cell), algorithm] = Published(float(accuracy), wanted)
+                found[grids.Cell(*cell), algorithm] = Published(float(accuracy), wanted)
     return found
 
 
-def measured(rows: Sequence[Row]) -> Measured:
+def measured(rows: Sequence[records.Row]) -> Measured:
     """Gather the rows of one cell, of all its seeds; of later rounds nothing."""
     accuracies: dict[str, tuple[float, ...]] = {}
     training = {row.seed: 0.0 for row in rows}
     for row in rows:
         if (row.client, row.round, row.metric) == (None, 1, "accuracy"):
             accuracies[row.algorithm] = (*accuracies.get(row.algorithm, ()), 100 * row.value)
-        if (row.algorithm == "local" and row.client == 0) or trains_its_own(row.algorithm):
+        if (row.algorithm == "local" and row.client == 0) or methods.trains_its_own(row.algorithm):
             training[row.seed] += row.seconds or 0.0
     walls = [row.value for row in rows if row.metric == WALL]
     medians = (statistics.median(own) if own else None for own in (walls, training.values()))
@@ -129,7 +127,7 @@ def as_csv(results: Results, algorithms: Sequence[str], epochs: int) -> str:
             theirs = paper.get((cell, name), (None, None))
             lines.append((*cell, name, epochs, mean, deviation, len(values), *theirs))
     more = ("algorithm", "epochs", "mean", "std", "runs", "paper", "paper_epochs")
-    return csv_text((*Cell._fields, *more), lines)
+    return csv_text((*grids.Cell._fields, *more), lines)
 
 
 def _cell(values: Sequence[float], theirs: Published | None, epochs: int) -> str:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from experiments.harness import one_round
+from experiments.harness import one_round, tables
 from experiments.harness.one_round import Unit
 from experiments.harness.records import Row
-from experiments.harness.tables import duration
 from experiments.harness.tasks import OneRound
 
 _WORTH_SAYING = 60  # seconds
@@ -68,7 +67,7 @@ class Watch:
         else:
             (from_time, from_done), bound = self._first, "about"
         left = (now - from_time) / max(done - from_done, 1) * (self._total - done)
-        to_go = f", {bound} {duration(left)} to go" if left > _WORTH_SAYING else ""
+        to_go = f", {bound} {tables.duration(left)} to go" if left > _WORTH_SAYING else ""
         time_taken = f"[dim]({seconds:.1f} s{to_go})[/]"
         self._console.print(f"{where}{_named(unit)}: {values}  {time_taken}", soft_wrap=True)
 
@@ -77,8 +76,8 @@ class Watch:
         expected = seconds * self._num_epochs
         if expected > _WORTH_SAYING and not self._estimated:
             self._console.print(
-                f"An epoch takes {seconds:.2g} s, training about {duration(expected)} in all; "
-                "merging comes on top.",
+                f"An epoch takes {seconds:.2g} s, training about {tables.duration(expected)} in "
+                "all; merging comes on top.",
                 soft_wrap=True,
             )
         self._estimated = True

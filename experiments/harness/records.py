@@ -19,8 +19,7 @@ import jax
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands
-from experiments.harness.tables import csv_text
+from experiments.harness import commands, tables
 
 try:
     import fcntl
@@ -109,7 +108,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
     """Write rows, as `write_bytes`; a row is a line of the columns."""
-    write_text(path, csv_text(columns, ([getattr(row, c) for c in columns] for row in rows)))
+    write_text(path, tables.csv_text(columns, ([getattr(row, c) for c in columns] for row in rows)))
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:

@@ -10,10 +10,9 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.harness import checkpoints
+from experiments.harness import checkpoints, records
 from experiments.harness.config import Federated
 from experiments.harness.methods import check_full, methods
-from experiments.harness.records import Row, naming
 from experiments.harness.tasks import Rounds
 from fisherjax.algorithms.fedopt import ServerState
 from fisherjax.metrics import Performance
@@ -61,17 +60,17 @@ def measured(config: Federated, local_epochs: int, round_: int) -> bool:
     return crossed or round_ == number(config, local_epochs)
 
 
-def unit_of(row: Row) -> Unit:
+def unit_of(row: records.Row) -> Unit:
     """Return the unit that a row is of."""
     return Unit(row.algorithm, row.local_epochs, row.server_learning_rate, row.seed)
 
 
-def finished(rows: Iterable[Row]) -> set[Unit]:
+def finished(rows: Iterable[records.Row]) -> set[Unit]:
     """Return the units whose rows are all there: traffic comes last."""
     return {unit_of(row) for row in rows if row.metric == "up"}
 
 
-def following(config: Federated, rows: Sequence[Row]) -> Unit | None:
+def following(config: Federated, rows: Sequence[records.Row]) -> Unit | None:
     """Say which unit is computed next, None if all are finished.
 
     The first seed has a unit for each server learning rate, the others the chosen one alone.
@@ -85,12 +84,12 @@ def following(config: Federated, rows: Sequence[Row]) -> Unit | None:
     return next((unit for unit in units if unit not in done), None)
 
 
-def select(config: Federated, rows: Iterable[Row]) -> dict[tuple[str, int], float]:
+def select(config: Federated, rows: Iterable[records.Row]) -> dict[tuple[str, int], float]:
     """Choose server learning rates, by algorithm and local epochs; of equals the first.
 
     What counts is accuracy on the validation clients with the first seed, after the last round.
     """
-    best: dict[tuple[str, int], Row] = {}
+    best: dict[tuple[str, int], records.Row] = {}
     for row in rows:
         where = row.algorithm, row.local_epochs
         counts = (row.split, row.metric, row.seed) == ("validation", "accuracy", config.seeds[0])
@@ -128,7 +127,7 @@ def run(
     unit: Unit,
     show: Callable[[int, float | None], None],
     warn: Callable[[str], None],
-) -> list[Row]:
+) -> list[records.Row]:
     """Run the rounds of a unit, `method` by `prepare`, from its newest checkpoint if there is one.
 
     After each, `show` gets its number, and the test accuracy if it was measured. The rows are all
@@ -139,10 +138,10 @@ def run(
     init_key, key, personal_key = jax.random.split(jax.random.key(unit.seed), 3)
     state = method.init(task.init(init_key), task.train.num_clients)
     state = _at_rate(state, unit.server_learning_rate)
-    rows: list[Row] = []
+    rows: list[records.Row] = []
     found = checkpoints.restore(folder, state, warn)
     if found is not None:
-        state, rows = found.state, [Row(*row) for row in found.rows]
+        state, rows = found.state, [records.Row(*row) for row in found.rows]
         show(found.number, None)
     saved, left = time.monotonic(), last - int(state.number)
     going = fj.rounds.run(method, state, task.train, key=key, rounds=left) if left else ()
@@ -154,14 +153,14 @@ def run(
         for (split, metric, fraction), value in measures.items():
             where = {"split": split, "metric": metric, "fraction": fraction}
             value = round(float(np.asarray(value)), 6)
-            rows.append(Row(**unit._asdict(), round=count, value=value, **where))
+            rows.append(records.Row(**unit._asdict(), round=count, value=value, **where))
         show(count, measures.get(("test", "accuracy", None)))
         if count == last or time.monotonic() - saved >= config.checkpoint_seconds:
             checkpoints.save(folder, count, state, rows)
             saved = time.monotonic()
     if config.keep_models:
         path = config.out / "models" / f"{unit.name}.safetensors"
-        with naming(path):
+        with records.naming(path):
             path.parent.mkdir(exist_ok=True)
             fj.files.save_arrays(path, state.params)
     return rows

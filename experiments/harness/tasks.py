@@ -15,7 +15,6 @@ from experiments.harness.commands import check
 from experiments.harness.config import MODELS, PLAYS, Data, Federated, OneShot, Training, title
 from experiments.harness.methods import Method, check_full, methods
 from fisherjax.clients import Federation
-from fisherjax.configuration import cached
 from fisherjax.datasets import Dataset
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
@@ -166,7 +165,7 @@ def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[n
     return getattr(fj.partition, data.partition)(train.targets, num_clients, seed=seed, **options)
 
 
-@cached
+@fj.configuration.cached
 def optimizer(training: Training) -> optax.GradientTransformation:
     """Make the clients' optimiser, the same object for equal options: nothing compiles again."""
     descent = optax.sgd(training.learning_rate, training.momentum or None)

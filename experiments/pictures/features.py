@@ -10,17 +10,15 @@ from sklearn.manifold import TSNE
 from sklearn.neighbors import NearestNeighbors
 
 import fisherjax as fj
-from experiments.harness import figures
+from experiments.harness import figures, tables, tasks
 from experiments.harness.config import MODELS, OneShot
 from experiments.harness.one_round import train_and_merge
-from experiments.harness.tables import Table, markdown
-from experiments.harness.tasks import OneRound, one_round
 from fisherjax.typing import Array, Params
 
 _NEIGHBOURS = 10
 
 
-def features(task: OneRound, params: Params, images: Array) -> np.ndarray:
+def features(task: tasks.OneRound, params: Params, images: Array) -> np.ndarray:
     """Compute the inputs [n, width] of a network's last layer, of images as they are stored."""
     last = max(name for name in params if name.startswith("dense"))
     width = params[last]["kernel"].shape[0]
@@ -50,7 +48,7 @@ def _embed(points: np.ndarray, seed: int) -> np.ndarray:
 
 def section(config: OneShot, num_points: int, path: Path) -> str:
     """Merge the clients of one split with one seed, draw what the models see, tell how pure."""
-    task, [split], [seed] = one_round(config), config.partition_seeds, config.seeds
+    task, [split], [seed] = tasks.one_round(config), config.partition_seeds, config.seeds
     _, merged = train_and_merge(task, (split, seed))
     images = task.central.inputs[:num_points]
     labels = np.asarray(task.central.targets[:num_points])
@@ -73,7 +71,7 @@ Share of the {_NEIGHBOURS} nearest neighbours with the same label, in %, among t
 last layer and in the picture. {config.data.dataset}, {len(labels)} training images, \
 {config.data.num_clients} clients, beta {config.data.beta:g}, {config.epochs} epochs, seed {seed}.
 
-{markdown(Table("", headings, lines))}
+{tables.markdown(tables.Table("", headings, lines))}
 ![features of merged models]({path.name})
 """
 

@@ -10,8 +10,7 @@ import optax
 from scipy.spatial.distance import cosine
 
 import fisherjax as fj
-from experiments.harness import figures
-from experiments.harness.tables import Table, markdown
+from experiments.harness import figures, tables
 from fisherjax.typing import Array
 
 
@@ -90,7 +89,7 @@ Cosine similarity with the full matrix, of Kronecker factors and of its own diag
 {dataset}, {min(num_examples, len(data.targets))} images, {epochs} epochs, \
 {100 * blocks.accuracy:.1f} % of them right.
 
-{markdown(Table("", ("layer", "parameters", "Kronecker", "diagonal"), lines))}
+{tables.markdown(tables.Table("", ("layer", "parameters", "Kronecker", "diagonal"), lines))}
 ![Fisher information]({path.name})
 """
 

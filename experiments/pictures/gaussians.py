@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness import figures
+from experiments.harness import figures, tables
 from experiments.harness.figures import GREY, INK, label, style
-from experiments.harness.tables import Table, markdown
 
 _Fusions = dict[str, np.ndarray]
 """Fused means by the algorithm that fuses so; fedfisher_full finds the mode of the product."""
@@ -100,11 +99,11 @@ Distance to the mode of the product, where FedFisher (full) lands: it takes the 
 themselves, the others a diagonal, Kronecker factors (FedLPA), or nothing (FedAvg). In the plane \
 the two numbers are a layer with one output, whose Kronecker factor is the whole precision.
 
-{markdown(Table("", ("in the plane", "distance"), in_plane))}
+{tables.markdown(tables.Table("", ("in the plane", "distance"), in_plane))}
 Over a layer of 2 × 2, {draws} draws whose inputs and tangents are correlated; EA is the \
 expectation approximation.
 
-{markdown(Table("", headings, over_layer))}
+{tables.markdown(tables.Table("", headings, over_layer))}
 ![two Gaussians]({path.name})
 """
 

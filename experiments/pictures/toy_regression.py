@@ -19,8 +19,6 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from fisherjax.algorithms import Algorithm
-from fisherjax.clients import Federation
 from fisherjax.typing import Array, Key, Model, Params
 
 SUPPORTS = {
@@ -58,7 +56,7 @@ class Runs(NamedTuple):
     """
 
     seeds: Array
-    federations: Federation
+    federations: fj.clients.Federation
     starts: Params
     locals: Params
 
@@ -87,7 +85,7 @@ def model(width: int) -> Model:
     return Model(fj.networks.apply_fn(Network(width)), fj.likelihoods.gaussian)
 
 
-def algorithm(name: str, width: int) -> Algorithm:
+def algorithm(name: str, width: int) -> fj.algorithms.Algorithm:
     """Return a way to merge networks of a width."""
     if name == "fedfish":
         # In one round and with a server step of 1 it is the mean weighted by the diagonal Fisher.
@@ -96,7 +94,7 @@ def algorithm(name: str, width: int) -> Algorithm:
     return fj.algorithms.make(name, model(width))
 
 
-def draw(key: Key, supports: Array, num_points: int, noise: float) -> Federation:
+def draw(key: Key, supports: Array, num_points: int, noise: float) -> fj.clients.Federation:
     """Draw the points of two clients, x uniform on their supports [2, 2]; a key has one noise."""
     where, how_far = jax.random.split(key)
     low, high = supports[:, :1], supports[:, 1:]
@@ -127,7 +125,7 @@ def cells(runs: Runs) -> list[tuple[str, int]]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def merge(method: Algorithm, runs: Runs) -> Params:
+def merge(method: fj.algorithms.Algorithm, runs: Runs) -> Params:
     """Merge the two clients of every run, each counting one half; leaves [R, ...]."""
 
     def one(run: Runs) -> Params:
@@ -144,7 +142,7 @@ def merge(method: Algorithm, runs: Runs) -> Params:
 def errors(model: Model, models: Params, runs: Runs, *, stacked: bool = False) -> Array:
     """Compute mean squared errors on clients' points, [R, 2]; stacked: of one model a client."""
 
-    def one(run: tuple[Params, Federation]) -> Array:
+    def one(run: tuple[Params, fj.clients.Federation]) -> Array:
         # The loss of the Gaussian likelihood is half of the squared error.
         return 2 * fj.metrics.performance(model, *run, stacked=stacked).loss
 
