@@ -34,21 +34,16 @@ def parse(arguments: Sequence[str]) -> config.Federated:
 @commands.command(PROGRAM)
 def main(arguments: Sequence[str], console: Console) -> None:
     asked = parse(arguments)
+    default = config.federated(asked.data.dataset)
     with records.folder(asked.out):
-        rows = _resume(asked)
+        rows = records.resume(asked.out, asked, default, records.FEDERATED)
+        if not rows and (asked.out / rounds.CHECKPOINTS).exists():
+            records.check_config(asked.out, asked, default, "checkpoint")
+        done = rounds.finished(rows)
+        rows = [row for row in rows if rounds.unit_of(row) in done]
         if rounds.following(asked, rows) is not None:
             rows = _execute(asked, rows, console)
         curves.report(asked, rows, PROGRAM, console)
-
-
-def _resume(asked: config.Federated) -> list[Row]:
-    """Return the rows of finished units that the same experiment has left in its folder."""
-    default = config.federated(asked.data.dataset)
-    rows = records.resume(asked.out, asked, default, records.FEDERATED)
-    if not rows and (asked.out / rounds.CHECKPOINTS).exists():
-        records.check_config(asked.out, asked, default, "checkpoint")
-    done = rounds.finished(rows)
-    return [row for row in rows if rounds.unit_of(row) in done]
 
 
 def _execute(asked: config.Federated, rows: list[Row], console: Console) -> list[Row]:

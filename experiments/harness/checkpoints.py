@@ -32,14 +32,11 @@ _OPTIONS = ocp.CheckpointManagerOptions(
 
 
 class Checkpoint(NamedTuple):
-    """A run at one moment, a number such as the rounds that are finished.
+    """A run at one moment."""
 
-    The state is a pytree of arrays; rows are results until then, as JSON holds them.
-    """
-
-    number: int
-    state: Any
-    rows: list
+    number: int  # such as the rounds that are finished
+    state: Any  # a pytree of arrays
+    rows: list  # results until then, as JSON holds them
 
 
 class _Files(ocp.AsyncCheckpointHandler):

@@ -116,13 +116,7 @@ def command(program: str, continues: bool = True) -> Callable[..., Callable[...,
 
 
 def check_name(option: str, value: str, known: Collection[str]) -> None:
-    """Refuse a name that an option does not know, with the nearest that it does.
-
-    Example:
-        >>> check_name("partition", "niid-bench", ["fedfisher", "niid_bench"])
-        Traceback (most recent call last):
-        ValueError: --partition is 'niid-bench', did you mean 'niid_bench'? Known: ...
-    """
+    """Refuse a name that an option does not know, with the nearest that it does."""
     if value not in known:
         nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
         raise ValueError(
@@ -131,14 +125,7 @@ def check_name(option: str, value: str, known: Collection[str]) -> None:
 
 
 def check(config: Any, option: str, expected: str, accept: Callable[[Any], bool]) -> None:
-    """Refuse an option of a group that has a value, or one of several, that is not accepted.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> check(SimpleNamespace(num_clients=0), "num_clients", "1 or more", lambda n: n >= 1)
-        Traceback (most recent call last):
-        ValueError: --num-clients is 0, expected 1 or more
-    """
+    """Refuse an option of a group that has a value, or one of several, that is not accepted."""
     given = getattr(config, option)
     if not all(map(accept, given if isinstance(given, tuple | list) else [given])):
         raise ValueError(f"{_told(option, given)}, expected {expected}")

@@ -33,14 +33,11 @@ class Published(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the runs of a cell gave: by algorithm the percent of each seed, medians of seconds.
+    """What the runs of a cell gave, over all seeds."""
 
-    Seconds are of all that was computed, of training the part that grows with the epochs.
-    """
-
-    accuracies: dict[str, tuple[float, ...]]
-    seconds: float | None
-    training: float | None
+    accuracies: dict[str, tuple[float, ...]]  # by algorithm, percent of each seed
+    seconds: float | None  # the median, of all that was computed
+    training: float | None  # of that the part that grows with the epochs
 
 
 Results = dict[grids.Cell, Measured]

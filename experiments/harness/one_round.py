@@ -21,16 +21,8 @@ Unit = tuple[int | None, int]
 """(partition seed, seed): what is computed, and written, as a whole. No split: all the data."""
 
 _ROUNDS = 2  # the library folds keys with 0 to train and with 1 to summarize
-
-
 # Compiled once for equal models, whichever task they belong to.
 _ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
-
-
-def _say_nothing(_: float | str) -> None:
-    pass
-
-
 Progress = Callable[[float | str], None]
 """Told the mean loss after each epoch of training, and before each other step what it is."""
 
@@ -73,7 +65,7 @@ def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
     }
 
 
-def run(task: OneRound, unit: Unit, progress: Progress = _say_nothing) -> list[Row]:
+def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list[Row]:
     """Compute one unit; a ValueError names a client whose model is not finite.
 
     With a split, train the clients, merge them in every way, and go on for the rounds that were
@@ -91,7 +83,7 @@ def run(task: OneRound, unit: Unit, progress: Progress = _say_nothing) -> list[R
 
 
 def train_and_merge(
-    task: OneRound, unit: Unit, progress: Progress = _say_nothing
+    task: OneRound, unit: Unit, progress: Progress = lambda _: None
 ) -> tuple[list[Row], dict[str, Merged]]:
     """Train the clients of a unit, once and again for algorithms that change how, and merge them.
 
@@ -145,7 +137,7 @@ def merge(
     params: Params,
     trained: Trained,
     weights: Array,
-    progress: Progress = _say_nothing,
+    progress: Progress = lambda _: None,
 ) -> dict[str, Merged]:
     """Merge the same clients by several methods; those that send the same are summarized once."""
     federation, images = task.federations[unit[0]], task.validation(unit[0])

@@ -50,32 +50,24 @@ _MOVED = {
 class Row(NamedTuple):
     """One number of a run; a line of results.csv, which has the columns that its command fills in.
 
-    Attributes:
-        algorithm: How models were merged, or what they are compared with: `local` (each client's
-            own model), `ensemble` (the mean of their outputs), `central` (trained on all data).
-        split: Of the data that were used to measure: `test`, `train`, the `cohort`, `validation` or
-            `held_out` clients; or `traffic`.
-        metric: Accuracies are fractions, losses nats of a prediction, traffic bytes of a client.
-        client: Whose model; None for a merged one.
-        seconds: Of the clients' summaries and the merge, and of the training where an algorithm
-            trains its own clients or in a later round; for `local` and `central` of the training,
-            of all clients together. The first run of a process includes compilation.
-        fraction: Of a held-out client's data that the model was fine-tuned on.
+    Seconds are of the clients' summaries and the merge, and of the training where an algorithm
+    trains its own clients or in a later round; for `local` and `central` of the training, of all
+    clients together. The first run of a process includes compilation.
     """
 
-    algorithm: str
+    algorithm: str  # or `local` (a client's own model), `ensemble` (mean of outputs), `central`
     seed: int
     round: int
-    split: str
-    metric: str
+    split: str  # test, train, the cohort, validation or held_out clients; or traffic
+    metric: str  # accuracies are fractions, losses nats of a prediction, traffic bytes of a client
     value: float
     partition_seed: int | None = None
-    client: int | None = None
+    client: int | None = None  # whose model; None for a merged one
     seconds: float | None = None
     upload_bytes: int | None = None
     local_epochs: int | None = None
     server_learning_rate: float | None = None
-    fraction: float | None = None
+    fraction: float | None = None  # of a held-out client's data that the model was fine-tuned on
 
 
 @contextlib.contextmanager

@@ -11,22 +11,15 @@ from rich.table import Table as RichTable
 
 
 class Table(NamedTuple):
-    """Lines of text under headings.
-
-    Attributes:
-        text: How many columns on the left are words; the others are numbers.
-        best: The line that stands out.
-        dim: Lines that are there to compare with.
-        sections: Lines after which a terminal shows a rule.
-    """
+    """Lines of text under headings."""
 
     title: str
     headings: Sequence[str]
     lines: Sequence[Sequence[str]]
-    text: int = 1
-    best: int | None = None
-    dim: Sequence[int] = ()
-    sections: Sequence[int] = ()
+    text: int = 1  # columns on the left that are words; the others are numbers
+    best: int | None = None  # the line that stands out
+    dim: Sequence[int] = ()  # lines that are there to compare with
+    sections: Sequence[int] = ()  # lines after which a terminal shows a rule
 
 
 def terminal(table: Table) -> RichTable:

@@ -1,9 +1,10 @@
 """What is learned: the network, the clients that train, and the data that judge."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,38 +29,24 @@ class OneRound(NamedTuple):
     """Everything that the units of an experiment in one round share.
 
     They hold the same function objects and arrays of equal shapes, so that nothing compiles twice.
-
-    Attributes:
-        model: The network, on stored images; training may crop and mirror them.
-        normalize: What it does to them first.
-        federations: By partition seed, and so are label_counts [M, C].
-        central: All training data at one client.
-        validation: `partition seed -> images and labels`, for the solvers that need some.
-        accuracy: Of `metrics`, with this model, compiled.
     """
 
     config: OneShot
-    model: Model
-    normalize: Callable[[Array], Array]
+    model: Model  # on stored images; training may crop and mirror them
+    normalize: Callable[[Array], Array]  # what it does to them first
     init: Callable[[Key], Params]
     optimizer: optax.GradientTransformation
     methods: dict[str, Method]
-    federations: dict[int, Federation]
-    central: Federation
-    label_counts: dict[int, np.ndarray]
-    validation: Callable[[int], Examples]
+    federations: dict[int, Federation]  # by partition seed
+    central: Federation  # all training data at one client
+    label_counts: dict[int, np.ndarray]  # by partition seed, [M, C]
+    validation: Callable[[int], Examples]  # by partition seed, for solvers that need some
     test: Examples
-    accuracy: Callable[..., Array]
+    accuracy: Callable[..., Array]  # of `metrics`, with this model, compiled
 
 
 class Rounds(NamedTuple):
-    """What experiments in rounds learn, and who trains, chooses and is held out.
-
-    Attributes:
-        test: Everybody's test data, as one client.
-        positions: Targets of an example, more than one for sequences.
-        told: What the data are, in a sentence.
-    """
+    """What experiments in rounds learn, and who trains, chooses and is held out."""
 
     config: Federated
     model: Model
@@ -68,9 +55,9 @@ class Rounds(NamedTuple):
     train: Federation
     validation: Federation
     held_out: Federation
-    test: Federation
-    positions: int
-    told: str
+    test: Federation  # everybody's, as one client
+    positions: int  # targets of an example, more than one for sequences
+    told: str  # what the data are, in a sentence
 
 
 def one_round(config: OneShot) -> OneRound:
@@ -148,7 +135,12 @@ def split_up(
 
 def rounds(config: Federated) -> Rounds:
     """Read the data and split them over those who train, choose and are held out."""
-    return _plays(config) if config.data.dataset == PLAYS else _images(config)
+    read = _plays if config.data.dataset == PLAYS else _images
+    model, init, everybody, groups, test, told = read(config)
+    # Each group is numbered from 0: what its clients draw does not depend on who they were.
+    own = [fj.clients.select(everybody, group)._replace(ids=None) for group in groups]
+    positions = math.prod(test.targets.shape[1:])
+    return Rounds(config, model, init, optimizer(config.training), *own, test, positions, told)
 
 
 def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[np.ndarray]:
@@ -198,26 +190,19 @@ def _network(
     return model, normalize, jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
 
 
-def _images(config: Federated) -> Rounds:
+def _images(config: Federated) -> tuple[Any, ...]:
     data = config.data
     train, test = fj.datasets.load(data.dataset, data.data_dir)
     number = data.num_clients + config.validation_clients + config.held_out_clients
     rows = partition(data, train, number, config.partition_seed)
     everybody = fj.clients.federation(train, rows)
     model, _, init = _network(data, train)
-    return Rounds(
-        config,
-        model,
-        init,
-        optimizer(config.training),
-        *_numbered(everybody, _apart(config, np.arange(number), number)),
-        test=fj.clients.federation(test, fj.partition.central(len(test.targets))),
-        positions=1,
-        told=title(data),
-    )
+    tested = fj.clients.federation(test, fj.partition.central(len(test.targets)))
+    groups = _apart(config, np.arange(number), number)
+    return model, init, everybody, groups, tested, title(data)
 
 
-def _plays(config: Federated) -> Rounds:
+def _plays(config: Federated) -> tuple[Any, ...]:
     text = fj.datasets.load_text(data_dir=config.data.data_dir)
     windows = fj.text.windows(fj.text.roles(text))
     everybody = fj.clients.federation(windows, windows.partition)
@@ -236,18 +221,12 @@ def _plays(config: Federated) -> Rounds:
     expected = f"1 to the {len(trained)} roles that train"
     check(config, "cohort", expected, lambda cohort: cohort <= len(trained))
     network = MODELS[config.data.model](num_classes=windows.num_classes)
+    model = Model(fj.networks.apply_fn(network), fj.likelihoods.categorical)
+    init = jax.jit(lambda key: fj.networks.init(network, key, windows.inputs))
     test = [np.concatenate([windows.partition[client] for client in held_out])]
     counts = f"{len(trained)} roles train, {len(held_out)} are held out"
-    return Rounds(
-        config,
-        Model(fj.networks.apply_fn(network), fj.likelihoods.categorical),
-        jax.jit(lambda key: fj.networks.init(network, key, windows.inputs)),
-        optimizer(config.training),
-        *_numbered(everybody, groups),
-        test=fj.clients.federation(windows, test),
-        positions=windows.inputs.shape[1],
-        told=f"tiny Shakespeare, {counts}{transfer}",
-    )
+    told = f"tiny Shakespeare, {counts}{transfer}"
+    return model, init, everybody, groups, fj.clients.federation(windows, test), told
 
 
 def _apart(
@@ -264,8 +243,3 @@ def _apart(
     rest, away = fj.partition.hold_out(len(clients), wanted, config.partition_seed)
     validating, held_out = np.split(away, [config.validation_clients])
     return clients[rest], clients[validating], clients[held_out]
-
-
-def _numbered(everybody: Federation, groups: tuple[np.ndarray, ...]) -> list[Federation]:
-    """Number each group from 0: what its clients draw does not depend on who they were."""
-    return [fj.clients.select(everybody, group)._replace(ids=None) for group in groups]

@@ -15,15 +15,12 @@ from fisherjax.typing import Array
 
 
 class Blocks(NamedTuple):
-    """The Fisher information of a network's d parameters, in full and of Kronecker factors, [d, d].
+    """The Fisher information of a network's d parameters."""
 
-    Layers have so many parameters, in the order of the matrices; the accuracy is a fraction.
-    """
-
-    sizes: dict[str, int]
-    full: np.ndarray
-    kronecker: np.ndarray
-    accuracy: float
+    sizes: dict[str, int]  # of its layers, in the order of the matrices
+    full: np.ndarray  # [d, d]
+    kronecker: np.ndarray  # [d, d], of Kronecker factors
+    accuracy: float  # a fraction
 
 
 class _ThreeConvolutions(flax.linen.Module):
