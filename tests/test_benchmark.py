@@ -14,7 +14,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 import fisherjax as fj
-from experiments.benchmark import config, measure, peers, pfl, plot, report, workloads
+from experiments.benchmark import config, measure, peers, plot, report, rounds, workloads
 from experiments.benchmark.flops import products
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.workloads import NETWORKS, Workload, classifier, synthetic, workload
@@ -166,15 +166,15 @@ def test_rounds_by_either_dispatch_average_the_same_models():
     federation = fj.clients.federation((images, labels), partition)
     # One batch a client, so that the order of its examples does not matter.
     told = asked("pfl", epochs=2, batch_size=4)
-    ours = pfl.fedavg_round(work, told, federation, 1)
-    theirs = pfl.dispatch(work, told, partition)()
+    ours = rounds.fedavg_round(work, told, federation, 1)
+    theirs = rounds.dispatch(work, told, partition)()
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
 def test_the_network_of_pfl_research_has_its_number_of_parameters():
     shape = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.uint8)
-    params = jax.eval_shape(lambda: fj.networks.init(pfl.NETWORK, jax.random.key(0), shape))
+    params = jax.eval_shape(lambda: fj.networks.init(rounds.NETWORK, jax.random.key(0), shape))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 1_626_442
 
 

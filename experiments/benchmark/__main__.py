@@ -7,7 +7,6 @@ plot.png. PyTorch and nngeometry come with the extra `bench`; without them their
 Other work on the machine spoils the times, those of PyTorch's threads more than XLA's.
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,11 +14,17 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.benchmark import config, plot, report
+from experiments.benchmark import clients, config, fisher, pipeline, report, rounds, server, train
 from experiments.benchmark.measure import measure
+from experiments.benchmark.plot import bars, growth
 from experiments.harness import commands, figures, records, tables
 
 PROGRAM = "experiments.benchmark"
+_SUITES = {
+    **{"train": train.groups, "devices": train.devices, "fisher": fisher.groups},
+    **{"server": server.groups, "clients": clients.groups, "pipeline": pipeline.groups},
+    **{"rounds": rounds.groups, "pfl": rounds.pfl},
+}
 
 
 @commands.command(PROGRAM, continues=False)
@@ -42,15 +47,13 @@ def _run(asked: config.Config, console: Console) -> None:
         notes.append(text)
         console.print(text, style="yellow", soft_wrap=True, markup=False)
 
-    # A suite is the module of its name.
-    suite = importlib.import_module(f"experiments.benchmark.{asked.suite}")
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     # Drawn between measurements, never by a thread of its own: that would take part of a measured
     # core, and would fail to import while TensorFlow Datasets is, which makes imports lazy.
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("preparing", total=None)
         bar.refresh()
-        for group in suite.groups(asked, note):
+        for group in _SUITES[asked.suite](asked, note):
             bar.reset(task, total=len(group.cases) * (asked.repeats + 1), completed=-1)
 
             def show(case: str, workload: str = group.workload) -> None:
@@ -65,7 +68,7 @@ def _run(asked: config.Config, console: Console) -> None:
                 column.no_wrap = False  # headings may take two lines
             console.print(shown)
             bar.update(task, description="preparing", total=None, refresh=True)
-    draw = plot.growth if asked.suite == "clients" else plot.bars
+    draw = growth if asked.suite == "clients" else bars
     figures.save(draw(rows), asked.out / report.PLOT)
     left = f"\nIn {asked.out}/: {report.CSV}, {report.JSON}, {report.PLOT}"
     console.print(left, soft_wrap=True)

@@ -1,23 +1,46 @@
-"""What a federated round costs beside the training of its clients, and what an empty one costs."""
+"""Federated rounds: beside their clients' training alone, and beside one call a batch.
 
-from collections.abc import Callable, Iterator
+The second workload is that of CIFAR-10 in Granqvist et al., "pfl-research: simulation framework for
+accelerating research in Private Federated Learning", NeurIPS 2024: a cohort of 50 users with 50
+images each, batches of 10, one local epoch, and the network of its benchmarks, 1,626,442
+parameters. Left out: its dropout, on both sides.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import flax.linen
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 import fisherjax as fj
+from experiments.benchmark import measure, train, workloads
 from experiments.benchmark.config import Config
-from experiments.benchmark.measure import Case, Group
-from experiments.benchmark.workloads import OPTIMIZER, federate, train, workload
+from experiments.benchmark.flops import matmul_cases, products
+from experiments.benchmark.workloads import OPTIMIZER, Workload
+from fisherjax.typing import Array, Params
 
 _ALONE = "local training alone"
 _IDLE_ROUNDS = 100
+_DISPATCH = "one call a batch (FedJAX-style)"
+_OPTIMIZER = optax.sgd(0.1)
+_PATCHES = {"padding": "VALID", "conv_general_dilated": fj.nn.conv_general_dilated}
+NETWORK = flax.linen.Sequential(
+    [
+        *(flax.linen.Conv(32, (3, 3), **_PATCHES), flax.linen.relu),
+        *(flax.linen.Conv(64, (3, 3), **_PATCHES), flax.linen.relu),
+        *(lambda x: fj.nn.max_pool(x, 2), lambda x: x.reshape(x.shape[0], -1)),
+        *(flax.linen.Dense(128), flax.linen.relu, flax.linen.Dense(10)),
+    ]
+)
 
 
-def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
+def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
     """Give a group for each cohort, and one for rounds of clients that do nothing."""
-    work = workload(config, "lenet", config.num_examples, note)
+    work = workloads.workload(config, "lenet", config.num_examples, note)
     training = {"epochs": config.epochs, "batch_size": config.batch_size, "optimizer": OPTIMIZER}
     key = jax.random.key(1)
     fedfish = partial(fj.algorithms.fedfish, work.model, batch_size=config.batch_size)
@@ -27,20 +50,84 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
         "fedfish, a pass of its own": fedfish(),
     }
 
-    def played(federation: fj.clients.Federation, rounds: int) -> Iterator[Case]:
+    def played(federation: fj.clients.Federation, rounds: int) -> Iterator[measure.Case]:
         cohort = federation.num_clients
         for name, algorithm in algorithms.items():
             experiment = fj.rounds.federated(work.model, algorithm, cohort=cohort, **training)
             state = experiment.init(work.params, cohort)
             run = partial(fj.rounds.run, experiment, state, federation, key=key, rounds=rounds)
-            yield Case(name, lambda run=run: list(run())[-1], rounds)
+            yield measure.Case(name, lambda run=run: list(run())[-1], rounds)
 
     for cohort in config.num_clients:
-        federation = federate(work, cohort)
+        federation = workloads.federate(work, cohort)
         title = f"a round, {cohort} clients, {config.num_examples} images, LeNet"
-        alone = partial(train, work, config, federation, key=jax.random.fold_in(key, 0))
-        cases = [Case(_ALONE, alone), *played(federation, 1)]
-        yield Group(title, "rounds", None, cases, beside=_ALONE)
+        alone = partial(workloads.train, work, config, federation, key=jax.random.fold_in(key, 0))
+        cases = [measure.Case(_ALONE, alone), *played(federation, 1)]
+        yield measure.Group(title, "rounds", None, cases, beside=_ALONE)
         nobody = federation._replace(sizes=jnp.zeros_like(federation.sizes))
         title = f"{_IDLE_ROUNDS} rounds, {cohort} clients without data, LeNet"
-        yield Group(title, "rounds", None, [*played(nobody, _IDLE_ROUNDS)])
+        yield measure.Group(title, "rounds", None, [*played(nobody, _IDLE_ROUNDS)])
+
+
+def pfl(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
+    """Give one group for each cohort: a round of local training and averaging."""
+    work = workloads.workload(config, "cnn", config.num_examples, note)
+    params = fj.networks.init(NETWORK, jax.random.key(0), work.images)
+    work = work._replace(model=workloads.classifier(NETWORK), params=params)
+    native = work._replace(model=workloads.native_convolutions(work.model))
+    images, labels, size = work.images, work.labels, config.batch_size
+    step = products(workloads.gradient(work.model), params, images[:size], labels[:size])
+    flops = step.flops * config.epochs * len(labels) / size
+    for num_clients in config.num_clients:
+        partition = fj.partition.iid(labels, num_clients, seed=0)
+        federation = fj.clients.federation((images, labels), partition)
+        runs = {_DISPATCH: dispatch(work, config, partition)}
+        for name, chunk in train.chunks(config.chunks, num_clients).items():
+            runs[f"fisherjax, {name}"] = partial(fedavg_round, work, config, federation, chunk)
+        runs[f"{_DISPATCH}, native convolutions"] = dispatch(native, config, partition)
+        cases = [measure.Case(name, run, flops=flops) for name, run in runs.items()]
+        title = f"a round, M={num_clients}, {len(labels)} images, batch {size}"
+        yield measure.Group(title, "rounds", _DISPATCH, [*cases, *matmul_cases(config.matmul_size)])
+
+
+def fedavg_round(
+    work: Workload, config: Config, federation: fj.clients.Federation, chunk: int
+) -> Params:
+    """Train the cohort and average its models, by fisherjax."""
+    how = {"optimizer": _OPTIMIZER, "clients_per_chunk": chunk}
+    trained = workloads.train(work, config, federation, **how)
+    fedavg = fj.algorithms.fedavg()
+    updates = fj.algorithms.Update({"params": trained.params}, fedavg.kind)
+    return fj.merging.merge(fedavg, work.params, updates, federation.weights)[0]
+
+
+def dispatch(
+    work: Workload, config: Config, partition: Sequence[np.ndarray]
+) -> Callable[[], Params]:
+    """Prepare the same round with one compiled step for each batch, called from Python loops."""
+    total = sum(map(len, partition))
+    random = np.random.default_rng(0)
+    one_gradient = workloads.gradient(work.model)
+
+    @jax.jit
+    def step(params: Params, state: Any, images: Array, labels: Array) -> tuple[Params, Any]:
+        updates, state = _OPTIMIZER.update(one_gradient(params, images, labels), state, params)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def add(mean: Params, own: Params, weight: Array) -> Params:
+        return jax.tree.map(lambda x, y: x + weight * y, mean, own)
+
+    def run() -> Params:
+        mean = jax.tree.map(jnp.zeros_like, work.params)
+        for rows in partition:
+            own, state = work.params, _OPTIMIZER.init(work.params)
+            for _ in range(config.epochs):
+                shuffled = random.permutation(rows)
+                for start in range(0, len(rows), config.batch_size):
+                    batch = shuffled[start : start + config.batch_size]
+                    own, state = step(own, state, work.images[batch], work.labels[batch])
+            mean = add(mean, own, len(rows) / total)
+        return mean
+
+    return run

@@ -1,6 +1,7 @@
-"""Local training beside a loop over clients in PyTorch, and the choices inside it."""
+"""Local training: beside a loop over clients in PyTorch, its choices, and over all devices."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,9 @@ import fisherjax as fj
 from experiments.benchmark import measure, peers, workloads
 from experiments.benchmark.config import Config
 from experiments.benchmark.flops import matmul_cases, precisions, products
+
+_ALONE = "one device"
+_STRUCTURES = {"diagonal Fisher": fj.fisher.diagonal, "K-FAC Fisher": fj.fisher.kfac}
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
@@ -27,6 +31,32 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Grou
             batches = f"batch {config.batch_size}, {len(work.labels)} images"
             title = f"training, {work.name}, M={num_clients}, {batches}"
             yield measure.Group(title, "samples", reference, cases)
+
+
+def devices(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
+    """Give a group for each network, number of clients and phase, beside one device alone."""
+    count = jax.device_count()
+    if count == 1:
+        note("one device; on a CPU XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two")
+    for work in workloads.workloads(config, note):
+        examples = len(work.labels)
+        for num_clients in config.num_clients:
+            alone = workloads.federate(work, num_clients)
+            where = {_ALONE: alone, f"all {count}": fj.clients.shard(alone)}
+            training = partial(workloads.train, work, config)
+            trained = fj.training.Trained(training(alone).params)
+            phases = {"training": (training, config.epochs * examples)}
+            for phase, fisher in _STRUCTURES.items():
+                how = {"fisher": fisher, "batch_size": config.batch_size}
+                algorithm = fj.algorithms.fedfisher(work.model, **how)
+                summarize = partial(fj.merging.summarize, algorithm, trained, key=jax.random.key(2))
+                phases[phase] = summarize, examples
+            for phase, (run, units) in phases.items():
+                cases = [
+                    measure.Case(case, partial(run, own), units) for case, own in where.items()
+                ]
+                title = f"{phase}, {work.name}, {num_clients} clients, {examples} images"
+                yield measure.Group(title, "samples", _ALONE, cases)
 
 
 def chunks(asked: Sequence[int], num_clients: int) -> dict[str, int]:
