@@ -66,7 +66,11 @@ def _execute(asked: config.Federated, rows: list[Row], console: Console) -> list
             new = rounds.run(task, method, unit, _shower(bar, shown, unit), warn)
             rows = [*rows, *new]
             records.write_rows(asked.out / records.RESULTS, rows, records.FEDERATED)
-            console.print(_told(unit, new, time.perf_counter() - begun), soft_wrap=True)
+            seconds, rate = time.perf_counter() - begun, unit.server_learning_rate
+            test = [r.value for r in new if (r.split, r.metric) == ("test", "accuracy")]
+            reached = f"test accuracy {100 * test[-1]:.1f} % after {new[-1].round} rounds"
+            told = f"{_named(unit)}, server rate {rate:g}: {reached} [dim]({seconds:.1f} s)[/]"
+            console.print(told, soft_wrap=True)
     return rows
 
 
@@ -83,14 +87,6 @@ def _shower(bar: Progress, shown: TaskID, unit: rounds.Unit) -> Callable[[int, f
         bar.update(shown, completed=number, description=_named(unit) + reached, speed=speed)
 
     return show
-
-
-def _told(unit: rounds.Unit, rows: Sequence[Row], seconds: float) -> str:
-    test = [100 * r.value for r in rows if (r.split, r.metric) == ("test", "accuracy")]
-    return (
-        f"{_named(unit)}, server rate {unit.server_learning_rate:g}: test accuracy {test[-1]:.1f} "
-        f"% after {rows[-1].round} rounds [dim]({seconds:.1f} s)[/]"
-    )
 
 
 def _named(unit: rounds.Unit) -> str:

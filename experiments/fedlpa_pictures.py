@@ -14,9 +14,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 
 from experiments.harness import commands, config, grids, records
@@ -47,9 +45,9 @@ class Config:
     """Training images of the Fisher information."""
     draws: int = 200
     """Pairs of random Gaussians over a layer."""
-    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/pictures")
+    out: commands.Folder = Path("runs/pictures")
     """Folder for the pictures and the numbers."""
 
 

@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -40,7 +40,7 @@ class Config:
     drawn_seed: int = 0
     """Seed whose functions are drawn."""
     setting: tyro.conf.OmitArgPrefixes[Setting] = dataclasses.field(default_factory=Setting)
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/function_space")
+    out: commands.Folder = Path("runs/function_space")
     """Folder for the pictures, the table and the numbers."""
 
 

@@ -53,9 +53,9 @@ class Config:
     """Their network."""
     max_examples: int | None = None
     """Of each client, drawn at random, for its Fisher information; otherwise all that it has."""
-    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/reference_clients")
+    out: commands.Folder = Path("runs/reference_clients")
     """Folder for the results."""
 
 

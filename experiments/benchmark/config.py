@@ -1,15 +1,13 @@
 """What the benchmark can be told, and what each suite measures when it is told nothing."""
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
 import tyro
 
-from experiments.harness.commands import check, check_list
+from experiments.harness.commands import Folder, FolderOrNone, check, check_list
 
-_Dir = tyro.conf.arg(metavar="DIR")
 _Own = tyro.conf.arg(help_behavior_hint="(default: the suite's)")
 _Number = Annotated[int | None, tyro.conf.arg(metavar="INT"), _Own]
 _Numbers = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ..."), _Own]
@@ -25,7 +23,7 @@ class Config:
         "train", "fisher", "server", "clients", "pipeline", "pfl", "rounds", "devices"
     ] = tyro.MISSING
     """Training, Fisher passes, the server, growth with clients, a whole run, rounds, devices."""
-    out: Annotated[Path, _Dir] = tyro.MISSING
+    out: Folder = tyro.MISSING
     """Folder for results.csv, results.json and plot.png; it must not hold results yet."""
     models: Annotated[_Networks, tyro.conf.arg(metavar="{lenet,cnn} ..."), _Own] = None
     """LeNet on 28 x 28 x 1 or the 940k CNN on 32 x 32 x 3 images."""
@@ -49,7 +47,7 @@ class Config:
     """What the whole run learns: MNIST with LeNet, or the digits with a small MLP."""
     data: Literal["auto", "synthetic"] = "auto"
     """Prepared MNIST and CIFAR-10 images where they are there, or made-up ones."""
-    data_dir: Annotated[Path | None, _Dir] = None
+    data_dir: FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
     repeats: _Number = None
     """Timed runs of each case, whose median counts; one more comes before, to compile."""

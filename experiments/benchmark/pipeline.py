@@ -32,10 +32,7 @@ _EVENTS = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering_seconds",
     "/jax/core/compile/backend_compile_duration": "compiling_seconds",
 }
-_WARM = {
-    "JAX_ENABLE_COMPILATION_CACHE": "true",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
+_WARM = {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
@@ -52,9 +49,8 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
     for num_clients in config.num_clients:
         run = partial(measure.in_own_process, _whole_run, config, num_clients)
         both = {"facts": itemgetter(0), "peak": itemgetter(1)}
-        recorded = (
-            [Apart(_AUTHORS.name, lambda: _AUTHORS)] if is_theirs and num_clients == 5 else []
-        )
+        compared = is_theirs and num_clients == 5
+        recorded = [Apart(_AUTHORS.name, lambda: _AUTHORS)] if compared else []
         title = f"one-shot run, {config.dataset}, M={num_clients}, E={config.epochs}"
         with tempfile.TemporaryDirectory() as cache:
             cold = partial(run, JAX_ENABLE_COMPILATION_CACHE="false")
@@ -64,7 +60,7 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
                 Case("fisherjax, cold", cold, **both),
                 Case("fisherjax, persistent compilation cache", warm, **both),
             ]
-            yield Group(title, "runs", _AUTHORS.name if recorded else None, cases)
+            yield Group(title, "runs", _AUTHORS.name if compared else None, cases)
 
 
 def _whole_run(config: Config, num_clients: int) -> tuple[dict[str, float], int]:

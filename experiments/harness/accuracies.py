@@ -88,10 +88,7 @@ def curve_table(found: Curves) -> tables.Table:
 
 
 def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console: Console) -> None:
-    """Show what a run found, and write summary.md and the figures into its folder.
-
-    What was asked has a group `merging` and a folder `out`; the heading says what was learned.
-    """
+    """Show what a run found, and write summary.md and the figures into its folder."""
     out, names = asked.out, asked.merging.algorithms
     found, later = lines(rows, names), curves(rows, names)
     shown = table(found, heading)

@@ -8,13 +8,15 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from fisherjax import algorithms
 
+Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
+FolderOrNone = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
 Options = tuple[tuple[str, Any], ...]
 """Options of methods that are not the defaults: pairs such as ("fedprox.mu", 0.1)."""
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import fisherjax as fj
-from experiments.harness.commands import Options, check, check_list, check_name, contents
+from experiments.harness import commands
+from experiments.harness.commands import check, check_list, check_name, contents
 from experiments.harness.records import WHERE_AND_HOW
 
 MODELS = {
@@ -67,7 +68,7 @@ class Data:
     """What crops see beyond the edge: zeros, or the image mirrored there."""
     normalize: bool = True
     """Subtract the mean of the pixels and divide by their deviation, after scaling to [0, 1]."""
-    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
 
 
@@ -111,7 +112,7 @@ class Merging:
     """Labels of the Fisher: expected under the model (true), drawn from it, or the data's."""
     solver: Literal["cg", "gd", "adam"] = "cg"
     """Of fedfisher_*; adam is the paper's, which one_shot gives 500 validation images."""
-    options: tyro.conf.Suppress[Options] = ()
+    options: tyro.conf.Suppress[commands.Options] = ()
     """What methods were told, ("fedprox.mu", 0.1) for example."""
 
 
@@ -134,7 +135,7 @@ class OneShot:
     """Also train a model on all the data, the ceiling."""
     on_nonfinite: Literal["raise", "drop"] = "raise"
     """Stop when a client diverges, or leave it out of every merge."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    out: commands.FolderOrNone = None
     """Folder for the results, otherwise runs/NAME; an unfinished run there continues."""
 
 
@@ -177,7 +178,7 @@ class Federated:
     """Between two checkpoints; 0 saves after every round."""
     keep_models: bool = True
     """Leave the final models in models/."""
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/federated")
+    out: commands.Folder = Path("runs/federated")
     """Folder for the results; an unfinished run there continues."""
 
 
@@ -248,12 +249,7 @@ def name(config: OneShot) -> str:
 
 
 def title(data: Data) -> str:
-    """Say in one line what is learned, and by whom.
-
-    Example:
-        >>> title(Data(partition="niid_bench", beta=0.5))
-        'digits, mlp, 5 clients (niid_bench, beta 0.5)'
-    """
+    """Say in one line what is learned, and by whom."""
     if data.dataset == PLAYS:
         return f"{data.dataset}, {data.model}, a client for each role"
     split = "".join([data.partition, *_number(data)])

@@ -67,14 +67,8 @@ def legend(figure: Any, panels: Sequence[Any], *, columns: int = 4, **options: A
     for panel in panels:
         own = zip(*panel.get_legend_handles_labels(), strict=True)
         handles |= {name: handle for handle, name in own if name not in handles}
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=min(columns, len(handles)),
-        frameon=False,
-        **options,
-    )
+    where = {"loc": "outside lower center", "ncols": min(columns, len(handles)), "frameon": False}
+    figure.legend(handles.values(), handles.keys(), **where, **options)
 
 
 def class_colours(count: int) -> np.ndarray:

@@ -2,9 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import tyro
+from typing import Any, NamedTuple
 
 from experiments.harness import commands, config
 
@@ -55,9 +53,9 @@ class Grid:
     """Over how many clients the data are split."""
     clients_per_chunk: int | None = None
     """Clients computed side by side; otherwise one on a CPU and all elsewhere."""
-    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/niid_table")
+    out: commands.Folder = Path("runs/niid_table")
     """Folder for the results."""
 
 

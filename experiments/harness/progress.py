@@ -16,15 +16,9 @@ _WORTH_SAYING = 60  # seconds
 
 def bar(console: Console) -> Progress:
     """Make a bar, which goes when the block that it is shown for is over."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-        transient=True,
-    )
+    what = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    when = TextColumn("{task.fields[speed]}"), TimeRemainingColumn(elapsed_when_finished=True)
+    return Progress(*what, *when, console=console, transient=True)
 
 
 class Watch:
@@ -47,8 +41,13 @@ class Watch:
         def show(now: float | str) -> None:
             if isinstance(now, float):
                 ends.append(time.perf_counter())
-                if len(ends) == 2:  # the first epoch compiles
-                    self._estimate(ends[1] - ends[0])
+                if len(ends) == 2 and not self._estimated:  # the first epoch compiles
+                    self._estimated, epoch = True, ends[1] - ends[0]
+                    expected = epoch * self._num_epochs
+                    if expected > _WORTH_SAYING:
+                        all_ = f"training about {tables.duration(expected)} in all"
+                        told = f"An epoch takes {epoch:.2g} s, {all_}; merging comes on top."
+                        self._console.print(told, soft_wrap=True)
                 now = f"loss {now:.3f}"
             self._bar.update(self._task, advance=1, description=f"{name}: {now}")
 
@@ -70,17 +69,6 @@ class Watch:
         to_go = f", {bound} {tables.duration(left)} to go" if left > _WORTH_SAYING else ""
         time_taken = f"[dim]({seconds:.1f} s{to_go})[/]"
         self._console.print(f"{where}{_named(unit)}: {values}  {time_taken}", soft_wrap=True)
-
-    def _estimate(self, seconds: float) -> None:
-        """Say once, early, how long training will take."""
-        expected = seconds * self._num_epochs
-        if expected > _WORTH_SAYING and not self._estimated:
-            self._console.print(
-                f"An epoch takes {seconds:.2g} s, training about {tables.duration(expected)} in "
-                "all; merging comes on top.",
-                soft_wrap=True,
-            )
-        self._estimated = True
 
 
 def _named(unit: Unit) -> str:
