@@ -22,7 +22,6 @@ from experiments.harness.progress import Watch, bar
 from experiments.harness.tables import Table, markdown, terminal
 
 PROGRAM = "experiments.niid_table"
-_WIDTH = 180
 
 _Done = dict[grids.Unit, list[records.Row]]
 
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
                 _run(grid, missing, done, console)
         found, notes = _write(grid, done)
     # Wider than most terminals: better a line broken there than every cell.
-    wide = Console(highlight=False, width=max(console.width, _WIDTH))
+    wide = Console(highlight=False, width=max(console.width, 180))
     for table in found:
         wide.print(terminal(table))
     console.print(notes, style="dim")

@@ -53,10 +53,17 @@ def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
 def table(found: Sequence[Line], heading: str) -> tables.Table:
     """Lay the lines out; the best way of merging stands out."""
     merged = [place for place, line in enumerate(found) if line.algorithm not in REFERENCES]
+    body = []
+    for line in found:
+        runs, uploaded, seconds = len(line.accuracies), line.upload_bytes, line.seconds
+        std = f"{statistics.stdev(line.accuracies):.1f}" if runs > 1 else "-"
+        upload = "-" if uploaded is None else tables.size(uploaded)
+        took = "-" if seconds is None else f"{seconds:.3f}"
+        body.append((line.algorithm, f"{line.mean:.1f}", std, str(runs), upload, took))
     return tables.Table(
         title=heading,
         headings=("algorithm", "mean %", "std", "runs", "upload", "seconds"),
-        lines=list(map(_cells, found)),
+        lines=body,
         best=max(merged, key=lambda place: found[place].mean, default=None),
         dim=[place for place in range(len(found)) if place not in merged],
         sections=[min(merged, default=0) - 1, max(merged, default=-1)],
@@ -193,18 +200,6 @@ def curve_figure(found: Curves, heading: str, path: Path) -> None:
     axes.grid(color=GRID, linewidth=0.8)
     legend(drawn, [axes])
     save(drawn, path)
-
-
-def _cells(line: Line) -> list[str]:
-    runs = len(line.accuracies)
-    return [
-        line.algorithm,
-        f"{line.mean:.1f}",
-        f"{statistics.stdev(line.accuracies):.1f}" if runs > 1 else "-",
-        str(runs),
-        "-" if line.upload_bytes is None else tables.size(line.upload_bytes),
-        "-" if line.seconds is None else f"{line.seconds:.3f}",
-    ]
 
 
 def _class_cells(own: np.ndarray, is_owner: np.ndarray) -> list[str]:

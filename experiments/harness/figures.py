@@ -47,10 +47,7 @@ def line_style(name: str) -> Any:
 
 
 def canvas(width: float, height: float, columns: int = 1, rows: int = 1, **shared: Any) -> Any:
-    """Begin a figure, in inches, without pyplot and its global state: no display is needed.
-
-    Its axes are an array if there are several; `shared` is what matplotlib's `subplots` takes.
-    """
+    """Begin a figure, in inches, without pyplot and its global state: no display is needed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -69,13 +66,6 @@ def legend(figure: Any, panels: Sequence[Any], *, columns: int = 4, **options: A
         handles |= {name: handle for handle, name in own if name not in handles}
     where = {"loc": "outside lower center", "ncols": min(columns, len(handles)), "frameon": False}
     figure.legend(handles.values(), handles.keys(), **where, **options)
-
-
-def class_colours(count: int) -> np.ndarray:
-    """Return a colour for each class of a data set, [count, 4]."""
-    from matplotlib import colormaps
-
-    return colormaps["tab20" if count > 10 else "tab10"](np.arange(count) % 20)
 
 
 def save(figure: Any, path: Path) -> None:

@@ -29,8 +29,8 @@ class Watch:
         lengths = [one_round.length(task, unit) for unit in units]
         self._total, self._num_epochs = sum(map(sum, lengths)), sum(epochs for epochs, _ in lengths)
         self._estimated = task.config.epochs == 1  # there the second epoch compiles too
-        self._start = time.perf_counter()
-        self._first: tuple[float, float] | None = None  # when the first unit ended, and its steps
+        # From when, and after how many steps, the rest is estimated, and how surely.
+        self._since = time.perf_counter(), 0.0, "at most about"
         self._task = shown.add_task("compiling", total=self._total, speed="")
 
     def begin(self, unit: Unit, where: str = "") -> one_round.Progress:
@@ -59,13 +59,10 @@ class Watch:
         merged = [row for row in measured if row.algorithm not in ("local", "ensemble")]
         values = "  ".join(f"{row.algorithm} {100 * row.value:.1f}" for row in merged)
         done, now = self._bar.tasks[0].completed, time.perf_counter()
-        # The first unit compiles, so that it bounds the others and they estimate one another.
-        from_time, from_done, bound = self._start, 0, "at most about"
-        if self._first is None:
-            self._first = now, done
-        else:
-            (from_time, from_done), bound = self._first, "about"
+        from_time, from_done, bound = self._since
         left = (now - from_time) / max(done - from_done, 1) * (self._total - done)
+        if not from_done:  # the first unit compiles: it bounds the others, which estimate the rest
+            self._since = now, done, "about"
         to_go = f", {bound} {tables.duration(left)} to go" if left > _WORTH_SAYING else ""
         time_taken = f"[dim]({seconds:.1f} s{to_go})[/]"
         self._console.print(f"{where}{_named(unit)}: {values}  {time_taken}", soft_wrap=True)

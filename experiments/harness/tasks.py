@@ -26,10 +26,7 @@ _accuracy = jax.jit(fj.metrics.accuracy, static_argnums=0, static_argnames="stac
 
 
 class OneRound(NamedTuple):
-    """Everything that the units of an experiment in one round share.
-
-    They hold the same function objects and arrays of equal shapes, so that nothing compiles twice.
-    """
+    """What the units of an experiment share: the same functions and shapes, compiled once."""
 
     config: OneShot
     model: Model  # on stored images; training may crop and mirror them
@@ -66,10 +63,7 @@ def one_round(config: OneShot) -> OneRound:
 
 
 def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
-    """Prepare experiments that differ in how data are split, and in seeds and folders.
-
-    They share all that is compiled.
-    """
+    """Prepare experiments that differ in splits, seeds and folders; they share what is compiled."""
     config = configs[0]
     for other in configs:
         split = {option: getattr(other.data, option) for option in _SPLIT}

@@ -83,7 +83,6 @@ def draw(drawn: dict[str, np.ndarray], labels: np.ndarray, path: Path) -> None:
     columns = min(3, len(drawn))
     rows, classes = math.ceil(len(drawn) / columns), np.unique(labels)
     figure, panels = figures.canvas(3 * columns, 3.1 * rows + 0.5, columns, rows, squeeze=False)
-    colours = figures.class_colours(int(classes.max()) + 1)
     # Where colours fail, in greyscale or for a colour-blind eye, the number tells.
     outline = [withStroke(linewidth=4, foreground="white")]
     number = {"ha": "center", "va": "center", "size": 13, "weight": "bold", "path_effects": outline}
@@ -92,7 +91,7 @@ def draw(drawn: dict[str, np.ndarray], labels: np.ndarray, path: Path) -> None:
     for axes, (title, points) in zip(panels.flat, drawn.items(), strict=False):
         for name in classes:
             own = points[labels == name]
-            axes.scatter(*own.T, color=colours[name], s=4, linewidths=0, label=str(name))
+            axes.scatter(*own.T, color=f"C{name}", s=4, linewidths=0, label=str(name))
             axes.annotate(str(name), own[cdist(own, own).sum(0).argmin()], **number)
         axes.set_title(title, fontsize="medium")
     figures.legend(figure, panels.flat, columns=10, title="class", markerscale=3)

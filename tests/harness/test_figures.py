@@ -67,8 +67,3 @@ def test_a_legend_names_everybody_once():
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["FedAvg", "RegMean"]
     assert len(drawn.legends) == 1
     assert all(panel.get_legend() is None for panel in panels)
-
-
-def test_classes_have_colours_of_their_own():
-    for count in (2, 10, 20):
-        assert len({tuple(colour) for colour in figures.class_colours(count)}) == count
