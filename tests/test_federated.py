@@ -157,7 +157,7 @@ def test_the_perplexity_of_text_is_exp_of_the_loss_of_a_character():
 
 def test_an_algorithm_looks_the_same_in_any_order_and_panels_share_axis_and_legend(monkeypatch):
     drawn = []
-    monkeypatch.setattr(curves, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
     for names in (("fedavg", "fedfish"), ("fedfish", "fedavg")):
         asked = Federated(merging=Merging(names), local_epochs=(1, 4))
         rows = [row for epochs in (1, 4) for name in names for row in made_up(name, epochs)]
