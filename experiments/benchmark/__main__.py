@@ -20,7 +20,7 @@ from experiments.benchmark.plot import bars, growth
 from experiments.harness import commands, figures, records, tables
 
 PROGRAM = "experiments.benchmark"
-_SUITES = {
+GROUPS = {
     **{"train": train.groups, "devices": train.devices, "fisher": fisher.groups},
     **{"server": server.groups, "clients": clients.groups, "pipeline": pipeline.groups},
     **{"rounds": rounds.groups, "pfl": rounds.pfl},
@@ -53,7 +53,7 @@ def _run(asked: config.Config, console: Console) -> None:
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("preparing", total=None)
         bar.refresh()
-        for group in _SUITES[asked.suite](asked, note):
+        for group in GROUPS[asked.suite](asked, note):
             bar.reset(task, total=len(group.cases) * (asked.repeats + 1), completed=-1)
 
             def show(case: str, workload: str = group.workload) -> None:
