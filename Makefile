@@ -19,7 +19,7 @@ NEWEST := .venv-newest
 WHEEL := build/wheel
 WORKERS ?= 2
 DEMO_OUT ?= runs/demo
-NOTEBOOK := notebooks/one_shot
+NOTEBOOKS := notebooks/one_shot notebooks/your_model
 
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
@@ -54,16 +54,16 @@ format: $(VENV)/.dev ## Mend style and formatting where that can be done by itse
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-notebook: $(VENV)/.dev ## Execute the notebook, after checking that it is what its source says
+notebook: $(VENV)/.dev ## Execute the notebooks, after checking that they are what their sources say
 	@$(VENV)/bin/python -c 'import sys, jupytext; \
-	    cells = [[(c.cell_type, c.source) for c in jupytext.read(path).cells] for path in sys.argv[1:]]; \
-	    sys.exit("$(NOTEBOOK).ipynb is out of date: make notebook-update" if cells[0] != cells[1] else 0)' \
-	    $(NOTEBOOK).py $(NOTEBOOK).ipynb
-	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 $(NOTEBOOK).ipynb
+	    cells = lambda path: [(c.cell_type, c.source) for c in jupytext.read(path).cells]; \
+	    old = [n for n in sys.argv[1:] if cells(n + ".py") != cells(n + ".ipynb")]; \
+	    sys.exit(", ".join(old) + " out of date: make notebook-update" if old else 0)' $(NOTEBOOKS)
+	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 $(NOTEBOOKS:=.ipynb)
 
-notebook-update: $(VENV)/.dev ## Write the notebook anew from its source, with its outputs
-	$(VENV)/bin/jupytext --quiet --to ipynb --update $(NOTEBOOK).py
-	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 --overwrite $(NOTEBOOK).ipynb
+notebook-update: $(VENV)/.dev ## Write the notebooks anew from their sources, with their outputs
+	$(VENV)/bin/jupytext --quiet --to ipynb --update $(NOTEBOOKS:=.py)
+	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 --overwrite $(NOTEBOOKS:=.ipynb)
 
 wheel: ## Build the wheel, install it into an empty environment and use it there
 	rm -rf $(WHEEL)
