@@ -39,6 +39,7 @@ FEDAVG = algorithms.fedavg()
 DIAG = algorithms.fedfisher(MODEL, fisher=fisher.diagonal)
 KFAC = algorithms.fedfisher(MODEL)
 EXACT = algorithms.fedfisher(MODEL, solver=solvers.conjugate_gradients(1e-6, 500))
+FULL = algorithms.fedfisher(MODEL, fisher=fisher.full)
 FISHER_MERGE = algorithms.fisher_merge(MODEL)
 
 
@@ -164,6 +165,21 @@ def quadratic(weights, damping=0.1):
 
 def sliced(tree, rows):
     return tree_map(lambda x: jnp.asarray(np.asarray(x)[rows]), tree)
+
+
+def diag_of():
+    return sent("diag").values["fisher"], sent("diag").values["params"]
+
+
+def with_nan_row(row):
+    return world().federation._replace(inputs=world().federation.inputs.at[row].set(jnp.nan))
+
+
+def factory_named(factory):
+    """A factory that has a name of its own, whatever it is a partial of."""
+    named = partial(factory)
+    named.__name__ = getattr(factory, "__name__", None) or factory.func.__name__
+    return named
 
 
 def no(function, words):
@@ -656,6 +672,95 @@ REFUSED = {
         lambda: fj.personalization.personalize(MODEL, world().params, world().federation, key=0),
         "key is int 0",
     ),
+    # Some of the examples.
+    **{
+        f"max_examples {value!r}: {name}": no(
+            lambda value=value, make=make: make(max_examples=value),
+            f"max_examples is {value!r}; expected an integer of at least 1",
+        )
+        for value in (0, -3, 2.5, "all", True)
+        for name, make in {
+            "fisher.kfac": kfac,
+            "fedfisher": partial(algorithms.fedfisher, MODEL),
+            "fisher_merge": partial(algorithms.fisher_merge, MODEL),
+            "fedlpa": partial(algorithms.fedlpa, MODEL),
+            "regmean": partial(algorithms.regmean, MODEL),
+        }.items()
+    },
+    **{
+        f"{structure.__name__} of a draw without a key": no(
+            lambda structure=structure: structure(
+                MODEL, world().params, world().examples, max_examples=7
+            ),
+            "max_examples is 7 of 40 examples, which are drawn: pass key",
+        )
+        for structure in (fisher.kfac, fisher.diagonal, fisher.full)
+    },
+    # Solvers.
+    **{
+        f"{factory.__name__} {name} {value!r}": no(
+            lambda factory=factory, name=name, value=value: factory(**{name: value}),
+            f"{name} is {value!r}",
+        )
+        for factory, name, value in [
+            (solvers.conjugate_gradients, "tolerance", "1e-4"),
+            (solvers.conjugate_gradients, "tolerance", -1e-4),
+            (solvers.conjugate_gradients, "max_iterations", "9"),
+            (solvers.conjugate_gradients, "max_iterations", True),
+            (solvers.conjugate_gradients, "max_iterations", -1),
+            (solvers.gradient_descent, "steps", 1.5),
+            (solvers.gradient_descent, "power_iterations", 0),
+            (solvers.closed_form, "floor", "0"),
+            (solvers.closed_form, "floor", -1.0),
+            (algorithms.residual_descent, "steps", 0),
+            (algorithms.residual_descent, "learning_rate", 0.0),
+            (partial(algorithms.paper_adam, epsilon_inside_root=True), "steps", 0),
+            (partial(algorithms.paper_adam, epsilon_inside_root=True), "epsilon", 0.0),
+            (partial(algorithms.paper_adam, epsilon_inside_root=True), "score_every", 0),
+        ]
+        for factory in [factory_named(factory)]
+    },
+    "quadratic damping NaN": no(lambda: quadratic(jnp.full(3, 1 / 3), np.nan), "damping is nan"),
+    "quadratic damping of a name": no(lambda: quadratic(jnp.full(3, 1 / 3), "1"), "damping is '1'"),
+    "quadratic of sums, damping -1": no(
+        lambda: fj.quadratic.from_sums(
+            fj.quadratic.sums(*diag_of(), jnp.full(3, 1 / 3)), damping=-1.0
+        ),
+        "damping is -1.0",
+    ),
+    "sums of K-FAC": no(
+        lambda: fj.quadratic.sums(
+            sent("kfac").values["fisher"], sent("kfac").values["params"], jnp.full(3, 1 / 3)
+        ),
+        "Kronecker operators do not add up",
+    ),
+    "64 full, negative Fisher": no(
+        lambda: merge(
+            Update(
+                sent("diag").values
+                | {
+                    "fisher": fisher.Dense(
+                        -jnp.broadcast_to(jnp.eye(50), (3, 50, 50)),
+                        fisher.operators.Template.of(world().params),
+                    )
+                },
+                FULL.kind,
+            ),
+            method=FULL,
+        ),
+        "client 0 is negative: 'fisher/matrix' has trace -50",
+    ),
+    "64 a stream of negative Fishers": no(
+        lambda: stream([(scaled("diag", "fisher", -1.0), None)], method=DIAG),
+        "client 1 is negative",
+    ),
+    "52 NaN Fisher": no(
+        lambda: merge(scaled("kfac", "fisher", np.nan), method=KFAC),
+        r"clients \[1\] are not finite \(client 1: leaf 'fisher",
+    ),
+    "24 NaN inputs, merged": no(
+        lambda: merge(summarize(KFAC, federation=with_nan_row(3)), method=KFAC), "are not finite"
+    ),
 }
 
 
@@ -688,8 +793,138 @@ def after_training(**options):
     return training(**options).params
 
 
+def mixed(params):
+    return params | {"b": tree_map(lambda x: x.astype(jnp.bfloat16), params["b"])}
+
+
+def after_a_round(method, rows, order=slice(None)):
+    """What a method merges of the clients with these rows, in this order."""
+    federation = fed([rows[i] for i in range(len(rows))][order])
+    optimizer = method.optimizer(SGD)
+    trained = training(federation=federation, optimizer=optimizer, batch_size=4)
+    sent = merging.summarize(method, trained, federation, key=KEY)
+    return merge(sent, federation.weights, method)
+
+
+HALVES = [list(range(20)), list(range(20, 40))]
+MADE = {
+    "kfac": EXACT,
+    "regmean": algorithms.regmean(MODEL),
+    "fedlpa": algorithms.fedlpa(MODEL),
+    "fedfish": algorithms.fedfish(MODEL, batch_size=4),
+    "fednova": algorithms.fednova(),
+    "fedavg": FEDAVG,
+    "scaffold": algorithms.scaffold(),
+}
 TINY = 1e-5
 ACCEPTED = {
+    # What has no examples has no influence, and the order of clients that have one has none.
+    **{
+        f"{number} empty client through {name}": (
+            lambda method=MADE[name]: after_a_round(method, [*HALVES, []]),
+            lambda method=MADE[name]: after_a_round(method, HALVES),
+            1e-4,
+        )
+        for number, name in zip(range(2, 10), MADE, strict=False)
+    },
+    **{
+        f"{number} single-example clients through {name}": (
+            lambda method=MADE[name]: after_a_round(method, [[3], [4], [5]]),
+            lambda method=MADE[name]: after_a_round(method, [[3], [4], [5]], slice(None, None, -1)),
+            1e-3,
+        )
+        for number, name in [(10, "kfac"), (11, "regmean"), (12, "fedlpa")]
+    },
+    **{
+        f"{number} kfac, params x 1e{power}": (
+            lambda power=power: tree_map(
+                lambda x: x / 10.0 ** (power - 8),
+                merge(scaled("kfac", "params", 10.0**power), method=KFAC),
+            ),
+            lambda: merge(scaled("kfac", "params", 1e8), method=KFAC),
+            1e-3,
+        )
+        for number, power in [(55, 10), (56, 15), (57, 18), (58, 20)]
+    },
+    "23 NaN inputs: the loss says so": (
+        lambda: jnp.isnan(training(federation=with_nan_row(3)).loss).sum(),
+        lambda: jnp.int32(1),
+        0,
+    ),
+    "27 NaN inputs: so does the Fisher": (
+        lambda: jnp.isnan(
+            fisher_of(world().examples._replace(inputs=with_nan_row(3).inputs))["a/kernel"]["input"]
+        ).any(),
+        lambda: jnp.bool_(True),
+        0,
+    ),
+    "29 NaN model: accuracy is NaN": (
+        lambda: metrics.accuracy(
+            MODEL, tree_map(lambda x: x * np.nan, world().params), world().examples
+        ),
+        lambda: jnp.float32(np.nan),
+        0,
+    ),
+    "52 NaN Fisher dropped": (
+        lambda: merge(scaled("kfac", "fisher", np.nan), method=KFAC, on_nonfinite="drop"),
+        lambda: merge(sent("kfac"), [1, 0, 1], method=KFAC),
+        TINY,
+    ),
+    "121 learning rate NaN: the loss says so": (
+        lambda: jnp.isnan(training(optimizer=optax.sgd(float("nan"))).params["a"]["bias"]).all(),
+        lambda: jnp.bool_(True),
+        0,
+    ),
+    "130 params of two dtypes": (
+        lambda: after_training(params=mixed(world().params)),
+        lambda: mixed(after_training()),
+        0.02,
+    ),
+    "156 inputs of float64": (
+        lambda: fisher_of(world().examples._replace(inputs=np.asarray(world().inputs, float))),
+        fisher_of,
+        TINY,
+    ),
+    "157 inputs of bfloat16": (
+        lambda: fisher_of(
+            world().examples._replace(inputs=world().examples.inputs.astype("bfloat16"))
+        ),
+        fisher_of,
+        0.02,
+    ),
+    "159 everything of bfloat16": (
+        lambda: (
+            kfac(
+                tree_map(lambda x: x.astype("bfloat16"), world().params),
+                examples=world().examples._replace(
+                    inputs=world().examples.inputs.astype("bfloat16")
+                ),
+            ).factors
+        ),
+        fisher_of,
+        0.03,
+    ),
+    **{
+        f"max_examples {most} of 40: {structure.__name__}": (
+            lambda structure=structure, most=most: structure(
+                MODEL, world().params, world().examples, max_examples=most
+            ),
+            lambda structure=structure: structure(MODEL, world().params, world().examples),
+            0,
+        )
+        for structure in (fisher.kfac, fisher.diagonal)
+        for most in (40, 10**9)
+    },
+    **{
+        f"64 {name}, a negative Fisher without weight": (
+            lambda method=method, name=name: merge(
+                scaled(name, "fisher", -1.0), [1, 0, 1], method=method
+            ),
+            lambda method=method, name=name: merge(sent(name), [1, 0, 1], method=method),
+            TINY,
+        )
+        for name, method in {"diag": DIAG, "kfac": KFAC}.items()
+    },
     # name: (what is computed, what it equals, relative tolerance)
     "1 empty client": (
         lambda: sliced(after_training(federation=fed([[], list(range(40))])), [0]),
