@@ -12,19 +12,13 @@ from fisherjax.typing import Array
 
 
 @jax.custom_batching.sequential_vmap
-def cholesky(matrix: Array) -> Array:
-    """Factorise a symmetric positive definite matrix, L L^T; NaN where it is not definite."""
-    return jnp.linalg.cholesky(matrix)
-
-
-@jax.custom_batching.sequential_vmap
-def eigh(matrix: Array) -> tuple[Array, Array]:
-    """Give the eigenvalues of a symmetric matrix, and its eigenvectors as columns."""
-    return tuple(jnp.linalg.eigh(matrix))
+def definite(matrix: Array, rhs: Array) -> Array:
+    """Solve matrix X = rhs for a symmetric positive definite matrix; NaN if it is not definite."""
+    return jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(matrix), True), rhs)
 
 
 def solve_definite(matrix: Array, rhs: Array) -> Array:
-    """Solve matrix X = rhs for a symmetric positive definite matrix; differentiable.
+    """Solve matrix X = rhs for a symmetric positive definite matrix, with derivatives.
 
     Example:
         >>> print(solve_definite(jnp.eye(2) * 4, jnp.ones(2)))
@@ -36,6 +30,6 @@ def solve_definite(matrix: Array, rhs: Array) -> Array:
 
     # A factorisation in a loop has no derivative of its own in reverse; the solve has this one.
     def solve(_: object, b: Array) -> Array:
-        return jax.scipy.linalg.cho_solve((cholesky(jax.lax.stop_gradient(matrix)), True), b)
+        return definite(jax.lax.stop_gradient(matrix), b)
 
     return jax.lax.custom_linear_solve(multiply, rhs, solve, symmetric=True)

@@ -98,13 +98,12 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
     """
     checks.number("damping", damping)
     weights = _checked(weights, jax.tree.leaves(params)[0].shape[0])
-    fishers, votes, parts = _scaled_clients(fishers, params, weights)
+    fishers, votes, system = _scaled_clients(fishers, params, weights, damping)
     # Products of clients are added, not operators: Kronecker factors do not add up.
-    matvec = Partial(_weighted_mv, fishers, votes)
-    problem = _damped(matvec, parts, damping, fishers)
+    problem = _problem(fishers, Partial(_weighted_mv, fishers, votes), system)
     # Whether a traced damping is zero is decided leaf by leaf.
     if isinstance(fishers, Kronecker) and (checks.is_traced(damping) or damping > 0):
-        inverse = _approximate_inverse(fishers, votes, parts["means"], damping)
+        inverse = _approximate_inverse(fishers, votes, system["strengths"])
         problem = problem._replace(precondition=Partial(Kronecker.block_mv, inverse))
     return problem
 
@@ -134,8 +133,8 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
 def from_sums(totals: Sums, damping: float) -> Quadratic:
     """Set up the same quadratic from what `sums` gives; damping is that of `quadratic`."""
     checks.number("damping", damping)
-    fisher, parts = _scaled_sums(totals)
-    return _damped(Partial(type(fisher).block_mv, fisher), parts, damping, fisher)
+    fisher, system = _scaled_sums(totals, damping)
+    return _problem(fisher, Partial(type(fisher).block_mv, fisher), system)
 
 
 def in_fisher_units(problem: Quadratic) -> Quadratic:
@@ -162,21 +161,23 @@ def in_fisher_units(problem: Quadratic) -> Quadratic:
     return problem._replace(**changes, exponents=None)
 
 
-def _damped(
-    matvec: Partial, parts: dict[str, Any], damping: float, operator: Operator
-) -> Quadratic:
-    strengths = operator.strengths(parts["means"], damping)
-    rhs = _pull(parts["product"], strengths, parts["init"])
-    parts = {name: parts[name] for name in ("init", "means", "exponents")}
+def _problem(operator: Operator, matvec: Partial, system: dict[str, Any]) -> Quadratic:
+    system = dict(system)
+    matvec = Partial(_damped_mv, matvec, system.pop("strengths"))
     # Stacked operators serve too: `restore` reads names and shapes, none of their arrays.
     restore = Partial(type(operator).restore, operator)
-    is_diagonal = isinstance(operator, Diagonal)
-    matvec = Partial(_damped_mv, matvec, strengths)
-    return Quadratic(matvec, rhs, restore=restore, is_diagonal=is_diagonal, **parts)
+    return Quadratic(matvec, restore=restore, is_diagonal=isinstance(operator, Diagonal), **system)
+
+
+def _system(operator: Operator, damping: Array, product: Any, **system: Any) -> dict[str, Any]:
+    strengths = operator.strengths(system["means"], damping)
+    return system | {"rhs": _pull(product, strengths, system["init"]), "strengths": strengths}
 
 
 @jax.jit
-def _scaled_clients(fishers: Operator, params: Params, weights: Array) -> tuple:
+def _scaled_clients(
+    fishers: Operator, params: Params, weights: Array, damping: Array
+) -> tuple[Operator, Any, dict[str, Any]]:
     operator, blocks = type(fishers), jax.vmap(_blocks)(fishers, params)
     fishers, own = jax.vmap(operator.at_scale_one)(fishers)
 
@@ -187,13 +188,16 @@ def _scaled_clients(fishers: Operator, params: Params, weights: Array) -> tuple:
     exponents = jax.tree.map(lambda own: jnp.where(weights > 0, own, tree.NOTHING).max(), own)
     votes = jax.tree.map(vote, own, exponents)
     product = _weighted_sums(jax.vmap(operator.block_mv)(fishers, blocks), votes)
-    parts = {"product": product, "init": tree.weighted_sum(blocks, weights)}
-    parts["means"] = _weighted_sums(jax.vmap(operator.block_means)(fishers), votes)
-    return fishers, votes, parts | {"exponents": _known(exponents)}
+    system = {
+        "init": tree.weighted_sum(blocks, weights),
+        "means": _weighted_sums(jax.vmap(operator.block_means)(fishers), votes),
+        "exponents": _known(exponents),
+    }
+    return fishers, votes, _system(fishers, damping, product, **system)
 
 
 @jax.jit
-def _scaled_sums(totals: Sums) -> tuple[Operator, dict[str, Any]]:
+def _scaled_sums(totals: Sums, damping: Array) -> tuple[Operator, dict[str, Any]]:
     def divide(x: Array) -> Array:
         # Sums without any weight are zero, and stay zero in place of 0 / 0.
         return x / jnp.where(totals.weight > 0, totals.weight, 1).astype(x.dtype)
@@ -202,12 +206,12 @@ def _scaled_sums(totals: Sums) -> tuple[Operator, dict[str, Any]]:
     fisher, exponents = fisher.at_scale_one()
     exponents = _known(exponents)
     product = _raised(product, jax.tree.map(jnp.negative, exponents))
-    parts = {"product": product, "init": mean, "means": fisher.block_means()}
-    return fisher, parts | {"exponents": exponents}
+    system = {"init": mean, "means": fisher.block_means(), "exponents": exponents}
+    return fisher, _system(fisher, damping, product, **system)
 
 
 @jax.jit
-def _approximate_inverse(fishers: Kronecker, votes: Any, means: Any, damping: Array) -> Kronecker:
+def _approximate_inverse(fishers: Kronecker, votes: Any, strengths: Any) -> Kronecker:
     def average(factor: dict[str, Array], vote: Array) -> dict[str, Array]:
         # The votes' sum goes to one side: the product has the scale of the clients' products.
         return tree.weighted_sum(factor, vote / jnp.sqrt(jnp.where(vote.any(), vote.sum(), 1)))
@@ -216,8 +220,8 @@ def _approximate_inverse(fishers: Kronecker, votes: Any, means: Any, damping: Ar
     entries = {name: tree.weighted_sum(f, votes[name]) for name, f in fishers.entries.items()}
     mean = dataclasses.replace(fishers, factors=factors, entries=entries)
     # How fast the server solves has no derivative.
-    mean, means, damping = jax.lax.stop_gradient((mean, means, damping))
-    return mean.inverse(mean.strengths(means, damping))
+    mean, strengths = jax.lax.stop_gradient((mean, strengths))
+    return mean.inverse(strengths)
 
 
 def _blocks(fisher: Operator, params: Params) -> Any:

@@ -3,7 +3,6 @@
 Values are checked on the host; under tracing they are not known and pass.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -99,10 +98,10 @@ def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> t
     checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
     if checks.is_traced(updates, weights):
         return updates, weights
-    health = _health(mesh_of(updates), updates)
-    if checks.is_traced(health):  # everything is known, but inside somebody's jit
+    table = _finite(mesh_of(updates), updates)  # [leaves, M]
+    if checks.is_traced(table):  # everything is known, but inside somebody's jit
         return updates, weights
-    table, traces, sound = jax.tree.map(np.asarray, health)
+    table = np.asarray(table)
     kept = table.all(0)
     if on_nonfinite == "raise" and not kept.all():
         diverged = np.flatnonzero(~kept)
@@ -112,17 +111,9 @@ def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> t
             f"{first + diverged[0]}: leaf '{leaf}'): they diverged. Train them with a smaller "
             "learning rate, or leave them out with on_nonfinite='drop'."
         )
-    for name, trace in zip(tree.names(traces), jax.tree.leaves(traces), strict=True):
-        # Whoever has no weight may have anything that is finite.
-        negative = kept & (trace < 0) & (np.asarray(weights) > 0)
-        if negative.any():
-            client = negative.argmax()
-            raise ValueError(
-                f"The Fisher information of client {first + client} is negative: '{name}' has "
-                f"trace {trace[client]:.3g}; expected a positive semi-definite one."
-            )
-    if not all(each[kept].all() for each in jax.tree.leaves(sound)):
-        updates = _semidefinite(updates)
+    counts = kept & (np.asarray(weights) > 0)  # whoever has no weight may have anything finite
+    fishers = {name: x for name, x in updates.items() if isinstance(x, Operator)}
+    updates = updates | {name: _definite(name, x, counts, first) for name, x in fishers.items()}
     if kept.all():
         return updates, weights
     # Zeros as well: weight zero does not silence NaN in a sum.
@@ -146,38 +137,65 @@ def suspect(values: Any = None, weights: Array | None = None) -> str:
 
 
 @partial(jax.jit, static_argnums=0)
-def _health(mesh: Mesh | None, updates: Any) -> tuple[Array, Any, Any]:
-    """Say of every leaf and client whether it is finite, [leaves, M], and judge every Fisher.
-
-    By its traces, and by whether it is symmetric positive semi-definite but for rounding, [M].
-    """
-    traces = _of_fishers(lambda fisher: fisher.traces(), updates)
-    sound = _of_fishers(lambda fisher: fisher.is_semidefinite(), updates)
-    health = tree.finite(updates), traces, sound
+def _finite(mesh: Mesh | None, updates: Any) -> Array:
+    """Say of every leaf and client whether it is finite, [leaves, M], on every device."""
+    table = tree.finite(updates)
     if mesh is None:
-        return health
+        return table
     # With several processes, each can read only what lies wholly on its own devices.
-    return jax.lax.with_sharding_constraint(health, NamedSharding(mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
 
 
-@jax.jit
-def _semidefinite(updates: Any) -> Any:
-    """Replace the Fishers that are not symmetric positive semi-definite by the nearest that are."""
+# By NumPy: whether a matrix is definite is asked once, and its answer changes what happens.
+def _definite(name: str, stacked: Operator, counts: np.ndarray, first: int) -> Operator:
+    """Replace what is not symmetric positive semi-definite by the nearest that is; refuse less.
 
-    def mended(fisher: Operator) -> Operator:
-        kept = fisher.is_semidefinite()
-        return jax.tree.map(lambda x, y: jnp.where(kept, x, y), fisher, fisher.semidefinite())
+    Fishers that are spread over several processes are not looked at.
+    """
+    leaves, structure = jax.tree.flatten(stacked)
+    if not all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
+        return stacked
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    changed = {}
+    for client in np.flatnonzero(counts):
+        own = jax.tree.unflatten(structure, [x[client] for x in arrays])
+        traces = own.map_parts(np.trace, np.sum)
+        least = min(zip(map(np.min, jax.tree.leaves(traces)), tree.names(traces), strict=True))
+        if least[0] < 0:
+            raise ValueError(
+                f"The Fisher information of client {first + client} is negative: "
+                f"'{name}/{least[1]}' has trace {least[0]:.3g}; expected a positive semi-definite "
+                "one."
+            )
+        sound = own.map_parts(_is_semidefinite, lambda entries: np.all(entries >= 0))
+        if not all(np.all(x) for x in jax.tree.leaves(sound)):
+            changed[client] = own.map_parts(_nearest, lambda entries: np.maximum(entries, 0))
+    for client, own in changed.items():
+        leaves = [
+            x.at[client].set(new)
+            for x, new in zip(map(jnp.asarray, leaves), jax.tree.leaves(own), strict=True)
+        ]
+    return jax.tree.unflatten(structure, leaves)
 
-    return _of_fishers(mended, updates, otherwise=lambda x: x)
+
+def _is_semidefinite(matrix: np.ndarray) -> bool:
+    """Say whether a matrix is symmetric positive semi-definite, but for rounding."""
+    wide = matrix.astype(np.promote_types(matrix.dtype, np.float32))
+    scaled = wide / (np.abs(wide).max() or 1)
+    # A sum of many outer products is singular up to rounding, which grows with the size.
+    rounding = len(matrix) * np.finfo(wide.dtype).eps
+    try:
+        np.linalg.cholesky(scaled + rounding * np.eye(len(matrix), dtype=wide.dtype))
+    except np.linalg.LinAlgError:
+        return False
+    return np.abs(scaled - scaled.T).max() <= 1e-5
 
 
-def _of_fishers(function: Callable, updates: Any, otherwise: Callable = lambda _: None) -> Any:
-    """Map a function of one client's Fisher over all stacked ones that are among the updates."""
-
-    def one(x: Any) -> Any:
-        return jax.vmap(function)(x) if isinstance(x, Operator) else otherwise(x)
-
-    return jax.tree.map(one, updates, is_leaf=lambda x: isinstance(x, Operator))
+def _nearest(matrix: np.ndarray) -> np.ndarray:
+    """Give the nearest symmetric positive semi-definite matrix: no eigenvalue below zero."""
+    wide = matrix.astype(np.float64)
+    values, vectors = np.linalg.eigh((wide + wide.T) / 2)
+    return ((vectors * np.maximum(values, 0)) @ vectors.T).astype(matrix.dtype)
 
 
 def _check_kind(algorithm: Algorithm, update: Any, what: str) -> None:

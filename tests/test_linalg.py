@@ -20,13 +20,12 @@ def test_many_batches_in_one_program_end():
 
     @jax.jit
     @jax.vmap
-    def roots(matrices):
-        return [(linalg.cholesky(x), *linalg.eigh(x)) for x in matrices]
+    def solved(matrices):
+        return [linalg.definite(x, jnp.eye(len(x))) for x in matrices]
 
-    for matrix, (root, values, vectors) in zip(matrices, roots(matrices), strict=True):
-        np.testing.assert_allclose(root @ root.swapaxes(1, 2), matrix, atol=1e-4)
-        again = (vectors * values[:, None]) @ vectors.swapaxes(1, 2)
-        np.testing.assert_allclose(again, matrix, atol=1e-4)
+    for matrix, inverse in zip(matrices, solved(matrices), strict=True):
+        unit = np.broadcast_to(np.eye(matrix.shape[1]), matrix.shape)
+        np.testing.assert_allclose(matrix @ inverse, unit, atol=1e-2)
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3)])

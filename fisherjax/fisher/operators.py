@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fisherjax import linalg, tree
 from fisherjax.fisher.layers import Layer, assemble, matrix
@@ -85,23 +86,6 @@ class _Operator:
 
         return jax.tree.map(scaled, self, exponents), exponents.block_exponents()
 
-    def traces(self) -> Any:
-        """Sum the diagonal of every matrix, and the entries of what is diagonal: zero or more."""
-        return jax.tree.map(jnp.sum, self.map_parts(jnp.trace, jnp.sum))
-
-    def is_semidefinite(self) -> Array:
-        """Say whether all matrices are symmetric positive semi-definite, but for rounding."""
-        parts = self.map_parts(_is_semidefinite, lambda entries: jnp.all(entries >= 0))
-        return jnp.stack([part.all() for part in jax.tree.leaves(parts)]).all()
-
-    def semidefinite(self) -> Self:
-        """Give the nearest operator of symmetric positive semi-definite matrices.
-
-        Eigenvalues below zero become zero. Quantised matrices have such: 8 bits move eigenvalues by
-        several percent of the mean one.
-        """
-        return self.map_parts(_semidefinite, lambda entries: jnp.maximum(entries, 0))
-
     def strengths(self, means: Any, damping: Array) -> Any:
         """Give each block's damping lambda from its mean eigenvalue, in whose units damping is."""
         return jax.tree.map(lambda mean: damping * mean, means)
@@ -129,7 +113,7 @@ class Diagonal(_Operator):
 
     def map_parts(self, on_matrix: Callable, on_entries: Callable) -> "Diagonal":
         """Change every matrix, and what is diagonal."""
-        del on_matrix
+        del on_matrix  # there is none
         return Diagonal(jax.tree.map(on_entries, self.entries))
 
     def blocks(self, params: Params) -> Params:
@@ -247,9 +231,12 @@ class Kronecker(_Operator):
         def factor(x: Array) -> Any:
             return on_entries(x) if x.ndim == 1 else on_matrix(x)
 
+        def on_columns(x: Array) -> Any:
+            return np.stack([on_matrix(x[..., column]) for column in range(x.shape[-1])], -1)
+
         entries = {
             # Of a scale one matrix for each column, [r, r, o].
-            name: jax.vmap(on_matrix, -1, -1)(x) if name in self.scales else on_entries(x)
+            name: on_columns(x) if name in self.scales else on_entries(x)
             for name, x in self.entries.items()
         }
         factors = jax.tree.map(factor, self.factors)
@@ -358,7 +345,7 @@ class Kronecker(_Operator):
     def _inverse_entries(self, name: str, shift: Array) -> Array:
         entries = self.entries[name]
         if name not in self.scales:
-            return 1 / jnp.where(shift > 0, entries + shift, 1)
+            return 1 / jnp.where(entries + shift > 0, entries + shift, 1)
         # Of r rows, a scale and perhaps a shift: [r, r, o].
         rows = len(entries)
         matrices = entries + shift * jnp.eye(rows, dtype=entries.dtype)[..., None]
@@ -407,29 +394,11 @@ def _mean_eigenvalue(matrix: Array) -> Array:
     return jnp.mean(diagonal_of(matrix))
 
 
-def _is_semidefinite(matrix: Array) -> Array:
-    wide = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
-    scaled = wide / tree.unit(wide)
-    asymmetry = jnp.abs(scaled - scaled.T).max(initial=0)
-    # A sum of many outer products is singular up to rounding, which grows with the size.
-    rounding = len(matrix) * jnp.finfo(wide.dtype).eps
-    root = linalg.cholesky(scaled + rounding * identity_like(wide))
-    return (asymmetry <= 1e-5) & jnp.isfinite(root).all()
-
-
-def _semidefinite(matrix: Array) -> Array:
-    wide = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
-    size = tree.unit(wide)
-    values, vectors = linalg.eigh((wide + wide.T) / (2 * size))
-    root = vectors * jnp.sqrt(jnp.maximum(values, 0))
-    return (size * jnp.matmul(root, root.T, precision=_PRECISION)).astype(matrix.dtype)
-
-
 def _inverse(matrix: Array, shift: Array) -> Array:
     identity = identity_like(matrix)
     shifted = matrix + shift.astype(matrix.dtype) * identity
     # The shift makes a semi-definite factor definite.
-    inverse = 1 / shifted if matrix.ndim == 1 else linalg.solve_definite(shifted, identity)
+    inverse = 1 / shifted if matrix.ndim == 1 else linalg.definite(shifted, identity)
     return jnp.where((shift > 0) & jnp.isfinite(inverse).all(), inverse, identity)
 
 

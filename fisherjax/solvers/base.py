@@ -93,12 +93,11 @@ def solution(
         else jax.tree.map(lambda _, x=x: jnp.asarray(x), problem.rhs)
         for x in (products, unsolved)
     )
-    x, info = _judged(problem, x, tolerance, Info(products, None, unsolved))
-    return Solution(problem.restore(x), info)
+    return _judged(problem, x, tolerance, Info(products, None, unsolved))
 
 
 @jax.jit
-def _judged(problem: Quadratic, x: Any, tolerance: Array, info: Info) -> tuple[Any, Info]:
+def _judged(problem: Quadratic, x: Any, tolerance: Array, info: Info) -> Solution:
     # How it went has no derivative.
     found, rhs = jax.lax.stop_gradient((x, problem.rhs))
     residual = jax.tree.map(_relative_residual, jax.lax.stop_gradient(problem.matvec(found)), rhs)
@@ -111,7 +110,8 @@ def _judged(problem: Quadratic, x: Any, tolerance: Array, info: Info) -> tuple[A
         return jnp.where(mean == 0, Status.NO_CURVATURE, ended).astype(jnp.int32)
 
     means = jax.tree.map(lambda _: 1, residual) if problem.means is None else problem.means
-    return x, Info(info.iterations, residual, jax.tree.map(status, residual, info.status, means))
+    ended = jax.tree.map(status, residual, info.status, means)
+    return Solution(problem.restore(x), Info(info.iterations, residual, ended))
 
 
 def _relative_residual(product: Array, rhs: Array) -> Array:

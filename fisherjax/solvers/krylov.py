@@ -42,8 +42,7 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
     checks.number("tolerance", tolerance)
 
     def solve(problem: Quadratic) -> Solution:
-        x, count, broken = _conjugate_gradients(as_data(problem), tolerance, max_iterations)
-        unsolved = _map(lambda b: jnp.where(b, Status.BROKE_DOWN, Status.OUT_OF_ITERATIONS), broken)
+        x, count, unsolved = _conjugate_gradients(as_data(problem), tolerance, max_iterations)
         return solution(problem, x, count, tolerance, unsolved)
 
     return solve
@@ -74,7 +73,8 @@ def _conjugate_gradients(problem: Quadratic, tolerance: Array, max_iterations: A
     # Derivatives are solves of the same system, not of the loop, which has none.
     linear_solve = partial(jax.lax.custom_linear_solve, symmetric=True, has_aux=True)
     (way, _), (count, broken) = linear_solve(multiply, (residual, size), solve)
-    return _map(jnp.add, problem.init, way), count, broken
+    unsolved = _map(lambda b: jnp.where(b, Status.BROKE_DOWN, Status.OUT_OF_ITERATIONS), broken)
+    return _map(jnp.add, problem.init, way), count, unsolved
 
 
 def _norm(x: Array) -> Array:
