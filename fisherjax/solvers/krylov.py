@@ -56,11 +56,11 @@ def _conjugate_gradients(problem: Quadratic, tolerance: Array, max_iterations: A
         x, size = system
         return matvec(x), size
 
+    limits = tolerance, max_iterations, problem.exponents is not None
+
     def solve(_: Any, system: tuple) -> tuple:
         residual, size = system
-        x, count, broken = _descended(
-            matvec, precondition, residual, size, (tolerance, max_iterations)
-        )
+        x, count, broken = _descended(matvec, precondition, residual, size, limits)
         return (x, size), (count, broken)
 
     # What is solved for is the way from the start, which in a singular system keeps what the start
@@ -83,10 +83,10 @@ def _norm(x: Array) -> Array:
 
 
 def _descended(
-    matvec: Callable, precondition: Callable, rhs: Any, size: Any, limits: tuple[Array, Array]
+    matvec: Callable, precondition: Callable, rhs: Any, size: Any, limits: tuple[Array, Array, bool]
 ) -> tuple[Any, Any, Any]:
     """Solve from zero, to residuals of `tolerance` times the larger of rhs and size."""
-    tolerance, max_iterations = limits
+    tolerance, max_iterations, at_scale_one = limits
     # In units of which squares stay in range, and which change no bit.
     units = _map(tree.unit, rhs)
     rhs = _map(jnp.divide, rhs, units)
@@ -111,9 +111,7 @@ def _descended(
 
     def body(state: tuple) -> tuple:
         x, residual, direction, height, count, broken, step = state
-        product = matvec(direction)
-        lengths = _map(tree.unit, product)
-        product = _map(jnp.divide, product, lengths)
+        product = _map(jnp.divide, matvec(direction), lengths)
         curvature = _map(dot, direction, product)
         wanted = _map(lambda s, b, p: (s > b) & jnp.any(p != 0), norms(residual), bound, direction)
         # A leaf that is done, or whose direction has no curvature left, stands still from now on.
@@ -129,6 +127,9 @@ def _descended(
         direction = _map(lambda g, z, b, p: g * (z + b * p), going, steepest, beta, direction)
         return x, residual, direction, new, _map(jnp.add, count, going), broken, step + 1
 
+    # The scale of the operator, by one product: it leaves the range of float32 no more than that of
+    # the right-hand side. Systems at scale one need none.
+    lengths = _map(jnp.ones_like, units) if at_scale_one else _map(tree.unit, matvec(rhs))
     # The scale of a preconditioner drops out of the iterates, but not out of the range of float32:
     # it is set to that of the first residual.
     steps = _map(tree.unit, precondition(rhs))
