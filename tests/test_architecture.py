@@ -47,7 +47,7 @@ ORDER = [
 ]
 FISHER = [
     *("kinds", "inline", "views", "uses", "layers", "trace"),
-    *("operators", "passes", "diagonal", "full", "kfac"),
+    *("operators", "kronecker", "passes", "diagonal", "full", "kfac"),
 ]
 SHARED = {"base", "checks"}  # what the other files of a folder may import
 

@@ -18,7 +18,7 @@ from fisherjax import checks, quadratic, solvers, tree
 from fisherjax.algorithms.base import Algorithm, fisher_summary
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, empirical, kfac, zero
-from fisherjax.fisher.operators import diagonal_of, identity_like
+from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.fisher.trace import trace
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, as_data, power_iteration, ratio, solution

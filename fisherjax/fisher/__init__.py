@@ -4,7 +4,11 @@ from fisherjax.fisher.diagonal import diagonal
 from fisherjax.fisher.full import full, vector_product
 from fisherjax.fisher.kfac import expand, kfac, reduce, zero
 from fisherjax.fisher.kinds import empirical, sampled, true
-from fisherjax.fisher.operators import Dense, Diagonal, Kronecker, Operator
+from fisherjax.fisher.kronecker import Kronecker
+from fisherjax.fisher.operators import Dense, Diagonal
+
+Operator = Diagonal | Dense | Kronecker
+"""Any of the Fisher operators."""
 
 __all__ = [
     "Dense",

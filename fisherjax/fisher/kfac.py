@@ -13,8 +13,9 @@ from fisherjax import checks, tree
 from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.diagonal import diagonal, leaf_sums, over_columns, weighted_columns
+from fisherjax.fisher.kronecker import Kronecker, diagonal_of
 from fisherjax.fisher.layers import Layer
-from fisherjax.fisher.operators import Diagonal, Kronecker, Template, diagonal_of
+from fisherjax.fisher.operators import Diagonal, Template
 from fisherjax.fisher.trace import Trace, trace
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
