@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fisherjax import checks, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
-from fisherjax.fisher import Operator
+from fisherjax.fisher import Diagonal, Operator
 from fisherjax.parallel import mesh_of
 from fisherjax.typing import Array
 
@@ -156,6 +156,9 @@ def _definite(name: str, stacked: Operator, counts: np.ndarray, first: int) -> O
     if not all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
         return stacked
     arrays = [np.asarray(leaf) for leaf in leaves]
+    # All clients at once where there is no matrix: streams have thousands.
+    if isinstance(stacked, Diagonal) and all(np.all(x >= 0) for x in arrays):
+        return stacked
     changed = {}
     for client in np.flatnonzero(counts):
         own = jax.tree.unflatten(structure, [x[client] for x in arrays])

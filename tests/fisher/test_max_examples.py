@@ -66,8 +66,7 @@ def test_clients_of_any_size_draw_what_they_draw_alone(make):
     matrices = [x for x in jax.tree.leaves(updates.values) if x.shape[1:3] == (COUNT, COUNT)]
     for matrix in matrices:
         counted = [np.count_nonzero(np.diagonal(x)) for x in matrix]
-        if make.func is not algorithms.fedlpa:
-            assert counted == [2, 0, 2, 2]
+        assert counted == [2, 0, 2, 2]
     assert matrices or make.func is algorithms.fisher_merge
 
 
