@@ -241,6 +241,8 @@ def _draw_figure(asked: Config, found: dict, heading: str) -> None:
             if 0 in own:
                 panel.axhline(own[0][0], color=colour, linewidth=0.8, linestyle=":")
         panel.set(xscale="log", title=figures.label(name), xlabel="examples a client")
+        panel.set_xticks(asked.counts, map(str, asked.counts), rotation=45)
+        panel.minorticks_off()
         panel.grid(color=figures.GRID, linewidth=0.8)
     axes[0][0].set_ylabel("test accuracy, %")
     drawn.suptitle(f"{heading} (dotted: all)", fontsize="medium")

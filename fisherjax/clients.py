@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fisherjax import checks
-from fisherjax.parallel import check_divides, client_mesh, mesh_of, replicate
+from fisherjax.devices import client_mesh, mesh_of, replicate
 from fisherjax.partition.checks import client_rows
 from fisherjax.typing import Array, Examples, Key
 
@@ -165,22 +165,23 @@ def client_key(key: Key, purpose: int, client: Array) -> Key:
 def shard(federation: Federation, devices: Sequence[jax.Device] | None = None) -> Federation:
     """Spread the clients over several devices, all of them by default.
 
-    Each of D devices holds the data and works on M / D clients of its own: training, the Fisher
-    pass and the server's sums then run on all of them, with the same results to rounding. Over
-    several hosts (`jax.distributed.initialize`) each process calls it with the same federation.
+    Each device holds the data and works on clients of its own: training and the Fisher pass then
+    run on all of them, with the same results to rounding. Clients are divided by their work, any
+    number of any sizes; where they lie on the devices of accelerators or of several processes, by
+    equal counts if that is possible. `devices.one_per_core` makes every core of a CPU a device.
+    Over several hosts (`jax.distributed.initialize`) each process calls it with the same
+    federation.
 
     Raises:
-        ValueError: If there are no devices, or their number does not divide M.
+        ValueError: If there are no devices, or one twice.
 
     Example:
         >>> two = federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
         >>> shard(two, jax.devices()[:1]).mesh.size
         1
     """
-    mesh = client_mesh(devices)
-    check_divides(mesh, federation.num_clients)
     # Every device holds everything; `map_clients` hands each its share of the clients.
-    return replicate(federation, mesh)
+    return replicate(federation, client_mesh(devices))
 
 
 def minibatches(examples: Examples, batch_size: int) -> tuple[Array, Callable[[Array], Minibatch]]:

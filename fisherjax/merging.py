@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fisherjax import checks, clients, parallel, tree
+from fisherjax import checks, clients, devices, parallel, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
-from fisherjax.parallel import Layout, Memory, mesh_of, replicate
+from fisherjax.devices import Memory, mesh_of, replicate
+from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.solvers import Info, Status
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Params
@@ -94,10 +95,10 @@ def summarize_memory(
     extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
     private = jax.eval_shape(algorithm.init_client, params)
     # Shapes only: the compiler is asked before any stack [M, ...] is made.
-    stacked, own, extras = parallel.stacked_shapes((params, private, extras), num_clients, mesh)
+    stacked, own, extras = devices.stacked_shapes((params, private, extras), num_clients, mesh)
     steps = jax.ShapeDtypeStruct((num_clients,), jnp.int32)
     trained = Trained(stacked, start, steps, None, extras)
-    return parallel.memory(_summarize, algorithm, layout, trained, own, federation, key)
+    return devices.memory(_summarize, algorithm, layout, trained, own, federation, key)
 
 
 def merge(
@@ -242,7 +243,8 @@ def summarize_cohort(
     key: Key,
 ) -> tuple[Update, Any]:
     """Compute the stacked updates, and what each client keeps, given what it kept; unchecked."""
-    values, kept = _summarize(algorithm, layout, trained, private, federation, key)
+    found = _summarize(algorithm, layout, trained, private, federation, key)
+    values, kept = in_order(found, layout.mesh)
     return Update(values, algorithm.kind), kept
 
 
@@ -254,7 +256,7 @@ def _summarize(
     private: Any,
     federation: Federation,
     key: Key,
-) -> tuple[dict[str, Any], Any]:
+) -> Spread:
     # The start is one model for all, or stacked like the params.
     is_common = _rank(trained.start) < _rank(trained.params)
     common = trained.start if is_common else None
@@ -268,7 +270,7 @@ def _summarize(
         client = clients.client_key(key, clients.SUMMARIZE, clients.ids(federation)[place])
         return algorithm.summarize(client, mine, clients.view(federation, place), private)
 
-    return parallel.map_clients(
+    return parallel.spread_clients(
         one,
         (jnp.arange(federation.num_clients), trained._replace(start=own_start), private),
         common,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fisherjax import checks, clients, tree
 from fisherjax.clients import Federation, minibatches, view
 from fisherjax.likelihoods import categorical
-from fisherjax.parallel import Layout, chunk_size, map_clients
+from fisherjax.parallel import Layout, Spread, chunk_size, in_order, spread_clients
 from fisherjax.typing import Array, Examples, Model, Params
 
 
@@ -162,7 +162,8 @@ def performance(
     one = _shapes(params) if stacked else params
     checks.outputs(_bare(model), one, federation.inputs, federation.targets)
     layout = Layout(chunk_size(None, federation.num_clients), federation.mesh)
-    return _performance(_bare(model), layout, batch_size, stacked, params, federation)
+    found = _performance(_bare(model), layout, batch_size, stacked, params, federation)
+    return in_order(found, layout.mesh)
 
 
 class Barrier(NamedTuple):
@@ -215,7 +216,7 @@ def _performance(
     stacked: bool,
     params: Params,
     federation: Federation,
-) -> Performance:
+) -> Spread:
     def one(
         own: tuple[Array, Params | None], common: Params | None, federation: Federation
     ) -> Performance:
@@ -242,7 +243,7 @@ def _performance(
         loss, accuracy = (total / jnp.maximum(size, 1) for total in totals)
         return Performance(loss, accuracy, size)
 
-    return map_clients(
+    return spread_clients(
         one,
         (jnp.arange(federation.num_clients), params if stacked else None),
         None if stacked else params,

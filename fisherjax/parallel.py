@@ -1,20 +1,21 @@
-"""A function over many clients: in turn, side by side, and spread over devices.
+"""A function over many clients: in turn, side by side, and spread over devices by their work.
 
 Memory is set by how many clients are side by side on a device, never by how many there are.
 """
 
 import numbers
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from fisherjax import checks
+from fisherjax.devices import AXIS, by_client, by_numpy, share_memory
 from fisherjax.typing import Array
-
-AXIS = "clients"
 
 
 class Layout(NamedTuple):
@@ -24,11 +25,14 @@ class Layout(NamedTuple):
     mesh: Mesh | None = None
 
 
-class Memory(NamedTuple):
-    """Bytes of a program on one device: its arguments and results, and what it needs to run."""
+class Spread(NamedTuple):
+    """Results of clients as devices left them, and the place of each client among them.
 
-    resident: int
-    scratch: int
+    Without places, [M], they are in the clients' order already.
+    """
+
+    results: Any
+    places: Array | None = None
 
 
 def map_clients(
@@ -51,37 +55,126 @@ def map_clients(
             here: it cannot close over any.
         sizes: [M]; a chunk takes as long as its largest client, so it is formed of similar ones.
         clients_per_chunk: From 1 to M, on each device.
-        mesh: Of devices, each of which takes an equal share of the clients; see `client_mesh`.
+        mesh: Of devices, over which chunks are spread by their sizes; see `devices.client_mesh`.
 
     Returns:
-        The stacked results, in the clients' order, spread over the mesh like the clients.
-
-    Raises:
-        ValueError: If the mesh does not divide the clients into equal shares.
+        The stacked results, in the clients' order, spread over the mesh where that divides them.
 
     Example:
         >>> map_clients(jnp.sum, jnp.arange(6.0).reshape(3, 2), clients_per_chunk=2)
         Array([1., 5., 9.], dtype=float32)
     """
+    how = {"sizes": sizes, "clients_per_chunk": clients_per_chunk, "mesh": mesh}
+    return in_order(spread_clients(function, stacked, *common, **how), mesh)
+
+
+def spread_clients(
+    function: Callable[..., Any],
+    stacked: Any,
+    *common: Any,
+    sizes: Array | None = None,
+    clients_per_chunk: int = 1,
+    mesh: Mesh | None = None,
+) -> Spread:
+    """Map as `map_clients`, but leave results where they are: no device waits for another.
+
+    For long programs, outside of which `in_order` puts the results together.
+    """
     if mesh is None:
-        return _map_chunks(lambda own: function(own, *common), stacked, sizes, clients_per_chunk)
+        return Spread(_map_chunks(function, stacked, common, sizes, clients_per_chunk))
     num_clients = _length(stacked)
-    check_divides(mesh, num_clients)
-    share = num_clients // mesh.size
+    most = -(-num_clients // mesh.size)
+    chunk = min(clients_per_chunk, most)
+    # Where a device has one chunk only, or memory of its own, clients stay where they lie.
+    if num_clients % mesh.size == 0 and (chunk == most or not share_memory(mesh)):
 
-    def one_share(own: Any, sizes: Array | None, common: tuple) -> Any:
-        # The chunk was checked against all clients: a device's share may be smaller.
-        chunk = min(clients_per_chunk, share)
-        return _map_chunks(lambda client: function(client, *common), own, sizes, chunk)
+        def on_share(stacked: Any, sizes: Array | None, *common: Any) -> Any:
+            return _map_chunks(function, stacked, common, sizes, chunk)
 
-    by_client = PartitionSpec(AXIS)
-    return jax.shard_map(
-        one_share,
-        mesh=mesh,
-        in_specs=(by_client, by_client, PartitionSpec()),
-        out_specs=by_client,
-        check_vma=False,
-    )(stacked, sizes, common)
+        return Spread(_on_devices(on_share, mesh, (stacked, sizes), common))
+    order = jnp.arange(num_clients) if sizes is None else jnp.argsort(sizes)
+    chunks = _chunks(order, chunk)
+    costs = jnp.ones(len(chunks)) if sizes is None else sizes[chunks].max(1).astype(float)
+    plan = _divide(costs, mesh.size)
+
+    def on_one(table: Array, counts: Array, chunks: Array, stacked: Any, *common: Any) -> Any:
+        own = chunks[table[0]]
+        rows = jnp.arange(own.size).reshape(own.shape)
+        # As many as it has: a device with a few large clients has fewer of them.
+        return _compute(function, stacked, common, own, rows, counts[0])
+
+    given = (plan.table, plan.counts), (chunks, stacked, *common)
+    results = _on_devices(on_one, mesh, *given)
+    # Whoever fills up a chunk is there more than once, with the same result.
+    slots = plan.slots[:, None] * chunks.shape[1] + jnp.arange(chunks.shape[1])
+    places = jnp.zeros(num_clients, slots.dtype).at[chunks.ravel()].set(slots.ravel())
+    return Spread(results, places)
+
+
+def in_order(spread: Spread, mesh: Mesh | None) -> Any:
+    """Put results in the clients' order, [M, ...].
+
+    Those of a process's own CPU come back as arrays of its first device, since the devices share
+    their memory; others stay spread over the mesh where that divides M.
+    """
+    if share_memory(mesh) and not checks.is_traced(spread):
+        # By the host: a device that waits for another longer than 40 s would end the process.
+        places = slice(None) if spread.places is None else np.asarray(spread.places)
+        return jax.tree.map(
+            lambda x: by_numpy(lambda own: jnp.asarray(own[places]), x), spread.results
+        )
+    return spread.results if spread.places is None else _in_order(mesh, *spread)
+
+
+@partial(jax.jit, static_argnums=0)
+def _in_order(mesh: Mesh, results: Any, places: Array) -> Any:
+    ordered = jax.tree.map(lambda x: x[places], results)
+    return jax.lax.with_sharding_constraint(ordered, by_client(mesh, places.shape[0]))
+
+
+class _Plan(NamedTuple):
+    """Which chunks each device computes: [D, room], the first counts [D]; the slot of each [n]."""
+
+    table: Array
+    counts: Array
+    slots: Array
+    loads: Array
+
+
+def _divide(costs: Array, num_devices: int) -> _Plan:
+    """Give chunks to devices, the largest first, each to whoever has the least to do.
+
+    The longest then takes at most 4/3 - 1/(3 D) of the shortest possible time (Graham, Bounds on
+    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 1969, theorem 2), but for
+    the room of a device, which is twice an equal share.
+    """
+    number = len(costs)
+    room = min(number, 2 * -(-number // num_devices))
+    largest_first = jnp.argsort(-costs)
+
+    def give(place: Array, plan: _Plan) -> _Plan:
+        chunk = largest_first[place]
+        device = jnp.argmin(jnp.where(plan.counts < room, plan.loads, jnp.inf))
+        slot = plan.counts[device]
+        return _Plan(
+            plan.table.at[device, slot].set(chunk),
+            plan.counts.at[device].add(1),
+            plan.slots.at[chunk].set(device * room + slot),
+            plan.loads.at[device].add(costs[chunk]),
+        )
+
+    table = jnp.zeros((num_devices, room), jnp.int32)
+    counts, slots = jnp.zeros(num_devices, jnp.int32), jnp.zeros(number, jnp.int32)
+    empty = _Plan(table, counts, slots, jnp.zeros(num_devices, costs.dtype))
+    return jax.lax.fori_loop(0, number, give, empty)
+
+
+def _on_devices(function: Callable[..., Any], mesh: Mesh, own: tuple, common: tuple) -> Any:
+    """Run on every device with its share of `own`, by the first axis, and with all of `common`."""
+    by_device, everywhere = PartitionSpec(AXIS), PartitionSpec()
+    in_specs = (by_device,) * len(own) + (everywhere,) * len(common)
+    spread = {"mesh": mesh, "in_specs": in_specs, "out_specs": by_device, "check_vma": False}
+    return jax.shard_map(function, **spread)(*own, *common)
 
 
 def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
@@ -97,140 +190,77 @@ def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
     return int(clients_per_chunk)
 
 
-def wasted_steps(steps: Sequence[int], clients_per_chunk: int) -> float:
-    """Say how much of the work on clients side by side is spent waiting for the largest of a chunk.
+def idle_share(steps: Sequence[int], clients_per_chunk: int = 1, num_devices: int = 1) -> float:
+    """Say how much of the devices' time is spent waiting, from 0 to 1.
 
-    Given the steps of each client: those of finished ones over all that are computed, from 0 to 1.
+    Side by side clients wait for the largest of their chunk, and devices for the one that has the
+    most to do: one less the steps of all clients over those that could have been computed.
 
     Example:
-        >>> [wasted_steps([1, 4, 1, 4], chunk) for chunk in (4, 2)]
+        >>> [idle_share([1, 4, 1, 4], clients_per_chunk=chunk) for chunk in (4, 2)]
         [0.375, 0.0]
+        >>> idle_share([3, 2, 1], num_devices=2)
+        0.0
     """
     steps = np.asarray(steps)
+    most = min(clients_per_chunk, -(-len(steps) // num_devices))
     # [chunks, length], as `map_clients` forms them: each takes as long as its largest client.
-    computed = steps[_chunks(np.argsort(steps, kind="stable"), clients_per_chunk)]
-    total = computed.shape[1] * computed.max(1).sum()
-    return float(1 - steps.sum() / total) if total else 0.0
-
-
-def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Lay devices of one kind out along the client axis: all, over all processes, if None.
-
-    Raises:
-        ValueError: If there are none.
-
-    Example:
-        >>> client_mesh(jax.devices()[:1]).size
-        1
-    """
-    devices = jax.devices() if devices is None else list(devices)
-    if not devices:
-        raise ValueError(
-            "There are no devices to spread clients over; expected at least one, for instance "
-            "jax.devices()."
-        )
-    return Mesh(np.array(devices), (AXIS,))
-
-
-def check_divides(mesh: Mesh, num_clients: int) -> None:
-    """Refuse a mesh whose devices would get different numbers of clients; name those that fit."""
-    if num_clients % mesh.size:
-        fitting = [n for n in range(1, mesh.size + 1) if num_clients % n == 0]
-        raise ValueError(
-            f"{num_clients} clients cannot be spread evenly over {mesh.size} devices. Use "
-            f"{' or '.join(map(str, fitting))} of them, as in jax.devices()[:n], or add "
-            "clients without examples to the partition."
-        )
-
-
-def mesh_of(tree: Any) -> Mesh | None:
-    """Find the mesh over which arrays are spread, None for a single device and for tracers."""
-    first = jax.tree.leaves(tree)[0]
-    if isinstance(first, jax.core.Tracer) or not isinstance(first, jax.Array):
-        return None
-    return first.sharding.mesh if isinstance(first.sharding, NamedSharding) else None
-
-
-def replicate(tree: Any, mesh: Mesh | None) -> Any:
-    """Give every device of a mesh the whole of each array; without a mesh leave them alone.
-
-    Over several processes each passes the same values.
-    """
-    if mesh is None:
-        return tree
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def place(x: Any) -> Array:
-        # Within one process, or where it is spread over processes already, JAX copies it itself.
-        is_local = not isinstance(x, jax.Array) or x.is_fully_addressable
-        if everywhere.is_fully_addressable or not is_local:
-            return jax.device_put(x, everywhere)
-        # Another process's devices are reached from host memory only.
-        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-            # NumPy cannot hold a typed key: its bits are placed, and made a key again.
-            data = jax.device_put(np.asarray(jax.random.key_data(x)), everywhere)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return jax.device_put(np.asarray(x), everywhere)
-
-    return jax.tree.map(place, tree)
-
-
-def stacked_shapes(tree: Any, num_clients: int, mesh: Mesh | None) -> Any:
-    """Give the shapes of M copies of each array, [M, ...], spread over the mesh if there is one."""
-    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(AXIS))
-
-    def stack(x: Any) -> jax.ShapeDtypeStruct:
-        # What the array will have: float64 becomes float32 unless 64 bits are enabled.
-        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
-        return jax.ShapeDtypeStruct((num_clients, *jnp.shape(x)), dtype, sharding=sharding)
-
-    return jax.tree.map(stack, tree)
-
-
-def memory(compiled_function: Any, *arguments: Any) -> Memory:
-    """Ask the compiler what a program will need, without running it.
-
-    Args:
-        compiled_function: The result of `jax.jit`.
-        *arguments: As it is called; shapes (`jax.ShapeDtypeStruct`) may stand for arrays.
-
-    Returns:
-        The bytes. A call with such arguments afterwards need not compile again.
-
-    Example:
-        >>> memory(jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((1000,), "float32")).resident
-        8000
-    """
-    analysis = compiled_function.lower(*arguments).compile().memory_analysis()
-    # A donated argument and the result in its place are the same bytes: counted once.
-    resident = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
-    return Memory(resident - analysis.alias_size_in_bytes, analysis.temp_size_in_bytes)
+    computed = steps[_chunks(np.argsort(steps, kind="stable"), most)]
+    loads = _divide(jnp.asarray(computed.max(1), float), num_devices).loads
+    total = num_devices * computed.shape[1] * float(loads.max())
+    return max(0.0, float(1 - steps.sum() / total)) if total else 0.0
 
 
 def _map_chunks(
-    function: Callable[[Any], Any], stacked: Any, sizes: Array | None, clients_per_chunk: int
+    function: Callable[..., Any],
+    stacked: Any,
+    common: tuple,
+    sizes: Array | None,
+    clients_per_chunk: int,
 ) -> Any:
     num_clients = _length(stacked)
     # In turn nobody waits, and all at once there is one chunk only: no need to sort.
     if clients_per_chunk == 1:
-        return jax.lax.map(function, stacked)
+        return jax.lax.map(lambda client: function(client, *common), stacked)
     if clients_per_chunk >= num_clients:
-        return jax.vmap(function)(stacked)
+        return jax.vmap(lambda client: function(client, *common))(stacked)
     order = jnp.arange(num_clients) if sizes is None else jnp.argsort(sizes)
     chunks = _chunks(order, clients_per_chunk)
+    # Whoever fills up a chunk is written more than once, with the same result.
+    return _compute(function, stacked, common, chunks, chunks, len(chunks), num_clients)
+
+
+def _compute(
+    function: Callable[..., Any],
+    stacked: Any,
+    common: tuple,
+    chunks: Array,
+    rows: Array,
+    count: Array | int,
+    room: int | None = None,
+) -> Any:
+    """Compute the first so many chunks [n, c] in turn, and write their results at rows [n, c]."""
 
     def one_chunk(chunk: Array) -> Any:
-        return jax.vmap(function)(jax.tree.map(lambda x: x[chunk], stacked))
+        some = jax.tree.map(lambda x: x[chunk], stacked)
+        if len(chunk) > 1:
+            return jax.vmap(lambda client: function(client, *common))(some)
+        alone = function(jax.tree.map(lambda x: x[0], some), *common)
+        return jax.tree.map(lambda x: x[None], alone)
 
     def body(number: Array, results: Any) -> Any:
-        # Whoever fills up a chunk is written more than once, with the same result.
-        chunk = chunks[number]
-        return jax.tree.map(lambda all_, own: all_.at[chunk].set(own), results, one_chunk(chunk))
+        new = one_chunk(chunks[number])
+        return jax.tree.map(lambda all_, own: all_.at[rows[number]].set(own), results, new)
 
     # Written in place, so that the results are never held twice.
     shapes = jax.eval_shape(one_chunk, chunks[0])
-    results = jax.tree.map(lambda s: jnp.zeros((num_clients, *s.shape[1:]), s.dtype), shapes)
-    return jax.lax.fori_loop(0, chunks.shape[0], body, results)
+    room = room or rows.size
+    results = jax.tree.map(lambda s: jnp.zeros((room, *s.shape[1:]), s.dtype), shapes)
+    return jax.lax.fori_loop(0, count, body, results)
+
+
+def _length(stacked: Any) -> int:
+    return jax.tree.leaves(stacked)[0].shape[0]
 
 
 def _chunks(order: Any, clients_per_chunk: int) -> Any:
@@ -242,7 +272,3 @@ def _chunks(order: Any, clients_per_chunk: int) -> Any:
     # The first of clients in order of size is the smallest: the cheapest to repeat.
     first = numpy.repeat(order[:1], count * length - len(order))
     return numpy.concatenate([first, order]).reshape(count, length)
-
-
-def _length(stacked: Any) -> int:
-    return jax.tree.leaves(stacked)[0].shape[0]

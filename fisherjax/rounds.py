@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, clients, merging, parallel, training, tree
+from fisherjax import checks, clients, devices, merging, parallel, training, tree
 from fisherjax.algorithms.base import Algorithm, check_algorithm
 from fisherjax.clients import Federation
 from fisherjax.local_update import LocalTraining
-from fisherjax.parallel import Layout
+from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -111,11 +111,15 @@ class Federated(NamedTuple):
     def round(self, state: State, federation: Federation, key: Key) -> tuple[State, Round]:
         """Play one round; compiled once for equal experiments and shapes."""
         mesh = federation.mesh
-        # A new state is on one device; one that a round gave is on the mesh already.
-        if mesh is not None and parallel.mesh_of(state.params) is None:
-            state = parallel.replicate(state, mesh)
         layout = Layout(self.clients_per_chunk, mesh)
-        return _round(self, layout, state, federation, parallel.replicate(key, mesh))
+        if devices.share_memory(mesh):
+            # In pieces: what clients send comes to one device, where the server's half runs once.
+            sent = _clients(self, layout, state, federation, devices.replicate(key, mesh))
+            return _merged(self, state, in_order(Spread(sent), mesh))
+        # A new state is on one device; one that a round gave is on the mesh already.
+        if mesh is not None and devices.mesh_of(state.params) is None:
+            state = devices.replicate(state, mesh)
+        return _round(self, layout, state, federation, devices.replicate(key, mesh))
 
     def traffic(self, params: Params, federation: Federation) -> Traffic:
         """Count what one client receives and sends; nothing is computed."""
@@ -128,8 +132,7 @@ class Federated(NamedTuple):
         def update(state: State, federation: Federation) -> Any:
             # What is sent is as large after one epoch of one client as after many of a cohort.
             one = self._replace(cohort=1, epochs=1)
-            arrays = (state, federation, jnp.arange(1), jax.random.key(0))
-            return _clients(one, Layout(1), *arrays)[2]
+            return _clients(one, Layout(1), state, federation, jax.random.key(0)).updates
 
         up = jax.eval_shape(update, state, federation)
         return Traffic(*map(_bytes, (jax.eval_shape(sent, state), up)))
@@ -230,34 +233,71 @@ def run(
     return going(state)
 
 
+class _Sent(NamedTuple):
+    """What a cohort's half of a round yields: [K, ...], `private` is what each kept before."""
+
+    key: Key
+    cohort: Array
+    sizes: Array
+    private: Any
+    trained: Trained
+    updates: Any
+    kept: Any
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def _round(
     experiment: Federated, layout: Layout, state: State, federation: Federation, key: Key
 ) -> tuple[State, Round]:
     """Play one round: train, summarize, merge."""
+    return _merged(experiment, state, _clients(experiment, layout, state, federation, key))
+
+
+def _clients(
+    experiment: Federated, layout: Layout, state: State, federation: Federation, key: Key
+) -> _Sent:
+    """Train and summarize a cohort."""
     algorithm = experiment.algorithm
+    key, cohort, chosen, private, given = _begun(experiment, state, federation, key)
+    length = min(experiment.batch_size, federation.indices.shape[1])
+    local = LocalTraining(experiment.model, algorithm.optimizer(experiment.optimizer), length)
+    trained = training.train_cohort(local, layout, *given, chosen, key, experiment.epochs)
+    sent = merging.summarize_cohort(algorithm, layout, trained, private, chosen, key)
+    return _Sent(key, cohort, chosen.sizes, private, trained, *sent)
+
+
+@partial(jax.jit, static_argnums=0)
+def _begun(experiment: Federated, state: State, federation: Federation, key: Key) -> tuple:
+    """Draw a cohort; give the round's key, its clients, what they kept, and what they receive."""
     # By the number in the state: a run that goes on from an old state draws what it drew then.
     key = jax.random.fold_in(key, state.number)
     cohort = _draw_cohort(key, federation.num_clients, experiment.cohort)
-    half = _clients(experiment, layout, state, federation, cohort, key)
-    private, trained, updates, kept = half
+    # [M, ...] to [K, ...].
+    private = jax.tree.map(lambda x: x[cohort], state.private)
+    given = _broadcast(experiment.algorithm, state, private)
+    return key, cohort, clients.select(federation, cohort), private, given
 
+
+@partial(jax.jit, static_argnums=0)
+def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Round]:
+    """Play the server's half of a round."""
+    algorithm, cohort, trained = experiment.algorithm, sent.cohort, sent.trained
     # [leaves, K] to [K]: one leaf that is not finite is enough to leave a client out.
-    finite = tree.finite((updates, kept)).all(0)
-    sizes = jnp.where(finite, federation.sizes[cohort], 0)
+    finite = tree.finite((sent.updates, sent.kept)).all(0)
+    sizes = jnp.where(finite, sent.sizes, 0)
     # All zero, not NaN, where nobody is left.
     weights = sizes / jnp.maximum(sizes.sum(), 1)
     # Selected before it is summed: a diverged client's loss may be NaN, which no weight silences.
     loss = (weights * jnp.where(sizes > 0, trained.loss[:, -1], 0)).sum()
 
-    # The server's half. For the same reason the updates of those who diverged become zeros.
-    received = (tree.keep(finite, updates.values), weights)
+    # For the same reason the updates of those who diverged become zeros.
+    received = (tree.keep(finite, sent.updates.values), weights)
     received = received if algorithm.reduce is None else algorithm.reduce(*received)
-    server_key = jax.random.fold_in(key, clients.AGGREGATE)
+    server_key = jax.random.fold_in(sent.key, clients.AGGREGATE)
     server = (server_key, received, state.params, state.algorithm, cohort)
     merged, kept_by_server, info = algorithm.aggregate(*server)
     # Who diverged keeps what it kept, and so do those who sat the round out.
-    kept = tree.keep(finite, kept, private)
+    kept = tree.keep(finite, sent.kept, sent.private)
     # [K, ...] back to its places in [M, ...].
     everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), state.private, kept)
     after = State(state.number + 1, merged, kept_by_server, everyone)
@@ -270,28 +310,6 @@ def _round(
     # The number goes on even so: otherwise the next round would draw and fail alike.
     after = after._replace(number=state.number + 1)
     return after, Round(state.number, cohort, state.params, trained, loss, ~finite, info)
-
-
-def _clients(
-    experiment: Federated,
-    layout: Layout,
-    state: State,
-    federation: Federation,
-    cohort: Array,
-    key: Key,
-) -> tuple[Any, Trained, Any, Any]:
-    """Train and summarize a cohort; give what it kept before, and what it sends and keeps now."""
-    algorithm, chosen = experiment.algorithm, clients.select(federation, cohort)
-    length = min(experiment.batch_size, federation.indices.shape[1])
-    optimizer = algorithm.optimizer(experiment.optimizer)
-    local = LocalTraining(experiment.model, optimizer, length)
-    # [M, ...] to [K, ...].
-    private = jax.tree.map(lambda x: x[cohort], state.private)
-    start, extras = _broadcast(algorithm, state, private)
-    arrays = (start, extras, chosen, key)
-    trained = training.train_cohort(local, layout, *arrays, experiment.epochs)
-    sent = merging.summarize_cohort(algorithm, layout, trained, private, chosen, key)
-    return private, trained, *sent
 
 
 def _broadcast(algorithm: Algorithm, state: State, private: Any) -> tuple[tuple, Any]:

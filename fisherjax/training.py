@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, clients, local_update, parallel
+from fisherjax import checks, clients, devices, local_update, parallel
 from fisherjax.clients import Federation
+from fisherjax.devices import Memory, replicate
 from fisherjax.local_update import LocalTraining, State, client_epochs, first_state
-from fisherjax.parallel import Layout, Memory
+from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.typing import Array, Key, Model, Params
 
 # The losses of this many epochs, or of twice as many and so on, have room in the program: another
@@ -109,7 +110,7 @@ def train(
     # A pair (common, own): one start for everybody, and none that is stacked.
     start = (jax.tree.map(jnp.asarray, params), None)
     # The clients may be spread over a mesh: what jit takes together must lie on the same devices.
-    start, key = parallel.replicate((start, key), layout.mesh)
+    start, key = replicate((start, key), layout.mesh)
     arrays = ((start, (None, extras)), federation, key)
     if progress is not None:
         checks.function("progress", progress, "progress(epoch, losses)")
@@ -146,14 +147,14 @@ def train_memory(
     """
     local = check(model, params, federation, key, optimizer, epochs, batch_size)
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    params, key = parallel.replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
+    params, key = replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
     states, capacity = None, _capacity(epochs)
     if progress is not None:
         states = jax.eval_shape(partial(first_state, local), params)
-        states, capacity = parallel.stacked_shapes(states, len(federation.sizes), layout.mesh), 1
+        states, capacity = devices.stacked_shapes(states, len(federation.sizes), layout.mesh), 1
     given = ((params, None), (None, extras))
     arrays = (states, given, federation, key, (0, epochs, epochs))
-    return parallel.memory(_run, local, layout, capacity, *arrays)
+    return devices.memory(_run, local, layout, capacity, *arrays)
 
 
 def check(
@@ -196,7 +197,8 @@ def train_cohort(
     are the extras, which the optimiser is given.
     """
     arrays = ((start, extras), federation, key, (0, epochs, epochs))
-    (params, kept), loss = _run(local, layout, _capacity(epochs), None, *arrays)
+    found = _run(local, layout, _capacity(epochs), None, *arrays)
+    (params, kept), loss = in_order(found, layout.mesh)
     # [M, capacity] to [M, epochs]: the room that is left over is cut off.
     return _trained(local, start, params, loss[:, :epochs], kept, federation)
 
@@ -229,10 +231,13 @@ def _epoch_by_epoch(
     """Train all clients for an epoch before the next, so that something can be shown after each."""
     (start, _), federation, _ = arrays
     states = _first_states(local, federation.num_clients, start[0])
+    # Where results are put: the first epoch must not compile another program than the second.
+    states = in_order(Spread(states), layout.mesh)
     losses = []
     for epoch in range(epochs):
         # The number of the epoch is traced: every epoch runs the same program.
-        states, loss = _run(local, layout, 1, states, *arrays, (epoch, epoch + 1, epochs))
+        found = _run(local, layout, 1, states, *arrays, (epoch, epoch + 1, epochs))
+        states, loss = in_order(found, layout.mesh)
         losses.append(loss)
         progress(epoch, loss[:, 0])
     # Each [M, 1], as there was room for one epoch; together [M, epochs].
@@ -256,7 +261,7 @@ def _run(
     federation: Federation,
     key: Key,
     epochs: tuple[Array, Array, Array],
-) -> tuple[Any, Array]:
+) -> Spread:
     """Train each client from epoch `first` to before `last` of `all`.
 
     Without states it starts afresh, and gives params and what the optimiser kept; otherwise the
@@ -281,7 +286,7 @@ def _run(
         # At the end the optimiser's state is dropped: only those of a chunk are ever in memory.
         return (end.params, local_update.kept(end)) if state is None else end, losses
 
-    return parallel.map_clients(
+    return parallel.spread_clients(
         one,
         (jnp.arange(federation.num_clients), states, *(own for _, own in given)),
         tuple(common for common, _ in given),

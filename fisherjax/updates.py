@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fisherjax import checks, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.devices import mesh_of
 from fisherjax.fisher import Diagonal, Operator
-from fisherjax.parallel import mesh_of
 from fisherjax.typing import Array
 
 

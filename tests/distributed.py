@@ -5,6 +5,7 @@ is process ID of two, with two devices each. It fails where the results differ b
 rounding, and prints how many devices took part.
 """
 
+import itertools
 import os
 import sys
 from functools import partial
@@ -61,13 +62,25 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
             **how,
         )
 
+    # Whatever the number of clients, of devices, and side by side; in another's program too.
+    for number, chunk, most in itertools.product((1, 5, 8, 11), (1, 2, 4), (1, 3, 8)):
+        mesh = fj.devices.client_mesh(jax.devices()[:most]) if process is None else spread.mesh
+        draws, sizes = random.normal(size=(number, 2)), jnp.asarray(random.integers(0, 9, number))
+        how = {"sizes": sizes, "clients_per_chunk": min(chunk, number)}
+        mapped = jax.jit(partial(fj.parallel.map_clients, jnp.multiply, mesh=mesh, **how))
+        same(draws * 2.0, mapped(jnp.asarray(draws), 2.0))
     fedavg = fj.algorithms.fedavg()
     one = trained(alone, fedavg)
     for how in ({}, {"progress": lambda *_: None, "clients_per_chunk": 2}):
         many = trained(spread, fedavg, **how)
-        assert many.params["a"].sharding.spec[0] == "clients"
-        assert len(many.params["a"].addressable_shards) == jax.local_device_count()
+        # One process's CPU has one memory; what lies with several stays where it was computed.
+        spec = getattr(many.params["a"].sharding, "spec", None)
+        assert (spec is None) if process is None else spec[0] == "clients"
         same(one, many)
+    # Seven clients on any number of devices, of one chunk or of several.
+    fewer, some = (fj.clients.select(f, np.arange(7)) for f in (alone, spread))
+    same(trained(fewer, fedavg), trained(some, fedavg))
+    same(trained(fewer, fedavg), trained(some, fedavg, clients_per_chunk=2))
     algorithms = [fedavg, fj.algorithms.fedfisher(model)]
     if process is None:
         algorithms += [fj.algorithms.regmean(model), fj.algorithms.fisher_merge(model)]

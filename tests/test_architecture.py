@@ -31,6 +31,7 @@ ORDER = [
     "files",
     "partition",
     "text",
+    "devices",
     "parallel",
     "clients",
     "local_update",

@@ -183,12 +183,11 @@ def test_a_second_call_compiles_nothing(federation, models, key, compilations):
 # What is refused.
 
 
-def test_spreading_over_no_devices_or_unevenly_is_refused(federation):
+def test_spreading_over_no_devices_or_one_twice_is_refused(federation):
     with pytest.raises(ValueError, match="no devices"):
         clients.shard(federation, [])
-    three = jax.devices()[:1] * 3
-    with pytest.raises(ValueError, match=r"4 clients .* evenly over 3 devices. Use 1 or 2"):
-        clients.shard(federation, three)
+    with pytest.raises(ValueError, match="twice"):
+        clients.shard(federation, jax.devices()[:1] * 2)
 
 
 def test_models_that_are_not_as_many_as_the_clients_are_refused(federation, models, key):

@@ -50,9 +50,9 @@ def _on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> mea
     known = {
         "clients": num_clients,
         "before_bytes": measure.current_bytes(),
-        "wasted_steps": fj.parallel.wasted_steps(steps, chunk),
-        "wasted_in_tens": fj.parallel.wasted_steps(steps, min(10, num_clients)),
-        "wasted_vmapped": fj.parallel.wasted_steps(steps, num_clients),
+        "wasted_steps": fj.parallel.idle_share(steps, chunk),
+        "wasted_in_tens": fj.parallel.idle_share(steps, min(10, num_clients)),
+        "wasted_vmapped": fj.parallel.idle_share(steps, num_clients),
     }
     if phase == "training":
         units = config.epochs * steps.sum()

@@ -75,5 +75,5 @@ def _spread(images: Any) -> tuple[Any, Any]:
     padding = -len(images) % jax.device_count()
     padded = jnp.pad(images, [(0, padding), *[(0, 0)] * (images.ndim - 1)])
     weights = (jnp.arange(len(padded)) < len(images)).astype(float)
-    by_row = NamedSharding(fj.parallel.client_mesh(), PartitionSpec(fj.parallel.AXIS))
+    by_row = NamedSharding(fj.devices.client_mesh(), PartitionSpec(fj.devices.AXIS))
     return jax.device_put((padded, weights), by_row)

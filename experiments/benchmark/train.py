@@ -85,7 +85,7 @@ def _ours(work: workloads.Workload, config: Config, num_clients: int) -> list[me
 
         def facts(trained: fj.training.Trained) -> dict[str, float]:
             loss = float(federation.weights @ trained.loss[:, -1])
-            return {"loss": loss, "wasted_steps": fj.parallel.wasted_steps(steps, chunk)}
+            return {"loss": loss, "wasted_steps": fj.parallel.idle_share(steps, chunk)}
 
         return measure.Case(f"fisherjax, {name}", run, units, flops, precision, facts=facts)
 

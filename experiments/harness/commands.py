@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from fisherjax import algorithms
+from fisherjax import algorithms, devices
 
 Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
 FolderOrNone = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
@@ -96,7 +96,10 @@ def command(program: str, continues: bool = True) -> Callable[..., Callable[...,
 
     def decorate(work: Callable[[Sequence[str], Console], None]) -> Callable[..., int]:
         def main(arguments: Sequence[str] | None = None) -> int:
-            arguments = sys.argv[1:] if arguments is None else arguments
+            if arguments is None:
+                # The program of a process, whose cores clients are spread over.
+                arguments = sys.argv[1:]
+                devices.one_per_core()
             # A log has no width of its own; tables are wide.
             width = None if sys.stdout.isatty() else 170
             try:

@@ -16,6 +16,8 @@ class Need(NamedTuple):
     resident: int
     scratch: int
     clients: int
+    devices: int = 1
+    idle: float = 0.0  # share of the training that devices wait for each other
 
 
 def predict(task: tasks.OneRound) -> Need:
@@ -36,7 +38,14 @@ def predict(task: tasks.OneRound) -> Need:
         )
     step = max(needs, key=lambda name: sum(needs[name]))
     side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)
-    return Need(step, *needs[step], side_by_side)
+    mesh = federation.mesh
+    number = mesh.size if mesh else 1
+    # Where devices share a memory, it has to hold what all of them need.
+    together = number if fj.devices.share_memory(mesh) else 1
+    resident, scratch = (together * need for need in needs[step])
+    steps = fj.clients.num_batches(federation.sizes, options["batch_size"])
+    idle = fj.parallel.idle_share(steps, side_by_side, number)
+    return Need(step, resident, scratch, side_by_side, number, idle)
 
 
 def available() -> int | None:
@@ -53,10 +62,12 @@ def available() -> int | None:
 def check(need: Need, limit: int | None) -> str:
     """Say what a run needs of the device's bytes, None if unknown; refuse it if that is more."""
     total = need.resident + need.scratch
-    said = f"about {total / 1e9:.3g} GB ({need.step}, {need.clients} side by side)"
+    where = f" on each of {need.devices} devices" if need.devices > 1 else ""
+    said = f"about {total / 1e9:.3g} GB ({need.step}, {need.clients} side by side{where})"
     said += "" if limit is None else f" of {limit / 1e9:.3g} GB"
     if limit is None or total <= limit:
-        return f"Needs {said}."
+        waits = f" Devices wait for each other {100 * need.idle:.0f} % of the training's time."
+        return f"Needs {said}.{waits if need.devices > 1 else ''}"
     fitting = int((limit - need.resident) * need.clients / max(need.scratch, 1))
     advice = "Not even one client at a time would fit; use fewer clients or a smaller network"
     if fitting >= 1:

@@ -118,7 +118,8 @@ def split_up(
     def federation(rows: list[np.ndarray]) -> Federation:
         ready = fj.clients.federation(data, rows)
         more = max((longest or 0) - ready.indices.shape[1], 0)
-        return ready._replace(indices=jnp.pad(ready.indices, ((0, 0), (0, more))))
+        padded = jnp.pad(ready.indices, ((0, 0), (0, more)))
+        return _on_all_devices(ready._replace(indices=padded))
 
     targets = np.asarray(task.central.targets)
     return task._replace(
@@ -127,12 +128,17 @@ def split_up(
     )
 
 
+def _on_all_devices(federation: Federation) -> Federation:
+    return fj.clients.shard(federation) if jax.device_count() > 1 else federation
+
+
 def rounds(config: Federated) -> Rounds:
     """Read the data and split them over those who train, choose and are held out."""
     read = _plays if config.data.dataset == PLAYS else _images
     model, init, everybody, groups, test, told = read(config)
     # Each group is numbered from 0: what its clients draw does not depend on who they were.
     own = [fj.clients.select(everybody, group)._replace(ids=None) for group in groups]
+    own = [_on_all_devices(group) for group in own]
     positions = math.prod(test.targets.shape[1:])
     return Rounds(config, model, init, optimizer(config.training), *own, test, positions, told)
 

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fisherjax import checks
 from fisherjax.clients import draw, minibatches
 from fisherjax.configuration import by_value, cached
+from fisherjax.devices import mesh_of, replicate
 from fisherjax.fisher.kinds import Kind, true
-from fisherjax.parallel import mesh_of, replicate
 from fisherjax.typing import Apply, Array, Examples, Key, Likelihood, Model, Params
 
 

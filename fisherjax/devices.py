@@ -1,0 +1,150 @@
+"""The devices that clients are spread over: which there are, what lies on them, what they need."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fisherjax.typing import Array
+
+AXIS = "clients"
+
+
+class Memory(NamedTuple):
+    """Bytes of a program on one device: its arguments and results, and what it needs to run."""
+
+    resident: int
+    scratch: int
+
+
+def one_per_core() -> None:
+    """Make every core that this process may use a device of its own, where JAX runs on a CPU.
+
+    Call it first, before JAX computes anything; `clients.shard` then spreads clients over them.
+    Whoever has chosen a number of devices, by JAX_NUM_CPU_DEVICES or XLA_FLAGS, keeps it.
+
+    Raises:
+        RuntimeError: If JAX has begun already.
+
+    Example:
+        >>> import subprocess, sys
+        >>> program = "import fisherjax as fj, jax; fj.devices.one_per_core(); print(jax.devices())"
+        >>> told = subprocess.check_output([sys.executable, "-c", program], text=True)
+        >>> told.count("id=") >= 1 or told.count("Device") >= 1
+        True
+    """
+    chosen = jax.config.jax_num_cpu_devices not in (None, -1)
+    if not chosen and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        jax.config.update("jax_num_cpu_devices", cores)
+
+
+def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lay devices of one kind out along the client axis: all, over all processes, if None.
+
+    Raises:
+        ValueError: If there are none, or one twice.
+
+    Example:
+        >>> client_mesh(jax.devices()[:1]).size
+        1
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    if not devices:
+        raise ValueError(
+            "There are no devices to spread clients over; expected at least one, for instance "
+            "jax.devices()."
+        )
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"devices {devices} have one twice; expected each only once.")
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """Find the mesh over which arrays are spread, None for a single device and for tracers."""
+    first = jax.tree.leaves(tree)[0]
+    if isinstance(first, jax.core.Tracer) or not isinstance(first, jax.Array):
+        return None
+    return first.sharding.mesh if isinstance(first.sharding, NamedSharding) else None
+
+
+def replicate(tree: Any, mesh: Mesh | None) -> Any:
+    """Give every device of a mesh the whole of each array; without a mesh leave them alone.
+
+    Over several processes each passes the same values.
+    """
+    if mesh is None:
+        return tree
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def place(x: Any) -> Array:
+        # Within one process, or where it is spread over processes already, JAX copies it itself.
+        is_local = not isinstance(x, jax.Array) or x.is_fully_addressable
+        if everywhere.is_fully_addressable or not is_local:
+            return jax.device_put(x, everywhere)
+        # Another process's devices are reached from host memory only.
+        return by_numpy(lambda own: jax.device_put(own, everywhere), x)
+
+    return jax.tree.map(place, tree)
+
+
+def by_numpy(place: Callable[[np.ndarray], Array], x: Any) -> Array:
+    """Bring an array to the host, and place it anew."""
+    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        # NumPy cannot hold a typed key: its bits are placed, and made a key again.
+        return jax.random.wrap_key_data(
+            place(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x)
+        )
+    return place(np.asarray(x))
+
+
+def by_client(mesh: Mesh, num_clients: int) -> NamedSharding:
+    """Spread a stack [M, ...] over a mesh; where that does not divide M each device has it all."""
+    axes = () if num_clients % mesh.size else (AXIS,)
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def share_memory(mesh: Mesh | None) -> bool:
+    """Say whether the devices of a mesh are this process's own CPU, and results need not stay."""
+    if mesh is None:
+        return False
+    own = jax.process_index()
+    return all(d.platform == "cpu" and d.process_index == own for d in mesh.devices.flat)
+
+
+def stacked_shapes(tree: Any, num_clients: int, mesh: Mesh | None) -> Any:
+    """Give the shapes of M copies of each array, [M, ...], as `in_order` would lay them out."""
+    spread = mesh is not None and not share_memory(mesh)
+    sharding = by_client(mesh, num_clients) if spread else None
+
+    def stack(x: Any) -> jax.ShapeDtypeStruct:
+        # What the array will have: float64 becomes float32 unless 64 bits are enabled.
+        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+        return jax.ShapeDtypeStruct((num_clients, *jnp.shape(x)), dtype, sharding=sharding)
+
+    return jax.tree.map(stack, tree)
+
+
+def memory(compiled_function: Any, *arguments: Any) -> Memory:
+    """Ask the compiler what a program will need, without running it.
+
+    Args:
+        compiled_function: The result of `jax.jit`.
+        *arguments: As it is called; shapes (`jax.ShapeDtypeStruct`) may stand for arrays.
+
+    Returns:
+        The bytes. A call with such arguments afterwards need not compile again.
+
+    Example:
+        >>> memory(jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((1000,), "float32")).resident
+        8000
+    """
+    analysis = compiled_function.lower(*arguments).compile().memory_analysis()
+    # A donated argument and the result in its place are the same bytes: counted once.
+    resident = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+    return Memory(resident - analysis.alias_size_in_bytes, analysis.temp_size_in_bytes)
