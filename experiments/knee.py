@@ -160,7 +160,8 @@ def _growing(
         upto = np.minimum(sizes, count or sizes.max())
         # Of the same shapes, so that nothing compiles again.
         fresh = np.stack([np.roll(own, -begin) for own, begin in zip(rows, seen, strict=True)])
-        some = federation._replace(indices=jnp.asarray(fresh), sizes=jnp.asarray(upto - seen))
+        own = fj.devices.replicate((jnp.asarray(fresh), jnp.asarray(upto - seen)), federation.mesh)
+        some = federation._replace(indices=own[0], sizes=own[1])
         key = jax.random.fold_in(jax.random.key(draw), number)
         new = fj.merging.summarize(method, trained, some, key=key)
         share = jnp.asarray((upto - seen) / upto)

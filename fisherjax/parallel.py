@@ -206,8 +206,10 @@ def idle_share(steps: Sequence[int], clients_per_chunk: int = 1, num_devices: in
     most = min(clients_per_chunk, -(-len(steps) // num_devices))
     # [chunks, length], as `map_clients` forms them: each takes as long as its largest client.
     computed = steps[_chunks(np.argsort(steps, kind="stable"), most)]
-    loads = _divide(jnp.asarray(computed.max(1), float), num_devices).loads
-    total = num_devices * computed.shape[1] * float(loads.max())
+    longest = computed.max(1)
+    if num_devices > 1:
+        longest = _divide(jnp.asarray(longest, float), num_devices).loads.max()
+    total = num_devices * computed.shape[1] * float(longest.sum())
     return max(0.0, float(1 - steps.sum() / total)) if total else 0.0
 
 
