@@ -31,11 +31,9 @@ def one_per_core() -> None:
         RuntimeError: If JAX has begun already.
 
     Example:
-        >>> import subprocess, sys
-        >>> program = "import fisherjax as fj, jax; fj.devices.one_per_core(); print(jax.devices())"
-        >>> told = subprocess.check_output([sys.executable, "-c", program], text=True)
-        >>> told.count("id=") >= 1 or told.count("Device") >= 1
-        True
+        import jax, fisherjax as fj
+        fj.devices.one_per_core()
+        federation = fj.clients.shard(federation)
     """
     chosen = jax.config.jax_num_cpu_devices not in (None, -1)
     if not chosen and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

@@ -1,5 +1,6 @@
 """Spread over devices or processes, training, summaries and merges are those of one device."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -42,3 +43,18 @@ def test_two_processes_give_the_result_of_one():
         port = free.getsockname()[1]
     outputs = list(finish(start(2, port, 0), start(2, port, 1)))
     assert outputs == ["2 processes, 4 devices"] * 2
+
+
+def test_every_core_becomes_a_device_unless_somebody_has_chosen():
+    program = "import jax, fisherjax as fj; fj.devices.one_per_core(); print(jax.device_count())"
+    cores = str(len(os.sched_getaffinity(0)))
+    own = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    chosen = [
+        ({}, cores),
+        ({"JAX_NUM_CPU_DEVICES": "3"}, "3"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, "3"),
+    ]
+    for told, expected in chosen:
+        options = {"env": own | told | {"JAX_PLATFORMS": "cpu"}, "cwd": SCRIPT.parents[1]}
+        found = subprocess.check_output([sys.executable, "-c", program], text=True, **options)
+        assert found.strip() == expected
