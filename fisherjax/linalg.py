@@ -33,3 +33,39 @@ def solve_definite(matrix: Array, rhs: Array) -> Array:
         return definite(jax.lax.stop_gradient(matrix), b)
 
     return jax.lax.custom_linear_solve(multiply, rhs, solve, symmetric=True)
+
+
+@jax.custom_jvp
+def pseudo_inverse(matrix: Array) -> Array:
+    """Invert a symmetric matrix, but for eigenvalues of the size of rounding, with derivatives.
+
+        dP = -P dM P + P P dM (I - M P) + (I - P M) dM P P    for P = M^+, where the rank stays.
+
+    Source: Golub and Pereyra, The differentiation of pseudo-inverses and nonlinear least squares
+        problems whose variables separate, SIAM Journal on Numerical Analysis 1973, theorem 4.3.
+
+    Example:
+        >>> print(pseudo_inverse(jnp.diag(jnp.array([4.0, 0.0]))))
+        [[0.25 0.  ]
+         [0.   0.  ]]
+    """
+    return _pseudo_inverse(matrix)
+
+
+@jax.custom_batching.sequential_vmap
+def _pseudo_inverse(matrix: Array) -> Array:
+    # The inverses of eigenvalues of the size of rounding would be noise.
+    return jnp.linalg.pinv(matrix, rtol=10 * jnp.finfo(matrix.dtype).eps, hermitian=True)
+
+
+@pseudo_inverse.defjvp
+def _pseudo_inverse_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (matrix,), (change,) = primals, tangents
+    inverse = pseudo_inverse(matrix)
+
+    def product(*factors: Array) -> Array:
+        return jnp.linalg.multi_dot(factors, precision="highest")
+
+    rest = jnp.eye(len(matrix), dtype=matrix.dtype) - product(matrix, inverse)
+    turned = product(inverse, inverse, change, rest)
+    return inverse, turned + turned.T - product(inverse, change, inverse)

@@ -28,6 +28,29 @@ def test_many_batches_in_one_program_end():
         np.testing.assert_allclose(matrix @ inverse, unit, atol=1e-2)
 
 
+def test_many_pseudo_inverses_in_one_program_end():
+    """Eight batches of about 60 x 60 wait for each other, as factorisations do."""
+    matrices = [definite(60 + more, count=12) for more in range(8)]
+    inverses = jax.jit(jax.vmap(lambda some: [linalg.pseudo_inverse(x) for x in some]))(matrices)
+    for matrix, inverse in zip(matrices, inverses, strict=True):
+        unit = np.broadcast_to(np.eye(matrix.shape[1]), matrix.shape)
+        np.testing.assert_allclose(matrix @ inverse, unit, atol=1e-2)
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_pseudo_inverses_have_the_derivatives_of_numpys(x64, rank):
+    """Along changes that keep the rank, M = B S B^T: of the root and of the middle."""
+    root = jnp.asarray(np.random.default_rng(2).normal(size=(4, rank)))
+
+    def inverse(root, middle):
+        return linalg.pseudo_inverse(root @ (middle + middle.T) @ root.T)
+
+    middle = definite(rank, count=1, dtype=np.float64)[0]
+    whole = np.asarray(root @ (middle + middle.T) @ root.T)
+    np.testing.assert_allclose(inverse(root, middle), np.linalg.pinv(whole), atol=1e-9)
+    check_grads(inverse, (root, middle), order=1, modes=("fwd", "rev"), rtol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(4,), (4, 3)])
 def test_definite_systems_are_solved_with_derivatives(x64, shape):
     matrix = definite(4, count=1, dtype=np.float64)[0]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fisherjax import checks, quadratic, solvers, tree
+from fisherjax import checks, linalg, quadratic, solvers, tree
 from fisherjax.algorithms.base import Algorithm, fisher_summary
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, empirical, kfac, zero
@@ -167,14 +167,13 @@ def _expectation(fishers: Kronecker, weights: Array) -> Kronecker:
     def inverse(matrix: Array) -> Array:
         if matrix.ndim == 1:
             return ratio(matrix > 0, 1, matrix)
-        # Eigenvalues of the size of rounding count as zero: their inverses would be noise.
-        return jnp.linalg.pinv(matrix, rtol=10 * jnp.finfo(matrix.dtype).eps, hermitian=True)
+        return linalg.pseudo_inverse(matrix)
 
     def inverse_entries(name: str) -> Array:
         entries = mean.entries[name]
         if name not in mean.scales:
             return ratio(entries > 0, 1, entries)
-        return jnp.moveaxis(inverse(jnp.moveaxis(entries, -1, 0)), 0, -1)
+        return jax.vmap(inverse, -1, -1)(entries)
 
     entries = {name: inverse_entries(name) for name in mean.entries}
     return dataclasses.replace(mean, factors=jax.tree.map(inverse, mean.factors), entries=entries)
