@@ -165,11 +165,11 @@ def solve_sums(solve: Callable[[quadratic.Quadratic], Any], damping: float = 0.0
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort
         if isinstance(received, quadratic.Sums):
-            problem = quadratic.from_sums(received, damping)
-        else:
-            updates, weights = received
-            problem = quadratic.quadratic(updates["fisher"], updates["params"], weights, damping)
-        solution = solve(problem)
-        return solution.params, state, solution.info
+            solution = solve(quadratic.from_sums(received, damping))
+            return solution.params, state, solution.info
+        updates, weights = received
+        fishers = updates["fisher"]
+        solution = solve(quadratic.quadratic(fishers, updates["params"], weights, damping))
+        return solution.params, state, solution.report(fishers.coverage)
 
     return aggregate

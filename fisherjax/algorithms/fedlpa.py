@@ -110,7 +110,7 @@ def fedlpa(
         # Of the class: `Partial`s of one function compare equal, and solvers do not compile again.
         approximation = Partial(Kronecker.block_mv, _expectation(fishers, weights))
         solved = solve(problem._replace(precondition=approximation))
-        return solved.params, state, solved.info
+        return solved.params, state, solved.report(fishers.coverage)
 
     sent += ", scales as FedLPA's authors" if authors_split else ""
     return Algorithm(summarize, aggregate, kind=sent, model=model)

@@ -68,6 +68,7 @@ class Blockwise:
     """What follows from an operator's blocks, and from its diagonal."""
 
     adds_up: ClassVar[bool] = True
+    coverage: ClassVar[float] = 1.0
     default_damping: ClassVar[float] = 0.0
 
     def mv(self, params: Params) -> Params:

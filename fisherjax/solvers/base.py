@@ -35,11 +35,13 @@ class Info(NamedTuple):
         iterations: Products with the operator that the leaf used.
         residual: ||matvec(x) - rhs|| / ||rhs|| at the end.
         status: A `Status`, as an integer.
+        covered: Share of the parameters that are not left to K-FAC's `fallback`; one number.
     """
 
     iterations: Any
     residual: Any
     status: Any
+    covered: Any = 1.0
 
     @property
     def converged(self) -> Any:
@@ -52,6 +54,10 @@ class Solution(NamedTuple):
 
     params: Params
     info: Info
+
+    def report(self, covered: float) -> Any:
+        """Give the info with the share that is covered; what is no `Info` as it is."""
+        return self.info._replace(covered=covered) if isinstance(self.info, Info) else self.info
 
 
 Solver = Callable[[Quadratic], Solution]

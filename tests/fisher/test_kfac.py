@@ -319,6 +319,15 @@ def test_coverage_is_the_share_of_params_with_more_than_a_diagonal():
     bad = variables["params"]["bad"]["kernel"].size
     total = sum(leaf.size for leaf in jax.tree.leaves(variables))
     np.testing.assert_allclose(mixed.coverage, 1 - bad / total)
+    # A merge says so.
+    method = algorithms.fedfisher(
+        Model(apply, CATEGORICAL), fisher=partial(fisher.kfac, fallback=fisher.zero)
+    )
+    stacked = tree.stack([{"params": variables, "fisher": mixed}])
+    updates = algorithms.Update(stacked, method.kind)
+    with pytest.warns(UserWarning, match="no client has any curvature"):
+        info = merging.merge(method, variables, updates)[2]
+    np.testing.assert_allclose(info.covered, mixed.coverage)
 
 
 class Tokens(flax.linen.Module):
