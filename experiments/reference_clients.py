@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import tyro
 from rich.console import Console
 
@@ -51,8 +49,6 @@ class Config:
     """What they were trained on."""
     model: Literal["lenet", "cnn"] = "lenet"
     """Their network."""
-    max_examples: int | None = None
-    """Of each client, drawn at random, for its Fisher information; otherwise all that it has."""
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
     out: commands.Folder = Path("runs/reference_clients")
@@ -84,7 +80,6 @@ def prepare(asked: Config, found: Reference) -> tasks.OneRound:
     data = Data(asked.dataset, asked.model, len(found.partition), data_dir=asked.data_dir)
     whole = OneShot(data, merging=asked.merging, partition_seeds=(0,), seeds=(0,), central=False)
     config.check_one_shot(whole)
-    commands.check(asked, "max_examples", "1 or more", lambda number: number is None or number >= 1)
     if training := [name for name in asked.merging.algorithms if trains_its_own(name)]:
         raise ValueError(
             f"--algorithms has {', '.join(training)}, which change how clients train: these are "
@@ -99,26 +94,16 @@ def prepare(asked: Config, found: Reference) -> tasks.OneRound:
         )
     task = tasks.shared(whole, train, test)
     images = fj.Examples(task.central.inputs[rows], task.central.targets[rows])
-    own = [_some(rows, asked.max_examples, client) for client, rows in enumerate(found.partition)]
-    return tasks.split_up(task, {0: own})._replace(validation=lambda _: images)
+    return tasks.split_up(task, {0: found.partition})._replace(validation=lambda _: images)
 
 
 def merge(task: tasks.OneRound, found: Reference) -> list[records.Row]:
     """Merge the clients in every way, and measure them alone."""
-    # Weights are of all that a client has, however many examples its Fisher is of.
-    sizes = np.array([len(rows) for rows in found.partition])
-    weights = jnp.asarray(sizes / sizes.sum())
-    params = jax.tree.map(lambda leaf: leaf[0], found.params)
+    params, weights = jax.tree.map(lambda leaf: leaf[0], found.params), task.federations[0].weights
     trained = fj.training.Trained(found.params)
     merged = one_round.merge(task, task.methods, _UNIT, params, trained, weights)
     rows = one_round.references(task, _UNIT, found.params, found.params, weights, None)
     return rows + [one_round.measure(task, _UNIT, name, own) for name, own in merged.items()]
-
-
-def _some(rows: np.ndarray, most: int | None, client: int) -> np.ndarray:
-    if most is None or len(rows) <= most:
-        return rows
-    return np.sort(np.random.default_rng((0, client)).choice(rows, most, replace=False))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ ORDER = [
     *("tables", "records", "figures"),
     *("config", "methods", "tasks"),
     *("one_round", "accuracies", "memory", "progress"),
-    *("grids", "niid", "reference"),
+    *("grids", "niid", "reference", "knee"),
     *("checkpoints", "rounds", "curves"),
 ]
 MOST_LINES = 150

@@ -81,7 +81,7 @@ def write(config: Any, program: str) -> str:
         method, dot, option = name.replace("_", "-").rpartition(".")
         if isinstance(value, bool):
             words.append(f"--{method}{dot}{'' if value else 'no-'}{option}")
-        elif value is not None:
+        elif value is not None or dot:
             own = value if isinstance(value, list) else [value]
             words += [f"--{method}{dot}{option}", *map(str, own)]
     return shlex.join(words)

@@ -110,6 +110,8 @@ class Merging:
     """Methods; fedfisher_full is for a few thousand parameters, fedlpa_gd is slow."""
     fisher_kind: Literal["true", "sampled", "empirical"] = "true"
     """Labels of the Fisher: expected under the model (true), drawn from it, or the data's."""
+    max_examples: int = 2000
+    """Of a client, drawn at random, for its Fisher information or Gram matrices; 0 is all."""
     solver: Literal["cg", "gd", "adam"] = "cg"
     """Of fedfisher_*; adam is the paper's, which one_shot gives 500 validation images."""
     options: tyro.conf.Suppress[commands.Options] = ()
@@ -243,6 +245,9 @@ def name(config: OneShot) -> str:
         for option, value in contents(config).items()
         if option not in WHERE_AND_HOW and (option not in _LATER or value != first[option])
     }
+    # They took all examples.
+    if not changed["max_examples"]:
+        del changed["max_examples"]
     digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:6]
     split = f"{data.partition}{_number(data)[1]}"
     return f"{data.dataset}-{data.model}-m{data.num_clients}-{split}-{digest}"
@@ -272,7 +277,11 @@ _COUNTS = (
 )
 _ACCEPTED: tuple[tuple[str, Callable[[float], bool], Sequence[str]], ...] = (
     ("a whole number from 1 up", lambda x: x >= 1, _COUNTS),
-    ("a whole number from 0 up", lambda x: x >= 0, ("min_size", "then_rounds", "held_out_plays")),
+    (
+        "a whole number from 0 up",
+        lambda x: x >= 0,
+        ("min_size", "then_rounds", "held_out_plays", "max_examples"),
+    ),
     ("a number from 0 up", lambda x: 0 <= x < math.inf, ("weight_decay", "checkpoint_seconds")),
     ("a number from 0 to below 1", lambda x: 0 <= x < 1, ("momentum",)),
     ("a number above 0", lambda x: 0 < x < math.inf, ("alpha", "beta", "learning_rate")),

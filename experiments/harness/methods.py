@@ -44,6 +44,8 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
     asked = {option: value for (method, option), value in own if method == name}
     if known.get("kind") is fj.fisher.true:  # FedLPA's labels are the data's
         asked["kind"] = getattr(fj.fisher, merging.fisher_kind)
+    if "max_examples" in known:
+        asked.setdefault("max_examples", merging.max_examples or None)
     # FedFish's squares are of the minibatches that clients train on.
     if "last_epoch" in known:
         asked.setdefault("batch_size", batch_size)

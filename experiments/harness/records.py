@@ -240,8 +240,10 @@ def _document(out: Path) -> dict[str, Any]:
 
 
 def _modern(configuration: dict[str, Any]) -> dict[str, Any]:
-    """Give options of version 0.1 their names of today; a method's only if not the default."""
+    """Give options of earlier versions what they are called today, a method's if no default."""
     found = {old: value for old, value in configuration.items() if old not in _MOVED}
+    if "fisher_kind" in configuration:
+        found.setdefault("max_examples", 0)  # they took all
     for old in configuration.keys() & _MOVED.keys():
         value, names, default = configuration[old], _MOVED[old], "default"
         if old == "damping" and "cohort" in configuration:

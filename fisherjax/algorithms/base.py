@@ -22,6 +22,9 @@ from fisherjax.fisher import Operator
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
+# Examples of a client after which accuracy gains nothing more, see docs/merging.md.
+ENOUGH = 2000
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def fisher_summary(
     fisher: Callable[..., Operator],
     kind: Callable[..., Array],
     batch_size: int,
-    max_examples: int | None = None,
+    max_examples: int | None = ENOUGH,
 ) -> tuple[Callable, str]:
     """Make `summarize` of {"params": W_i, "fisher": F_i} and its kind; arguments as `fedfisher`."""
     # Here, before any client trains, and not in the first Fisher pass after it.

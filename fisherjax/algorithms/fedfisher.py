@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, solvers
-from fisherjax.algorithms.base import Algorithm, fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary, fisher_sums, solve_sums
 from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal, Operator, kfac, true
 from fisherjax.quadratic import Quadratic, in_fisher_units
@@ -30,7 +30,7 @@ def fedfisher(
     damping: float | None = None,
     solver: Solver | None = None,
     batch_size: int = 64,
-    max_examples: int | None = None,
+    max_examples: int | None = ENOUGH,
 ) -> Algorithm:
     """Make FedFisher, which minimises the clients' Fisher-weighted quadratic on the server.
 

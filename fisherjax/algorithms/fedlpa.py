@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fisherjax import checks, linalg, quadratic, solvers, tree
-from fisherjax.algorithms.base import Algorithm, fisher_summary
+from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, empirical, kfac, zero
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
@@ -37,7 +37,7 @@ def fedlpa(
     solver: Solver | None = None,
     fallback: Callable[..., Any] | None = None,
     batch_size: int = 64,
-    max_examples: int | None = None,
+    max_examples: int | None = ENOUGH,
 ) -> Algorithm:
     r"""Make FedLPA, which solves one linear system for each layer V [inputs + 1, outputs].
 

@@ -6,7 +6,7 @@ Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, 
 from collections.abc import Callable
 
 from fisherjax import solvers
-from fisherjax.algorithms.base import Algorithm, fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary, fisher_sums, solve_sums
 from fisherjax.configuration import cached
 from fisherjax.fisher import diagonal, true
 from fisherjax.typing import Array, Model
@@ -19,7 +19,7 @@ def fisher_merge(
     kind: Callable[..., Array] = true,
     floor: float = 1e-6,
     batch_size: int = 64,
-    max_examples: int | None = None,
+    max_examples: int | None = ENOUGH,
 ) -> Algorithm:
     """Make Fisher merging, the mean of the clients' params weighted by their diagonal Fishers.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, linalg, tree
-from fisherjax.algorithms.base import Algorithm, weighted_sum
+from fisherjax.algorithms.base import ENOUGH, Algorithm, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.configuration import cached
 from fisherjax.fisher import passes
@@ -24,7 +24,7 @@ from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 @cached
 def regmean(
-    model: Model, *, shrink: float = 0.9, batch_size: int = 256, max_examples: int | None = None
+    model: Model, *, shrink: float = 0.9, batch_size: int = 256, max_examples: int | None = ENOUGH
 ) -> Algorithm:
     """Make RegMean, which merges each dense kernel by least squares over its inputs u.
 

@@ -38,6 +38,7 @@ CHANGES = {
     "seeds": (5, 6),
     "algorithms": ("fedavg",),
     "fisher_kind": "sampled",
+    "max_examples": 7,
     "solver": "adam",
     "then_rounds": 2,
     "central": False,

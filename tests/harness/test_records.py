@@ -17,12 +17,14 @@ import pytest
 
 from experiments import one_shot
 from experiments.harness import commands, config, one_round, records
-from experiments.harness.config import OneShot
+from experiments.harness.config import Merging, OneShot
 from experiments.harness.records import ONE_SHOT, RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "experiments" / "results"
 PROGRAM = "experiments.one_shot"
+# They took all examples.
+FIRST = OneShot(merging=Merging(max_examples=0))
 WRITTEN_BY_01 = """{
   "configuration": {
     "dataset": "digits",
@@ -272,9 +274,9 @@ def edit(out: Path, **options: object) -> None:
 
 
 def test_a_folder_of_the_first_version_is_read_and_shown(old, capsys, rows_of, compilations):
-    assert resume(old) == rows_of(OneShot())
+    assert resume(old, FIRST) == rows_of(OneShot())
     with compilations() as count:
-        assert one_shot.main(["--out", str(old)]) == 0
+        assert one_shot.main(["--out", str(old), "--max-examples", "0"]) == 0
     assert count() == 0
     assert "fedfisher_kfac" in capsys.readouterr().out
     assert "fisherjax 0.1.0" in (old / "summary.md").read_text()
@@ -297,7 +299,7 @@ def test_what_the_first_version_was_told_is_told_by_its_name_of_today_for_method
     methods = methods[:count]
     names = [f"{method}.{today}" for method in methods]
     edit(old, **{option: value, "algorithms": ["fedavg", *methods]})
-    merging = config.Merging(("fedavg", *methods))
+    merging = config.Merging(("fedavg", *methods), max_examples=0)
     with pytest.raises(ValueError, match="another experiment") as stop:
         resume(old, OneShot(merging=merging))
     said = re.findall(rf"([a-z_.]+) was {value}, is the default", str(stop.value))
@@ -311,7 +313,7 @@ def test_what_the_first_version_was_told_is_told_by_its_name_of_today_for_method
 def test_other_options_of_the_first_version_are_still_compared(old):
     edit(old, epochs=7, clients_per_chunk=2)
     with pytest.raises(ValueError, match=r"experiment: epochs was 7, is 30\. Choose"):
-        resume(old)
+        resume(old, FIRST)
 
 
 def test_the_damping_of_the_first_versions_rounds_was_that_of_kfac(tmp_path):
@@ -342,7 +344,8 @@ def test_stored_runs_continue(tmp_path, name):
     command = stored["command"]
     for words in (*MOVED, "--clients-per-chunk auto"):  # they had other names, or no name
         command = command.replace(f" {words} ", " ")
-    asked = one_shot.parse(shlex.split(command)[3:])
+    # They took all examples.
+    asked = one_shot.parse(["--max-examples", "0", *shlex.split(command)[3:]])
     default = config.one_shot(asked.data.dataset)
     rows = records.resume(out, asked, default, ONE_SHOT)
     assert rows == records.read_rows(STORED / name / RESULTS, ONE_SHOT) != []
@@ -363,4 +366,5 @@ def test_runs_from_before_most_options_keep_their_folder():
     first = json.loads(WRITTEN_BY_01)["configuration"]
     before = {k: v for k, v in first.items() if k not in (*later, *records.WHERE_AND_HOW)}
     digest = hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()[:6]
-    assert config.name(OneShot()) == f"digits-mlp-m5-fedfisher0.1-{digest}"
+    asked = OneShot(merging=Merging(max_examples=0))
+    assert config.name(asked) == f"digits-mlp-m5-fedfisher0.1-{digest}"

@@ -1,0 +1,146 @@
+"""Accuracies of merges by Fisher information of more and more examples of a client."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+
+import fisherjax as fj
+from experiments.harness import commands, config, one_round, reference, tasks
+from experiments.harness.config import Data, Group, Merging, OneShot, Training
+from experiments.harness.progress import bar
+from fisherjax.algorithms import Algorithm, Update
+from fisherjax.clients import Federation
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Which clients, how they are merged, and of how many of their examples."""
+
+    data: Group[Data] = dataclasses.field(default=Data())
+    training: Group[Training] = dataclasses.field(default=Training())
+    epochs: int = 30
+    """Passes of every client over its own data."""
+    partition_seed: int = 0
+    """Of the split."""
+    seed: int = 0
+    """Of the initial model and of training."""
+    reference: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File of trained clients, see `experiments.reference_clients`; otherwise they are trained."""
+    algorithms: tuple[str, ...] = ("fedfisher_kfac", "fedfisher_diag", "fedlpa", "regmean")
+    """Methods that take a number of examples."""
+    kinds: tuple[Literal["true", "sampled", "empirical"], ...] = ("true", "sampled", "empirical")
+    """Of Fisher information."""
+    counts: tuple[int, ...] = (125, 250, 500, 1000, 2000, 4000)
+    """Examples of a client, at most; all that it has are measured too, once."""
+    draws: int = 5
+    """Of the examples."""
+    out: commands.Folder = Path("runs/knee")
+    """Folder for the results; an unfinished run there continues."""
+
+
+Unit = tuple[str, str, int]
+"""Algorithm, kind and draw."""
+
+
+class Point(NamedTuple):
+    """One accuracy on the test data, a fraction; a line of results.csv. Of 0 examples: of all."""
+
+    algorithm: str
+    kind: str
+    examples: int
+    draw: int
+    accuracy: float
+
+
+def units(asked: Config) -> list[Unit]:
+    """List what is computed, and written, as a whole."""
+    return [
+        (name, kind, draw)
+        for name in asked.algorithms
+        for kind in (asked.kinds if "kind" in fj.algorithms.options(name) else ("-",))
+        for draw in range(asked.draws)
+    ]
+
+
+def measured(asked: Config, missing: Sequence[Unit], console: Console) -> Iterator[list[Point]]:
+    """Train the clients, or read them, and merge them in the ways that are missing."""
+    task, start, trained = _clients(asked, console)
+    (federation,) = task.federations.values()
+    with bar(console) as shown:
+        watched = shown.add_task("", total=len(missing), speed="")
+        for name, kind, draw in missing:
+            shown.update(watched, description=f"{name}, {kind}, draw {draw}")
+            chosen = {} if kind == "-" else {"kind": getattr(fj.fisher, kind)}
+            method = fj.algorithms.make(name, task.model, max_examples=None, **chosen)
+            # The first draw goes on to all examples.
+            counts = sorted(asked.counts) + ([0] if draw == 0 else [])
+            found = []
+            for count, sent in growing(method, trained, federation, counts, draw):
+                # Weights are of all that a client has, however many its Fisher is of.
+                merged, *_ = fj.merging.merge(method, start, sent, federation.weights)
+                accuracy = round(float(task.accuracy(merged, task.test)), 6)
+                found.append(Point(name, kind, count, draw, accuracy))
+            shown.advance(watched)
+            yield found
+
+
+def growing(
+    method: Algorithm, trained: Trained, federation: Federation, counts: Sequence[int], draw: int
+) -> Iterator[tuple[int, Update]]:
+    """Summarize more and more of the same permutation of every client's examples; 0 is all.
+
+    Updates are means over examples: those of the examples that are new are averaged in.
+    """
+    sizes, rows = np.asarray(federation.sizes), np.array(federation.indices)
+    random = np.random.default_rng(draw)
+    for own, size in zip(rows, sizes, strict=True):
+        own[:size] = random.permutation(own[:size])
+    sent, seen = None, np.zeros_like(sizes)
+    for number, count in enumerate(counts):
+        upto = np.minimum(sizes, count or sizes.max())
+        # Of the same shapes, so that nothing compiles again.
+        fresh = np.stack([np.roll(own, -begin) for own, begin in zip(rows, seen, strict=True)])
+        own = fj.devices.replicate((jnp.asarray(fresh), jnp.asarray(upto - seen)), federation.mesh)
+        some = federation._replace(indices=own[0], sizes=own[1])
+        key = jax.random.fold_in(jax.random.key(draw), number)
+        new = fj.merging.summarize(method, trained, some, key=key)
+        share = jnp.asarray((upto - seen) / upto)
+        sent = new if sent is None else jax.tree.map(partial(_mixed, share), sent, new)
+        seen = upto
+        yield count, sent
+
+
+def _mixed(share: Array, old: Array, new: Array) -> Array:
+    return old + share.reshape(-1, *(1,) * (old.ndim - 1)) * (new - old)
+
+
+def _clients(asked: Config, console: Console) -> tuple[tasks.OneRound, Params, Trained]:
+    merging = Merging(asked.algorithms)
+    how = {"partition_seeds": (asked.partition_seed,), "seeds": (asked.seed,), "central": False}
+    whole = OneShot(asked.data, asked.training, merging, asked.epochs, **how)
+    config.check_one_shot(whole)
+    if asked.reference is not None:
+        found = reference.load(asked.reference)
+        data = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
+        task = tasks.split_up(tasks.shared(whole, *data), {0: found.partition})
+        first = jax.tree.map(lambda leaf: leaf[0], found.params)
+        return task, first, Trained(found.params)
+    task = tasks.one_round(whole)
+    params, key = one_round.start(task, asked.seed)
+    (federation,) = task.federations.values()
+    options = one_round.training_options(task, federation)
+    with bar(console) as shown:
+        watched = shown.add_task("training", total=asked.epochs, speed="")
+        options["progress"] = lambda *_: shown.advance(watched)
+        how = {"key": key, "optimizer": task.optimizer, **options}
+        return task, params, fj.training.train(task.model, params, federation, **how)
