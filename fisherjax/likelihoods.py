@@ -6,14 +6,15 @@ output factor S(z) is what the true Fisher information needs,
 
     S S^T = E_{y ~ p(y|z)} [g g^T],   g = d(-log p(y|z)) / dz,
 
-given as K cotangents of the shape of z, so that F = mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T.
+given as K cotangents of the shape of z, so that F = mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T. Those
+of sequences are not written out: they are `ByPosition`.
 """
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax.typing import Array, Likelihood
+from fisherjax.typing import Array, ByPosition, Likelihood
 
 
 def _over_examples(values: Array) -> Array:
@@ -21,24 +22,17 @@ def _over_examples(values: Array) -> Array:
     return values.sum(tuple(range(1, values.ndim)))
 
 
-def _columns(factors: Array) -> Array:
-    """Turn one factor a position, [B, L..., C, K], into columns [L*K, B, L..., C].
-
-    Positions are independent given z, so a column is supported on one position only.
-    """
-    batch, *positions, outputs, columns = factors.shape
-    flat = factors.reshape(batch, -1, outputs, columns)
-    length = flat.shape[1]
-    # [B, L, C, K] -> [L, K, B, L, C], zero but where both positions agree.
-    spread = jnp.einsum("blck,lm->mkblc", flat, jnp.eye(length, dtype=flat.dtype))
-    return spread.reshape(length * columns, batch, *positions, outputs)
+def _columns(factors: Array) -> Array | ByPosition:
+    """Turn one factor a position, [B, L..., C, K], into columns: positions are independent."""
+    columns = jnp.moveaxis(factors, -1, 0)
+    return columns if columns.ndim == 3 else ByPosition(columns)
 
 
-def _diagonal_columns(roots: Array) -> Array:
+def _diagonal_columns(roots: Array) -> Array | ByPosition:
     return _columns(roots[..., :, None] * jnp.eye(roots.shape[-1], dtype=roots.dtype))
 
 
-def _categorical_factor(z: Array) -> Array:
+def _categorical_factor(z: Array) -> Array | ByPosition:
     # The Cholesky factor of diag(p) - p p^T in closed form (Tanabe and Sagae, An exact Cholesky
     # decomposition and the generalized inverse of the variance-covariance matrix of the multinomial
     # distribution, JRSS B 1992): below the diagonal -p_j sqrt(p_k / (q_k q_{k+1})), with

@@ -27,19 +27,31 @@ Apply = Callable[[Params, Array], Array]
 ApplyTrain = Callable[[Params, Array, Key, Array], tuple[Array, Params | None]]
 
 
+class ByPosition(NamedTuple):
+    """The columns of an output factor of sequences, each supported on one position.
+
+    Attributes:
+        factors: [k, B, L..., C], the factor of each position. Column l * k + j, of K = L k, is
+            factors[j] at position l and zero elsewhere.
+    """
+
+    factors: Array
+
+
 class Likelihood(NamedTuple):
     """What the outputs of a network mean, as pure functions of the outputs z.
 
     Attributes:
         negative_log_likelihood: `(z [B, ..., C], y) -> [B]`, in nats.
         sample: `(key, z) -> y`, one draw of the targets for each example.
-        factor: `(z) -> S [K, B, ..., C]`, the columns of the output factor.
+        factor: `(z) -> S [K, B, ..., C]`, the columns of the output factor; `ByPosition` where
+            positions are independent given z.
         check: `(shape of z, y) -> None`, refuses targets that do not fit.
     """
 
     negative_log_likelihood: Callable[[Array, Array], Array]
     sample: Callable[[Key, Array], Array]
-    factor: Callable[[Array], Array]
+    factor: Callable[[Array], Array | ByPosition]
     check: Callable[[tuple[int, ...], Array], None]
 
 

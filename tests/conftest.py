@@ -14,7 +14,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
+import jax.numpy as jnp
 import pytest
+
+from fisherjax.typing import ByPosition
 
 # XLA's older code generator saves half of the rest; newer versions, which no longer have it, would
 # stop at a flag they do not know. Flags are read at the first compilation.
@@ -66,6 +69,22 @@ def run_page() -> Callable[[Path], dict]:
         return names
 
     return run
+
+
+@pytest.fixture(scope="session")
+def written_out() -> Callable[[jax.Array | ByPosition], jax.Array]:
+    """Write out all columns of an output factor, [K, B, ..., C]."""
+
+    def write(columns: jax.Array | ByPosition) -> jax.Array:
+        if not isinstance(columns, ByPosition):
+            return columns
+        few, batch, *positions, outputs = columns.factors.shape
+        flat = columns.factors.reshape(few, batch, -1, outputs)
+        # Zero but where both positions agree.
+        spread = jnp.einsum("kblc,lm->mkblc", flat, jnp.eye(flat.shape[2], dtype=flat.dtype))
+        return spread.reshape(-1, batch, *positions, outputs)
+
+    return write
 
 
 @pytest.fixture

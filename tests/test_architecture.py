@@ -47,7 +47,7 @@ ORDER = [
     "personalization",
 ]
 FISHER = [
-    *("kinds", "inline", "views", "uses", "layers", "trace"),
+    *("columns", "kinds", "inline", "views", "uses", "layers", "trace"),
     *("operators", "kronecker", "passes", "diagonal", "full", "kfac"),
 ]
 SHARED = {"base", "checks"}  # what the other files of a folder may import

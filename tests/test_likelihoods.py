@@ -32,7 +32,7 @@ def targets(name, z, key):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_factor_squares_to_the_hessian_of_the_loss(x64, key, name, likelihood, shape):
+def test_factor_squares_to_the_hessian_of_the_loss(x64, key, written_out, name, likelihood, shape):
     """All three have a Hessian that does not depend on the target: it is the Fisher."""
     z = outputs(shape)
     y = targets(name, z, key)
@@ -41,7 +41,7 @@ def test_factor_squares_to_the_hessian_of_the_loss(x64, key, name, likelihood, s
         return likelihood.negative_log_likelihood(flat.reshape(1, *shape[1:]), y[None])[0]
 
     hessian = jax.jit(jax.vmap(jax.hessian(loss)))(z.reshape(len(z), -1), y)
-    factor = jax.jit(likelihood.factor)(z)
+    factor = written_out(jax.jit(likelihood.factor)(z))
     assert factor.shape[1:] == shape
     columns = np.reshape(factor, (*factor.shape[:2], -1))
     squares = np.einsum("kni,knj->nij", columns, columns)
@@ -49,7 +49,9 @@ def test_factor_squares_to_the_hessian_of_the_loss(x64, key, name, likelihood, s
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_scores_have_mean_zero_and_the_factors_covariance(x64, key, name, likelihood, shape):
+def test_scores_have_mean_zero_and_the_factors_covariance(
+    x64, key, written_out, name, likelihood, shape
+):
     z = outputs(shape)
     draws = 4000
     score = jax.grad(lambda z, y: likelihood.negative_log_likelihood(z, y).sum())
@@ -62,7 +64,7 @@ def test_scores_have_mean_zero_and_the_factors_covariance(x64, key, name, likeli
     g = np.reshape(sampled_score(jax.random.split(key, draws)), (draws, len(z), -1))
     assert np.abs(g.mean(0) / (g.std(0) / np.sqrt(draws))).max() < 5
     products = np.einsum("sni,snj->snij", g, g)
-    factor = jax.jit(likelihood.factor)(z)
+    factor = written_out(jax.jit(likelihood.factor)(z))
     columns = np.reshape(factor, (*factor.shape[:2], -1))
     expected = np.einsum("kni,knj->nij", columns, columns)
     error = np.abs(products.mean(0) - expected)

@@ -109,7 +109,7 @@ class Merging:
     )
     """Methods; fedfisher_full is for a few thousand parameters, fedlpa_gd is slow."""
     fisher_kind: Literal["true", "sampled", "empirical"] = "true"
-    """Labels of the Fisher: expected under the model (true), drawn from it, or the data's."""
+    """Labels of the Fisher: expected under the model (true; drawn for plays), drawn, the data's."""
     max_examples: int = 2000
     """Of a client, drawn at random, for its Fisher information or Gram matrices; 0 is all."""
     solver: Literal["cg", "gd", "adam"] = "cg"

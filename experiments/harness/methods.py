@@ -42,7 +42,8 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
     known = fj.algorithms.options(name)
     own = ((option.split("."), value) for option, value in merging.options)
     asked = {option: value for (method, option), value in own if method == name}
-    if known.get("kind") is fj.fisher.true:  # FedLPA's labels are the data's
+    # FedLPA's labels are the data's; "true" is the automatic kind, which draws those of plays.
+    if known.get("kind") is fj.fisher.automatic and merging.fisher_kind != "true":
         asked["kind"] = getattr(fj.fisher, merging.fisher_kind)
     if "max_examples" in known:
         asked.setdefault("max_examples", merging.max_examples or None)

@@ -18,7 +18,8 @@ import optax
 
 from fisherjax import checks, quadratic, tree
 from fisherjax.configuration import name_of
-from fisherjax.fisher import Operator
+from fisherjax.fisher import Operator, automatic, true
+from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
@@ -131,7 +132,7 @@ def averaging(**changes: Any) -> Algorithm:
 def fisher_summary(
     model: Model,
     fisher: Callable[..., Operator],
-    kind: Callable[..., Array],
+    kind: Kind,
     batch_size: int,
     max_examples: int | None = ENOUGH,
 ) -> tuple[Callable, str]:
@@ -151,7 +152,9 @@ def fisher_summary(
         own = fisher(model, params, examples, key=key, **how)
         return {"params": params, "fisher": own}, private
 
-    return summarize, f"params, {name_of(kind)} {name_of(fisher)} Fisher"
+    # Exact or drawn, the automatic kind is of the true Fisher: updates of both merge.
+    named = name_of(true if kind is automatic else kind)
+    return summarize, f"params, {named} {name_of(fisher)} Fisher"
 
 
 def fisher_sums(updates: dict[str, Any], weights: Array) -> quadratic.Sums:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from fisherjax import checks, solvers
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary, fisher_sums, solve_sums
 from fisherjax.configuration import cached
-from fisherjax.fisher import Diagonal, Operator, kfac, true
+from fisherjax.fisher import Diagonal, Operator, automatic, kfac
+from fisherjax.fisher.kinds import Kind
 from fisherjax.quadratic import Quadratic, in_fisher_units
 from fisherjax.solvers.base import Solution, Solver, as_data, as_partial, solution
 from fisherjax.typing import Array, Model, Params
@@ -26,7 +27,7 @@ def fedfisher(
     model: Model,
     *,
     fisher: Callable[..., Operator] = kfac,
-    kind: Callable[..., Array] = true,
+    kind: Kind = automatic,
     damping: float | None = None,
     solver: Solver | None = None,
     batch_size: int = 64,
@@ -40,7 +41,8 @@ def fedfisher(
         model: The network and what its outputs mean.
         fisher: The structure: `fisher.kfac`, `fisher.diagonal`, `fisher.full`, or a
             `functools.partial` of one, such as `partial(fisher.kfac, fallback=fisher.diagonal)`.
-        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
+        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but
+            sampled where outputs are sequences.
         damping: In units of each block's mean eigenvalue; None is 1 for K-FAC and 0 for the others.
             Leaves that K-FAC's `fallback` gives a diagonal have none.
         solver: Of the server's system; None is `solvers.conjugate_gradients()`.

@@ -18,6 +18,7 @@ from fisherjax import checks, linalg, quadratic, solvers, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, empirical, kfac, zero
+from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.fisher.trace import trace
 from fisherjax.quadratic import Quadratic
@@ -30,7 +31,7 @@ from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 def fedlpa(
     model: Model,
     *,
-    kind: Callable[..., Array] = empirical,
+    kind: Kind = empirical,
     damping: float = 1e-3,
     balanced: bool = False,
     authors_split: bool = True,

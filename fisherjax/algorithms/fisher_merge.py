@@ -3,20 +3,19 @@
 Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
 """
 
-from collections.abc import Callable
-
 from fisherjax import solvers
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary, fisher_sums, solve_sums
 from fisherjax.configuration import cached
-from fisherjax.fisher import diagonal, true
-from fisherjax.typing import Array, Model
+from fisherjax.fisher import automatic, diagonal
+from fisherjax.fisher.kinds import Kind
+from fisherjax.typing import Model
 
 
 @cached
 def fisher_merge(
     model: Model,
     *,
-    kind: Callable[..., Array] = true,
+    kind: Kind = automatic,
     floor: float = 1e-6,
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
@@ -29,7 +28,8 @@ def fisher_merge(
 
     Args:
         model: The network and what its outputs mean.
-        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
+        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but
+            sampled where outputs are sequences.
         floor: Smallest summed Fisher information that counts, in units of a leaf's mean.
         batch_size: Examples of a minibatch in the Fisher pass.
         max_examples: Of how many of a client's examples its Fisher is at most, drawn anew by the

@@ -3,7 +3,7 @@
 from fisherjax.fisher.diagonal import diagonal
 from fisherjax.fisher.full import full, vector_product
 from fisherjax.fisher.kfac import expand, kfac, reduce, zero
-from fisherjax.fisher.kinds import empirical, sampled, true
+from fisherjax.fisher.kinds import automatic, empirical, sampled, true
 from fisherjax.fisher.kronecker import Kronecker
 from fisherjax.fisher.operators import Dense, Diagonal
 
@@ -15,6 +15,7 @@ __all__ = [
     "Diagonal",
     "Kronecker",
     "Operator",
+    "automatic",
     "diagonal",
     "empirical",
     "expand",

@@ -1,18 +1,16 @@
 """The diagonal of the Fisher information, from gradients of single examples."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax.fisher import kinds, passes
+from fisherjax.fisher.columns import Columns, over_columns, weighted
 from fisherjax.fisher.layers import Layer, assemble
 from fisherjax.fisher.operators import Diagonal, Template
 from fisherjax.fisher.trace import LayersNotFoundError, Trace, trace
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
-
-_COLUMNS_AT_ONCE = 16  # of the output factor: their tangents are in memory together
 
 
 def diagonal(
@@ -20,7 +18,7 @@ def diagonal(
     params: Params,
     examples: Examples,
     *,
-    kind: kinds.Kind = kinds.true,
+    kind: kinds.Kind = kinds.automatic,
     key: Key | None = None,
     batch_size: int = 64,
     max_examples: int | None = None,
@@ -31,14 +29,15 @@ def diagonal(
 
     Squares are of gradients of single examples, never of a minibatch mean. Dense and convolution
     layers get theirs from inputs and output tangents, forming those of one example at most; for
-    other leaves a minibatch holds [K, B, size of the leaf].
+    other leaves a minibatch holds [few, B, size of the leaf], of at most 16 columns.
 
     Args:
         model: Any network, jitted or not, and what its outputs mean.
         params: Any pytree of floating arrays.
         examples: Only the empirical kind reads their targets. Where the sharding of the inputs
             splits N over devices, each runs over its own rows and draws its own labels.
-        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`.
+        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but
+            sampled where outputs are sequences.
         key: For the sampled kind, and for `max_examples`.
         batch_size: Examples of a minibatch.
         max_examples: Of how many examples it is at most, drawn without replacement; None is all.
@@ -70,18 +69,15 @@ def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Facto
         seen = Trace(apply(params, x), (), (), lambda _: (), {})
     # Layers from inputs and tangents; the rest from gradients of single examples.
     columns, template = factor(seen.outputs), Template.of(params)
-    sums = _layer_sums(seen, weighted_columns(columns, w))
+    sums = _layer_sums(seen, weighted(columns, w))
     rest = [name for name in template.names() if name not in sums]
     return Diagonal(template.restore(sums | leaf_sums(apply, params, x, columns, w, rest)))
 
 
 def leaf_sums(
-    apply: Apply, params: Params, x: Array, columns: Array, w: Array, names: list[str]
+    apply: Apply, params: Params, x: Array, columns: Columns, w: Array, names: list[str]
 ) -> dict[str, Array]:
-    """Sum w_n sum_k (d(s_nk^T z_n)/d leaf)^2 over a minibatch, for some leaves by name.
-
-    The columns of the output factor are [K, B, ..., C], the weights [B].
-    """
+    """Sum w_n sum_k (d(s_nk^T z_n)/d leaf)^2 over a minibatch, for some leaves by name."""
     if not names:
         return {}
     template = Template.of(params)
@@ -92,34 +88,19 @@ def leaf_sums(
             return apply(template.restore(leaves | chosen), example[None])[0]
 
         _, pullback = jax.vjp(outputs, {name: leaves[name] for name in names})
-        # One forward pass serves all K columns.
+        # One forward pass serves several columns.
         (gradients,) = jax.vmap(pullback)(factor)
         return jax.tree.map(lambda g: jnp.square(_wide(g)).sum(0), gradients)
 
-    # [K, B, ..., C] -> [B, K, ..., C]: an example has a gradient for each column.
-    per_example = jax.vmap(squares)(x, jnp.moveaxis(columns, 0, 1))
-    return jax.tree.map(lambda s: jnp.tensordot(w.astype(s.dtype), s, 1), per_example)
+    def of_some(some: Array) -> dict[str, Array]:
+        # [few, B, ..., C] -> [B, few, ..., C]: an example has a gradient for each column.
+        per_example = jax.vmap(squares)(x, jnp.moveaxis(some, 0, 1))
+        return jax.tree.map(lambda s: jnp.tensordot(w.astype(s.dtype), s, 1), per_example)
+
+    return over_columns(of_some, columns)
 
 
-def weighted_columns(columns: Array, w: Array) -> Array:
-    """Scale cotangents [K, B, ..., C] by sqrt(w_n): squares of their tangents then carry w_n."""
-    root = jnp.sqrt(w).astype(columns.dtype)
-    return columns * root.reshape(1, -1, *(1,) * (columns.ndim - 2))
-
-
-def over_columns(function: Callable[[Array], dict], columns: Array) -> dict:
-    """Sum a function of one output cotangent over the K columns of the output factor.
-
-    A loop, not an unrolled sum: on a CPU its working set stays in the cache, which measured twice
-    as fast for LeNet, and compilation does not grow with the number of classes.
-    """
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, columns[0]))
-    return jax.lax.scan(
-        lambda sums, column: (jax.tree.map(jnp.add, sums, function(column)), None), zeros, columns
-    )[0]
-
-
-def _layer_sums(seen: Trace, columns: Array) -> dict[str, Array]:
+def _layer_sums(seen: Trace, columns: Columns) -> dict[str, Array]:
     # A leaf that makes two layers has gradients that are sums over both.
     uses = Counter((layer.leaf, layer.index) for layer in seen.layers)
     chosen = [
@@ -127,14 +108,14 @@ def _layer_sums(seen: Trace, columns: Array) -> dict[str, Array]:
     ]
     layers = tuple(seen.layers[number] for number in chosen)
 
-    def some_columns(columns: Array) -> dict[str, Array]:
-        tangents = jax.lax.map(seen.pullback, columns)
+    def of_some(some: Array) -> dict[str, Array]:
+        tangents = jax.lax.map(seen.pullback, some)
         return {
             seen.layers[i].kernel: _squares(seen.layers[i], seen.activations[i], tangents[i])
             for i in chosen
         }
 
-    return assemble(layers, over_columns(some_columns, _groups(columns))) if layers else {}
+    return assemble(layers, over_columns(of_some, columns)) if layers else {}
 
 
 def _squares(layer: Layer, a: Array, g: Array) -> Array:
@@ -143,16 +124,6 @@ def _squares(layer: Layer, a: Array, g: Array) -> Array:
     # One-hot rows of an embedding are written out for one example at a time.
     table = layer.rows if layer.form == "table" else None
     return _squared_gradients(a, g, table)
-
-
-def _groups(columns: Array) -> Array:
-    """Split K columns into equal groups of a few, [groups, few, B, ..., C]; zeros fill up."""
-    count = -(-columns.shape[0] // _COLUMNS_AT_ONCE)
-    # Evenly: 17 columns make two groups of 9, one column zero, and not two of 16.
-    few = -(-columns.shape[0] // count)
-    missing = count * few - columns.shape[0]
-    padded = jnp.pad(columns, [(0, missing), *[(0, 0)] * (columns.ndim - 1)])
-    return padded.reshape(count, few, *columns.shape[1:])
 
 
 def _squared_gradients(a: Array, g: Array, table: int | None) -> Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax.fisher import kinds, passes
+from fisherjax.fisher.columns import blocks, over_columns
 from fisherjax.fisher.operators import Dense, Template, ravel
 from fisherjax.fisher.trace import check_examples
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
@@ -14,7 +15,7 @@ def full(
     params: Params,
     examples: Examples,
     *,
-    kind: kinds.Kind = kinds.true,
+    kind: kinds.Kind = kinds.automatic,
     key: Key | None = None,
     batch_size: int = 64,
     max_examples: int | None = None,
@@ -42,17 +43,20 @@ def full(
 
 
 def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor) -> Dense:
-    def gradients(example: Array, columns: Array) -> Array:
+    def gradients(example: Array, some: Array) -> Array:
         _, pullback = jax.vjp(lambda p: apply(p, example[None])[0], params)
-        return jax.vmap(lambda s: ravel(pullback(s)[0]))(columns)
+        return jax.vmap(lambda s: ravel(pullback(s)[0]))(some)
+
+    def products(some: Array) -> Array:
+        # [B, few, d]; a gradient of the minibatch's mean would mix examples.
+        g = jax.vmap(gradients)(x, jnp.moveaxis(some, 0, 1))
+        g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        # One side carries the weight: [d, B * few] times [B * few, d].
+        heavy = (g * w[:, None, None].astype(g.dtype)).reshape(-1, g.shape[-1])
+        return jnp.matmul(heavy.T, g.reshape(-1, g.shape[-1]), precision="highest")
 
     check_examples(apply, params, x)
-    # [B, K, d]; a gradient of the minibatch's mean would mix examples.
-    g = jax.vmap(gradients)(x, jnp.moveaxis(factor(apply(params, x)), 0, 1))
-    g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-    # One side carries the weight: [d, B * K] times [B * K, d].
-    weighted = (g * w[:, None, None].astype(g.dtype)).reshape(-1, g.shape[-1])
-    matrix = jnp.matmul(weighted.T, g.reshape(-1, g.shape[-1]), precision="highest")
+    matrix = over_columns(products, factor(apply(params, x)))
     return Dense(matrix, Template.of(params))
 
 
@@ -71,7 +75,8 @@ def vector_product(
         F v = sum_n w_n J_n^T S_n S_n^T J_n v / sum_n w_n.
 
     Both v and F v have the structure, shapes and dtypes of params. The other arguments, and what is
-    refused, are those of `fisher.diagonal`; the same key gives the same sampled matrix.
+    refused, are those of `fisher.diagonal`; the same key gives the same sampled matrix. The true
+    kind costs no more than others, of sequences too, and is the default.
 
     Example:
         >>> import fisherjax as fj
@@ -102,10 +107,7 @@ def _product_sums(
     check_examples(apply, params, x)
     # Forwards by J, then S S^T on the outputs, then backwards by J^T.
     z, jv = jax.jvp(lambda p: apply(p, x), (params,), (vector,))
-    s = factor(z)
-    # [K, B, ..., C] -> [K, B, c]: positions and outputs in one axis.
-    s = s.reshape(*s.shape[:2], -1)
-    flat = jv.reshape(jv.shape[0], -1)
-    cotangent = jnp.einsum("kbc,kbe,be,b->bc", s, s, flat, w.astype(s.dtype))
+    s = blocks(factor(z))
+    cotangent = jnp.einsum("kbpc,kbpe,bpe,b->bpc", s, s, jv.reshape(s.shape[1:]), w.astype(s.dtype))
     _, pullback = jax.vjp(lambda p: apply(p, x), params)
     return pullback(cotangent.reshape(z.shape))[0]

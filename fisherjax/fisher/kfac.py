@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from fisherjax import checks, tree
 from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
-from fisherjax.fisher.diagonal import diagonal, leaf_sums, over_columns, weighted_columns
+from fisherjax.fisher.columns import Columns, over_columns, weighted
+from fisherjax.fisher.diagonal import diagonal, leaf_sums
 from fisherjax.fisher.kronecker import Kronecker, diagonal_of
 from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.operators import Diagonal, Template
@@ -61,7 +62,7 @@ def kfac(
     params: Params,
     examples: Examples,
     *,
-    kind: kinds.Kind = kinds.true,
+    kind: kinds.Kind = kinds.automatic,
     key: Key | None = None,
     batch_size: int = 64,
     max_examples: int | None = None,
@@ -202,15 +203,15 @@ def _listed(uncovered: dict[str, str]) -> str:
 
 
 def _layer_sums(
-    sharing: Sharing, seen: Trace, columns: Array, w: Array
+    sharing: Sharing, seen: Trace, columns: Columns, w: Array
 ) -> tuple[dict[str, dict[str, Array]], dict[str, Array]]:
-    def output_factors(column: Array) -> dict[str, Array]:
-        tangents = zip(seen.layers, seen.pullback(column), strict=True)
+    def output_factors(one: Array) -> dict[str, Array]:
+        tangents = zip(seen.layers, seen.pullback(one[0]), strict=True)
         return {layer.kernel: _output_factor(sharing, layer, g) for layer, g in tangents}
 
     # Once, not once for each column, on which the inputs do not depend.
     inputs = input_moments(seen, w, sharing)
-    outputs = over_columns(output_factors, weighted_columns(columns, w))
+    outputs = over_columns(output_factors, weighted(columns, w), at_once=1)
     factors = {name: {"input": a, "output": outputs[name]} for name, a in inputs.items()}
     return factors, {name: block for name, block in outputs.items() if name not in inputs}
 

@@ -1,28 +1,55 @@
 """What is squared in the Fisher information: the model's own labels, sampled ones, or the data's.
 
 A kind is a function `kind(likelihood, outputs z [B, ..., C], targets, key) -> S [K, B, ..., C]`
-whose K columns are cotangents of the outputs, so that every structure of the Fisher (diagonal,
-K-FAC, full) is the same sum for any of them,
+whose K columns are cotangents of the outputs, `ByPosition` where they are not written out, so that
+every structure of the Fisher (diagonal, K-FAC, full) is the same sum for any of them,
 
     F = sum_n w_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T / sum_n w_n,     J_n = dz_n / dparams.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from fisherjax.fisher.columns import Columns
 from fisherjax.typing import Array, Key, Likelihood
 
-Kind = Callable[..., Array]
+Kind = Callable[..., Columns]
+
+
+def automatic(
+    likelihood: Likelihood, z: Array, targets: Array | None = None, key: Key | None = None
+):
+    """Take `true` where outputs are vectors, [B, C], and `sampled` where they are sequences.
+
+    Of sequences the expectation takes backward passes for each position: 5,120 of 80 positions and
+    65 classes. A label drawn at each position takes one for all, and the estimate is unbiased:
+    positions are independent given z, so products of two positions' gradients have mean zero.
+    Updates of this kind and of `true` are merged together.
+
+    Raises:
+        ValueError: If outputs are sequences and no key is given.
+    """
+    del targets
+    if z.ndim == 2:
+        return true(likelihood, z)
+    if key is None:
+        raise ValueError(
+            f"The outputs of an example have shape {z.shape[1:]}, a sequence, of which the default "
+            "Fisher draws labels: pass key=jax.random.key(seed). The exact one, kind=fisher.true, "
+            f"needs no key, but about {math.prod(z.shape[1:]):,} backward passes."
+        )
+    return sampled(likelihood, z, key=key)
 
 
 def true(likelihood: Likelihood, z: Array, targets: Array | None = None, key: Key | None = None):
     """Take the exact expectation over the model's own labels, E_{y ~ p(y|z)}[g g^T].
 
     This is the Fisher information proper: no labels, no randomness, and equal to the generalised
-    Gauss-Newton matrix for the likelihoods of this library. It costs K backward passes: C,
-    and one less for classes.
+    Gauss-Newton matrix for the likelihoods of this library. It costs K backward passes: C, and one
+    less for classes; of sequences so many for each position.
 
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, which sums over classes; Martens,
         New insights and perspectives on the natural gradient method, JMLR 2020, section 8.
@@ -40,7 +67,8 @@ def sampled(
 ):
     """Draw labels from the model: an unbiased estimate of the true Fisher in few backward passes.
 
-    K = num_samples draws for each example are averaged; set it with `functools.partial`.
+    K = num_samples draws for each example, of a label at each position of sequences, are averaged;
+    set it with `functools.partial`.
 
     Raises:
         ValueError: If no key is given.

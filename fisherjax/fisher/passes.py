@@ -17,7 +17,8 @@ from fisherjax import checks
 from fisherjax.clients import draw, minibatches
 from fisherjax.configuration import by_value, cached
 from fisherjax.devices import mesh_of, replicate
-from fisherjax.fisher.kinds import Kind, true
+from fisherjax.fisher.columns import Columns, values
+from fisherjax.fisher.kinds import Kind, automatic, true
 from fisherjax.typing import Apply, Array, Examples, Key, Likelihood, Model, Params
 
 
@@ -33,7 +34,7 @@ class Plan(NamedTuple):
 _DRAW = 2**31 - 1  # what a key is folded by to draw examples; no number of a minibatch
 
 
-Factor = Callable[[Array], Array]
+Factor = Callable[[Array], Columns]
 """`outputs z [B, ..., C] -> S [K, B, ..., C]`, what a kind makes of one minibatch."""
 Sums = Callable[[Apply, Any, Array, Array, Factor], Any]
 """`(apply, params, inputs [B, ...], weights [B], factor) -> sums over the minibatch`, a pytree."""
@@ -158,8 +159,8 @@ def check(
     plan = Plan(model._replace(apply_train=None, mask=None), by_value(kind), int(batch_size))
     leaves, structure = jax.tree.flatten(jax.tree.map(_shape, (params, examples.inputs)))
     z = _outputs(plan.model, structure, tuple(leaves))
-    # The true kind reads no targets, whatever they are.
-    if examples.targets is not None and kind is not true:
+    # These kinds read no targets, whatever they are.
+    if examples.targets is not None and kind not in (automatic, true):
         model.likelihood.check((examples.targets.shape[0], *z.shape[1:]), examples.targets)
     y = None if examples.targets is None else _shape(examples.targets[:1])
     _columns(model.likelihood, plan.kind, z, y, key is None)
@@ -186,7 +187,12 @@ def _outputs(model: Model, structure: Any, leaves: tuple) -> Any:
 
 
 @cached
-def _columns(likelihood: Likelihood, kind: Kind, z: Any, y: Any, keyless: bool) -> Any:
-    """Let a kind say which argument it lacks."""
+def _columns(likelihood: Likelihood, kind: Kind, z: Any, y: Any, keyless: bool) -> None:
+    """Let a kind say which argument it lacks; refuse what are no columns."""
     key = None if keyless else jax.eval_shape(jax.random.key, 0)
-    return jax.eval_shape(lambda z, y, key: kind(likelihood, z, y, key), z, y, key)
+    found = jax.eval_shape(lambda z, y, key: kind(likelihood, z, y, key), z, y, key)
+    if getattr(values(found), "shape", ())[1:] != z.shape:
+        raise ValueError(
+            f"kind made {found} of outputs of shape {z.shape}; expected an array [K, *shape], or "
+            "ByPosition factors of that shape."
+        )

@@ -77,6 +77,20 @@ def test_fisher_merge_is_fedfisher_with_a_diagonal(regressions):
         assert (merged[name] >= w.min(0)).all()
 
 
+def test_updates_of_the_automatic_kind_are_of_the_true_fisher(regressions):
+    """Files from before it was the default are merged still, and not together with others."""
+    models, federation, _ = regressions
+    exact = algorithms.fedfisher(MODEL, kind=fisher.true)
+    automatic = algorithms.fedfisher(MODEL)
+    assert automatic is algorithms.fedfisher(MODEL, kind=fisher.automatic)
+    updates = send(exact, models, federation)
+    merged, expected = (merging.merge(m, models[0], updates)[0] for m in (automatic, exact))
+    assert_close(merged, expected)
+    other = algorithms.fedfisher(MODEL, kind=fisher.sampled)
+    with pytest.raises(ValueError, match="updates holds 'params, true kfac"):
+        merging.merge(other, models[0], updates)
+
+
 def test_fisher_merge_takes_the_mean_where_there_is_no_information(x64):
     method = algorithms.fisher_merge(MODEL, floor=1e-3)
     fishers = {"w": jnp.array([[1.0, 0.0, 1e-4], [3.0, 0.0, 1e-4]])}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,11 +80,12 @@ def jacobian() -> Callable:
 
 
 @pytest.fixture
-def oracle(jacobian) -> Callable:
+def oracle(jacobian, written_out) -> Callable:
     """`oracle(apply, params, inputs, columns)`: mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T [d, d]."""
 
-    def compute(apply: Callable, params: dict, inputs: jax.Array, columns: jax.Array) -> np.ndarray:
-        columns = np.reshape(columns, (*columns.shape[:2], -1))
+    def compute(apply: Callable, params: dict, inputs: jax.Array, columns: Any) -> np.ndarray:
+        columns = np.asarray(written_out(columns))
+        columns = columns.reshape(*columns.shape[:2], -1)
         gradients = np.einsum("nod,kno->knd", jacobian(apply, params, inputs), columns)
         flat = gradients.reshape(-1, gradients.shape[-1])
         return flat.T @ flat / len(inputs)

@@ -281,3 +281,40 @@ def test_several_keys_are_refused(mlp, model, structure, key):
     examples = Examples(mlp.inputs)
     with pytest.raises(ValueError, match=r"key has shape \(2,\); expected one key"):
         structure(model, mlp.params, examples, kind=fisher.sampled, key=jax.random.split(key))
+
+
+# What kind is taken if none is given
+
+
+def test_the_automatic_kind_is_exact_for_vectors_and_drawn_for_sequences(
+    mlp, sequence, model, structure, key
+):
+    exact = structure(model, mlp.params, Examples(mlp.inputs), kind=fisher.true)
+    assert_close(structure(model, mlp.params, Examples(mlp.inputs), key=key), exact, 0)
+    of_sequences = partial(
+        structure, Model(sequence.apply, LIKELIHOOD), sequence.params, Examples(sequence.inputs)
+    )
+    drawn = of_sequences(kind=fisher.sampled, key=key)
+    assert_close(of_sequences(kind=fisher.automatic, key=key), drawn, 0)
+    assert differ(drawn, of_sequences(kind=fisher.true))
+
+
+def test_sequences_without_a_key_are_refused_with_both_ways_out(sequence):
+    arguments = Model(sequence.apply, LIKELIHOOD), sequence.params, Examples(sequence.inputs)
+    words = r"shape \(2, 3\), a sequence.*key=jax\.random\.key.*kind=fisher\.true.* 6 backward"
+    for structure in (fisher.diagonal, fisher.kfac, fisher.full):
+        with pytest.raises(ValueError, match=words):
+            structure(*arguments)
+
+
+def test_a_kind_that_makes_no_columns_is_refused(sequence):
+    def doubled(likelihood, z, targets, key):
+        return 2 * fisher.true(likelihood, z)  # twice in a tuple
+
+    with pytest.raises(ValueError, match=r"shape \(1, 2, 3\); expected an array \[K, \*shape\]"):
+        fisher.diagonal(
+            Model(sequence.apply, LIKELIHOOD),
+            sequence.params,
+            Examples(sequence.inputs),
+            kind=doubled,
+        )
