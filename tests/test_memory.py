@@ -98,3 +98,29 @@ def test_a_fisher_pass_holds_neither_all_gradients_nor_all_images(network, struc
 
     small, large = scratch(64), scratch(6400)
     assert large - small < 6336 * 28 * 28 / 4
+
+
+@pytest.mark.parametrize("structure", [fj.fisher.kfac, fj.fisher.diagonal])
+def test_the_exact_fisher_of_a_transformer_never_has_all_columns(structure):
+    """80 positions of 65 classes have 5,120 columns: 6.8 GB of a minibatch of 64."""
+    network = fj.networks.Transformer(num_classes=65, context=80)
+    tokens = jax.ShapeDtypeStruct((128, 80), jnp.int32)
+    params = jax.eval_shape(lambda key: fj.networks.init(network, key, tokens), jax.random.key(0))
+    model = fj.Model(fj.networks.apply_fn(network), fj.likelihoods.categorical)
+
+    def run(params, tokens):
+        return structure(model, params, fj.Examples(tokens), kind=fj.fisher.true, batch_size=64)
+
+    assert scratch_bytes(run, params, tokens) < 0.5e9
+
+
+@pytest.mark.parametrize(("inputs", "columns"), [((20, 300), 299), ((20, 30, 40), 30 * 39)])
+def test_gradients_of_single_examples_are_of_a_few_columns(inputs, columns):
+    params = {"w": jnp.zeros((inputs[-1], inputs[-1]))}
+    model = fj.Model(lambda params, x: x @ jnp.sin(params["w"]), fj.likelihoods.categorical)
+
+    def run(params, inputs):
+        return fj.fisher.diagonal(model, params, fj.Examples(inputs), kind=fj.fisher.true)
+
+    every = inputs[0] * columns * params["w"].nbytes
+    assert scratch_bytes(run, params, jax.ShapeDtypeStruct(inputs, jnp.float32)) < every / 8
