@@ -36,6 +36,13 @@ def test_the_merges_are_as_good_as_the_page_says(page):
         assert abs(float(found) - float(number)) < 0.006
 
 
+def test_the_exact_fisher_of_sequences_needs_the_memory_that_the_page_says(page):
+    said = float(re.search(r"It prints (\d+) MB", PAGE.read_text()).group(1))
+    # Compilers of other versions place arrays otherwise.
+    assert 0.5 < page.need.scratch / 1e6 / said < 2
+    assert page.tokens_kfac.coverage == 1
+
+
 def test_files_of_two_frameworks_are_one_model(page):
     # The second client's was written in half precision.
     chex.assert_trees_all_close(page.models, [page.first, page.second], atol=1e-3)
