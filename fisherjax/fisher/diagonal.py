@@ -29,7 +29,7 @@ def diagonal(
 
     Squares are of gradients of single examples, never of a minibatch mean. Dense and convolution
     layers get theirs from inputs and output tangents, forming those of one example at most; for
-    other leaves a minibatch holds [few, B, size of the leaf], of at most 16 columns.
+    other leaves a minibatch holds [K, B, size of the leaf], of 16 columns at most.
 
     Args:
         model: Any network, jitted or not, and what its outputs mean.

@@ -25,7 +25,7 @@ def full(
         F = sum_n w_n J_n^T S_n S_n^T J_n / sum_n w_n,    in at least float32.
 
     The arguments, and what is refused, are those of `fisher.diagonal`. A minibatch holds gradients
-    [K, B, d].
+    [K, B, d], of 16 columns at most.
 
     Example:
         >>> import fisherjax as fj
