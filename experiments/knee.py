@@ -55,8 +55,8 @@ def _check(asked: Config) -> None:
     known = [name for name in fj.algorithms.TABLE if "max_examples" in fj.algorithms.options(name)]
     for name in asked.algorithms:
         commands.check_name("algorithms", name, known)
-    for option in ("counts", "draws", "epochs"):
-        commands.check(asked, option, "1 or more", lambda number: number >= 1)
+    for option, least in (("counts", 0), ("draws", 1), ("epochs", 1)):
+        commands.check(asked, option, f"{least} or more", lambda number, m=least: number >= m)
 
 
 def _read(path: Path) -> list[Point]:
@@ -77,10 +77,10 @@ def _report(asked: Config, points: Sequence[Point], console: Console) -> None:
         own = found.setdefault((point.algorithm, point.kind), {})
         own.setdefault(point.examples, []).append(100 * point.accuracy)
     lines = [
-        (figures.label(name), kind, *(tables.spread(own[n]) for n in (*asked.counts, 0)))
+        (figures.label(name), kind, *(tables.spread(own[n]) for n in asked.counts))
         for (name, kind), own in found.items()
     ]
-    headings = ("algorithm", "Fisher", *map(str, asked.counts), "all")
+    headings = ("algorithm", "Fisher", *(str(n) if n else "all" for n in asked.counts))
     heading = f"{config.title(asked.data)}: accuracy in % over examples a client"
     shown = tables.Table(heading, headings, lines, text=2)
     console.print(tables.terminal(shown))
@@ -92,12 +92,12 @@ def _report(asked: Config, points: Sequence[Point], console: Console) -> None:
 
 
 def _draw_figure(asked: Config, found: dict, heading: str) -> None:
-    names = asked.algorithms
+    names, shown = asked.algorithms, [n for n in asked.counts if n]
     drawn, axes = figures.canvas(2.7 * len(names), 3.4, len(names), sharey=True, squeeze=False)
     for name, panel in zip(names, axes[0], strict=True):
         for kind, colour in _COLOURS.items():
             own = found.get((name, kind), {})
-            counts = [n for n in asked.counts if n in own]
+            counts = [n for n in shown if n in own]
             means = [statistics.fmean(own[n]) for n in counts]
             panel.plot(counts, means, color=colour, label=kind if kind != "-" else None)
             for n in counts:
@@ -105,7 +105,7 @@ def _draw_figure(asked: Config, found: dict, heading: str) -> None:
             if 0 in own:
                 panel.axhline(own[0][0], color=colour, linewidth=0.8, linestyle=":")
         panel.set(xscale="log", title=figures.label(name), xlabel="examples a client")
-        panel.set_xticks(asked.counts, map(str, asked.counts), rotation=45)
+        panel.set_xticks(shown, map(str, shown), rotation=45)
         panel.minorticks_off()
         panel.grid(color=figures.GRID, linewidth=0.8)
     axes[0][0].set_ylabel("test accuracy, %")

@@ -10,7 +10,7 @@ import fisherjax as fj
 from experiments import knee
 from experiments.harness import knee as harness
 
-FEW = ("--counts", "8", "40", "--draws", "2", "--epochs", "1", "--algorithms", "fisher_merge")
+FEW = ("--counts", "8", "40", "0", "--draws", "2", "--epochs", "1", "--algorithms", "fisher_merge")
 
 
 def test_the_examples_that_are_new_are_averaged_in():
@@ -61,7 +61,7 @@ def test_an_interrupted_run_continues_and_another_is_refused(run, capsys):
     ("words", "said"),
     [
         ("--algorithms fedavg", "--algorithms is 'fedavg', did you mean"),
-        ("--counts 0", "--counts is 0, expected 1 or more"),
+        ("--counts -1", "--counts is -1, expected 0 or more"),
         ("--draws 0", "--draws is 0, expected 1 or more"),
         ("--reference nowhere.npz", "nowhere.npz"),
     ],

@@ -40,8 +40,8 @@ class Config:
     """Methods that take a number of examples."""
     kinds: tuple[Literal["true", "sampled", "empirical"], ...] = ("true", "sampled", "empirical")
     """Of Fisher information."""
-    counts: tuple[int, ...] = (125, 250, 500, 1000, 2000, 4000)
-    """Examples of a client, at most; all that it has are measured too, once."""
+    counts: tuple[int, ...] = (125, 250, 500, 1000, 2000, 4000, 0)
+    """Examples of a client, at most; 0 is all that it has, which is measured once."""
     draws: int = 5
     """Of the examples."""
     out: commands.Folder = Path("runs/knee")
@@ -82,8 +82,9 @@ def measured(asked: Config, missing: Sequence[Unit], console: Console) -> Iterat
             shown.update(watched, description=f"{name}, {kind}, draw {draw}")
             chosen = {} if kind == "-" else {"kind": getattr(fj.fisher, kind)}
             method = fj.algorithms.make(name, task.model, max_examples=None, **chosen)
-            # The first draw goes on to all examples.
-            counts = sorted(asked.counts) + ([0] if draw == 0 else [])
+            # The first draw goes on to all examples, if those are asked for.
+            counts = sorted(n for n in asked.counts if n)
+            counts += [0] if 0 in asked.counts and draw == 0 else []
             found = []
             for count, sent in growing(method, trained, federation, counts, draw):
                 # Weights are of all that a client has, however many its Fisher is of.
