@@ -79,6 +79,11 @@ def spread_clients(
     """Map as `map_clients`, but leave results where they are: no device waits for another.
 
     For long programs, outside of which `in_order` puts the results together.
+
+    Example:
+        >>> spread = spread_clients(jnp.sum, jnp.arange(6.0).reshape(3, 2))
+        >>> in_order(spread, mesh=None)
+        Array([1., 5., 9.], dtype=float32)
     """
     if mesh is None:
         return Spread(_map_chunks(function, stacked, common, sizes, clients_per_chunk))
