@@ -1,5 +1,6 @@
 """Kronecker factors against two other computations: the full Fisher, and flax interception."""
 
+import itertools
 from functools import partial
 
 import chex
@@ -186,6 +187,21 @@ def test_sequence_factors_equal_those_of_interception(x64, targets_for, written_
 
     expected = jax.jit(lambda p: intercepted(model, p, x, columns))(params)
     assert_factors_agree(found.factors, expected)
+
+
+@pytest.mark.parametrize("sharing", [fisher.expand, fisher.reduce])
+def test_true_factors_of_sequences_are_the_mean_of_empirical_ones_over_all_labels(
+    sequence, sharing
+):
+    apply, params, x = sequence
+    labels = jnp.asarray(list(itertools.product(range(3), repeat=2)))
+    inputs, y = jnp.repeat(x, len(labels), axis=0), jnp.tile(labels, (len(x), 1))
+    probabilities = jnp.exp(-CATEGORICAL.negative_log_likelihood(apply(params, inputs), y))
+    labelled = Examples(inputs, y, weights=probabilities)
+    model, options = Model(apply, CATEGORICAL), {"sharing": sharing}
+    found = fisher.kfac(model, params, Examples(x), kind=fisher.true, **options)
+    expected = fisher.kfac(model, params, labelled, kind=fisher.empirical, **options)
+    assert_factors_agree(found.factors, expected.factors)
 
 
 def test_a_kernel_that_sees_the_whole_image_once_is_exact_for_one_example(x64):
