@@ -73,7 +73,7 @@ def both(apply, name, kind):
     params = [jnp.asarray(weight.detach().numpy()) for weight in weights]
     x = draw.normal(size=INPUTS[apply])
     z = apply(params, jnp.asarray(x))
-    np.testing.assert_allclose(net(torch.from_numpy(x)).detach().numpy(), z, atol=1e-12)
+    np.testing.assert_allclose(net(torch.from_numpy(x)).detach().numpy(), z, rtol=1e-12)
     y = draw.normal(size=z.shape) if name == "gaussian" else draw.integers(0, 3, len(x))
     batches = [(torch.from_numpy(x[b]), torch.from_numpy(y[b])) for b in ([0, 1, 2, 3], [4, 5])]
     loss, scales = LOSSES[name]
