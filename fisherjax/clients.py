@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from fisherjax import checks
 from fisherjax.devices import client_mesh, mesh_of, replicate
+from fisherjax.parallel import Spread, in_order
 from fisherjax.partition.checks import client_rows
 from fisherjax.typing import Array, Examples, Key
 
@@ -49,7 +50,9 @@ class Federation(NamedTuple):
     @property
     def weights(self) -> Array:
         """The clients' shares of the examples, p_i = n_i / sum_j n_j, [M]."""
-        return self.sizes / jnp.maximum(self.sizes.sum(), 1)
+        shares = self.sizes / jnp.maximum(self.sizes.sum(), 1)
+        # What is computed with them is computed once, not on every device of a CPU.
+        return in_order(Spread(shares), self.mesh)
 
     @property
     def mesh(self) -> Mesh | None:
