@@ -62,9 +62,9 @@ def _check(asked: Config) -> None:
 def _read(path: Path) -> list[Point]:
     if not path.exists():
         return []
-    with open(path, newline="") as file:
+    with records.damage(path), open(path, newline="") as file:
         _, *lines = csv.reader(file)
-    return [Point(a, k, int(n), int(draw), float(value)) for a, k, n, draw, value in lines]
+        return [Point(a, k, int(n), int(draw), float(v)) for a, k, n, draw, v in lines]
 
 
 def _write(path: Path, points: Sequence[Point]) -> None:

@@ -98,6 +98,10 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
         merged, state, _ = merge(updates, alone.weights)
         spread_merged, spread_state, _ = merge(spread_updates, spread.weights)
         same((merged, state), (spread_merged, spread_state))
+        # One process's CPU merges on one device, not on every one.
+        if process is None:
+            assert fj.devices.mesh_of(spread_merged) is None
+            assert fj.devices.mesh_of(spread.weights) is None
     # One data set whose examples are spread; some carry no weight, on one device none does.
     x, y = random.normal(size=(64, 3)).astype(np.float32), random.integers(0, 3, 64, np.int32)
     weights = random.uniform(size=64).astype(np.float32) * (np.arange(64) > 17)

@@ -17,9 +17,9 @@ def test_the_examples_that_are_new_are_averaged_in():
     """The Fisher of all is that of all at once, whatever was seen before."""
     random = np.random.default_rng(0)
     data = random.normal(size=(30, 3)).astype(np.float32), random.integers(0, 2, 30, np.int32)
-    federation = fj.clients.federation(data, np.split(np.arange(30), [4]))
+    federation = fj.clients.federation(data, [*np.split(np.arange(30), [4]), np.arange(0)])
     model = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
-    trained = fj.training.Trained(jnp.asarray(random.normal(size=(2, 3, 2)), jnp.float32))
+    trained = fj.training.Trained(jnp.asarray(random.normal(size=(3, 3, 2)), jnp.float32))
     method = fj.algorithms.fedfisher(model, max_examples=None)
     at_once = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
     for counts in ([0], [1, 0], [3, 7, 20, 0]):
@@ -55,6 +55,9 @@ def test_an_interrupted_run_continues_and_another_is_refused(run, capsys):
     assert path.read_text() == whole
     assert knee.main([*FEW, "--epochs", "2", "--out", str(run)]) == 1
     assert "epochs was 1, is 2" in capsys.readouterr().err
+    path.write_text(whole + "fisher_merge,true\n")
+    assert knee.main([*FEW, "--out", str(run)]) == 1
+    assert "is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,8 @@ def growing(
         some = federation._replace(indices=own[0], sizes=own[1])
         key = jax.random.fold_in(jax.random.key(draw), number)
         new = fj.merging.summarize(method, trained, some, key=key)
-        share = jnp.asarray((upto - seen) / upto)
+        # A client without examples has nothing new.
+        share = jnp.asarray((upto - seen) / np.maximum(upto, 1))
         sent = new if sent is None else jax.tree.map(partial(_mixed, share), sent, new)
         seen = upto
         yield count, sent

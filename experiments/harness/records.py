@@ -107,14 +107,14 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
     """Read rows that `write_rows` wrote with these columns; none if there is no file."""
     if not path.exists():
         return []
-    with _damage(path), open(path, newline="") as file:
+    with damage(path), open(path, newline="") as file:
         first, *lines = list(csv.reader(file)) or [[]]
     if tuple(first) != tuple(columns):
         raise ValueError(
             f"{path} does not begin with the columns {','.join(columns)}: it is not of this "
             "command; choose another --out"
         )
-    with _damage(path):
+    with damage(path):
         return [_row(dict(zip(columns, line, strict=True))) for line in lines]
 
 
@@ -218,7 +218,7 @@ def environment() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def damage(path: Path) -> Iterator[None]:
     """Name the file that cannot be read."""
     try:
         yield

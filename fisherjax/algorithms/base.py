@@ -23,7 +23,7 @@ from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
-# Examples of a client after which accuracy gains nothing more, see docs/merging.md.
+# Examples of a client at the knee of accuracy for the true Fisher, see docs/merging.md.
 ENOUGH = 2000
 
 
