@@ -60,10 +60,10 @@ def summarize(
     trained = _as_trained(trained)
     _check_summary(algorithm, trained, federation, key)
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    key, start = replicate((key, trained.start), layout.mesh)
+    key, start, steps = replicate((key, trained.start, trained.steps), layout.mesh)
     private = _first_private(algorithm, trained.params)
     # Losses [M, epochs] would compile another program for another number of epochs.
-    trained = trained._replace(start=start, loss=None)
+    trained = trained._replace(start=start, steps=steps, loss=None)
     return summarize_cohort(algorithm, layout, trained, private, federation, key)[0]
 
 
@@ -91,12 +91,12 @@ def summarize_memory(
     """
     num_clients, mesh = federation.num_clients, federation.mesh
     layout = Layout(parallel.chunk_size(clients_per_chunk, num_clients), mesh)
-    key, start = replicate((key, params), mesh)
+    steps = jnp.zeros(num_clients, jnp.int32)
+    key, start, steps = replicate((key, params, steps), mesh)
     extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
     private = jax.eval_shape(algorithm.init_client, params)
     # Shapes only: the compiler is asked before any stack [M, ...] is made.
     stacked, own, extras = devices.stacked_shapes((params, private, extras), num_clients, mesh)
-    steps = jax.ShapeDtypeStruct((num_clients,), jnp.int32)
     trained = Trained(stacked, start, steps, None, extras)
     return devices.memory(_summarize, algorithm, layout, trained, own, federation, key)
 

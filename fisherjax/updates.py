@@ -173,10 +173,14 @@ def _definite(name: str, stacked: Operator, counts: np.ndarray, first: int) -> O
         sound = own.map_parts(_is_semidefinite, lambda entries: np.all(entries >= 0))
         if not all(np.all(x) for x in jax.tree.leaves(sound)):
             changed[client] = own.map_parts(_nearest, lambda entries: np.maximum(entries, 0))
-    for client, own in changed.items():
+    if changed:
+        arrays = [x.copy() for x in arrays]
+        for client, own in changed.items():
+            for x, new in zip(arrays, jax.tree.leaves(own), strict=True):
+                x[client] = new
         leaves = [
-            x.at[client].set(new)
-            for x, new in zip(map(jnp.asarray, leaves), jax.tree.leaves(own), strict=True)
+            jax.device_put(x, leaf.sharding) if isinstance(leaf, jax.Array) else x
+            for x, leaf in zip(arrays, leaves, strict=True)
         ]
     return jax.tree.unflatten(structure, leaves)
 

@@ -85,6 +85,28 @@ def test_scratch_is_set_by_the_chunk_and_the_rest_is_one_model_a_client():
     assert need(60, 4, progress=print).resident - few.resident > 60 * 1.9 * model
 
 
+@pytest.mark.parametrize("mesh", [False, True])
+def test_what_was_predicted_is_not_compiled_again(mesh, caplog):
+    data = np.zeros((12, 5), np.float32), np.zeros(12, np.int32)
+    federation = fj.clients.federation(data, np.split(np.arange(12), 3))
+    if mesh:
+        federation = fj.clients.shard(federation, jax.devices()[:1])
+    model = fj.Model(linear, fj.likelihoods.categorical)
+    params, key = {"w": jnp.zeros((5, 7))}, jax.random.key(0)
+    how = {"key": key, "optimizer": ADAM, "epochs": 1, "batch_size": 4}
+    trained = fj.training.train(model, params, federation, **how)
+    method = fj.algorithms.fedfisher(model, fisher=fj.fisher.diagonal)
+
+    def passes(compute, *arguments):
+        caplog.clear()
+        with jax.log_compiles():
+            compute(method, *arguments, federation, key=key)
+        return sum("XLA compilation of jit(_summarize)" in line for line in caplog.messages)
+
+    assert passes(fj.merging.summarize_memory, params) == 1
+    assert passes(fj.merging.summarize, trained) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", [fj.fisher.diagonal, fj.fisher.kfac])
 def test_a_fisher_pass_holds_neither_all_gradients_nor_all_images(network, structure):

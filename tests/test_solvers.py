@@ -281,3 +281,12 @@ def test_a_system_that_is_not_finite_has_no_answer(name):
     found = SCALED[name](Quadratic(Partial(multiply, matrix), rhs, jnp.ones(5, jnp.float32)))
     assert np.isnan(found.params).all()
     assert not found.info.converged
+
+
+def test_a_quotient_of_what_is_not_finite_is_no_answer():
+    """b / infinity would be zero, and look solved."""
+    entries, rhs = jnp.array([2.0, jnp.inf, 1.0]), jnp.array([4.0, 1.0, jnp.inf])
+    problem = Quadratic(lambda x: entries * x, rhs, jnp.zeros(3), is_diagonal=True)
+    found, info = solvers.closed_form()(problem)
+    assert np.isnan(found).tolist() == [False, True, True]
+    assert info.status == solvers.Status.BROKE_DOWN

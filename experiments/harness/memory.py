@@ -32,7 +32,10 @@ def predict(task: tasks.OneRound) -> Need:
         needs[f"training{own}"] = fj.training.train_memory(
             task.model, params, federation, key=key, optimizer=optimizer, progress=True, **options
         )
-    for name, method in task.methods.items():
+    # What sends the same is summarized once, by the first that asks.
+    first = {method.sent: name for name, method in reversed(task.methods.items())}
+    for name in first.values():
+        method = task.methods[name]
         needs[f"the clients' summaries for {name}"] = fj.merging.summarize_memory(
             method.clients, params, federation, key=key, clients_per_chunk=chunk
         )

@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -86,10 +87,13 @@ def solution(
     products: Any,
     tolerance: float = 1e-4,
     unsolved: Any = Status.STEPS_TAKEN,
+    checked: bool = False,
 ) -> Solution:
     """Put the answer x together, and say how far from solved the system is.
 
     The number of products, and the status of what is unsolved, are one for all leaves, or for each.
+    An answer that is `checked` is not finite already where the system is not; it does not wait for
+    the residual, which the compiler then leaves out where nobody reads it.
     """
     problem = as_data(problem)
     each = jax.tree.structure(problem.rhs)
@@ -99,16 +103,17 @@ def solution(
         else jax.tree.map(lambda _, x=x: jnp.asarray(x), problem.rhs)
         for x in (products, unsolved)
     )
-    return _judged(problem, x, tolerance, Info(products, None, unsolved))
+    return _judged(problem, x, tolerance, Info(products, None, unsolved), checked)
 
 
-@jax.jit
-def _judged(problem: Quadratic, x: Any, tolerance: Array, info: Info) -> Solution:
+@partial(jax.jit, static_argnums=4)
+def _judged(problem: Quadratic, x: Any, tolerance: Array, info: Info, checked: bool) -> Solution:
     # How it went has no derivative.
     found, rhs = jax.lax.stop_gradient((x, problem.rhs))
     residual = jax.tree.map(_relative_residual, jax.lax.stop_gradient(problem.matvec(found)), rhs)
-    # A system that float32 cannot hold has no answer, least of all the start.
-    x = jax.tree.map(lambda x, r: jnp.where(jnp.isnan(r), jnp.nan, x), x, residual)
+    if not checked:
+        # A system that float32 cannot hold has no answer, least of all the start.
+        x = jax.tree.map(lambda x, r: jnp.where(jnp.isnan(r), jnp.nan, x), x, residual)
 
     def status(residual: Array, unsolved: Array, mean: Array) -> Array:
         ended = jnp.where(jnp.isfinite(residual), unsolved, Status.BROKE_DOWN)

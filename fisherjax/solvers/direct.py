@@ -41,7 +41,7 @@ def closed_form(floor: float = 1e-6) -> Solver:
                 "closed_form solves diagonal systems only, and this one is not (is_diagonal is "
                 "False): use conjugate_gradients()."
             )
-        return solution(problem, _closed_form(as_data(problem), floor), 1)
+        return solution(problem, _closed_form(as_data(problem), floor), 1, checked=True)
 
     return solve
 
@@ -51,7 +51,9 @@ def _closed_form(problem: Quadratic, floor: Array) -> Any:
     def leaf(a: Array, b: Array, x: Array) -> Array:
         # Above zero besides, since the floor itself may be zero.
         counts = (a >= floor * jnp.mean(a)) & (a > 0)
-        return jnp.where(counts, ratio(counts, b, a), x)
+        # What float32 cannot hold has no answer: b / infinity would be zero.
+        held = jnp.isfinite(a) & jnp.isfinite(b)
+        return jnp.where(held, jnp.where(counts, ratio(counts, b, a), x), jnp.nan)
 
     # A diagonal is what the product makes of ones.
     entries = problem.matvec(jax.tree.map(jnp.ones_like, problem.init))
