@@ -23,6 +23,7 @@ METHODS = {
         algorithms.fedfisher, MODEL, fisher=fisher.diagonal, solver=fj.solvers.closed_form()
     ),
     "full": partial(algorithms.fedfisher, MODEL, fisher=fisher.full, **EXACT),
+    "sequential": partial(algorithms.fedfisher_sequential, MODEL, **EXACT),
     "RegMean": lambda damping: algorithms.regmean(MODEL),
     "FedLPA": partial(algorithms.fedlpa, MODEL, **EXACT),
 }

@@ -20,6 +20,7 @@ from fisherjax.algorithms.fedprox import fedprox
 from fisherjax.algorithms.fisher_merge import fisher_merge
 from fisherjax.algorithms.regmean import regmean
 from fisherjax.algorithms.scaffold import scaffold
+from fisherjax.algorithms.sequential import fedfisher_sequential
 from fisherjax.typing import Model
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "fedavg",
     "fedfish",
     "fedfisher",
+    "fedfisher_sequential",
     "fedlpa",
     "fednova",
     "fedprox",
@@ -73,6 +75,8 @@ TABLE = {
     "fedfisher_diag": Row("FedFisher (diagonal)", partial(fedfisher, fisher=fisher.diagonal)),
     "fedfisher_kfac": Row("FedFisher (K-FAC)", fedfisher),
     "fedfisher_full": Row("FedFisher (full)", partial(fedfisher, fisher=fisher.full)),
+    # Errors are relative to the weights, so that a shift of all of them is another merge.
+    "fedfisher_sequential": Row("FedFisher (sequential)", fedfisher_sequential, LAWS[:-1]),
     "fedlpa": Row("FedLPA", fedlpa),
     # Mean factors stand for the mean of products: equal models do not come back, nor does a shift;
     # descent from there leads to both in the limit only.

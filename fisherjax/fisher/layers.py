@@ -138,7 +138,8 @@ def grouped(
             layer = Layer(name, bias, shape, outputs, index, form, part_of)
             shifts = _every(held[partner]) if form == "scale" and partner else []
             parts.append(Part(layer, own, shifts))
-    parts.sort(key=lambda part: min(use.leaf for use in (*part.uses, *part.shifts)))
+    # In the forward order: by the equation of the first use.
+    parts.sort(key=lambda part: min(use.tangent[0] for use in (*part.uses, *part.shifts)))
     return parts, {names[leaf]: reason for leaf, reason in sorted(obstacles.items())}
 
 

@@ -29,7 +29,7 @@ class Trace(NamedTuple):
 
     Attributes:
         outputs: z [B, ..., C].
-        layers: The layers found, in the order of their first leaves in the pytree.
+        layers: The layers found, in the order in which the network uses them first.
         activations: For each layer its inputs [B, T, a], with a trailing 1 where it has a bias. Of
             a table the rows [B, T]; of a scale the zeros [B, 0, a].
         pullback: Cotangent of the outputs [B, ..., C] -> for each layer the tangents [B, T, o]. Of

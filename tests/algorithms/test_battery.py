@@ -22,6 +22,7 @@ OPTIONS = {
     "fedfisher_diag": {"solver": EXACT},
     "fedfisher_kfac": {"solver": EXACT},
     "fedfisher_full": {"solver": EXACT, "damping": 0.1},
+    "fedfisher_sequential": {"solver": EXACT},
     "fedlpa": {"solver": EXACT},
     "fedlpa_gd": {"solver": algorithms.residual_descent(steps=20)},
 }
@@ -190,6 +191,8 @@ def test_a_single_client_gets_its_model_back(row, merge):
 
 
 def test_equal_curvatures_give_the_weighted_mean(row, world, merge):
+    if row.name == "fedfisher_sequential":
+        pytest.skip("it changes curvatures by the clients' errors, which differ")
     values = row.updates.values
     if row.name == "fednova":
         change = on_host(np.subtract, row.trained.params, world.start)

@@ -414,7 +414,9 @@ def test_gradients_are_sums_of_activations_times_tangents(x64, name, examples):
 def summed(seen, tangents):
     """Gradients of each example by leaf: sums over positions and over uses of one leaf."""
     gradients = {}
-    for layer, a, g in zip(seen.layers, seen.activations, tangents, strict=True):
+    # Layers come as they are used, the slices of a stack in their places.
+    every = zip(seen.layers, seen.activations, tangents, strict=True)
+    for layer, a, g in sorted(every, key=lambda one: one[0].index):
         if layer.form == "table":
             a = jax.nn.one_hot(a, layer.rows)
         value = g if layer.form == "scale" else jnp.einsum("nta,nto->nao", a, g)
@@ -527,3 +529,15 @@ def test_a_network_that_treats_other_numbers_of_examples_otherwise_is_refused():
         trace.LayersNotFoundError, match=rf"for {B} examples than for.*every example alike"
     ):
         jax.eval_shape(partial(trace.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
+
+
+def test_layers_come_in_the_order_in_which_they_are_used(x64):
+    """Whatever their names: the keys of a pytree are in alphabetical order."""
+
+    def apply(params, x):
+        hidden = jnp.tanh(x @ params["z"] + params["bias"])
+        return jnp.tanh(hidden @ params["b"]) @ params["a"] + hidden @ params["c"]
+
+    params = draw({"z": (4, 3), "bias": (3,), "b": (3, 3), "a": (3, 2), "c": (3, 2)}, 0)
+    found = trace.trace(apply, params, draw((5, 4), 1)).layers
+    assert [layer.kernel for layer in found] == ["z", "b", "a", "c"]

@@ -1,0 +1,240 @@
+"""FedFisher layer by layer: each layer knows what the merge of its neighbours did to it.
+
+Kronecker factors are of the clients' own networks. In the merged network a layer's inputs, and the
+gradients that come back to it, are others, because the layers before and after it were merged too.
+How far off they are is known from the same upload: it is the error that a merged layer makes, in
+the metric of its own factors.
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import checks, quadratic, solvers
+from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.configuration import cached
+from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
+from fisherjax.fisher.kinds import Kind
+from fisherjax.fisher.kronecker import diagonal_of, identity_like
+from fisherjax.solvers import Info
+from fisherjax.solvers.base import Solver, ratio
+from fisherjax.typing import Array, Model, Params
+
+_PRECISION = "highest"
+
+
+class _Settings(NamedTuple):
+    solve: Solver
+    outputs: bool
+    errors: bool
+    passes: int
+
+
+@cached
+def fedfisher_sequential(
+    model: Model,
+    *,
+    kind: Kind = automatic,
+    damping: float = 0.01,
+    outputs: bool = True,
+    errors: bool = True,
+    passes: int = 2,
+    fallback: Callable[..., Diagonal] | None = None,
+    solver: solvers.Solver | None = None,
+    batch_size: int = 64,
+    max_examples: int | None = ENOUGH,
+) -> Algorithm:
+    """Make FedFisher with K-FAC that merges one layer after the other, in the forward order.
+
+        sum_i p_i A_i (V - V_i) G_i + damping s (V - Vbar) = 0,   s the mean eigenvalue of the sum,
+        A_i = A'_i + rho_i diag(A'_i),        G_i = (G'_i + sigma_i m_i I) / sqrt(m_i),
+        rho_i = |V - V_i|^2_A / |V_i|^2_A     of the layer before, at most 1,
+        sigma_i = |V - V_i|^2_G / |V_i|^2_G   of the layer after, at most 1,
+
+    with A' and G' the Kronecker factors of the Fisher information, m_i the mean eigenvalue of G'_i,
+    |X|^2_A = tr X^T A X and |X|^2_G = tr X G X^T. Inputs of the first layer are everybody's: rho is
+    zero, and G is the identity, since whatever comes after can make use of every output. Outputs of
+    the last layer are everybody's too: sigma is zero. The first pass takes sigma for zero, later
+    ones that of the pass before. A client that is sure of its examples has a small G', which says
+    little about its model's worth elsewhere: it votes by the root of its scale, halfway to equal
+    votes. Where nobody has any curvature G' is the identity.
+
+    Args:
+        model: The network and what its outputs mean.
+        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but
+            sampled where outputs are sequences.
+        damping: In units of each layer's mean eigenvalue.
+        outputs: Whether the factors of the outputs are used; otherwise G is the identity
+            everywhere, which is RegMean of every layer, convolutions too, with errors=False.
+        errors: Whether rho and sigma are; otherwise they are zero.
+        passes: Through all layers, at least one.
+        fallback: For leaves that belong to no layer: that of `fisher.kfac`. They, and scales and
+            shifts, are merged as by `fedfisher`.
+        solver: Of each layer's system; None is `solvers.conjugate_gradients()`.
+        batch_size: Examples of a minibatch in the Fisher pass.
+        max_examples: Of how many of a client's examples its Fisher is at most; None is all.
+
+    Returns:
+        The algorithm. Updates are those of `fedfisher(model)`, {"params": W_i, "fisher": F_i}.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.gaussian)
+        >>> method = fedfisher_sequential(model, damping=0.0)
+        >>> federation = fj.clients.federation((jnp.eye(2), jnp.zeros((2, 1))), [[0], [1]])
+        >>> models = [{"w": jnp.zeros((2, 1))}, {"w": jnp.ones((2, 1))}]
+        >>> updates = fj.merging.summarize(method, models, federation, key=jax.random.key(0))
+        >>> print(fj.merging.merge(method, models[0], updates)[0]["w"].T)
+        [[0. 1.]]
+
+    Source: this library. The quadratic is that of Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS
+        2024; matching outputs on inputs is RegMean (Jin, Ren, Preotiuc-Pietro, Cheng, ICLR 2023).
+        Layers are in the order in which the network uses them, also where it branches.
+    """
+    structure = kfac if fallback is None else partial(kfac, fallback=fallback)
+    summarize, sent = fisher_summary(model, structure, kind, batch_size, max_examples)
+    checks.number("damping", damping)
+    checks.count("passes", passes)
+    solve = solvers.conjugate_gradients() if solver is None else solver
+    checks.function("solver", solve, "solvers.conjugate_gradients()")
+    settings = _Settings(solve, outputs, errors, passes)
+
+    def aggregate(key: Any, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
+        del key, params, cohort
+        updates, weights = received
+        merged, info = _merged(settings, updates["fisher"], updates["params"], weights, damping)
+        return merged, state, info
+
+    return Algorithm(summarize, aggregate, kind=sent, model=model)
+
+
+@partial(jax.jit, static_argnums=0)
+def _merged(
+    settings: _Settings, fishers: Kronecker, params: Params, weights: Array, damping: Array
+) -> tuple[Params, Any]:
+    def solve(part: Kronecker, damping: Array) -> tuple[dict[str, Array], Any]:
+        problem = quadratic.quadratic(part, params, weights, damping)
+        # A part of the layers makes no params.
+        return settings.solve(problem._replace(restore=None))
+
+    layers = [layer for layer in fishers.layers if layer.kernel in fishers.factors]
+    models = jax.vmap(Kronecker.blocks)(fishers, params)
+    inputs = {name: factor["input"] for name, factor in fishers.factors.items()}
+    outputs, votes = {}, {}
+    for number, layer in enumerate(layers):
+        own = fishers.factors[layer.kernel]["output"]
+        known = own if settings.outputs and number else jnp.zeros_like(own)
+        outputs[layer.kernel], votes[layer.kernel] = _units(known)
+
+    def merge_all(sigma: dict[str, Array], _: None) -> tuple[Any, Any]:
+        merged, infos, rho = {}, [], jnp.zeros(weights.shape)
+        for layer in layers:
+            name = layer.kernel
+            output = _plus(outputs[name], sigma[name], _ones)
+            factor = {
+                "input": _plus(inputs[name], rho, diagonal_of),
+                "output": votes[name] * output,
+            }
+            part = Kronecker({name: factor}, {}, (layer,), fishers.template)
+            found, info = solve(part, damping)
+            merged |= found
+            infos.append(info)
+            if settings.errors:
+                rho = _error(found[name], models[name], factor["input"], jnp.matmul)
+        if settings.errors:
+            sigma = _backward(merged, models, outputs)
+        return sigma, (merged, infos)
+
+    nothing = {layer.kernel: jnp.zeros(weights.shape) for layer in layers}
+    _, passes = jax.lax.scan(merge_all, nothing, length=settings.passes)
+    merged, infos = jax.tree.map(lambda x: x[-1], passes)
+    if fishers.entries:
+        scales = tuple(layer for layer in fishers.layers if layer.kernel in fishers.scales)
+        rest = Kronecker({}, fishers.entries, scales, fishers.template)
+        found, info = solve(rest, Kronecker.default_damping)
+        merged, infos = merged | found, [*infos, info]
+    return fishers.restore(merged), _joined(infos, fishers.coverage)
+
+
+def _units(stacked: Array) -> tuple[Array, Array]:
+    """Scale output factors to mean eigenvalue one, and give their votes [M, 1, 1] apart.
+
+    Where no client has any the units are identities, and the votes equal.
+    """
+    identities = jax.vmap(identity_like)(stacked)
+    means = jnp.trace(stacked, axis1=1, axis2=2)[:, None, None] / stacked.shape[-1]
+    known, largest = means > 0, means.max()
+    units = jnp.where(known, ratio(known, stacked, means), identities)
+    # In units of the largest before the root, so that votes stay in range; a root of zero has no
+    # derivative.
+    votes = ratio(known, means, jnp.where(largest > 0, largest, 1))
+    votes = jnp.where(known, jnp.sqrt(jnp.where(known, votes, 1)), largest == 0)
+    return units, votes.astype(stacked.dtype)
+
+
+def _ones(matrix: Array) -> Array:
+    return jnp.ones(len(matrix), matrix.dtype)
+
+
+def _plus(stacked: Array, sizes: Array, diagonal: Callable[[Array], Array]) -> Array:
+    """Add to each client's factor so many times a diagonal: that of the factor, or ones."""
+
+    def one(factor: Array, size: Array) -> Array:
+        more = size.astype(factor.dtype) * diagonal(factor)
+        return factor + (more if factor.ndim == 1 else jnp.diag(more))
+
+    return jax.vmap(one)(stacked, sizes)
+
+
+def _backward(merged: dict, models: dict, outputs: dict) -> dict[str, Array]:
+    """Give sigma of every layer: zero at the ends, in between the error of the one after."""
+    sigma = {name: jnp.zeros(len(model)) for name, model in models.items() if name in outputs}
+    # Not of the first, whose output factor is the identity.
+    for name, after in list(itertools.pairwise(outputs))[:0:-1]:
+        factor = _plus(outputs[after], sigma[after], _ones)
+        sigma[name] = _error(merged[after], models[after], factor, _from_the_right)
+    return sigma
+
+
+def _from_the_right(factor: Array, x: Array, **how: Any) -> Array:
+    return jnp.matmul(x, factor, **how)
+
+
+def _error(merged: Array, models: Array, factors: Array, multiply: Callable) -> Array:
+    """Say how far each client's layer [M, a, o] is from the merged one, relative to its size.
+
+    tr (V - V_i)^T A (V - V_i) / tr V_i^T A V_i, at most 1.
+    """
+
+    def one(factor: Array, model: Array) -> Array:
+        # Neither its scale nor the layer's matters, but squares must stay in range.
+        mean = jnp.mean(diagonal_of(factor))
+        factor = ratio(mean > 0, factor, mean)
+
+        def square(x: Array) -> Array:
+            product = factor[:, None] * x if factor.ndim == 1 else None
+            if product is None:
+                product = multiply(factor, x, precision=_PRECISION)
+            return jnp.vdot(x, product, precision=_PRECISION)
+
+        error, size = square(merged - model), square(model)
+        # Whatever is wrong with a layer of zeros is all of it.
+        share = jnp.where(size > 0, ratio(size > 0, error, size), error > 0)
+        return jnp.clip(share, 0, 1)
+
+    return jax.vmap(one)(factors, models)
+
+
+def _joined(infos: list[Any], covered: float) -> Any:
+    """Make one info of those of the layers."""
+    if not all(isinstance(info, Info) for info in infos):
+        return infos
+    fields = [[info[number] for info in infos] for number in range(3)]
+    return Info(*({k: v for one in own for k, v in one.items()} for own in fields), covered)

@@ -1,0 +1,210 @@
+"""FedFisher layer by layer against its formulas, written out in NumPy."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fisherjax as fj
+from fisherjax import algorithms, fisher, merging, solvers
+
+EXACT = solvers.conjugate_gradients(tolerance=1e-13, max_iterations=1000)
+WEIGHTS = np.array([0.5, 0.2, 0.3])
+# Named against the forward order, in which they are merged.
+NAMES = "c", "b", "a"
+
+
+def apply(params, x):
+    hidden = jnp.tanh(x @ params["c"]["kernel"] + params["c"]["bias"])
+    return jnp.tanh(hidden @ params["b"]) @ params["a"]
+
+
+MODEL = fj.Model(apply, fj.likelihoods.categorical)
+make = functools.partial(algorithms.fedfisher_sequential, MODEL, solver=EXACT)
+
+
+@pytest.fixture
+def world(x64):
+    source = np.random.default_rng(1)
+    start = {
+        "a": jnp.asarray(source.normal(size=(3, 4))),
+        "b": jnp.asarray(source.normal(size=(4, 3))),
+        "c": {"kernel": jnp.asarray(source.normal(size=(5, 4))), "bias": jnp.zeros(4)},
+    }
+    data = source.normal(size=(40, 5)), source.integers(0, 4, 40).astype(np.int32)
+    federation = fj.clients.federation(data, np.split(np.arange(40), [9, 25]))
+    models = [jax.tree.map(lambda x: x + source.normal(size=x.shape) / 3, start) for _ in range(3)]
+    updates = merging.summarize(make(), models, federation, key=jax.random.key(0))
+    return start, updates
+
+
+def changed(updates, change):
+    factors = updates.values["fisher"].factors
+    new = {name: change(name, dict(factor)) for name, factor in factors.items()}
+    operator = updates.values["fisher"]
+    operator = type(operator)(new, operator.entries, operator.layers, operator.template)
+    return algorithms.Update(updates.values | {"fisher": operator}, updates.kind)
+
+
+def written_out(updates, damping, passes):
+    """The docstring's equations, one dense system a layer."""
+    operator = updates.values["fisher"]
+    models = jax.vmap(type(operator).blocks)(operator, updates.values["params"])
+    models = [np.asarray(models[layer.kernel]) for layer in operator.layers]
+    factors = [operator.factors[layer.kernel] for layer in operator.layers]
+    inputs = [np.asarray(factor["input"]) for factor in factors]
+    outputs = [np.asarray(factor["output"]) for factor in factors]
+    clients, last = range(3), len(models) - 1
+    sigma = np.zeros((last + 1, 3))
+
+    def mean(matrix):
+        return np.trace(matrix) / len(matrix)
+
+    def size(x, a, g):
+        return np.trace(x.T @ a @ x @ g)
+
+    for _ in range(passes):
+        merged, rho = [], np.zeros(3)
+        for number, own in enumerate(models):
+            a = [x + r * np.diag(np.diag(x)) for x, r in zip(inputs[number], rho, strict=True)]
+            g = [np.eye(own.shape[-1])] * 3
+            if number:
+                g = [
+                    (x + s * mean(x) * np.eye(len(x))) / np.sqrt(mean(x))
+                    for x, s in zip(outputs[number], sigma[number], strict=True)
+                ]
+            terms = [WEIGHTS[i] * np.kron(a[i], g[i]) for i in clients]
+            shift = damping * mean(sum(terms)) * np.eye(own[0].size)
+            system = [term + WEIGHTS[i] * shift for i, term in enumerate(terms)]
+            right = sum(system[i] @ own[i].ravel() for i in clients)
+            found = np.linalg.solve(sum(system), right).reshape(own.shape[1:])
+            unit = np.eye(own.shape[-1])
+            rho = [size(found - x, y, unit) / size(x, y, unit) for x, y in zip(own, a, strict=True)]
+            rho = np.minimum(rho, 1)
+            merged.append(found)
+        sigma = np.zeros((last + 1, 3))
+        for number in range(last, 0, -1):
+            for i in clients:
+                own, g = models[number][i], outputs[number][i]
+                g = g / mean(g) + sigma[number, i] * np.eye(len(g))
+                unit = np.eye(len(own))
+                error = size(merged[number] - own, unit, g) / size(own, unit, g)
+                sigma[number - 1, i] = min(error, 1)
+    return merged
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_merges_are_those_of_the_formula(world, passes):
+    start, updates = world
+    merged = merging.merge(make(damping=0.05, passes=passes), start, updates, WEIGHTS)[0]
+    first, second, third = written_out(updates, 0.05, passes)
+    np.testing.assert_allclose(merged["c"]["kernel"], first[:-1], rtol=1e-8)
+    np.testing.assert_allclose(merged["c"]["bias"], first[-1], rtol=1e-8)
+    np.testing.assert_allclose(merged["b"], second, rtol=1e-8)
+    np.testing.assert_allclose(merged["a"], third, rtol=1e-8)
+
+
+def test_with_identities_it_is_regmean_of_every_layer(world):
+    """Least squares of the clients' outputs on the clients' inputs, biases included."""
+    start, updates = world
+    method = make(damping=0.0, outputs=False, errors=False)
+    merged = merging.merge(method, start, updates, WEIGHTS)[0]
+    operator = updates.values["fisher"]
+    models = jax.vmap(type(operator).blocks)(operator, updates.values["params"])
+    blocks = operator.blocks(merged)
+    for name, factor in operator.factors.items():
+        grams = WEIGHTS[:, None, None] * np.asarray(factor["input"])
+        expected = np.linalg.solve(grams.sum(0), (grams @ models[name]).sum(0))
+        np.testing.assert_allclose(blocks[name], expected, rtol=1e-6, atol=1e-8)
+
+
+def test_without_errors_equal_curvatures_give_the_weighted_mean(world):
+    start, updates = world
+
+    def equal(_, factor):
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[1], x.shape), factor)
+
+    merged = merging.merge(make(errors=False), start, changed(updates, equal), WEIGHTS)[0]
+    mean = jax.tree.map(lambda x: jnp.tensordot(WEIGHTS, x, 1), updates.values["params"])
+    chex.assert_trees_all_close(merged, mean, rtol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e30])
+def test_the_scale_of_a_layer_does_not_matter(scale):
+    """In float32, inputs' factors by one power and outputs' by another."""
+    source = np.random.default_rng(0)
+    params = {"a": source.normal(size=(4, 3)), "b": source.normal(size=(3, 2))}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    model = fj.Model(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"], fj.likelihoods.categorical)
+    data = source.normal(size=(30, 4)).astype(np.float32), source.integers(0, 2, 30, np.int32)
+    federation = fj.clients.federation(data, np.split(np.arange(30), [9, 20]))
+    models = [jax.tree.map(lambda x: x + source.normal() / 2, params) for _ in range(3)]
+    method = algorithms.fedfisher_sequential(model)
+    updates = merging.summarize(method, models, federation, key=jax.random.key(0))
+
+    def scaled(name, factor):
+        return factor | {"output": factor["output"] * np.float32(scale)} if name == "b" else factor
+
+    one = merging.merge(method, params, updates)[0]
+    other = merging.merge(method, params, changed(updates, scaled))[0]
+    chex.assert_trees_all_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_where_nobody_has_curvature_inputs_alone_count(world):
+    start, updates = world
+    nothing = changed(updates, lambda _, f: f | {"output": jnp.zeros_like(f["output"])})
+    method = make()
+    found = merging.merge(method, start, nothing, WEIGHTS)[0]
+    expected = merging.merge(make(outputs=False), start, updates, WEIGHTS)[0]
+    chex.assert_trees_all_close(found, expected, rtol=1e-9)
+
+
+def test_a_client_without_curvature_has_no_vote_but_in_the_first_layer(world):
+    start, updates = world
+    sure = np.array([1.0, 0.0, 1.0])[:, None, None]
+    silent = changed(updates, lambda _, f: f | {"output": f["output"] * sure})
+    # Not what all outputs have in common, which softmax does not see.
+    other = updates.values["params"]
+    other = other | {"a": other["a"].at[1, :, 0].add(1.0).at[1, :, 1].add(-1.0)}
+    other = algorithms.Update(silent.values | {"params": other}, silent.kind)
+    found, moved = (merging.merge(make(), start, sent)[0] for sent in (silent, other))
+    # Damping pulls towards the mean of all, by a third of what was added at most.
+    assert 0 < jnp.abs(found["a"] - moved["a"]).max() < 0.05
+    chex.assert_trees_all_close(found["c"], moved["c"])
+
+
+@pytest.mark.parametrize("errors", [True, False])
+def test_every_form_of_layer_is_merged(errors):
+    """Tables, scales, attention and tied leaves: equal clients come back."""
+    network = fj.networks.Transformer(num_classes=7, context=5)
+    tokens = np.random.default_rng(0).integers(0, 7, (6, 5)).astype(np.int32)
+    params = fj.networks.init(network, jax.random.key(0), tokens[:1])
+    model = fj.Model(fj.networks.apply_fn(network), fj.likelihoods.categorical)
+    federation = fj.clients.federation((tokens, tokens), np.split(np.arange(6), 2))
+    method = algorithms.fedfisher_sequential(model, errors=errors)
+    updates = merging.summarize(method, [params] * 2, federation, key=jax.random.key(0))
+    merged, _, info = merging.merge(method, params, updates)
+    chex.assert_trees_all_close(merged, params, rtol=1e-5, atol=1e-6)
+    assert set(info.status) == set(updates.values["fisher"].block_means())
+
+
+def test_uploads_are_those_of_fedfisher(world):
+    assert make().kind == algorithms.fedfisher(MODEL).kind
+    assert make(fallback=fisher.zero).kind != make().kind
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"passes": 0}, "passes is 0"),
+        ({"damping": -1.0}, "damping is -1.0"),
+        ({"solver": 3}, "solver is 3"),
+        ({"kind": "true"}, "kind is 'true'"),
+    ],
+)
+def test_bad_options_are_refused(options, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        algorithms.fedfisher_sequential(MODEL, **options)
