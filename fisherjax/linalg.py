@@ -35,6 +35,17 @@ def solve_definite(matrix: Array, rhs: Array) -> Array:
     return jax.lax.custom_linear_solve(multiply, rhs, solve, symmetric=True)
 
 
+@jax.custom_batching.sequential_vmap
+def eigh(matrix: Array) -> tuple[Array, Array]:
+    """Give the eigenvalues [n] of a symmetric matrix, in ascending order, and its eigenvectors.
+
+    Example:
+        >>> print(eigh(jnp.diag(jnp.array([3.0, 1.0])))[0])
+        [1. 3.]
+    """
+    return tuple(jnp.linalg.eigh(matrix))
+
+
 @jax.custom_jvp
 def pseudo_inverse(matrix: Array) -> Array:
     """Invert a symmetric matrix, but for eigenvalues of the size of rounding, with derivatives.

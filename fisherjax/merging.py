@@ -168,6 +168,39 @@ def merge(
     return result
 
 
+def exchange(
+    algorithm: Algorithm,
+    params: Params,
+    federation: Federation,
+    *,
+    key: Key,
+    state: Any = None,
+    clients_per_chunk: int | None = None,
+) -> tuple[Params, Any, Any]:
+    """Send a model to all clients, let them summarize it without training, and merge what they say.
+
+    One round of communication of methods that need no training, such as
+    `algorithms.analytic_head`. The arguments, what is returned and what is refused are those of
+    `summarize` and `merge`; weights are the federation's.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.gaussian)
+        >>> data = np.eye(2, dtype="float32"), np.ones((2, 1), "float32")
+        >>> federation = fj.clients.federation(data, [[0], [1]])
+        >>> head, start = fj.algorithms.analytic_head(model), {"w": jnp.zeros((2, 1))}
+        >>> exchange(head, start, federation, key=jax.random.key(0))[0]["w"].shape
+        (2, 1)
+    """
+    clients.check(federation)
+    checks.floating(params)
+    everywhere = (federation.num_clients,)
+    same = jax.tree.map(lambda x: jnp.broadcast_to(x, everywhere + jnp.shape(x)), params)
+    chunk = clients_per_chunk
+    sent = summarize(algorithm, Trained(same), federation, key=key, clients_per_chunk=chunk)
+    return merge(algorithm, params, sent, federation.weights, state=state, key=key)
+
+
 def merge_stream(
     algorithm: Algorithm,
     params: Params,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from fisherjax import checks, fisher
+from fisherjax.algorithms.analytic_head import analytic_head
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.algorithms.fedavg import fedavg
 from fisherjax.algorithms.fedfish import fedfish
@@ -29,6 +30,7 @@ __all__ = [
     "Algorithm",
     "Row",
     "Update",
+    "analytic_head",
     "expectation_approximation",
     "fedavg",
     "fedfish",

@@ -1,0 +1,241 @@
+"""The analytic head: the last layer solved anew, by ridge regression on everybody's features.
+
+He, Chen, Yang, Zhang, Sun, Lin, Lin, AFL: a single-round analytic approach for federated learning
+with pre-trained models, CVPR 2025. Clients run the network they are given, without training, and
+send second moments of the inputs of its last layer and their products with the targets. These add
+up, so that the solution is that of all data in one place.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import checks, likelihoods, linalg, tree
+from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
+from fisherjax.clients import draw
+from fisherjax.configuration import cached
+from fisherjax.fisher import passes
+from fisherjax.fisher.kfac import second_moment
+from fisherjax.fisher.layers import Layer, unpack
+from fisherjax.fisher.operators import Template
+from fisherjax.fisher.trace import Trace, trace
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
+
+_PRECISION = "highest"
+_TURNS = 50  # of the fixed point, which settles in about ten
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadSums:
+    """What a client knows of the layer that makes the outputs; means over its examples.
+
+    Attributes:
+        inputs: A = E[a a^T], [a, a].
+        products: B = E[a y^T], [a, C].
+        squares: E|y|^2.
+        count: How many examples.
+        layer: Which layer it is, static.
+    """
+
+    inputs: Array
+    products: Array
+    squares: Array
+    count: Array
+    layer: Layer = dataclasses.field(metadata={"static": True})
+
+
+class Ridge(NamedTuple):
+    """How the ridge was chosen.
+
+    Attributes:
+        ridge: lambda, in units of the mean eigenvalue of the second moment.
+        determined: How many parameters of each output the data determine.
+    """
+
+    ridge: Array
+    determined: Array
+
+
+@cached
+def analytic_head(
+    model: Model,
+    *,
+    ridge: float | None = None,
+    batch_size: int = 256,
+    max_examples: int | None = None,
+) -> Algorithm:
+    """Make the exchange that solves the last dense layer V by ridge regression.
+
+        V = (A + lambda m(A) I)^-1 B,   A = E[a a^T],   B = E[a y^T],
+
+    with a the inputs of that layer at the model that clients are given, a trailing 1 where it has a
+    bias, and m the mean eigenvalue. Targets y are one-hot for the categorical likelihood, -1 and 1
+    for bits, and as they are for the Gaussian; the outputs of the solved layer are means of y, not
+    logits. All other leaves stay those of the model given, so that this works after any merge: see
+    `merging.exchange`. Means over clients are weighted; with weights in proportion to numbers of
+    examples the result does not depend on how examples are split over clients.
+
+    Args:
+        model: The network, whose outputs are those of a dense layer, and what they mean.
+        ridge: lambda; None is the one of largest evidence (MacKay's fixed point), which needs no
+            more than what is sent.
+        batch_size: Examples of a minibatch.
+        max_examples: Of how many of a client's examples its sums are at most, drawn by the key of
+            `summarize`; None is all.
+
+    Returns:
+        The algorithm. Updates are {"head": HeadSums}, which add up over clients; it reports a
+        `Ridge`.
+
+    Raises:
+        ValueError: If ridge is negative; on summarize, if the network does not end in a dense layer
+            of its own or clients have no targets.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.gaussian)
+        >>> x = jnp.arange(12.0).reshape(6, 2) % 5
+        >>> data, start = (x, x @ jnp.array([[1.0], [2.0]])), {"w": jnp.zeros((2, 1))}
+        >>> federation = fj.clients.federation(data, [[0, 1], [2, 3, 4, 5]])
+        >>> method = analytic_head(model, ridge=0.0)
+        >>> fj.merging.exchange(method, start, federation, key=jax.random.key(0))[0]["w"].round(3)
+        Array([[1.],
+               [2.]], dtype=float32)
+
+    Source: the paper above, equations 3 to 11. Deviations: moments are sent in place of each
+        client's own solution, which gives the same sum without the paper's correction for the
+        regularisation; the ridge is chosen by the evidence (MacKay, Bayesian interpolation, Neural
+        Computation 1992, equations 4.8 and 4.9), where the paper fixes it and removes it again; the
+        features are those of a merged network, not of a pre-trained one.
+    """
+    checks.model(model)
+    checks.count("batch_size", batch_size)
+    if ridge is not None:
+        checks.number("ridge", ridge)
+    if max_examples is not None:
+        checks.count("max_examples", max_examples)
+
+    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        if max_examples is not None:
+            examples = draw(key, examples, max_examples)
+        return {"head": _sums(model, batch_size, trained.params, examples)}, private
+
+    def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
+        total, weight = weighted_sum(updates["head"], weights)
+        # Examples count once each, however large their client's weight.
+        count = tree.weighted_sum(updates["head"].count, (weights > 0).astype(weights.dtype))
+        return WeightedSum(dataclasses.replace(total, count=count), weight)
+
+    def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
+        del key, cohort
+        found, info = _solved(dataclasses.replace(sums.mean(), count=sums.total.count), ridge)
+        template = Template.of(params)
+        leaves = template.by_name(params) | unpack(sums.total.layer, found)
+        return template.restore(leaves), state, info
+
+    return Algorithm(summarize, aggregate, reduce, kind="sums of an analytic head", model=model)
+
+
+def targets(likelihood: Likelihood, y: Array, outputs: int) -> Array:
+    """Write targets as what least squares fit, [B, ..., C]: one-hot, bits as -1 and 1, or y."""
+    if likelihood is likelihoods.categorical:
+        return jax.nn.one_hot(y, outputs)
+    if likelihood is likelihoods.bernoulli:
+        return 2 * y.astype(float) - 1
+    if likelihood is likelihoods.gaussian:
+        return y
+    raise ValueError(
+        "Least squares need targets of the categorical, Gaussian or Bernoulli likelihood; this "
+        "model has another. Solve the last layer of one of these."
+    )
+
+
+def head(seen: Trace) -> int:
+    """Find the place of the layer that makes the outputs.
+
+    Raises:
+        ValueError: If the network does not end in a dense layer of its own.
+    """
+    positions = seen.outputs.size // (seen.outputs.shape[0] * seen.outputs.shape[-1])
+    if seen.layers:
+        layer, inputs = seen.layers[-1], seen.activations[-1]
+        fits = layer.columns == seen.outputs.shape[-1] and inputs.ndim == 3
+        if layer.is_dense and fits and inputs.shape[1] == positions:
+            return len(seen.layers) - 1
+    raise ValueError(
+        "The last layer of this network is no dense layer with an output vector for each target "
+        f"and leaves of its own (outputs have shape {tuple(seen.outputs.shape[1:])}), so that it "
+        "cannot be solved. Let the network end in one, or leave the analytic head out."
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
+    if examples.targets is None:
+        raise ValueError("An analytic head is fitted to targets, and these examples have none.")
+
+    def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
+        del key
+        seen = trace(model.apply, params, x)
+        place = head(seen)
+        a = seen.activations[place]
+        y = targets(model.likelihood, y, seen.outputs.shape[-1])
+        y = y.reshape(*a.shape[:2], -1).astype(a.dtype)
+        # Both sides of a product carry the root of the weight.
+        root = jnp.sqrt(w)[:, None, None].astype(a.dtype)
+        both, size = second_moment(root * jnp.concatenate([a, y], axis=-1)), a.shape[-1]
+        squares = jnp.trace(both[size:, size:])
+        layer = seen.layers[place]
+        return HeadSums(both[:size, :size], both[:size, size:], squares, (w > 0).sum(), layer)
+
+    means = passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
+    rows = examples.inputs if examples.indices is None else examples.indices
+    weights = jnp.ones(rows.shape[0]) if examples.weights is None else examples.weights
+    return dataclasses.replace(means, count=(weights > 0).sum().astype(means.squares.dtype))
+
+
+@jax.jit
+def _solved(sums: HeadSums, ridge: Array | None) -> tuple[Array, Ridge]:
+    inputs, mean = sums.inputs, jnp.trace(sums.inputs) / len(sums.inputs)
+    eigenvalues, vectors = jax.lax.stop_gradient(linalg.eigh(inputs))
+    eigenvalues = jnp.maximum(eigenvalues, 0)
+    if ridge is None:
+        # How the ridge is chosen has no derivative.
+        shift = _of_largest_evidence(eigenvalues, vectors, jax.lax.stop_gradient(sums))
+    else:
+        shift = ridge * mean
+    # Not below what rounding does to a sum of squares.
+    shift = jnp.maximum(shift, jnp.finfo(inputs.dtype).eps * jnp.trace(inputs))
+    found = linalg.solve_definite(inputs + shift * jnp.eye(len(inputs)), sums.products)
+    determined = (eigenvalues / (eigenvalues + shift)).sum()
+    return found, Ridge(shift / mean, determined)
+
+
+def _of_largest_evidence(eigenvalues: Array, vectors: Array, sums: HeadSums) -> Array:
+    """Find the ridge at which prior and noise have the precisions that the data suggest.
+
+    With gamma = sum_j s_j / (s_j + r) parameters that are determined, r <- (R / (1 - gamma / n)) /
+    (n |V|^2 / gamma), R the mean squared residual.
+    """
+    squares = jnp.square(jnp.matmul(vectors.T, sums.products, precision=_PRECISION)).sum(1)
+    count = jnp.maximum(sums.count, 1)
+
+    def turn(_: Array, shift: Array) -> Array:
+        inverse = 1 / (eigenvalues + shift)
+        determined = (eigenvalues * inverse).sum()
+        size = (squares * inverse**2).sum()
+        explained = (squares * inverse * (2 - eigenvalues * inverse)).sum()
+        # What is left of |y|^2; a difference of sums, which rounding may take below zero.
+        residual = jnp.maximum(sums.squares - explained, 0)
+        free = jnp.maximum(count - determined, 1)
+        new = determined * residual / jnp.where(size > 0, size * free, 1)
+        return jnp.maximum(new, smallest)
+
+    smallest = jnp.finfo(eigenvalues.dtype).eps * eigenvalues.sum()
+    start = jnp.maximum(1e-3 * eigenvalues.mean(), smallest)
+    return jax.lax.fori_loop(0, _TURNS, turn, start)
