@@ -16,7 +16,7 @@ from fisherjax.clients import Federation
 from fisherjax.devices import Memory, mesh_of, replicate
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.solvers import Info, Status
-from fisherjax.training import Trained
+from fisherjax.training import Trained, untrained
 from fisherjax.typing import Array, Key, Params
 from fisherjax.updates import check_updates, check_weights, screen, shares, stacked_values, suspect
 
@@ -193,11 +193,8 @@ def exchange(
         (2, 1)
     """
     clients.check(federation)
-    checks.floating(params)
-    everywhere = (federation.num_clients,)
-    same = jax.tree.map(lambda x: jnp.broadcast_to(x, everywhere + jnp.shape(x)), params)
-    chunk = clients_per_chunk
-    sent = summarize(algorithm, Trained(same), federation, key=key, clients_per_chunk=chunk)
+    same, chunk = untrained(params, federation.num_clients), clients_per_chunk
+    sent = summarize(algorithm, same, federation, key=key, clients_per_chunk=chunk)
     return merge(algorithm, params, sent, federation.weights, state=state, key=key)
 
 

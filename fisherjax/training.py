@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fisherjax import checks, clients, devices, local_update, parallel
@@ -116,6 +117,24 @@ def train(
         checks.function("progress", progress, "progress(epoch, losses)")
         return _epoch_by_epoch(local, layout, arrays, epochs, progress)
     return train_cohort(local, layout, start, (None, extras), federation, key, epochs)
+
+
+def untrained(params: Params, num_clients: int) -> Trained:
+    """Give every client the same model, for exchanges without training.
+
+    Example:
+        >>> untrained(jnp.zeros(2), num_clients=3).params.shape
+        (3, 2)
+    """
+    checks.floating(params)
+    checks.count("num_clients", num_clients)
+
+    def stack(x: Array) -> Array:
+        # By the host, so that it is bound to no device: the clients may be on others.
+        x = x if checks.is_traced(x) else np.asarray(x)
+        return jnp.asarray(jnp.broadcast_to(x, (num_clients, *jnp.shape(x))))
+
+    return Trained(jax.tree.map(stack, params))
 
 
 def train_memory(

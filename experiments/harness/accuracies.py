@@ -37,8 +37,11 @@ class Line(NamedTuple):
 def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
     """Gather rows by algorithm: local models, their ensemble, each way of merging, the ceiling."""
     gathered = []
-    for name in ("local", "ensemble", *algorithms, "central"):
-        own = [row for row in rows if row.algorithm == name and row.round == 1]
+    calibrated = dict.fromkeys(row.algorithm for row in rows if "+" in row.algorithm)
+    for name in ("local", "ensemble", *algorithms, *calibrated, "central"):
+        # An exchange without training is a second round.
+        number = 2 if name in calibrated else 1
+        own = [row for row in rows if row.algorithm == name and row.round == number]
         units: dict[Any, list[float]] = {}
         for row in own:
             units.setdefault((row.partition_seed, row.seed), []).append(row.value)

@@ -32,7 +32,7 @@ _SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
 Group = tyro.conf.OmitArgPrefixes
 _LATER = (
     *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
-    *("then_rounds", "central"),
+    *("then_rounds", "central", "calibrate"),
 )
 """Options that the first runs did not have; their defaults are what those runs did."""
 
@@ -133,6 +133,8 @@ class OneShot:
     """Of the initial model and of training; each is trained once on each split."""
     then_rounds: int = 0
     """Rounds of federated averaging after each merged model."""
+    calibrate: tuple[Literal["analytic_head"], ...] = ()
+    """After each merge, an exchange without training: a row ALGORITHM+analytic_head each."""
     central: bool = True
     """Also train a model on all the data, the ceiling."""
     on_nonfinite: Literal["raise", "drop"] = "raise"

@@ -28,11 +28,16 @@ _LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 def label(name: str) -> str:
     """Say what an algorithm is called in tables and figures; another name stays as it is."""
-    return TABLE[name].label if name in TABLE else name
+    first, *exchanges = name.split("+")
+    merge = TABLE[first].label if first in TABLE else first
+    return " + ".join([merge, *(exchange.replace("_", " ") for exchange in exchanges)])
 
 
 def style(name: str) -> dict[str, Any]:
     """Return an algorithm's colour, marker and label, the same in every figure and any order."""
+    first, *exchanges = name.split("+")
+    if exchanges:
+        return style(first) | {"marker": "*", "label": label(name)}
     if name not in TABLE:
         return {"color": GREY, "marker": "o", "label": name}
     # More algorithms than colours begin again, with markers shifted by one.

@@ -51,7 +51,7 @@ def length(task: OneRound, unit: Unit) -> tuple[int, int]:
     if unit[0] is None:
         return task.config.epochs, 0
     trainings = len(by_training(task)) + len(task.methods) * task.config.then_rounds
-    return task.config.epochs * trainings, len(task.methods)
+    return task.config.epochs * trainings, len(task.methods) * (1 + len(task.config.calibrate))
 
 
 def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
@@ -79,6 +79,7 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
     rows, merged = train_and_merge(task, unit, progress)
     for name, model in merged.items():
         rows += [measure(task, unit, name, model), *_then_rounds(task, unit, name, model, progress)]
+        rows += _calibrated(task, unit, name, model, progress)
     return rows
 
 
@@ -174,6 +175,26 @@ def _then_rounds(
         params = fj.tree.weighted_sum(stacked, weights)
         row = measure(task, unit, name, Merged(params, seconds, _upload(stacked)))
         yield row._replace(round=number)
+
+
+def _calibrated(
+    task: OneRound, unit: Unit, name: str, model: Merged, progress: Progress
+) -> Iterator[Row]:
+    """Exchange once more without training, in each way that was asked for; a second round."""
+    federation, params = task.federations[unit[0]], model.params
+    chunk = training_options(task, federation)["clients_per_chunk"]
+    how = {"key": start(task, unit[1])[1], "clients_per_chunk": chunk}
+    for other in task.config.calibrate:
+        progress(f"{name}+{other}: exchange without training")
+        method = getattr(fj.algorithms, other)(task.model)
+        same = fj.training.untrained(params, federation.num_clients)
+        sent, seconds = _timed(fj.merging.summarize, method, same, federation, **how)
+        received = method, params, sent, federation.weights
+        (solved, *_), more = _timed(fj.merging.merge, *received)
+        # Of both rounds together.
+        seconds, upload = model.seconds + seconds + more, model.upload_bytes + _upload(sent)
+        row = measure(task, unit, f"{name}+{other}", Merged(solved, round(seconds, 4), upload))
+        yield row._replace(round=2)
 
 
 def measure(task: OneRound, unit: Unit, name: str, model: Merged) -> Row:

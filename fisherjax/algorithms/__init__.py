@@ -19,6 +19,7 @@ from fisherjax.algorithms.fednova import fednova
 from fisherjax.algorithms.fedopt import with_server_optimizer
 from fisherjax.algorithms.fedprox import fedprox
 from fisherjax.algorithms.fisher_merge import fisher_merge
+from fisherjax.algorithms.natural_gradient import natural_gradient
 from fisherjax.algorithms.regmean import regmean
 from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
@@ -41,6 +42,7 @@ __all__ = [
     "fedprox",
     "fisher_merge",
     "make",
+    "natural_gradient",
     "options",
     "paper_adam",
     "regmean",

@@ -94,7 +94,7 @@ def analytic_head(
 
     Raises:
         ValueError: If ridge is negative; on summarize, if the network does not end in a dense layer
-            of its own or clients have no targets.
+            of its own, or its likelihood is another than those.
 
     Example:
         >>> import fisherjax as fj
@@ -176,9 +176,6 @@ def head(seen: Trace) -> int:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
-    if examples.targets is None:
-        raise ValueError("An analytic head is fitted to targets, and these examples have none.")
-
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
         del key
         seen = trace(model.apply, params, x)

@@ -74,7 +74,7 @@ def fedfisher_sequential(
         passes: Through all layers, at least one.
         fallback: For leaves that belong to no layer: that of `fisher.kfac`. They, and scales and
             shifts, are merged as by `fedfisher`.
-        solver: Of each layer's system; None is `solvers.conjugate_gradients()`.
+        solver: Of each layer's system; None is `solvers.conjugate_gradients(max_iterations=500)`.
         batch_size: Examples of a minibatch in the Fisher pass.
         max_examples: Of how many of a client's examples its Fisher is at most; None is all.
 
@@ -102,7 +102,8 @@ def fedfisher_sequential(
     summarize, sent = fisher_summary(model, structure, kind, batch_size, max_examples)
     checks.number("damping", damping)
     checks.count("passes", passes)
-    solve = solvers.conjugate_gradients() if solver is None else solver
+    # Damping is a hundredth of what K-FAC takes: a layer may need more steps.
+    solve = solvers.conjugate_gradients(max_iterations=500) if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
     settings = _Settings(solve, outputs, errors, passes)
 
