@@ -299,7 +299,9 @@ def _check(config: OneShot | Federated, datasets: Sequence[str], side_by_side: i
     check_name("partition", data.partition, _PARTITIONS)
     for algorithm in merging.algorithms:
         check_name("algorithms", algorithm, fj.algorithms.TABLE)
-    check_list(asked, *(name for name, value in vars(asked).items() if isinstance(value, list)))
+    lists = {name: value for name, value in vars(asked).items() if isinstance(value, list)}
+    # Nothing need follow a merge.
+    check_list(asked, *(name for name, value in lists.items() if value or name != "calibrate"))
     for expected, accept, options in _ACCEPTED:
         for option in options:
             if hasattr(asked, option):
