@@ -91,7 +91,7 @@ def summarize_memory(
     """
     num_clients, mesh = federation.num_clients, federation.mesh
     layout = Layout(parallel.chunk_size(clients_per_chunk, num_clients), mesh)
-    steps = jnp.zeros(num_clients, jnp.int32)
+    steps = np.zeros(num_clients, np.int32)
     key, start, steps = replicate((key, params, steps), mesh)
     extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
     private = jax.eval_shape(algorithm.init_client, params)

@@ -40,6 +40,20 @@ def reported(tmp_path, rows_of):
 # Tables
 
 
+def test_exchanges_without_training_have_lines_of_their_own(rows_of):
+    asked = OneShot(merging=Merging(NAMES), then_rounds=2)
+    rows = rows_of(asked)
+    more = [
+        row._replace(algorithm=f"{row.algorithm}+analytic_head", round=2, value=0.96)
+        for row in rows
+        if row.algorithm in NAMES and row.round == 1
+    ]
+    found = accuracies.lines([*rows, *more], NAMES)
+    exchanged = [f"{name}+analytic_head" for name in NAMES]
+    assert [x.algorithm for x in found] == ["local", "ensemble", *NAMES, *exchanged, "central"]
+    assert {x.mean for x in found if x.algorithm in exchanged} == {96.0}
+
+
 def test_the_table_averages_local_models_over_clients_and_everything_over_runs(rows_of):
     asked = OneShot(Data(num_clients=3), partition_seeds=(0, 1), seeds=(0,))
     names = asked.merging.algorithms

@@ -34,6 +34,13 @@ def test_every_algorithm_has_a_colour_and_a_marker_of_its_own():
     assert all(style(name)["color"] != figures.GREY for name in TABLE)
 
 
+def test_an_exchange_without_training_looks_like_the_merge_it_follows():
+    first, second = style("regmean"), style("regmean+analytic_head")
+    assert second["label"] == "RegMean + analytic head"
+    assert second["color"] == first["color"]
+    assert second["marker"] != first["marker"]
+
+
 def test_how_an_algorithm_looks_does_not_depend_on_what_else_is_drawn():
     first = {name: (style(name), line_style(name)) for name in NAMES}
     again = {name: (style(name), line_style(name)) for name in reversed(NAMES)}

@@ -232,3 +232,19 @@ def test_niid_benchs_networks_have_biases(model):
     shape = (1, 28, 28, 1) if model == "simple_cnn_mnist" else (1, 32, 32, 3)
     params = jax.eval_shape(lambda: fj.networks.init(network, jax.random.key(0), np.zeros(shape)))
     assert all("bias" in layer for layer in params.values())
+
+
+def test_an_exchange_without_training_follows_each_merge():
+    config = asked("fedavg", "regmean", calibrate=("analytic_head",), partition_seeds=(0,))
+    told, task = [], tasks.one_round(config)
+    rows = one_round.run(task, (0, 0), told.append)
+    steps = [told_ for told_ in told if isinstance(told_, str)]
+    assert len(steps) == one_round.length(task, (0, 0))[1] == 4
+    merged = {row.algorithm: row for row in rows if row.client is None}
+    for name in ("fedavg", "regmean"):
+        first, second = merged[name], merged[f"{name}+analytic_head"]
+        assert (first.round, second.round) == (1, 2)
+        assert second.value > first.value
+        assert second.seconds > first.seconds
+        # Second moments of 64 inputs, products with ten classes, two numbers.
+        assert second.upload_bytes - first.upload_bytes == 4 * (64 * 64 + 64 * 10 + 2)

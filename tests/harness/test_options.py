@@ -41,6 +41,7 @@ CHANGES = {
     "max_examples": 7,
     "solver": "adam",
     "then_rounds": 2,
+    "calibrate": ("analytic_head",),
     "central": False,
     "on_nonfinite": "drop",
     "clients_per_chunk": 3,
