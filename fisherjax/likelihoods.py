@@ -121,3 +121,26 @@ bernoulli = Likelihood(
     check=_check_bernoulli,
 )
 """Independent bits with logits z: softplus(z) - y z; S = diag(sqrt(p (1 - p))), K = C."""
+
+
+def regression_targets(likelihood: Likelihood, y: Array, outputs: int) -> Array:
+    """Write targets as what least squares fit, [B, ..., C]: one-hot, bits as -1 and 1, or y.
+
+    Raises:
+        ValueError: If the likelihood is none of this module.
+
+    Example:
+        >>> print(regression_targets(categorical, jnp.array([1, 0]), outputs=2))
+        [[0. 1.]
+         [1. 0.]]
+    """
+    if likelihood is categorical:
+        return jax.nn.one_hot(y, outputs)
+    if likelihood is bernoulli:
+        return 2 * y.astype(float) - 1
+    if likelihood is gaussian:
+        return y
+    raise ValueError(
+        "Least squares need targets of the categorical, Gaussian or Bernoulli likelihood; this "
+        "model has another. Solve the last layer of one of these."
+    )

@@ -23,7 +23,7 @@ from fisherjax.fisher.layers import Layer, unpack
 from fisherjax.fisher.operators import Template
 from fisherjax.fisher.trace import Trace, trace
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
+from fisherjax.typing import Array, Examples, Key, Model, Params
 
 _PRECISION = "highest"
 _TURNS = 50  # of the fixed point, which settles in about ten
@@ -141,21 +141,7 @@ def analytic_head(
     return Algorithm(summarize, aggregate, reduce, kind="sums of an analytic head", model=model)
 
 
-def targets(likelihood: Likelihood, y: Array, outputs: int) -> Array:
-    """Write targets as what least squares fit, [B, ..., C]: one-hot, bits as -1 and 1, or y."""
-    if likelihood is likelihoods.categorical:
-        return jax.nn.one_hot(y, outputs)
-    if likelihood is likelihoods.bernoulli:
-        return 2 * y.astype(float) - 1
-    if likelihood is likelihoods.gaussian:
-        return y
-    raise ValueError(
-        "Least squares need targets of the categorical, Gaussian or Bernoulli likelihood; this "
-        "model has another. Solve the last layer of one of these."
-    )
-
-
-def head(seen: Trace) -> int:
+def _head(seen: Trace) -> int:
     """Find the place of the layer that makes the outputs.
 
     Raises:
@@ -179,9 +165,9 @@ def _sums(model: Model, batch_size: int, params: Params, examples: Examples) -> 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
         del key
         seen = trace(model.apply, params, x)
-        place = head(seen)
+        place = _head(seen)
         a = seen.activations[place]
-        y = targets(model.likelihood, y, seen.outputs.shape[-1])
+        y = likelihoods.regression_targets(model.likelihood, y, seen.outputs.shape[-1])
         y = y.reshape(*a.shape[:2], -1).astype(a.dtype)
         # Both sides of a product carry the root of the weight.
         root = jnp.sqrt(w)[:, None, None].astype(a.dtype)

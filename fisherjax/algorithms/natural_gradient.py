@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, fisher, likelihoods, linalg
-from fisherjax.algorithms.analytic_head import targets
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.configuration import cached
@@ -166,7 +165,8 @@ def _sums(plan: _Plan, params: Params, examples: Examples, key: Key) -> LayerSum
         seen = trace(model.apply, params, x)
         z, place = seen.outputs, _place(seen, plan.layer)
         if plan.squared:
-            y = targets(model.likelihood, y, z.shape[-1]).astype(z.dtype).reshape(z.shape)
+            y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
+            y = y.astype(z.dtype).reshape(z.shape)
 
         def loss(z: Array) -> Array:
             return jnp.vdot(w.astype(z.dtype), likelihood.negative_log_likelihood(z, y))
