@@ -27,7 +27,9 @@ help: ## Say what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.base ## Install and run the digits experiment (about two minutes)
-	$(VENV)/bin/python -m experiments.one_shot --dataset digits --model mlp --out $(DEMO_OUT)
+	$(VENV)/bin/python -m experiments.one_shot --dataset digits --model mlp --out $(DEMO_OUT) \
+		--algorithms fedavg fisher_merge regmean fedlpa fedfisher_diag fedfisher_kfac fedfisher_sequential \
+		--calibrate analytic_head
 
 test: $(VENV)/.dev ## Run the fast tests and the examples of the documentation
 	$(VENV)/bin/python -m pytest -n $(WORKERS)
