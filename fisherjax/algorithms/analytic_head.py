@@ -66,7 +66,7 @@ def analytic_head(
     model: Model,
     *,
     ridge: float | None = None,
-    batch_size: int = 256,
+    batch_size: int = 64,
     max_examples: int | None = None,
 ) -> Algorithm:
     """Make the exchange that solves the last dense layer V by ridge regression.
