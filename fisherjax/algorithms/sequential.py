@@ -154,7 +154,9 @@ def _merged(
         return sigma, (merged, infos)
 
     nothing = {layer.kernel: jnp.zeros(weights.shape) for layer in layers}
-    _, passes = jax.lax.scan(merge_all, nothing, length=settings.passes)
+    # Without errors every pass is the first again.
+    number = settings.passes if settings.errors else 1
+    _, passes = jax.lax.scan(merge_all, nothing, length=number)
     merged, infos = jax.tree.map(lambda x: x[-1], passes)
     if fishers.entries:
         scales = tuple(layer for layer in fishers.layers if layer.kernel in fishers.scales)
