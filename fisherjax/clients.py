@@ -234,15 +234,15 @@ def shuffled(key: Key, examples: Examples) -> Examples:
     return examples._replace(indices=rows[order], weights=weights[order])
 
 
-def draw(key: Key, examples: Examples, most: int) -> Examples:
-    """Draw some of a client's examples without replacement; all of them where there are no more.
+def draw(key: Key, examples: Examples, most: int | None) -> Examples:
+    """Draw some of a client's examples without replacement; None, or no fewer than all, is all.
 
     Example:
         >>> drawn = draw(jax.random.key(0), Examples(jnp.arange(9.0)), most=4)
         >>> len(set(drawn.indices.tolist()))
         4
     """
-    if _rows(examples)[0].shape[0] <= most:
+    if most is None or _rows(examples)[0].shape[0] <= most:
         return examples
     # What counts comes first.
     mixed = shuffled(key, examples)

@@ -178,11 +178,15 @@ def _definite(name: str, stacked: Operator, counts: np.ndarray, first: int) -> O
         for client, own in changed.items():
             for x, new in zip(arrays, jax.tree.leaves(own), strict=True):
                 x[client] = new
-        leaves = [
-            jax.device_put(x, leaf.sharding) if isinstance(leaf, jax.Array) else x
-            for x, leaf in zip(arrays, leaves, strict=True)
-        ]
+        leaves = [_like(leaf, x) for leaf, x in zip(leaves, arrays, strict=True)]
     return jax.tree.unflatten(structure, leaves)
+
+
+def _like(leaf: Any, changed: np.ndarray) -> Any:
+    """Place an array where a leaf lies; what is bound to no device stays so."""
+    if not isinstance(leaf, jax.Array):
+        return changed
+    return jax.device_put(changed, leaf.sharding) if leaf.committed else jnp.asarray(changed)
 
 
 def _is_semidefinite(matrix: np.ndarray) -> bool:

@@ -389,6 +389,8 @@ def test_an_indefinite_or_asymmetric_fisher_becomes_the_nearest_that_is_neither(
         merge(fault), merge(lambda x: nearest(fault(x))), rtol=1e-3, atol=1e-4
     )
     assert np.abs(merge(fault) - merge(lambda x: x)).max() > 1e-3
+    # What was bound to no device still is: it can meet clients on others.
+    assert merge(fault).committed == merge(lambda x: x).committed
 
 
 # The server's state.

@@ -167,7 +167,9 @@ def write_labels(out: Path, label_counts: dict[int, np.ndarray]) -> None:
 
 def figure(found: Sequence[Line], heading: str, path: Path) -> None:
     """Draw a dot for each run, and the mean of each algorithm."""
-    drawn, axes = canvas(7.2, 0.9 + 0.42 * len(found))
+    # Names of exchanges that follow a merge are long.
+    width = 8.4 if any("+" in line.algorithm for line in found) else 7.2
+    drawn, axes = canvas(width, 0.9 + 0.42 * len(found))
     for place, line in enumerate(found):
         colour = style(line.algorithm)["color"]
         axes.barh(place, line.mean, height=0.62, color=colour, alpha=0.25)
@@ -182,7 +184,7 @@ def figure(found: Sequence[Line], heading: str, path: Path) -> None:
         axes.text(1.02, place, f"{line.mean:.1f}", **beside)
     axes.set_yticks(range(len(found)), [label(line.algorithm) for line in found])
     axes.set(xlim=(0, 100), ylim=(len(found) - 0.5, -0.5))
-    axes.set_xlabel("test accuracy, %: a dot is one run, the bar and the number their mean")
+    axes.set_xlabel("test accuracy, %: a dot is one run, the bar their mean")
     axes.set_title(heading, fontsize="medium", loc="left")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.spines["left"].set_visible(False)

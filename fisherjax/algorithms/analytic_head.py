@@ -20,13 +20,12 @@ from fisherjax.configuration import cached
 from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.layers import Layer, unpack
-from fisherjax.fisher.operators import Template
+from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.fisher.trace import Trace, trace
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
-_PRECISION = "highest"
-_TURNS = 50  # of the fixed point, which settles in about ten
+_TURNS = 50  # of the fixed point
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +37,7 @@ class HeadSums:
         inputs: A = E[a a^T], [a, a].
         products: B = E[a y^T], [a, C].
         squares: E|y|^2.
-        count: How many examples.
+        count: How many target vectors: one for each example, or position of a sequence.
         layer: Which layer it is, static.
     """
 
@@ -107,11 +106,11 @@ def analytic_head(
         Array([[1.],
                [2.]], dtype=float32)
 
-    Source: the paper above, equations 3 to 11. Deviations: moments are sent in place of each
+    Source: the paper above. Deviations: moments are sent in place of each
         client's own solution, which gives the same sum without the paper's correction for the
         regularisation; the ridge is chosen by the evidence (MacKay, Bayesian interpolation, Neural
-        Computation 1992, equations 4.8 and 4.9), where the paper fixes it and removes it again; the
-        features are those of a merged network, not of a pre-trained one.
+        Computation 1992), where the paper fixes it and removes it again; the features are those of
+        a merged network, not of a pre-trained one.
     """
     checks.model(model)
     checks.count("batch_size", batch_size)
@@ -121,8 +120,7 @@ def analytic_head(
         checks.count("max_examples", max_examples)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        if max_examples is not None:
-            examples = draw(key, examples, max_examples)
+        examples = draw(key, examples, max_examples)
         return {"head": _sums(model, batch_size, trained.params, examples)}, private
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
@@ -173,13 +171,14 @@ def _sums(model: Model, batch_size: int, params: Params, examples: Examples) -> 
         root = jnp.sqrt(w)[:, None, None].astype(a.dtype)
         both, size = second_moment(root * jnp.concatenate([a, y], axis=-1)), a.shape[-1]
         squares = jnp.trace(both[size:, size:])
-        layer = seen.layers[place]
-        return HeadSums(both[:size, :size], both[:size, size:], squares, (w > 0).sum(), layer)
+        # Means are of examples, of which each may have several positions.
+        moments = both[:size, :size], both[:size, size:], squares, a.shape[1] * w.sum()
+        return HeadSums(*moments, seen.layers[place])
 
     means = passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
     rows = examples.inputs if examples.indices is None else examples.indices
     weights = jnp.ones(rows.shape[0]) if examples.weights is None else examples.weights
-    return dataclasses.replace(means, count=(weights > 0).sum().astype(means.squares.dtype))
+    return dataclasses.replace(means, count=means.count * (weights > 0).sum())
 
 
 @jax.jit
@@ -203,9 +202,9 @@ def _of_largest_evidence(eigenvalues: Array, vectors: Array, sums: HeadSums) -> 
     """Find the ridge at which prior and noise have the precisions that the data suggest.
 
     With gamma = sum_j s_j / (s_j + r) parameters that are determined, r <- (R / (1 - gamma / n)) /
-    (n |V|^2 / gamma), R the mean squared residual.
+    (n |V|^2 / gamma), R the mean squared residual, n the number of target vectors.
     """
-    squares = jnp.square(jnp.matmul(vectors.T, sums.products, precision=_PRECISION)).sum(1)
+    squares = jnp.square(jnp.matmul(vectors.T, sums.products, precision=PRECISION)).sum(1)
     count = jnp.maximum(sums.count, 1)
 
     def turn(_: Array, shift: Array) -> Array:

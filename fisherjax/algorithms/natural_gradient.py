@@ -23,12 +23,10 @@ from fisherjax.fisher.columns import over_columns, weighted
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.layers import Layer, matrix, unpack
-from fisherjax.fisher.operators import Template
+from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.fisher.trace import Trace, trace
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
-
-_PRECISION = "highest"
 
 
 @jax.tree_util.register_dataclass
@@ -131,9 +129,9 @@ def natural_gradient(
     plan = _Plan(model, squared, layer, kind, batch_size)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        if max_examples is not None:
-            examples = draw(key, examples, max_examples)
-        return {"step": _sums(plan, trained.params, examples, key)}, private
+        rows, labels = jax.random.split(key)
+        examples = draw(rows, examples, max_examples)
+        return {"step": _sums(plan, trained.params, examples, labels)}, private
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
         return weighted_sum(updates["step"], weights)
@@ -173,7 +171,7 @@ def _sums(plan: _Plan, params: Params, examples: Examples, key: Key) -> LayerSum
 
         value, score = jax.value_and_grad(loss)(z)
         a = seen.activations[place]
-        gradient = jnp.einsum("nta,nto->ao", a, seen.pullback(score)[place], precision=_PRECISION)
+        gradient = jnp.einsum("nta,nto->ao", a, seen.pullback(score)[place], precision=PRECISION)
 
         def output_factor(one: Array) -> Array:
             g = seen.pullback(one[0])[place]
@@ -194,8 +192,10 @@ def _place(seen: Trace, name: str | None) -> int:
     dense = [place for place, layer in enumerate(seen.layers) if layer.is_dense]
     if name is None and len(dense) > 1:
         return max(dense[:-1], key=lambda place: math.prod(seen.layers[place].shape))
-    if name in layers and seen.layers[layers.index(name)].form == "product":
-        return layers.index(name)
+    for place, layer in enumerate(seen.layers):
+        # A slice of a stack, or one of two uses of a leaf, cannot move by itself.
+        if layer.kernel == name and layer.form == "product" and layer.part_of is None:
+            return place
     raise ValueError(
         f"There is no layer {name!r} to move; expected the name of a dense or convolutional one of "
         f"{layers}, or None where a dense one comes before the last."
@@ -208,7 +208,7 @@ def _moved(sums: LayerSums, value: Array, damping: Array, cap: Array) -> tuple[A
     curvature = jnp.maximum(a, 0)[:, None] * jnp.maximum(g, 0)
 
     def turned(x: Array, left: Array, right: Array) -> Array:
-        return jnp.linalg.multi_dot([left, x, right], precision=_PRECISION)
+        return jnp.linalg.multi_dot([left, x, right], precision=PRECISION)
 
     gradient = turned(sums.gradient, left.T, right)
     damped = curvature + damping * curvature.mean()

@@ -70,8 +70,7 @@ def regmean(
         checks.count("max_examples", max_examples)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        if max_examples is not None:
-            examples = draw(key, examples, max_examples)
+        examples = draw(key, examples, max_examples)
         grams = _grams(model.apply, batch_size, trained.params, examples)
         return {"params": trained.params, "grams": grams}, private
 

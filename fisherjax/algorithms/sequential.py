@@ -20,11 +20,10 @@ from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
+from fisherjax.fisher.operators import PRECISION
 from fisherjax.solvers import Info
 from fisherjax.solvers.base import Solver, ratio
 from fisherjax.typing import Array, Model, Params
-
-_PRECISION = "highest"
 
 
 class _Settings(NamedTuple):
@@ -132,7 +131,7 @@ def _merged(
     for number, layer in enumerate(layers):
         own = fishers.factors[layer.kernel]["output"]
         known = own if settings.outputs and number else jnp.zeros_like(own)
-        outputs[layer.kernel], votes[layer.kernel] = _units(known)
+        outputs[layer.kernel], votes[layer.kernel] = _units(known, weights > 0)
 
     def merge_all(sigma: dict[str, Array], _: None) -> tuple[Any, Any]:
         merged, infos, rho = {}, [], jnp.zeros(weights.shape)
@@ -166,14 +165,16 @@ def _merged(
     return fishers.restore(merged), _joined(infos, fishers.coverage)
 
 
-def _units(stacked: Array) -> tuple[Array, Array]:
+def _units(stacked: Array, present: Array) -> tuple[Array, Array]:
     """Scale output factors to mean eigenvalue one, and give their votes [M, 1, 1] apart.
 
-    Where no client has any the units are identities, and the votes equal.
+    Where no client that counts has any, the votes are equal, and the units identities.
     """
     identities = jax.vmap(identity_like)(stacked)
     means = jnp.trace(stacked, axis1=1, axis2=2)[:, None, None] / stacked.shape[-1]
-    known, largest = means > 0, means.max()
+    # Who has no weight is not asked, however large it is.
+    known = (means > 0) & present[:, None, None]
+    largest = jnp.where(known, means, 0).max()
     units = jnp.where(known, ratio(known, stacked, means), identities)
     # In units of the largest before the root, so that votes stay in range; a root of zero has no
     # derivative.
@@ -222,10 +223,9 @@ def _error(merged: Array, models: Array, factors: Array, multiply: Callable) -> 
         factor = ratio(mean > 0, factor, mean)
 
         def square(x: Array) -> Array:
-            product = factor[:, None] * x if factor.ndim == 1 else None
-            if product is None:
-                product = multiply(factor, x, precision=_PRECISION)
-            return jnp.vdot(x, product, precision=_PRECISION)
+            diagonal = factor.ndim == 1
+            product = factor[:, None] * x if diagonal else multiply(factor, x, precision=PRECISION)
+            return jnp.vdot(x, product, precision=PRECISION)
 
         error, size = square(merged - model), square(model)
         # Whatever is wrong with a layer of zeros is all of it.

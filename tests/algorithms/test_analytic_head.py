@@ -119,6 +119,11 @@ def test_sequences_are_solved_position_by_position(x64):
     flat = np.tanh(x @ np.asarray(params["a"])).reshape(40, 4)
     expected = np.linalg.lstsq(flat, np.eye(2)[y.ravel()])[0]
     np.testing.assert_allclose(merged["b"], expected, atol=1e-9)
+    # Every position counts in the evidence, as if it were an example.
+    alone = x.reshape(40, 3), y.ravel()
+    chosen, info = solve(model, params, (x, y), [range(8)])[::2]
+    other, again = solve(model, params, alone, [range(40)])[::2]
+    chex.assert_trees_all_close((chosen, info), (other, again), rtol=1e-7)
 
 
 @pytest.mark.parametrize(

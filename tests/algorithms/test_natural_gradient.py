@@ -116,6 +116,17 @@ def test_bad_options_are_refused(options, match):
         linear_step(**options)
 
 
+def test_a_slice_of_a_stack_is_refused():
+    def stacked(params, x):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0]
+
+    model = fj.Model(stacked, likelihoods.gaussian)
+    federation = fj.clients.federation((np.ones((4, 3)), np.ones((4, 3))), [range(4)])
+    method = algorithms.natural_gradient(model, layer="[0]")
+    with pytest.raises(ValueError, match=r"There is no layer '\[0\]' to move"):
+        merging.exchange(method, jnp.ones((2, 3, 3)), federation, key=KEY)
+
+
 def linear_step(**options):
     data = np.ones((4, 3)), np.ones((4, 2))
     method = algorithms.natural_gradient(fj.Model(linear, likelihoods.gaussian), **options)

@@ -176,6 +176,18 @@ def test_a_client_without_curvature_has_no_vote_but_in_the_first_layer(world):
     chex.assert_trees_all_close(found["c"], moved["c"])
 
 
+def test_who_has_no_weight_is_not_asked_for_the_scale(world):
+    """Where all others have no curvature, its own would silence them."""
+    start, updates = world
+    alone = np.array([0.0, 1.0, 0.0])[:, None, None]
+    curved = changed(updates, lambda _, f: f | {"output": f["output"] * alone})
+    flat = changed(updates, lambda _, f: f | {"output": jnp.zeros_like(f["output"])})
+    found, expected = (
+        merging.merge(make(), start, sent, [0.5, 0.0, 0.5])[0] for sent in (curved, flat)
+    )
+    chex.assert_trees_all_close(found, expected, rtol=1e-9)
+
+
 @pytest.mark.parametrize("errors", [True, False])
 def test_every_form_of_layer_is_merged(errors):
     """Tables, scales, attention and tied leaves: equal clients come back."""
