@@ -249,6 +249,25 @@ def draw(key: Key, examples: Examples, most: int | None) -> Examples:
     return mixed._replace(indices=mixed.indices[:most], weights=mixed.weights[:most])
 
 
+def hold_out(examples: Examples, every: int) -> tuple[Examples, Examples]:
+    """Hold one of so many examples aside: give the others, and those.
+
+    Example:
+        >>> others, held = hold_out(Examples(jnp.arange(5.0)), every=2)
+        >>> print(others.indices, held.indices)
+        [0 2 4] [1 3]
+    """
+    rows, weights = _rows(examples)
+    is_held = np.arange(rows.shape[0]) % checks.count("every", every) == every - 1
+
+    def chosen(which: np.ndarray) -> Examples:
+        if not which.any():  # one that does not count stands for nobody
+            return examples._replace(indices=rows[:1], weights=0 * weights[:1])
+        return examples._replace(indices=rows[which], weights=weights[which])
+
+    return chosen(~is_held), chosen(is_held)
+
+
 def num_batches(sizes: Array, batch_size: int) -> Array:
     """Count the minibatches of an epoch, ceil(n_i / B)."""
     return -(-sizes // batch_size)

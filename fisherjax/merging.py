@@ -1,9 +1,9 @@
 """Summarize and merge: what clients send, whether it can be trusted, and the model made of it."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +168,16 @@ def merge(
     return result
 
 
+class Message(NamedTuple):
+    """One message of an exchange: what each client is given, what all of them say, what follows."""
+
+    received: Any
+    sent: Update
+    params: Params
+    state: Any
+    info: Any
+
+
 def exchange(
     algorithm: Algorithm,
     params: Params,
@@ -179,9 +189,10 @@ def exchange(
 ) -> tuple[Params, Any, Any]:
     """Send a model to all clients, let them summarize it without training, and merge what they say.
 
-    One round of communication of methods that need no training, such as
-    `algorithms.analytic_head`. The arguments, what is returned and what is refused are those of
-    `summarize` and `merge`; weights are the federation's.
+    Methods that need no training, such as `algorithms.analytic_head`: one round of communication,
+    or more short ones where a method has several messages, as `algorithms.natural_gradient`. The
+    arguments, what is returned and what is refused are those of `summarize` and `merge`; weights
+    are the federation's.
 
     Example:
         >>> import fisherjax as fj
@@ -192,10 +203,37 @@ def exchange(
         >>> exchange(head, start, federation, key=jax.random.key(0))[0]["w"].shape
         (2, 1)
     """
+    how = {"key": key, "state": state, "clients_per_chunk": clients_per_chunk}
+    *_, last = messages(algorithm, params, federation, **how)
+    return last.params, last.state, last.info
+
+
+def messages(
+    algorithm: Algorithm,
+    params: Params,
+    federation: Federation,
+    *,
+    key: Key,
+    state: Any = None,
+    clients_per_chunk: int | None = None,
+) -> Iterator[Message]:
+    """Play an `exchange`, with the same arguments, and yield each of its messages.
+
+    Example: see `exchange`.
+    """
     clients.check(federation)
-    same, chunk = untrained(params, federation.num_clients), clients_per_chunk
-    sent = summarize(algorithm, same, federation, key=key, clients_per_chunk=chunk)
-    return merge(algorithm, params, sent, federation.weights, state=state, key=key)
+    following: Algorithm | None = algorithm
+    while following is not None:
+        check_algorithm(following)
+        state = following.init(params, federation.num_clients) if state is None else state
+        start, _ = following.broadcast(params, state, ())
+        same = untrained(params, federation.num_clients)._replace(start=start)
+        chunk = clients_per_chunk
+        sent = summarize(following, same, federation, key=key, clients_per_chunk=chunk)
+        weights = federation.weights
+        params, state, info = merge(following, params, sent, weights, state=state, key=key)
+        yield Message(start, sent, params, state, info)
+        following = following.then
 
 
 def merge_stream(

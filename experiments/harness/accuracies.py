@@ -37,11 +37,12 @@ class Line(NamedTuple):
 def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
     """Gather rows by algorithm: local models, their ensemble, each way of merging, the ceiling."""
     gathered = []
-    calibrated = dict.fromkeys(row.algorithm for row in rows if "+" in row.algorithm)
-    for name in ("local", "ensemble", *algorithms, *calibrated, "central"):
-        # An exchange without training is a second round.
-        number = 2 if name in calibrated else 1
-        own = [row for row in rows if row.algorithm == name and row.round == number]
+    exchanged = dict.fromkeys(row.algorithm for row in rows if "+" in row.algorithm)
+    for name in ("local", "ensemble", *algorithms, *exchanged, "central"):
+        own = [row for row in rows if row.algorithm == name]
+        # Of exchanges without training the last.
+        number = max((row.round for row in own), default=1) if name in exchanged else 1
+        own = [row for row in own if row.round == number]
         units: dict[Any, list[float]] = {}
         for row in own:
             units.setdefault((row.partition_seed, row.seed), []).append(row.value)
@@ -74,12 +75,16 @@ def table(found: Sequence[Line], heading: str) -> tables.Table:
 
 
 def curves(rows: Sequence[Row], algorithms: Sequence[str]) -> Curves:
-    """Gather merged models by algorithm and round, of those that went on after the first."""
+    """Gather merged models by algorithm and round, of those that went on after the first.
+
+    What was exchanged on without training is a curve of its own from the same first round.
+    """
     found: Curves = {}
-    for name in algorithms:
+    for name in (*algorithms, *(f"{merge}+natural_gradient" for merge in algorithms)):
+        merge, *exchanges = name.split("+")
         rounds: dict[int, list[float]] = {}
         for row in rows:
-            if row.algorithm == name:
+            if row.algorithm == name or (exchanges and (row.algorithm, row.round) == (merge, 1)):
                 rounds.setdefault(row.round, []).append(100 * row.value)
         if len(rounds) > 1:
             found[name] = [tuple(rounds[number]) for number in sorted(rounds)]
@@ -198,7 +203,7 @@ def curve_figure(found: Curves, heading: str, path: Path) -> None:
     for name, rounds in found.items():
         means = [statistics.fmean(values) for values in rounds]
         axes.plot(range(1, len(means) + 1), means, markersize=5, **style(name))
-    axes.set_xlabel("round: the first by each algorithm, the others by federated averaging")
+    axes.set_xlabel("round: the first by each algorithm, then averaging, or without training")
     axes.set_ylabel("test accuracy, %, mean over runs")
     axes.set_title(heading, fontsize="medium", loc="left")
     axes.xaxis.get_major_locator().set_params(integer=True)

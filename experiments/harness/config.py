@@ -32,7 +32,7 @@ _SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
 Group = tyro.conf.OmitArgPrefixes
 _LATER = (
     *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
-    *("then_rounds", "central", "calibrate"),
+    *("then_rounds", "then_epochs", "central", "calibrate", "exchanges"),
 )
 """Options that the first runs did not have; their defaults are what those runs did."""
 
@@ -133,8 +133,12 @@ class OneShot:
     """Of the initial model and of training; each is trained once on each split."""
     then_rounds: int = 0
     """Rounds of federated averaging after each merged model."""
+    then_epochs: int = 0
+    """Of each of those rounds; 0 is as many as before the merge."""
     calibrate: tuple[Literal["analytic_head"], ...] = ()
     """After each merge, an exchange without training: a row ALGORITHM+analytic_head each."""
+    exchanges: int = 0
+    """So many after each merge, the head and natural gradients: rows ALGORITHM+natural_gradient."""
     central: bool = True
     """Also train a model on all the data, the ceiling."""
     on_nonfinite: Literal["raise", "drop"] = "raise"
@@ -282,7 +286,7 @@ _ACCEPTED: tuple[tuple[str, Callable[[float], bool], Sequence[str]], ...] = (
     (
         "a whole number from 0 up",
         lambda x: x >= 0,
-        ("min_size", "then_rounds", "held_out_plays", "max_examples"),
+        ("min_size", "then_rounds", "then_epochs", "exchanges", "held_out_plays", "max_examples"),
     ),
     ("a number from 0 up", lambda x: 0 <= x < math.inf, ("weight_decay", "checkpoint_seconds")),
     ("a number from 0 to below 1", lambda x: 0 <= x < 1, ("momentum",)),

@@ -20,7 +20,7 @@ from fisherjax.typing import Array, Key, Params
 Unit = tuple[int | None, int]
 """(partition seed, seed): what is computed, and written, as a whole. No split: all the data."""
 
-_ROUNDS = 2  # the library folds keys with 0 to train and with 1 to summarize
+_ROUNDS, _EXCHANGES = 2, 3  # the library folds keys with 0 to train and with 1 to summarize
 # Compiled once for equal models, whichever task they belong to.
 _ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
 Progress = Callable[[float | str], None]
@@ -50,8 +50,10 @@ def length(task: OneRound, unit: Unit) -> tuple[int, int]:
     """Count the epochs of a unit, in all of its trainings, and its other steps."""
     if unit[0] is None:
         return task.config.epochs, 0
-    trainings = len(by_training(task)) + len(task.methods) * task.config.then_rounds
-    return task.config.epochs * trainings, len(task.methods) * (1 + len(task.config.calibrate))
+    config, merges = task.config, len(task.methods)
+    later = merges * config.then_rounds * (config.then_epochs or config.epochs)
+    exchanges = len(config.calibrate) + config.exchanges
+    return config.epochs * len(by_training(task)) + later, merges * (1 + exchanges)
 
 
 def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
     rows, merged = train_and_merge(task, unit, progress)
     for name, model in merged.items():
         rows += [measure(task, unit, name, model), *_then_rounds(task, unit, name, model, progress)]
-        rows += _calibrated(task, unit, name, model, progress)
+        rows += _exchanged(task, unit, name, model, progress)
     return rows
 
 
@@ -167,34 +169,43 @@ def _then_rounds(
 ) -> Iterator[Row]:
     """Go on with rounds of federated averaging, with the same minibatches for every algorithm."""
     params, federation = model.params, task.federations[unit[0]]
-    key = jax.random.fold_in(start(task, unit[1])[1], _ROUNDS)
+    key, epochs = jax.random.fold_in(start(task, unit[1])[1], _ROUNDS), task.config.then_epochs
     for number in range(2, task.config.then_rounds + 2):
         round_key = jax.random.fold_in(key, number)
-        trained, seconds = _train(task, federation, params, round_key, progress, task.optimizer)
+        given = federation, params, round_key, progress, task.optimizer
+        trained, seconds = _train(task, *given, epochs=epochs or task.config.epochs)
         stacked, weights = _finite(task, trained, federation)
         params = fj.tree.weighted_sum(stacked, weights)
         row = measure(task, unit, name, Merged(params, seconds, _upload(stacked)))
         yield row._replace(round=number)
 
 
-def _calibrated(
+def _exchanged(
     task: OneRound, unit: Unit, name: str, model: Merged, progress: Progress
 ) -> Iterator[Row]:
-    """Exchange once more without training, in each way that was asked for; a second round."""
-    federation, params = task.federations[unit[0]], model.params
+    """Exchange on without training, in each way that was asked for; rows by round.
+
+    Seconds and bytes are of all rounds up to a row's.
+    """
+    federation, config = task.federations[unit[0]], task.config
     chunk = training_options(task, federation)["clients_per_chunk"]
-    how = {"key": start(task, unit[1])[1], "clients_per_chunk": chunk}
-    for other in task.config.calibrate:
-        progress(f"{name}+{other}: exchange without training")
-        method = getattr(fj.algorithms, other)(task.model)
-        same = fj.training.untrained(params, federation.num_clients)
-        sent, seconds = _timed(fj.merging.summarize, method, same, federation, **how)
-        received = method, params, sent, federation.weights
-        (solved, *_), more = _timed(fj.merging.merge, *received)
-        # Of both rounds together.
-        seconds, upload = model.seconds + seconds + more, model.upload_bytes + _upload(sent)
-        row = measure(task, unit, f"{name}+{other}", Merged(solved, round(seconds, 4), upload))
-        yield row._replace(round=2)
+    key = jax.random.fold_in(start(task, unit[1])[1], _EXCHANGES)
+    plans = {other: (other,) for other in config.calibrate}
+    if config.exchanges:
+        # The steps start from a head that fits the squared error, whose gradient they follow.
+        steps = ("natural_gradient",) * (config.exchanges - 1)
+        plans["natural_gradient"] = ("analytic_head", *steps)
+    for last, plan in plans.items():
+        now = model
+        for number, step in enumerate(plan, start=2):
+            progress(f"{name}+{last}: exchange without training")
+            method = getattr(fj.algorithms, step)(task.model)
+            how = {"key": jax.random.fold_in(key, number), "clients_per_chunk": chunk}
+            played = fj.merging.messages(method, now.params, federation, **how)
+            messages, seconds = _timed(list, played)
+            upload = now.upload_bytes + sum(_upload(message.sent) for message in messages)
+            now = Merged(messages[-1].params, round(now.seconds + seconds, 4), upload)
+            yield measure(task, unit, f"{name}+{last}", now)._replace(round=number)
 
 
 def measure(task: OneRound, unit: Unit, name: str, model: Merged) -> Row:
@@ -217,6 +228,7 @@ def _train(
     key: Key,
     progress: Progress,
     optimizer: optax.GradientTransformation,
+    **changes: int,
 ) -> tuple[Trained, float]:
     weights = np.asarray(federation.weights)
 
@@ -235,7 +247,7 @@ def _train(
         progress(float(weights @ losses))
 
     how = {"key": key, "optimizer": optimizer, "progress": after_epoch}
-    how |= training_options(task, federation)
+    how |= training_options(task, federation) | changes
     return _timed(fj.training.train, task.model, params, federation, **how)
 
 

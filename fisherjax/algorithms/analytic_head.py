@@ -21,7 +21,7 @@ from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.layers import Layer, unpack
 from fisherjax.fisher.operators import PRECISION, Template
-from fisherjax.fisher.trace import Trace, trace
+from fisherjax.fisher.trace import output_layer, trace
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
@@ -139,31 +139,12 @@ def analytic_head(
     return Algorithm(summarize, aggregate, reduce, kind="sums of an analytic head", model=model)
 
 
-def _head(seen: Trace) -> int:
-    """Find the place of the layer that makes the outputs.
-
-    Raises:
-        ValueError: If the network does not end in a dense layer of its own.
-    """
-    positions = seen.outputs.size // (seen.outputs.shape[0] * seen.outputs.shape[-1])
-    if seen.layers:
-        layer, inputs = seen.layers[-1], seen.activations[-1]
-        fits = layer.columns == seen.outputs.shape[-1] and inputs.ndim == 3
-        if layer.is_dense and fits and inputs.shape[1] == positions:
-            return len(seen.layers) - 1
-    raise ValueError(
-        "The last layer of this network is no dense layer with an output vector for each target "
-        f"and leaves of its own (outputs have shape {tuple(seen.outputs.shape[1:])}), so that it "
-        "cannot be solved. Let the network end in one, or leave the analytic head out."
-    )
-
-
 @partial(jax.jit, static_argnums=(0, 1))
 def _sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
         del key
         seen = trace(model.apply, params, x)
-        place = _head(seen)
+        place = output_layer(seen)
         a = seen.activations[place]
         y = likelihoods.regression_targets(model.likelihood, y, seen.outputs.shape[-1])
         y = y.reshape(*a.shape[:2], -1).astype(a.dtype)

@@ -76,6 +76,8 @@ class Algorithm(NamedTuple):
             extra arguments. Equal bases give the same object.
         kind: What the updates are, in words.
         model: The network that `summarize` runs, for checks of the data; None if it runs none.
+        then: What follows in the same exchange, given the state that this one left; None if
+            nothing does.
     """
 
     summarize: Callable[[Key, Trained, Examples, Any], tuple[dict[str, Any], Any]]
@@ -87,6 +89,7 @@ class Algorithm(NamedTuple):
     optimizer: Callable[[optax.GradientTransformation], Any] = unchanged
     kind: str = "unnamed"
     model: Model | None = None
+    then: "Algorithm | None" = None
 
 
 def check_algorithm(value: Any) -> None:

@@ -1,52 +1,85 @@
-"""Natural-gradient exchanges: one layer moved by sums over all clients, without local training.
+"""Natural-gradient exchanges: the whole model moved by sums over all clients, without training.
 
-Clients run the model that they are given and send the gradient of their loss and the Kronecker
-factors of one layer, which add up: the server sees those of all data, and takes the step of K-FAC
-(Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate curvature,
-ICML 2015) that one machine with all data would take.
+Clients run the model that they are given, and send the gradient of their squared error and the
+Kronecker factors of its curvature, which add up: the server sees those of all data. Steps of K-FAC
+(Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate curvature, ICML
+2015) are only directions here. How far to go along them, and where the last layer belongs then, is
+read off the exact curvature of the few numbers that this leaves, and what comes of it off examples
+that were held aside.
 """
 
 import dataclasses
-import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fisherjax import checks, fisher, likelihoods, linalg
-from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
-from fisherjax.clients import draw
+from fisherjax.algorithms.base import ENOUGH, Algorithm, WeightedSum, weighted_sum
+from fisherjax.clients import draw, hold_out
 from fisherjax.configuration import cached
-from fisherjax.fisher import passes
-from fisherjax.fisher.columns import over_columns, weighted
+from fisherjax.fisher import Kronecker, passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.layers import Layer, matrix, unpack
 from fisherjax.fisher.operators import PRECISION, Template
-from fisherjax.fisher.trace import Trace, trace
+from fisherjax.fisher.trace import output_layer, trace
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
+
+_HELD = 10  # one of so many examples is held aside
+_RIDGE = 1e-3  # of the head, and of the coefficients, in units of the mean eigenvalue
+
+
+class Slopes(NamedTuple):
+    """What a client knows of the loss near the model; means over its examples.
+
+    Attributes:
+        loss: 1/2 |z - y|^2, a number.
+        gradient: Of the loss, of the shape of params.
+        fisher: Kronecker factors of all layers.
+    """
+
+    loss: Array
+    gradient: Params
+    fisher: Kronecker
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LayerSums:
-    """What a client knows of one layer; means over its examples.
+class Products:
+    """Exact second moments of what K directions and the inputs a of the head do to the outputs.
 
     Attributes:
-        gradient: Of the loss, [a, o].
-        inputs: A, [a, a].
-        outputs: G, [o, o].
-        loss: A number.
-        layer: Which layer it is, static.
+        directions: E[J_j . J_k], [K, K], with J_k the derivative of the outputs along direction k.
+        crossed: E[a J_k^T], [K, a, C].
+        inputs: E[a a^T], [a, a].
+        head: Which layer makes the outputs, static.
     """
 
-    gradient: Array
+    directions: Array
+    crossed: Array
     inputs: Array
-    outputs: Array
-    loss: Array
-    layer: Layer = dataclasses.field(metadata={"static": True})
+    head: Layer = dataclasses.field(metadata={"static": True})
+
+
+class Course(NamedTuple):
+    """What the server keeps between the messages of an exchange.
+
+    Attributes:
+        slopes: Means over all clients.
+        directions: Stacked [K, ...], those of K-FAC for each damping.
+        step: The way to go, of the shape of params; None until it is known.
+        predicted: What the quadratic says the loss will be.
+    """
+
+    slopes: Slopes
+    directions: Params
+    step: Params | None = None
+    predicted: Array | None = None
 
 
 class Step(NamedTuple):
@@ -54,53 +87,54 @@ class Step(NamedTuple):
 
     Attributes:
         loss: Of the model given, over all clients.
-        predicted: What the quadratic says the loss will be.
-        scale: Of the step, 1 where the cap did not bind.
+        predicted: What the quadratic says the loss will be after a whole step.
+        scale: Of the step that was taken; 0 where none was better than to stay.
+        held: Losses of the examples held aside at each of `scales`, and last where none is taken.
     """
 
     loss: Array
     predicted: Array
     scale: Array
+    held: Array
 
 
 @cached
 def natural_gradient(
     model: Model,
     *,
-    squared: bool = True,
-    damping: float = 0.1,
-    cap: float = 0.2,
-    layer: str | None = None,
+    damping: tuple[float, ...] = (1.0, 0.1, 0.01, 0.001),
+    scales: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125),
     kind: Kind = fisher.sampled,
     batch_size: int = 64,
-    max_examples: int | None = None,
+    max_examples: int | None = ENOUGH,
 ) -> Algorithm:
-    """Make the exchange that moves one layer V by a natural-gradient step.
+    """Make the exchange that moves all layers by natural gradients, and solves the last anew.
 
-        D = -(A (x) G + damping m(A) m(G) I)^-1 g,   V <- V + s D,
-        s = min(1, (cap loss / (1/2 D^T (A (x) G) D))^(1/2)),
+        D_k = -(A (x) G + lambda_k I)^-1 g   for each hidden layer, lambda_k = damping_k m(A (x) G),
+        min over c, U of 1/2 E|sum_k c_k J D_k + U^T a|^2 + sum_k c_k <g, D_k> + <g_head, U>,
+        W <- W + s (sum_k c_k D_k + U),   s of the least loss on examples held aside,
 
-    with g the gradient of the loss of all clients, A and G the sums of their Kronecker factors and
-    m the mean eigenvalue. With `squared` the loss is 1/2 |z - y|^2, y as `analytic_head` fits it:
-    the two alternate, each the other's start; otherwise it is the likelihood's. See
-    `merging.exchange`.
+    with g the gradient of 1/2 |z - y|^2 over all clients, y as `analytic_head` fits it, A and G the
+    means of their Kronecker factors, J the derivative of the outputs z by the params, and a the
+    inputs of the last layer, the head. It follows the analytic head. An exchange has three
+    messages, each of sums: the gradient and factors; the products of J D_k and a; the losses, one
+    number for each s. See `merging.exchange`.
 
     Args:
-        model: The network and what its outputs mean.
-        squared: Whether the loss is the squared error of the outputs.
-        damping: In units of the mean eigenvalue of A (x) G.
-        cap: What the quadratic may change the loss by at most, as a share of it.
-        layer: Name of its kernel; None is the largest dense one but for the last.
-        kind: Of Fisher information; `fisher.sampled` takes one backward pass.
+        model: The network, whose outputs are those of a dense layer, and what they mean.
+        damping: One for each direction, in units of a block's mean eigenvalue.
+        scales: s, from large to small; to stay is tried too.
+        kind: Of the factors; `fisher.sampled` takes one backward pass.
         batch_size: Examples of a minibatch.
-        max_examples: Of how many of a client's examples its sums are at most; None is all.
+        max_examples: Of how many of a client's examples factors and products are at most; None is
+            all. The gradient is of all; of every ten, one is held aside.
 
     Returns:
-        The algorithm. Updates are {"step": LayerSums}, which add up over clients; it reports a
-        `Step`.
+        The algorithm. Updates of each message add up over clients; it reports a `Step`.
 
     Raises:
-        ValueError: If a number is out of range; on summarize, if there is no such layer.
+        ValueError: If a number is out of range; on summarize, if the network does not end in a
+            dense layer of its own, or its likelihood is another than `analytic_head` takes.
 
     Example:
         >>> import fisherjax as fj
@@ -108,114 +142,210 @@ def natural_gradient(
         ...     return jnp.tanh(x @ params["a"]) @ params["b"]
         >>> model = fj.Model(apply, fj.likelihoods.gaussian)
         >>> start = {"a": jnp.ones((1, 1)) / 2, "b": jnp.ones((1, 1))}
-        >>> data = jnp.ones((2, 1)), jnp.full((2, 1), 0.6)
-        >>> federation = fj.clients.federation(data, [[0], [1]])
-        >>> method = natural_gradient(model, damping=0.0, kind=fj.fisher.true)
-        >>> found = fj.merging.exchange(method, start, federation, key=jax.random.key(0))
-        >>> bool(found[0]["a"] > start["a"]), found[2].scale < 1
-        (True, Array(True, dtype=bool))
+        >>> x = jnp.linspace(-2.0, 2.0, 40)[:, None]
+        >>> federation = fj.clients.federation((x, jnp.tanh(x)), [range(20), range(20, 40)])
+        >>> method, key = natural_gradient(model), jax.random.key(0)
+        >>> found, _, info = fj.merging.exchange(method, start, federation, key=key)
+        >>> bool(info.held[0] < 0.1 * info.held[-1])
+        True
 
-    Source: the paper above, sections 3 and 6. Deviations: the eigenvalues themselves are damped,
-        not the factors; a cap on what the quadratic predicts stands for its rescaling by the exact
-        Fisher. One layer at a time: steps of several at once correct the same error twice.
+    Source: the paper above: its damping by factors (section 6.3), and its re-scaling by the exact
+        Fisher (6.4 and 7). Deviations: several dampings at once in place of one that is adapted,
+        the last layer in place of the previous step among what is re-scaled, and a loss on examples
+        held aside in place of the reduction ratio (6.5).
     """
     checks.model(model)
-    checks.number("damping", damping)
-    checks.positive("cap", cap)
+    for name, values in (("damping", damping), ("scales", scales)):
+        checks.instance(name, values, Sequence, "a tuple of numbers such as (1.0, 0.1)")
+        if not values:
+            raise ValueError(f"{name} is empty; expected at least one number.")
+        for value in values:
+            checks.positive(name, value)
     checks.function("kind", kind, "fisher.sampled")
     checks.count("batch_size", batch_size)
     if max_examples is not None:
         checks.count("max_examples", max_examples)
-    plan = _Plan(model, squared, layer, kind, batch_size)
+    plan = _Plan(model, kind, batch_size, max_examples)
+    sizes, steps = tuple(map(float, damping)), (*map(float, scales), 0.0)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        rows, labels = jax.random.split(key)
-        examples = draw(rows, examples, max_examples)
-        return {"step": _sums(plan, trained.params, examples, labels)}, private
+    def slopes(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        return {"slopes": _slopes(plan, trained.params, examples, key)}, private
 
-    def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
-        return weighted_sum(updates["step"], weights)
+    def look(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
+        del key, state, cohort
+        mean = sums.mean()
+        return params, Course(mean, _directions(mean, sizes)), ()
 
-    def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
+    def products(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        params, directions = trained.start
+        return {"products": _products(plan, params, directions, examples, key)}, private
+
+    def turn(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort
-        leaves = Template.of(params).by_name(params)
-        moved, info = _moved(sums.mean(), matrix(sums.total.layer, leaves), damping, cap)
-        leaves |= unpack(sums.total.layer, moved)
-        return Template.of(params).restore(leaves), state, info
+        step, predicted = _solved(state, sums.mean(), params)
+        return params, state._replace(step=step, predicted=predicted), ()
 
-    return Algorithm(summarize, aggregate, reduce, kind="gradient and factors", model=model)
+    def losses(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        del key
+        params, step = trained.start
+        return {"losses": _losses(plan, steps, params, step, examples)}, private
+
+    def go(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
+        del key, cohort
+        held = sums.mean()
+        # Of equals the first, that is of nothing held aside the largest.
+        scale = jnp.array(steps)[jnp.nanargmin(held)]
+        moved = jax.tree.map(lambda w, d: w + scale * d, params, state.step)
+        return moved, (), Step(state.slopes.loss, state.predicted, scale, held)
+
+    def message(name: str, summarize: Any, aggregate: Any, **more: Any) -> Algorithm:
+        def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
+            return weighted_sum(updates[name], weights)
+
+        return Algorithm(summarize, aggregate, reduce, kind=name, model=model, **more)
+
+    def sent(params: Params, state: Course, *_: Any) -> tuple[Any, tuple[()]]:
+        known = state.directions if state.step is None else state.step
+        return (params, known), ()
+
+    last = message("losses", losses, go, broadcast=sent)
+    middle = message("products", products, turn, broadcast=sent, then=last)
+    return message("slopes", slopes, look, then=middle)
 
 
 class _Plan(NamedTuple):
     model: Model
-    squared: bool
-    layer: str | None
     kind: Kind
     batch_size: int
+    max_examples: int | None
 
 
 @partial(jax.jit, static_argnums=0)
-def _sums(plan: _Plan, params: Params, examples: Examples, key: Key) -> LayerSums:
-    model = plan.model
-    likelihood = likelihoods.gaussian if plan.squared else model.likelihood
+def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes:
+    examples, _ = hold_out(examples, _HELD)
 
-    def batch_sums(x: Array, y: Array, w: Array, key: Key) -> LayerSums:
-        seen = trace(model.apply, params, x)
-        z, place = seen.outputs, _place(seen, plan.layer)
-        if plan.squared:
-            y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
-            y = y.astype(z.dtype).reshape(z.shape)
+    def batch_sums(x: Array, y: Array, w: Array, key: None) -> tuple[Array, Params]:
+        del key
+        return jax.value_and_grad(partial(_squared_error, plan.model, x, y, w))(params)
 
-        def loss(z: Array) -> Array:
-            return jnp.vdot(w.astype(z.dtype), likelihood.negative_log_likelihood(z, y))
-
-        value, score = jax.value_and_grad(loss)(z)
-        a = seen.activations[place]
-        gradient = jnp.einsum("nta,nto->ao", a, seen.pullback(score)[place], precision=PRECISION)
-
-        def output_factor(one: Array) -> Array:
-            g = seen.pullback(one[0])[place]
-            # As in `fisher.kfac`: A sums over locations, so that G is a mean over them.
-            return second_moment(g) / g.shape[1]
-
-        columns = weighted(plan.kind(likelihood, z, y, key), w)
-        outputs = over_columns(output_factor, columns, at_once=1)
-        inputs = second_moment(jnp.sqrt(w)[:, None, None].astype(a.dtype) * a)
-        return LayerSums(gradient, inputs, outputs, value, seen.layers[place])
-
-    return passes.weighted_mean(batch_sums, examples, key=key, batch_size=plan.batch_size)
+    how = {"batch_size": plan.batch_size}
+    loss, gradient = passes.weighted_mean(batch_sums, examples, key=None, **how)
+    # The curvature of a squared error has no targets. What no layer covers stays as it is.
+    how |= {"key": key, "kind": plan.kind, "fallback": fisher.zero}
+    if plan.max_examples is not None:
+        how["max_examples"] = plan.max_examples
+    squared = plan.model._replace(likelihood=likelihoods.gaussian)
+    own = fisher.kfac(squared, params, examples._replace(targets=None), **how)
+    return Slopes(loss, gradient, own)
 
 
-def _place(seen: Trace, name: str | None) -> int:
-    """Find a layer by name, or the largest dense one before the last."""
-    layers = [layer.kernel for layer in seen.layers]
-    dense = [place for place, layer in enumerate(seen.layers) if layer.is_dense]
-    if name is None and len(dense) > 1:
-        return max(dense[:-1], key=lambda place: math.prod(seen.layers[place].shape))
-    for place, layer in enumerate(seen.layers):
-        # A slice of a stack, or one of two uses of a leaf, cannot move by itself.
-        if layer.kernel == name and layer.form == "product" and layer.part_of is None:
-            return place
-    raise ValueError(
-        f"There is no layer {name!r} to move; expected the name of a dense or convolutional one of "
-        f"{layers}, or None where a dense one comes before the last."
+def _squared_error(model: Model, x: Array, y: Array, w: Array, params: Params) -> Array:
+    """Sum w_n 1/2 |z_n - y_n|^2."""
+    z = model.apply(params, x)
+    y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
+    own = likelihoods.gaussian.negative_log_likelihood(z, y.astype(z.dtype).reshape(z.shape))
+    return jnp.vdot(w.astype(own.dtype), own)
+
+
+@partial(jax.jit, static_argnums=1)
+def _directions(slopes: Slopes, damping: tuple[float, ...]) -> Params:
+    own, means = slopes.fisher, slopes.fisher.block_means()
+
+    def direction(damping: Array) -> Params:
+        shifts = {name: damping * mean for name, mean in means.items()}
+        found = own.blocks(own.inverse(shifts).mv(slopes.gradient))
+        # A block without curvature has the identity for an inverse: it is not moved.
+        return own.restore({name: jnp.where(means[name] > 0, -x, 0) for name, x in found.items()})
+
+    return jax.lax.map(direction, jnp.array(damping))
+
+
+def _but(head: Layer, params: Params) -> Params:
+    """Put zeros for the leaves of the head."""
+    template = Template.of(params)
+    return template.restore(
+        {
+            name: jnp.zeros_like(leaf) if name in (head.leaf, head.bias) else leaf
+            for name, leaf in template.by_name(params).items()
+        }
     )
 
 
+@partial(jax.jit, static_argnums=0)
+def _products(
+    plan: _Plan, params: Params, directions: Params, examples: Examples, key: Key
+) -> Products:
+    examples = draw(key, hold_out(examples, _HELD)[0], plan.max_examples)
+
+    def batch_sums(x: Array, y: Array, w: Array, key: None) -> Products:
+        del y, key
+        seen = trace(plan.model.apply, params, x)
+        place = output_layer(seen)
+        head, a = seen.layers[place], seen.activations[place]
+        _, derivative = jax.linearize(lambda params: plan.model.apply(params, x), params)
+        changes = jax.vmap(derivative)(_but(head, directions))
+        changes = changes.reshape(-1, *a.shape[:2], seen.outputs.shape[-1])
+        # Both sides of a product carry the root of the weight.
+        root = jnp.sqrt(w)[:, None, None].astype(a.dtype)
+        a, changes = root * a, root * changes
+        both = jnp.einsum("jntc,kntc->jk", changes, changes, precision=PRECISION)
+        crossed = jnp.einsum("nta,kntc->kac", a, changes, precision=PRECISION)
+        return Products(both, crossed, second_moment(a), head)
+
+    return passes.weighted_mean(batch_sums, examples, key=None, batch_size=plan.batch_size)
+
+
 @jax.jit
-def _moved(sums: LayerSums, value: Array, damping: Array, cap: Array) -> tuple[Array, Step]:
-    (a, left), (g, right) = linalg.eigh(sums.inputs), linalg.eigh(sums.outputs)
-    curvature = jnp.maximum(a, 0)[:, None] * jnp.maximum(g, 0)
+def _solved(course: Course, products: Products, params: Params) -> tuple[Params, Array]:
+    """Find the least value of the quadratic, and where it is."""
+    head, slopes, template = products.head, course.slopes, Template.of(params)
+    value = matrix(head, template.by_name(params))
+    gradient = matrix(head, template.by_name(slopes.gradient))
+    directions = _but(head, course.directions)
+    steepness = jax.vmap(partial(optax.tree_utils.tree_vdot, slopes.gradient))(directions)
+    # Directions of length one: those of small damping are far longer than the others.
+    length = jnp.sqrt(jnp.diagonal(products.directions))
+    unit = jnp.where(length > 0, 1 / jnp.where(length > 0, length, 1), 0)
+    both = unit[:, None] * products.directions * unit
+    crossed = unit[:, None, None] * products.crossed
+    steepness = unit * steepness
+    # For given c the head follows: U = -(A + r I)^-1 (g_head + r V + sum_k c_k E[a J_k^T]).
+    size = len(value)
+    ridge = _RIDGE * jnp.trace(products.inputs) / size
+    inputs = products.inputs + ridge * jnp.eye(size)
+    pulled = gradient + ridge * value
+    sides = jnp.concatenate([pulled[None], crossed])  # [1 + K, a, C]
+    answers = linalg.definite(inputs, sides.swapaxes(0, 1).reshape(size, -1))
+    answers = answers.reshape(size, *sides.shape[::2]).swapaxes(0, 1)
+    saved = jnp.einsum("jac,kac->jk", crossed, answers, precision=PRECISION)
+    curvature = both - saved[:, 1:]
+    shift = _RIDGE * jnp.trace(curvature) / len(unit)
+    shift = jnp.where(unit > 0, shift, 1)
+    coefficients = -linalg.definite(curvature + jnp.diag(shift), steepness - saved[:, 0])
+    moved = -jnp.tensordot(jnp.concatenate([jnp.ones(1), coefficients]), answers, 1)
+    step = jax.tree.map(lambda d: jnp.tensordot(unit * coefficients, d, 1), directions)
+    step = template.restore(template.by_name(step) | unpack(head, moved))
+    predicted = slopes.loss + jnp.vdot(coefficients, steepness) + jnp.vdot(moved, gradient)
+    predicted += coefficients @ both @ coefficients / 2
+    predicted += jnp.vdot(moved, jnp.tensordot(coefficients, crossed, 1))
+    predicted += jnp.vdot(moved, products.inputs @ moved) / 2
+    # Rounding may leave no definite system: then nobody moves.
+    return jax.tree.map(lambda x: jnp.where(jnp.isfinite(predicted), x, 0), step), predicted
 
-    def turned(x: Array, left: Array, right: Array) -> Array:
-        return jnp.linalg.multi_dot([left, x, right], precision=PRECISION)
 
-    gradient = turned(sums.gradient, left.T, right)
-    damped = curvature + damping * curvature.mean()
-    direction = -jnp.where(damped > 0, gradient / jnp.where(damped > 0, damped, 1), 0)
-    change = (curvature * direction**2).sum() / 2
-    largest = cap * sums.loss
-    scale = jnp.where(change > largest, jnp.sqrt(largest / jnp.where(change > 0, change, 1)), 1)
-    predicted = sums.loss + scale * jnp.vdot(gradient, direction) + scale**2 * change
-    moved = value + scale * turned(direction, left, right.T)
-    return moved, Step(sums.loss, predicted, scale)
+@partial(jax.jit, static_argnums=(0, 1))
+def _losses(
+    plan: _Plan, scales: tuple[float, ...], params: Params, step: Params, examples: Examples
+) -> Array:
+    _, held = hold_out(examples, _HELD)
+
+    def batch_sums(x: Array, y: Array, w: Array, key: None) -> Array:
+        del key
+
+        def loss(scale: Array) -> Array:
+            moved = jax.tree.map(lambda p, d: p + scale.astype(p.dtype) * d, params, step)
+            return _squared_error(plan.model, x, y, w, moved)
+
+        return jax.lax.map(loss, jnp.array(scales))
+
+    return passes.weighted_mean(batch_sums, held, key=None, batch_size=plan.batch_size)

@@ -82,6 +82,25 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
     return Trace(outputs, tuple(part.layer for part in found), activations, pullback, uncovered)
 
 
+def output_layer(seen: Trace) -> int:
+    """Find the place of the layer that makes the outputs.
+
+    Raises:
+        ValueError: If the network does not end in a dense layer of its own.
+    """
+    positions = seen.outputs.size // (seen.outputs.shape[0] * seen.outputs.shape[-1])
+    if seen.layers:
+        layer, inputs = seen.layers[-1], seen.activations[-1]
+        fits = layer.columns == seen.outputs.shape[-1] and inputs.ndim == 3
+        if layer.is_dense and fits and inputs.shape[1] == positions:
+            return len(seen.layers) - 1
+    raise ValueError(
+        "The last layer of this network is no dense layer with an output vector for each target "
+        f"and leaves of its own (outputs have shape {tuple(seen.outputs.shape[1:])}), so that it "
+        "cannot be solved for. Let the network end in one, or leave out what solves it."
+    )
+
+
 def check_examples(apply: Apply, params: Params, inputs: Array) -> None:
     """Refuse a network that mixes the examples of a batch, as far as it can be read."""
     with contextlib.suppress(LayersNotFoundError):

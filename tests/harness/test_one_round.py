@@ -248,3 +248,22 @@ def test_an_exchange_without_training_follows_each_merge():
         assert second.seconds > first.seconds
         # Second moments of 64 inputs, products with ten classes, two numbers.
         assert second.upload_bytes - first.upload_bytes == 4 * (64 * 64 + 64 * 10 + 2)
+
+
+def test_more_exchanges_follow_the_head_and_leave_rows_by_round():
+    config = asked(
+        "fedavg", partition_seeds=(0,), calibrate=("analytic_head",), exchanges=3, then_rounds=2
+    )
+    config, told = dataclasses.replace(config, then_epochs=2), []
+    task = tasks.one_round(config)
+    rows = one_round.run(task, (0, 0), told.append)
+    epochs = [told_ for told_ in told if not isinstance(told_, str)]
+    assert (len(epochs), len(told) - len(epochs)) == one_round.length(task, (0, 0)) == (5, 5)
+    later = {(row.algorithm, row.round): row for row in rows if row.client is None}
+    names = [name for name, _ in later if name.endswith("natural_gradient")]
+    assert len(names) == 3
+    first, *_, last = (later["fedavg+natural_gradient", number] for number in (2, 3, 4))
+    head = later["fedavg+analytic_head", 2]
+    assert (first.value, first.upload_bytes) == (head.value, head.upload_bytes)
+    assert last.value > first.value > later["fedavg", 1].value
+    assert last.seconds > first.seconds
