@@ -50,7 +50,8 @@ FISHER = [
     *("columns", "kinds", "inline", "views", "uses", "layers", "trace"),
     *("operators", "kronecker", "passes", "diagonal", "full", "kfac"),
 ]
-SHARED = {"base", "checks"}  # what the other files of a folder may import
+# What the other files of a folder may import, and these in this order.
+SHARED = ["base", "checks", "heads"]
 
 LATER = {"networks"}  # imported when it is first used
 INSIDE = {"compat"}  # not for users
@@ -111,7 +112,7 @@ def position(module: str) -> tuple[int, int]:
     if folder == "fisher" and file:
         assert file in FISHER, f"give fisher/{file}.py its place in FISHER"
         return ORDER.index(folder), FISHER.index(file)
-    inside = 0 if file in SHARED else 1
+    inside = SHARED.index(file) if file in SHARED else len(SHARED)
     return ORDER.index(folder), inside if file else len(FISHER)
 
 

@@ -135,8 +135,8 @@ class OneShot:
     """Rounds of federated averaging after each merged model."""
     then_epochs: int = 0
     """Of each of those rounds; 0 is as many as before the merge."""
-    calibrate: tuple[Literal["analytic_head"], ...] = ()
-    """After each merge, an exchange without training: a row ALGORITHM+analytic_head each."""
+    calibrate: tuple[Literal["analytic_head", "ccvr"], ...] = ()
+    """After each merge, an exchange without training: a row ALGORITHM+analytic_head, or +ccvr."""
     exchanges: int = 0
     """So many after each merge, the head and natural gradients: rows ALGORITHM+natural_gradient."""
     central: bool = True

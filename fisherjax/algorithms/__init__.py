@@ -11,6 +11,7 @@ from typing import NamedTuple
 from fisherjax import checks, fisher
 from fisherjax.algorithms.analytic_head import analytic_head
 from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.algorithms.ccvr import ccvr
 from fisherjax.algorithms.fedavg import fedavg
 from fisherjax.algorithms.fedfish import fedfish
 from fisherjax.algorithms.fedfisher import fedfisher, paper_adam
@@ -32,6 +33,7 @@ __all__ = [
     "Row",
     "Update",
     "analytic_head",
+    "ccvr",
     "expectation_approximation",
     "fedavg",
     "fedfish",

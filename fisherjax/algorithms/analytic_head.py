@@ -6,46 +6,20 @@ send second moments of the inputs of its last layer and their products with the 
 up, so that the solution is that of all data in one place.
 """
 
-import dataclasses
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, likelihoods, linalg, tree
-from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
-from fisherjax.clients import draw
+from fisherjax import checks, linalg
+from fisherjax.algorithms.base import Algorithm, WeightedSum
+from fisherjax.algorithms.heads import HeadSums, head_mean, head_summary
 from fisherjax.configuration import cached
-from fisherjax.fisher import passes
-from fisherjax.fisher.kfac import second_moment
-from fisherjax.fisher.layers import Layer, unpack
+from fisherjax.fisher.layers import unpack
 from fisherjax.fisher.operators import PRECISION, Template
-from fisherjax.fisher.trace import output_layer, trace
-from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import Array, Key, Model, Params
 
 _TURNS = 50  # of the fixed point
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class HeadSums:
-    """What a client knows of the layer that makes the outputs; means over its examples.
-
-    Attributes:
-        inputs: A = E[a a^T], [a, a].
-        products: B = E[a y^T], [a, C].
-        squares: E|y|^2.
-        count: How many target vectors: one for each example, or position of a sequence.
-        layer: Which layer it is, static.
-    """
-
-    inputs: Array
-    products: Array
-    squares: Array
-    count: Array
-    layer: Layer = dataclasses.field(metadata={"static": True})
 
 
 class Ridge(NamedTuple):
@@ -112,54 +86,17 @@ def analytic_head(
         Computation 1992), where the paper fixes it and removes it again; the features are those of
         a merged network, not of a pre-trained one.
     """
-    checks.model(model)
-    checks.count("batch_size", batch_size)
     if ridge is not None:
         checks.number("ridge", ridge)
-    if max_examples is not None:
-        checks.count("max_examples", max_examples)
-
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        examples = draw(key, examples, max_examples)
-        return {"head": _sums(model, batch_size, trained.params, examples)}, private
-
-    def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
-        total, weight = weighted_sum(updates["head"], weights)
-        # Examples count once each, however large their client's weight.
-        count = tree.weighted_sum(updates["head"].count, (weights > 0).astype(weights.dtype))
-        return WeightedSum(dataclasses.replace(total, count=count), weight)
 
     def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, cohort
-        found, info = _solved(dataclasses.replace(sums.mean(), count=sums.total.count), ridge)
+        found, info = _solved(head_mean(sums), ridge)
         template = Template.of(params)
         leaves = template.by_name(params) | unpack(sums.total.layer, found)
         return template.restore(leaves), state, info
 
-    return Algorithm(summarize, aggregate, reduce, kind="sums of an analytic head", model=model)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
-    def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
-        del key
-        seen = trace(model.apply, params, x)
-        place = output_layer(seen)
-        a = seen.activations[place]
-        y = likelihoods.regression_targets(model.likelihood, y, seen.outputs.shape[-1])
-        y = y.reshape(*a.shape[:2], -1).astype(a.dtype)
-        # Both sides of a product carry the root of the weight.
-        root = jnp.sqrt(w)[:, None, None].astype(a.dtype)
-        both, size = second_moment(root * jnp.concatenate([a, y], axis=-1)), a.shape[-1]
-        squares = jnp.trace(both[size:, size:])
-        # Means are of examples, of which each may have several positions.
-        moments = both[:size, :size], both[:size, size:], squares, a.shape[1] * w.sum()
-        return HeadSums(*moments, seen.layers[place])
-
-    means = passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
-    rows = examples.inputs if examples.indices is None else examples.indices
-    weights = jnp.ones(rows.shape[0]) if examples.weights is None else examples.weights
-    return dataclasses.replace(means, count=means.count * (weights > 0).sum())
+    return head_summary(model, aggregate, batch_size, max_examples)
 
 
 @jax.jit

@@ -1,0 +1,162 @@
+"""Classifier calibration with virtual representations: the last layer tuned on drawn features.
+
+Luo, Chen, Hu, Zhang, Liang, Feng, No fear of heterogeneity: classifier calibration for federated
+learning with non-IID data, NeurIPS 2021. Clients send how features are distributed in each class,
+and the server draws features of all classes, in their shares among all clients.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fisherjax import checks, likelihoods, linalg
+from fisherjax.algorithms.base import Algorithm, WeightedSum
+from fisherjax.algorithms.heads import HeadSums, head_mean, head_summary
+from fisherjax.configuration import cached
+from fisherjax.fisher.layers import matrix, unpack
+from fisherjax.fisher.operators import PRECISION, Template
+from fisherjax.typing import Array, Key, Model, Params
+
+_SGD = optax.sgd(0.003, momentum=0.9)
+_BATCH = 64
+
+
+class Tuned(NamedTuple):
+    """How the tuning went.
+
+    Attributes:
+        before: Mean loss of the features drawn, in nats, at the model given.
+        after: The same of the model made.
+    """
+
+    before: Array
+    after: Array
+
+
+@cached
+def ccvr(
+    model: Model,
+    *,
+    draws: int = 20_000,
+    epochs: int = 3,
+    optimizer: optax.GradientTransformation = _SGD,
+    batch_size: int = 64,
+    max_examples: int | None = None,
+) -> Algorithm:
+    """Make the exchange that tunes the last dense layer on features drawn from Gaussians.
+
+        y ~ pi,   a ~ N(mu_y, S),   mu_c = E[a | c],   S = E[a a^T] - sum_c pi_c mu_c mu_c^T,
+        V <- steps of the optimiser on -log p(y | V^T a), from the V given,
+
+    with pi the shares of the classes and a the inputs of that layer at the model that clients are
+    given; where none is negative, as behind a ReLU, draws are clipped at zero. Outputs stay logits.
+    All other leaves stay: see `merging.exchange`. What clients send are sums, the same as for
+    `analytic_head`; they show the server each client's label counts and class means, unless they
+    are summed securely.
+
+    Args:
+        model: The network, whose outputs are those of a dense layer, with the categorical
+            likelihood.
+        draws: How many features the server draws.
+        epochs: Passes over them, in fresh minibatches of 64.
+        optimizer: Any of optax.
+        batch_size: Examples of a minibatch of the clients.
+        max_examples: Of how many of a client's examples its sums are at most; None is all.
+
+    Returns:
+        The algorithm. Updates are {"head": HeadSums}, which add up over clients; it reports
+        `Tuned`.
+
+    Raises:
+        ValueError: If a number is out of range or the likelihood is another; on summarize, if the
+            network does not end in a dense layer of its own.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.categorical)
+        >>> x, y = jnp.array([[1.0, 0.0], [0.0, 1.0]] * 4), jnp.array([0, 1] * 4)
+        >>> federation = fj.clients.federation((x, y), [range(5), range(5, 8)])
+        >>> start, key = {"w": jnp.zeros((2, 2))}, jax.random.key(0)
+        >>> merged, _, tuned = fj.merging.exchange(ccvr(model), start, federation, key=key)
+        >>> bool((jnp.argmax(x @ merged["w"], 1) == y).all()), bool(tuned.after < tuned.before)
+        (True, True)
+
+    Source: the paper above, algorithm 1. Deviations: one covariance within classes for all, so that
+        what is sent are sums of a size that does not grow by a matrix for each class; draws are in
+        the classes' own shares, not equally many; clipping.
+    """
+    checks.model(model)
+    if model.likelihood is not likelihoods.categorical:
+        raise ValueError(
+            "Features are drawn for classes: the model's likelihood must be the categorical one. "
+            "algorithms.analytic_head takes others."
+        )
+    for name, value in (("draws", draws), ("epochs", epochs)):
+        checks.count(name, value)
+    checks.optimizer("optimizer", optimizer)
+
+    def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
+        del cohort
+        template, layer = Template.of(params), sums.total.layer
+        leaves = template.by_name(params)
+        features, labels = _drawn(key, head_mean(sums), draws)
+        found, info = _tuned(optimizer, epochs, matrix(layer, leaves), features, labels, key)
+        return template.restore(leaves | unpack(layer, found)), state, info
+
+    return head_summary(model, aggregate, batch_size, max_examples)
+
+
+@partial(jax.jit, static_argnums=2)
+def _drawn(key: Key, sums: HeadSums, draws: int) -> tuple[Array, Array]:
+    """Draw features [draws, a] and their classes."""
+    which, noise = jax.random.split(jax.random.fold_in(key, 0))
+    shares = sums.targets / sums.targets.sum()
+    # Positions of a sequence count each.
+    products, inputs = (x / sums.targets.sum() for x in (sums.products, sums.inputs))
+    means = jnp.where(shares > 0, products / jnp.where(shares > 0, shares, 1), 0).T  # [C, a]
+    between = jnp.einsum("c,ca,cb->ab", shares, means, means, precision=PRECISION)
+    eigenvalues, vectors = linalg.eigh(inputs - between)
+    root = jnp.sqrt(jnp.maximum(eigenvalues, 0))[:, None] * vectors.T
+    labels = jax.random.categorical(which, jnp.log(shares), shape=(draws,))
+    normal = jax.random.normal(noise, (draws, len(inputs)), inputs.dtype)
+    features = means[labels] + jnp.matmul(normal, root, precision=PRECISION)
+    features = jnp.where(sums.negative > 0, features, jnp.maximum(features, 0))
+    if sums.layer.bias is not None:
+        features = features.at[:, -1].set(1)
+    return features, labels
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _tuned(
+    optimizer: optax.GradientTransformation,
+    epochs: int,
+    value: Array,
+    features: Array,
+    labels: Array,
+    key: Key,
+) -> tuple[Array, Tuned]:
+    def loss(value: Array, features: Array, labels: Array) -> Array:
+        z = features @ value
+        return optax.softmax_cross_entropy_with_integer_labels(z, labels).mean()
+
+    def step(carry: tuple, batch: Array) -> tuple[tuple, None]:
+        value, state = carry
+        gradient = jax.grad(loss)(value, features[batch], labels[batch])
+        updates, state = optimizer.update(gradient, state, value)
+        return (optax.apply_updates(value, updates), state), None
+
+    length = min(_BATCH, len(labels))
+    number = len(labels) // length
+    orders = [
+        jax.random.permutation(jax.random.fold_in(key, n), len(labels))
+        for n in range(1, epochs + 1)
+    ]
+    batches = jnp.concatenate(
+        [order[: number * length].reshape(number, length) for order in orders]
+    )
+    before = loss(value, features, labels)
+    (value, _), _ = jax.lax.scan(step, (value, optimizer.init(value)), batches)
+    return value, Tuned(before, loss(value, features, labels))

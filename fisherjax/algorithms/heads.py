@@ -1,0 +1,94 @@
+"""What methods share that make the last layer anew: its sums over everybody's features."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import checks, likelihoods, tree
+from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
+from fisherjax.clients import draw
+from fisherjax.fisher import passes
+from fisherjax.fisher.kfac import second_moment
+from fisherjax.fisher.layers import Layer
+from fisherjax.fisher.trace import output_layer, trace
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Examples, Key, Model, Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadSums:
+    """What a client knows of the layer that makes the outputs; means over its examples.
+
+    Attributes:
+        inputs: A = E[a a^T], [a, a].
+        products: B = E[a y^T], [a, C].
+        targets: E[y], [C]: of classes their shares.
+        squares: E|y|^2.
+        negative: E|min(a, 0)|^2, zero behind a ReLU.
+        count: How many target vectors: one for each example, or position of a sequence.
+        layer: Which layer it is, static.
+    """
+
+    inputs: Array
+    products: Array
+    targets: Array
+    squares: Array
+    negative: Array
+    count: Array
+    layer: Layer = dataclasses.field(metadata={"static": True})
+
+
+def head_summary(
+    model: Model, aggregate: Callable, batch_size: int, max_examples: int | None
+) -> Algorithm:
+    """Make the algorithm whose clients send {"head": HeadSums}, given what the server does."""
+    checks.model(model)
+    checks.count("batch_size", batch_size)
+    if max_examples is not None:
+        checks.count("max_examples", max_examples)
+
+    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        examples = draw(key, examples, max_examples)
+        return {"head": _sums(model, batch_size, trained.params, examples)}, private
+
+    def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
+        total, weight = weighted_sum(updates["head"], weights)
+        # Examples count once each, however large their client's weight.
+        count = tree.weighted_sum(updates["head"].count, (weights > 0).astype(weights.dtype))
+        return WeightedSum(dataclasses.replace(total, count=count), weight)
+
+    return Algorithm(summarize, aggregate, reduce, kind="sums of the last layer", model=model)
+
+
+def head_mean(sums: WeightedSum) -> HeadSums:
+    """Divide by the weight, but for the count."""
+    return dataclasses.replace(sums.mean(), count=sums.total.count)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
+    def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
+        del key
+        seen = trace(model.apply, params, x)
+        place = output_layer(seen)
+        a = seen.activations[place]
+        y = likelihoods.regression_targets(model.likelihood, y, seen.outputs.shape[-1])
+        y = y.reshape(*a.shape[:2], -1).astype(a.dtype)
+        # Both sides of a product carry the root of the weight.
+        root = jnp.sqrt(w)[:, None, None].astype(a.dtype)
+        both, size = second_moment(root * jnp.concatenate([a, y], axis=-1)), a.shape[-1]
+        squares = jnp.trace(both[size:, size:])
+        below = jnp.square(root * jnp.minimum(a, 0)).sum()
+        moments = both[:size, :size], both[:size, size:], jnp.einsum("n,ntc->c", w, y), squares
+        # Means are of examples, of which each may have several positions.
+        return HeadSums(*moments, below, a.shape[1] * w.sum(), seen.layers[place])
+
+    means = passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
+    rows = examples.inputs if examples.indices is None else examples.indices
+    weights = jnp.ones(rows.shape[0]) if examples.weights is None else examples.weights
+    return dataclasses.replace(means, count=means.count * (weights > 0).sum())
