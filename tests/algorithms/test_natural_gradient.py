@@ -30,7 +30,8 @@ def world(x64):
         "a": jnp.asarray(source.normal(size=(2, 3))),
         "c": jnp.zeros(3),
     }
-    return params, source.normal(size=(40, 3)), source.integers(0, 3, 40).astype(np.int32)
+    x = source.normal(size=(40, 3))
+    return params, x, np.argmax(x, 1).astype(np.int32)
 
 
 def exchanged(model, params, data, partition=SPLITS[0], **options):
@@ -40,15 +41,12 @@ def exchanged(model, params, data, partition=SPLITS[0], **options):
 
 
 @pytest.mark.parametrize("partition", SPLITS, ids=len)
-def test_a_step_is_the_least_of_the_exact_quadratic_in_what_it_spans(world, partition):
+def test_the_step_is_the_least_on_examples_held_aside_of_what_it_spans(world, partition):
     params, x, labels = world
-    model = fj.Model(apply, likelihoods.categorical)
+    model, y = fj.Model(apply, likelihoods.categorical), np.eye(3)[labels]
     options = {"damping": DAMPING, "scales": (1.0,)}
     moved, _, info = exchanged(model, params, (x, labels), partition, **options)
-    used, y = np.arange(40) % 10 != 9, np.eye(3)[labels]
-
-    def outputs(params):
-        return apply(params, x[used])
+    used = np.arange(40) % 10 != 9
 
     def loss(params, rows):
         return ((apply(params, x[rows]) - y[rows]) ** 2).sum(1).mean() / 2
@@ -56,71 +54,76 @@ def test_a_step_is_the_least_of_the_exact_quadratic_in_what_it_spans(world, part
     # Directions of K-FAC with factored damping, from its own factors.
     squared = fj.Model(apply, likelihoods.gaussian)
     own = fisher.kfac(squared, params, fj.Examples(x[used]), kind=fisher.true)
-    gradient = jax.grad(loss)(params, used)
-    head = {"a": 0, "c": 0}
+    gradient, means = jax.grad(loss)(params, used), own.block_means()
+    zero = {name: jnp.zeros_like(params[name]) for name in ("a", "c")}
     directions = [
-        own.inverse({k: damping * v for k, v in own.block_means().items()}).mv(gradient)
-        | {name: jnp.zeros_like(params[name]) for name in head}
-        for damping in DAMPING
+        jax.tree.map(jnp.negative, own.inverse({k: d * v for k, v in means.items()}).mv(gradient))
+        | zero
+        for d in DAMPING
     ]
-    pushed = [jax.jvp(outputs, (params,), (d,))[1] for d in directions]
-    lengths = [np.sqrt((p**2).sum(1).mean()) for p in pushed]
-    columns = [np.ravel(p / length) for p, length in zip(pushed, lengths, strict=True)]
-    # And of the head every entry.
+
+    def change(way, rows):
+        return np.asarray(jax.jvp(lambda w: apply(w, x[rows]), (params,), (way,))[1])
+
+    # For each of them, and for none, the head by ridge regression.
     hidden = jnp.tanh(jnp.tanh(x @ params["z"]["kernel"] + params["z"]["bias"]) @ params["b"])
     inputs = np.column_stack([hidden[used], np.ones(36)])
-    columns += [np.ravel(np.outer(a, row)) for a in inputs.T for row in np.eye(3)]
-    map_ = np.stack(columns, 1)
-    quadratic, slope = map_.T @ map_ / 36, map_.T @ np.ravel(outputs(params) - y[used]) / 36
-    ridge = 1e-3 * (inputs**2).sum() / 36 / 3
-    value = np.concatenate([params["a"], params["c"][None]]).ravel()
-    damped = quadratic + np.diag([0] * 2 + [ridge] * 9)
-    pull = slope + np.concatenate([np.zeros(2), ridge * value])
-    # The ridge of the coefficients is in units of the curvature that the head leaves them.
-    left = damped[:2, :2] - damped[:2, 2:] @ np.linalg.solve(damped[2:, 2:], damped[2:, :2])
-    damped[:2, :2] += 1e-3 * np.trace(left) / 2 * np.eye(2)
-    found = -np.linalg.solve(damped, pull)
+    moment = inputs.T @ inputs / 36
+    ridge = 1e-3 * np.trace(moment) / 3 * np.eye(3)
+    value = np.concatenate([params["a"], params["c"][None]])
+    residual = apply(params, x[used]) - y[used]
+    sides = [inputs.T @ change(d, used) / 36 for d in directions]
+    sides.append(inputs.T @ residual / 36 + ridge @ value)
+    heads = [-np.linalg.solve(moment + ridge, side) for side in sides]
+    heads = [{"a": jnp.asarray(u[:2]), "c": jnp.asarray(u[2])} for u in heads]
+    still = jax.tree.map(jnp.zeros_like, params)
+    ways = [*directions, *(d | u for d, u in zip([*directions, still], heads, strict=True))]
+    lengths = [np.sqrt((change(way, used) ** 2).sum(1).mean()) for way in ways]
+    pushed = [change(way, ~used) / length for way, length in zip(ways, lengths, strict=True)]
+    columns = np.stack([p.ravel() for p in pushed], 1)
+    slope = columns.T @ np.ravel(apply(params, x[~used]) - y[~used]) / 4
+    curvature = columns.T @ columns / 4
+    damped = curvature + 1e-2 * np.trace(curvature) / 5 * np.eye(5)
+    share = -np.linalg.solve(damped, slope)
 
-    for name in ("z", "b"):
-        pairs = zip(found[:2] / lengths, directions, strict=True)
-        change = sum(c * ravel(d[name]) for c, d in pairs)
-        difference = jax.tree.map(jnp.subtract, moved[name], params[name])
-        np.testing.assert_allclose(ravel(difference), change, rtol=1e-6, atol=1e-9)
-    new = np.concatenate([moved["a"], moved["c"][None]]).ravel()
-    np.testing.assert_allclose(new - value, found[2:], rtol=1e-6, atol=1e-9)
+    expected = ravel(params) + sum(
+        c / length * ravel(way) for c, length, way in zip(share, lengths, ways, strict=True)
+    )
+    assert info.scale == 1
+    np.testing.assert_allclose(ravel(moved), expected, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(info.predicted, slope @ share + share @ curvature @ share / 2)
     np.testing.assert_allclose(info.loss, loss(params, used))
-    predicted = info.loss + slope @ found + found @ quadratic @ found / 2
-    np.testing.assert_allclose(info.predicted, predicted)
     np.testing.assert_allclose(info.held, [loss(moved, ~used), loss(params, ~used)])
 
 
-def test_of_a_linear_model_it_is_ridge_regression(x64):
+def test_of_a_linear_model_it_goes_to_the_ridge_regression(x64):
+    """The quadratic is the loss itself, so that what is promised comes true."""
     source = np.random.default_rng(1)
-    x, y = source.normal(size=(30, 3)), source.normal(size=(30, 2))
-    model = fj.Model(lambda params, x: x @ params, likelihoods.gaussian)
-    moved, _, info = exchanged(model, jnp.ones((3, 2)), (x, y), [range(30)], scales=(1.0,))
-    used = np.arange(30) % 10 != 9
-    moment = x[used].T @ x[used] / 27
+    x = source.normal(size=(200, 3))
+    y = x @ source.normal(size=(3, 2)) + source.normal(size=(200, 2)) / 10
+    model, start = fj.Model(lambda params, x: x @ params, likelihoods.gaussian), jnp.ones((3, 2))
+    moved, _, info = exchanged(model, start, (x, y), [range(200)], scales=(1.0,))
+    used = np.arange(200) % 10 != 9
+    moment = x[used].T @ x[used] / 180
     ridge = 1e-3 * np.trace(moment) / 3 * np.eye(3)
-    expected = np.linalg.solve(moment + ridge, x[used].T @ y[used] / 27)
-    if info.scale:
-        np.testing.assert_allclose(moved, expected, rtol=1e-10)
-    residual = ((x[used] @ expected - y[used]) ** 2).sum(1).mean() / 2
-    np.testing.assert_allclose(info.predicted, residual, rtol=1e-10)
+    way = np.linalg.solve(moment + ridge, x[used].T @ y[used] / 180) - start
+    share = np.vdot(moved - start, way) / np.vdot(way, way)
+    np.testing.assert_allclose(moved, start + share * way, rtol=1e-9)
+    assert abs(share - 1) < 0.05
+    np.testing.assert_allclose(info.held[0] - info.held[1], info.predicted)
 
 
 def test_examples_held_aside_decide_how_far_to_go(world):
-    """The step is the same; where the model is right already nobody moves."""
     params, x, _ = world
     model, y = fj.Model(apply, likelihoods.gaussian), np.array(jnp.sin(4 * x))
     scales = (1.0, 0.5, 0.25)
     _, _, info = exchanged(model, params, (x, y), scales=scales)
     assert info.held.shape == (4,)
     assert info.scale == (*scales, 0.0)[int(np.argmin(info.held))]
+    # Where the model is right for them already, nobody moves, whatever the others say.
     y[9::10] = apply(params, x[9::10])
     stayed, _, info = exchanged(model, params, (x, y), scales=scales)
-    assert info.scale == 0
-    chex.assert_trees_all_equal(stayed, params)
+    chex.assert_trees_all_close(stayed, params, rtol=1e-12)
 
 
 def test_few_examples_hold_none_aside_and_a_whole_step_is_taken(world):
@@ -132,10 +135,13 @@ def test_few_examples_hold_none_aside_and_a_whole_step_is_taken(world):
 
 
 def test_exchanges_follow_the_head_to_a_smaller_loss(world):
-    params, x, _ = world
-    model = fj.Model(apply, likelihoods.categorical)
+    params, _, _ = world
+    model, x = (
+        fj.Model(apply, likelihoods.categorical),
+        np.random.default_rng(3).normal(size=(400, 3)),
+    )
     labels = np.argmax(np.tanh(x[:, [1, 2, 0]]) - x, 1)
-    federation = fj.clients.federation((x, labels), SPLITS[1])
+    federation = fj.clients.federation((x, labels), np.split(np.arange(400), [100, 130]))
     params = merging.exchange(algorithms.analytic_head(model), params, federation, key=KEY)[0]
     losses, method = [], algorithms.natural_gradient(model)
     for _ in range(4):
