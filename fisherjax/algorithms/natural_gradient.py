@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, fisher, likelihoods, linalg
-from fisherjax.algorithms.base import ENOUGH, Algorithm, WeightedSum, weighted_sum
+from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.clients import draw, hold_out
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, passes
@@ -30,7 +30,7 @@ from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 _HELD = 10  # one of so many examples is held aside
-_RIDGE, _HEAD_RIDGE = 1e-2, 1e-3  # of the coefficients and the head, in mean eigenvalues
+_RIDGE = 1e-2  # of the coefficients and of the head, in units of the mean eigenvalue
 
 
 class Slopes(NamedTuple):
@@ -110,8 +110,8 @@ def natural_gradient(
     damping: tuple[float, ...] = (1.0, 0.1, 0.01, 0.001),
     scales: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125),
     kind: Kind = fisher.sampled,
-    batch_size: int = 64,
-    max_examples: int | None = ENOUGH,
+    batch_size: int = 128,
+    max_examples: int | None = 4000,
 ) -> Algorithm:
     """Make the exchange that moves all layers by natural gradients, and solves the last anew.
 
@@ -136,8 +136,9 @@ def natural_gradient(
         scales: s, from large to small; to stay is tried too.
         kind: Of the factors; `fisher.sampled` takes one backward pass.
         batch_size: Examples of a minibatch.
-        max_examples: Of how many of a client's examples factors and products are at most; None is
-            all. The gradient is of all; of every ten, one is held aside, always the same.
+        max_examples: Of how many of a client's examples the gradient is at most; factors are of a
+            quarter of that, products and losses of an eighth. None is all. Of every ten examples
+            one is held aside, always the same.
 
     Returns:
         The algorithm. Updates of each message add up over clients; it reports a `Step`.
@@ -189,7 +190,8 @@ def natural_gradient(
     def products(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         params, directions = trained.start
         parts = zip(("used", "held"), hold_out(examples, _HELD), strict=True)
-        own = {name: _products(plan, params, directions, part, key) for name, part in parts}
+        parts = {name: draw(key, part, plan.at_most(8)) for name, part in parts}
+        own = {name: _products(plan, params, directions, part) for name, part in parts.items()}
         return {"products": own}, private
 
     def turn(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
@@ -198,9 +200,11 @@ def natural_gradient(
         return params, state._replace(step=step, predicted=predicted), ()
 
     def losses(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        del key
         params, step = trained.start
-        return {"losses": _losses(plan, steps, params, step, examples)}, private
+        _, held = hold_out(examples, _HELD)
+        # Those that the step was chosen on, as the key is the same.
+        held = draw(key, held, plan.at_most(8))
+        return {"losses": _losses(plan, steps, params, step, held)}, private
 
     def go(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort
@@ -231,10 +235,15 @@ class _Plan(NamedTuple):
     batch_size: int
     max_examples: int | None
 
+    def at_most(self, part: int) -> int | None:
+        """Say of how many examples something is at most that needs a part of them."""
+        return None if self.max_examples is None else -(-self.max_examples // part)
+
 
 @partial(jax.jit, static_argnums=0)
 def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes:
-    examples, _ = hold_out(examples, _HELD)
+    rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
+    examples = draw(rows, examples, plan.max_examples)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> tuple[Array, Params]:
         del key
@@ -245,7 +254,7 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
     # The curvature of a squared error has no targets. What no layer covers stays as it is.
     how |= {"key": key, "kind": plan.kind, "fallback": fisher.zero}
     if plan.max_examples is not None:
-        how["max_examples"] = plan.max_examples
+        how["max_examples"] = plan.at_most(4)
     squared = plan.model._replace(likelihood=likelihoods.gaussian)
     own = fisher.kfac(squared, params, examples._replace(targets=None), **how)
     return Slopes(loss, gradient, own)
@@ -288,10 +297,7 @@ def _but(head: Layer, params: Params) -> Params:
 
 
 @partial(jax.jit, static_argnums=0)
-def _products(
-    plan: _Plan, params: Params, directions: Params, examples: Examples, key: Key
-) -> Products:
-    examples = draw(key, examples, plan.max_examples)
+def _products(plan: _Plan, params: Params, directions: Params, examples: Examples) -> Products:
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> Products:
         del key
@@ -329,7 +335,7 @@ def _solved(
     held = jax.tree.map(partial(jnp.where, jnp.trace(held.inputs) > 0), held, used)
     # U_k = -(A + r I)^-1 E[a J_k^T], and U_0 = -(A + r I)^-1 (E[a r^T] + r V) for staying there.
     size = len(value)
-    ridge = _HEAD_RIDGE * jnp.trace(used.inputs) / size
+    ridge = _RIDGE * jnp.trace(used.inputs) / size
     pull = (used.gradient + ridge * value)[None]
     sides = jnp.concatenate([used.crossed, pull])
     flat = sides.swapaxes(0, 1).reshape(size, -1)
@@ -365,10 +371,8 @@ def _curvature(products: Products, ways: Array, heads: Array) -> Array:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _losses(
-    plan: _Plan, scales: tuple[float, ...], params: Params, step: Params, examples: Examples
+    plan: _Plan, scales: tuple[float, ...], params: Params, step: Params, held: Examples
 ) -> Array:
-    _, held = hold_out(examples, _HELD)
-
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> Array:
         del key
 

@@ -246,8 +246,8 @@ def test_an_exchange_without_training_follows_each_merge():
         assert (first.round, second.round) == (1, 2)
         assert second.value > first.value
         assert second.seconds > first.seconds
-        # Second moments of 64 inputs, products with ten classes, two numbers.
-        assert second.upload_bytes - first.upload_bytes == 4 * (64 * 64 + 64 * 10 + 2)
+        # Second moments of 64 inputs, products with ten classes and their shares, three numbers.
+        assert second.upload_bytes - first.upload_bytes == 4 * (64 * 64 + 64 * 10 + 10 + 3)
 
 
 def test_more_exchanges_follow_the_head_and_leave_rows_by_round():
