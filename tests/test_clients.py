@@ -25,6 +25,23 @@ def federation(data):
     return clients.federation(data, ROWS)
 
 
+def counted(examples):
+    rows = jnp.arange(len(examples.inputs)) if examples.indices is None else examples.indices
+    weights = np.ones(len(rows)) if examples.weights is None else np.asarray(examples.weights)
+    return sorted(np.asarray(rows)[weights > 0].tolist())
+
+
+@pytest.mark.parametrize("every", [2, 3, 7])
+@pytest.mark.parametrize("client", range(4))
+def test_what_is_held_out_and_what_is_not_are_all_of_a_client(federation, client, every):
+    own = clients.view(federation, client)
+    others, held = clients.hold_out(own, every)
+    assert sorted(counted(others) + counted(held)) == counted(own)
+    assert len(counted(held)) == len(counted(own)) // every
+    # It depends on nothing but places: again, the same.
+    assert counted(clients.hold_out(own, every)[1]) == counted(held)
+
+
 # Who owns what.
 
 

@@ -402,3 +402,53 @@ def test_a_state_goes_on_from_merge_to_merge():
     for expected in (2.0, 3.0, 2.5):  # the momentum: half of the last step is taken again
         params, state, _ = merging.merge(method, params, models(2.0), state=state)
         assert params["w"] == pytest.approx(expected)
+
+
+# Exchanges
+
+
+def asking(name, then=None):
+    """Make a message that clients answer with what they were given, times their first input."""
+
+    def broadcast(params, state, private):
+        return (params, state), ()
+
+    def summarize(key, trained, examples, private):
+        _, state = trained.start
+        first = examples.inputs[examples.indices[0]].sum()
+        return {"sum": first * (1.0 if isinstance(state, tuple) else state)}, private
+
+    def reduce(updates, weights):
+        return algorithms.base.weighted_sum(updates["sum"], weights)
+
+    def aggregate(key, sums, params, state, cohort):
+        mean = sums.mean()
+        return jax.tree.map(lambda w: w + mean, params), mean, name
+
+    made = algorithms.Algorithm(summarize, aggregate, reduce, broadcast=broadcast)
+    return made._replace(kind=name, then=then)
+
+
+def test_an_exchange_of_several_messages_is_played_to_its_end():
+    """Each is given the state and the model that the one before it left."""
+    data = np.array([[1.0], [3.0]], np.float32), np.zeros(2)
+    federation = clients.federation(data, [[0], [1]])
+    method, start, key = asking("first", asking("second")), {"w": jnp.zeros(2)}, jax.random.key(0)
+    first, second = merging.messages(method, start, federation, key=key)
+    assert (first.info, second.info) == ("first", "second")
+    assert (first.sent.kind, second.sent.kind) == ("first", "second")
+    # Means of 1 and 3; then of 1 x 2 and 3 x 2.
+    assert (float(first.state), float(second.state)) == (2.0, 4.0)
+    chex.assert_trees_all_equal(second.received, ({"w": jnp.full(2, 2.0)}, jnp.asarray(2.0)))
+    chex.assert_trees_all_equal(second.params, {"w": jnp.full(2, 6.0)})
+    params, state, info = merging.exchange(method, start, federation, key=key)
+    chex.assert_trees_all_equal((params, state, info), second[2:])
+
+
+def test_an_exchange_refuses_what_is_no_algorithm_or_federation():
+    data = np.ones((2, 1), np.float32), np.zeros(2)
+    federation = clients.federation(data, [[0], [1]])
+    with pytest.raises(TypeError, match="expected an Algorithm"):
+        merging.exchange(3, PARAMS, federation, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="federation is a tuple"):
+        merging.exchange(FEDAVG, PARAMS, (1, 2), key=jax.random.key(0))

@@ -54,6 +54,25 @@ def test_exchanges_without_training_have_lines_of_their_own(rows_of):
     assert {x.mean for x in found if x.algorithm in exchanged} == {96.0}
 
 
+def test_of_several_exchanges_the_table_has_the_last_and_the_curves_have_all(rows_of):
+    asked = OneShot(merging=Merging(NAMES), then_rounds=2)
+    rows = rows_of(asked)
+    more = [
+        row._replace(algorithm=f"{row.algorithm}+natural_gradient", round=number, value=number / 10)
+        for row in rows
+        if row.algorithm == "fedlpa" and row.round == 1
+        for number in (2, 3, 4, 5)
+    ]
+    found = {x.algorithm: x.mean for x in accuracies.lines([*rows, *more], NAMES)}
+    assert found["fedlpa+natural_gradient"] == 50.0
+    curves = accuracies.curves([*rows, *more], NAMES)
+    # Both go on from the same merge.
+    exchanged, averaged = curves["fedlpa+natural_gradient"], curves["fedlpa"]
+    assert exchanged[0] == averaged[0]
+    assert [set(values) for values in exchanged[1:]] == [{20.0}, {30.0}, {40.0}, {50.0}]
+    assert list(accuracies.curves(more, NAMES)) == ["fedlpa+natural_gradient"]
+
+
 def test_the_table_averages_local_models_over_clients_and_everything_over_runs(rows_of):
     asked = OneShot(Data(num_clients=3), partition_seeds=(0, 1), seeds=(0,))
     names = asked.merging.algorithms
