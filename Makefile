@@ -29,7 +29,7 @@ help: ## Say what can be made
 demo: $(VENV)/.base ## Install and run the digits experiment (about two minutes)
 	$(VENV)/bin/python -m experiments.one_shot --dataset digits --model mlp --out $(DEMO_OUT) \
 		--algorithms fedavg fisher_merge regmean fedlpa fedfisher_diag fedfisher_kfac fedfisher_sequential \
-		--calibrate analytic_head
+		--calibrate analytic_head ccvr --exchanges 5
 
 test: $(VENV)/.dev ## Run the fast tests and the examples of the documentation
 	$(VENV)/bin/python -m pytest -n $(WORKERS)

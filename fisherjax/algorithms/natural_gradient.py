@@ -127,8 +127,8 @@ def natural_gradient(
     and factors; the products of J D_k and the inputs of the head, twice, of examples held aside and
     of others; the losses, one number for each s. See `merging.exchange`.
 
-    Chosen on the examples that g is of, the step would be that of the least damping: on CIFAR-10 it
-    promises five times what examples held aside get.
+    Chosen on the examples that g is of, the step would be that of the least damping, which fits
+    those and no others.
 
     Args:
         model: The network, whose outputs are those of a dense layer, and what they mean.
