@@ -188,6 +188,12 @@ def federated(
     """
     checks.model(model)
     check_algorithm(algorithm)
+    if algorithm.then is not None:
+        raise ValueError(
+            "This method exchanges several messages without training, as natural_gradient does; "
+            "expected one whose clients train and answer once. Play it after the rounds, by "
+            "merging.exchange."
+        )
     for name, value in (("cohort", cohort), ("epochs", epochs), ("batch_size", batch_size)):
         checks.count(name, value)
     checks.optimizer("optimizer", optimizer)

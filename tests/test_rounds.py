@@ -342,6 +342,13 @@ def test_bad_input_is_refused_before_the_first_round(world):
         )
 
 
+def test_a_method_of_several_messages_is_no_round():
+    method = algorithms.natural_gradient(MODEL)
+    how = {"cohort": 1, "optimizer": SGD, "epochs": 1, "batch_size": 1}
+    with pytest.raises(ValueError, match="exchanges several messages without training"):
+        rounds.federated(MODEL, method, **how)
+
+
 def test_a_state_of_another_number_of_clients_is_refused(world):
     federation, params = world
     method = federated("scaffold")
