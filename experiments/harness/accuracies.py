@@ -200,15 +200,18 @@ def figure(found: Sequence[Line], heading: str, path: Path) -> None:
 def curve_figure(found: Curves, heading: str, path: Path) -> None:
     """Draw accuracy round by round, means over runs."""
     drawn, axes = canvas(7.2, 4.6)
+    exchanged = any("+" in name for name in found)
     for name, rounds in found.items():
         means = [statistics.fmean(values) for values in rounds]
-        axes.plot(range(1, len(means) + 1), means, markersize=5, **style(name))
+        # Those that go on by training stand back where others need none.
+        line = "--" if exchanged and "+" not in name else "-"
+        axes.plot(range(1, len(means) + 1), means, line, markersize=5, **style(name))
     axes.set_xlabel("round: the first by each algorithm, then averaging, or without training")
     axes.set_ylabel("test accuracy, %, mean over runs")
     axes.set_title(heading, fontsize="medium", loc="left")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(color=GRID, linewidth=0.8)
-    legend(drawn, [axes])
+    legend(drawn, [axes], columns=2 if exchanged else 4)
     save(drawn, path)
 
 

@@ -298,7 +298,6 @@ def _but(head: Layer, params: Params) -> Params:
 
 @partial(jax.jit, static_argnums=0)
 def _products(plan: _Plan, params: Params, directions: Params, examples: Examples) -> Products:
-
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> Products:
         del key
         seen = trace(plan.model.apply, params, x)
