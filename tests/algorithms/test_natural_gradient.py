@@ -123,7 +123,7 @@ def test_examples_held_aside_decide_how_far_to_go(world):
     # Where the model is right for them already, nobody moves, whatever the others say.
     y[9::10] = apply(params, x[9::10])
     stayed, _, info = exchanged(model, params, (x, y), scales=scales)
-    chex.assert_trees_all_close(stayed, params, rtol=1e-12)
+    chex.assert_trees_all_close(stayed, params, rtol=1e-9, atol=1e-12)
 
 
 def test_few_examples_hold_none_aside_and_a_whole_step_is_taken(world):
