@@ -134,3 +134,37 @@ def test_targets_that_do_not_fit_are_refused(fault):
     name, y, error, words = BAD[fault]
     with pytest.raises(error, match=words):
         getattr(likelihoods, name).check((5, 3), y)
+
+
+def test_smoothed_labels_want_probabilities_that_are_never_zero(x64):
+    """The least of the loss is where the probabilities are the smoothed labels themselves."""
+    likelihood, y = likelihoods.smoothed(0.2), jnp.array([1, 0])
+    wanted = 0.8 * jax.nn.one_hot(y, 4) + 0.2 / 4
+
+    def loss(z):
+        return likelihood.negative_log_likelihood(z, y).sum()
+
+    np.testing.assert_allclose(jax.grad(loss)(jnp.log(wanted)), 0, atol=1e-12)
+    every = [
+        likelihoods.categorical.negative_log_likelihood(outputs((2, 4)), jnp.full(2, c))
+        for c in range(4)
+    ]
+    own = likelihoods.categorical.negative_log_likelihood(outputs((2, 4)), y)
+    found = likelihood.negative_log_likelihood(outputs((2, 4)), y)
+    np.testing.assert_allclose(found, 0.8 * own + 0.2 * np.mean(every, 0))
+
+
+def test_smoothing_changes_nothing_but_the_loss():
+    smooth, plain = likelihoods.smoothed(0.1), likelihoods.categorical
+    assert smooth[1:] == plain[1:]
+    assert likelihoods.smoothed(0.1) is smooth
+    z, y = outputs((5, 3)), jnp.array([0, 1, 2, 0, 1])
+    loss = likelihoods.smoothed(0.0).negative_log_likelihood(z, y)
+    np.testing.assert_allclose(loss, plain.negative_log_likelihood(z, y), rtol=1e-6)
+    assert (likelihoods.regression_targets(smooth, y, 3) == jax.nn.one_hot(y, 3)).all()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan"), "0.1"])
+def test_a_share_out_of_range_is_refused(share):
+    with pytest.raises((ValueError, TypeError), match="share is"):
+        likelihoods.smoothed(share)

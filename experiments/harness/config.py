@@ -32,6 +32,7 @@ _SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
 Group = tyro.conf.OmitArgPrefixes
 _LATER = (
     *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
+    "label_smoothing",
     *("then_rounds", "then_epochs", "central", "calibrate", "exchanges"),
 )
 """Options that the first runs did not have; their defaults are what those runs did."""
@@ -94,6 +95,8 @@ class Training:
     """0 is plain stochastic gradient descent."""
     weight_decay: float = 0.0
     """Times the weights, added to every gradient."""
+    label_smoothing: float = 0.0
+    """Share of a label that all classes get alike; 0.1 helps clients of few classes to merge."""
     batch_size: int = 32
     """Examples of a step."""
     clients_per_chunk: int | None = None
@@ -289,7 +292,7 @@ _ACCEPTED: tuple[tuple[str, Callable[[float], bool], Sequence[str]], ...] = (
         ("min_size", "then_rounds", "then_epochs", "exchanges", "held_out_plays", "max_examples"),
     ),
     ("a number from 0 up", lambda x: 0 <= x < math.inf, ("weight_decay", "checkpoint_seconds")),
-    ("a number from 0 to below 1", lambda x: 0 <= x < 1, ("momentum",)),
+    ("a number from 0 to below 1", lambda x: 0 <= x < 1, ("momentum", "label_smoothing")),
     ("a number above 0", lambda x: 0 < x < math.inf, ("alpha", "beta", "learning_rate")),
     ("numbers above 0", lambda x: 0 < x < 1e9, ("server_learning_rate",)),
 )

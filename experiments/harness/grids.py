@@ -73,7 +73,12 @@ def configuration(grid: Grid, cell: Cell, seed: int) -> config.OneShot:
     raw = {"normalize": False, "data_dir": grid.data_dir}
     return config.OneShot(
         data=config.Data(cell.dataset, **DATASETS[cell.dataset], **split, **raw),
-        training=config.Training(0.01, 0.9, 1e-5, 64, grid.clients_per_chunk),
+        training=config.Training(
+            learning_rate=0.01,
+            weight_decay=1e-5,
+            batch_size=64,
+            clients_per_chunk=grid.clients_per_chunk,
+        ),
         merging=grid.merging,
         epochs=grid.epochs,
         partition_seeds=(seed,),

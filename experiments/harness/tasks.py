@@ -89,7 +89,7 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
 
 def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     """Build what does not depend on how data are split: the network, methods, measurements."""
-    model, normalize, init = _network(config.data, train)
+    model, normalize, init = _network(config.data, train, config.training)
     params = jax.eval_shape(init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
     data = jnp.asarray(train.inputs), jnp.asarray(train.targets)
@@ -174,7 +174,7 @@ def _draw_validation(data: Examples, partition_seed: int) -> Examples:
 
 
 def _network(
-    data: Data, train: Dataset
+    data: Data, train: Dataset, training: Training
 ) -> tuple[Model, Callable[[Array], Array], Callable[[Key], Params]]:
     """Make the network on stored images, what it does to them first, and its initial models."""
     network = MODELS[data.model](num_classes=train.num_classes)
@@ -186,7 +186,9 @@ def _network(
     if data.augment:
         augment = fj.datasets.crop_and_flip(normalize, mode=data.augment_border)
         apply_train = fj.networks.augmented(apply, augment)
-    model = Model(apply, fj.likelihoods.categorical, apply_train)
+    smooth = training.label_smoothing
+    likelihood = fj.likelihoods.smoothed(smooth) if smooth else fj.likelihoods.categorical
+    model = Model(apply, likelihood, apply_train)
     return model, normalize, jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
 
 
@@ -196,7 +198,7 @@ def _images(config: Federated) -> tuple[Any, ...]:
     number = data.num_clients + config.validation_clients + config.held_out_clients
     rows = partition(data, train, number, config.partition_seed)
     everybody = fj.clients.federation(train, rows)
-    model, _, init = _network(data, train)
+    model, _, init = _network(data, train, config.training)
     tested = fj.clients.federation(test, fj.partition.central(len(test.targets)))
     groups = _apart(config, np.arange(number), number)
     return model, init, everybody, groups, tested, title(data)

@@ -89,7 +89,7 @@ def ccvr(
         the classes' own shares, not equally many; clipping.
     """
     checks.model(model)
-    if model.likelihood is not likelihoods.categorical:
+    if not likelihoods.is_categorical(model.likelihood):
         raise ValueError(
             "Features are drawn for classes: the model's likelihood must be the categorical one. "
             "algorithms.analytic_head takes others."
