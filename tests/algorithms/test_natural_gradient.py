@@ -1,5 +1,7 @@
 """Natural-gradient exchanges against dense formulas on all data in one place."""
 
+from operator import itemgetter
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -173,6 +175,24 @@ def test_each_message_adds_up_over_clients(world):
         chex.assert_trees_all_close(streamed[0], message.params, rtol=1e-9)
         state, following = message.state, following.then
     assert following is None
+
+
+@pytest.mark.slow  # compiles an exchange twice
+def test_many_models_exchange_at_once_and_clients_side_by_side(world):
+    """A table's seeds are one program."""
+    params, x, labels = world
+    model = fj.Model(apply, likelihoods.categorical)
+    federation = fj.clients.federation((x, labels), SPLITS[1])
+    method = algorithms.natural_gradient(model)
+
+    def exchange(params, **how):
+        return merging.exchange(method, params, federation, key=KEY, **how)[0]
+
+    other = jax.tree.map(lambda w: w + 0.1, params)
+    both = jax.vmap(exchange)(jax.tree.map(lambda *w: jnp.stack(w), params, other))
+    for number, start in enumerate((params, other)):
+        own, alone = jax.tree.map(itemgetter(number), both), exchange(start, clients_per_chunk=3)
+        chex.assert_trees_all_close(own, alone, rtol=1e-7)
 
 
 def test_layers_of_a_stack_move_and_what_no_layer_covers_stays():
