@@ -177,7 +177,6 @@ def test_each_message_adds_up_over_clients(world):
     assert following is None
 
 
-@pytest.mark.slow  # compiles an exchange twice
 def test_many_models_exchange_at_once_and_clients_side_by_side(world):
     """A table's seeds are one program."""
     params, x, labels = world
