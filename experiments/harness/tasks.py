@@ -17,7 +17,7 @@ from experiments.harness.config import MODELS, PLAYS, Data, Federated, OneShot, 
 from experiments.harness.methods import Method, check_full, methods
 from fisherjax.clients import Federation
 from fisherjax.datasets import Dataset
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
 
 _NUM_VALIDATION = 500
 _SPLIT = ("partition", "alpha", "beta", "min_size", "classes_per_client")
@@ -173,6 +173,12 @@ def _draw_validation(data: Examples, partition_seed: int) -> Examples:
     return Examples(data.inputs[rows], data.targets[rows])
 
 
+def _likelihood(training: Training) -> Likelihood:
+    """Say what clients fit: labels as they are, or smoothed."""
+    smooth = training.label_smoothing
+    return fj.likelihoods.smoothed(smooth) if smooth else fj.likelihoods.categorical
+
+
 def _network(
     data: Data, train: Dataset, training: Training
 ) -> tuple[Model, Callable[[Array], Array], Callable[[Key], Params]]:
@@ -186,9 +192,7 @@ def _network(
     if data.augment:
         augment = fj.datasets.crop_and_flip(normalize, mode=data.augment_border)
         apply_train = fj.networks.augmented(apply, augment)
-    smooth = training.label_smoothing
-    likelihood = fj.likelihoods.smoothed(smooth) if smooth else fj.likelihoods.categorical
-    model = Model(apply, likelihood, apply_train)
+    model = Model(apply, _likelihood(training), apply_train)
     return model, normalize, jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
 
 
@@ -223,7 +227,7 @@ def _plays(config: Federated) -> tuple[Any, ...]:
     expected = f"1 to the {len(trained)} roles that train"
     check(config, "cohort", expected, lambda cohort: cohort <= len(trained))
     network = MODELS[config.data.model](num_classes=windows.num_classes)
-    model = Model(fj.networks.apply_fn(network), fj.likelihoods.categorical)
+    model = Model(fj.networks.apply_fn(network), _likelihood(config.training))
     init = jax.jit(lambda key: fj.networks.init(network, key, windows.inputs))
     test = [np.concatenate([windows.partition[client] for client in held_out])]
     counts = f"{len(trained)} roles train, {len(held_out)} are held out"

@@ -218,6 +218,12 @@ def test_weight_decay_is_that_of_one_gradient_step():
     assert np.allclose(updates["w"], -0.05 * (3 + 0.5 * 2))
 
 
+def test_smoothed_labels_are_what_clients_fit(task):
+    smooth = tasks.one_round(asked(training=Training(label_smoothing=0.1)))
+    assert smooth.model.likelihood is fj.likelihoods.smoothed(0.1)
+    assert task.model.likelihood is fj.likelihoods.categorical
+
+
 def test_raw_images_are_pixels_between_zero_and_one(task):
     raw = tasks.one_round(asked("fedavg", data=Data(num_clients=3, normalize=False)))
     params, _ = one_round.start(raw, 0)
