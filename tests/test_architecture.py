@@ -45,13 +45,14 @@ ORDER = [
     "rounds",
     "metrics",
     "personalization",
+    "theory",
 ]
 FISHER = [
     *("columns", "kinds", "inline", "views", "uses", "layers", "trace"),
     *("operators", "kronecker", "passes", "diagonal", "full", "kfac"),
 ]
 # What the other files of a folder may import, and these in this order.
-SHARED = ["base", "checks", "heads"]
+SHARED = ["base", "checks", "heads", "two_layer", "signal_noise"]
 
 LATER = {"networks"}  # imported when it is first used
 INSIDE = {"compat"}  # not for users
