@@ -218,20 +218,17 @@ def performance(weights: Array, data: Data) -> tuple[Array, Array]:
     A margin y f of exactly zero counts as wrong.
     """
     signals = data.signals[data.owners]
-    own = jnp.broadcast_to(data.noise, (len(signals), *data.noise.shape[1:]))
-    labels = jnp.broadcast_to(data.labels, own.shape[:2])
-    # A test's noise is everybody's: one copy, not one a client.
-    stacked = (
-        (weights, signals, labels) if len(data.noise) == 1 else (weights, signals, labels, own)
-    )
-    shared = (data.noise[0],) if len(data.noise) == 1 else ()
+    # The examples of a test are everybody's: one copy, not one a client.
+    rows = jnp.arange(len(signals)) % len(data.labels)
 
-    def one(client: tuple, *noise: Array) -> tuple[Array, Array]:
-        w, mu, y, *rest = client
-        margin = y * _forward(w, mu, y, *rest, *noise)[0]
+    def one(client: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        w, mu, row = client
+        y = data.labels[row]
+        margin = y * _forward(w, mu, y, data.noise[row])[0]
         return jnp.mean(jax.nn.softplus(-margin)), jnp.mean(margin > 0)
 
-    return parallel.map_clients(one, stacked, *shared, clients_per_chunk=_chunk(len(signals)))
+    stacked = (weights, signals, rows)
+    return parallel.map_clients(one, stacked, clients_per_chunk=_chunk(len(signals)))
 
 
 def reconstruct(start: Array, state: State, data: Data) -> Array:

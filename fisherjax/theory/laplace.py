@@ -174,8 +174,8 @@ def descent(quadratic: Gram, steps: float, learning_rate: float) -> Array:
     """
     _check_descent(quadratic, steps, learning_rate)
     values = jnp.maximum(quadratic.eigenvalues, 0)
-    # 1 - (1 - eta k)^T without cancellation; its limit at k = 0 is T eta.
-    gone = -jnp.expm1(steps * jnp.log1p(-learning_rate * values))
+    gone = -jnp.expm1(steps * _log_left(values, learning_rate))
+    # In the limit of k = 0 it is T eta.
     is_zero = learning_rate * values * (steps + 1) < jnp.finfo(values.dtype).eps
     share = jnp.where(is_zero, steps * learning_rate, gone / jnp.where(is_zero, 1, values))
     return _moved(quadratic, share)
@@ -207,7 +207,7 @@ def descent_bound(quadratic: Gram, steps: float, learning_rate: float, cut: floa
     smallest = jnp.min(jnp.where(counts, values, jnp.inf))
     # Phi (mean - W*) is the residuals' part in the range of K.
     start = jnp.where(counts, quadratic.eigenvectors.T @ quadratic.residuals, 0)
-    left = jnp.exp(2 * steps * jnp.log1p(-learning_rate * smallest))
+    left = jnp.exp(2 * steps * _log_left(smallest, learning_rate))
     return left * jnp.mean(jnp.square(start)) / 2
 
 
@@ -279,6 +279,11 @@ def _kernel(inputs: Array, gates: Array) -> Array:
 
 def _counts(values: Array, cut: float) -> Array:
     return values > cut * values[-1]
+
+
+def _log_left(values: Array, learning_rate: Array) -> Array:
+    # log(1 - eta k), finite even where a step solves exactly.
+    return jnp.log1p(-jnp.minimum(learning_rate * values, 1 - jnp.finfo(values.dtype).eps))
 
 
 def _moved(quadratic: Gram, share: Array) -> Array:
