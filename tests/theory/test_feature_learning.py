@@ -103,7 +103,7 @@ def test_within_groups_every_group_is_a_federation_of_its_own():
     data, test, start = draw()
     state, _ = feature_learning.train(start, data, test, MIXINGS["within_groups"], rounds=5)
     some = np.array([0, 1, 3])
-    group = Data(data.signals, data.owners[some], data.labels[some], data.noise[some])
+    group = signal_noise.Data(data.signals, data.owners[some], data.labels[some], data.noise[some])
     theirs, average = test._replace(owners=group.owners), feature_learning.average(3)
     alone, _ = feature_learning.train(start, group, theirs, average, rounds=5)
     assert np.allclose(state.weights[some], alone.weights, atol=1e-5)
