@@ -158,13 +158,13 @@ def _divide(costs: Array, num_devices: int) -> _Plan:
     largest_first = jnp.argsort(-costs)
 
     def give(place: Array, plan: _Plan) -> _Plan:
-        chunk = largest_first[place]
+        chunk = largest_first[place].astype(jnp.int32)
         device = jnp.argmin(jnp.where(plan.counts < room, plan.loads, jnp.inf))
         slot = plan.counts[device]
         return _Plan(
             plan.table.at[device, slot].set(chunk),
             plan.counts.at[device].add(1),
-            plan.slots.at[chunk].set(device * room + slot),
+            plan.slots.at[chunk].set((device * room + slot).astype(jnp.int32)),
             plan.loads.at[device].add(costs[chunk]),
         )
 

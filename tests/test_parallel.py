@@ -73,3 +73,7 @@ def test_work_is_divided_nearly_as_well_as_it_can_be(number, num_devices):
         idle = parallel.idle_share(steps, 1, num_devices)
         longest = steps.sum() / (num_devices * (1 - idle))
         assert best - 1e-3 <= longest <= (4 / 3 - 1 / (3 * num_devices)) * best + 1e-3
+
+
+def test_work_is_divided_in_float64_too(x64):
+    assert parallel.idle_share([3, 2, 1], num_devices=2) == 0

@@ -65,6 +65,7 @@ class Account(NamedTuple):
         server: Of 1/2 (phi^T W - t)^2: the quadratic is not solved, or cannot be.
         local: Of 1/2 (t - y)^2: clients have not fitted their own data.
         smallest: The smallest eigenvalue of the start's Gram matrix, which the theorem divides by.
+        rank: How many of its N eigenvalues are not zero.
         distance: How far clients went, root of the mean of ||W_i - W_0||^2.
         furthest: How far their units went at most, max_{i,r} ||w_ir - w_0r||.
         moved: How far the server went from the mean, ||W - mean||.
@@ -76,6 +77,7 @@ class Account(NamedTuple):
     server: Array
     local: Array
     smallest: Array
+    rank: Array
     distance: Array
     furthest: Array
     moved: Array
@@ -247,13 +249,15 @@ def account(
     linear = jnp.einsum("nd,dr,nr->n", inputs, params, gates, precision="highest")
     targets = jnp.einsum("nd,dr,nr->n", inputs, mean, gates, precision="highest") + residuals
     first = _gates(jnp.broadcast_to(start, models.shape), x).reshape(gates.shape)
+    spectrum = linalg.eigh(_kernel(inputs, first))[0]
     travelled = jnp.square(models - start)
     return Account(
         loss=_half_square(outputs - y.ravel()),
         laplace=_half_square(outputs - linear),
         server=_half_square(linear - targets),
         local=_half_square(targets - y.ravel()),
-        smallest=linalg.eigh(_kernel(inputs, first))[0][0],
+        smallest=spectrum[0],
+        rank=_counts(spectrum, CUT).sum(),
         distance=jnp.sqrt(travelled.sum((1, 2)).mean()),
         furthest=jnp.sqrt(travelled.sum(1).max()),
         moved=jnp.linalg.norm(params - mean),

@@ -1,0 +1,264 @@
+"""FedFisher's theorem in numbers: loss and its sources over the width and over local steps."""
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fisherjax as fj
+from experiments.harness import figures, records, tables
+from fisherjax.theory import laplace, two_layer
+from fisherjax.theory.laplace import Account
+from fisherjax.typing import Array, Key, Params
+
+SERVER_STEPS = (10**4, 10**5, 10**6)
+"""Of the server's gradient descent; the paper does not say how many it takes."""
+LEARNING_RATE, SERVER_RATE = 0.1, 0.001
+SHOWN = 10**5
+"""Server steps of which the account is drawn."""
+
+Found = dict[str, Account]
+"""By way of merging: leaves [points, seeds]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is swept, from one common start to merged models."""
+
+    widths: tuple[int, ...] = tuple(2**power for power in range(5, 13))
+    steps: tuple[int, ...] = (2048,)
+    seeds: int = 50
+    variance: float = 0.5
+    """Of the initial weights; the paper's kappa."""
+
+    @property
+    def is_over_width(self) -> bool:
+        """Whether the width is what differs between points; otherwise local steps."""
+        return len(self.widths) > 1
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        """The widths, or the numbers of local steps."""
+        return self.widths if self.is_over_width else self.steps
+
+
+FIGURES = {
+    "fedfisher1a": (Setting(), Setting(widths=(16, 64), steps=(128,), seeds=3)),
+    "fedfisher1b": (
+        Setting(widths=(512,), steps=tuple(2**power for power in range(4, 15)), seeds=10),
+        Setting(widths=(64,), steps=(16, 64, 256), seeds=3),
+    ),
+}
+"""The paper's figures: as it has them, and quick."""
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """Compute in float64 for a while: Gram matrices of inputs on a circle are close to singular."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
+    """Compute all points and seeds, and say after each width that it is done.
+
+    All seeds of a width, and all numbers of steps, are one compiled program.
+    """
+    found = []
+    with float64():
+        keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
+        for width in setting.widths:
+            found.append(jax.device_get(_width(width, setting.steps, keys, setting.variance)))
+            advance()
+    # Of one width [seeds, steps]; together [points, seeds].
+    return jax.tree.map(lambda *leaves: np.concatenate([x.T for x in leaves]), *found)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _width(width: int, steps: tuple[int, ...], keys: Key, variance: Array) -> Found:
+    def one(key: Key, variance: Array) -> Found:
+        for_data, for_start = jax.random.split(key)
+        federation = two_layer.draw(for_data)
+        start = two_layer.initial(for_start, width, variance=variance)
+        kept = two_layer.descend(start, federation, steps, LEARNING_RATE)
+        return jax.lax.map(partial(_judged, start, federation), kept)
+
+    mesh, chunk = fj.devices.client_mesh(), fj.parallel.chunk_size(None, len(keys))
+    how = {"clients_per_chunk": chunk, "mesh": mesh if mesh.size > 1 else None}
+    return fj.parallel.map_clients(one, keys, variance, **how)
+
+
+def _judged(start: Array, federation: fj.clients.Federation, models: Array) -> Found:
+    quadratic = laplace.gram(models, federation)
+    # The paper's quadratic is a sum over clients, this one a mean.
+    rate = SERVER_RATE * len(models)
+    merged = {f"descent_{steps}": laplace.descent(quadratic, steps, rate) for steps in SERVER_STEPS}
+    merged |= {"optimum": laplace.optimum(quadratic)}
+    for name in ("fedavg", "fedfisher_diag", "fedfisher_kfac"):
+        merged[name] = _by_library(name, start, models, federation)
+    return {
+        name: laplace.account(w, start, models, quadratic, federation) for name, w in merged.items()
+    }
+
+
+def _by_library(
+    name: str, start: Params, models: Params, federation: fj.clients.Federation
+) -> Params:
+    method = fj.algorithms.make(name, two_layer.network(start.shape[-1]))
+    trained = fj.training.Trained(models)
+    updates = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
+    return fj.merging.merge(method, start, updates)[0]
+
+
+LOOKS = {
+    **{f"descent_{steps}": (f"full Fisher, {steps:,} steps", "#0b4f8a") for steps in SERVER_STEPS},
+    "optimum": ("full Fisher, exact optimum", "#1a1a1a"),
+}
+LINES = dict(zip([f"descent_{steps}" for steps in SERVER_STEPS], ("--", "-", "-."), strict=True))
+TERMS = {
+    "laplace": ("Laplace approximation", "#8b1e6b"),
+    "server": ("server's descent", "#2b78ad"),
+    "local": ("local training", "#d98200"),
+}
+
+
+def section(name: str, setting: Setting, found: Found, out: Path) -> str:
+    """Write a figure's numbers and picture into a folder, and tell what they say in Markdown."""
+    records.write_text(out / f"{name}.csv", _csv(setting, found))
+    _draw(setting, found, out / f"{name}.png")
+    axis = "width" if setting.is_over_width else "local steps"
+    fixed = (
+        f"{setting.steps[0]} local steps" if setting.is_over_width else f"width {setting.widths[0]}"
+    )
+    lines = [
+        (_label(way), *(f"{statistics.median(x):.4f}" for x in of.loss))
+        for way, of in found.items()
+    ]
+    table = tables.Table("", ("loss, median", *map(str, setting.points)), lines)
+    shown = found[f"descent_{SHOWN}"]
+    sources = [
+        (words, *(f"{statistics.median(x):.3g}" for x in getattr(shown, term)))
+        for term, words in {
+            "laplace": "Laplace approximation",
+            "server": "server's descent",
+            "local": "local training",
+            "distance": "distance of clients from the start",
+            "furthest": "of the unit that went furthest",
+            "moved": "distance of the server from the mean",
+            "switched": "share of gates that switch",
+            "smallest": "smallest eigenvalue at the start",
+            "rank": "eigenvalues that are not zero, of 200",
+        }.items()
+    ]
+    sources_table = tables.Table("", ("median", *map(str, setting.points)), sources)
+    claim = _falls(setting, found) if setting.is_over_width else _turns(setting, found)
+    return f"""## {name}: loss over the {axis}
+
+Two clients of 100 examples, {fixed}, {setting.seeds} seeds, initial variance \
+{setting.variance:g}; the training loss of the merged network over the {axis}.
+
+{tables.markdown(table)}
+{claim}
+
+Where the loss of {_label(f"descent_{SHOWN}")} comes from, and what the theorem is about:
+
+{tables.markdown(sources_table)}
+![{name}]({name}.png)
+"""
+
+
+def _falls(setting: Setting, found: Found) -> str:
+    """Judge figure 1a: the loss falls with the width."""
+    lines = []
+    for way, of in found.items():
+        loss = np.median(of.loss, 1)
+        slope = np.polyfit(np.log(setting.widths), np.log(loss), 1)[0]
+        lower = np.mean(of.loss[-1] < of.loss[0])
+        lines.append(
+            (_label(way), f"{slope:+.2f}", f"{loss[-1] / loss[0]:.2f}", f"{100 * lower:.0f}")
+        )
+    headings = ("claim: it falls", "slope of log loss", "widest / narrowest", "lower, % of seeds")
+    return tables.markdown(tables.Table("", headings, lines))
+
+
+def _turns(setting: Setting, found: Found) -> str:
+    """Judge figure 1b: the loss over local steps has a minimum inside."""
+    lines = []
+    for way, of in found.items():
+        loss = np.median(of.loss, 1)
+        best = int(loss.argmin())
+        # Of each seed, as seeds differ more than points.
+        rises = np.mean(of.loss[-1] > of.loss[best])
+        shown = setting.steps[best], loss[0] / loss[best], loss[-1] / loss[best], 100 * rises
+        lines.append((_label(way), *(f"{x:.3g}" for x in shown)))
+    headings = (
+        *("claim: a U", "steps at the minimum", "fewest / minimum", "most / minimum"),
+        "rises after it, % of seeds",
+    )
+    return tables.markdown(tables.Table("", headings, lines))
+
+
+def _label(way: str) -> str:
+    return LOOKS[way][0] if way in LOOKS else figures.label(way)
+
+
+def _csv(setting: Setting, found: Found) -> str:
+    fields = Account._fields
+    lines = (
+        (way, point, seed, *(f"{getattr(of, field)[place, seed]:.6g}" for field in fields))
+        for way, of in found.items()
+        for place, point in enumerate(setting.points)
+        for seed in range(setting.seeds)
+    )
+    axis = "width" if setting.is_over_width else "local_steps"
+    return tables.csv_text(("merge", axis, "seed", *fields), lines)
+
+
+def _draw(setting: Setting, found: Found, path: Path) -> None:
+    figure, (left, middle, right) = figures.canvas(11.5, 4.2, columns=3)
+    for way, of in found.items():
+        look = (
+            {"color": LOOKS[way][1], "label": LOOKS[way][0]} if way in LOOKS else figures.style(way)
+        )
+        _band(left, setting.points, of.loss, markersize=4, linestyle=LINES.get(way, "-"), **look)
+    left.set_ylabel("loss of the merged network")
+    shown = found[f"descent_{SHOWN}"]
+    _band(middle, setting.points, shown.loss, color="#0b4f8a", label=_label(f"descent_{SHOWN}"))
+    for term, (words, colour) in TERMS.items():
+        _band(
+            middle, setting.points, getattr(shown, term), color=colour, label=words, linestyle="--"
+        )
+    middle.set_ylabel("its sources")
+    for term, (words, colour) in {
+        "distance": ("clients' distance from the start", "#0b4f8a"),
+        "furthest": ("furthest unit", "#57b894"),
+        "switched": ("share of gates that switch", "#c4501b"),
+    }.items():
+        _band(right, setting.points, getattr(shown, term), color=colour, label=words, marker="s")
+    right.set_ylabel("how far networks move")
+    for axes in (left, middle, right):
+        axes.set(xscale="log", yscale="log")
+        axes.set_xlabel("width" if setting.is_over_width else "local steps")
+        axes.set_xticks(setting.points, map(str, setting.points), rotation=45)
+        axes.minorticks_off()
+        axes.grid(color=figures.GRID)
+    figures.legend(figure, [left, middle, right], columns=4, fontsize="small")
+    figures.save(figure, path)
+
+
+def _band(axes: Any, points: Sequence[int], values: np.ndarray, **look: Any) -> None:
+    """Draw medians over seeds, and quartiles as a band."""
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=1)
+    axes.plot(points, middle, **look)
+    axes.fill_between(points, low, high, color=look["color"], alpha=0.12, linewidth=0)
