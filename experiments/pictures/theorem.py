@@ -70,6 +70,11 @@ def float64() -> Iterator[None]:
         jax.config.update("jax_enable_x64", before)
 
 
+def length(setting: Setting) -> int:
+    """Count the widths, each of which is a program."""
+    return len(setting.widths)
+
+
 def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
     """Compute all points and seeds, and say after each width that it is done.
 
@@ -142,8 +147,7 @@ def section(name: str, setting: Setting, found: Found, out: Path) -> str:
         f"{setting.steps[0]} local steps" if setting.is_over_width else f"width {setting.widths[0]}"
     )
     lines = [
-        (_label(way), *(f"{statistics.median(x):.4f}" for x in of.loss))
-        for way, of in found.items()
+        (label(way), *(f"{statistics.median(x):.4f}" for x in of.loss)) for way, of in found.items()
     ]
     table = tables.Table("", ("loss, median", *map(str, setting.points)), lines)
     shown = found[f"descent_{SHOWN}"]
@@ -171,7 +175,7 @@ Two clients of 100 examples, {fixed}, {setting.seeds} seeds, initial variance \
 {tables.markdown(table)}
 {claim}
 
-Where the loss of {_label(f"descent_{SHOWN}")} comes from, and what the theorem is about:
+Where the loss of {label(f"descent_{SHOWN}")} comes from, and what the theorem is about:
 
 {tables.markdown(sources_table)}
 ![{name}]({name}.png)
@@ -186,7 +190,7 @@ def _falls(setting: Setting, found: Found) -> str:
         slope = np.polyfit(np.log(setting.widths), np.log(loss), 1)[0]
         lower = np.mean(of.loss[-1] < of.loss[0])
         lines.append(
-            (_label(way), f"{slope:+.2f}", f"{loss[-1] / loss[0]:.2f}", f"{100 * lower:.0f}")
+            (label(way), f"{slope:+.2f}", f"{loss[-1] / loss[0]:.2f}", f"{100 * lower:.0f}")
         )
     headings = ("claim: it falls", "slope of log loss", "widest / narrowest", "lower, % of seeds")
     return tables.markdown(tables.Table("", headings, lines))
@@ -201,7 +205,7 @@ def _turns(setting: Setting, found: Found) -> str:
         # Of each seed, as seeds differ more than points.
         rises = np.mean(of.loss[-1] > of.loss[best])
         shown = setting.steps[best], loss[0] / loss[best], loss[-1] / loss[best], 100 * rises
-        lines.append((_label(way), *(f"{x:.3g}" for x in shown)))
+        lines.append((label(way), *(f"{x:.3g}" for x in shown)))
     headings = (
         *("claim: a U", "steps at the minimum", "fewest / minimum", "most / minimum"),
         "rises after it, % of seeds",
@@ -209,8 +213,17 @@ def _turns(setting: Setting, found: Found) -> str:
     return tables.markdown(tables.Table("", headings, lines))
 
 
-def _label(way: str) -> str:
+def label(way: str) -> str:
+    """Say what a way to merge is called."""
     return LOOKS[way][0] if way in LOOKS else figures.label(way)
+
+
+def look(way: str) -> dict[str, Any]:
+    """Give a way to merge its colour, its line and its name."""
+    if way not in LOOKS:
+        return figures.style(way) | {"markersize": 4}
+    words, colour = LOOKS[way]
+    return {"color": colour, "label": words, "linestyle": LINES.get(way, "-")}
 
 
 def _csv(setting: Setting, found: Found) -> str:
@@ -228,13 +241,10 @@ def _csv(setting: Setting, found: Found) -> str:
 def _draw(setting: Setting, found: Found, path: Path) -> None:
     figure, (left, middle, right) = figures.canvas(11.5, 4.2, columns=3)
     for way, of in found.items():
-        look = (
-            {"color": LOOKS[way][1], "label": LOOKS[way][0]} if way in LOOKS else figures.style(way)
-        )
-        _band(left, setting.points, of.loss, markersize=4, linestyle=LINES.get(way, "-"), **look)
+        _band(left, setting.points, of.loss, **look(way))
     left.set_ylabel("loss of the merged network")
     shown = found[f"descent_{SHOWN}"]
-    _band(middle, setting.points, shown.loss, color="#0b4f8a", label=_label(f"descent_{SHOWN}"))
+    _band(middle, setting.points, shown.loss, color="#0b4f8a", label=label(f"descent_{SHOWN}"))
     for term, (words, colour) in TERMS.items():
         _band(
             middle, setting.points, getattr(shown, term), color=colour, label=words, linestyle="--"

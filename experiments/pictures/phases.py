@@ -1,0 +1,237 @@
+"""Where averaging learns the signal: accuracy over clients and signal-to-noise ratio, and a merge.
+
+Besides rounds of federated averaging, which the theory is about, the clients that trained alone are
+merged once, by their mean and by curvature: does one round learn what averaging learns in many?
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fisherjax as fj
+from experiments.harness import figures, records, tables
+from fisherjax.theory import feature_learning, signal_noise
+from fisherjax.theory.signal_noise import Data
+from fisherjax.typing import Array, Key
+
+MERGES = ("fedavg", "fedfisher_diag", "fedfisher_kfac")
+LEARNED = 0.9
+"""An accuracy of which we say that the signal is learned."""
+Found = dict[str, dict[str, np.ndarray]]
+"""By grid and way: accuracies [points, ratios, seeds]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A grid of clients by ratios of signal to noise."""
+
+    clients: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
+    """How many there are, all with one signal."""
+    similar: tuple[int, ...] = tuple(range(1, 13))
+    """Of `total` clients how many have the signal that is asked for; the others have their own."""
+    total: int = 12
+    ratios: tuple[float, ...] = tuple(float(x) for x in np.geomspace(0.02, 0.25, 12).round(4))
+    """||mu|| / (sigma sqrt(d))."""
+    seeds: int = 3
+    dim: int = 400
+    width: int = 20
+    num_examples: int = 20
+    num_test: int = 500
+    scale: float = 0.01
+    rounds: int = 100
+    local_steps: int = 5
+
+
+FIGURES = {
+    "phase": (
+        Setting(),
+        Setting(
+            *((1, 3), (1, 2), 2, (0.05, 0.3), 1),
+            **{"dim": 60, "width": 3, "num_examples": 8, "num_test": 40, "rounds": 8},
+        ),
+    )
+}
+"""The grid, and a quick one."""
+
+
+def grids(setting: Setting) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
+    """List the points of both grids: what is counted, and the signals of the clients."""
+    return {
+        "clients": [(number, number * (0,)) for number in setting.clients],
+        "similar": [
+            (number, number * (0,) + tuple(range(1, setting.total - number + 1)))
+            for number in setting.similar
+        ],
+    }
+
+
+def length(setting: Setting) -> int:
+    """Count the points of both grids, each of which is a program."""
+    return sum(map(len, grids(setting).values()))
+
+
+def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
+    """Compute both grids, and say after each point that it is done.
+
+    All ratios and seeds of a point are one compiled program.
+    """
+    found: Found = {}
+    for grid, points in grids(setting).items():
+        values = []
+        for _, owners in points:
+            values.append(jax.device_get(_point(setting, owners)))
+            advance()
+        found[grid] = jax.tree.map(lambda *x: np.stack(x), *values)
+    return found
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _point(setting: Setting, owners: tuple[int, ...]) -> dict[str, Array]:
+    keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
+    pairs = len(setting.ratios), setting.seeds
+    norms = jnp.repeat(jnp.array(setting.ratios) * setting.dim**0.5, setting.seeds)
+    mesh = fj.devices.client_mesh()
+    how = {"mesh": mesh if mesh.size > 1 else None}
+    how["clients_per_chunk"] = fj.parallel.chunk_size(None, len(norms))
+    stacked = jnp.tile(keys, pairs[0]), norms
+    found = fj.parallel.map_clients(partial(_accuracies, setting, owners), stacked, **how)
+    return jax.tree.map(lambda x: x.reshape(pairs), found)
+
+
+def _accuracies(
+    setting: Setting, owners: tuple[int, ...], given: tuple[Key, Array]
+) -> dict[str, Array]:
+    """Measure accuracies on the signal of client 0."""
+    key, norm = given
+    for_data, for_test, for_start = jax.random.split(key, 3)
+    how = {"num_examples": setting.num_examples, "dim": setting.dim, "norm": norm}
+    data = signal_noise.draw(for_data, owners, **how)
+    test = signal_noise.draw_test(for_test, data, setting.num_test)
+    start = signal_noise.initial(for_start, setting.width, setting.dim, setting.scale)
+    mean, alone = feature_learning.average(len(owners)), feature_learning.alone(len(owners))
+    how = {"rounds": setting.rounds, "local_steps": setting.local_steps}
+    averaged, _ = feature_learning.train(start, data, test, mean, **how)
+    # As many steps, but in one round.
+    how = {"rounds": 1, "local_steps": setting.rounds * setting.local_steps}
+    apart, _ = feature_learning.train(start, data, test, alone, **how)
+    models = {"rounds": averaged.weights[0], "alone": apart.weights[0]}
+    for name in MERGES:
+        models[name] = _merged(name, setting.width, start, apart.weights, data)
+    first = Data(data.signals, data.owners[:1], *test[2:])
+    return {
+        way: feature_learning.performance(weights[None], first)[1][0]
+        for way, weights in models.items()
+    }
+
+
+def _merged(name: str, width: int, start: Array, weights: Array, data: Data) -> Array:
+    method = fj.algorithms.make(name, signal_noise.network(width))
+    federation, trained = signal_noise.federation(data), fj.training.Trained(weights)
+    updates = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
+    return fj.merging.merge(method, start, updates)[0]
+
+
+def section(name: str, setting: Setting, found: Found, out: Path) -> str:
+    """Write the grids' numbers and picture into a folder, and tell what they say in Markdown."""
+    records.write_text(out / f"{name}.csv", _csv(setting, found))
+    _draw(setting, found, out / f"{name}.png")
+    parts = [
+        f"""## {name}
+
+Clients of {setting.num_examples} examples, d = {setting.dim}, {2 * setting.width} filters, \
+{setting.rounds} rounds of {setting.local_steps} steps, {setting.seeds} seeds; one round: \
+{setting.rounds * setting.local_steps} steps, then one merge. The signal counts as learned where \
+the accuracy, mean over seeds, reaches {LEARNED:g}; the ratio where that happens is interpolated. \
+The theorem says that n chi^2 SNR^4 d / M must be large: that the ratio falls with the power -1/4 \
+of clients that all have the signal, and -1/2 of those among a fixed number that have it.
+"""
+    ]
+    for grid, title in {
+        "clients": "M clients, all with the signal",
+        "similar": f"Of {setting.total} clients so many have the signal, the others one each",
+    }.items():
+        counts = [count for count, _ in grids(setting)[grid]]
+        lines = []
+        for way, values in found[grid].items():
+            ratios = [threshold(setting.ratios, row.mean(-1)) for row in values]
+            known = [(m, r) for m, r in zip(counts, ratios, strict=True) if r is not None]
+            slope = f"{power(known):+.2f}" if len(known) > 2 else "-"
+            shown = ["-" if r is None else f"{r:.3f}" for r in ratios]
+            strengths = [_strength(setting, grid, m, r) for m, r in known]
+            between = f"{min(strengths):.2g} to {max(strengths):.2g}" if strengths else "-"
+            lines.append((_words(way), *shown, slope, between))
+        headings = ("learned from SNR", *map(str, counts), "power", "n chi^2 SNR^4 d / M there")
+        parts.append(tables.markdown(tables.Table(title, headings, lines), level=3))
+    return "\n".join([*parts, f"![{name}]({name}.png)\n"])
+
+
+def threshold(ratios: tuple[float, ...], accuracies: np.ndarray) -> float | None:
+    """Find from which ratio on the signal is learned, between two of the grid; None if nowhere."""
+    learned = np.flatnonzero(accuracies < LEARNED)
+    first = int(learned[-1]) + 1 if len(learned) else 0
+    if first in (0, len(ratios)):  # everywhere, or nowhere: it lies beyond the grid
+        return None
+    low, high = accuracies[first - 1], accuracies[first]
+    share = (LEARNED - low) / (high - low)
+    return float(np.exp(np.interp(share, [0, 1], np.log(ratios[first - 1 : first + 1]))))
+
+
+def power(known: list[tuple[int, float]]) -> float:
+    """Fit a power law to pairs of a count and a ratio."""
+    return float(np.polyfit(*np.log(np.array(known)).T, 1)[0])
+
+
+def _strength(setting: Setting, grid: str, count: int, ratio: float) -> float:
+    total = count if grid == "clients" else setting.total
+    return signal_noise.strength(setting.num_examples, count, total, ratio, setting.dim)
+
+
+def _words(way: str) -> str:
+    words = {"rounds": "FedAvg, many rounds", "alone": "one client alone"}
+    return words.get(way) or f"{figures.label(way)}, one round"
+
+
+def _csv(setting: Setting, found: Found) -> str:
+    lines = (
+        (grid, count, ratio, seed, way, f"{values[place, number, seed]:.4f}")
+        for grid, ways in found.items()
+        for way, values in ways.items()
+        for place, (count, _) in enumerate(grids(setting)[grid])
+        for number, ratio in enumerate(setting.ratios)
+        for seed in range(setting.seeds)
+    )
+    return tables.csv_text(("grid", "count", "snr", "seed", "way", "accuracy"), lines)
+
+
+def _draw(setting: Setting, found: Found, path: Path) -> None:
+    ways = [*found["clients"]]
+    figure, rows = figures.canvas(13, 5.6, len(ways), len(found), sharey=True, squeeze=False)
+    shown: Any = None
+    for (grid, own), panels in zip(found.items(), rows, strict=True):
+        counts = np.array([count for count, _ in grids(setting)[grid]])
+        for way, axes in zip(ways, panels, strict=True):
+            look = {"cmap": "cividis", "vmin": 0.5, "vmax": 1, "shading": "nearest"}
+            values = own[way].mean(-1).T
+            shown = axes.pcolormesh(np.arange(len(counts)), setting.ratios, values, **look)
+            # The theorem's boundary, with the constants 1 and 10 for "large".
+            for constant, line in ((1, "-"), (10, "--")):
+                ratio = [(constant / _strength(setting, grid, m, 1.0)) ** 0.25 for m in counts]
+                kept = np.clip(ratio, setting.ratios[0], setting.ratios[-1])
+                axes.plot(range(len(counts)), kept, line, color="white", linewidth=1.2)
+            axes.set_yscale("log")
+            axes.set_yticks(ticks := setting.ratios[:: max(1, len(setting.ratios) // 4)])
+            axes.set_yticklabels([f"{tick:.2g}" for tick in ticks])
+            axes.minorticks_off()
+            axes.set_xticks(range(len(counts)), counts.tolist(), fontsize="x-small")
+            axes.set_title(_words(way), fontsize="small")
+            names = {"clients": "clients", "similar": f"of {setting.total} with the signal"}
+            axes.set_xlabel(names[grid], fontsize="small")
+        panels[0].set_ylabel("signal / noise")
+    figure.colorbar(shown, ax=rows, label="test accuracy", fraction=0.02)
+    figures.save(figure, path)
