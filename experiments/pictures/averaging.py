@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import fisherjax as fj
 from experiments.harness import figures, records, tables
+from experiments.pictures import runs
 from fisherjax.theory import feature_learning, signal_noise
 from fisherjax.theory.feature_learning import History
 from fisherjax.typing import Array, Key
@@ -67,9 +67,9 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
     for way in setting.ways:
         mixing = mixing_of(way, setting.owners)
         # The numbers are traced: another of them compiles nothing.
-        numbers = setting.norm, setting.scale, setting.learning_rate
-        shapes = dataclasses.replace(setting, norm=1, scale=1, learning_rate=1, ways=())
-        found[way] = jax.device_get(_histories(shapes, keys, mixing, *numbers))
+        numbers = jnp.array([setting.norm, setting.scale, setting.learning_rate])
+        shapes = dataclasses.replace(setting, norm=1, scale=1, learning_rate=1, seeds=1, ways=())
+        found[way] = runs.compute(partial(_history, shapes), keys, mixing, numbers)
         advance()
     return found
 
@@ -81,24 +81,15 @@ def mixing_of(way: str, owners: tuple[int, ...]) -> Array:
     return getattr(feature_learning, {"fedavg": "average"}.get(way, way))(len(owners))
 
 
-@partial(jax.jit, static_argnums=0)
-def _histories(
-    setting: Setting, keys: Key, mixing: Array, norm: Array, scale: Array, learning_rate: Array
-) -> History:
-    def one(key: Key, mixing: Array, norm: Array, scale: Array, learning_rate: Array) -> History:
-        for_data, for_test, for_start = jax.random.split(key, 3)
-        how = {"num_examples": setting.num_examples, "dim": setting.dim, "norm": norm}
-        data = signal_noise.draw(for_data, setting.owners, **how)
-        test = signal_noise.draw_test(for_test, data, setting.num_test)
-        start = signal_noise.initial(for_start, setting.width, setting.dim, scale)
-        how = {"rounds": setting.rounds, "local_steps": setting.local_steps}
-        how["learning_rate"] = learning_rate
-        return feature_learning.train(start, data, test, mixing, **how)[1]
-
-    mesh = fj.devices.client_mesh()
-    how = {"mesh": mesh if mesh.size > 1 else None}
-    how["clients_per_chunk"] = fj.parallel.chunk_size(None, len(keys))
-    return fj.parallel.map_clients(one, keys, mixing, norm, scale, learning_rate, **how)
+def _history(setting: Setting, key: Key, mixing: Array, numbers: Array) -> History:
+    norm, scale, learning_rate = numbers
+    for_data, for_test, for_start = jax.random.split(key, 3)
+    how = {"num_examples": setting.num_examples, "dim": setting.dim, "norm": norm}
+    data = signal_noise.draw(for_data, setting.owners, **how)
+    test = signal_noise.draw_test(for_test, data, setting.num_test)
+    start = signal_noise.initial(for_start, setting.width, setting.dim, scale)
+    how = {"rounds": setting.rounds, "local_steps": setting.local_steps}
+    return feature_learning.train(start, data, test, mixing, learning_rate=learning_rate, **how)[1]
 
 
 def section(name: str, setting: Setting, found: Found, out: Path) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 import fisherjax as fj
 from experiments.harness import figures, records, tables
+from experiments.pictures import runs
 from fisherjax.theory import feature_learning, signal_noise
 from fisherjax.theory.signal_noise import Data
 from fisherjax.typing import Array, Key
@@ -52,7 +53,7 @@ FIGURES = {
     "phase": (
         Setting(),
         Setting(
-            *((1, 3), (1, 2), 2, (0.05, 0.3), 1),
+            *((1, 2), (1, 2), 2, (0.05, 0.3), 1),
             **{"dim": 60, "width": 3, "num_examples": 8, "num_test": 40, "rounds": 8},
         ),
     )
@@ -85,23 +86,21 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
     for grid, points in grids(setting).items():
         values = []
         for _, owners in points:
-            values.append(jax.device_get(_point(setting, owners)))
+            values.append(_point(setting, owners))
             advance()
         found[grid] = jax.tree.map(lambda *x: np.stack(x), *values)
     return found
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _point(setting: Setting, owners: tuple[int, ...]) -> dict[str, Array]:
+def _point(setting: Setting, owners: tuple[int, ...]) -> dict[str, np.ndarray]:
     keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
     pairs = len(setting.ratios), setting.seeds
     norms = jnp.repeat(jnp.array(setting.ratios) * setting.dim**0.5, setting.seeds)
-    mesh = fj.devices.client_mesh()
-    how = {"mesh": mesh if mesh.size > 1 else None}
-    how["clients_per_chunk"] = fj.parallel.chunk_size(None, len(norms))
-    stacked = jnp.tile(keys, pairs[0]), norms
-    found = fj.parallel.map_clients(partial(_accuracies, setting, owners), stacked, **how)
-    return jax.tree.map(lambda x: x.reshape(pairs), found)
+    # Of both grids, and of any ratios, one program serves the same owners.
+    shapes = dataclasses.replace(setting, clients=(), similar=(), ratios=())
+    one = partial(_accuracies, shapes, owners)
+    found = runs.compute(one, (jnp.tile(keys, pairs[0]), norms))
+    return {way: accuracies.reshape(pairs) for way, accuracies in found.items()}
 
 
 def _accuracies(

@@ -14,6 +14,7 @@ import numpy as np
 
 import fisherjax as fj
 from experiments.harness import figures, records, tables
+from experiments.pictures import runs
 from fisherjax.theory import laplace, two_layer
 from fisherjax.theory.laplace import Account
 from fisherjax.typing import Array, Key, Params
@@ -84,24 +85,19 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
     with float64():
         keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
         for width in setting.widths:
-            found.append(jax.device_get(_width(width, setting.steps, keys, setting.variance)))
+            one = partial(_seed, width, setting.steps)
+            found.append(runs.compute(one, keys, jnp.asarray(setting.variance)))
             advance()
     # Of one width [seeds, steps]; together [points, seeds].
     return jax.tree.map(lambda *leaves: np.concatenate([x.T for x in leaves]), *found)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _width(width: int, steps: tuple[int, ...], keys: Key, variance: Array) -> Found:
-    def one(key: Key, variance: Array) -> Found:
-        for_data, for_start = jax.random.split(key)
-        federation = two_layer.draw(for_data)
-        start = two_layer.initial(for_start, width, variance=variance)
-        kept = two_layer.descend(start, federation, steps, LEARNING_RATE)
-        return jax.lax.map(partial(_judged, start, federation), kept)
-
-    mesh, chunk = fj.devices.client_mesh(), fj.parallel.chunk_size(None, len(keys))
-    how = {"clients_per_chunk": chunk, "mesh": mesh if mesh.size > 1 else None}
-    return fj.parallel.map_clients(one, keys, variance, **how)
+def _seed(width: int, steps: tuple[int, ...], key: Key, variance: Array) -> Found:
+    for_data, for_start = jax.random.split(key)
+    federation = two_layer.draw(for_data)
+    start = two_layer.initial(for_start, width, variance=variance)
+    kept = two_layer.descend(start, federation, steps, LEARNING_RATE)
+    return jax.lax.map(partial(_judged, start, federation), kept)
 
 
 def _judged(start: Array, federation: fj.clients.Federation, models: Array) -> Found:
