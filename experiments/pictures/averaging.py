@@ -162,7 +162,7 @@ def _growth(setting: Setting, found: Found, path: Path) -> str:
             # The mean is drawn where the last step is: a drop.
             within = np.minimum(np.arange(1, own.shape[-1] + 1) / setting.local_steps, 1)
             axes.plot((rounds + within).ravel(), own.mean(0).ravel(), color=colour, label=words)
-            row += _kept(own)
+            row += kept(own)
         ratio = history.signal[:, -1, -1, 0] / history.noise[:, -1, -1, 0]
         lines.append((words, *row, tables.spread([*ratio], 3)))
     titles = "signal learned, largest gamma", "noise memorised, largest rho"
@@ -183,7 +183,7 @@ def _growth(setting: Setting, found: Found, path: Path) -> str:
     return tables.markdown(tables.Table("", headings, lines))
 
 
-def _kept(own: np.ndarray) -> list[str]:
+def kept(own: np.ndarray) -> list[str]:
     """Say how often local steps of [seeds, rounds, E + 1] rise, and what the means keep of it."""
     before = np.concatenate([np.zeros_like(own[:, :1, -1]), own[:, :-1, -1]], 1)
     steps = np.diff(np.concatenate([before[..., None], own[..., :-1]], -1))

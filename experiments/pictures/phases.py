@@ -221,8 +221,8 @@ def _draw(setting: Setting, found: Found, path: Path) -> None:
             # The theorem's boundary, with the constants 1 and 10 for "large".
             for constant, line in ((1, "-"), (10, "--")):
                 ratio = [(constant / _strength(setting, grid, m, 1.0)) ** 0.25 for m in counts]
-                kept = np.clip(ratio, setting.ratios[0], setting.ratios[-1])
-                axes.plot(range(len(counts)), kept, line, color="white", linewidth=1.2)
+                axes.plot(range(len(counts)), ratio, line, color="white", linewidth=1.2)
+            axes.set_ylim(setting.ratios[0], setting.ratios[-1])
             axes.set_yscale("log")
             axes.set_yticks(ticks := setting.ratios[:: max(1, len(setting.ratios) // 4)])
             axes.set_yticklabels([f"{tick:.2g}" for tick in ticks])
