@@ -24,8 +24,9 @@ from fisherjax.typing import Array, Key
 MERGES = ("fedavg", "fedfisher_diag", "fedfisher_kfac")
 LEARNED = 0.9
 """An accuracy of which we say that the signal is learned."""
+SIGNAL, NOISE = "signal kept", "noise kept"
 Found = dict[str, dict[str, np.ndarray]]
-"""By grid and way: accuracies [points, ratios, seeds]."""
+"""By grid and way: accuracies [points, ratios, seeds], and what the merges keep by `way, SIGNAL`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +121,29 @@ def _accuracies(
     how = {"rounds": 1, "local_steps": setting.rounds * setting.local_steps}
     apart, _ = feature_learning.train(start, data, test, alone, **how)
     models = {"rounds": averaged.weights[0], "alone": apart.weights[0]}
+    kept = {}
     for name in MERGES:
         models[name] = _merged(name, setting.width, start, apart.weights, data)
+        shares = _kept(models[name] - start, apart.weights - start, len(data.signals))
+        kept |= {f"{name}, {part}": share for part, share in zip((SIGNAL, NOISE), shares)}
     first = Data(data.signals, data.owners[:1], *test[2:])
-    return {
+    accuracies = {
         way: feature_learning.performance(weights[None], first)[1][0]
         for way, weights in models.items()
     }
+    return accuracies | kept
+
+
+def _kept(merged: Array, apart: Array, num_signals: int) -> tuple[Array, Array]:
+    """Say what share of the clients' mean signal a merge has, and of each client's own noise.
+
+    Of what was learned, [d, 2 m] and [M, d, 2 m]; signals are the first unit vectors.
+    """
+    signal, noise = apart[:, :num_signals].mean(0), apart[:, num_signals:]
+    return (
+        jnp.vdot(merged[:num_signals], signal) / jnp.vdot(signal, signal),
+        jnp.vdot(merged[num_signals:], noise.sum(0)) / jnp.vdot(noise, noise),
+    )
 
 
 def _merged(name: str, width: int, start: Array, weights: Array, data: Data) -> Array:
@@ -157,7 +174,8 @@ of clients that all have the signal, and -1/2 of those among a fixed number that
     }.items():
         counts = [count for count, _ in grids(setting)[grid]]
         lines = []
-        for way, values in found[grid].items():
+        for way in _ways(found):
+            values = found[grid][way]
             ratios = [threshold(setting.ratios, row.mean(-1)) for row in values]
             known = [(m, r) for m, r in zip(counts, ratios, strict=True) if r is not None]
             slope = f"{power(known):+.2f}" if len(known) > 2 else "-"
@@ -167,7 +185,19 @@ of clients that all have the signal, and -1/2 of those among a fixed number that
             lines.append((_words(way), *shown, slope, between))
         headings = ("learned from SNR", *map(str, counts), "power", "n chi^2 SNR^4 d / M there")
         parts.append(tables.markdown(tables.Table(title, headings, lines), level=3))
-    return "\n".join([*parts, f"![{name}]({name}.png)\n"])
+        lines = [
+            (
+                f"{_words(way)}: {part}",
+                *(f"{row.mean():.2f}" for row in found[grid][f"{way}, {part}"]),
+            )
+            for way in MERGES
+            for part in (SIGNAL, NOISE)
+        ]
+        parts.append(tables.markdown(tables.Table("", ("mean", *map(str, counts)), lines)))
+    explained = """Kept is the share of the clients' mean signal that the merged network has, and of \
+the noise that each client has memorised by itself, mean over ratios and seeds.
+"""
+    return "\n".join([*parts, explained, f"![{name}]({name}.png)\n"])
 
 
 def threshold(ratios: tuple[float, ...], accuracies: np.ndarray) -> float | None:
@@ -184,6 +214,10 @@ def threshold(ratios: tuple[float, ...], accuracies: np.ndarray) -> float | None
 def power(known: list[tuple[int, float]]) -> float:
     """Fit a power law to pairs of a count and a ratio."""
     return float(np.polyfit(*np.log(np.array(known)).T, 1)[0])
+
+
+def _ways(found: Found) -> list[str]:
+    return [way for way in found["clients"] if "," not in way]
 
 
 def _strength(setting: Setting, grid: str, count: int, ratio: float) -> float:
@@ -209,7 +243,7 @@ def _csv(setting: Setting, found: Found) -> str:
 
 
 def _draw(setting: Setting, found: Found, path: Path) -> None:
-    ways = [*found["clients"]]
+    ways = _ways(found)
     figure, rows = figures.canvas(13, 5.6, len(ways), len(found), sharey=True, squeeze=False)
     shown: Any = None
     for (grid, own), panels in zip(found.items(), rows, strict=True):
