@@ -26,7 +26,7 @@ LEARNED = 0.9
 """An accuracy of which we say that the signal is learned."""
 SIGNAL, NOISE = "signal kept", "noise kept"
 Found = dict[str, dict[str, np.ndarray]]
-"""By grid and way: accuracies [points, ratios, seeds], and what the merges keep by `way, SIGNAL`."""
+"""By grid and way: accuracies [points, ratios, seeds]; by `way, part` what each merge keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,9 @@ def _accuracies(
     for name in MERGES:
         models[name] = _merged(name, setting.width, start, apart.weights, data)
         shares = _kept(models[name] - start, apart.weights - start, len(data.signals))
-        kept |= {f"{name}, {part}": share for part, share in zip((SIGNAL, NOISE), shares)}
+        kept |= {
+            f"{name}, {part}": share for part, share in zip((SIGNAL, NOISE), shares, strict=True)
+        }
     first = Data(data.signals, data.owners[:1], *test[2:])
     accuracies = {
         way: feature_learning.performance(weights[None], first)[1][0]
@@ -194,8 +196,8 @@ of clients that all have the signal, and -1/2 of those among a fixed number that
             for part in (SIGNAL, NOISE)
         ]
         parts.append(tables.markdown(tables.Table("", ("mean", *map(str, counts)), lines)))
-    explained = """Kept is the share of the clients' mean signal that the merged network has, and of \
-the noise that each client has memorised by itself, mean over ratios and seeds.
+    explained = """Kept is the share of the clients' mean signal that the merged network has, and \
+of the noise that each client has memorised by itself, mean over ratios and seeds.
 """
     return "\n".join([*parts, explained, f"![{name}]({name}.png)\n"])
 
