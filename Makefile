@@ -19,7 +19,7 @@ NEWEST := .venv-newest
 WHEEL := build/wheel
 WORKERS ?= 2
 DEMO_OUT ?= runs/demo
-NOTEBOOKS := notebooks/one_shot notebooks/your_model
+NOTEBOOKS := notebooks/one_shot notebooks/your_model notebooks/theory
 
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
