@@ -1,6 +1,8 @@
 """The devices that clients are spread over: which there are, what lies on them, what they need."""
 
 import os
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fisherjax.typing import Array
 
 AXIS = "clients"
+_THREADS = "PJRT_NPROC"
+"""The variable that says how many threads XLA computes with on a CPU."""
 
 
 class Memory(NamedTuple):
@@ -25,7 +29,11 @@ def one_per_core() -> None:
     """Make every core that this process may use a device of its own, where JAX runs on a CPU.
 
     Call it first, before JAX computes anything; `clients.shard` then spreads clients over them.
-    Whoever has chosen a number of devices, by JAX_NUM_CPU_DEVICES or XLA_FLAGS, keeps it.
+    Whoever has chosen a number of devices, by JAX_NUM_CPU_DEVICES or XLA_FLAGS, keeps it, and of
+    threads, by PJRT_NPROC, those. Otherwise there are two threads for each device: programs of as
+    many devices as threads keep every one of them, nothing takes pieces of work from XLA's queue
+    any more, and once that is full, after a thousand products of large matrices in one loop, their
+    results are wrong without a word (seen with jaxlib 0.9.2, 0.10.1 and 0.10.2).
 
     Raises:
         RuntimeError: If JAX has begun already.
@@ -35,11 +43,22 @@ def one_per_core() -> None:
         fj.devices.one_per_core()
         federation = fj.clients.shard(federation)
     """
-    chosen = jax.config.jax_num_cpu_devices not in (None, -1)
-    if not chosen and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        affinity = getattr(os, "sched_getaffinity", None)
-        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-        jax.config.update("jax_num_cpu_devices", cores)
+    chosen = jax.config.jax_num_cpu_devices
+    number = chosen if chosen not in (None, -1) else _forced_devices() or _num_cores()
+    if chosen in (None, -1) and not _forced_devices():
+        jax.config.update("jax_num_cpu_devices", number)
+    if number > 1:
+        os.environ.setdefault(_THREADS, str(2 * number))
+
+
+def _forced_devices() -> int:
+    found = re.findall(r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(found[-1]) if found else 0
+
+
+def _num_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -60,7 +79,16 @@ def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
         )
     if len(set(devices)) < len(devices):
         raise ValueError(f"devices {devices} have one twice; expected each only once.")
-    return Mesh(np.array(devices), (AXIS,))
+    mesh = Mesh(np.array(devices), (AXIS,))
+    threads = int(os.environ.get(_THREADS) or _num_cores())
+    if share_memory(mesh) and 1 < mesh.size >= threads:
+        warnings.warn(
+            f"{mesh.size} CPU devices share {threads} threads: in long loops of large products XLA "
+            "then gives wrong results. Begin with fisherjax.devices.one_per_core(), or set "
+            f"{_THREADS} to {2 * mesh.size}, before JAX computes anything.",
+            stacklevel=2,
+        )
+    return mesh
 
 
 def mesh_of(tree: Any) -> Mesh | None:

@@ -131,7 +131,7 @@ plt.show()
 
 # %%
 for name, (account, _) in found.items():
-    print(f"{name:>18}: furthest unit {account.furthest:.3f}, gates switched {account.switched:.3f}")
+    print(f"{name:>18}: furthest {account.furthest:.3f}, gates switched {account.switched:.3f}")
 
 # %% [markdown]
 # ## Rounds of averaging, on signal and noise

@@ -14,7 +14,7 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
     """Compare every step on all devices with the same step on one."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}"
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": str(2 * devices)}
     import jax
     import jax.numpy as jnp
     import numpy as np

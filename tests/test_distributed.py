@@ -45,6 +45,32 @@ def test_two_processes_give_the_result_of_one():
     assert outputs == ["2 processes, 4 devices"] * 2
 
 
+def test_long_loops_of_large_products_on_every_core_are_right():
+    # Without threads of their own for pieces of work the results are wrong after 500 turns.
+    program = """
+import jax, jax.numpy as jnp, numpy as np, fisherjax as fj
+fj.devices.one_per_core()
+
+def norms(key):
+    # Of scaled identities, which the compiler does not know: every product is known.
+    matrices = jax.random.uniform(key, (24, 1, 1), minval=1) * jnp.eye(400)
+    identities = jnp.tile(jnp.eye(8), (24, 1, 1))
+    def turn(x, _):
+        y = jax.vmap(lambda a, b: jnp.linalg.multi_dot([a, x, b]))(matrices, identities).sum(0)
+        return y / jnp.linalg.norm(y), jnp.linalg.norm(y)
+    x = jax.random.normal(key, (400, 8))
+    found = jax.lax.scan(turn, x / jnp.linalg.norm(x), length=600)[1]
+    return found / jnp.trace(matrices.sum(0)) * 400
+
+mesh = fj.devices.client_mesh()
+keys = jax.vmap(jax.random.key)(jnp.arange(mesh.size))
+run = jax.jit(lambda keys: fj.parallel.spread_clients(norms, keys, mesh=mesh))
+np.testing.assert_allclose(fj.parallel.in_order(run(keys), mesh), 1, rtol=1e-4)
+"""
+    options = {"env": os.environ | {"JAX_PLATFORMS": "cpu"}, "cwd": SCRIPT.parents[1]}
+    subprocess.run([sys.executable, "-c", program], check=True, **options)
+
+
 def test_every_core_becomes_a_device_unless_somebody_has_chosen():
     program = "import jax, fisherjax as fj; fj.devices.one_per_core(); print(jax.device_count())"
     cores = str(len(os.sched_getaffinity(0)))

@@ -21,7 +21,8 @@ from fisherjax.theory import feature_learning, signal_noise
 from fisherjax.theory.signal_noise import Data
 from fisherjax.typing import Array, Key
 
-MERGES = ("fedavg", "fedfisher_diag", "fedfisher_kfac")
+MERGES = ("fedavg", "fedfisher_diag", "fedfisher_diag+rotated", "fedfisher_kfac")
+"""Rotated: in a random orthonormal basis of the inputs, which only the diagonal depends on."""
 LEARNED = 0.9
 """An accuracy of which we say that the signal is learned."""
 SIGNAL, NOISE = "signal kept", "noise kept"
@@ -110,6 +111,7 @@ def _accuracies(
     """Measure accuracies on the signal of client 0."""
     key, norm = given
     for_data, for_test, for_start = jax.random.split(key, 3)
+    for_turn = jax.random.fold_in(key, 3)
     how = {"num_examples": setting.num_examples, "dim": setting.dim, "norm": norm}
     data = signal_noise.draw(for_data, owners, **how)
     test = signal_noise.draw_test(for_test, data, setting.num_test)
@@ -123,7 +125,11 @@ def _accuracies(
     models = {"rounds": averaged.weights[0], "alone": apart.weights[0]}
     kept = {}
     for name in MERGES:
-        models[name] = _merged(name, setting.width, start, apart.weights, data)
+        method, *basis = name.split("+")
+        # Signals are unit vectors: the diagonal sees them apart from the noise, unless rotated.
+        turn = jnp.linalg.qr(jax.random.normal(for_turn, (setting.dim, setting.dim)))[0]
+        turn = turn if basis else None
+        models[name] = _merged(method, setting.width, start, apart.weights, data, turn)
         shares = _kept(models[name] - start, apart.weights - start, len(data.signals))
         kept |= {
             f"{name}, {part}": share for part, share in zip((SIGNAL, NOISE), shares, strict=True)
@@ -148,11 +154,18 @@ def _kept(merged: Array, apart: Array, num_signals: int) -> tuple[Array, Array]:
     )
 
 
-def _merged(name: str, width: int, start: Array, weights: Array, data: Data) -> Array:
+def _merged(
+    name: str, width: int, start: Array, weights: Array, data: Data, turn: Array | None
+) -> Array:
     method = fj.algorithms.make(name, signal_noise.network(width))
-    federation, trained = signal_noise.federation(data), fj.training.Trained(weights)
+    federation = signal_noise.federation(data)
+    if turn is not None:  # the same networks in another basis: inputs x Q, weights Q^T w
+        federation = federation._replace(inputs=federation.inputs @ turn)
+        start, weights = turn.T @ start, turn.T @ weights
+    trained = fj.training.Trained(weights)
     updates = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
-    return fj.merging.merge(method, start, updates)[0]
+    merged = fj.merging.merge(method, start, updates)[0]
+    return merged if turn is None else turn @ merged
 
 
 def section(name: str, setting: Setting, found: Found, out: Path) -> str:
@@ -229,7 +242,7 @@ def _strength(setting: Setting, grid: str, count: int, ratio: float) -> float:
 
 def _words(way: str) -> str:
     words = {"rounds": "FedAvg, many rounds", "alone": "one client alone"}
-    return words.get(way) or f"{figures.label(way)}, one round"
+    return words.get(way) or f"{figures.label(way)}, one round".replace(" + ", ", ")
 
 
 def _csv(setting: Setting, found: Found) -> str:

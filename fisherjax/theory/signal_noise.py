@@ -54,8 +54,9 @@ def draw(
 ) -> Data:
     """Draw the clients' data.
 
-    Signals are `norm` times the first unit vectors: noise and initial weights look alike from every
-    side, so that this is no restriction.
+    Signals are `norm` times the first unit vectors. Noise and initial weights look alike from every
+    side, so that this is no restriction for descent, averages, and whatever turns with the data; a
+    diagonal Fisher information does not: rotate the data where that matters.
 
     Args:
         key: Of labels and noise.
