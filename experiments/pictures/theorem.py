@@ -22,6 +22,8 @@ from fisherjax.typing import Array, Key, Params
 SERVER_STEPS = (10**4, 10**5, 10**6)
 """Of the server's gradient descent; the paper does not say how many it takes."""
 LEARNING_RATE, SERVER_RATE = 0.1, 0.001
+NUM_EXAMPLES = 200
+"""Of both clients."""
 SHOWN = 10**5
 """Server steps of which the account is drawn."""
 
@@ -158,7 +160,7 @@ def section(name: str, setting: Setting, found: Found, out: Path) -> str:
             "moved": "distance of the server from the mean",
             "switched": "share of gates that switch",
             "smallest": "smallest eigenvalue at the start",
-            "rank": "eigenvalues that are not zero, of 200",
+            "rank": f"eigenvalues that are not zero, of {NUM_EXAMPLES}",
         }.items()
     ]
     sources_table = tables.Table("", ("median", *map(str, setting.points)), sources)
@@ -252,6 +254,10 @@ def _draw(setting: Setting, found: Found, path: Path) -> None:
         "switched": ("share of gates that switch", "#c4501b"),
     }.items():
         _band(right, setting.points, getattr(shown, term), color=colour, label=words, marker="s")
+    # The smallest eigenvalue, which the theorem divides by, is zero to rounding.
+    share = shown.rank / NUM_EXAMPLES
+    words = f"Gram matrix at the start: its rank / {NUM_EXAMPLES}"
+    _band(right, setting.points, share, color="#8b1e6b", label=words, marker="o")
     right.set_ylabel("how far networks move")
     for axes in (left, middle, right):
         axes.set(xscale="log", yscale="log")
