@@ -121,6 +121,20 @@ class Federated(NamedTuple):
             state = devices.replicate(state, mesh)
         return _round(self, layout, state, federation, devices.replicate(key, mesh))
 
+    def models(self, state: State) -> Params:
+        """Give every client's own model, what it would start from now, stacked [M, ...].
+
+        The global one M times where clients keep nothing, and only of use where they do: see
+        `algorithms.keep_private`.
+        """
+        num_clients = (
+            len(jax.tree.leaves(state.private)[0]) if jax.tree.leaves(state.private) else 1
+        )
+        (common, own), _ = _broadcast(self.algorithm, state, state.private)
+        if own is not None:
+            return own
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), common)
+
     def traffic(self, params: Params, federation: Federation) -> Traffic:
         """Count what one client receives and sends; nothing is computed."""
         state = jax.eval_shape(partial(self.init, num_clients=federation.num_clients), params)

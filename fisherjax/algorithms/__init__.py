@@ -21,6 +21,7 @@ from fisherjax.algorithms.fedopt import with_server_optimizer
 from fisherjax.algorithms.fedprox import fedprox
 from fisherjax.algorithms.fisher_merge import fisher_merge
 from fisherjax.algorithms.natural_gradient import natural_gradient
+from fisherjax.algorithms.private import keep_private
 from fisherjax.algorithms.regmean import regmean
 from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
@@ -43,6 +44,7 @@ __all__ = [
     "fednova",
     "fedprox",
     "fisher_merge",
+    "keep_private",
     "make",
     "natural_gradient",
     "options",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -155,6 +155,32 @@ class Kronecker(Blockwise):
         }
         ones = jax.tree.map(jnp.ones_like, self.entries)
         return dataclasses.replace(self, factors=factors, entries=ones | blocks)
+
+    def select(self, names: Sequence[str]) -> "Kronecker":
+        """Give the blocks of some leaves, on params that are a dict of them by name.
+
+        Raises:
+            ValueError: If a layer has leaves among them, and others that are not.
+        """
+        layers = []
+        for layer in self.layers:
+            leaves = {layer.leaf, layer.bias} - {None}
+            if leaves <= set(names):
+                layers.append(layer)
+            elif leaves & set(names):
+                raise ValueError(
+                    f"K-FAC treats {sorted(leaves)} as one layer, of which only "
+                    f"{sorted(leaves & set(names))} is asked for; expected all of it or nothing."
+                )
+        kept = {layer.kernel for layer in layers}
+        # Entries are of leaves without a layer, and of scales by the layer's name.
+        alone = set(names) - {name for x in self.layers for name in (x.leaf, x.bias)}
+        return Kronecker(
+            {name: x for name, x in self.factors.items() if name in kept},
+            {name: x for name, x in self.entries.items() if name in kept | alone},
+            tuple(layers),
+            self.template.select(names),
+        )
 
     def _diagonal_entries(self) -> dict[str, Array]:
         # [r, r, o] -> [r, o].

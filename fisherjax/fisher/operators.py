@@ -12,7 +12,7 @@ The sum of several Kronecker operators is not a Kronecker operator: add their pr
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -51,6 +51,12 @@ class Template(NamedTuple):
         """Rebuild params from leaves by name, of their sizes."""
         named = zip(self.names(), self.shapes, strict=True)
         return jax.tree.unflatten(self.structure, [leaves[n].reshape(shape) for n, shape in named])
+
+    def select(self, names: Sequence[str]) -> "Template":
+        """Give the template of some leaves as a dict by name."""
+        shapes = dict(zip(self.names(), self.shapes, strict=True))
+        leaves, structure = jax.tree.flatten({name: name for name in names})
+        return Template(structure, tuple(shapes[name] for name in leaves))
 
     def unravel(self, flat: Array) -> Params:
         """Rebuild params from one vector [d]."""
@@ -193,3 +199,11 @@ class Dense(Blockwise):
     def dense(self) -> Array:
         """Give the matrix [d, d]."""
         return self.matrix
+
+    def select(self, names: Sequence[str]) -> "Dense":
+        """Give the block of some leaves, on params that are a dict of them by name."""
+        template = self.template.select(names)
+        size = sum(map(math.prod, self.template.shapes))
+        place = self.template.by_name(self.template.unravel(jnp.arange(size)))
+        rows = jnp.concatenate([place[name].ravel() for name in template.names()])
+        return Dense(self.matrix[rows[:, None], rows], template)

@@ -1,0 +1,177 @@
+"""Leaves that each client keeps to itself, for any algorithm.
+
+A client trains all of its model, sends the leaves it shares, and goes on from everybody's shared
+leaves and its own private ones, which are its private state in `rounds`: they are never sent, those
+who sit a round out keep theirs, and they are sharded and saved like any state.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import checks, tree
+from fisherjax.algorithms.base import Algorithm, check_algorithm
+from fisherjax.configuration import cached
+from fisherjax.fisher import Dense, Kronecker
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Examples, Key, Params
+
+
+class Private(NamedTuple):
+    """What a client keeps: its own leaves by name, and what the wrapped algorithm keeps there."""
+
+    leaves: dict[str, Array]
+    algorithm: Any
+
+
+@cached
+def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorithm:
+    """Let every client keep the leaves whose names a predicate picks out; the rest is merged.
+
+    The server runs the algorithm on the shared leaves alone, and hands on the private ones of
+    params as they are: what a client starts from that has not trained yet. A merge by curvature
+    takes the shared leaves' part of each client's Fisher information, at its own private leaves.
+
+    Args:
+        algorithm: Any whose clients answer once. A server's optimiser is wrapped around the result,
+            `with_server_optimizer(keep_private(...), ...)`.
+        where: Name of a leaf, as `tree.names` gives it, -> whether it is private.
+
+    Returns:
+        The algorithm. Its updates are those of the wrapped one, of the shared leaves by name.
+
+    Raises:
+        TypeError: If an argument has the wrong kind.
+        ValueError: If the algorithm has several messages; once params are known, if no leaf is
+            private or every one is, or a layer that K-FAC treats as one would be torn apart.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> personal = keep_private(fj.algorithms.fedavg(), lambda name: name == "head")
+        >>> models = [
+        ...     {"body": jnp.zeros(1), "head": jnp.zeros(1)},
+        ...     {"body": jnp.ones(1), "head": jnp.ones(1)},
+        ... ]
+        >>> federation = fj.clients.federation((jnp.eye(2), jnp.zeros(2)), [[0], [1]])
+        >>> sent = fj.merging.summarize(personal, models, federation, key=jax.random.key(0))
+        >>> list(sent.values["params"])
+        ['body']
+        >>> merged, _, _ = fj.merging.merge(personal, models[0], sent)
+        >>> print(merged["body"], merged["head"])
+        [0.5] [0.]
+
+    Source: Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization layers,
+        2019; Li, Jiang, Zhang, Kamp, Dou, FedBN, ICLR 2021; here for any algorithm. Pulls towards
+        the start, as FedProx has, pull private leaves towards the client's own last ones.
+    """
+    check_algorithm(algorithm)
+    checks.function("where", where, "lambda name: name.startswith('head')")
+    if algorithm.then is not None:
+        raise ValueError(
+            "This method has several messages, as natural_gradient has; expected one whose clients "
+            "answer once."
+        )
+
+    def shared(params: Params) -> dict[str, Array]:
+        return _split(where, params)[0]
+
+    def own(params: Params) -> dict[str, Array]:
+        return _split(where, params)[1]
+
+    def init(params: Params, num_clients: int) -> Any:
+        return algorithm.init(shared(params), num_clients)
+
+    def init_client(params: Params) -> Private:
+        kept = algorithm.init_client(shared(params))
+        if algorithm.model is not None and jax.tree.leaves(kept):
+            raise ValueError(
+                "This algorithm runs the network to summarize and keeps something on the clients; "
+                "keep_private serves algorithms that do one of the two."
+            )
+        return Private(own(params), kept)
+
+    def broadcast(params: Params, state: Any, private: Private) -> tuple[Params, Any]:
+        private = private or init_client(params)  # in a single round clients keep nothing yet
+        start, extras = algorithm.broadcast(shared(params), state, private.algorithm)
+        # Corrections are of shared leaves: none for those that the server does not know.
+        nothing = jax.tree.map(jnp.zeros_like, private.leaves)
+        extras = _replace(extras, start, lambda x: _joined(params, x | nothing))
+        return _joined(params, start | private.leaves), extras
+
+    def summarize(
+        key: Key, trained: Trained, examples: Examples, private: Private
+    ) -> tuple[dict[str, Any], Private]:
+        params, names = trained.params, tuple(shared(trained.params))
+
+        def restricted(values: Any) -> Any:
+            values = _replace(values, params, shared, lambda x: x.select(names))
+            return _of_leaves(values, set(tree.names(params)), names)
+
+        # What runs the network needs all of it.
+        given = trained if algorithm.model is not None else restricted(trained)
+        values, kept = algorithm.summarize(key, given, examples, private.algorithm)
+        sent = restricted(values) if algorithm.model is not None else values
+        return sent, Private(own(params), kept)
+
+    def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
+        merged, state, info = algorithm.aggregate(key, received, shared(params), state, cohort)
+        return _joined(params, merged | own(params)), state, info
+
+    return algorithm._replace(
+        summarize=summarize,
+        aggregate=aggregate,
+        init=init,
+        init_client=init_client,
+        broadcast=broadcast,
+        kind=f"{algorithm.kind}, of shared leaves",
+    )
+
+
+def _split(where: Callable[[str], bool], params: Params) -> tuple[dict, dict]:
+    names = tree.names(params)
+    chosen = [bool(where(name)) for name in names]
+    if all(chosen) or not any(chosen):
+        raise ValueError(
+            f"`where` picks out {'every leaf' if all(chosen) else 'no leaf'} of {list(names)}; "
+            "expected a predicate on names that is true of those that clients keep, and not of "
+            "those that are merged."
+        )
+    leaves = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
+    return tuple({n: leaf for n, c, leaf in leaves if c is kept} for kept in (False, True))
+
+
+def _joined(params: Params, leaves: dict[str, Array]) -> Params:
+    return jax.tree.unflatten(
+        jax.tree.structure(params), [leaves[name] for name in tree.names(params)]
+    )
+
+
+def _replace(
+    values: Any, like: Any, on_params: Callable, on_operator: Callable | None = None
+) -> Any:
+    """Change whatever has the structure of params, and operators that know it, inside a pytree."""
+    structure = jax.tree.structure(like)
+
+    def is_operator(x: Any) -> bool:
+        return on_operator is not None and isinstance(x, Kronecker | Dense)
+
+    def is_params(x: Any) -> bool:
+        return not is_operator(x) and jax.tree.structure(x) == structure
+
+    def changed(x: Any) -> Any:
+        return on_operator(x) if is_operator(x) else on_params(x) if is_params(x) else x
+
+    return jax.tree.map(changed, values, is_leaf=lambda x: is_operator(x) or is_params(x))
+
+
+def _of_leaves(values: Any, names: set[str], shared: tuple[str, ...]) -> Any:
+    """Drop what belongs to private leaves from dicts by leaf name, such as Gram matrices."""
+    if not isinstance(values, dict):
+        return values
+    # Some mark a kernel that is stored the other way round, "w^T".
+    leaf_of = {key: str(key).removesuffix("^T") for key in values}
+    if values and set(leaf_of.values()) <= names:
+        return {key: x for key, x in values.items() if leaf_of[key] in shared}
+    return {key: _of_leaves(x, names, shared) for key, x in values.items()}

@@ -1,0 +1,171 @@
+"""Leaves that clients keep: merged as if they were not there, and never sent."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fisherjax as fj
+from fisherjax import algorithms, clients, merging, rounds, solvers, training, tree
+from fisherjax.algorithms import TABLE, keep_private
+
+RATE = 0.1
+EXACT = solvers.conjugate_gradients(tolerance=1e-13, max_iterations=500)
+OPTIONS = {
+    "fedfisher_kfac": {"solver": EXACT},
+    "fedlpa": {"solver": EXACT},
+    "fedlpa_gd": {"solver": algorithms.residual_descent(steps=20)},
+}
+
+
+def apply(params, x):
+    hidden = jnp.tanh(x @ params["body"]["kernel"] + params["body"]["bias"])
+    return hidden @ params["head"]["kernel"] + params["head"]["bias"]
+
+
+MODEL = fj.Model(apply, fj.likelihoods.categorical)
+
+
+def is_head(name):
+    return name.startswith("head")
+
+
+def is_bias(name):
+    return name == "b"
+
+
+@pytest.fixture
+def small(x64):
+    """Three clients of a network of two layers, and a start."""
+    source = np.random.default_rng(0)
+    data = source.normal(size=(15, 3)), source.integers(0, 2, 15)
+    shapes = {"kernel": (3, 4), "bias": (4,)}, {"kernel": (4, 2), "bias": (2,)}
+    body, head = (
+        {name: jnp.asarray(source.normal(size=s)) for name, s in of.items()} for of in shapes
+    )
+    federation = clients.federation(data, np.split(np.arange(15), [7, 10]))
+    return federation, {"body": body, "head": head}
+
+
+def merged(method, start, federation):
+    options = {"key": jax.random.key(1), "epochs": 2, "batch_size": 3}
+    optimizer = method.optimizer(optax.sgd(RATE))
+    trained = training.train(MODEL, start, federation, optimizer=optimizer, **options)
+    updates = merging.summarize(method, trained, federation, key=jax.random.key(0))
+    return updates, merging.merge(method, start, updates, federation.weights)[0]
+
+
+# Those that couple no layers: what is shared does not know what is private.
+@pytest.mark.parametrize(
+    "name", [n for n in TABLE if n not in ("fedfisher_full", "fedfisher_sequential")]
+)
+def test_what_is_shared_merges_as_without_private_leaves(small, name):
+    federation, start = small
+    method = algorithms.make(name, MODEL, **OPTIONS.get(name, {}))
+    _, expected = merged(method, start, federation)
+    updates, found = merged(keep_private(method, is_head), start, federation)
+    chex.assert_trees_all_close(found["body"], expected["body"], rtol=1e-9, atol=1e-12)
+    chex.assert_trees_all_equal(found["head"], start["head"])
+    assert not any("head" in leaf for leaf in tree.names(updates.values))
+
+
+def test_the_full_fisher_of_shared_leaves_is_a_block_of_the_whole(small):
+    federation, start = small
+    whole = fj.fisher.full(MODEL, start, fj.Examples(federation.inputs, federation.targets))
+    names = ("body/bias", "body/kernel")
+    block = whole.select(names)
+    vector = {"body": start["body"], "head": jax.tree.map(jnp.zeros_like, start["head"])}
+    product = block.mv({f"body/{name}": leaf for name, leaf in start["body"].items()})
+    expected = whole.mv(vector)["body"]
+    chex.assert_trees_all_close(product, {f"body/{n}": x for n, x in expected.items()}, rtol=1e-12)
+    # And merged by it, clients whose shared leaves are equal get them back.
+    method = algorithms.make("fedfisher_full", MODEL, solver=EXACT, damping=0.1)
+    models = [start, start | {"head": jax.tree.map(jnp.negative, start["head"])}]
+    two = federation._replace(indices=federation.indices[:2], sizes=federation.sizes[:2])
+    method = keep_private(method, is_head)
+    updates = merging.summarize(method, models, two, key=jax.random.key(0))
+    found = merging.merge(method, start, updates)[0]
+    chex.assert_trees_all_close(found["body"], start["body"], rtol=1e-9)
+
+
+def play(method, start, world, number, cohort=4):
+    options = {"optimizer": optax.sgd(RATE), "epochs": 1, "batch_size": 2}
+    experiment = rounds.federated(world.model, method, cohort=cohort, **options)
+    state = experiment.init(start, world.federation.num_clients)
+    key = jax.random.key(0)
+    played = list(rounds.run(experiment, state, world.federation, key=key, rounds=number))
+    return experiment, played
+
+
+def test_rounds_are_those_of_the_pseudocode(regression, draw):
+    """Every client descends from the shared kernel and its own bias; kernels are averaged."""
+    start, sizes = draw(0), np.array(regression.sizes)
+    whole = regression.sizes[-1]  # one batch an epoch: no shuffling to follow
+    options = {"optimizer": optax.sgd(RATE), "epochs": 1, "batch_size": whole}
+    method = keep_private(algorithms.fedavg(), is_bias)
+    experiment = rounds.federated(regression.model, method, cohort=2, **options)
+    state = experiment.init(start, 4)
+    kernel, biases = start["w"], [start["b"]] * 4
+    for now, done in rounds.run(
+        experiment, state, regression.federation, key=jax.random.key(0), rounds=4
+    ):
+        drawn, ends = done.cohort.tolist(), []
+        for i in drawn:
+            own = {"w": kernel, "b": biases[i]}
+            if sizes[i]:
+                _, gradient = regression.loss_and_gradient(own, *regression.own(i))
+                own = jax.tree.map(lambda x, g: x - RATE * g, own, gradient)
+            biases[i] = own["b"]
+            ends.append(own["w"])
+        shares = sizes[drawn] / sizes[drawn].sum()
+        kernel = sum(share * end for share, end in zip(shares, ends, strict=True))
+        expected = {"w": jnp.stack([kernel] * 4), "b": jnp.stack(biases)}
+        chex.assert_trees_all_close(experiment.models(now), expected, rtol=1e-12)
+        chex.assert_trees_all_equal(now.params["b"], start["b"])
+
+
+@pytest.mark.parametrize(
+    "name", ["fedavg", "fednova", "scaffold", "fedfish_last_epoch", "fedfisher_diag"]
+)
+def test_private_leaves_are_neither_sent_nor_lost(regression, draw, name):
+    start = draw(0) | {"extra": jnp.zeros(5)}  # a leaf that no output depends on
+    method = algorithms.make(name, regression.model)
+    kept = keep_private(method, lambda leaf: leaf == "extra")
+    _, [*_, (expected, _)] = play(method, draw(0), regression, 3)
+    experiment, [*_, (state, _)] = play(kept, start, regression, 3)
+    for leaf in ("w", "b"):
+        chex.assert_trees_all_close(state.params[leaf], expected.params[leaf], rtol=1e-7, atol=1e-9)
+    without = rounds.federated(
+        regression.model, method, cohort=4, optimizer=optax.sgd(RATE), epochs=1, batch_size=2
+    ).traffic(draw(0), regression.federation)
+    assert experiment.traffic(start, regression.federation).up == without.up
+
+
+def test_scaffold_does_not_correct_what_the_server_never_sees(regression, draw):
+    method = keep_private(algorithms.scaffold(), is_bias)
+    experiment, [*_, (state, _)] = play(method, draw(0), regression, 2)
+    own = jax.tree.map(lambda x: x[0], state.private)
+    _, correction = experiment.algorithm.broadcast(state.params, state.algorithm, own)
+    assert jnp.abs(correction["w"]).max() > 0
+    assert not correction["b"].any()
+
+
+@pytest.mark.parametrize(
+    ("where", "words"), [(lambda _: True, "every leaf"), (lambda _: False, "no leaf")]
+)
+def test_a_predicate_that_divides_nothing_is_refused(regression, draw, where, words):
+    with pytest.raises(ValueError, match=words):
+        play(keep_private(algorithms.fedavg(), where), draw(0), regression, 1)
+
+
+def test_a_layer_of_which_a_part_is_private_is_refused_by_name(regression, draw):
+    method = keep_private(algorithms.make("fedfisher_kfac", regression.model), is_bias)
+    with pytest.raises(ValueError, match=r"\['b', 'w'\] as one layer"):
+        play(method, draw(0), regression, 1)
+
+
+def test_methods_of_several_messages_are_refused(regression):
+    with pytest.raises(ValueError, match="several messages"):
+        keep_private(algorithms.natural_gradient(regression.model), is_bias)
