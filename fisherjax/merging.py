@@ -94,7 +94,7 @@ def summarize_memory(
     steps = np.zeros(num_clients, np.int32)
     key, start, steps = replicate((key, params, steps), mesh)
     extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
-    private = jax.eval_shape(algorithm.init_client, params)
+    private = jax.eval_shape(algorithm.init_client, params, 0)
     # Shapes only: the compiler is asked before any stack [M, ...] is made.
     stacked, own, extras = devices.stacked_shapes((params, private, extras), num_clients, mesh)
     trained = Trained(stacked, start, steps, None, extras)
@@ -383,7 +383,8 @@ def _check_summary(
 
 @partial(jax.jit, static_argnums=0)
 def _first_private(algorithm: Algorithm, stacked: Params) -> Any:
-    return jax.vmap(algorithm.init_client)(stacked)
+    places = jnp.arange(len(jax.tree.leaves(stacked)[0]))
+    return jax.vmap(algorithm.init_client)(stacked, places)
 
 
 def _extras(algorithm: Algorithm, params: Params) -> Any:

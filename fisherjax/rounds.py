@@ -83,8 +83,8 @@ class Federated(NamedTuple):
         """Make the state before the first round, for M clients."""
         checks.floating(params)
         params = jax.tree.map(jnp.asarray, params)
-        own = self.algorithm.init_client(params)
-        private = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
+        own = jax.vmap(self.algorithm.init_client, in_axes=(None, 0))
+        private = own(params, jnp.arange(num_clients))
         kept = self.algorithm.init(params, num_clients)
         state = State(jnp.asarray(0, jnp.int32), params, kept, private)
         # Weakly typed scalars become strong, as they are after a round: one program for all.

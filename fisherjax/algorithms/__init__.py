@@ -25,6 +25,7 @@ from fisherjax.algorithms.private import keep_private
 from fisherjax.algorithms.regmean import regmean
 from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
+from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.typing import Model
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "regmean",
     "residual_descent",
     "scaffold",
+    "weighted_fedavg",
     "with_server_optimizer",
 ]
 

@@ -70,7 +70,8 @@ class Algorithm(NamedTuple):
             info); `cohort` are the places [K] of the clients that took part.
         reduce: (stacked updates, weights [K]) -> sums, or None if each update is needed.
         init: (params, num_clients) -> state, what the server keeps; () for most.
-        init_client: params -> private, what a client keeps and never sends; () for most.
+        init_client: (params, place) -> private, what the client at that place among all keeps and
+            never sends; () for most.
         broadcast: (params, state, private) -> (start, extras) of one client and its optimiser.
         optimizer: Wraps the user's optimiser; it is given `start`, `extras` and `last_epoch` as
             extra arguments. Equal bases give the same object.
@@ -84,7 +85,7 @@ class Algorithm(NamedTuple):
     aggregate: Callable[[Key, Any, Params, Any, Array], tuple[Params, Any, Any]]
     reduce: Callable[[dict[str, Any], Array], Any] | None = None
     init: Callable[[Params, int], Any] = nothing
-    init_client: Callable[[Params], Any] = nothing
+    init_client: Callable[[Params, Array], Any] = nothing
     broadcast: Callable[[Params, Any, Any], tuple[Params, Any]] = send_everything
     optimizer: Callable[[optax.GradientTransformation], Any] = unchanged
     kind: str = "unnamed"

@@ -54,7 +54,7 @@ def head_summary(
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         examples = draw(key, examples, max_examples)
-        return {"head": _sums(model, batch_size, trained.params, examples)}, private
+        return {"head": head_sums(model, batch_size, trained.params, examples)}, private
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
         total, weight = weighted_sum(updates["head"], weights)
@@ -71,7 +71,9 @@ def head_mean(sums: WeightedSum) -> HeadSums:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
+def head_sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
+    """Compute what a client knows of its last layer, by minibatches."""
+
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
         del key
         seen = trace(model.apply, params, x)

@@ -83,17 +83,18 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
     def init(params: Params, num_clients: int) -> Any:
         return algorithm.init(shared(params), num_clients)
 
-    def init_client(params: Params) -> Private:
-        kept = algorithm.init_client(shared(params))
-        if algorithm.model is not None and jax.tree.leaves(kept):
+    def init_client(params: Params, place: Array) -> Private:
+        kept = algorithm.init_client(shared(params), place)
+        floats = [x for x in jax.tree.leaves(kept) if jnp.issubdtype(x.dtype, jnp.floating)]
+        if algorithm.model is not None and floats:
             raise ValueError(
-                "This algorithm runs the network to summarize and keeps something on the clients; "
+                "This algorithm runs the network to summarize and keeps arrays on the clients; "
                 "keep_private serves algorithms that do one of the two."
             )
         return Private(own(params), kept)
 
     def broadcast(params: Params, state: Any, private: Private) -> tuple[Params, Any]:
-        private = private or init_client(params)  # in a single round clients keep nothing yet
+        private = private or init_client(params, 0)  # in a single round clients keep nothing yet
         start, extras = algorithm.broadcast(shared(params), state, private.algorithm)
         # Corrections are of shared leaves: none for those that the server does not know.
         nothing = jax.tree.map(jnp.zeros_like, private.leaves)

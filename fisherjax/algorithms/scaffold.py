@@ -107,7 +107,7 @@ def scaffold() -> Algorithm:
         aggregate,
         reduce,
         init=init,
-        init_client=_zeros,
+        init_client=lambda params, _: _zeros(params),
         broadcast=broadcast,
         optimizer=_corrected,
         kind="params and changes of controls",

@@ -1,0 +1,119 @@
+"""Weighted FedAvg: a model for each client, the mean of the models of clients like it.
+
+Huang, Shi, Cai, Suzuki, Understanding convergence and generalization in federated learning through
+feature learning theory, ICLR 2024, its practical method.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import checks, tree
+from fisherjax.algorithms.base import ENOUGH, Algorithm
+from fisherjax.algorithms.heads import head_sums
+from fisherjax.clients import draw
+from fisherjax.configuration import cached
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Examples, Key, Model, Params
+
+
+@cached
+def weighted_fedavg(
+    model: Model,
+    *,
+    temperature: float = 1.0,
+    batch_size: int = 256,
+    max_examples: int | None = ENOUGH,
+) -> Algorithm:
+    """Make Weighted FedAvg, which gives each client the mean of all models by how alike they are.
+
+        s_kl = softmax_l(cos(p_k, p_l) / tau),    W_k <- sum_l s_kl W_l,
+
+    where the prototype p_k is the mean input of the last layer for each class, zero for a class
+    that the client does not have. The mean is over those who took part; others keep their model.
+
+    Args:
+        model: The network, whose last layer is dense, and a classifier.
+        temperature: tau. Prototypes behind a ReLU have cosines between 0 and 1, so that at 1 no
+            weight is more than e times another: nearly FedAvg with equal weights, which is the
+            limit of a large tau; that of a small one is everyone alone.
+        batch_size: Examples of a minibatch in the pass for the prototypes.
+        max_examples: Of how many of a client's examples they are at most; None is all.
+
+    Returns:
+        The algorithm. Updates are {"params": W_k, "prototypes": p_k [C, features]}. The state are
+        the models [M, ...], which `Federated.models` gives too, and it reports s [K, K]; `params`
+        are the mean by numbers of examples.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.categorical)
+        >>> method, eye = weighted_fedavg(model, temperature=0.01), jnp.eye(2)
+        >>> values = {"params": {"w": jnp.array([[[0.0]], [[4.0]]])}, "prototypes": eye[:, None]}
+        >>> updates = fj.algorithms.Update(values, method.kind)
+        >>> start = {"w": jnp.zeros((1, 1))}
+        >>> merged, own, _ = fj.merging.merge(method, start, updates)
+        >>> print(merged["w"].ravel(), own["w"].ravel())
+        [2.] [0. 4.]
+
+    Source: the paper above, which does not say what a class without examples or a client that sits
+        a round out gets. A client without examples, which is like nobody, gets the plain mean.
+    """
+    checks.model(model)
+    checks.positive("temperature", temperature)
+    checks.count("batch_size", batch_size)
+    if max_examples is not None:
+        checks.count("max_examples", max_examples)
+
+    def init(params: Params, num_clients: int) -> Params:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *jnp.shape(x))), params)
+
+    def init_client(params: Params, place: Array) -> Array:
+        del params
+        return jnp.asarray(place, jnp.int32)
+
+    def broadcast(params: Params, state: Params, private: Array) -> tuple[Params, tuple[()]]:
+        del params
+        return jax.tree.map(lambda x: x[private], state), ()
+
+    def summarize(
+        key: Key, trained: Trained, examples: Examples, private: Array
+    ) -> tuple[dict[str, Any], Array]:
+        examples = draw(key, examples, max_examples)
+        sums = head_sums(model, batch_size, trained.params, examples)
+        # E[a y^T] / E[y] is the mean of the class; where there is a bias, its input of one is last.
+        features, share = sums.products[: sums.layer.rows].T, sums.targets[:, None]
+        means = jnp.where(share > 0, features / jnp.where(share > 0, share, 1), 0)
+        return {"params": trained.params, "prototypes": means}, private
+
+    def aggregate(key: Key, received: tuple, params: Params, state: Params, cohort: Array) -> tuple:
+        del key, params
+        values, weights = received
+        similarity = _similarity(values["prototypes"], weights > 0, temperature)
+        # What is weighed by zero may not be finite.
+        sent = tree.keep(weights > 0, values["params"])
+        own = jax.vmap(lambda row: tree.weighted_sum(sent, row))(similarity)
+        models = jax.tree.map(lambda x, new: x.at[cohort].set(new.astype(x.dtype)), state, own)
+        return tree.weighted_sum(sent, weights), models, similarity
+
+    return Algorithm(
+        summarize,
+        aggregate,
+        init=init,
+        init_client=init_client,
+        broadcast=broadcast,
+        kind="params and prototypes",
+        model=model,
+    )
+
+
+def _similarity(prototypes: Array, present: Array, temperature: Array) -> Array:
+    flat = prototypes.reshape(len(prototypes), -1)
+    norms = jnp.linalg.norm(flat, axis=1, keepdims=True)
+    unit = flat / jnp.where(norms > 0, norms, 1)
+    cosines = jnp.matmul(unit, unit.T, precision="highest")
+    return jax.nn.softmax(cosines / temperature, where=present, axis=1)
