@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fisherjax.typing import Array
 
 AXIS = "clients"
-_THREADS = "PJRT_NPROC"
-"""The variable that says how many threads XLA computes with on a CPU."""
+_UNDIVIDED = "--xla_disable_hlo_passes=cpu-parallel-task-assigner"
+"""The flag with which XLA leaves elementwise operations whole."""
 
 
 class Memory(NamedTuple):
@@ -29,11 +29,12 @@ def one_per_core() -> None:
     """Make every core that this process may use a device of its own, where JAX runs on a CPU.
 
     Call it first, before JAX computes anything; `clients.shard` then spreads clients over them.
-    Whoever has chosen a number of devices, by JAX_NUM_CPU_DEVICES or XLA_FLAGS, keeps it, and of
-    threads, by PJRT_NPROC, those. Otherwise there are two threads for each device: programs of as
-    many devices as threads keep every one of them, nothing takes pieces of work from XLA's queue
-    any more, and once that is full, after a thousand products of large matrices in one loop, their
-    results are wrong without a word (seen with jaxlib 0.9.2, 0.10.1 and 0.10.2).
+    Whoever has chosen a number of devices, by JAX_NUM_CPU_DEVICES or XLA_FLAGS, keeps it.
+
+    It also tells XLA not to divide elementwise operations among threads. Programs of as many
+    devices as threads keep every thread to themselves, pieces that wait for another fill XLA's
+    queue, and once that is full, after hundreds of products of large matrices in one loop, results
+    are wrong without a word (seen with jaxlib 0.9.2, 0.10.1 and 0.10.2).
 
     Raises:
         RuntimeError: If JAX has begun already.
@@ -47,8 +48,9 @@ def one_per_core() -> None:
     number = chosen if chosen not in (None, -1) else _forced_devices() or _num_cores()
     if chosen in (None, -1) and not _forced_devices():
         jax.config.update("jax_num_cpu_devices", number)
-    if number > 1:
-        os.environ.setdefault(_THREADS, str(2 * number))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if number > 1 and "xla_disable_hlo_passes" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_UNDIVIDED}".strip()
 
 
 def _forced_devices() -> int:
@@ -80,12 +82,12 @@ def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     if len(set(devices)) < len(devices):
         raise ValueError(f"devices {devices} have one twice; expected each only once.")
     mesh = Mesh(np.array(devices), (AXIS,))
-    threads = int(os.environ.get(_THREADS) or _num_cores())
-    if share_memory(mesh) and 1 < mesh.size >= threads:
+    is_safe = _UNDIVIDED in os.environ.get("XLA_FLAGS", "") or mesh.size < _num_cores()
+    if share_memory(mesh) and mesh.size > 1 and not is_safe:
         warnings.warn(
-            f"{mesh.size} CPU devices share {threads} threads: in long loops of large products XLA "
-            "then gives wrong results. Begin with fisherjax.devices.one_per_core(), or set "
-            f"{_THREADS} to {2 * mesh.size}, before JAX computes anything.",
+            f"{mesh.size} CPU devices on {_num_cores()} cores: in long loops of large products "
+            "XLA then gives wrong results. Begin with fisherjax.devices.one_per_core(), or set "
+            f"XLA_FLAGS={_UNDIVIDED}, before JAX computes anything.",
             stacklevel=2,
         )
     return mesh

@@ -14,7 +14,7 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
     """Compare every step on all devices with the same step on one."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}"
-    os.environ |= {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": str(2 * devices)}
+    os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -26,6 +26,7 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
 
     import fisherjax as fj
 
+    fj.devices.one_per_core()
     random = np.random.default_rng(0)
     data = random.normal(size=(60, 3)).astype(np.float32), random.integers(0, 3, 60, np.int32)
     rows = np.split(np.arange(60), [3, 13, 14, 14, 30, 41, 55])  # one client has no examples

@@ -46,7 +46,7 @@ def test_two_processes_give_the_result_of_one():
 
 
 def test_long_loops_of_large_products_on_every_core_are_right():
-    # Without threads of their own for pieces of work the results are wrong after 500 turns.
+    # Where XLA divides elementwise operations results are wrong after 500 turns.
     program = """
 import jax, jax.numpy as jnp, numpy as np, fisherjax as fj
 fj.devices.one_per_core()
