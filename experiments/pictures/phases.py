@@ -277,7 +277,7 @@ def _draw(setting: Setting, found: Found, path: Path) -> None:
             axes.set_yticklabels([f"{tick:.2g}" for tick in ticks])
             axes.minorticks_off()
             axes.set_xticks(range(len(counts)), counts.tolist(), fontsize="x-small")
-            axes.set_title(_words(way), fontsize="small")
+            axes.set_title(_words(way).replace(", ", ",\n"), fontsize="small")
             names = {"clients": "clients", "similar": f"of {setting.total} with the signal"}
             axes.set_xlabel(names[grid], fontsize="small")
         panels[0].set_ylabel("signal / noise")
