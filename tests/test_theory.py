@@ -13,15 +13,6 @@ from experiments import theory
 from experiments.pictures import averaging, phases, runs, theorem
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    """Draw one figure of each kind, quickly."""
-    out = tmp_path_factory.mktemp("theory")
-    names = ["fedfisher1b", "features2", "features4", "phase", "constants"]
-    assert theory.main(["--quick", "--out", str(out), "--figure", *names]) == 0
-    return out
-
-
 def rows_of(path):
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
@@ -31,39 +22,32 @@ def test_every_figure_has_a_name_on_the_command_line():
     assert set(get_args(theory.Figure)) == set(theory.FIGURES)
 
 
-def test_a_figure_is_a_picture_its_numbers_and_its_claim(drawn):
-    names = {path.name for path in drawn.iterdir()}
+def test_figures_are_pictures_numbers_and_claims(tmp_path):
+    """One test, as workers would each draw them: one figure of each kind, quickly."""
     figures = ("fedfisher1b", "features2", "features4", "phase", "constants")
+    assert theory.main(["--quick", "--out", str(tmp_path), "--figure", *figures]) == 0
+    assert not jax.config.jax_enable_x64
+    names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"{name}.{kind}" for name in figures for kind in ("png", "csv", "md")}
     for name in figures:
-        text = (drawn / f"{name}.md").read_text()
+        text = (tmp_path / f"{name}.md").read_text()
         assert f"![{name}]({name}.png)" in text
         assert f"python -m experiments.theory --figure {name} --quick" in text
         assert "nan" not in text
-
-
-def test_numbers_have_their_seeds(drawn):
     setting = theorem.FIGURES["fedfisher1b"][1]
-    rows = rows_of(drawn / "fedfisher1b.csv")
+    rows = rows_of(tmp_path / "fedfisher1b.csv")
     assert len(rows) == 7 * len(setting.steps) * setting.seeds
     assert {int(row["seed"]) for row in rows} == set(range(setting.seeds))
+    left = {}
     for row in rows:
         roots = [float(row[term]) ** 0.5 for term in ("laplace", "server", "local")]
         assert float(row["loss"]) ** 0.5 <= sum(roots) * (1 + 1e-4)
-
-
-def test_more_steps_of_the_server_leave_less_of_its_quadratic(drawn):
-    left = {}
-    for row in rows_of(drawn / "fedfisher1b.csv"):
         key = row["local_steps"], row["seed"]
         left.setdefault(key, {})[row["merge"]] = float(row["server"])
+    # The more steps the server takes, the less of its quadratic is left.
     for of in left.values():
         steps = [of[f"descent_{steps}"] for steps in theorem.SERVER_STEPS]
         assert of["fedavg"] >= steps[0] >= steps[1] >= steps[2] >= of["optimum"]
-
-
-def test_after_theorem_pictures_numbers_are_float32_again(drawn):
-    assert not jax.config.jax_enable_x64
 
 
 def test_seeds_are_the_same_runs_whatever_their_number():

@@ -88,13 +88,14 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
     for grid, points in grids(setting).items():
         values = []
         for _, owners in points:
-            values.append(_point(setting, owners))
+            values.append(point(setting, owners))
             advance()
         found[grid] = jax.tree.map(lambda *x: np.stack(x), *values)
     return found
 
 
-def _point(setting: Setting, owners: tuple[int, ...]) -> dict[str, np.ndarray]:
+def point(setting: Setting, owners: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Compute a point, whose clients have these signals: by way and part kept, [ratios, seeds]."""
     keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
     pairs = len(setting.ratios), setting.seeds
     norms = jnp.repeat(jnp.array(setting.ratios) * setting.dim**0.5, setting.seeds)

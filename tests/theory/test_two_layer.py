@@ -45,6 +45,12 @@ def test_each_client_has_its_own_piece_of_the_circle_and_its_own_linear_target(x
         assert residual < 1e-20
 
 
+def test_the_second_layer_has_as_many_of_each_sign_and_norm_one():
+    second = two_layer.signs(6)
+    assert np.allclose(second**2, 1 / 6)
+    assert np.isclose(second.sum(), 0)
+
+
 def test_local_descent_is_training_on_whole_data_sets(drawn):
     federation, start, models, _ = drawn
     how = {"optimizer": optax.sgd(0.1), "epochs": 50, "batch_size": SMALL}
