@@ -94,7 +94,7 @@ def summarize_memory(
     steps = np.zeros(num_clients, np.int32)
     key, start, steps = replicate((key, params, steps), mesh)
     extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
-    private = jax.eval_shape(algorithm.init_client, params, 0)
+    private = jax.eval_shape(algorithm.init_client, params)
     # Shapes only: the compiler is asked before any stack [M, ...] is made.
     stacked, own, extras = devices.stacked_shapes((params, private, extras), num_clients, mesh)
     trained = Trained(stacked, start, steps, None, extras)
@@ -225,8 +225,14 @@ def messages(
     following: Algorithm | None = algorithm
     while following is not None:
         check_algorithm(following)
+        if following.personal:
+            raise ValueError(
+                "This method keeps a model for each client, as weighted_fedavg does; expected one "
+                "that sends the same to all. Play it in rounds.federated."
+            )
         state = following.init(params, federation.num_clients) if state is None else state
-        start, _ = following.broadcast(params, state, ())
+        sent_down = following.broadcast(params, state, None)
+        start, _ = following.receive(sent_down, following.init_client(params))
         same = untrained(params, federation.num_clients)._replace(start=start)
         chunk = clients_per_chunk
         sent = summarize(following, same, federation, key=key, clients_per_chunk=chunk)
@@ -383,8 +389,7 @@ def _check_summary(
 
 @partial(jax.jit, static_argnums=0)
 def _first_private(algorithm: Algorithm, stacked: Params) -> Any:
-    places = jnp.arange(len(jax.tree.leaves(stacked)[0]))
-    return jax.vmap(algorithm.init_client)(stacked, places)
+    return jax.vmap(algorithm.init_client)(stacked)
 
 
 def _extras(algorithm: Algorithm, params: Params) -> Any:

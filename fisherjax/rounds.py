@@ -62,7 +62,7 @@ class Round(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes of one client in one round: the model and what its optimiser is given, the update."""
+    """Bytes of one client in one round: what the server sends it, and its update."""
 
     down: int
     up: int
@@ -83,8 +83,8 @@ class Federated(NamedTuple):
         """Make the state before the first round, for M clients."""
         checks.floating(params)
         params = jax.tree.map(jnp.asarray, params)
-        own = jax.vmap(self.algorithm.init_client, in_axes=(None, 0))
-        private = own(params, jnp.arange(num_clients))
+        own = self.algorithm.init_client(params)
+        private = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
         kept = self.algorithm.init(params, num_clients)
         state = State(jnp.asarray(0, jnp.int32), params, kept, private)
         # Weakly typed scalars become strong, as they are after a round: one program for all.
@@ -121,16 +121,14 @@ class Federated(NamedTuple):
             state = devices.replicate(state, mesh)
         return _round(self, layout, state, federation, devices.replicate(key, mesh))
 
-    def models(self, state: State) -> Params:
-        """Give every client's own model, what it would start from now, stacked [M, ...].
+    def models(self, state: State, num_clients: int) -> Params:
+        """Give the own model of each of M clients, what it would start from now, [M, ...].
 
-        The global one M times where clients keep nothing, and only of use where they do: see
-        `algorithms.keep_private`.
+        That is the global one M times, but for `algorithms.keep_private` and methods that keep a
+        model for each client.
         """
-        num_clients = (
-            len(jax.tree.leaves(state.private)[0]) if jax.tree.leaves(state.private) else 1
-        )
-        (common, own), _ = _broadcast(self.algorithm, state, state.private)
+        places = jnp.arange(checks.count("num_clients", num_clients))
+        (common, own), _ = _given(self.algorithm, state, state.private, places)
         if own is not None:
             return own
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), common)
@@ -139,9 +137,8 @@ class Federated(NamedTuple):
         """Count what one client receives and sends; nothing is computed."""
         state = jax.eval_shape(partial(self.init, num_clients=federation.num_clients), params)
 
-        def sent(state: State) -> tuple[Any, Any]:
-            own = jax.tree.map(lambda x: x[0], state.private)
-            return self.algorithm.broadcast(state.params, state.algorithm, own)
+        def sent(state: State) -> Any:
+            return _message(self.algorithm, state, jnp.arange(1))[0]
 
         def update(state: State, federation: Federation) -> Any:
             # What is sent is as large after one epoch of one client as after many of a cohort.
@@ -294,7 +291,7 @@ def _begun(experiment: Federated, state: State, federation: Federation, key: Key
     cohort = _draw_cohort(key, federation.num_clients, experiment.cohort)
     # [M, ...] to [K, ...].
     private = jax.tree.map(lambda x: x[cohort], state.private)
-    given = _broadcast(experiment.algorithm, state, private)
+    given = _given(experiment.algorithm, state, private, cohort)
     return key, cohort, clients.select(federation, cohort), private, given
 
 
@@ -332,13 +329,20 @@ def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Ro
     return after, Round(state.number, cohort, state.params, trained, loss, ~finite, info)
 
 
-def _broadcast(algorithm: Algorithm, state: State, private: Any) -> tuple[tuple, Any]:
+def _message(algorithm: Algorithm, state: State, cohort: Array) -> tuple[Any, int | None]:
+    """Give what the server sends, and the axis of the clients: None if all are sent the same."""
+    send = partial(algorithm.broadcast, state.params, state.algorithm)
+    return (jax.vmap(send)(cohort), 0) if algorithm.personal else (send(None), None)
+
+
+def _given(algorithm: Algorithm, state: State, private: Any, cohort: Array) -> tuple[tuple, Any]:
     """Give what clients start from, common or stacked, and what their optimisers are given."""
-    if not jax.tree.leaves(private):  # the same for everybody
-        start, extras = algorithm.broadcast(state.params, state.algorithm, private)
+    message, axis = _message(algorithm, state, cohort)
+    if axis is None and not jax.tree.leaves(private):  # the same for everybody
+        start, extras = algorithm.receive(message, private)
         return (start, None), (extras, None)
     # Each starts from something else: both are stacked [K, ...].
-    start, extras = jax.vmap(partial(algorithm.broadcast, state.params, state.algorithm))(private)
+    start, extras = jax.vmap(algorithm.receive, in_axes=(axis, 0))(message, private)
     return (None, start), (None, extras)
 
 

@@ -410,8 +410,8 @@ def test_a_state_goes_on_from_merge_to_merge():
 def asking(name, then=None):
     """Make a message that clients answer with what they were given, times their first input."""
 
-    def broadcast(params, state, private):
-        return (params, state), ()
+    def broadcast(params, state, place):
+        return params, state
 
     def summarize(key, trained, examples, private):
         _, state = trained.start

@@ -260,7 +260,7 @@ def test_what_clients_keep_is_theirs_and_is_carried_from_round_to_round(world):
         update, _ = plain.summarize(key, trained, examples, ())
         return update, private + 1
 
-    counting = plain._replace(summarize=summarize, init_client=lambda *_: jnp.zeros((), int))
+    counting = plain._replace(summarize=summarize, init_client=lambda params: jnp.zeros((), int))
     found = play(federated(counting, cohort=3), world, 10)
     taken = np.zeros(CLIENTS, int)
     for state, done in found:

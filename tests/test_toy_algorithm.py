@@ -47,7 +47,7 @@ def toy(mu: float = 0.0) -> Algorithm:
         aggregate,
         fisher_sums,
         init=lambda params, num_clients: jnp.asarray(0, jnp.int32),
-        init_client=lambda *_: jnp.asarray(0, jnp.int32),
+        init_client=lambda params: jnp.asarray(0, jnp.int32),
         optimizer=functools.cache(lambda base: optax.chain(optax.scale(1 - mu), base)),
         kind="params and where they moved",
     )

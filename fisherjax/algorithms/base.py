@@ -1,12 +1,12 @@
 """The one interface of all algorithms, and what several of them share.
 
 An algorithm is a few pure functions, made by a factory; all but `summarize` and `aggregate` have
-defaults. A round sends what `broadcast` gives, trains by `optimizer` of the user's one, and
-summarizes on every client; the server reduces and aggregates. Where it needs only sums over
-clients, `reduce` computes them from stacked updates and weights of any sum, in at least float32:
-sums of groups of clients add up leaf by leaf, so uploads can be streamed, sharded and masked, and
-`aggregate` divides by the total weight that is among them. Without `reduce` the server needs each
-update: `aggregate` takes the pair (updates, weights) with weights that sum to one.
+defaults. A round sends what `broadcast` gives; every client makes its start of it by `receive`,
+trains by `optimizer` of the user's one, and summarizes; the server reduces and aggregates. Where it
+needs only sums over clients, `reduce` computes them from stacked updates and weights of any sum, in
+at least float32: sums of groups of clients add up leaf by leaf, so uploads can be streamed, sharded
+and masked, and `aggregate` divides by the total weight that is among them. Without `reduce` the
+server needs each update: `aggregate` takes the pair (updates, weights) with weights that sum to one.
 """
 
 from collections.abc import Callable
@@ -51,9 +51,14 @@ def nothing(*_: Any) -> tuple[()]:
     return ()
 
 
-def send_everything(params: Params, *_: Any) -> tuple[Params, tuple[()]]:
-    """Let clients start from the global model."""
-    return params, ()
+def send_everything(params: Params, *_: Any) -> Params:
+    """Send the global model."""
+    return params
+
+
+def start_there(message: Params, *_: Any) -> tuple[Params, tuple[()]]:
+    """Start from what was sent, and give the optimiser nothing."""
+    return message, ()
 
 
 def unchanged(base: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -70,13 +75,16 @@ class Algorithm(NamedTuple):
             info); `cohort` are the places [K] of the clients that took part.
         reduce: (stacked updates, weights [K]) -> sums, or None if each update is needed.
         init: (params, num_clients) -> state, what the server keeps; () for most.
-        init_client: (params, place) -> private, what the client at that place among all keeps and
-            never sends; () for most.
-        broadcast: (params, state, private) -> (start, extras) of one client and its optimiser.
+        init_client: params -> private, what a client keeps and never sends; () for most.
+        broadcast: (params, state, place) -> message, what the server sends to the client at that
+            place among all; the place is None where it sends the same to all.
+        receive: (message, private) -> (start, extras), what the client begins with and what its
+            optimiser is given.
         optimizer: Wraps the user's optimiser; it is given `start`, `extras` and `last_epoch` as
             extra arguments. Equal bases give the same object.
         kind: What the updates are, in words.
         model: The network that `summarize` runs, for checks of the data; None if it runs none.
+        personal: Whether the server sends something else to every client.
         then: What follows in the same exchange, given the state that this one left; None if
             nothing does.
     """
@@ -85,11 +93,13 @@ class Algorithm(NamedTuple):
     aggregate: Callable[[Key, Any, Params, Any, Array], tuple[Params, Any, Any]]
     reduce: Callable[[dict[str, Any], Array], Any] | None = None
     init: Callable[[Params, int], Any] = nothing
-    init_client: Callable[[Params, Array], Any] = nothing
-    broadcast: Callable[[Params, Any, Any], tuple[Params, Any]] = send_everything
+    init_client: Callable[[Params], Any] = nothing
+    broadcast: Callable[[Params, Any, Any], Any] = send_everything
+    receive: Callable[[Any, Any], tuple[Params, Any]] = start_there
     optimizer: Callable[[optax.GradientTransformation], Any] = unchanged
     kind: str = "unnamed"
     model: Model | None = None
+    personal: bool = False
     then: "Algorithm | None" = None
 
 

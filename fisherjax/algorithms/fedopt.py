@@ -53,8 +53,8 @@ def with_server_optimizer(
     def init(params: Params, num_clients: int) -> ServerState:
         return ServerState(algorithm.init(params, num_clients), optimizer.init(params))
 
-    def broadcast(params: Params, state: ServerState, private: Any) -> tuple[Params, Any]:
-        return algorithm.broadcast(params, state.algorithm, private)
+    def broadcast(params: Params, state: ServerState, place: Array | None) -> Any:
+        return algorithm.broadcast(params, state.algorithm, place)
 
     def aggregate(
         key: Key, received: Any, params: Params, state: ServerState, cohort: Array

@@ -220,9 +220,9 @@ def natural_gradient(
 
         return Algorithm(summarize, aggregate, reduce, kind=name, model=model, **more)
 
-    def sent(params: Params, state: Course, *_: Any) -> tuple[Any, tuple[()]]:
+    def sent(params: Params, state: Course, *_: Any) -> tuple[Any, Any]:
         known = state.directions if state.step is None else state.step
-        return (params, known), ()
+        return params, known
 
     last = message("losses", losses, go, broadcast=sent)
     middle = message("products", products, turn, broadcast=sent, then=last)

@@ -5,8 +5,9 @@ leaves and its own private ones, which are its private state in `rounds`: they a
 who sit a round out keep theirs, and they are sharded and saved like any state.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,20 @@ from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
 
-class Private(NamedTuple):
-    """What a client keeps: its own leaves by name, and what the wrapped algorithm keeps there."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Private:
+    """What a client keeps.
+
+    Attributes:
+        leaves: Its own, by name.
+        algorithm: What the wrapped algorithm keeps.
+        structure: Static structure of params, of which the leaves are a part.
+    """
 
     leaves: dict[str, Array]
     algorithm: Any
+    structure: Any = dataclasses.field(metadata={"static": True})
 
 
 @cached
@@ -83,23 +93,24 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
     def init(params: Params, num_clients: int) -> Any:
         return algorithm.init(shared(params), num_clients)
 
-    def init_client(params: Params, place: Array) -> Private:
-        kept = algorithm.init_client(shared(params), place)
-        floats = [x for x in jax.tree.leaves(kept) if jnp.issubdtype(x.dtype, jnp.floating)]
-        if algorithm.model is not None and floats:
+    def init_client(params: Params) -> Private:
+        kept = algorithm.init_client(shared(params))
+        if algorithm.model is not None and jax.tree.leaves(kept):
             raise ValueError(
-                "This algorithm runs the network to summarize and keeps arrays on the clients; "
+                "This algorithm runs the network to summarize and keeps something on the clients; "
                 "keep_private serves algorithms that do one of the two."
             )
-        return Private(own(params), kept)
+        return Private(own(params), kept, jax.tree.structure(params))
 
-    def broadcast(params: Params, state: Any, private: Private) -> tuple[Params, Any]:
-        private = private or init_client(params, 0)  # in a single round clients keep nothing yet
-        start, extras = algorithm.broadcast(shared(params), state, private.algorithm)
+    def broadcast(params: Params, state: Any, place: Array | None) -> Any:
+        return algorithm.broadcast(shared(params), state, place)
+
+    def receive(message: Any, private: Private) -> tuple[Params, Any]:
+        start, extras = algorithm.receive(message, private.algorithm)
         # Corrections are of shared leaves: none for those that the server does not know.
         nothing = jax.tree.map(jnp.zeros_like, private.leaves)
-        extras = _replace(extras, start, lambda x: _joined(params, x | nothing))
-        return _joined(params, start | private.leaves), extras
+        extras = _replace(extras, start, lambda x: _joined(private.structure, x | nothing))
+        return _joined(private.structure, start | private.leaves), extras
 
     def summarize(
         key: Key, trained: Trained, examples: Examples, private: Private
@@ -114,11 +125,11 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
         given = trained if algorithm.model is not None else restricted(trained)
         values, kept = algorithm.summarize(key, given, examples, private.algorithm)
         sent = restricted(values) if algorithm.model is not None else values
-        return sent, Private(own(params), kept)
+        return sent, dataclasses.replace(private, leaves=own(params), algorithm=kept)
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         merged, state, info = algorithm.aggregate(key, received, shared(params), state, cohort)
-        return _joined(params, merged | own(params)), state, info
+        return _joined(jax.tree.structure(params), merged | own(params)), state, info
 
     return algorithm._replace(
         summarize=summarize,
@@ -126,6 +137,7 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
         init=init,
         init_client=init_client,
         broadcast=broadcast,
+        receive=receive,
         kind=f"{algorithm.kind}, of shared leaves",
     )
 
@@ -143,10 +155,9 @@ def _split(where: Callable[[str], bool], params: Params) -> tuple[dict, dict]:
     return tuple({n: leaf for n, c, leaf in leaves if c is kept} for kept in (False, True))
 
 
-def _joined(params: Params, leaves: dict[str, Array]) -> Params:
-    return jax.tree.unflatten(
-        jax.tree.structure(params), [leaves[name] for name in tree.names(params)]
-    )
+def _joined(structure: Any, leaves: dict[str, Array]) -> Params:
+    names = tree.names(jax.tree.unflatten(structure, range(structure.num_leaves)))
+    return jax.tree.unflatten(structure, [leaves[name] for name in names])
 
 
 def _replace(

@@ -44,7 +44,7 @@ def scaffold() -> Algorithm:
     zero, so that the first round is federated averaging.
 
     Returns:
-        The algorithm. Its `optimizer` makes the corrections that `broadcast` sends; c_i is private.
+        The algorithm. Its `optimizer` makes the corrections c - c_i; c is sent, c_i private.
         Updates are {"params": W_i, "change": of c_i}, and add up.
 
     Raises:
@@ -65,8 +65,13 @@ def scaffold() -> Algorithm:
     def init(params: Params, num_clients: int) -> Controls:
         return Controls(_zeros(params), jnp.asarray(num_clients, jnp.int32))
 
-    def broadcast(params: Params, state: Controls, private: Params) -> tuple[Params, Params]:
-        return params, jax.tree.map(jnp.subtract, state.server, private)
+    def broadcast(params: Params, state: Controls, place: None) -> tuple[Params, Params]:
+        del place
+        return params, state.server
+
+    def receive(message: tuple[Params, Params], private: Params) -> tuple[Params, Params]:
+        start, server = message
+        return start, jax.tree.map(jnp.subtract, server, private)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Params) -> tuple:
         del key, examples
@@ -107,8 +112,9 @@ def scaffold() -> Algorithm:
         aggregate,
         reduce,
         init=init,
-        init_client=lambda params, _: _zeros(params),
+        init_client=_zeros,
         broadcast=broadcast,
+        receive=receive,
         optimizer=_corrected,
         kind="params and changes of controls",
     )

@@ -72,17 +72,13 @@ def weighted_fedavg(
     def init(params: Params, num_clients: int) -> Params:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *jnp.shape(x))), params)
 
-    def init_client(params: Params, place: Array) -> Array:
+    def broadcast(params: Params, state: Params, place: Array) -> Params:
         del params
-        return jnp.asarray(place, jnp.int32)
-
-    def broadcast(params: Params, state: Params, private: Array) -> tuple[Params, tuple[()]]:
-        del params
-        return jax.tree.map(lambda x: x[private], state), ()
+        return jax.tree.map(lambda x: x[place], state)
 
     def summarize(
-        key: Key, trained: Trained, examples: Examples, private: Array
-    ) -> tuple[dict[str, Any], Array]:
+        key: Key, trained: Trained, examples: Examples, private: Any
+    ) -> tuple[dict[str, Any], Any]:
         examples = draw(key, examples, max_examples)
         sums = head_sums(model, batch_size, trained.params, examples)
         # E[a y^T] / E[y] is the mean of the class; where there is a bias, its input of one is last.
@@ -104,10 +100,10 @@ def weighted_fedavg(
         summarize,
         aggregate,
         init=init,
-        init_client=init_client,
         broadcast=broadcast,
         kind="params and prototypes",
         model=model,
+        personal=True,
     )
 
 

@@ -256,7 +256,7 @@ def test_updates_go_through_a_file(row, world, merge, tmp_path):
     alone = training.Trained(
         row.models[0], world.start, stacked.steps[0], None, pick(stacked.extras, 0)
     )
-    examples, private = clients.view(world.federation, 0), algorithm.init_client(world.start, 0)
+    examples, private = clients.view(world.federation, 0), algorithm.init_client(world.start)
     like, _ = jax.eval_shape(algorithm.summarize, jax.random.key(0), alone, examples, private)
     loaded = []
     for client in range(4):

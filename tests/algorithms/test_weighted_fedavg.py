@@ -117,9 +117,9 @@ def test_clients_go_on_from_their_own_models_and_who_sits_out_keeps_its_own(worl
     experiment = rounds.federated(MODEL, weighted_fedavg(MODEL, temperature=0.1), cohort=2, **HOW)
     state = experiment.init(start, 5)
     for _ in range(3):
-        before = experiment.models(state)
+        before = experiment.models(state, 5)
         state, done = experiment.round(state, federation, jax.random.key(0))
-        after = experiment.models(state)
+        after = experiment.models(state, 5)
         chex.assert_trees_all_equal(
             done.trained.start, jax.tree.map(lambda x, c=done.cohort: x[c], before)
         )
@@ -134,14 +134,14 @@ def test_with_private_leaves_only_shared_ones_are_averaged(world):
     method = keep_private(weighted_fedavg(MODEL, temperature=0.1), lambda n: n.startswith("body"))
     experiment = rounds.federated(MODEL, method, cohort=5, **HOW)
     state, done = experiment.round(experiment.init(start, 5), federation, jax.random.key(0))
-    own = experiment.models(state)
+    own = experiment.models(state, 5)
     chex.assert_trees_all_equal(own["body"], done.trained.params["body"])
     heads = jax.tree.map(lambda x: x[jnp.array(present())], done.trained.params["head"])
     expected = jax.vmap(lambda s: tree.weighted_sum(heads, s))(done.info[:, present()])
     chex.assert_trees_all_close(own["head"], expected, rtol=1e-9)
-    # Its body and head, and one prototype for each class, go up without the body.
+    # The head goes down; it and a prototype of each class go up.
     sent = experiment.traffic(start, federation)
-    assert sent.up == 8 * (6 * 3 + 3 + 3 * 6)
+    assert sent == (8 * (6 * 3 + 3), 8 * (6 * 3 + 3 + 3 * 6))
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
