@@ -5,8 +5,8 @@ defaults. A round sends what `broadcast` gives; every client makes its start of 
 trains by `optimizer` of the user's one, and summarizes; the server reduces and aggregates. Where it
 needs only sums over clients, `reduce` computes them from stacked updates and weights of any sum, in
 at least float32: sums of groups of clients add up leaf by leaf, so uploads can be streamed, sharded
-and masked, and `aggregate` divides by the total weight that is among them. Without `reduce` the
-server needs each update: `aggregate` takes the pair (updates, weights) with weights that sum to one.
+and masked, and `aggregate` divides by the total weight that is among them. Without `reduce` it
+needs each update, and takes the pair (updates, weights) with weights that sum to one.
 """
 
 from collections.abc import Callable

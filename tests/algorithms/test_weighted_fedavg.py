@@ -148,3 +148,9 @@ def test_with_private_leaves_only_shared_ones_are_averaged(world):
 def test_a_temperature_that_is_not_positive_is_refused(temperature):
     with pytest.raises(ValueError, match="temperature"):
         weighted_fedavg(MODEL, temperature=temperature)
+
+
+def test_it_is_no_exchange_without_training(world):
+    federation, start = world
+    with pytest.raises(ValueError, match="a model for each client"):
+        merging.exchange(weighted_fedavg(MODEL), start, federation, key=jax.random.key(0))
