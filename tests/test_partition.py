@@ -55,7 +55,8 @@ def test_fedfisher_cuts_each_shuffled_class_at_the_floor_of_the_cumulated_shares
         rows = [row for row in range(len(targets)) if targets[row] == label]
         random.shuffle(rows := np.array(rows, int))
         shares = np.array([q[label] for q in draws])
-        ends = np.floor(np.cumsum(shares / shares.sum()) * len(rows))
+        # Added up in turn: in another order the sum, and then a floor, may round the other way.
+        ends = np.floor(np.cumsum(shares / sum(shares.tolist())) * len(rows))
         start = 0
         for client in range(num_clients):
             end = len(rows) if client == num_clients - 1 else int(ends[client])
