@@ -14,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fisherjax.typing import Array
 
 AXIS = "clients"
-_UNDIVIDED = "--xla_disable_hlo_passes=cpu-parallel-task-assigner"
-"""The flag with which XLA leaves elementwise operations whole."""
+_PASS = "cpu-parallel-task-assigner"
+"""What divides elementwise operations among threads in XLA, and the flag that leaves them whole."""
+_UNDIVIDED = f"--xla_disable_hlo_passes={_PASS}"
 
 
 class Memory(NamedTuple):
@@ -82,7 +83,7 @@ def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     if len(set(devices)) < len(devices):
         raise ValueError(f"devices {devices} have one twice; expected each only once.")
     mesh = Mesh(np.array(devices), (AXIS,))
-    is_safe = _UNDIVIDED in os.environ.get("XLA_FLAGS", "") or mesh.size < _num_cores()
+    is_safe = _PASS in os.environ.get("XLA_FLAGS", "") or mesh.size < _num_cores()
     if share_memory(mesh) and mesh.size > 1 and not is_safe:
         warnings.warn(
             f"{mesh.size} CPU devices on {_num_cores()} cores: in long loops of large products "

@@ -16,6 +16,7 @@ from fisherjax import checks, tree
 from fisherjax.algorithms.base import Algorithm, check_algorithm
 from fisherjax.configuration import cached
 from fisherjax.fisher import Dense, Kronecker
+from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
@@ -28,12 +29,12 @@ class Private:
     Attributes:
         leaves: Its own, by name.
         algorithm: What the wrapped algorithm keeps.
-        structure: Static structure of params, of which the leaves are a part.
+        template: Static structure of params, of which the leaves are a part.
     """
 
     leaves: dict[str, Array]
     algorithm: Any
-    structure: Any = dataclasses.field(metadata={"static": True})
+    template: Template = dataclasses.field(metadata={"static": True})
 
 
 @cached
@@ -100,7 +101,7 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
                 "This algorithm runs the network to summarize and keeps something on the clients; "
                 "keep_private serves algorithms that do one of the two."
             )
-        return Private(own(params), kept, jax.tree.structure(params))
+        return Private(own(params), kept, Template.of(params))
 
     def broadcast(params: Params, state: Any, place: Array | None) -> Any:
         return algorithm.broadcast(shared(params), state, place)
@@ -109,8 +110,8 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
         start, extras = algorithm.receive(message, private.algorithm)
         # Corrections are of shared leaves: none for those that the server does not know.
         nothing = jax.tree.map(jnp.zeros_like, private.leaves)
-        extras = _replace(extras, start, lambda x: _joined(private.structure, x | nothing))
-        return _joined(private.structure, start | private.leaves), extras
+        extras = _replace(extras, start, lambda x: private.template.restore(x | nothing))
+        return private.template.restore(start | private.leaves), extras
 
     def summarize(
         key: Key, trained: Trained, examples: Examples, private: Private
@@ -129,7 +130,7 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         merged, state, info = algorithm.aggregate(key, received, shared(params), state, cohort)
-        return _joined(jax.tree.structure(params), merged | own(params)), state, info
+        return Template.of(params).restore(merged | own(params)), state, info
 
     return algorithm._replace(
         summarize=summarize,
@@ -153,11 +154,6 @@ def _split(where: Callable[[str], bool], params: Params) -> tuple[dict, dict]:
         )
     leaves = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
     return tuple({n: leaf for n, c, leaf in leaves if c is kept} for kept in (False, True))
-
-
-def _joined(structure: Any, leaves: dict[str, Array]) -> Params:
-    names = tree.names(jax.tree.unflatten(structure, range(structure.num_leaves)))
-    return jax.tree.unflatten(structure, [leaves[name] for name in names])
 
 
 def _replace(
