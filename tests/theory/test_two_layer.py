@@ -248,3 +248,11 @@ def refused():
 def test_bad_input_is_refused_by_name(said):
     with pytest.raises((ValueError, TypeError), match=said):
         refused()[said]()
+
+
+def test_the_smallest_eigenvalue_is_that_of_the_gram_matrix_at_the_start(drawn):
+    federation, start, models, quadratic = drawn
+    found = laplace.account(quadratic.mean, start, models, quadratic, federation)
+    begun = laplace.gram(np.broadcast_to(start, models.shape), federation)
+    assert np.isclose(found.smallest, begun.eigenvalues[0], rtol=1e-9)
+    assert found.rank == 2 * SMALL
