@@ -14,6 +14,7 @@ from fisherjax import checks, clients, devices, parallel, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory, mesh_of, replicate
+from fisherjax.fisher import passes
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.solvers import Info, Status
 from fisherjax.training import Trained, untrained
@@ -164,7 +165,7 @@ def merge(
         received = _reduce(algorithm.reduce, values, weights)
     result = _aggregated(algorithm, key, received, params, state, cohort)
     _check_finite(result[0], values, weights)
-    _warn(result[2])
+    _warn(algorithm, params, result[2])
     return result
 
 
@@ -304,7 +305,7 @@ def merge_stream(
     state = algorithm.init(params, seen) if state is None else state
     result = _aggregated(algorithm, jax.random.key(0), totals, params, state, jnp.arange(seen))
     _check_finite(result[0])
-    _warn(result[2])
+    _warn(algorithm, params, result[2])
     return result
 
 
@@ -445,13 +446,17 @@ def _check_finite(merged: Params, values: Any = None, weights: Array | None = No
         raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {blame}")
 
 
-def _warn(info: Any) -> None:
-    """Say which blocks a solver left unsolved."""
+def _warn(algorithm: Algorithm, params: Params, info: Any) -> None:
+    """Say which blocks a solver left unsolved, but for leaves that nobody trained."""
     if not isinstance(info, Info) or checks.is_traced(info):
         return
+    model = algorithm.model
+    still = () if model is None else passes.untrained(model, params)
     status = dict(zip(tree.names(info.status), map(int, jax.tree.leaves(info.status)), strict=True))
     for ending, meaning in _UNSOLVED.items():
-        names = [name for name, status in status.items() if status == ending]
+        found = [name for name, status in status.items() if status == ending]
+        # They have no curvature, as they should.
+        names = [name for name in found if name not in still]
         if names:
             warnings.warn(f"Blocks {names}: {meaning}", stacklevel=3)
 

@@ -52,14 +52,14 @@ FISHER = [
     *("operators", "kronecker", "passes", "diagonal", "full", "kfac"),
 ]
 # What the other files of a folder may import, and these in this order.
-SHARED = ["base", "checks", "heads", "two_layer", "signal_noise"]
+SHARED = ["base", "checks", "heads", "private", "two_layer", "signal_noise"]
 
 LATER = {"networks"}  # imported when it is first used
 INSIDE = {"compat"}  # not for users
 
 ALONE = {  # who may import what the rest must not see
     "kfac_jax": {"compat"},
-    "flax": {"networks"},
+    "flax": {"networks.functions", "networks.images", "networks.transformer"},
     "safetensors": {"files"},
     "tensorflow_datasets": {"datasets"},
     "sklearn": {"datasets"},

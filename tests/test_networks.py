@@ -31,6 +31,7 @@ def count(params):
         (networks.SimpleCNNMNIST(), (28, 28, 1), 44_426),
         (networks.SimpleCNN(), (32, 32, 3), 62_006),
         (networks.CNN(), (32, 32, 3), 939_616),
+        (networks.NormedCNN(), (32, 32, 3), 121_686 + 2 * (16 + 32 + 120 + 84)),
         (networks.MLP((254, 64), use_bias=True), (28, 28, 1), 216_360),
         (networks.MLP(), (64,), 64 * 64 + 64 * 64 + 64 * 10),
     ],
@@ -167,9 +168,17 @@ def test_images_that_do_not_fit_are_refused(key, shape):
         networks.init(networks.LeNet(), key, np.zeros(shape))
 
 
-def test_a_model_with_running_statistics_is_refused(key):
-    with pytest.raises(ValueError, match=r"batch_stats.*apply_train"):
-        networks.init(flax.linen.BatchNorm(use_running_average=False), key, np.zeros((2, 3)))
+class Counting(flax.linen.Module):
+    """Keep what is neither a parameter nor a running statistic."""
+
+    @flax.linen.compact
+    def __call__(self, inputs):
+        return inputs + self.variable("calls", "number", jnp.zeros, ()).value
+
+
+def test_a_model_with_other_collections_is_refused(key):
+    with pytest.raises(ValueError, match=r"Counting keeps .*'calls'.*apply_train"):
+        networks.init(Counting(), key, np.zeros((2, 3)))
 
 
 # The transformer

@@ -188,12 +188,14 @@ def _network(
     channels = len(train.mean)
     raw = train._replace(mean=(0.0,) * channels, std=(1.0,) * channels)
     normalize = fj.datasets.normalizer(train if data.normalize else raw)
-    apply, apply_train = fj.networks.apply_fn(network, normalize), None
+    augment = None
     if data.augment:
         augment = fj.datasets.crop_and_flip(normalize, mode=data.augment_border)
-        apply_train = fj.networks.augmented(apply, augment)
-    model = Model(apply, _likelihood(training), apply_train)
-    return model, normalize, jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
+    init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
+    shapes, likelihood = jax.eval_shape(init, jax.random.key(0)), _likelihood(training)
+    how = {"normalize": normalize, "augment": augment}
+    model = fj.networks.model(network, shapes, likelihood, **how)
+    return model, normalize, init
 
 
 def _images(config: Federated) -> tuple[Any, ...]:

@@ -6,18 +6,20 @@ A paper is one file and one row of `TABLE`: commands, labels and the battery of 
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fisherjax import checks, fisher
 from fisherjax.algorithms.analytic_head import analytic_head
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.algorithms.ccvr import ccvr
 from fisherjax.algorithms.fedavg import fedavg
+from fisherjax.algorithms.fedbn import fedbn, is_normalization
 from fisherjax.algorithms.fedfish import fedfish
 from fisherjax.algorithms.fedfisher import fedfisher, paper_adam
 from fisherjax.algorithms.fedlpa import expectation_approximation, fedlpa, residual_descent
 from fisherjax.algorithms.fednova import fednova
 from fisherjax.algorithms.fedopt import with_server_optimizer
+from fisherjax.algorithms.fedper import fedper
 from fisherjax.algorithms.fedprox import fedprox
 from fisherjax.algorithms.fisher_merge import fisher_merge
 from fisherjax.algorithms.natural_gradient import natural_gradient
@@ -25,11 +27,13 @@ from fisherjax.algorithms.private import keep_private
 from fisherjax.algorithms.regmean import regmean
 from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
+from fisherjax.algorithms.single_set import single_set
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.typing import Model
 
 __all__ = [
     "LAWS",
+    "PERSONAL",
     "TABLE",
     "Algorithm",
     "Row",
@@ -38,13 +42,16 @@ __all__ = [
     "ccvr",
     "expectation_approximation",
     "fedavg",
+    "fedbn",
     "fedfish",
     "fedfisher",
     "fedfisher_sequential",
     "fedlpa",
     "fednova",
+    "fedper",
     "fedprox",
     "fisher_merge",
+    "is_normalization",
     "keep_private",
     "make",
     "natural_gradient",
@@ -53,7 +60,9 @@ __all__ = [
     "regmean",
     "residual_descent",
     "scaffold",
+    "single_set",
     "weighted_fedavg",
+    "weighted_fedbn",
     "with_server_optimizer",
 ]
 
@@ -99,7 +108,22 @@ TABLE = {
     "fedprox": Row("FedProx", fedprox),
     "scaffold": Row("SCAFFOLD", scaffold),
 }
-"""Every method by the name that commands know it by."""
+"""Every method that makes one model, by the name that commands know it by."""
+
+
+def weighted_fedbn(model: Model, **options: Any) -> Algorithm:
+    """Make Weighted FedAvg with personal BatchNorm, `fedbn(weighted_fedavg(model, **options))`."""
+    return fedbn(weighted_fedavg(model, **options))
+
+
+PERSONAL = {
+    "single_set": Row("SingleSet", single_set, ()),
+    "fedper": Row("FedPer", fedper, ()),
+    "fedbn": Row("FedBN", fedbn, ()),
+    "weighted_fedavg": Row("Weighted FedAvg", weighted_fedavg, ()),
+    "weighted_fedbn": Row("Weighted FedAvg + personal BN", weighted_fedbn, ()),
+}
+"""Every method that makes a model for each client; `LAWS` are of one merged model."""
 
 
 def options(name: str) -> dict[str, object]:
@@ -109,16 +133,16 @@ def options(name: str) -> dict[str, object]:
         >>> options("fedprox")
         {'mu': 0.001}
     """
-    checks.one_of("algorithm", name, TABLE)
     # The signature of a `partial` shows what it fixes as defaults.
-    parameters = inspect.signature(TABLE[name].factory).parameters.values()
-    return {p.name: p.default for p in parameters if p.name != "model"}
+    parameters = inspect.signature(_row(name).factory).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def make(name: str, model: Model, **chosen: object) -> Algorithm:
-    """Make a method of the table, the same object for equal arguments.
+    """Make a method of either table, the same object for equal arguments.
 
-    Some methods do without the model; what may be chosen are their `options`.
+    Some methods do without the model; what may be chosen are their `options`. FedPer has to be told
+    its `head`.
 
     Raises:
         ValueError: If the name is unknown; the message names the nearest.
@@ -128,7 +152,12 @@ def make(name: str, model: Model, **chosen: object) -> Algorithm:
         >>> make("fedprox", None, mu=0.1) is fedprox(mu=0.1)
         True
     """
-    checks.one_of("algorithm", name, TABLE)
-    factory = TABLE[name].factory
+    factory = _row(name).factory
     needs_model = "model" in inspect.signature(factory).parameters
     return factory(model, **chosen) if needs_model else factory(**chosen)
+
+
+def _row(name: str) -> Row:
+    rows = TABLE | PERSONAL
+    checks.one_of("algorithm", name, rows)
+    return rows[name]

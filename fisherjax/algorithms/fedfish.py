@@ -15,7 +15,7 @@ from fisherjax import checks, local_update, solvers
 from fisherjax.algorithms.base import Algorithm, fisher_sums, solve_sums, unchanged
 from fisherjax.clients import minibatches, num_batches, shuffled
 from fisherjax.configuration import cached
-from fisherjax.fisher import Diagonal
+from fisherjax.fisher import Diagonal, passes
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
@@ -80,7 +80,9 @@ def fedfish(
         def body(step: Array, total: Params) -> Params:
             return _add_squares(total, jax.grad(loss)(params, *batch(step)))
 
-        return jax.lax.fori_loop(0, number, body, _zeros(params))
+        found = jax.lax.fori_loop(0, number, body, _zeros(params))
+        # As training, which gives leaves outside of the mask no gradient.
+        return passes.without(passes.untrained(model, params), found)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         if last_epoch and not jax.tree.leaves(trained.extras):

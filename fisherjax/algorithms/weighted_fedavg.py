@@ -4,6 +4,8 @@ Huang, Shi, Cai, Suzuki, Understanding convergence and generalization in federat
 feature learning theory, ICLR 2024, its practical method.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +15,8 @@ from fisherjax import checks, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.algorithms.heads import head_sums
 from fisherjax.clients import draw
-from fisherjax.configuration import cached
+from fisherjax.configuration import cached, name_of
+from fisherjax.fisher import Kronecker, Operator
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
@@ -23,6 +26,7 @@ def weighted_fedavg(
     model: Model,
     *,
     temperature: float = 1.0,
+    fisher: Callable[..., Operator] | None = None,
     batch_size: int = 256,
     max_examples: int | None = ENOUGH,
 ) -> Algorithm:
@@ -31,18 +35,22 @@ def weighted_fedavg(
         s_kl = softmax_l(cos(p_k, p_l) / tau),    W_k <- sum_l s_kl W_l,
 
     where the prototype p_k is the mean input of the last layer for each class, zero for a class
-    that the client does not have. The mean is over those who took part; others keep their model.
+    that the client does not have. With `fisher` clients are compared by their Fisher information
+    instead, as if it were one long vector. The mean is over those who took part; others keep their
+    model.
 
     Args:
-        model: The network, whose last layer is dense, and a classifier.
+        model: The network; for prototypes its last layer is dense, and it is a classifier.
         temperature: tau. Prototypes behind a ReLU have cosines between 0 and 1, so that at 1 no
             weight is more than e times another: nearly FedAvg with equal weights, which is the
             limit of a large tau; that of a small one is everyone alone.
-        batch_size: Examples of a minibatch in the pass for the prototypes.
+        fisher: What is compared instead, `fisher.diagonal`, `fisher.kfac` or a `partial` of one.
+        batch_size: Examples of a minibatch in the pass for what is compared.
         max_examples: Of how many of a client's examples they are at most; None is all.
 
     Returns:
-        The algorithm. Updates are {"params": W_k, "prototypes": p_k [C, features]}. The state are
+        The algorithm. Updates are {"params": W_k, "prototypes": p_k [C, features]}, or with
+        `fisher` {"params": W_k, "fisher": F_k}. The state are
         the models [M, ...], which `Federated.models` gives too, and it reports s [K, K]; `params`
         are the mean by numbers of examples.
 
@@ -62,9 +70,12 @@ def weighted_fedavg(
 
     Source: the paper above, which does not say what a class without examples or a client that sits
         a round out gets. A client without examples, which is like nobody, gets the plain mean.
+        Fisher information in place of prototypes is ours.
     """
     checks.model(model)
     checks.positive("temperature", temperature)
+    if fisher is not None:
+        checks.function("fisher", fisher, "fisher.diagonal")
     checks.count("batch_size", batch_size)
     if max_examples is not None:
         checks.count("max_examples", max_examples)
@@ -79,6 +90,10 @@ def weighted_fedavg(
     def summarize(
         key: Key, trained: Trained, examples: Examples, private: Any
     ) -> tuple[dict[str, Any], Any]:
+        if fisher is not None:
+            how = {"key": key, "batch_size": batch_size, "max_examples": max_examples}
+            own = fisher(model, trained.params, examples, **how)
+            return {"params": trained.params, "fisher": own}, private
         examples = draw(key, examples, max_examples)
         sums = head_sums(model, batch_size, trained.params, examples)
         # E[a y^T] / E[y] is the mean of the class; where there is a bias, its input of one is last.
@@ -89,7 +104,8 @@ def weighted_fedavg(
     def aggregate(key: Key, received: tuple, params: Params, state: Params, cohort: Array) -> tuple:
         del key, params
         values, weights = received
-        similarity = _similarity(values["prototypes"], weights > 0, temperature)
+        cosines = _cosines(values["fisher" if fisher else "prototypes"])
+        similarity = jax.nn.softmax(cosines / temperature, where=weights > 0, axis=1)
         # What is weighed by zero may not be finite.
         sent = tree.keep(weights > 0, values["params"])
         own = jax.vmap(lambda row: tree.weighted_sum(sent, row))(similarity)
@@ -101,15 +117,39 @@ def weighted_fedavg(
         aggregate,
         init=init,
         broadcast=broadcast,
-        kind="params and prototypes",
+        kind=f"params and {name_of(fisher) + ' Fisher' if fisher else 'prototypes'}",
         model=model,
         personal=True,
     )
 
 
-def _similarity(prototypes: Array, present: Array, temperature: Array) -> Array:
-    flat = prototypes.reshape(len(prototypes), -1)
-    norms = jnp.linalg.norm(flat, axis=1, keepdims=True)
-    unit = flat / jnp.where(norms > 0, norms, 1)
-    cosines = jnp.matmul(unit, unit.T, precision="highest")
-    return jax.nn.softmax(cosines / temperature, where=present, axis=1)
+def _cosines(compared: Any) -> Array:
+    """Compute the cosines [K, K] between what clients sent, each as one long vector.
+
+    A Kronecker product is never written out: <A (x) G, B (x) H> = <A, B> <G, H>.
+    """
+    is_product = isinstance(compared, Kronecker)
+    blocks = [*compared.factors.values(), compared.entries] if is_product else [compared]
+    products = [tuple(block.values()) for block in blocks[:-1]]
+    products += [(leaf,) for leaf in jax.tree.leaves(blocks[-1])]
+    # At scale one: squares of small curvature underflow.
+    sizes = jnp.stack([math.prod(map(_size, block)) for block in products])
+    sizes /= jnp.where(sizes.max(0) > 0, sizes.max(0), 1)
+    inner = sum(
+        own[:, None] * own * math.prod(map(_inner, block))
+        for own, block in zip(sizes, products, strict=True)
+    )
+    norms = jnp.sqrt(jnp.diagonal(inner))
+    return inner / jnp.where(norms > 0, norms, 1)[:, None] / jnp.where(norms > 0, norms, 1)
+
+
+def _size(stacked: Array) -> Array:
+    return jnp.abs(stacked).reshape(len(stacked), -1).max(1)
+
+
+def _inner(stacked: Array) -> Array:
+    """Compute inner products [K, K], each in units of the largest entry of both."""
+    flat = stacked.reshape(len(stacked), -1)
+    size = _size(stacked)[:, None]
+    unit = flat / jnp.where(size > 0, size, 1)
+    return jnp.matmul(unit, unit.T, precision="highest")

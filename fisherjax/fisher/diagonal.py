@@ -1,10 +1,12 @@
 """The diagonal of the Fisher information, from gradients of single examples."""
 
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.columns import Columns, over_columns, weighted
 from fisherjax.fisher.layers import Layer, assemble
@@ -29,7 +31,8 @@ def diagonal(
 
     Squares are of gradients of single examples, never of a minibatch mean. Dense and convolution
     layers get theirs from inputs and output tangents, forming those of one example at most; for
-    other leaves a minibatch holds [K, B, size of the leaf], of 16 columns at most.
+    other leaves a minibatch holds [K, B, size of the leaf], of 16 columns at most. Leaves that the
+    model's mask leaves out have none.
 
     Args:
         model: Any network, jitted or not, and what its outputs mean.
@@ -58,10 +61,19 @@ def diagonal(
         Merging models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
     """
     plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
-    return passes.run(_sums, plan, params, examples, key)
+    # By value: another partial of the same must not compile again.
+    sums = by_value(partial(_sums, passes.untrained(model, params)))
+    return passes.run(sums, plan, params, examples, key)
 
 
-def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor) -> Diagonal:
+def _sums(
+    untrained: tuple[str, ...],
+    apply: Apply,
+    params: Params,
+    x: Array,
+    w: Array,
+    factor: passes.Factor,
+) -> Diagonal:
     try:
         seen = trace(apply, params, x)
     except LayersNotFoundError:
@@ -70,8 +82,10 @@ def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Facto
     # Layers from inputs and tangents; the rest from gradients of single examples.
     columns, template = factor(seen.outputs), Template.of(params)
     sums = _layer_sums(seen, weighted(columns, w))
-    rest = [name for name in template.names() if name not in sums]
-    return Diagonal(template.restore(sums | leaf_sums(apply, params, x, columns, w, rest)))
+    rest = [name for name in template.names() if name not in {*sums, *untrained}]
+    sums |= leaf_sums(apply, params, x, columns, w, rest)
+    # Where a leaf has no sums, what stands there is its own.
+    return Diagonal(passes.without(untrained, template.restore(template.by_name(params) | sums)))
 
 
 def leaf_sums(

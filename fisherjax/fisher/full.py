@@ -1,8 +1,11 @@
 """The full Fisher information: as a dense matrix for small networks, and as a product for any."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.columns import blocks, over_columns
 from fisherjax.fisher.operators import Dense, Template, ravel
@@ -39,13 +42,21 @@ def full(
         section 8.
     """
     plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
-    return passes.run(_sums, plan, params, examples, key)
+    sums = by_value(partial(_sums, passes.untrained(model, params)))
+    return passes.run(sums, plan, params, examples, key)
 
 
-def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor) -> Dense:
+def _sums(
+    untrained: tuple[str, ...],
+    apply: Apply,
+    params: Params,
+    x: Array,
+    w: Array,
+    factor: passes.Factor,
+) -> Dense:
     def gradients(example: Array, some: Array) -> Array:
         _, pullback = jax.vjp(lambda p: apply(p, example[None])[0], params)
-        return jax.vmap(lambda s: ravel(pullback(s)[0]))(some)
+        return jax.vmap(lambda s: ravel(passes.without(untrained, pullback(s)[0])))(some)
 
     def products(some: Array) -> Array:
         # [B, few, d]; a gradient of the minibatch's mean would mix examples.
@@ -96,7 +107,9 @@ def vector_product(
             f"{expected.shapes}, in the same structure."
         )
     # One pytree, because `run` brings that to every device.
-    product = passes.run(_product_sums, plan, (params, vector), examples, key)
+    untrained = passes.untrained(model, params)
+    point = params, passes.without(untrained, vector)
+    product = passes.without(untrained, passes.run(_product_sums, plan, point, examples, key))
     return jax.tree.map(lambda x, like: x.astype(like.dtype), product, params)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fisherjax import checks
+from fisherjax import checks, tree
 from fisherjax.clients import draw, minibatches
 from fisherjax.configuration import by_value, cached
 from fisherjax.devices import mesh_of, replicate
@@ -127,6 +127,19 @@ def _mean_over_devices(
     in_specs = everywhere, everywhere, PartitionSpec(axis)
     spread = {"mesh": layout.mesh, "in_specs": in_specs, "out_specs": everywhere}
     return jax.shard_map(on_one, **spread, check_vma=False)(params, key, examples)
+
+
+def untrained(model: Model, params: Params) -> tuple[str, ...]:
+    """Name the leaves that a model's mask leaves out, which have no curvature."""
+    pairs = zip(tree.names(params), checks.mask(model, params), strict=True)
+    return tuple(name for name, trained in pairs if not trained)
+
+
+def without(names: tuple[str, ...], values: Any) -> Any:
+    """Set some leaves of a pytree to zero, by name."""
+    leaves = zip(tree.names(values), jax.tree.leaves(values), strict=True)
+    kept = [jnp.zeros_like(leaf) if name in names else leaf for name, leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(values), kept)
 
 
 def check(

@@ -9,6 +9,7 @@ be trained many times. C is the number of classes.
 
 from fisherjax.partition.checks import check_partition
 from fisherjax.partition.label_blind import central, hold_out, iid, natural
+from fisherjax.partition.alike import in_proportion, pathological
 from fisherjax.partition.label_skew import classes_per_client, fedfisher, label_counts, niid_bench
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "fedfisher",
     "hold_out",
     "iid",
+    "in_proportion",
     "label_counts",
     "natural",
     "niid_bench",
+    "pathological",
 ]

@@ -1,0 +1,53 @@
+"""SingleSet: every client trains alone, which whoever takes part should beat."""
+
+from typing import Any
+
+from fisherjax.algorithms.base import Algorithm, nothing
+from fisherjax.configuration import cached
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Examples, Key, Params
+
+
+@cached
+def single_set() -> Algorithm:
+    """Make the baseline without communication: in rounds, every client goes on from its own model.
+
+        W_i <- training of W_i on client i's examples
+
+    Nothing is sent either way; `params` stay what they were, and `Federated.models` gives the
+    clients' own.
+
+    Returns:
+        The algorithm, for `rounds`; one merge of it would merge nothing.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fisherjax as fj
+        >>> federation = fj.clients.federation((jnp.eye(2), jnp.zeros(2, int)), [[0], [1]])
+        >>> import optax
+        >>> how = {"cohort": 2, "optimizer": optax.sgd(0.1), "epochs": 1, "batch_size": 1}
+        >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
+        >>> alone = fj.rounds.federated(model, single_set(), **how)
+        >>> alone.traffic(jnp.zeros((2, 2)), federation)
+        Traffic(down=0, up=0)
+
+    Source: Huang, Shi, Cai, Suzuki, Understanding convergence and generalization in federated
+        learning through feature learning theory, ICLR 2024, tables 1 and 2 (the name); Li, Jiang,
+        Zhang, Kamp, Dou, FedBN, ICLR 2021.
+    """
+
+    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        del key, examples, private
+        return {}, trained.params
+
+    def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
+        del key, received, cohort
+        return params, state, ()
+
+    return Algorithm(
+        summarize,
+        aggregate,
+        init_client=lambda params: params,
+        broadcast=nothing,
+        receive=lambda _, private: (private, ()),
+        kind="nothing",
+    )

@@ -1,0 +1,220 @@
+"""Pure functions of flax's modules: their parameters, `apply`, and how they train.
+
+Running statistics of BatchNorm are leaves like others, that no gradient trains. They are kept as
+moments, E[x] and E[x^2]: those of several clients together are the means of theirs, weighted by
+examples, so that whatever averages leaves computes the statistics of the mixture. A mean of
+variances would lack the variance between clients.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+
+from fisherjax.configuration import cached
+from fisherjax.typing import Apply, ApplyTrain, Array, Key, Likelihood, Model, Params
+
+
+def init(module: flax.linen.Module, key: Key, inputs: Array) -> Params:
+    """Draw a network's parameters: the content of flax's "params" collection, nested dicts.
+
+    With BatchNorm it is {"params": ..., "moments": ...}: of flax's "batch_stats" each mean and
+    variance, here as `mean` and `second_moment` = variance + mean^2, which add up over clients.
+    Of the inputs, a batch [B, ...] of NumPy or JAX, only the shape and dtype are used.
+
+    Raises:
+        ValueError: If the network keeps anything besides parameters and running statistics.
+
+    Example:
+        >>> from fisherjax.networks import LeNet
+        >>> init(LeNet(), jax.random.key(0), jnp.zeros((1, 28, 28, 1)))["conv2"]["kernel"].shape
+        (5, 5, 6, 16)
+    """
+    dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
+    # Lazily: nothing but the initialisers runs.
+    variables = module.lazy_init(key, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), dtype))
+    if others := sorted(set(variables) - {"params", "batch_stats"}):
+        raise ValueError(
+            f"{type(module).__name__} keeps the collections {others} besides its parameters; "
+            "expected parameters, and batch_stats, only. Call module.init yourself, put all into "
+            "one pytree, and give fisherjax.Model a mask and apply_train."
+        )
+    if "batch_stats" not in variables:
+        return variables["params"]
+    return {"params": variables["params"], "moments": _moments(variables["batch_stats"])}
+
+
+@cached
+def apply_fn(module: flax.linen.Module, normalize: Callable[[Array], Array] | None = None) -> Apply:
+    """Make the function `apply(params, inputs [B, ...]) -> outputs [B, ..., C]` of a flax module.
+
+    What the module is made of can be hashed. `normalize` is applied to the inputs first, such as
+    `datasets.normalizer(dataset)`, so that images stay uint8 in memory. BatchNorm uses the running
+    statistics. Equal arguments give the same function object, so that nothing compiles again.
+
+    Example:
+        >>> from fisherjax.networks import MLP
+        >>> params = init(MLP(), jax.random.key(0), jnp.zeros((1, 64)))
+        >>> apply_fn(MLP(), normalize=lambda x: x / 16)(params, jnp.ones((3, 64))).shape
+        (3, 10)
+    """
+
+    def apply(params: Params, inputs: Array) -> Array:
+        inputs = inputs if normalize is None else normalize(inputs)
+        return module.apply(_variables(params), _cast(inputs, params))
+
+    return apply
+
+
+@cached
+def augmented(apply: Apply, augment: Callable[[Key, Array], Array]) -> ApplyTrain:
+    """Make the `apply_train` of a `fisherjax.Model` that trains on augmented inputs.
+
+    `augment(key, inputs)` gives inputs for `apply(params, inputs)`, such as
+    `datasets.crop_and_flip(normalize)`; outside of training apply alone is used. Equal arguments
+    give the same function object, so that nothing compiles again.
+
+    Example:
+        >>> noisy = lambda key, x: x + jax.random.normal(key, x.shape)
+        >>> apply_train = augmented(lambda w, x: w * x, noisy)
+        >>> apply_train(2.0, jnp.zeros(3), jax.random.key(0), jnp.ones(3))[0].shape
+        (3,)
+    """
+
+    def apply_train(params: Params, inputs: Array, key: Key, weights: Array) -> tuple[Array, None]:
+        del weights  # what they leave out is left out of the loss
+        return apply(params, augment(_augment_key(key), inputs)), None
+
+    return apply_train
+
+
+def model(
+    module: flax.linen.Module,
+    params: Params,
+    likelihood: Likelihood,
+    *,
+    normalize: Callable[[Array], Array] | None = None,
+    augment: Callable[[Key, Array], Array] | None = None,
+) -> Model:
+    """Make the `fisherjax.Model` of a flax module, which trains as its layers and images ask for.
+
+    A module with BatchNorm takes `train`, as is usual in flax, normalises by its minibatch where
+    that is true, and keeps running statistics; rows that fill up a short minibatch do not count,
+    here nor there. Everything else trains by `apply_fn`.
+
+    Args:
+        module: `module(inputs [B, ...]) -> outputs`, with BatchNorm `module(inputs, train=True)`.
+        params: What `init` gave, of which only the structure is read.
+        likelihood: What the outputs mean.
+        normalize: Applied to the inputs first, as in `apply_fn`.
+        augment: `(key, inputs) -> inputs` in place of normalize while training, such as
+            `datasets.crop_and_flip(normalize)`.
+
+    Returns:
+        Equal models for equal arguments.
+
+    Raises:
+        ValueError: If a module with running statistics does not take `train`.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> module, images = fj.networks.NormedCNN(), jnp.zeros((2, 28, 28, 1))
+        >>> params = fj.networks.init(module, jax.random.key(0), images)
+        >>> model = fj.networks.model(module, params, fj.likelihoods.categorical)
+        >>> outputs, new = model.apply_train(params, images, jax.random.key(1), jnp.ones(2))
+        >>> print(outputs.shape, new["moments"]["norm1"]["second_moment"][0].round(2))
+        (2, 10) 0.9
+
+    Source: Ioffe and Szegedy, Batch normalization, ICML 2015, as flax has it.
+    """
+    apply = apply_fn(module, normalize)
+    if not _has_moments(params):
+        train = None if augment is None else augmented(apply_fn(module), augment)
+        return Model(apply, likelihood, train)
+    if "train" not in inspect.signature(type(module).__call__).parameters:
+        raise ValueError(
+            f"{type(module).__name__} keeps running statistics, but its __call__ takes no `train`; "
+            "expected def __call__(self, inputs, train=False), with "
+            "BatchNorm(use_running_average=not train)."
+        )
+    mask = {name: jax.tree.map(lambda _, t=name == "params": t, x) for name, x in params.items()}
+    return Model(apply, likelihood, _by_minibatch(module, normalize, augment), mask)
+
+
+@cached
+def _by_minibatch(
+    module: flax.linen.Module,
+    normalize: Callable[[Array], Array] | None,
+    augment: Callable[[Key, Array], Array] | None,
+) -> ApplyTrain:
+    def apply_train(
+        params: Params, inputs: Array, key: Key, weights: Array
+    ) -> tuple[Array, Params]:
+        if augment is not None:
+            inputs = augment(_augment_key(key), inputs)
+        elif normalize is not None:
+            inputs = normalize(inputs)
+        variables, inputs = _variables(params), _cast(inputs, params)
+        with flax.linen.intercept_methods(_counting(weights)):
+            outputs, new = module.apply(variables, inputs, train=True, mutable=["batch_stats"])
+        return outputs, {"params": params["params"], "moments": _moments(new["batch_stats"])}
+
+    return apply_train
+
+
+def _counting(weights: Array) -> Callable:
+    """Tell every BatchNorm which rows of the minibatch count."""
+
+    def interceptor(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        if isinstance(context.module, flax.linen.BatchNorm) and context.method_name == "__call__":
+            rows = weights.reshape(-1, *(1,) * (args[0].ndim - 1)) > 0
+            kwargs = {"mask": rows} | kwargs
+        return call(*args, **kwargs)
+
+    return interceptor
+
+
+def _augment_key(key: Key) -> Key:
+    # The first edition kept the other half for dropout: so its augmentations are drawn again.
+    return jax.random.split(key)[0]
+
+
+def _cast(inputs: Array, params: Params) -> Array:
+    """Compute in the dtype of the parameters, whatever that of the data."""
+    dtype = jax.tree.leaves(params)[0].dtype
+    return inputs.astype(dtype) if jnp.issubdtype(inputs.dtype, jnp.floating) else inputs
+
+
+def _has_moments(params: Params) -> bool:
+    return isinstance(params, dict) and set(params) == {"params", "moments"}
+
+
+def _variables(params: Params) -> dict[str, Any]:
+    """Give flax's collections."""
+    if not _has_moments(params):
+        return {"params": params}
+    return {"params": params["params"], "batch_stats": _batch_stats(params["moments"])}
+
+
+def _moments(stats: Any) -> Any:
+    """Turn every variance that has its mean beside it into a second moment."""
+    if not isinstance(stats, dict):
+        return stats
+    if {"mean", "var"} <= set(stats):
+        stats = dict(stats)
+        stats["second_moment"] = stats.pop("var") + jnp.square(stats["mean"])
+    return {name: _moments(x) for name, x in stats.items()}
+
+
+def _batch_stats(moments: Any) -> Any:
+    if not isinstance(moments, dict):
+        return moments
+    if {"mean", "second_moment"} <= set(moments):
+        moments = dict(moments)
+        # Rounding may leave less than nothing of a channel that is constant.
+        variance = moments.pop("second_moment") - jnp.square(moments["mean"])
+        moments["var"] = jnp.maximum(variance, 0)
+    return {name: _batch_stats(x) for name, x in moments.items()}

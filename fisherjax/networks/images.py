@@ -1,0 +1,141 @@
+"""Networks for images: dense layers, and convolutions with pooling before them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+
+from fisherjax import nn
+from fisherjax.typing import Array
+
+
+class MLP(flax.linen.Module):
+    """Map inputs of any shape through dense layers with ReLU between them.
+
+    The hidden layers have the widths `features`, and none has a bias unless `use_bias`.
+
+    Example:
+        >>> import jax, fisherjax as fj
+        >>> params = fj.networks.init(MLP(), jax.random.key(0), jnp.zeros((1, 64)))
+        >>> {name: layer["kernel"].shape for name, layer in params.items()}
+        {'dense1': (64, 64), 'dense2': (64, 64), 'dense3': (64, 10)}
+    """
+
+    features: tuple[int, ...] = (64, 64)
+    num_classes: int = 10
+    use_bias: bool = False
+
+    @flax.linen.compact
+    def __call__(self, inputs: Array) -> Array:
+        """Return the outputs [B, num_classes] of inputs [B, ...]."""
+        return _dense_layers(inputs, (*self.features, self.num_classes), self.use_bias)
+
+
+class LeNet(flax.linen.Module):
+    """Classify images: conv5 6, pool, conv5 16, pool, dense 120, 84, num_classes.
+
+    Without biases it has 44,190 parameters on 28 x 28 x 1 images. With `batch_norm` every layer but
+    the last is normalised, by the minibatch that it trains on and by running statistics elsewhere.
+    """
+
+    num_classes: int = 10
+    use_bias: bool = False
+    batch_norm: bool = False
+    channels: ClassVar[tuple[int, ...]] = (6, 16)
+    features: ClassVar[tuple[int, ...]] = (120, 84)
+
+    @flax.linen.compact
+    def __call__(self, inputs: Array, train: bool = False) -> Array:
+        """Return the outputs [B, num_classes] of images [B, H, W, C]."""
+        if inputs.ndim != 4 or min(inputs.shape[1:3]) < 16:
+            raise ValueError(
+                f"{type(self).__name__} got inputs of shape {inputs.shape}; expected images "
+                "[B, H, W, C] of at least 16 x 16 pixels. Use MLP for smaller ones."
+            )
+        hidden, norm = inputs, _norm(train) if self.batch_norm else None
+        for number, channels in enumerate(self.channels, start=1):
+            convolution = flax.linen.Conv(
+                channels,
+                (5, 5),
+                padding="VALID",
+                conv_general_dilated=nn.conv_general_dilated,
+                name=f"conv{number}",
+                **_settings(25 * hidden.shape[-1], self.use_bias),
+            )
+            hidden = convolution(hidden)
+            hidden = hidden if norm is None else norm(name=f"norm{number}")(hidden)
+            # The maximum commutes with ReLU and leaves it a quarter of the work.
+            hidden = flax.linen.relu(nn.max_pool(hidden, 2))
+        widths = (*self.features, self.num_classes)
+        return _dense_layers(hidden, widths, self.use_bias, norm, len(self.channels))
+
+
+SimpleCNN = SimpleCNNMNIST = partial(LeNet, use_bias=True)
+"""NIID-Bench's networks: LeNet with biases, 62,006 parameters for CIFAR-10, 44,426 for MNIST."""
+
+
+class CNN(LeNet):
+    """Classify images: conv5 32, pool, conv5 64, pool, dense 512, 128, num_classes ("FedNet").
+
+    Without biases it has 939,616 parameters on 32 x 32 x 3 images.
+    """
+
+    channels = (32, 64)
+    features = (512, 128)
+
+
+class NormedCNN(LeNet):
+    """Classify images: conv5 16, pool, conv5 32, pool, dense 120, 84, num_classes, with BatchNorm.
+
+    With biases, scales and shifts it has 121,686 parameters on 32 x 32 x 3 images, besides running
+    statistics, for whose sake `init` gives {"params": ..., "moments": ...}, see there.
+
+    Example:
+        >>> import jax, fisherjax as fj
+        >>> variables = fj.networks.init(NormedCNN(), jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+        >>> list(variables), list(variables["moments"]["norm1"])
+        (['params', 'moments'], ['mean', 'second_moment'])
+    """
+
+    use_bias: bool = True
+    batch_norm: bool = True
+    channels = (16, 32)
+
+
+def _settings(fan_in: int, use_bias: bool) -> dict[str, Any]:
+    """Return what layers have in common: all is drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
+    draw = partial(jax.random.uniform, minval=-(fan_in**-0.5), maxval=fan_in**-0.5)
+    dtype = jnp.result_type(float)
+    return {"use_bias": use_bias, "param_dtype": dtype, "kernel_init": draw, "bias_init": draw}
+
+
+def _norm(train: bool) -> Callable[..., flax.linen.BatchNorm]:
+    """Make layers with the constants of PyTorch, whose running variance alone is divided by n-1."""
+    return partial(
+        flax.linen.BatchNorm,
+        use_running_average=not train,
+        momentum=0.9,
+        param_dtype=jnp.result_type(float),
+    )
+
+
+def _dense_layers(
+    hidden: Array,
+    features: tuple[int, ...],
+    use_bias: bool,
+    norm: Callable[..., flax.linen.BatchNorm] | None = None,
+    before: int = 0,
+) -> Array:
+    """Run dense layers; norms, if any, are numbered from after so many before."""
+    hidden = hidden.reshape(hidden.shape[0], math.prod(hidden.shape[1:]))
+    for number, width in enumerate(features, start=1):
+        settings = _settings(hidden.shape[-1], use_bias)
+        hidden = flax.linen.Dense(width, name=f"dense{number}", **settings)(hidden)
+        if number < len(features):
+            hidden = hidden if norm is None else norm(name=f"norm{before + number}")(hidden)
+            hidden = flax.linen.relu(hidden)
+    return hidden

@@ -1,0 +1,99 @@
+"""A decoder-only transformer, for text."""
+
+from functools import partial
+
+import flax.linen
+import jax.numpy as jnp
+
+from fisherjax.typing import Array
+
+
+class Transformer(flax.linen.Module):
+    """Predict each next token of a sequence from those up to it: a decoder-only transformer.
+
+        h <- h + attention(norm(h)),    h <- h + W_2 relu(W_1 norm(h)),    z = W norm(h)
+
+    Position t attends to those up to t only. The log-likelihood of a sequence is a sum over its L
+    positions: a learning rate that suits the mean over positions has to be divided by L.
+
+    Args:
+        num_classes: C, the number of tokens.
+        width: Of the hidden vectors, a multiple of num_heads.
+        num_layers: Blocks of attention and of two dense layers, the first 4 width wide.
+        num_heads: Of the attention.
+        context: The longest sequence; there is one learned vector for each position.
+
+    Example:
+        >>> import jax, fisherjax as fj
+        >>> model, tokens = Transformer(num_classes=65), jnp.zeros((2, 80), jnp.uint8)
+        >>> params = fj.networks.init(model, jax.random.key(0), tokens)
+        >>> jax.eval_shape(fj.networks.apply_fn(model), params, tokens).shape
+        (2, 80, 65)
+
+    Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; as a decoder with the
+    normalisation first and learned positions, Radford et al., "Language Models are Unsupervised
+    Multitask Learners" (GPT-2), 2019. Deviations: ReLU, no dropout, flax's initialisation.
+    """
+
+    num_classes: int
+    width: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    context: int = 80
+
+    @flax.linen.compact
+    def __call__(self, tokens: Array) -> Array:
+        """Return the logits [B, L, num_classes] of tokens [B, L], L up to context."""
+        self._check(tokens)
+        embed = partial(flax.linen.Embed, features=self.width, param_dtype=jnp.result_type(float))
+        hidden = embed(self.num_classes, name="tokens")(tokens)
+        hidden = hidden + embed(self.context, name="positions")(jnp.arange(tokens.shape[1]))
+        for number in range(1, self.num_layers + 1):
+            hidden = _Block(self.num_heads, name=f"block{number}")(hidden)
+        return _dense(self.num_classes, "head")(_norm("norm")(hidden))
+
+    def _check(self, tokens: Array) -> None:
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"width is {self.width} and num_heads {self.num_heads}; expected a width that the "
+                "heads share equally."
+            )
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(
+                f"Transformer got inputs of dtype {tokens.dtype}; expected tokens, integers from 0 "
+                f"to {self.num_classes - 1}. Encode the text with text.encode."
+            )
+        if tokens.ndim != 2 or tokens.shape[1] > self.context:
+            raise ValueError(
+                f"Transformer got inputs of shape {tokens.shape}; expected tokens [B, L] with L up "
+                f"to context={self.context}. Cut the text into shorter windows or raise context."
+            )
+
+
+class _Block(flax.linen.Module):
+    """One layer of a transformer."""
+
+    num_heads: int
+
+    @flax.linen.compact
+    def __call__(self, hidden: Array) -> Array:
+        _, length, width = hidden.shape
+        normed = _norm("norm1")(hidden)
+        # Kernels [inputs, outputs]; those of flax's own attention have an axis for the heads.
+        query, key, value = (
+            _dense(width, name)(normed).reshape(-1, length, self.num_heads, width // self.num_heads)
+            for name in ("query", "key", "value")
+        )
+        causal = jnp.tril(jnp.ones((length, length), bool))
+        heads = flax.linen.dot_product_attention(query, key, value, mask=causal)
+        hidden = hidden + _dense(width, "mix")(heads.reshape(hidden.shape))
+        inner = flax.linen.relu(_dense(4 * width, "dense1")(_norm("norm2")(hidden)))
+        return hidden + _dense(width, "dense2")(inner)
+
+
+def _dense(features: int, name: str) -> flax.linen.Dense:
+    return flax.linen.Dense(features, param_dtype=jnp.result_type(float), name=name)
+
+
+def _norm(name: str) -> flax.linen.LayerNorm:
+    return flax.linen.LayerNorm(param_dtype=jnp.result_type(float), name=name)

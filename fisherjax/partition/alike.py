@@ -1,0 +1,104 @@
+"""Splits for clients that are judged on data of their own, which are like those they train on."""
+
+import numpy as np
+
+from fisherjax.partition import checks
+
+
+def pathological(targets, num_clients: int, num_classes: int, seed: int) -> list[np.ndarray]:
+    """Give every client some of the classes, and the owners of a class unequal shares of it.
+
+    Every class has as many owners as any other, or one more: k M / C. Client after client takes k
+    different classes of those that lack most owners, at random among equals; the shares of the
+    owners of a class are drawn from U(0.4, 0.6) and normalised. Split the test data by
+    `in_proportion(test.targets, label_counts(targets, partition), seed)`.
+
+    Args:
+        targets: Class labels, integers [N]; C is the largest plus one.
+        num_clients: M, between 1 and N.
+        num_classes: k, from 1 to C: 8 of CIFAR-10's and 20 of CIFAR-100's in the paper. Where k M
+            is less than C, examples of a class that nobody owns are left out.
+        seed: Of `numpy.random.RandomState`.
+
+    Raises:
+        ValueError: If there are fewer classes, or an argument is out of range.
+        TypeError: If the labels or a count are not integers.
+
+    Example:
+        >>> from fisherjax.partition import label_counts
+        >>> counts = label_counts([0, 1, 2] * 20, pathological([0, 1, 2] * 20, 3, 2, seed=0))
+        >>> (counts > 0).sum(0).tolist(), (counts > 0).sum(1).tolist()
+        ([2, 2, 2], [2, 2, 2])
+
+    Source: Huang, Shi, Cai, Suzuki, ICLR 2024, section 6 ("pathological", without details), as
+    in the code of Cai, Shi, Huang, Wang, Fed-CO2, NeurIPS 2023, where a client may take a class
+    twice.
+    """
+    targets = checks.labels(targets)
+    checks.num_clients(num_clients, len(targets))
+    total = int(targets.max()) + 1
+    checks.count("num_classes", num_classes, 1)
+    if num_classes > total:
+        raise ValueError(
+            f"num_classes is {num_classes}, but the targets have {total} classes: ask for 1 to "
+            f"{total} classes a client"
+        )
+    random = checks.random_state(seed)
+    lacking = np.full(total, num_clients * num_classes // total)
+    more = random.permutation(total)[: num_clients * num_classes % total]
+    lacking[more] += 1
+    shares = np.zeros((num_clients, total))
+    for own in shares:
+        # The largest first, equals in random order.
+        taken = np.lexsort((random.random_sample(total), -lacking))[:num_classes]
+        lacking[taken] -= 1
+        own[taken] = random.uniform(0.4, 0.6, num_classes)
+    return in_proportion(targets, shares, int(random.randint(2**31)))
+
+
+def in_proportion(targets, counts, seed: int) -> list[np.ndarray]:
+    """Split every class in given proportions, such as those in which other data were split.
+
+        client i ends at floor(N_c sum_{j <= i} counts_jc / sum_j counts_jc) of class c
+
+    so that each client's own test data have its training data's shares of the classes.
+
+    Args:
+        targets: Class labels, integers [N], from 0 to C - 1.
+        counts: Numbers from 0 up [M, C], such as `label_counts` of the other split; a class of
+            zeros is left out.
+        seed: Of `numpy.random.RandomState`, which shuffles the ascending rows of each class.
+
+    Raises:
+        ValueError: If a label has no column, or the counts are no numbers from 0 up.
+        TypeError: If the labels are not integers.
+
+    Example:
+        >>> parts = in_proportion([0, 1] * 4, [[3, 0], [1, 5]], seed=0)
+        >>> [len(rows) for rows in parts]
+        [3, 5]
+
+    Source: Huang, Shi, Cai, Suzuki, ICLR 2024, whose clients are tested on their own distribution.
+    """
+    targets, counts = checks.labels(targets), np.asarray(counts, float)
+    if counts.ndim != 2 or not (np.isfinite(counts) & (counts >= 0)).all():
+        raise ValueError(
+            f"counts has shape {counts.shape} and numbers from {counts.min(initial=np.inf):g} to "
+            f"{counts.max(initial=-np.inf):g}; expected finite numbers [M, C] from 0 up"
+        )
+    if targets.max() >= counts.shape[1]:
+        raise ValueError(
+            f"targets go up to {targets.max()}, but counts has columns for {counts.shape[1]} "
+            "classes: take the counts of data with all of these classes"
+        )
+    random = checks.random_state(seed)
+    clients: list[list[np.ndarray]] = [[] for _ in counts]
+    for label, column in enumerate(counts.T):
+        rows = random.permutation(np.flatnonzero(targets == label))
+        if column.any():
+            # Sums of whole numbers are exact: nobody without a share gets an example by rounding.
+            ends = np.floor(len(rows) * (np.cumsum(column) / np.cumsum(column)[-1]))
+            for own, part in zip(clients, np.split(rows, ends[:-1].astype(int)), strict=True):
+                own.append(part)
+    empty = np.zeros(0, np.int64)
+    return [np.concatenate([empty, *parts]) for parts in clients]
