@@ -21,21 +21,30 @@ Options = tuple[tuple[str, Any], ...]
 """Options of methods that are not the defaults: pairs such as ("fedprox.mu", 0.1)."""
 
 
+def names(known: Collection[str]) -> Any:
+    """Annotate an option whose words are names, for --help."""
+    return tyro.conf.arg(metavar="{" + ",".join(known) + "}")
+
+
 def read(
-    arguments: Sequence[str], program: str, description: str, defaults: Callable[..., Any]
+    arguments: Sequence[str],
+    program: str,
+    description: str,
+    defaults: Callable[..., Any],
+    chooser: str = "dataset",
 ) -> Any:
     """Read a command line, unchecked; SystemExit for `--help` and options that do not exist.
 
     The defaults are the dataclass of the configuration, or a function that makes what is run if
-    nothing else is asked, of the name of a data set or None. Fields that are dataclasses are groups
-    of options. With a group `merging` every method of the table is one too.
+    nothing else is asked, of the value of the option `chooser` or None. Fields that are dataclasses
+    are groups of options. With a group `merging` every method of the table is one too.
     """
     if isinstance(defaults, type):
         default = defaults()
     else:  # what is wrong with the other options is said when all are read
         first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        first.add_argument("--dataset", nargs="?")
-        default = defaults(first.parse_known_args(arguments)[0].dataset)
+        first.add_argument(f"--{chooser}", nargs="?")
+        default = defaults(getattr(first.parse_known_args(arguments)[0], chooser))
     groups = _method_groups() if hasattr(default, "merging") else {}
     # A class of its own for the command line: the configuration itself knows no method by name.
     fields = [(name, kind, dataclasses.field(default=kind())) for name, kind in groups.items()]

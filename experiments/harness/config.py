@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -22,6 +22,7 @@ MODELS = {
     "cnn": fj.networks.CNN,
     "simple_cnn": fj.networks.SimpleCNN,
     "simple_cnn_mnist": fj.networks.SimpleCNNMNIST,
+    "normed_cnn": fj.networks.NormedCNN,
     "transformer": fj.networks.Transformer,
 }
 _OF_IMAGES = [name for name in MODELS if name != "transformer"]
@@ -38,22 +39,18 @@ _LATER = (
 """Options that the first runs did not have; their defaults are what those runs did."""
 
 
-def _names(known: Any) -> Any:
-    return tyro.conf.arg(metavar="{" + ",".join(known) + "}")
-
-
 # tyro shows the strings under the fields as --help and keeps their line breaks: one line each.
 @dataclasses.dataclass(frozen=True)
 class Data:
     """What is learned, and who holds which part of it."""
 
-    dataset: Annotated[str, _names(IMAGES)] = "digits"
+    dataset: Annotated[str, commands.names(IMAGES)] = "digits"
     """What to learn; also chooses the other defaults: see `--dataset mnist --help`."""
-    model: Annotated[str, _names(_OF_IMAGES)] = "mlp"
+    model: Annotated[str, commands.names(_OF_IMAGES)] = "mlp"
     """The network; lenet and cnn take images of at least 16 x 16 pixels."""
     num_clients: int = 5
     """Over how many clients the training data are split."""
-    partition: Annotated[str, _names(_PARTITIONS)] = "fedfisher"
+    partition: Annotated[str, commands.names(_PARTITIONS)] = "fedfisher"
     """How: Dirichlet shares of each client (fedfisher) or class (niid_bench), classes, or iid."""
     alpha: float = 0.1
     """Of fedfisher: 0.05 gives a client one or two classes, 100 nearly equal shares."""
@@ -77,9 +74,9 @@ class Data:
 class AnyData(Data):
     """What is learned, and who holds which part of it."""
 
-    dataset: Annotated[str, _names((*IMAGES, PLAYS))] = "digits"
+    dataset: Annotated[str, commands.names((*IMAGES, PLAYS))] = "digits"
     """What to learn; also chooses the other defaults: see `--dataset mnist --help`."""
-    model: Annotated[str, _names(MODELS)] = "mlp"
+    model: Annotated[str, commands.names(MODELS)] = "mlp"
     """The network; lenet and cnn take images of at least 16 x 16 pixels, transformer plays."""
     num_clients: int = 30
     """Over how many clients the training data are split; plays have a client for each role."""
@@ -107,7 +104,7 @@ class Training:
 class Merging:
     """How client models become one; each method's own options are in the groups below."""
 
-    algorithms: Annotated[tuple[str, ...], _names(fj.algorithms.TABLE)] = (
+    algorithms: Annotated[tuple[str, ...], commands.names(fj.algorithms.TABLE)] = (
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
     """Methods; fedfisher_full is for a few thousand parameters, fedlpa_gd is slow."""
@@ -173,7 +170,7 @@ class Federated:
     """Of tiny_shakespeare: hold out all roles of so many plays instead (transfer)."""
     partition_seed: int = 3
     """Of the split and of who is held out."""
-    server_optimizer: Annotated[str, _names(_SERVER_OPTIMIZERS)] = "none"
+    server_optimizer: Annotated[str, commands.names(_SERVER_OPTIMIZERS)] = "none"
     """On the pseudo-gradient; none takes the merged model as it is."""
     server_learning_rate: tuple[float, ...] = (1.0,)
     """Of several, validation clients choose one for each algorithm, with the first seed."""

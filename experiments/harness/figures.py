@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness.records import write_bytes
-from fisherjax.algorithms import TABLE
+from fisherjax.algorithms import PERSONAL, TABLE
 
 REFERENCES = {
     "local": "one client's own model, mean over clients",
@@ -29,7 +29,8 @@ _LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 def label(name: str) -> str:
     """Say what an algorithm is called in tables and figures; another name stays as it is."""
     first, *exchanges = name.split("+")
-    merge = TABLE[first].label if first in TABLE else first
+    rows = TABLE | PERSONAL
+    merge = rows[first].label if first in rows else first
     return " + ".join([merge, *(exchange.replace("_", " ") for exchange in exchanges)])
 
 

@@ -7,9 +7,9 @@ empty. The seed of the partition has nothing to do with the keys of training, so
 be trained many times. C is the number of classes.
 """
 
+from fisherjax.partition.alike import in_proportion, pathological
 from fisherjax.partition.checks import check_partition
 from fisherjax.partition.label_blind import central, hold_out, iid, natural
-from fisherjax.partition.alike import in_proportion, pathological
 from fisherjax.partition.label_skew import classes_per_client, fedfisher, label_counts, niid_bench
 
 __all__ = [
