@@ -28,6 +28,11 @@ def stacked_values(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
         updates = tree.stack(list(updates))
     _check_kind(algorithm, updates, "updates")
     shapes = tree.shapes(updates.values)
+    if not shapes:
+        raise ValueError(
+            "Nothing was sent: this method, as single_set, merges nothing. Play it in "
+            "rounds.federated, whose `models` gives every client's own."
+        )
     lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
     if None in lengths.values() or len(set(lengths.values())) != 1:
         raise ValueError(
