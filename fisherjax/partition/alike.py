@@ -81,7 +81,7 @@ def in_proportion(targets, counts, seed: int) -> list[np.ndarray]:
     Source: Huang, Shi, Cai, Suzuki, ICLR 2024, whose clients are tested on their own distribution.
     """
     targets, counts = checks.labels(targets), np.asarray(counts, float)
-    if counts.ndim != 2 or not (np.isfinite(counts) & (counts >= 0)).all():
+    if counts.ndim != 2 or not len(counts) or not (np.isfinite(counts) & (counts >= 0)).all():
         raise ValueError(
             f"counts has shape {counts.shape} and numbers from {counts.min(initial=np.inf):g} to "
             f"{counts.max(initial=-np.inf):g}; expected finite numbers [M, C] from 0 up"
@@ -96,8 +96,8 @@ def in_proportion(targets, counts, seed: int) -> list[np.ndarray]:
     for label, column in enumerate(counts.T):
         rows = random.permutation(np.flatnonzero(targets == label))
         if column.any():
-            # Sums of whole numbers are exact: nobody without a share gets an example by rounding.
-            ends = np.floor(len(rows) * (np.cumsum(column) / np.cumsum(column)[-1]))
+            # Multiplied first: of whole numbers the quotient is exact wherever it is whole.
+            ends = np.floor(len(rows) * np.cumsum(column) / np.cumsum(column)[-1])
             for own, part in zip(clients, np.split(rows, ends[:-1].astype(int)), strict=True):
                 own.append(part)
     empty = np.zeros(0, np.int64)
