@@ -27,7 +27,7 @@ def weighted_fedavg(
     *,
     temperature: float = 1.0,
     fisher: Callable[..., Operator] | None = None,
-    batch_size: int = 256,
+    batch_size: int = 64,
     max_examples: int | None = ENOUGH,
 ) -> Algorithm:
     """Make Weighted FedAvg, which gives each client the mean of all models by how alike they are.

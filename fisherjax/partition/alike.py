@@ -96,8 +96,10 @@ def in_proportion(targets, counts, seed: int) -> list[np.ndarray]:
     for label, column in enumerate(counts.T):
         rows = random.permutation(np.flatnonzero(targets == label))
         if column.any():
-            # Multiplied first: of whole numbers the quotient is exact wherever it is whole.
-            ends = np.floor(len(rows) * np.cumsum(column) / np.cumsum(column)[-1])
+            # Multiplied first: of whole numbers the quotient is exact wherever it is whole. Of
+            # others rounding may not take the last row from the last who has a share.
+            sums = np.cumsum(column)
+            ends = np.where(sums < sums[-1], np.floor(len(rows) * sums / sums[-1]), len(rows))
             for own, part in zip(clients, np.split(rows, ends[:-1].astype(int)), strict=True):
                 own.append(part)
     empty = np.zeros(0, np.int64)
