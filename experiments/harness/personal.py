@@ -79,11 +79,11 @@ class Config:
     """Of a client, to train on, at most."""
     tested: int = 2000
     """Of a client, to be judged by, at most."""
-    rounds: int = 40
+    rounds: int = 30
     """Of training and averaging; every client takes part."""
     epochs: int = 1
     """Of local training in a round."""
-    learning_rate: float = 0.05
+    learning_rate: float = 0.02
     """Of stochastic gradient descent."""
     momentum: float = 0.0
     """Of stochastic gradient descent."""
@@ -93,11 +93,11 @@ class Config:
     """Of the initial model and of training; the split stays, and the first split has them all."""
     temperatures: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
     """Each weighted method takes what is best on training data held aside; 1 is the paper's."""
-    choosing_rounds: int = 15
+    choosing_rounds: int = 10
     """Of the runs that choose."""
     table3: tuple[int, ...] = (5, 10, 15)
     """Local epochs, with federated averaging; none leaves table 3 out."""
-    table3_rounds: int = 20
+    table3_rounds: int = 10
     """Of table 3."""
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
@@ -119,7 +119,7 @@ def default(table: str | None = None) -> Config:
         examples=250,
         tested=500,
         rounds=30,
-        choosing_rounds=10,
+        learning_rate=0.05,
         table3=(),
     )
 
