@@ -23,7 +23,7 @@ PROGRAM = "experiments.benchmark"
 GROUPS = {
     **{"train": train.groups, "devices": train.devices, "fisher": fisher.groups},
     **{"server": server.groups, "clients": clients.groups, "pipeline": pipeline.groups},
-    **{"rounds": rounds.groups, "pfl": rounds.pfl},
+    **{"rounds": rounds.groups, "personal": rounds.personal, "pfl": rounds.pfl},
 }
 
 

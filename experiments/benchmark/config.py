@@ -20,7 +20,7 @@ class Config:
     """One run of one suite; what is None takes the suite's own value."""
 
     suite: Literal[
-        "train", "fisher", "server", "clients", "pipeline", "pfl", "rounds", "devices"
+        "train", "fisher", "server", "clients", "pipeline", "pfl", "rounds", "personal", "devices"
     ] = tyro.MISSING
     """Training, Fisher passes, the server, growth with clients, a whole run, rounds, devices."""
     out: Folder = tyro.MISSING
@@ -74,6 +74,9 @@ SUITES: dict[str, dict[str, Any]] = {
         _PEAK, num_clients=(50,), num_examples=2_500, batch_size=10, epochs=1, chunks=(), repeats=5
     ),
     "rounds": dict(num_clients=(20,), num_examples=12_000, batch_size=64, epochs=1, repeats=5),
+    "personal": dict(
+        num_clients=(100,), num_examples=5_000, batch_size=32, epochs=1, chunks=(1, 10), repeats=5
+    ),
     "devices": dict(_NETWORKS, num_clients=(20,), epochs=1, repeats=5),
 }
 EXAMPLES = {

@@ -69,6 +69,49 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Grou
         yield measure.Group(title, "rounds", None, [*played(nobody, _IDLE_ROUNDS)])
 
 
+def personal(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
+    """Give a group for each cohort and chunk: rounds with BatchNorm and models of each client."""
+    work = workloads.workload(config, "cnn", config.num_examples, note)
+    network = fj.networks.NormedCNN()
+    params = fj.networks.init(network, jax.random.key(0), work.images)
+    # Images as the workload prepares them, so that all that differs is what a round adds.
+    model = fj.networks.model(network, params, fj.likelihoods.categorical, normalize=_centred)
+    work, key = work._replace(model=model, params=params), jax.random.key(1)
+    algorithms = {
+        "fedavg": fj.algorithms.fedavg(),
+        "fedper": fj.algorithms.fedper("dense3"),
+        "fedbn": fj.algorithms.fedbn(),
+        "weighted_fedavg": fj.algorithms.weighted_fedavg(model),
+        "weighted_fedavg, 20 examples": fj.algorithms.weighted_fedavg(model, max_examples=20),
+    }
+    for cohort in config.num_clients:
+        federation = workloads.federate(work, cohort)
+        for name, chunk in train.chunks(config.chunks, cohort).items():
+            alone = {"key": jax.random.fold_in(key, 0), "clients_per_chunk": chunk}
+            cases = [
+                measure.Case(_ALONE, partial(workloads.train, work, config, federation, **alone))
+            ]
+            for method, algorithm in algorithms.items():
+                experiment = fj.rounds.federated(
+                    model,
+                    algorithm,
+                    cohort=cohort,
+                    optimizer=OPTIMIZER,
+                    epochs=config.epochs,
+                    batch_size=config.batch_size,
+                    clients_per_chunk=chunk,
+                )
+                state = experiment.init(params, cohort)
+                run = partial(fj.rounds.run, experiment, state, federation, key=key, rounds=1)
+                cases.append(measure.Case(method, lambda run=run: list(run())[-1]))
+            title = f"a round, {cohort} clients, {len(work.labels)} images, NormedCNN, {name}"
+            yield measure.Group(title, "rounds", None, cases, beside=_ALONE)
+
+
+def _centred(images: Array) -> Array:
+    return images.astype(jnp.float32) / 127.5 - 1
+
+
 def pfl(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
     """Give one group for each cohort: a round of local training and averaging."""
     work = workloads.workload(config, "cnn", config.num_examples, note)
