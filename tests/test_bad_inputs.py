@@ -331,7 +331,7 @@ REFUSED = {
     ),
     "72 nobody": no(lambda: merge([]), "empty list"),
     "73 nothing": no(lambda: merge({}), "updates is a dict"),
-    "no values": no(lambda: merge(Update({}, FEDAVG.kind)), "leading axes"),
+    "no values": no(lambda: merge(Update({}, FEDAVG.kind)), "Nothing was sent"),
     "74 a leaf is missing": no(
         lambda: merge(
             [

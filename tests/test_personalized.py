@@ -1,7 +1,9 @@
 """The command for models of each client's own, and the looks of digits that it makes."""
 
 import csv
+import re
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -203,3 +205,12 @@ def test_the_recipe_of_mnist_m_is_the_difference_of_a_photograph_and_the_digit()
     digits = source.integers(0, 256, (4, 28, 28, 1)).astype(np.uint8)
     found = domains._blended(source, digits, None, photos)
     np.testing.assert_array_equal(found, np.abs(200.0 - np.repeat(digits, 3, -1)))
+
+
+def test_the_examples_of_the_page_run_and_print_what_it_says(run_page, capsys):
+    page = Path(__file__).parents[1] / "docs" / "personal.md"
+    run_page(page)
+    found = [float(word) for word in capsys.readouterr().out.split()]
+    said = re.search(r"It prints (0\.\d+) and (0\.\d+)", page.read_text()).groups()
+    # Other versions of JAX round differently.
+    np.testing.assert_allclose(found, [float(word) for word in said], atol=0.02)
