@@ -200,10 +200,21 @@ def test_clients_are_as_alike_as_their_fishers_are_parallel(world, fisher):
     assert not similarity[:, 2].any()
     # Scale is no likeness: neither a client's nor one that squares would lose.
     values = dict(sent.values)
-    values["fisher"] = scaled(values["fisher"], 1e-90)
+    values["fisher"] = scaled(values["fisher"], 1e-200)
     tiny = fj.algorithms.Update(values, sent.kind)
     again = merging.merge(method, start, tiny, federation.weights)[2]
     np.testing.assert_allclose(again, similarity, rtol=1e-9, atol=1e-12)
+
+
+def test_a_layer_is_its_own_leaves_and_no_others():
+    params = {name: {"kernel": jnp.zeros(1)} for name in ("dense1", "dense10", "old_dense1")}
+    assert list(fedper("dense1").init_client(params).leaves) == ["dense1/kernel"]
+
+
+def test_normalisations_are_known_by_name():
+    norms = ("BatchNorm_0/scale", "params/bn2/bias", "LayerNorm_1/scale", "moments/layer3/mean")
+    assert all(map(algorithms.is_normalization, norms))
+    assert not any(map(algorithms.is_normalization, ("dense1/kernel", "params/cabn/bias", "bnd/w")))
 
 
 def test_networks_and_names_that_do_not_fit_are_refused(world):
