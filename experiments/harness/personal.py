@@ -43,13 +43,30 @@ def _fedfisher_bn(model: Model) -> Algorithm:
     return fj.algorithms.fedbn(fj.algorithms.fedfisher(model, **how))
 
 
+def _is_statistic(name: str) -> bool:
+    return name.startswith("moments")
+
+
+def _is_scale(name: str) -> bool:
+    return name.startswith("params/norm")
+
+
+def _part_of_fedbn(where: Callable[[str], bool], model: Model) -> Algorithm:
+    del model
+    return fj.algorithms.fedbn(where=where)
+
+
 BEYOND = {
     "weighted_fisher": Row("Weighted FedAvg (diagonal Fishers)", _by_fisher, ()),
     "weighted_kfac": Row("Weighted FedAvg (K-FAC)", _by_factors, ()),
     "fedfisher_bn": Row("FedFisher (K-FAC) + personal BN", _fedfisher_bn, ()),
+    # Two halves of FedBN, to see which does what; the first is SiloBN (Andreux et al., 2020).
+    "fedbn_statistics": Row("FedBN, scales averaged", partial(_part_of_fedbn, _is_statistic), ()),
+    "fedbn_scales": Row("FedBN, statistics averaged", partial(_part_of_fedbn, _is_scale), ()),
 }
-"""What no paper has; curvature with drawn labels, of 200 examples of a client and round."""
-METHODS = {"single_set": PERSONAL["single_set"], "fedavg": TABLE["fedavg"]} | PERSONAL | BEYOND
+"""What the paper does not have; curvature is with drawn labels, of 200 examples of a client."""
+METHODS = {"single_set": PERSONAL["single_set"], "fedavg": TABLE["fedavg"]}
+METHODS |= PERSONAL | BEYOND
 _PAPERS = ("single_set", "fedavg", "fedper", "fedbn", "weighted_fedavg", "weighted_fedbn")
 SPLITS = ("pathological", "dirichlet", "domains")
 
@@ -64,7 +81,7 @@ class Config:
     """Clients with some of the classes, with Dirichlet shares of them, or with a look of digits."""
     algorithms: Annotated[tuple[str, ...], commands.names(METHODS)] = (
         *_PAPERS,
-        *BEYOND,
+        *("weighted_fisher", "weighted_kfac", "fedfisher_bn"),
     )
     """Methods."""
     num_clients: int = 20
