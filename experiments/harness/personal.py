@@ -21,26 +21,18 @@ from fisherjax.typing import Model, Params
 
 HEAD = "dense3"
 """The layer of the network that FedPer keeps."""
-_SAMPLED = {"kind": fj.fisher.sampled}
+# With drawn labels, of few examples: rounds are many.
+_CHEAP: dict[str, Any] = {"kind": fj.fisher.sampled, "max_examples": 200}
 
 
-def _by_fisher(model: Model, temperature: float = 1.0) -> Algorithm:
-    fisher = partial(fj.fisher.diagonal, **_SAMPLED)
-    return fj.algorithms.weighted_fedavg(
-        model, temperature=temperature, fisher=fisher, batch_size=64, max_examples=200
-    )
-
-
-def _by_factors(model: Model, temperature: float = 1.0) -> Algorithm:
-    fisher = partial(fj.fisher.kfac, **_SAMPLED)
-    return fj.algorithms.weighted_fedavg(
-        model, temperature=temperature, fisher=fisher, batch_size=64, max_examples=200
-    )
+def _by_fisher(structure: Callable, model: Model, temperature: float = 1.0) -> Algorithm:
+    fisher = partial(structure, kind=_CHEAP["kind"])
+    how = {"temperature": temperature, "max_examples": _CHEAP["max_examples"]}
+    return fj.algorithms.weighted_fedavg(model, fisher=fisher, **how)
 
 
 def _fedfisher_bn(model: Model) -> Algorithm:
-    how = {"kind": fj.fisher.sampled, "max_examples": 200}
-    return fj.algorithms.fedbn(fj.algorithms.fedfisher(model, **how))
+    return fj.algorithms.fedbn(fj.algorithms.fedfisher(model, **_CHEAP))
 
 
 def _is_statistic(name: str) -> bool:
@@ -57,14 +49,16 @@ def _part_of_fedbn(where: Callable[[str], bool], model: Model) -> Algorithm:
 
 
 BEYOND = {
-    "weighted_fisher": Row("Weighted FedAvg (diagonal Fishers)", _by_fisher, ()),
-    "weighted_kfac": Row("Weighted FedAvg (K-FAC)", _by_factors, ()),
+    "weighted_fisher": Row(
+        "Weighted FedAvg (diagonal Fishers)", partial(_by_fisher, fj.fisher.diagonal), ()
+    ),
+    "weighted_kfac": Row("Weighted FedAvg (K-FAC)", partial(_by_fisher, fj.fisher.kfac), ()),
     "fedfisher_bn": Row("FedFisher (K-FAC) + personal BN", _fedfisher_bn, ()),
     # Two halves of FedBN, to see which does what; the first is SiloBN (Andreux et al., 2020).
     "fedbn_statistics": Row("FedBN, scales averaged", partial(_part_of_fedbn, _is_statistic), ()),
     "fedbn_scales": Row("FedBN, statistics averaged", partial(_part_of_fedbn, _is_scale), ()),
 }
-"""What the paper does not have; curvature is with drawn labels, of 200 examples of a client."""
+"""What the paper does not have."""
 METHODS = {"single_set": PERSONAL["single_set"], "fedavg": TABLE["fedavg"]}
 METHODS |= PERSONAL | BEYOND
 _PAPERS = ("single_set", "fedavg", "fedper", "fedbn", "weighted_fedavg", "weighted_fedbn")
