@@ -163,8 +163,10 @@ def draw_weights(asked: Config, worlds: dict[tuple[str, bool], World], out: Path
         for panel, (run, matrix) in zip(panels, shown.items(), strict=False):
             panel.set_visible(True)
             image = panel.imshow(matrix, cmap="Blues", vmin=0, vmax=matrix.max())
-            title = run.removeprefix(f"{split}, ").replace(", tau", ",\ntau")
-            panel.set_title(title.replace(": ", ":\n"), fontsize="x-small")
+            title = run.removeprefix(f"{split}, ")
+            for place in (", ", ": ", " (", " + "):
+                title = title.replace(place, f"{place[:1].strip()}\n{place[1:].lstrip()}")
+            panel.set_title(title, fontsize="x-small")
             figure.colorbar(image, ax=panel, shrink=0.7)
             if len(of.names) <= 8:
                 panel.set_xticks(range(len(of.names)), of.names, rotation=45, fontsize="small")
