@@ -74,7 +74,7 @@ def _stage(
                 shown.advance(watched, unit.epochs)
             if isinstance(info, jax.Array) and not unit.held and unit.seed == asked.seeds[0]:
                 name = f"{unit.split}, {pictures.label(unit.algorithm, unit.temperature)}"
-                _keep_weights(asked.out / "weights.csv", name, np.asarray(info))
+                pictures.keep_weights(asked.out / "weights.csv", name, np.asarray(info))
             end = next(p.accuracy for p in found if p.round == unit.rounds and p.client is None)
             seconds = time.perf_counter() - begun
             told = f"{_named(unit)}: {100 * end:.1f}  [dim]({seconds:.0f} s)[/]"
@@ -105,17 +105,6 @@ def _point(*words: str) -> Point:
 
 def _write(path: Path, points: Sequence[Point]) -> None:
     records.write_text(path, tables.csv_text(Point._fields, points))
-
-
-def _keep_weights(path: Path, name: str, weights: np.ndarray) -> None:
-    lines = pictures.read_weights(path) | {name: weights}
-    rows = [
-        (one, i, *(f"{x:.4g}" for x in row))
-        for one, matrix in lines.items()
-        for i, row in enumerate(matrix)
-    ]
-    columns = ("run", "client", *map(str, range(max(map(len, rows)) - 2)))
-    records.write_text(path, tables.csv_text(columns, rows))
 
 
 def _report(asked: Config, points: list[Point], worlds: dict, console: Console) -> None:

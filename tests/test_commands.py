@@ -22,6 +22,7 @@ ORDER = [
     *("one_round", "accuracies", "memory", "progress"),
     *("grids", "niid", "reference", "knee"),
     *("checkpoints", "rounds", "curves"),
+    *("domains", "personal"),
 ]
 MOST_LINES = 150
 

@@ -3,4 +3,5 @@
 commands: options read, written again and refused. tables, records, figures: files of a run.
 config, methods, tasks: what is learned, by whom and how. one_round, accuracies, memory, progress:
 one round of merging. grids, niid, reference, knee: tables. checkpoints, rounds, curves: rounds.
+domains, personal: clients with models of their own.
 """

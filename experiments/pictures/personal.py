@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import figures, personal, tables
+from experiments.harness import figures, personal, records, tables
 from experiments.harness.personal import Config, Point, World
 
 
@@ -143,6 +143,18 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
         for run, _, *row in lines:
             found.setdefault(run, []).append([float(x) for x in row if x])
     return {run: np.array(rows) for run, rows in found.items()}
+
+
+def keep_weights(path: Path, name: str, weights: np.ndarray) -> None:
+    """Add the weights of a run to the file."""
+    lines = read_weights(path) | {name: weights}
+    rows = [
+        (one, i, *(f"{x:.4g}" for x in row))
+        for one, matrix in lines.items()
+        for i, row in enumerate(matrix)
+    ]
+    columns = ("run", "client", *map(str, range(max(map(len, rows)) - 2)))
+    records.write_text(path, tables.csv_text(columns, rows))
 
 
 def draw_weights(asked: Config, worlds: dict[tuple[str, bool], World], out: Path) -> bool:
