@@ -151,6 +151,15 @@ def test_closed_form_divides_where_there_is_curvature_and_keeps_the_start_elsewh
     np.testing.assert_allclose(exact["a"], [1.5, 8.0, 1e7])
 
 
+def test_a_start_far_away_is_no_excuse(x64):
+    """Residuals are relative to the right-hand side, and not to the first of them."""
+    scales = jnp.linspace(1.0, 9.0, 30)
+    problem = Quadratic(lambda x: scales * x, jnp.ones(30), jnp.full(30, 1e6))
+    solved = solvers.conjugate_gradients(tolerance=1e-8)(problem)
+    assert solved.info.status == solvers.Status.CONVERGED
+    np.testing.assert_allclose(scales * solved.params, 1, atol=1e-8 * np.sqrt(30))
+
+
 def test_closed_form_and_conjugate_gradients_agree_on_diagonals(x64):
     diagonal = jnp.array([0.0, 1.0, 2.0, 3.0, 5.0])
     problem = diagonal_system(diagonal, diagonal * vector(0), vector(1))

@@ -85,15 +85,18 @@ def _norm(x: Array) -> Array:
 def _descended(
     matvec: Callable, precondition: Callable, rhs: Any, size: Any, limits: tuple[Array, Array, bool]
 ) -> tuple[Any, Any, Any]:
-    """Solve from zero, to residuals of `tolerance` times the larger of rhs and size."""
+    """Solve from zero, to residuals of half of `tolerance` times size, or rhs if that is zero.
+
+    Half, as the residual that is carried along drifts by rounding from that of the answer.
+    """
     tolerance, max_iterations, at_scale_one = limits
     # In units of which squares stay in range, and which change no bit.
     units = _map(tree.unit, rhs)
     rhs = _map(jnp.divide, rhs, units)
 
     def bounded(b: Array, size: Array, unit: Array) -> Array:
-        squares = jnp.maximum(dot(b, b), jnp.square(size / unit))
-        return jnp.square(tolerance).astype(b.dtype) * squares
+        squares = jnp.where(size > 0, jnp.square(size / unit), dot(b, b))
+        return jnp.square(tolerance / 2).astype(b.dtype) * squares
 
     bound = _map(bounded, rhs, size, units)
 
