@@ -308,7 +308,8 @@ def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Ro
     loss = (weights * jnp.where(sizes > 0, trained.loss[:, -1], 0)).sum()
 
     # For the same reason the updates of those who diverged become zeros.
-    received = (tree.keep(finite, sent.updates.values), weights)
+    values = algorithm.decode(tree.keep(finite, sent.updates.values), state.params)
+    received = (values, weights)
     received = received if algorithm.reduce is None else algorithm.reduce(*received)
     server_key = jax.random.fold_in(sent.key, clients.AGGREGATE)
     server = (server_key, received, state.params, state.algorithm, cohort)

@@ -3,6 +3,7 @@
 Values are checked on the host; under tracing they are not known and pass.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -97,8 +98,8 @@ def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> 
 def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> tuple[Any, Array]:
     """Give diverged clients zeros and weight zero; `first` is the number of the first client.
 
-    Fishers that are not symmetric positive semi-definite, because they were quantised for instance,
-    become the nearest that are.
+    Fishers and Gram matrices that are not symmetric positive semi-definite, because they were
+    quantised for instance, become the nearest that are.
     """
     checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
     if checks.is_traced(updates, weights):
@@ -117,12 +118,25 @@ def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> t
             "learning rate, or leave them out with on_nonfinite='drop'."
         )
     counts = kept & (np.asarray(weights) > 0)  # whoever has no weight may have anything finite
-    fishers = {name: x for name, x in updates.items() if isinstance(x, Operator)}
+    # Of convolutions alone there are no Gram matrices.
+    fishers = {n: x for n, x in updates.items() if isinstance(x, Operator) or (n == "grams" and x)}
     updates = updates | {name: _definite(name, x, counts, first) for name, x in fishers.items()}
     if kept.all():
         return updates, weights
     # Zeros as well: weight zero does not silence NaN in a sum.
     return tree.keep(kept, updates), jnp.where(kept, weights, 0)
+
+
+def indefinite(fisher: Any) -> list[str]:
+    """Name what of a client's Fisher or Gram matrices is indefinite or not symmetric, by names.
+
+    Example:
+        >>> indefinite(Diagonal({"w": np.array([1.0, -1.0]), "b": np.zeros(2)}))
+        ['entries/w']
+    """
+    sound = _map_parts(fisher, _is_semidefinite, lambda entries: np.all(entries >= 0))
+    named = zip(tree.names(sound), jax.tree.leaves(sound), strict=True)
+    return [name for name, x in named if not np.all(x)]
 
 
 def suspect(values: Any = None, weights: Array | None = None) -> str:
@@ -152,7 +166,7 @@ def _finite(mesh: Mesh | None, updates: Any) -> Array:
 
 
 # By NumPy: whether a matrix is definite is asked once, and its answer changes what happens.
-def _definite(name: str, stacked: Operator, counts: np.ndarray, first: int) -> Operator:
+def _definite(name: str, stacked: Any, counts: np.ndarray, first: int) -> Any:
     """Replace what is not symmetric positive semi-definite by the nearest that is; refuse less.
 
     Fishers that are spread over several processes are not looked at.
@@ -167,17 +181,17 @@ def _definite(name: str, stacked: Operator, counts: np.ndarray, first: int) -> O
     changed = {}
     for client in np.flatnonzero(counts):
         own = jax.tree.unflatten(structure, [x[client] for x in arrays])
-        traces = own.map_parts(np.trace, np.sum)
+        traces = _map_parts(own, np.trace, np.sum)
         least = min(zip(map(np.min, jax.tree.leaves(traces)), tree.names(traces), strict=True))
         if least[0] < 0:
             raise ValueError(
-                f"The Fisher information of client {first + client} is negative: "
+                f"{'The Gram matrix' if name == 'grams' else 'The Fisher information'} of client "
+                f"{first + client} is negative: "
                 f"'{name}/{least[1]}' has trace {least[0]:.3g}; expected a positive semi-definite "
                 "one."
             )
-        sound = own.map_parts(_is_semidefinite, lambda entries: np.all(entries >= 0))
-        if not all(np.all(x) for x in jax.tree.leaves(sound)):
-            changed[client] = own.map_parts(_nearest, lambda entries: np.maximum(entries, 0))
+        if indefinite(own):
+            changed[client] = _map_parts(own, _nearest, lambda entries: np.maximum(entries, 0))
     if changed:
         arrays = [x.copy() for x in arrays]
         for client, own in changed.items():
@@ -185,6 +199,13 @@ def _definite(name: str, stacked: Operator, counts: np.ndarray, first: int) -> O
                 x[client] = new
         leaves = [_like(leaf, x) for leaf, x in zip(leaves, arrays, strict=True)]
     return jax.tree.unflatten(structure, leaves)
+
+
+def _map_parts(fisher: Any, on_matrix: Callable, on_entries: Callable) -> Any:
+    """Change every part of a Fisher, or of Gram matrices, by leaf."""
+    if isinstance(fisher, Operator):
+        return fisher.map_parts(on_matrix, on_entries)
+    return jax.tree.map(on_matrix, fisher)
 
 
 def _like(leaf: Any, changed: np.ndarray) -> Any:

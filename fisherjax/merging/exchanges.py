@@ -1,0 +1,86 @@
+"""Rounds of communication without training: clients look at a model, and answer."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fisherjax import clients
+from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.clients import Federation
+from fisherjax.merging.merges import merge
+from fisherjax.merging.summaries import summarize
+from fisherjax.training import untrained
+from fisherjax.typing import Key, Params
+
+
+class Message(NamedTuple):
+    """One message of an exchange: what each client is given, what all of them say, what follows."""
+
+    received: Any
+    sent: Update
+    params: Params
+    state: Any
+    info: Any
+
+
+def exchange(
+    algorithm: Algorithm,
+    params: Params,
+    federation: Federation,
+    *,
+    key: Key,
+    state: Any = None,
+    clients_per_chunk: int | None = None,
+) -> tuple[Params, Any, Any]:
+    """Send a model to all clients, let them summarize it without training, and merge what they say.
+
+    Methods that need no training, such as `algorithms.analytic_head`: one round of communication,
+    or more short ones where a method has several messages, as `algorithms.natural_gradient`. The
+    arguments, what is returned and what is refused are those of `summarize` and `merge`; weights
+    are the federation's.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, fisherjax as fj
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.gaussian)
+        >>> data = np.eye(2, dtype="float32"), np.ones((2, 1), "float32")
+        >>> federation = fj.clients.federation(data, [[0], [1]])
+        >>> head, start = fj.algorithms.analytic_head(model), {"w": jnp.zeros((2, 1))}
+        >>> exchange(head, start, federation, key=jax.random.key(0))[0]["w"].shape
+        (2, 1)
+    """
+    how = {"key": key, "state": state, "clients_per_chunk": clients_per_chunk}
+    *_, last = messages(algorithm, params, federation, **how)
+    return last.params, last.state, last.info
+
+
+def messages(
+    algorithm: Algorithm,
+    params: Params,
+    federation: Federation,
+    *,
+    key: Key,
+    state: Any = None,
+    clients_per_chunk: int | None = None,
+) -> Iterator[Message]:
+    """Play an `exchange`, with the same arguments, and yield each of its messages.
+
+    Example: see `exchange`.
+    """
+    clients.check(federation)
+    following: Algorithm | None = algorithm
+    while following is not None:
+        check_algorithm(following)
+        if following.personal:
+            raise ValueError(
+                "This method keeps a model for each client, as weighted_fedavg does; expected one "
+                "that sends the same to all. Play it in rounds.federated."
+            )
+        state = following.init(params, federation.num_clients) if state is None else state
+        sent_down = following.broadcast(params, state, None)
+        start, _ = following.receive(sent_down, following.init_client(params))
+        same = untrained(params, federation.num_clients)._replace(start=start)
+        chunk = clients_per_chunk
+        sent = summarize(following, same, federation, key=key, clients_per_chunk=chunk)
+        weights = federation.weights
+        params, state, info = merge(following, params, sent, weights, state=state, key=key)
+        yield Message(start, sent, params, state, info)
+        following = following.then

@@ -1,0 +1,200 @@
+"""One model made of what clients sent: of all of it at once, of a stream, or of sums."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fisherjax import checks
+from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.devices import mesh_of, replicate
+from fisherjax.merging.base import decoded, finished, reduced, server_key
+from fisherjax.typing import Array, Key, Params
+from fisherjax.updates import check_updates, check_weights, screen, shares, stacked_values
+
+
+def merge(
+    algorithm: Algorithm,
+    params: Params,
+    updates: Update | Sequence[Update],
+    weights: Array | None = None,
+    *,
+    state: Any = None,
+    cohort: Array | None = None,
+    key: Key | None = None,
+    on_nonfinite: str = "raise",
+) -> tuple[Params, Any, Any]:
+    """Merge client updates to one model: the server's half of a round.
+
+    Args:
+        algorithm: The method.
+        params: The model that clients started from; the result has its structure and dtypes.
+        updates: Stacked, as `summarize` gives them, or a list of M as they were loaded from files.
+        weights: [M], non-negative, for instance numbers of examples; equal if None. Scaled to sum
+            one.
+        state: What the algorithm kept of the last merge; None starts afresh.
+        cohort: [M] places of these clients among all; all of them in order if None.
+        key: For algorithms that draw on the server; those that draw what has to be secret, as
+            `privacy.private`, want one.
+        on_nonfinite: "raise" or "drop", what to do about a client that diverged.
+
+    Returns:
+        The merged params, the algorithm's state, and what it reports, a solver's info for instance.
+
+    Raises:
+        ValueError: If updates do not fit together or to the algorithm, the weights do not fit, or a
+            client's update or the merged model is not finite; it names clients and leaves.
+        TypeError: If params are not floating, or updates are something else.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> updates = [fj.algorithms.Update({"params": {"w": w}}, "params") for w in jnp.eye(2)]
+        >>> merged, _, _ = merge(fj.algorithms.fedavg(), {"w": jnp.zeros(2)}, updates, [1, 3])
+        >>> print(merged["w"])
+        [0.25 0.75]
+    """
+    checks.floating(params)
+    values = stacked_values(algorithm, updates)
+    num_clients = jax.tree.leaves(values)[0].shape[0]
+    weights = check_weights(weights, num_clients)
+    if not checks.is_traced(weights) and not weights.sum() > 0:
+        raise ValueError(
+            "Every weight is zero; expected some clients to count, for instance "
+            "federation.weights or numbers of examples."
+        )
+    mesh = mesh_of(values)
+    # Updates may be spread over a mesh: what is merged with them must be there too. Weights are
+    # scaled before they are rounded to float32, in which their sum may overflow.
+    params, weights = replicate((params, jnp.asarray(shares(weights), float)), mesh)
+    values = decoded(algorithm, values, params)
+    values, weights = check_updates(values, weights, on_nonfinite)
+    cohort = jnp.arange(num_clients) if cohort is None else cohort
+    key = server_key(algorithm, key)
+    received = (values, weights)
+    # Add up if the method can.
+    if algorithm.reduce is not None:
+        received = reduced(algorithm.reduce, values, weights)
+    return finished(algorithm, received, params, state, cohort, key, (values, weights))
+
+
+def merge_stream(
+    algorithm: Algorithm,
+    params: Params,
+    chunks: Iterable[tuple[Any, Array | None]],
+    *,
+    state: Any = None,
+    key: Key | None = None,
+    on_nonfinite: str = "raise",
+) -> tuple[Params, Any, Any]:
+    """Merge client updates that arrive a chunk at a time, and hold one chunk and the sums only.
+
+    The same as `merge` of all clients at once, to rounding, for an algorithm whose updates add up,
+    that is with a `reduce`, such as fedavg or regmean. Chunks are pairs (updates, weights [m]) of
+    some clients each; None is a weight of one each, and weights are scaled to sum one over all.
+    Compiled once for each shape of a chunk: let all chunks but the last be equally long. The other
+    arguments, what is returned and what is refused are those of `merge`.
+
+    Raises:
+        ValueError: Also if there are no chunks, or they do not fit together.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> models = (Update({"params": {"w": jnp.full((2, 1), x)}}, "params") for x in (1.0, 3.0))
+        >>> chunks = ((updates, None) for updates in models)
+        >>> print(merge_stream(fj.algorithms.fedavg(), {"w": jnp.zeros(1)}, chunks)[0]["w"])
+        [2.]
+    """
+    checks.floating(params)
+    check_algorithm(algorithm)
+    key = server_key(algorithm, key)
+    if algorithm.reduce is None:
+        raise ValueError(
+            "This method needs every client's update at once (its reduce is None), as FedFisher "
+            "with K-FAC does: Kronecker factors do not add up. Use merge, or a method that adds up "
+            "such as fedavg, fisher_merge, regmean or fedfisher(model, fisher=fisher.diagonal)."
+        )
+    totals, weight, seen, first, scale = None, 0.0, 0, None, 0.0
+    for number, chunk in enumerate(chunks):
+        values, weights = _chunk(algorithm, chunk, number)
+        # Without the client axis: chunks may differ in length.
+        shapes = jax.tree.map(lambda x: x.shape[1:], values)
+        first = shapes if first is None else first
+        if shapes != first:
+            raise ValueError(
+                f"Chunk {number} holds leaves of shapes {shapes} for each client, but chunk 0 "
+                f"{first}. All clients must have trained the same network."
+            )
+        num_clients = weights.shape[0]
+        scale = scale or weights.max(initial=0.0)  # on the host: whatever the size of the weights
+        mesh = mesh_of(values)
+        weights = replicate(jnp.asarray(weights / (scale or 1.0), float), mesh)
+        values = decoded(algorithm, values, replicate(params, mesh))
+        values, weights = screen(values, weights, on_nonfinite, first=seen)
+        # Not normalised: the total weight is known after the last chunk only.
+        sums = reduced(algorithm.reduce, values, weights)
+        totals = sums if totals is None else _add(totals, sums)
+        weight, seen = weight + float(weights.sum()), seen + num_clients
+    if totals is None:
+        raise ValueError("There are no chunks to merge: expected at least one pair of updates.")
+    if not weight > 0:
+        raise ValueError(f"None of the {seen} clients has weight: every weight is zero.")
+    # Chunks, and so the sums, may be spread over a mesh: it is known only now.
+    params = replicate(params, mesh_of(totals))
+    return finished(algorithm, totals, params, state, jnp.arange(seen), key)
+
+
+def merge_sums(
+    algorithm: Algorithm,
+    params: Params,
+    sums: Any,
+    cohort: Array,
+    *,
+    state: Any = None,
+    key: Key | None = None,
+) -> tuple[Params, Any, Any]:
+    """Merge sums over clients that were made elsewhere, as secure aggregation makes them.
+
+    Args:
+        algorithm: One with a `reduce`, whose sums these are; weights may have any sum.
+        params: The model that clients started from.
+        sums: What `algorithm.reduce` gives, added up leaf by leaf over clients.
+        cohort: [m] places of the clients among all.
+        state: What the algorithm kept of the last merge; None starts afresh.
+        key: For algorithms that draw on the server, as in `merge`.
+
+    Returns:
+        What `merge` returns.
+
+    Raises:
+        ValueError: If the merged model is not finite or does not fit params.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> average = fj.algorithms.fedavg()
+        >>> ones = [average.reduce({"params": {"w": w}}, jnp.ones(1)) for w in jnp.eye(2)[:, None]]
+        >>> sums = jax.tree.map(jnp.add, *ones)
+        >>> print(merge_sums(average, {"w": jnp.zeros(2)}, sums, jnp.arange(2))[0]["w"])
+        [0.5 0.5]
+    """
+    # Sums may be spread over a mesh.
+    params = replicate(params, mesh_of(sums))
+    return finished(algorithm, sums, params, state, cohort, server_key(algorithm, key))
+
+
+def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[dict[str, Any], np.ndarray]:
+    if not (isinstance(chunk, tuple) and len(chunk) == 2):
+        raise ValueError(
+            f"Chunk {number} is a {type(chunk).__name__}; expected a pair (updates, weights), "
+            "where weights may be None."
+        )
+    values = stacked_values(algorithm, chunk[0])
+    return values, check_weights(chunk[1], jax.tree.leaves(values)[0].shape[0])
+
+
+# The old totals are donated: a stream holds its sums once.
+@partial(jax.jit, donate_argnums=0)
+def _add(totals: Any, sums: Any) -> Any:
+    return jax.tree.map(jnp.add, totals, sums)

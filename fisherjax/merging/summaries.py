@@ -1,0 +1,188 @@
+"""What clients send: computed for all of them, on what they were trained to."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fisherjax import checks, clients, devices, parallel, tree
+from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.clients import Federation
+from fisherjax.devices import Memory, replicate
+from fisherjax.parallel import Layout, Spread, in_order
+from fisherjax.training import Trained
+from fisherjax.typing import Key, Params
+
+
+def summarize(
+    algorithm: Algorithm,
+    trained: Trained | Sequence[Params],
+    federation: Federation,
+    *,
+    key: Key,
+    clients_per_chunk: int | None = None,
+) -> Update:
+    """Compute every client's update, stacked: what it sends to the server.
+
+    Compiled once for equal algorithms and shapes. What an algorithm keeps on the clients is fresh
+    here, as in a first round; `rounds` carries it on.
+
+    Args:
+        algorithm: Its `summarize` runs for each client.
+        trained: What `training.train` returned; or M models that were trained elsewhere, as a list
+            or as `Trained(stacked params)`.
+        federation: The clients' data.
+        key: Folded by client.
+        clients_per_chunk: Side by side on a device; None chooses, 1 on a CPU.
+
+    Raises:
+        ValueError: If the models are not as many as the clients, or lack what the algorithm needs
+            of their training, or the targets do not fit the outputs.
+        TypeError: If params are not floating, or an argument has the wrong kind.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> federation = fj.clients.federation(
+        ...     (np.zeros((3, 8)), np.array([0, 1, 1])), [[2], [0, 1]]
+        ... )
+        >>> models, key = [{"w": np.zeros(2)}, {"w": np.ones(2)}], jax.random.key(0)
+        >>> sent = summarize(fj.algorithms.fedavg(), models, federation, key=key)
+        >>> sent.kind, sent.values["params"]["w"].shape
+        ('params', (2, 2))
+    """
+    trained = _as_trained(trained)
+    _check_summary(algorithm, trained, federation, key)
+    layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
+    key, start, steps = replicate((key, trained.start, trained.steps), layout.mesh)
+    private = _first_private(algorithm, trained.params)
+    # Losses [M, epochs] would compile another program for another number of epochs.
+    trained = trained._replace(start=start, steps=steps, loss=None)
+    return summarize_cohort(algorithm, layout, trained, private, federation, key)[0]
+
+
+def summarize_memory(
+    algorithm: Algorithm,
+    params: Params,
+    federation: Federation,
+    *,
+    key: Key,
+    clients_per_chunk: int | None = None,
+) -> Memory:
+    """Predict the bytes that `summarize` needs on each device, all models and updates among them.
+
+    `params` are one client's, or their shapes; the other arguments are those of `summarize`.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> federation = fj.clients.federation(
+        ...     (np.zeros((3, 8)), np.array([0, 1, 1])), [[2], [0, 1]]
+        ... )
+        >>> average, models = fj.algorithms.fedavg(), [{"w": np.zeros(n)} for n in (1, 1001)]
+        >>> need = [summarize_memory(average, w, federation, key=jax.random.key(0)) for w in models]
+        >>> need[1].resident - need[0].resident  # two models in, two models out
+        16000
+    """
+    num_clients, mesh = federation.num_clients, federation.mesh
+    layout = Layout(parallel.chunk_size(clients_per_chunk, num_clients), mesh)
+    steps = np.zeros(num_clients, np.int32)
+    key, start, steps = replicate((key, params, steps), mesh)
+    extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
+    private = jax.eval_shape(algorithm.init_client, params)
+    # Shapes only: the compiler is asked before any stack [M, ...] is made.
+    stacked, own, extras = devices.stacked_shapes((params, private, extras), num_clients, mesh)
+    trained = Trained(stacked, start, steps, None, extras)
+    return devices.memory(_summarize, algorithm, layout, trained, own, federation, key)
+
+
+def summarize_cohort(
+    algorithm: Algorithm,
+    layout: Layout,
+    trained: Trained,
+    private: Any,
+    federation: Federation,
+    key: Key,
+) -> tuple[Update, Any]:
+    """Compute the stacked updates, and what each client keeps, given what it kept; unchecked."""
+    found = _summarize(algorithm, layout, trained, private, federation, key)
+    values, kept = in_order(found, layout.mesh)
+    return Update(values, algorithm.kind), kept
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _summarize(
+    algorithm: Algorithm,
+    layout: Layout,
+    trained: Trained,
+    private: Any,
+    federation: Federation,
+    key: Key,
+) -> Spread:
+    # The start is one model for all, or stacked like the params.
+    is_common = _rank(trained.start) < _rank(trained.params)
+    common = trained.start if is_common else None
+    own_start = None if is_common else trained.start
+
+    def one(own: Any, start: Params | None, federation: Federation, key: Key) -> Any:
+        place, mine, private = own
+        # A common start comes in once and is not stacked: M copies would be in memory.
+        mine = mine._replace(start=mine.start if start is None else start)
+        # By id, not by place: in a cohort a client draws what it would draw among all.
+        client = clients.client_key(key, clients.SUMMARIZE, clients.ids(federation)[place])
+        return algorithm.summarize(client, mine, clients.view(federation, place), private)
+
+    return parallel.spread_clients(
+        one,
+        (jnp.arange(federation.num_clients), trained._replace(start=own_start), private),
+        common,
+        federation,
+        key,
+        sizes=federation.sizes,
+        **layout._asdict(),
+    )
+
+
+def _rank(params: Params | None) -> int:
+    # The first leaf tells: what is stacked has one axis more.
+    leaves = jax.tree.leaves(params)
+    return jnp.ndim(leaves[0]) if leaves else 0
+
+
+def _as_trained(trained: Any) -> Trained:
+    if isinstance(trained, Trained):
+        return trained
+    if isinstance(trained, (list, tuple)):
+        return Trained(tree.stack(list(trained)))
+    raise TypeError(
+        f"trained is a {type(trained).__name__}; expected what training.train returned, a list of "
+        "one params pytree for each client, or training.Trained(stacked params)."
+    )
+
+
+def _check_summary(
+    algorithm: Algorithm, trained: Trained, federation: Federation, key: Key
+) -> None:
+    check_algorithm(algorithm)
+    clients.check(federation)
+    checks.key(key)
+    checks.floating(trained.params)
+    checks.stacked(trained.params, federation.num_clients)
+    if algorithm.model is not None:
+        checks.model(algorithm.model)
+        # One client's shapes: the network does not know the client axis.
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trained.params)
+        checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
+
+
+@partial(jax.jit, static_argnums=0)
+def _first_private(algorithm: Algorithm, stacked: Params) -> Any:
+    return jax.vmap(algorithm.init_client)(stacked)
+
+
+def _extras(algorithm: Algorithm, params: Params) -> Any:
+    """Make what an algorithm's optimiser keeps, whatever it is wrapped around."""
+    state = algorithm.optimizer(optax.identity()).init(params)
+    return getattr(state, "own", ())
