@@ -7,6 +7,7 @@ ever on a CPU of two cores. So a batch is a loop here.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fisherjax.typing import Array
 
@@ -46,6 +47,17 @@ def eigh(matrix: Array) -> tuple[Array, Array]:
     return tuple(jnp.linalg.eigh(matrix))
 
 
+@jax.custom_batching.sequential_vmap
+def svd(matrix: Array) -> tuple[Array, Array, Array]:
+    """Give U [m, r], s [r] in descending order and V^T [r, n] of matrix = U diag(s) V^T.
+
+    Example:
+        >>> print(svd(jnp.diag(jnp.array([1.0, 3.0])))[1])
+        [3. 1.]
+    """
+    return tuple(jnp.linalg.svd(matrix, full_matrices=False))
+
+
 @jax.custom_jvp
 def pseudo_inverse(matrix: Array) -> Array:
     """Invert a symmetric matrix, but for eigenvalues of the size of rounding, with derivatives.
@@ -80,3 +92,53 @@ def _pseudo_inverse_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     rest = jnp.eye(len(matrix), dtype=matrix.dtype) - product(matrix, inverse)
     turned = product(inverse, inverse, change, rest)
     return inverse, turned + turned.T - product(inverse, change, inverse)
+
+
+def folded(matrix: Array) -> Array:
+    """Write the upper triangle of a symmetric matrix [n, n] as a rectangle, n (n + 1) / 2 entries.
+
+    Row i beside row n - i, or n - 1 - i where n is even: [(n + 1) / 2, n] or [n / 2, n + 1]. No
+    table of indices is needed, as a triangle in one row would.
+
+    Example:
+        >>> print(folded(jnp.array([[1, 2, 3], [2, 4, 5], [3, 5, 6]])))
+        [[1 2 3]
+         [6 4 5]]
+    """
+    half, turned = (len(matrix) + 1) // 2, matrix[::-1, ::-1]
+    if len(matrix) % 2:
+        top = matrix[:half]
+        rest = jnp.concatenate([jnp.zeros_like(matrix[:1]), turned[: half - 1]])
+    else:
+        top = jnp.pad(matrix[:half], ((0, 0), (1, 0)))
+        rest = jnp.pad(turned[:half], ((0, 0), (0, 1)))
+    return jnp.where(_from_diagonal(top.shape), top, rest)
+
+
+def unfolded(rectangle: Array) -> Array:
+    """Write a folded triangle as the symmetric matrix again.
+
+    Example:
+        >>> print(unfolded(jnp.array([[1, 2, 3], [6, 4, 5]])))
+        [[1 2 3]
+         [2 4 5]
+         [3 5 6]]
+    """
+    first = _from_diagonal(rectangle.shape)
+    top, rest = jnp.where(first, rectangle, 0), jnp.where(first, 0, rectangle)
+    if _is_odd(rectangle.shape):
+        rest = rest[1:]
+    else:
+        top, rest = top[:, 1:], rest[:, :-1]
+    upper = jnp.concatenate([top, rest[::-1, ::-1]])
+    return upper + jnp.triu(upper, 1).T
+
+
+def _from_diagonal(shape: tuple[int, int]) -> np.ndarray:
+    """Say where a folded triangle holds rows of its first half, from the diagonal on."""
+    rows, columns = np.ogrid[: shape[0], : shape[1]]
+    return columns >= rows + (not _is_odd(shape))
+
+
+def _is_odd(shape: tuple[int, int]) -> bool:
+    return shape[1] < 2 * shape[0]

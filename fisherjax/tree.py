@@ -32,6 +32,16 @@ def names(tree: Any) -> tuple[str, ...]:
     return named
 
 
+def by_name(tree: Any) -> dict[str, Any]:
+    """Give the leaves of a pytree by name.
+
+    Example:
+        >>> by_name({"dense": {"kernel": 1.0, "bias": 2.0}})
+        {'dense/bias': 2.0, 'dense/kernel': 1.0}
+    """
+    return dict(zip(names(tree), jax.tree.leaves(tree), strict=True))
+
+
 def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Give the shapes of the leaves by name.
 

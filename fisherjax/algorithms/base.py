@@ -61,6 +61,11 @@ def start_there(message: Params, *_: Any) -> tuple[Params, tuple[()]]:
     return message, ()
 
 
+def as_sent(values: dict[str, Any], *_: Any) -> dict[str, Any]:
+    """Take what clients sent as it is."""
+    return values
+
+
 def unchanged(base: optax.GradientTransformation) -> optax.GradientTransformation:
     """Train by the user's optimiser as it is."""
     return base
@@ -87,6 +92,9 @@ class Algorithm(NamedTuple):
         personal: Whether the server sends something else to every client.
         then: What follows in the same exchange, given the state that this one left; None if
             nothing does.
+        decode: (values of stacked updates, params) -> what `reduce` and `aggregate` take: undoes
+            what a wrapper did to them on the clients, such as compression.
+        draws: Whether `aggregate` draws noise that has to be secret: a merge then needs a key.
     """
 
     summarize: Callable[[Key, Trained, Examples, Any], tuple[dict[str, Any], Any]]
@@ -101,6 +109,8 @@ class Algorithm(NamedTuple):
     model: Model | None = None
     personal: bool = False
     then: "Algorithm | None" = None
+    decode: Callable[[dict[str, Any], Params], dict[str, Any]] = as_sent
+    draws: bool = False
 
 
 def check_algorithm(value: Any) -> None:

@@ -1,0 +1,41 @@
+"""Smaller updates: quantised, truncated, as differences, at a given number of bytes."""
+
+from fisherjax.compression.base import (
+    Codec,
+    Encoded,
+    check_codec,
+    compose,
+    compressed,
+    decode,
+    encode,
+    size,
+)
+from fisherjax.compression.matrices import Root, Triangle, Truncated, roots, triangles, truncated
+from fisherjax.compression.quantized import Codes, Difference, differences, quantized
+from fisherjax.compression.stream import Slot, Stream
+from fisherjax.compression.water_filling import Squares, water_filling
+
+__all__ = [
+    "Codec",
+    "Codes",
+    "Difference",
+    "Encoded",
+    "Root",
+    "Slot",
+    "Squares",
+    "Stream",
+    "Triangle",
+    "Truncated",
+    "check_codec",
+    "compose",
+    "compressed",
+    "decode",
+    "differences",
+    "encode",
+    "quantized",
+    "roots",
+    "size",
+    "triangles",
+    "truncated",
+    "water_filling",
+]

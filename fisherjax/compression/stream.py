@@ -1,0 +1,199 @@
+"""Arrays of columns, each column with as many bits as it needs, in a stream of a given size.
+
+All columns of an array are rounded to one step, each with the bits that its largest entry needs, so
+that rank and precision are one number. The step of an array is a level divided by the root of what
+an error of its entries costs: whoever is below it sends nothing. The level is found by bisection,
+to fill the bytes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax.compression.base import Encoded, Leaves
+from fisherjax.typing import Array
+
+_WIDEST = 15  # bits of a code: four bits say how many
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The place of an array in a stream.
+
+    Attributes:
+        step: Between two neighbouring values, float32.
+        widths: Bits of the codes of each column, two columns a byte; zero where all are zero.
+        shape: Of the array; columns are along its last axis, a vector is one column.
+        dtype: Of the array, by name.
+    """
+
+    step: Array
+    widths: Array
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stream(Encoded):
+    """Arrays of columns with as many bits as each needs, one after another.
+
+    Attributes:
+        values: An update with a `Slot` for each of these arrays.
+        bits: The codes of all of them, row by row, and zeros up to the size agreed on, uint8.
+    """
+
+    values: Any
+    bits: Array
+
+    def decode(self, inner: Callable[[Any], Any], leaves: Leaves) -> Any:
+        """Read the arrays, and decode what they are part of."""
+        del leaves
+        slots, structure = jax.tree.flatten(self.values, is_leaf=lambda x: isinstance(x, Slot))
+        places = [place for place, slot in enumerate(slots) if isinstance(slot, Slot)]
+        found = _read([slots[place] for place in places], self.bits)
+        for place, array in zip(places, found, strict=True):
+            slots[place] = array
+        return inner(jax.tree.unflatten(structure, slots))
+
+
+class Priced(NamedTuple):
+    """An array that is to be rounded, and what a squared error of one of its entries costs."""
+
+    array: Array
+    cost: Array
+
+
+def filled(values: Any, budget: int) -> Stream:
+    """Round what is priced as finely as so many bits allow."""
+    nodes, structure = jax.tree.flatten(values, is_leaf=lambda x: isinstance(x, Priced))
+    places = [place for place, node in enumerate(nodes) if isinstance(node, Priced)]
+    columns = [_columns(nodes[place].array) for place in places]
+    tables = sum(4 + (x.shape[1] + 1) // 2 for x in columns)
+    rest = [node for node in nodes if not isinstance(node, Priced)]
+    room = budget // 8 - tables - sum(x.size * x.dtype.itemsize for x in rest)
+    entries = sum(x.size for x in columns)
+    room = min(room, -(-entries * _WIDEST // 8))
+    if room <= 0:
+        raise ValueError(
+            f"size is {budget // 8} bytes for an update whose tables of steps and widths take "
+            f"{budget // 8 - room}; expected more."
+        )
+    if entries * _WIDEST >= 2**31:
+        raise ValueError(
+            f"An update of {entries} numbers has more bits than an int32 counts; expected at most "
+            f"{2**31 // _WIDEST}. Use compose(triangles(), quantized(8))."
+        )
+    steps, widths = divided(columns, [nodes[place].cost for place in places], 8 * room)
+    bits = _written(columns, steps, widths, 8 * room)
+    for place, step, width in zip(places, steps, widths, strict=True):
+        array = nodes[place].array
+        nodes[place] = Slot(step, _nibbles(width), array.shape, array.dtype.name)
+    return Stream(jax.tree.unflatten(structure, nodes), bits)
+
+
+def divided(
+    columns: list[Array], costs: list[Array], budget: int
+) -> tuple[list[Array], list[Array]]:
+    """Find the least level whose widths fit, and give each array's step and widths."""
+    tops = [jnp.abs(x).max(0) for x in columns]
+    price = jnp.stack([jnp.asarray(cost, jnp.float32) for cost in costs])
+    # Where nothing has a price, all have the same.
+    price = jnp.where(price.max() > 0, price / price.max(), 1)
+    scales = jax.lax.rsqrt(jnp.maximum(price, 1e-12))
+
+    def steps(level: Array) -> list[Array]:
+        chosen = [
+            # No finer than the widest code allows.
+            jnp.maximum(level * scale, top.max() / (2 ** (_WIDEST - 1) - 1))
+            for scale, top in zip(scales, tops, strict=True)
+        ]
+        return [jnp.where(step == 0, 1, step).astype(jnp.float32) for step in chosen]
+
+    def widths(level: Array) -> list[Array]:
+        most = [jnp.round(top / step) for top, step in zip(tops, steps(level), strict=True)]
+        # The bits of the largest whole number, and one for the sign.
+        return [jnp.where(m > 0, jnp.frexp(m)[1] + 1, 0).astype(jnp.int32) for m in most]
+
+    def needed(level: Array) -> Array:
+        own = zip(columns, widths(level), strict=True)
+        return sum(len(x) * width.sum() for x, width in own)
+
+    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = (low + high) / 2
+        fits = needed(jnp.exp2(middle)) <= budget
+        return jnp.where(fits, low, middle), jnp.where(fits, middle, high)
+
+    # At the upper end everything is rounded to zero.
+    top = jnp.stack([t.max() / s for t, s in zip(tops, scales, strict=True)]).max()
+    high = jnp.where(top > 0, jnp.log2(top), 0).astype(jnp.float32) + 2
+    _, high = jax.lax.fori_loop(0, 40, halve, (high - 60, high))
+    return steps(jnp.exp2(high)), widths(jnp.exp2(high))
+
+
+def _written(columns: list[Array], steps: list[Array], widths: list[Array], budget: int) -> Array:
+    """Write the codes one after another, uint8 [budget / 8]."""
+    code, width = [], []
+    for x, step, own in zip(columns, steps, widths, strict=True):
+        own = jnp.broadcast_to(own, x.shape).ravel()
+        whole = jnp.round(jnp.nan_to_num(x / step)).ravel().astype(jnp.int32)
+        # From one: zero bits hold zero.
+        code.append(jnp.where(own > 0, whole + (1 << jnp.maximum(own - 1, 0)), 0))
+        width.append(own)
+    code, width = jnp.concatenate(code), jnp.concatenate(width)
+    ends = jnp.cumsum(width)
+    # Which code each bit belongs to, and which of its bits it is.
+    owner = jnp.repeat(jnp.arange(len(code)), width, total_repeat_length=budget)
+    place = jnp.arange(budget) - (ends - width)[owner]
+    bit = (code[owner] >> jnp.clip(place, 0, _WIDEST)) & (place < width[owner])
+    return jnp.packbits(bit.astype(jnp.uint8))
+
+
+def _read(slots: list[Slot], packed: Array) -> list[Array]:
+    """Read arrays back from what `_written` wrote."""
+    widths = []
+    for slot in slots:
+        shape = _column_shape(slot.shape)
+        widths.append(jnp.broadcast_to(_unpacked(slot.widths, shape[1]), shape).ravel())
+    width = jnp.concatenate(widths)
+    starts = jnp.cumsum(width) - width
+    bits = jnp.unpackbits(packed).astype(jnp.int32)
+
+    def add(place: Array, code: Array) -> Array:
+        # Past the end there is nothing that has the place.
+        bit = bits[jnp.minimum(starts + place, len(bits) - 1)]
+        return code + jnp.where(place < width, bit << place, 0)
+
+    code = jax.lax.fori_loop(0, _WIDEST, add, jnp.zeros_like(width))
+    whole = jnp.where(width > 0, code - (1 << jnp.maximum(width - 1, 0)), 0)
+    ends = [0]
+    for own in widths:
+        ends.append(ends[-1] + own.size)
+    return [
+        (whole[begin:end] * slot.step).astype(slot.dtype).reshape(slot.shape)
+        for slot, begin, end in zip(slots, ends[:-1], ends[1:], strict=True)
+    ]
+
+
+def _columns(x: Array) -> Array:
+    return x.reshape(_column_shape(x.shape))
+
+
+def _column_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    last = shape[-1] if len(shape) > 1 else 1
+    return math.prod(shape) // last, last
+
+
+def _nibbles(widths: Array) -> Array:
+    pairs = jnp.pad(widths, (0, len(widths) % 2)).reshape(-1, 2)
+    return (pairs[:, 0] * 16 + pairs[:, 1]).astype(jnp.uint8)
+
+
+def _unpacked(packed: Array, count: int) -> Array:
+    return jnp.stack([packed >> 4, packed & 15], 1).ravel()[:count].astype(jnp.int32)
