@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fisherjax import checks, tree
-from fisherjax.fisher import Diagonal, Kronecker, Operator
+from fisherjax.fisher import Diagonal, Kronecker, KroneckerSum, Operator
 from fisherjax.typing import Array, Params
 
 
@@ -131,10 +131,17 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
 
 
 def from_sums(totals: Sums, damping: float) -> Quadratic:
-    """Set up the same quadratic from what `sums` gives; damping is that of `quadratic`."""
+    """Set up the same quadratic from what `sums` gives; damping is that of `quadratic`.
+
+    A `KroneckerSum` of weight one serves too; its first term, if damped, is the preconditioner.
+    """
     checks.number("damping", damping)
     fisher, system = _scaled_sums(totals, damping)
-    return _problem(fisher, Partial(type(fisher).block_mv, fisher), system)
+    problem = _problem(fisher, Partial(type(fisher).block_mv, fisher), system)
+    if isinstance(fisher, KroneckerSum) and (checks.is_traced(damping) or damping > 0):
+        inverse = _leading_inverse(fisher, system["strengths"])
+        problem = problem._replace(precondition=Partial(Kronecker.block_mv, inverse))
+    return problem
 
 
 def in_fisher_units(problem: Quadratic) -> Quadratic:
@@ -222,6 +229,13 @@ def _approximate_inverse(fishers: Kronecker, votes: Any, strengths: Any) -> Kron
     # How fast the server solves has no derivative.
     mean, strengths = jax.lax.stop_gradient((mean, strengths))
     return mean.inverse(strengths)
+
+
+@jax.jit
+def _leading_inverse(fisher: KroneckerSum, strengths: Any) -> Kronecker:
+    # How fast the server solves has no derivative.
+    first, strengths = jax.lax.stop_gradient((fisher.leading(), strengths))
+    return first.inverse(strengths)
 
 
 def _blocks(fisher: Operator, params: Params) -> Any:

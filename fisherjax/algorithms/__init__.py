@@ -28,6 +28,7 @@ from fisherjax.algorithms.regmean import regmean
 from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
 from fisherjax.algorithms.single_set import single_set
+from fisherjax.algorithms.sketched import fedfisher_sketched
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.typing import Model
 
@@ -46,6 +47,7 @@ __all__ = [
     "fedfish",
     "fedfisher",
     "fedfisher_sequential",
+    "fedfisher_sketched",
     "fedlpa",
     "fednova",
     "fedper",
@@ -107,6 +109,8 @@ TABLE = {
     "fedfish_last_epoch": Row("FedFish (last epoch)", partial(fedfish, last_epoch=True)),
     "fedprox": Row("FedProx", fedprox),
     "scaffold": Row("SCAFFOLD", scaffold),
+    # Last: colours of figures go by the order.
+    "fedfisher_sketched": Row("FedFisher (K-FAC sketches)", fedfisher_sketched),
 }
 """Every method that makes one model, by the name that commands know it by."""
 

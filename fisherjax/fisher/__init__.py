@@ -6,14 +6,16 @@ from fisherjax.fisher.kfac import expand, kfac, reduce, zero
 from fisherjax.fisher.kinds import automatic, empirical, sampled, true
 from fisherjax.fisher.kronecker import Kronecker
 from fisherjax.fisher.operators import Dense, Diagonal
+from fisherjax.fisher.terms import KroneckerSum
 
 Operator = Diagonal | Dense | Kronecker
-"""Any of the Fisher operators."""
+"""Any of the Fisher operators that clients send."""
 
 __all__ = [
     "Dense",
     "Diagonal",
     "Kronecker",
+    "KroneckerSum",
     "Operator",
     "automatic",
     "diagonal",

@@ -23,6 +23,7 @@ OPTIONS = {
     "fedfisher_kfac": {"solver": EXACT},
     "fedfisher_full": {"solver": EXACT, "damping": 0.1},
     "fedfisher_sequential": {"solver": EXACT},
+    "fedfisher_sketched": {"solver": EXACT},
     "fedlpa": {"solver": EXACT},
     "fedlpa_gd": {"solver": algorithms.residual_descent(steps=20)},
 }
@@ -89,7 +90,9 @@ def prepared(world, name):
             models=[pick(trained.params, client) for client in range(4)],
             updates=updates,
             main="params" if "params" in updates.values else "change",
-            adds_up=not isinstance(updates.values.get("fisher"), fj.fisher.Kronecker),
+            # Factors do not add up, but their sketches do.
+            adds_up=name == "fedfisher_sketched"
+            or not isinstance(updates.values.get("fisher"), fj.fisher.Kronecker),
         )
     return world.rows[name]
 

@@ -1,0 +1,249 @@
+"""FedFisher with K-FAC from sums of sketches, which show the server no client's factors.
+
+Kronecker factors do not add up, but what the server solves with is a sum: reordered (Van Loan and
+Pitsianis, 1993), a layer of all clients is R = sum_i p_i vec(A_i) vec(G_i)^T, of rank at most the
+number of clients, and sketches from both sides, which add up, give a matrix of small rank back.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import checks, linalg, quadratic, solvers, tree
+from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.configuration import cached
+from fisherjax.fisher import Kronecker, KroneckerSum, automatic, kfac
+from fisherjax.fisher.kinds import Kind
+from fisherjax.fisher.layers import Layer
+from fisherjax.fisher.operators import PRECISION, Template
+from fisherjax.quadratic import Sums
+from fisherjax.solvers.base import Solver
+from fisherjax.typing import Array, Key, Model, Params
+
+# Rows of the sketch from the left beyond those of the sketch from the right.
+_MORE = 5
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sketches:
+    """What the server is given, sums over clients with weights w_i; leaves add up.
+
+    Vectors u and v hold the triangles of A and G, off-diagonal entries times sqrt(2), or the
+    diagonal of an A that is diagonal.
+
+    Attributes:
+        columns: Y = sum_i w_i u_i (v_i^T Omega), [size of u, k], by layer.
+        rows: Z = sum_i w_i (Psi u_i) v_i^T, [k + 5, size of v], by layer.
+        entries: sum_i w_i f_i of what is no Kronecker product, as it is.
+        product: sum_i w_i A_i V_i G_i, by block.
+        mean: sum_i w_i V_i, by block.
+        weight: sum_i w_i.
+        layers: Static, of the operators.
+        template: Static, of params.
+    """
+
+    columns: dict[str, Array]
+    rows: dict[str, Array]
+    entries: dict[str, Array]
+    product: dict[str, Array]
+    mean: dict[str, Array]
+    weight: Array
+    layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
+    template: Template = dataclasses.field(metadata={"static": True})
+
+
+@cached
+def fedfisher_sketched(
+    model: Model,
+    *,
+    terms: int = 5,
+    seed: int = 0,
+    fisher: Callable[..., Kronecker] = kfac,
+    kind: Kind = automatic,
+    damping: float = 1.0,
+    solver: Solver | None = None,
+    batch_size: int = 64,
+    max_examples: int | None = ENOUGH,
+) -> Algorithm:
+    """Make FedFisher with K-FAC whose server needs only sums over clients, of sketches.
+
+        R = sum_i p_i u_i v_i^T,   Y = R Omega,   Z = Psi R,   R = Q (Psi Q)^+ Z,   Y = Q T,
+
+    for each layer, with u and v the triangles of A and G as vectors, and Omega [size of v, k] and
+    Psi [k + 5, size of u] drawn from a common seed. With k at least the number of clients, the
+    server has the very operator sum_i p_i A_i (x) G_i, as k terms that are not the clients'; with
+    fewer, one of rank k that is near. Clients compute what `fedfisher` computes; a stream or
+    `secure_aggregation` adds up `reduce` of each.
+
+    Args:
+        model: The network and what its outputs mean.
+        terms: Rank k of what the server recovers, at least the number of clients to be exact. A
+            layer costs k and k + 5 times the triangles of A and G.
+        seed: Of Omega and Psi; public.
+        fisher: `fisher.kfac`, or a `functools.partial` of it.
+        kind: As in `fedfisher`.
+        damping: In units of each block's mean eigenvalue, as in `fedfisher`. The operator that the
+            sketches give is indefinite by rounding, and with few terms by more: damping covers it.
+        solver: Of the server's system; None is `solvers.conjugate_gradients()`, preconditioned by
+            the Kronecker product that is nearest to the operator.
+        batch_size: Examples of a minibatch in the Fisher pass.
+        max_examples: As in `fedfisher`.
+
+    Returns:
+        The algorithm. Updates are those of `fedfisher`; what the server needs of them adds up.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If an argument has the wrong kind; on merging, if updates have no Kronecker
+            factors.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> model = fj.Model(lambda w, x: x @ w, fj.likelihoods.gaussian)
+        >>> federation = fj.clients.federation((jnp.eye(2), jnp.zeros((2, 1))), [[0], [1]])
+        >>> models, key = [jnp.zeros((2, 1)), jnp.ones((2, 1))], jax.random.key(0)
+        >>> merged = []
+        >>> for method in (fj.algorithms.fedfisher(model), fedfisher_sketched(model, terms=2)):
+        ...     updates = fj.merging.summarize(method, models, federation, key=key)
+        ...     merged.append(fj.merging.merge(method, models[0], updates)[0])
+        >>> [[f"{x:.3f}" for x in own.ravel()] for own in merged]
+        [['0.250', '0.750'], ['0.250', '0.750']]
+
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, equation 7; Tropp, Yurtsever, Udell,
+        Cevher, Practical sketching algorithms for low-rank matrix approximation, SIAM Journal on
+        Matrix Analysis and Applications 2017, algorithm 4. Deviations: the first column of Omega
+        and the first row of Psi are the identity, so that one term is a mean of factors and not a
+        difference; the others are Gaussian.
+    """
+    summarize, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
+    checks.count("terms", terms)
+    checks.instance("seed", seed, int, "an integer")
+    checks.number("damping", damping)
+    solve = solvers.conjugate_gradients() if solver is None else solver
+    checks.function("solver", solve, "solvers.conjugate_gradients()")
+
+    def reduce(updates: dict[str, Any], weights: Array) -> Sketches:
+        checks.instance("the Fisher information", updates["fisher"], Kronecker, "that of kfac")
+        return _sketched(terms, seed, updates["fisher"], updates["params"], weights)
+
+    def aggregate(key: Key, sums: Sketches, params: Params, state: Any, cohort: Array) -> tuple:
+        del key, params, cohort
+        totals = _recovered(seed, sums)
+        solution = solve(quadratic.from_sums(totals, damping))
+        return solution.params, state, solution.report(totals.fisher.coverage)
+
+    return Algorithm(summarize, aggregate, reduce, kind=sent, model=model)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _sketched(terms: int, seed: int, fisher: Kronecker, params: Params, weights: Array) -> Sketches:
+    dtype = jnp.result_type(jnp.float32, *jax.tree.leaves((fisher, params)))
+    # Products of a client without weight may overflow, and zero times infinity is NaN.
+    given = tree.keep(weights != 0, (fisher, params))
+    fisher, params = jax.tree.map(lambda x: x.astype(dtype), given)
+    blocks = jax.vmap(Kronecker.blocks)(fisher, params)
+    columns, rows = {}, {}
+    for number, (name, factor) in enumerate(fisher.factors.items()):
+        u, v = (jax.vmap(_packed)(factor[side]) for side in ("input", "output"))
+        left, right = _projections(seed, number, terms, factor)
+        weighted = u * weights.astype(dtype)[:, None]
+        columns[name] = _product(weighted.T, _product(v, right.T))
+        rows[name] = _product(_product(weighted, left.T).T, v)
+    added = (fisher.entries, jax.vmap(Kronecker.block_mv)(fisher, blocks), blocks)
+    added = tree.weighted_sum(added, weights)
+    return Sketches(columns, rows, *added, weights.sum(), fisher.layers, fisher.template)
+
+
+@partial(jax.jit, static_argnums=0)
+def _recovered(seed: int, sums: Sketches) -> Sums:
+    weight = jnp.where(sums.weight > 0, sums.weight, 1)
+
+    def mean(values: Any) -> Any:
+        return jax.tree.map(lambda x: x / weight.astype(x.dtype), values)
+
+    factors, number_of_terms = {}, 1
+    for number, (name, columns) in enumerate(sums.columns.items()):
+        number_of_terms = columns.shape[-1]
+        # The operator does not depend on the scale of Y, only on its range.
+        shape = sums.mean[name].shape
+        factors[name] = _terms(seed, number, shape, columns, mean(sums.rows[name]))
+
+    def first(entries: Array) -> Array:
+        rest = jnp.zeros((number_of_terms - 1, *entries.shape), entries.dtype)
+        return jnp.concatenate([entries[None], rest])
+
+    # Entries belong to one term: the terms are added.
+    entries = jax.tree.map(first, mean(sums.entries))
+    fisher = KroneckerSum(Kronecker(factors, entries, sums.layers, sums.template))
+    return Sums(fisher, mean(sums.product), mean(sums.mean), jnp.ones_like(sums.weight))
+
+
+def _terms(
+    seed: int, number: int, shape: tuple[int, int], columns: Array, rows: Array
+) -> dict[str, Array]:
+    """Recover a layer's terms A_j [k, a, a] and G_j [k, o, o] from its sketches.
+
+    They are the singular vectors of R: the first is the Kronecker product that is nearest to it.
+    """
+    (a, o), k = shape, columns.shape[-1]
+    is_diagonal = len(columns) == a
+    like = {"input": jnp.zeros((1, a) if is_diagonal else (1, a, a), columns.dtype)}
+    left, _ = _projections(seed, number, k, like | {"output": jnp.zeros((1, o, o), columns.dtype)})
+    # Where R has a smaller rank than k, Q has columns of noise: their rows are zero.
+    range_, _ = jnp.linalg.qr(columns / tree.unit(columns))
+    # In units of one: squares of tiny Fishers would be zero.
+    unit = tree.unit(rows)
+    core = _product(jnp.linalg.pinv(_product(left, range_)), rows / unit)
+    u, values, v = jnp.linalg.svd(core, full_matrices=False)
+    size = jnp.sqrt(values)[:, None]
+    inputs = jax.vmap(lambda x: x if is_diagonal else _unpacked(x, a))(_product(range_, u).T * size)
+    outputs = jax.vmap(lambda x: _unpacked(x, o))(v * size)
+    # A pair of singular vectors has a sign in common; the first pair is definite with this one.
+    sign = jnp.where(jnp.trace(outputs, axis1=1, axis2=2) < 0, -1, 1).astype(v.dtype)
+    inputs = inputs * sign.reshape(-1, *(1,) * (inputs.ndim - 1))
+    outputs = outputs * sign[:, None, None] * unit
+    rest = k - len(values)
+    return {
+        side: jnp.pad(x, [(0, rest), *[(0, 0)] * (x.ndim - 1)])
+        for side, x in (("input", inputs), ("output", outputs))
+    }
+
+
+def _projections(
+    seed: int, number: int, terms: int, factor: dict[str, Array]
+) -> tuple[Array, Array]:
+    """Draw a layer's Psi [k + 5, size of u] and the transpose of its Omega [k, size of v]."""
+    # The barrier keeps the compiler from drawing them itself, slowly.
+    key = jax.random.key(jax.lax.optimization_barrier(jnp.uint32(seed)))
+    own = jax.random.split(jax.random.fold_in(key, number))
+
+    def drawn(key: Key, count: int, like: Array) -> Array:
+        one = jnp.ones(like.shape[1:], like.dtype) if like.ndim == 2 else jnp.eye(like.shape[-1])
+        first = _packed(one.astype(like.dtype))[None]
+        return jnp.concatenate([first, jax.random.normal(key, (count - 1, first.size), like.dtype)])
+
+    return drawn(own[0], terms + _MORE, factor["input"]), drawn(own[1], terms, factor["output"])
+
+
+def _packed(factor: Array) -> Array:
+    """Write the triangle of a symmetric matrix as a vector of the same norm; a vector stays."""
+    if factor.ndim == 1:
+        return factor
+    root = jnp.sqrt(jnp.asarray(2, factor.dtype))
+    return linalg.folded(jnp.where(jnp.eye(len(factor), dtype=bool), factor, root * factor)).ravel()
+
+
+def _unpacked(vector: Array, size: int) -> Array:
+    """Write the vector of a triangle as a symmetric matrix: the inverse of `_packed`."""
+    matrix = linalg.unfolded(vector.reshape((size + 1) // 2, -1))
+    root = jnp.sqrt(jnp.asarray(0.5, vector.dtype))
+    return jnp.where(jnp.eye(size, dtype=bool), matrix, root * matrix)
+
+
+def _product(left: Array, right: Array) -> Array:
+    return jnp.matmul(left, right, precision=PRECISION)

@@ -1,0 +1,337 @@
+"""The four messages by which clients add up vectors that the server never sees.
+
+Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, Practical secure
+aggregation for privacy-preserving machine learning, CCS 2017, figure 4, for an honest but curious
+server: without signatures and without the consistency check of round 3.
+
+    y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv)   mod 2^bits
+
+Pairwise masks s_uv cancel; of clients that drop out before they send y_u, the server asks the
+others for shares of the key that s_uv follow from, and of those that sent it for shares of b_u,
+never for both. Every step is a pure function of what a party knows and the messages that it got:
+any transport carries them. A client keeps what the next step needs in `Client`; a server keeps the
+messages.
+
+    client                                   server
+    advertise -> Keys                        roster: Keys of all
+    share -> Sealed                          delivered: each client's boxes
+    mask -> Masked                           survivors: who sent it
+    unmask -> Shares                         finish: the sum
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fisherjax import checks
+from fisherjax.secure_aggregation import keys, shares
+
+Entropy = Callable[[int], bytes]
+"""Number of bytes -> random bytes, such as `os.urandom`."""
+
+
+class Setting(NamedTuple):
+    """What everybody knows beforehand, made by `setting`.
+
+    Attributes:
+        num_clients: Places are 0 to num_clients - 1.
+        threshold: How many clients have to stay to the end.
+        length: Of the vectors.
+        bits: Of their numbers.
+        session: Bytes that no other sum is made with.
+    """
+
+    num_clients: int
+    threshold: int
+    length: int
+    bits: int
+    session: bytes
+
+
+class Keys(NamedTuple):
+    """Round 0: a client's public keys, one for boxes and one for masks."""
+
+    client: int
+    box: bytes
+    mask: bytes
+
+
+class Sealed(NamedTuple):
+    """Round 1: a client's shares, in a box for each other client."""
+
+    client: int
+    boxes: dict[int, bytes]
+
+
+class Masked(NamedTuple):
+    """Round 2: a client's vector under all its masks."""
+
+    client: int
+    values: np.ndarray
+
+
+class Shares(NamedTuple):
+    """Round 4: a client's shares of seeds of those who stayed, and of keys of those who did not."""
+
+    client: int
+    seeds: dict[int, bytes]
+    keys: dict[int, bytes]
+
+
+class Client(NamedTuple):
+    """What a client keeps between messages, and never sends.
+
+    Attributes:
+        place: Among all clients.
+        private: Its private keys, for boxes and for masks.
+        seed: b_u, of its own mask.
+        roster: Everybody's public keys.
+        own: Its share of its own seed and key.
+        boxes: What others sent it, by sender; they have a share of its secrets, as it has of
+            theirs.
+        answered: Whether it gave its shares away, which it does once.
+    """
+
+    place: int
+    private: tuple[bytes, bytes]
+    seed: bytes = b""
+    roster: Mapping[int, Keys] = {}
+    own: bytes = b""
+    boxes: Mapping[int, bytes] = {}
+    answered: bool = False
+
+
+def setting(num_clients: int, threshold: int, length: int, bits: int, session: bytes) -> Setting:
+    """Agree on a sum; see `Setting`.
+
+    Raises:
+        ValueError: If the threshold is below two, at which one client's shares would reveal
+            another's vector, or above the number of clients.
+    """
+    checks.count("num_clients", num_clients)
+    checks.count("threshold", threshold)
+    checks.one_of("bits", bits, (32, 64))
+    checks.instance("session", session, bytes, "bytes that no other sum is made with")
+    if not 2 <= threshold <= num_clients:
+        raise ValueError(
+            f"threshold is {threshold} with {num_clients} clients; expected 2 to {num_clients}: a "
+            "sum of one is no secret, and more than all cannot stay."
+        )
+    return Setting(num_clients, threshold, checks.count("length", length), bits, session)
+
+
+# Round 0
+
+
+def advertise(agreed: Setting, place: int, entropy: Entropy) -> tuple[Client, Keys]:
+    """Draw a client's keys."""
+    if not 0 <= place < agreed.num_clients:
+        raise ValueError(f"place is {place}; expected 0 to {agreed.num_clients - 1}.")
+    (box, public_box), (mask, public_mask) = keys.pair(entropy), keys.pair(entropy)
+    return Client(place, (box, mask)), Keys(place, public_box, public_mask)
+
+
+def roster(agreed: Setting, messages: Iterable[Keys]) -> dict[int, Keys]:
+    """Collect everybody's public keys, which the server sends to each of them."""
+    return _checked_roster(agreed, by_client(agreed, messages, "advertise"))
+
+
+# Round 1
+
+
+def share(
+    agreed: Setting, own: Client, roster: Mapping[int, Keys], entropy: Entropy
+) -> tuple[Client, Sealed]:
+    """Share a client's secrets among all, each share in a box that only its receiver can open."""
+    roster = _checked_roster(agreed, roster)
+    seed, places = entropy(keys.SECRET), sorted(roster)
+    how = (agreed.threshold, places, entropy)
+    seeds, masks = shares.split(seed, *how), shares.split(own.private[1], *how)
+    boxes = {}
+    for place in places:
+        if place != own.place:
+            key, header = _box_key(agreed, own, roster[place], own.place, place)
+            boxes[place] = keys.seal(key, seeds[place] + masks[place], header, entropy)
+    kept = seeds[own.place] + masks[own.place]
+    return own._replace(seed=seed, roster=roster, own=kept), Sealed(own.place, boxes)
+
+
+def delivered(agreed: Setting, messages: Iterable[Sealed]) -> dict[int, dict[int, bytes]]:
+    """Sort the boxes by receiver, among those who sent some, and then by sender."""
+    sent = by_client(agreed, messages, "share")
+    return {to: {u: sent[u].boxes[to] for u in sent if u != to} for to in sent}
+
+
+# Round 2
+
+
+def mask(
+    agreed: Setting, own: Client, boxes: Mapping[int, bytes], values: np.ndarray
+) -> tuple[Client, Masked]:
+    """Add a client's masks to its vector, those with the senders of its boxes and its own."""
+    others = sorted(set(boxes) - {own.place})
+    _check_enough(agreed, len(others) + 1, "share")
+    if strangers := set(others) - set(own.roster):
+        raise ValueError(f"Boxes came from clients {sorted(strangers)}, who advertised no keys.")
+    if own.boxes:
+        raise ValueError(f"Client {own.place} has sent its vector already; it does so once.")
+    dtype = _dtype(agreed)
+    if values.shape != (agreed.length,) or values.dtype != dtype:
+        raise ValueError(
+            f"The vector of client {own.place} has shape {values.shape} and dtype {values.dtype}; "
+            f"expected ({agreed.length},) and {np.dtype(dtype)}."
+        )
+    masked = values + _stretched(agreed, self_key(agreed, own.seed))
+    for other in others:
+        key = pair_key(agreed, own.private[1], own.place, own.roster[other])
+        _add_pair(agreed, masked, key, own.place, other)
+    return own._replace(boxes=dict(boxes)), Masked(own.place, masked)
+
+
+def survivors(agreed: Setting, messages: Iterable[Masked]) -> tuple[int, ...]:
+    """Say whose vectors arrived, which the server tells each of them."""
+    return tuple(sorted(by_client(agreed, messages, "mask")))
+
+
+# Round 4 of the paper; round 3 is left out
+
+
+def unmask(agreed: Setting, own: Client, stayed: Iterable[int]) -> tuple[Client, Shares]:
+    """Give a client's shares of the seeds of who stayed, and of the keys of who did not."""
+    stayed, known = set(stayed), set(own.boxes) | {own.place}
+    _check_enough(agreed, len(stayed), "mask")
+    if own.answered:
+        raise ValueError(f"Client {own.place} has given its shares away; it does so once.")
+    if not {own.place} <= stayed <= known:
+        raise ValueError(
+            f"Clients {sorted(stayed)} are said to have sent their vectors; expected some of "
+            f"{sorted(known)}, client {own.place} among them."
+        )
+    found: dict[int, bytes] = {own.place: own.own}
+    for other, box in own.boxes.items():
+        key, header = _box_key(agreed, own, own.roster[other], other, own.place)
+        found[other] = keys.unseal(key, box, header)
+    seeds = {u: found[u][: shares.SIZE] for u in sorted(stayed)}
+    masks = {u: found[u][shares.SIZE :] for u in sorted(known - stayed)}
+    return own._replace(answered=True), Shares(own.place, seeds, masks)
+
+
+def finish(
+    agreed: Setting,
+    roster: Mapping[int, Keys],
+    masked: Iterable[Masked],
+    answers: Iterable[Shares],
+) -> np.ndarray:
+    """Take the masks off the sum of all vectors that arrived, modulo 2^bits.
+
+    Raises:
+        ValueError: If fewer than the threshold answered: then nothing can be computed.
+    """
+    arrived = by_client(agreed, masked, "mask")
+    answered = by_client(agreed, answers, "unmask")
+    places, anyone = list(answered), next(iter(answered.values()))
+    for place, answer in answered.items():
+        if set(answer.seeds) != set(arrived) or set(answer.keys) != set(anyone.keys):
+            raise ValueError(
+                f"Client {place} answered for others than the vectors of {sorted(arrived)}; "
+                "expected shares of the seeds of those, and of the keys of all who were lost."
+            )
+    coefficients = shares.interpolation(places)
+
+    def secret(kind: str, of: int) -> bytes:
+        own = {place: getattr(answered[place], kind)[of] for place in places}
+        return shares.combine(own, keys.SECRET, coefficients)
+
+    total = np.zeros(agreed.length, _dtype(agreed))
+    for message in arrived.values():
+        total += message.values
+    for stayed in arrived:
+        total -= _stretched(agreed, self_key(agreed, secret("seeds", stayed)))
+    for lost in anyone.keys:
+        private = secret("keys", lost)
+        for stayed in arrived:
+            # What the one that was lost would have sent cancels what the other has added.
+            key = pair_key(agreed, private, lost, roster[stayed])
+            _add_pair(agreed, total, key, lost, stayed)
+    return total
+
+
+def self_key(agreed: Setting, seed: bytes) -> bytes:
+    """Derive the key of a client's own mask from its seed."""
+    return keys.derived(seed, agreed.session, "self mask")
+
+
+def pair_key(agreed: Setting, private: bytes, place: int, other: Keys) -> bytes:
+    """Derive the key of the mask that two clients share; the same from either side."""
+    use = "pair mask {} {}".format(*sorted((place, other.client)))
+    return keys.derived(keys.agreed(private, other.mask), agreed.session, use)
+
+
+def by_client(agreed: Setting, messages: Iterable[Any], stage: str) -> dict[int, Any]:
+    """Sort messages by sender; refuse strangers, two of one client, and too few."""
+    found: dict[int, Any] = {}
+    for message in messages:
+        if message.client in found:
+            raise ValueError(
+                f"Client {message.client} sent two messages of stage '{stage}'; expected one of "
+                "each client."
+            )
+        if not 0 <= message.client < agreed.num_clients:
+            raise ValueError(
+                f"Stage '{stage}' has a message of client {message.client}; expected 0 to "
+                f"{agreed.num_clients - 1}."
+            )
+        found[message.client] = message
+    _check_enough(agreed, len(found), stage)
+    return dict(sorted(found.items()))
+
+
+def _check_enough(agreed: Setting, number: int, stage: str) -> None:
+    if number < agreed.threshold:
+        raise ValueError(
+            f"{number} clients are left after stage '{stage}', fewer than the threshold "
+            f"{agreed.threshold}: the sum cannot be unmasked, and nothing is revealed. Start anew "
+            "with those who are there."
+        )
+
+
+def _checked_roster(agreed: Setting, roster: Mapping[int, Keys]) -> dict[int, Keys]:
+    _check_enough(agreed, len(roster), "advertise")
+    owners: dict[bytes, int] = {}
+    for place, own in roster.items():
+        for public in (own.box, own.mask):
+            if public in owners:
+                raise ValueError(
+                    f"Clients {owners[public]} and {place} have the same key: one is duplicated. "
+                    "Each has to draw its own."
+                )
+            owners[public] = place
+    return dict(roster)
+
+
+def _box_key(
+    agreed: Setting, own: Client, other: Keys, sender: int, receiver: int
+) -> tuple[bytes, bytes]:
+    """Derive the key of a box, and the header that it is bound to."""
+    use = f"box {sender} {receiver}"
+    key = keys.derived(keys.agreed(own.private[0], other.box), agreed.session, use)
+    return key, agreed.session + use.encode()
+
+
+def _dtype(agreed: Setting) -> type:
+    return np.uint32 if agreed.bits == 32 else np.uint64
+
+
+def _stretched(agreed: Setting, key: bytes) -> np.ndarray:
+    dtype = np.dtype(_dtype(agreed)).newbyteorder("<")
+    return np.frombuffer(keys.keystream(key, agreed.length * dtype.itemsize), dtype)
+
+
+def _add_pair(agreed: Setting, total: np.ndarray, key: bytes, place: int, other: int) -> None:
+    """Add the mask that two clients share, in place: positive for the smaller of the two."""
+    drawn = _stretched(agreed, key)
+    if place < other:
+        total += drawn
+    else:
+        total -= drawn
