@@ -1,0 +1,54 @@
+"""What a server makes of curvature that noise has made indefinite; it costs no privacy."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import linalg, quadratic
+from fisherjax.algorithms.base import WeightedSum
+from fisherjax.algorithms.heads import HeadSums
+from fisherjax.fisher import Dense
+from fisherjax.typing import Array
+
+
+def repaired(sums: Any, deviations: Any, damping: float) -> Any:
+    """Make noisy curvature positive semi-definite, and damp it by the size of its noise."""
+    if isinstance(sums, quadratic.Sums):
+        is_matrix = isinstance(sums.fisher, Dense)
+        leaves, structure = jax.tree.flatten(sums.fisher)
+        levels = jax.tree.leaves(deviations.fisher)
+        # The largest of so many numbers of noise; a matrix has its own.
+        largest = damping * math.sqrt(2 * math.log(max(sum(x.size for x in leaves), 2)))
+        strength = damping if is_matrix else largest
+        found = [_definite(*x, strength, is_matrix) for x in zip(leaves, levels, strict=True)]
+        # Damped towards the mean: what one vector of `product` and of `mean` is, one leaf has.
+        centre = WeightedSum(jax.tree.leaves(sums.mean), sums.weight).mean()
+        products, blocks = jax.tree.flatten(sums.product)
+        pulled = [p + s * c for p, (_, s), c in zip(products, found, centre, strict=True)]
+        fisher = jax.tree.unflatten(structure, [matrix for matrix, _ in found])
+        return sums._replace(fisher=fisher, product=jax.tree.unflatten(blocks, pulled))
+    if isinstance(sums, WeightedSum) and isinstance(sums.total, HeadSums):
+        total, levels = sums.total, deviations.total
+        inputs, _ = _definite(total.inputs, levels.inputs, damping, True)
+        sizes = {n: jnp.maximum(getattr(total, n), 0) for n in ("squares", "negative", "count")}
+        return sums._replace(total=dataclasses.replace(total, inputs=inputs, **sizes))
+    return sums
+
+
+def _definite(
+    noisy: Array, deviation: float, damping: float, is_matrix: bool
+) -> tuple[Array, float]:
+    """Give the nearest positive semi-definite matrix, or entries, plus a strength, and that."""
+    if deviation == 0:
+        return noisy, 0.0
+    if not is_matrix:
+        strength = damping * deviation
+        return jnp.maximum(noisy, 0) + strength, strength
+    # The spectral norm of the symmetric part of a square of noise.
+    strength = damping * deviation * math.sqrt(2 * len(noisy))
+    values, vectors = linalg.eigh((noisy + noisy.T) / 2)
+    values = jnp.maximum(values, 0) + strength
+    return jnp.matmul(vectors * values, vectors.T, precision="highest"), strength

@@ -1,0 +1,563 @@
+"""Nobody moves private sums by more than the clip, and what the noise costs is what is said."""
+
+import math
+import re
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fisherjax as fj
+from fisherjax import algorithms, merging, privacy
+from fisherjax.algorithms import Update
+from fisherjax.algorithms.base import WeightedSum
+
+HUGE = 1e6
+KEY = jax.random.key(5)
+BASE = optax.sgd(0.5)  # one object: training compiles once
+EXACT = fj.solvers.closed_form(floor=0.0)
+
+
+def apply(params, x):
+    return jnp.tanh(x @ params["first"]) @ params["second"] + params["bias"]
+
+
+MODEL = fj.Model(apply, fj.likelihoods.categorical)
+METHODS = {
+    "fedavg": algorithms.fedavg(),
+    "fisher_merge": algorithms.fisher_merge(MODEL),
+    "diagonal": algorithms.fedfisher(MODEL, fisher=fj.fisher.diagonal, damping=0.1, solver=EXACT),
+    "full": algorithms.fedfisher(
+        MODEL,
+        fisher=fj.fisher.full,
+        damping=0.1,
+        solver=fj.solvers.conjugate_gradients(tolerance=1e-13, max_iterations=500),
+    ),
+    "regmean": algorithms.regmean(MODEL),
+    "fednova": algorithms.fednova(),
+    "scaffold": algorithms.scaffold(),
+    "head": algorithms.analytic_head(MODEL, ridge=0.1),
+    "server": algorithms.with_server_optimizer(algorithms.fedavg(), optax.sgd(0.5)),
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Four clients of equal sizes, in float64, since a private merge weights them equally."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    draw = np.random.default_rng(0)
+    data = draw.normal(size=(24, 3)), draw.integers(0, 2, 24)
+    federation = fj.clients.federation(data, np.split(draw.permutation(24), 4))
+    shapes = {"bias": (2,), "first": (3, 4), "second": (4, 2)}
+    start = {name: jnp.asarray(draw.normal(size=shape)) for name, shape in shapes.items()}
+    yield SimpleNamespace(federation=federation, start=start)
+    jax.config.update("jax_enable_x64", before)
+
+
+def train(world, model, optimizer, **how):
+    how = {"epochs": 2, "batch_size": 3} | how
+    start, key = world.start, jax.random.key(1)
+    return fj.training.train(model, start, world.federation, key=key, optimizer=optimizer, **how)
+
+
+# Clipped sums
+
+
+def test_the_table_has_no_other_method_that_adds_up():
+    """A new method with a `reduce` has to be wrapped here."""
+    summing = {n for n in algorithms.TABLE if algorithms.make(n, MODEL).reduce is not None}
+    like_others = {"fedfisher_diag", "fedfisher_full", "fedprox"}
+    like_others |= {"fedfish", "fedfish_last_epoch"}
+    # Refused, see below.
+    like_others |= {"fedfisher_sketched"}
+    assert summing - like_others == METHODS.keys() - {"diagonal", "full", "head", "server"}
+
+
+def test_sketches_of_factors_are_refused(world):
+    method = algorithms.fedfisher_sketched(MODEL, terms=4)
+    wrapped = privacy.private(method, clip=HUGE, noise_multiplier=1.0)
+    sent = fj.merging.summarize(wrapped, train(world, MODEL, BASE), world.federation, key=KEY)
+    with pytest.raises(ValueError, match="recovered from their sketches only if these are exact"):
+        fj.merging.merge(wrapped, world.start, sent, key=KEY)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_without_noise_and_clips_it_is_the_wrapped_algorithm(world, name):
+    method = METHODS[name]
+    wrapped = privacy.private(method, clip=HUGE, noise_multiplier=0.0)
+    trained = train(world, MODEL, method.optimizer(BASE))
+    found = []
+    for one in (method, wrapped):
+        start = world.start
+        if name == "head":
+            trained = fj.training.untrained(start, 4)._replace(start=start)
+        sent = merging.summarize(one, trained, world.federation, key=jax.random.key(0))
+        found.append(merging.merge(one, start, sent, key=KEY)[0])
+    chex.assert_trees_all_close(*found, rtol=1e-8, atol=1e-8)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), found[1], world.start)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+
+
+GROUPS = {
+    "fedavg": {"total/first": 0.3, "total/second": 0.7, "total/bias": 0.1},
+    "diagonal": {"fisher": 0.5, "product": 0.2, "mean": 0.3},
+    "head": {"total/inputs": 2.0, "total/products": 1.0}
+    | {f"total/{name}": None for name in ("targets", "squares", "negative", "count")},
+}
+EXTREME = st.sampled_from([0.0, 1.0, -3.0, 1e-30, 1e20, -1e38, np.nan, np.inf, -np.inf])
+
+
+def _reduced(name, values, weights):
+    method = privacy.private(METHODS[name], clip=GROUPS[name], noise_multiplier=0.0)
+    return method.reduce(values, weights).sums
+
+
+REDUCED = {name: jax.jit(partial(_reduced, name)) for name in GROUPS}
+
+
+def updates_of(name, draw, size):
+    """Make stacked values like those that clients send, of whatever numbers `draw` gives."""
+    shapes = {"bias": (2,), "first": (3, 4), "second": (4, 2)}
+    params = {key: draw((size, *shape)) for key, shape in shapes.items()}
+    if name == "fedavg":
+        return {"params": params}
+    if name == "diagonal":
+        return {"params": params, "fisher": fj.fisher.Diagonal(jax.tree.map(jnp.abs, params))}
+    rows = 5
+    shapes = ((rows, rows), (rows, 2), (2,), (), (), ())
+    fields = (draw((size, *shape)) for shape in shapes)
+    return {"head": algorithms.heads.HeadSums(*fields, layer="second")}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_no_client_moves_a_group_by_more_than_its_clip(name, data):
+    """Whatever it sends, NaN and infinity among it, against the same sums without it."""
+    seed = data.draw(st.integers(0, 9))
+    random, special = np.random.default_rng(seed), data.draw(st.lists(EXTREME, max_size=4))
+    scale = data.draw(st.sampled_from([1e-3, 1.0, 1e3, 1e19]))
+
+    def draw(shape):
+        x = random.normal(size=shape).astype(np.float32)
+        flat = x[0].reshape(-1) * scale
+        places = random.integers(0, flat.size, len(special))
+        flat[places] = special
+        x[0] = flat.reshape(x[0].shape)
+        return jnp.asarray(x)
+
+    values = updates_of(name, draw, 3)
+    there = REDUCED[name](values, jnp.ones(3))
+    away = REDUCED[name](values, jnp.array([0.0, 1, 1]))
+    assert float(there.weight) == float(away.weight) == 3
+    moved = jax.tree.map(lambda a, b: np.asarray(a, float) - np.asarray(b, float), there, away)
+    for group, bound in GROUPS[name].items():
+        names = fj.tree.names(moved)
+        leaves = [
+            x
+            for n, x in zip(names, jax.tree.leaves(moved), strict=True)
+            if n == group or n.startswith(f"{group}/")
+        ]
+        assert leaves
+        norm = math.sqrt(sum(np.square(x).sum() for x in leaves))
+        # To rounding of the sums over the others, which are of clipped terms.
+        assert norm <= (bound or 0) + 1e-5
+
+
+def test_a_client_within_the_clip_is_not_changed_and_one_beyond_keeps_its_direction():
+    method = privacy.private(algorithms.fedavg(), clip=5.0, noise_multiplier=0.0)
+    one = method.reduce({"params": jnp.array([[3.0, 4.0]])}, jnp.ones(1)).sums
+    assert one == WeightedSum(*one)
+    np.testing.assert_allclose(one.total, [3, 4], rtol=1e-6)
+    far = method.reduce({"params": jnp.array([[30.0, -40.0]])}, jnp.ones(1)).sums
+    np.testing.assert_allclose(far.total, [3, -4], rtol=1e-6)
+
+
+def test_clients_are_clipped_by_how_far_they_went_not_by_where_they_are():
+    method = privacy.private(algorithms.fedavg(), clip=1.0, noise_multiplier=0.0)
+    start, key = {"w": jnp.full(2, 1e3)}, jax.random.key(0)
+    models = {"w": jnp.array([[1e3 + 0.5, 1e3], [1e3, 1e3 - 8]])}
+    federation = fj.clients.federation((np.eye(2), np.zeros(2)), [[0], [1]])
+    trained = fj.training.Trained(models, start)
+    sent = merging.summarize(method, trained, federation, key=key)
+    merged, _, _ = merging.merge(method, start, sent, key=key)
+    np.testing.assert_allclose(merged["w"], [1e3 + 0.25, 1e3 - 0.5], rtol=1e-6)
+    with pytest.raises(ValueError, match="what they started from, and that is not known"):
+        merging.summarize(method, fj.training.Trained(models), federation, key=key)
+
+
+def test_weights_do_not_count_and_who_is_left_out_adds_zeros():
+    method = privacy.private(algorithms.fedavg(), clip=9.0, noise_multiplier=0.0)
+    sent = Update({"params": jnp.array([[4.0], [8.0], [jnp.nan]])}, method.kind)
+    merged, _, _ = merging.merge(
+        method, jnp.zeros(1), sent, [1, 30, 5], key=KEY, on_nonfinite="drop"
+    )
+    np.testing.assert_allclose(merged, [4], rtol=1e-6)
+
+
+def test_streams_and_sums_made_elsewhere_are_the_merge():
+    method = privacy.private(algorithms.fedavg(), clip=1.0, noise_multiplier=0.3)
+    params, values = {"w": jnp.ones(3)}, {"params": {"w": jax.random.normal(KEY, (4, 3))}}
+    at_once = merging.merge(method, params, Update(values, method.kind), key=KEY)[0]
+    halves = [jax.tree.map(lambda x, r=r: x[r], values) for r in (slice(2), slice(2, 4))]
+    chunks = [(Update(half, method.kind), None) for half in halves]
+    streamed = merging.merge_stream(method, params, chunks, key=KEY)[0]
+    chex.assert_trees_all_close(at_once, streamed, rtol=1e-6)
+    sums = jax.tree.map(jnp.add, *(method.reduce(half, jnp.ones(2)) for half in halves))
+    summed = merging.merge_sums(method, params, sums, jnp.arange(4), key=KEY)[0]
+    chex.assert_trees_all_close(at_once, summed, rtol=1e-6)
+
+
+def test_norms_are_of_what_each_client_adds(world):
+    method = METHODS["diagonal"]
+    trained = train(world, MODEL, BASE)
+    sent = merging.summarize(method, trained, world.federation, key=KEY)
+    found = privacy.norms(method, sent, world.start, groups=["fisher", "product", "mean"])
+    moved = jax.tree.map(jnp.subtract, sent.values["params"], world.start)
+    fishers = sent.values["fisher"].entries
+    product = jax.tree.map(jnp.multiply, fishers, moved)
+    for group, values in {"fisher": fishers, "product": product, "mean": moved}.items():
+        flat = np.concatenate([np.reshape(x, (4, -1)) for x in jax.tree.leaves(values)], 1)
+        np.testing.assert_allclose(found[group], np.linalg.norm(flat, axis=1), rtol=1e-10)
+
+
+# Noise
+
+
+SIZE = 40_000
+
+
+def _merged(key, clip, sigma, num_clients=10):
+    method = privacy.private(algorithms.fedavg(), clip=clip, noise_multiplier=sigma)
+    zeros = {"a": jnp.zeros(SIZE), "b": jnp.zeros(SIZE)}
+    stacked = jax.tree.map(lambda x: jnp.zeros((num_clients, *x.shape)), zeros)
+    sent = Update({"params": stacked}, method.kind)
+    return merging.merge(method, zeros, sent, key=key)
+
+
+def test_noise_is_gaussian_of_the_stated_deviation_and_independent_between_groups():
+    clip, sigma = {"total/a": 2.0, "total/b": 0.5}, {"total/a": 1.5, "total/b": 4.0}
+    merged, _, ledger = _merged(KEY, clip, sigma)
+    for name in "ab":
+        group = f"total/{name}"
+        deviation = clip[group] * sigma[group]
+        assert float(ledger.deviation[group]) == pytest.approx(deviation)
+        assert float(ledger.sensitivity[group]) == clip[group]
+        noise = np.asarray(merged[name]) * 10 / deviation
+        # Fails by chance once in ten thousand keys; this one is fixed.
+        assert scipy.stats.kstest(noise, "norm").pvalue > 1e-4
+        assert noise.std() == pytest.approx(1, abs=4 / math.sqrt(2 * SIZE))
+    correlation = np.corrcoef(merged["a"], merged["b"])[0, 1]
+    assert abs(correlation) < 4 / math.sqrt(SIZE)
+
+
+def test_another_key_is_other_noise_and_the_same_key_the_same():
+    first, again, other = (_merged(k, 1.0, 1.0)[0] for k in (KEY, KEY, jax.random.key(6)))
+    chex.assert_trees_all_equal(first, again)
+    assert abs(np.corrcoef(first["a"], other["a"])[0, 1]) < 4 / math.sqrt(SIZE)
+    assert abs(np.corrcoef(first["a"], first["b"])[0, 1]) < 4 / math.sqrt(SIZE)
+
+
+def test_a_private_merge_wants_a_key():
+    method = privacy.private(algorithms.fedavg(), clip=1.0, noise_multiplier=1.0)
+    values = {"params": jnp.zeros((2, 3))}
+    sums = method.reduce(values, jnp.ones(2))
+    for merge in (
+        lambda: merging.merge(method, jnp.zeros(3), Update(values, method.kind)),
+        lambda: merging.merge_stream(method, jnp.zeros(3), []),
+        lambda: merging.merge_sums(method, jnp.zeros(3), sums, jnp.arange(2)),
+    ):
+        with pytest.raises(ValueError, match="expected a secret key"):
+            merge()
+
+
+@pytest.mark.parametrize("name", ["diagonal", "full"])
+def test_noisy_curvature_is_damped_towards_the_mean(name):
+    """With more and more damping the merge becomes the noisy mean; it is finite without any."""
+    draw = np.random.default_rng(1).normal
+    stacked = {"w": jnp.asarray(draw(size=(5, 6)), jnp.float32)}
+    if name == "diagonal":
+        fishers = fj.fisher.Diagonal(jax.tree.map(jnp.square, stacked))
+    else:
+        square = jnp.einsum("ki,kj->kij", stacked["w"], stacked["w"])
+        template = fj.fisher.operators.Template.of({"w": jnp.zeros(6)})
+        fishers = fj.fisher.Dense(square, template)
+    values = {"params": stacked, "fisher": fishers}
+    clip = {"fisher": 1.0, "product": 1.0, "mean": 1.0}
+    merged, mean = {}, None
+    for damping in (1.0, 1e6):
+        method = privacy.private(METHODS[name], clip=clip, noise_multiplier=2.0, damping=damping)
+        sums = method.reduce(values, jnp.ones(5))
+        own = jax.random.split(KEY)[0]
+        mean = privacy.base.noisy(own, jax.tree.leaves(sums), [2.0, 2.0, 2.0, 0.0])[2] / 5
+        state = method.init({"w": jnp.zeros(6)}, 5)
+        given = (KEY, sums, {"w": jnp.zeros(6)}, state, jnp.arange(5))
+        merged[damping] = method.aggregate(*given)[0]["w"]
+    np.testing.assert_allclose(merged[1e6], mean, rtol=1e-3, atol=1e-3)
+    assert np.isfinite(merged[1.0]).all()
+    assert not np.allclose(merged[1.0], mean, rtol=0.1)
+
+
+def test_a_noisy_second_moment_of_features_is_definite(world):
+    clip = {"total/inputs": 1.0, "total/products": 1.0}
+    clip |= {f"total/{name}": None for name in ("targets", "squares", "negative", "count")}
+    head, sigma, damping = algorithms.analytic_head(MODEL, ridge=0.0), 30.0, 0.1
+    method = privacy.private(head, clip=clip, noise_multiplier=sigma, damping=damping)
+    merged, _, ledger = merging.exchange(method, world.start, world.federation, key=KEY)
+    rows, columns = world.start["second"].shape
+    # Noise is far above sums of four clients, and half of its eigenvalues are below zero: what is
+    # inverted is no smaller than the damping.
+    products = sigma * (math.sqrt(rows * columns) + 4) + 4
+    assert (
+        0 < jnp.linalg.norm(merged["second"]) < products / (damping * sigma * math.sqrt(2 * rows))
+    )
+    assert ledger.noise_multiplier.keys() == {"total/inputs", "total/products"}
+
+
+# Rounds
+
+
+def test_a_round_is_private_and_its_second_does_not_compile_again(world, compilations):
+    method = privacy.private(algorithms.fedavg(), clip=0.1, noise_multiplier=0.5)
+    how = {"cohort": 2, "optimizer": BASE, "epochs": 1, "batch_size": 3}
+    experiment = fj.rounds.federated(MODEL, method, **how)
+    state = experiment.init(world.start, 4)
+    played = [*fj.rounds.run(experiment, state, world.federation, key=KEY, rounds=2)]
+    assert [int(done.info.rounds) for _, done in played] == [1, 2]
+    state, _ = played[-1]
+    with compilations() as count:
+        again = privacy.private(algorithms.fedavg(), clip=0.1, noise_multiplier=0.5)
+        experiment = fj.rounds.federated(MODEL, again, **how)
+        [(_, done)] = fj.rounds.run(experiment, state, world.federation, key=KEY, rounds=1)
+    assert count() == 0
+    assert int(done.info.rounds) == 3
+    expected = privacy.epsilon(0.5, delta=1e-3, rounds=3)
+    assert privacy.epsilon(done.info, delta=1e-3) == pytest.approx(expected)
+
+
+# What it costs
+
+
+def analytic(sigma, delta):
+    """Balle and Wang, Improving the Gaussian mechanism, ICML 2018, theorem 8, by bisection."""
+    normal = scipy.stats.norm.cdf
+
+    def excess(eps):
+        tail = normal(-0.5 / sigma - eps * sigma) * math.exp(eps)
+        return normal(0.5 / sigma - eps * sigma) - tail - delta
+
+    return scipy.optimize.brentq(excess, 0, 500)
+
+
+@pytest.mark.parametrize(("sigma", "rounds"), [(0.4, 1), (1.0, 1), (5.0, 1), (3.0, 7)])
+def test_epsilon_is_that_of_the_analytic_gaussian_mechanism(sigma, rounds):
+    """The rounds of a Gaussian mechanism are one with the noise divided by their root."""
+    found = privacy.epsilon(sigma, delta=1e-5, rounds=rounds)
+    assert found == pytest.approx(analytic(sigma / math.sqrt(rounds), 1e-5), rel=1e-3, abs=1e-4)
+
+
+def ledger_of(rounds, **multipliers):
+    return privacy.Ledger(jnp.asarray(rounds), {}, {}, multipliers, ())
+
+
+def test_epsilon_grows_with_what_is_released_and_falls_with_noise():
+    cost = partial(privacy.epsilon, delta=1e-5)
+    assert cost(2.0, rounds=2) > cost(2.0) > cost(3.0) > 0
+    assert cost(0.0) == cost(ledger_of(1, a=0.0, b=1.0)) == math.inf
+    # Groups and ledgers compose: two of one deviation are one of deviation divided by root two.
+    both = cost(ledger_of(1, a=2.0, b=2.0))
+    assert both == pytest.approx(cost(2 / math.sqrt(2)), rel=1e-3)
+    assert cost(ledger_of(1, a=2.0), ledger_of(1, b=2.0)) == pytest.approx(both, rel=1e-3)
+    assert cost(2.0, 2.0) == pytest.approx(both, rel=1e-3)
+    assert cost(ledger_of(0, a=0.0), 2.0) == cost(2.0)
+
+
+def test_cohorts_drawn_in_secret_cost_less_and_whole_ones_a_replaced_client():
+    cost = partial(privacy.epsilon, 2.0, delta=1e-5, rounds=20)
+    few, whole = cost(cohort=(10, 1000)), cost(cohort=(1000, 1000))
+    assert few < whole / 10
+    # Without sampling, replacing a client doubles the sensitivity; Rényi's bound is looser.
+    doubled = privacy.epsilon(1.0, delta=1e-5, rounds=20)
+    assert doubled <= whole <= 1.1 * doubled
+
+
+# Gradients
+
+
+@jax.jit
+@jax.grad
+def one_gradient(params, x, y):
+    return -jax.nn.log_softmax(apply(params, x))[y]
+
+
+def _looped(params, inputs, targets, weights, clip, mask=("bias", "first", "second")):
+    """Clip and average in Python, one example after another."""
+    total = {name: np.zeros(leaf.shape) for name, leaf in params.items()}
+    for x, y, w in zip(inputs, targets, weights, strict=True):
+        if w == 0:
+            continue
+        gradient = one_gradient(params, x, y)
+        norm = math.sqrt(sum(float((gradient[name] ** 2).sum()) for name in mask))
+        for name in mask:
+            total[name] += np.asarray(gradient[name]) * min(1, clip / norm)
+    return {name: leaf / np.sum(np.asarray(weights) > 0) for name, leaf in total.items()}
+
+
+@partial(jax.jit, static_argnums=0)
+def gradient_of(model, params, inputs, targets, weights, key=KEY):
+    def loss(params):
+        outputs, _ = model.apply_train(params, inputs, key, weights)
+        losses = model.likelihood.negative_log_likelihood(outputs, targets)
+        return jnp.where(weights > 0, losses, 0).sum() / (weights > 0).sum()
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.parametrize(("clip", "frozen"), [(0.3, ()), (0.7, ("first",)), (100.0, ())])
+def test_private_gradients_are_those_of_a_loop_over_examples(world, clip, frozen):
+    mask = {name: name not in frozen for name in world.start}
+    model = privacy.dp_sgd(MODEL._replace(mask=mask), clip=clip, noise_multiplier=0.0)
+    draw = np.random.default_rng(3)
+    inputs, targets = jnp.asarray(draw.normal(size=(6, 3))), jnp.asarray(draw.integers(0, 2, 6))
+    weights = jnp.array([1.0, 1, 0, 1, 1, 0])
+    found = gradient_of(model, world.start, inputs, targets, weights)
+    trained = tuple(name for name in world.start if name not in frozen)
+    expected = _looped(world.start, inputs, targets, weights, clip, trained)
+    chex.assert_trees_all_close(found, jax.tree.map(jnp.asarray, expected), rtol=1e-10, atol=1e-12)
+
+
+def test_a_full_minibatch_is_that_of_optax(world):
+    draw = np.random.default_rng(4)
+    inputs, targets = jnp.asarray(draw.normal(size=(6, 3))), jnp.asarray(draw.integers(0, 2, 6))
+
+    each = jax.vmap(one_gradient, (None, 0, 0))(world.start, inputs, targets)
+    theirs = optax.contrib.differentially_private_aggregate(0.4, 0.0, key=KEY)
+    expected, _ = theirs.update(each, theirs.init(world.start))
+    model = privacy.dp_sgd(MODEL, clip=0.4, noise_multiplier=0.0)
+    found = gradient_of(model, world.start, inputs, targets, jnp.ones(6))
+    chex.assert_trees_all_close(found, expected, rtol=1e-10)
+
+
+def test_noise_of_gradients_is_divided_by_the_examples_of_the_minibatch():
+    linear = fj.Model(lambda w, x: x @ w, fj.likelihoods.gaussian)
+    model = privacy.dp_sgd(linear, clip=0.5, noise_multiplier=3.0)
+    inputs, targets = jnp.zeros((4, SIZE)), jnp.zeros((4, 1))
+    weights, params = jnp.array([1.0, 1, 1, 0]), jnp.zeros((SIZE, 1))
+    noise = np.asarray(gradient_of(model, params, inputs, targets, weights)).ravel() * 3 / 1.5
+    assert scipy.stats.kstest(noise, "norm").pvalue > 1e-4
+    other = gradient_of(model, params, inputs, targets, weights, jax.random.key(6)).ravel()
+    assert abs(np.corrcoef(noise, other)[0, 1]) < 4 / math.sqrt(SIZE)
+
+
+def test_an_example_without_a_gradient_counts_with_zeros():
+    linear = fj.Model(lambda w, x: x @ w, fj.likelihoods.gaussian)
+    model = privacy.dp_sgd(linear, clip=1.0, noise_multiplier=0.0)
+    inputs, targets = jnp.array([[1.0, 0], [jnp.inf, 1]]), jnp.array([[-0.5], [1.0]])
+    found = gradient_of(model, jnp.zeros((2, 1)), inputs, targets, jnp.ones(2))
+    np.testing.assert_allclose(found.ravel(), [0.25, 0])
+
+
+def test_training_without_noise_and_clips_is_training(world):
+    plain = train(world, MODEL, BASE, batch_size=4)
+    model = privacy.dp_sgd(MODEL, clip=HUGE, noise_multiplier=0.0)
+    private = train(world, model, BASE, batch_size=4)
+    chex.assert_trees_all_close(private.params, plain.params, rtol=1e-10)
+    chex.assert_trees_all_close(private.loss, plain.loss, rtol=1e-10)
+    assert privacy.dp_sgd(MODEL, clip=HUGE, noise_multiplier=0.0) is model
+
+
+def test_dropout_is_drawn_for_each_example(world):
+    def dropping(params, x, key, weights):
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return apply(params, jnp.where(kept, 2 * x, 0)), None
+
+    model = privacy.dp_sgd(MODEL._replace(apply_train=dropping), clip=HUGE, noise_multiplier=0.0)
+    outputs, _ = model.apply_train(world.start, jnp.ones((40, 3)), KEY, jnp.ones(40))
+    assert len(np.unique(np.asarray(outputs), axis=0)) == 8  # of three inputs, each there or not
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"clip": 0.0}, "clip of 'all' is 0.0; expected a positive number"),
+        ({"clip": {"total": -1.0}}, "clip of 'total' is -1.0"),
+        ({"clip": {}}, "expected a bound for at least one group"),
+        ({"clip": {"total": None}}, "expected a bound for at least one group"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier of 'all' is -1.0"),
+        ({"noise_multiplier": {"fisher": 1.0}}, "noise_multiplier has groups ['fisher']"),
+        ({"damping": -1.0}, "damping is -1.0"),
+        ({"algorithm": algorithms.fedfisher(MODEL)}, "its reduce is None"),
+        ({"algorithm": algorithms.natural_gradient(MODEL)}, "several messages"),
+        (
+            {"algorithm": algorithms.fedavg()._replace(decode=lambda values, params: values)},
+            "compress the private algorithm",
+        ),
+    ],
+)
+def test_what_cannot_be_private_is_refused(options, said):
+    options = {"algorithm": algorithms.fedavg(), "clip": 1.0, "noise_multiplier": 1.0} | options
+    with pytest.raises(ValueError, match=re.escape(said)):
+        privacy.private(options.pop("algorithm"), **options)
+
+
+@pytest.mark.parametrize(
+    "clip", [{"fisher": 1.0}, {"total": 1.0, "total/w": 1.0}, {"total/v": 1.0}]
+)
+def test_unknown_groups_are_refused_once_sums_are_known(clip):
+    method = privacy.private(algorithms.fedavg(), clip=clip, noise_multiplier=1.0)
+    values = {"params": {"v": jnp.zeros((2, 3)), "w": jnp.zeros((2, 3))}}
+    with pytest.raises(ValueError, match="but the sums \\['total/v', 'total/w'\\]; expected"):
+        method.reduce(values, jnp.ones(2))
+
+
+def test_a_leaf_that_is_called_weight_is_clipped_too():
+    method = privacy.private(algorithms.fedavg(), clip=1.0, noise_multiplier=0.0)
+    sums = method.reduce({"params": {"weight": jnp.full((2, 1), 9.0)}}, jnp.ones(2)).sums
+    assert float(sums.total["weight"][0]) == pytest.approx(2) == float(sums.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"delta": 0.0}, ValueError, "delta is 0.0; expected a positive number"),
+        ({"delta": 1.0}, ValueError, "expected 0 <= delta < 1"),
+        ({"rounds": 0}, ValueError, "rounds is 0"),
+        ({"spent": (-1.0,)}, ValueError, "noise_multiplier is -1.0"),
+        ({"spent": ()}, ValueError, "Nothing was spent"),
+        ({"cohort": (20, 10)}, ValueError, "cohort is \\(20, 10\\)"),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused(options, error, said):
+    options = {"spent": (1.0,), "delta": 1e-5} | options
+    with pytest.raises(error, match=said):
+        privacy.epsilon(*options.pop("spent"), **options)
+
+
+def test_epsilon_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ImportError, match=r"pip install 'fisherjax\[privacy\]'"):
+        privacy.epsilon(1.0, delta=1e-5)
+
+
+def test_gradients_that_cannot_be_private_are_refused(world):
+    with pytest.raises(ValueError, match="clip is 0"):
+        privacy.dp_sgd(MODEL, clip=0.0, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="noise_multiplier is -1"):
+        privacy.dp_sgd(MODEL, clip=1.0, noise_multiplier=-1.0)
+    running = MODEL._replace(apply_train=lambda p, x, k, w: (apply(p, x), p))
+    model = privacy.dp_sgd(running, clip=1.0, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="running statistics"):
+        train(world, model, optax.sgd(0.1))
