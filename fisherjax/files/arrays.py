@@ -1,4 +1,4 @@
-"""Files of flat named arrays: models, updates, factors, as safetensors; NumPy's .npz is read.
+"""Flat named arrays as safetensors: models, factors of other programs; NumPy's .npz is read.
 
 Other programs call the same arrays otherwise and keep them transposed: a mapping says how, the
 same one for writing and for reading.
@@ -6,7 +6,6 @@ same one for writing and for reading.
 
 import operator
 import os
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +14,7 @@ import jax
 import numpy as np
 from safetensors import numpy as safetensors
 
-_DTYPES = {
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "complex64"),
-}
+from fisherjax.files.base import CODES, appearing, checked_path
 
 Place = str | tuple[str, tuple[int, ...]]
 """Their name of a leaf; or that and the axes by which ours is transposed to be theirs."""
@@ -51,25 +47,13 @@ def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = 
         >>> {name: array.shape for name, array in load_arrays(path).items()}
         {'fc.weight': (2, 3)}
     """
-    path = _checked_path(path, ".safetensors")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist: make it first")
+    path = checked_path(path, ".safetensors")
     leaves = _named(tree)
     places = _places({name: leaf.ndim for name, leaf in leaves.items()}, mapping)
     arrays = {place.name: _stored(name, leaves[name], place) for name, place in places.items()}
-    # In the same folder, as only there a renamed file replaces another in one step; and under a
-    # name that no other writer has.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with open(partial, "xb") as file:
-            # Not save_file, which takes the permission to read from everybody else.
-            file.write(safetensors.save(arrays))
-            # On the disk before it has the name: after a power cut the name never stands for less.
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with appearing(path) as file:
+        # Not save_file, which takes the permission to read from everybody else.
+        file.write(safetensors.save(arrays))
 
 
 def load_arrays(
@@ -104,7 +88,7 @@ def load_arrays(
         ... )
         {'bias': array([1., 1.], dtype=float16)}
     """
-    path = _checked_path(path, ".safetensors", ".npz")
+    path = checked_path(path, ".safetensors", ".npz")
     arrays = _read(path)
     if like is None:
         if cast or mapping is not None:
@@ -295,14 +279,6 @@ def _some(words: Iterable[str], between: str = ", ") -> str:
     return between.join(words[:20]) + f"{between}and {len(words) - 20} more" * (len(words) > 20)
 
 
-def _checked_path(path: str | os.PathLike, *suffixes: str) -> Path:
-    path = Path(path)
-    if path.suffix not in suffixes:
-        known = " or ".join(suffixes)
-        raise ValueError(f"the file name {path.name!r} ends in {path.suffix!r}: end it in {known}")
-    return path
-
-
 def _named(tree: Any) -> dict[str, Any]:
     """Return the leaves by name, in the order of flattening; a bare array is called "array"."""
     named = {}
@@ -324,10 +300,10 @@ def _stored(name: str, leaf: Any, place: _Place) -> np.ndarray:
     if place.name == "__metadata__" or "\0" in place.name:
         # The first is what safetensors keeps for itself.
         raise ValueError(f"a leaf is called {place.name!r}, which a file cannot hold: rename it")
-    if leaf.dtype.name not in _DTYPES:
+    if leaf.dtype.name not in CODES:
         raise TypeError(
             f"{name} has dtype {leaf.dtype}, which a .safetensors file cannot hold: expected one "
-            f"of {', '.join(sorted(_DTYPES))}"
+            f"of {', '.join(sorted(CODES))}"
         )
     array = np.asarray(leaf, dtype=leaf.dtype.newbyteorder("="))
     return np.asarray(array.transpose(place.axes), order="C")

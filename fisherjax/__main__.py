@@ -1,0 +1,91 @@
+"""Merge uploads, and look into them: `python -m fisherjax merge OUT UPLOADS...`, `inspect FILE`."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fisherjax import files
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 1 says that the input is bad, in one line, and that nothing was written."""
+    given = vars(_parser().parse_args(arguments))
+    command = given.pop("command")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            command(**given)
+    except (OSError, TypeError, ValueError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    for line in dict.fromkeys(str(warning.message) for warning in said):
+        print("warning:", line, file=sys.stderr)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m fisherjax", description=__doc__.split(":")[0] + ".")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    merge = commands.add_parser("merge", help="merge uploads to one model")
+    merge.set_defaults(command=_merge)
+    merge.add_argument("out", help="the merged model, .safetensors")
+    merge.add_argument("uploads", nargs="+", help="what files.save_update wrote, one a client")
+    merge.add_argument("--algorithm", help="default: the one that the uploads were made for")
+    merge.add_argument("--damping", type=float, help="default: the algorithm's")
+    merge.add_argument("--weights", type=float, nargs="+", help="default: numbers of examples")
+    merge.add_argument("--start", help="what clients started from, arrays by leaf name")
+    merge.add_argument("--on-nonfinite", choices=("raise", "drop"), default="raise")
+    inspect = commands.add_parser("inspect", help="check a file and print what is in it")
+    inspect.set_defaults(command=_inspect)
+    inspect.add_argument("file")
+    return parser
+
+
+def _merge(out: str, uploads: list[str], damping: float | None, **how: Any) -> None:
+    options = {} if damping is None else {"damping": damping}
+    progress = _progress if sys.stderr.isatty() else None
+    merged = files.merge_files(out, uploads, progress=progress, **how, **options)
+    rows = zip(merged.records, merged.finite, merged.shares, strict=True)
+    clients = (
+        (x.client, f"{x.examples:g}", f"{share:.3f}", str(x.nbytes), "yes" if finite else "no")
+        for x, finite, share in rows
+    )
+    _table(("client", "examples", "share", "bytes", "finite"), clients)
+    print()
+    votes = ((name, *(f"{v:.3f}" for v in vote)) for name, vote in merged.votes.items())
+    _table(("vote", *(record.client for record in merged.records)), votes)
+    print(f"\n{merged.algorithm} of {len(merged.records)} clients is in {out}")
+
+
+def _inspect(file: str) -> None:
+    found = files.unseal(file)
+    about = {name: x for name, x in found.about.items() if name != "values"}
+    clients = about.pop("clients", {})
+    about |= {"bytes": found.nbytes, "sha256": found.digest}
+    _table(None, ((name, str(x)) for name, x in about.items() if x != {}))
+    print()
+    if clients:
+        _table(("client", "share"), ((name, f"{share:.3f}") for name, share in clients.items()))
+        print()
+    _table(("array", "type"), ((name, str(kind)) for name, kind in found.arrays.items()))
+
+
+def _progress(name: str, number: int, total: int) -> None:
+    print(f"[{number + 1}/{total}] {name}", file=sys.stderr)
+
+
+def _table(heads: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]]) -> None:
+    """Print columns; numbers, all but the first, to the right where there are several."""
+    rows = [*([heads] if heads else []), *rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *rest in rows:
+        right = (
+            rest if len(rest) == 1 else [x.rjust(w) for x, w in zip(rest, widths[1:], strict=True)]
+        )
+        print("  ".join([first.ljust(widths[0]), *right]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

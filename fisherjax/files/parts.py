@@ -1,0 +1,102 @@
+"""What a merge does not couple: layers, or leaves, and how strong a say each client has in them."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fisherjax import tree
+from fisherjax.fisher import Dense, Diagonal, Kronecker, Operator
+from fisherjax.fisher.operators import Template
+
+
+class Part(NamedTuple):
+    """Leaves that a merge does not couple to others, called by numbers.
+
+    Layers of equal shapes are equal then, and compile once.
+    """
+
+    names: dict[str, str]  # theirs by ours, of leaves and of layers
+    values: dict[str, Any]  # with names of arrays in the file for leaves
+
+    def told(self, text: Any) -> str:
+        """Say the names of leaves in a message."""
+        text = str(text)
+        for number, name in self.names.items():
+            text = text.replace(f"'{number}'", f"'{name}'")
+        return text
+
+
+def split(values: dict[str, Any]) -> list[Part]:
+    """Split values into the smallest parts that a merge does not couple: layers, or leaves."""
+    params, fisher, grams = (values.get(key) for key in ("params", "fisher", "grams"))
+    if isinstance(fisher, Dense):
+        return [Part({name: name for name in params}, values)]
+    groups = [[name] for name in params]
+    if isinstance(fisher, Kronecker):
+        for layer in fisher.layers:
+            own = {layer.leaf, layer.bias}
+            touched = [group for group in groups if own & set(group)]
+            together = [name for group in touched for name in group]
+            groups = [group for group in groups if group not in touched] + [together]
+    parts = []
+    for group in groups:
+        numbers = {name: str(number) for number, name in enumerate(group)}
+        part = {"params": {numbers[name]: params[name] for name in group}}
+        if isinstance(fisher, Kronecker):
+            part["fisher"], numbers = _renamed(fisher.select(group), numbers)
+        elif isinstance(fisher, Diagonal):
+            part["fisher"] = Diagonal({numbers[name]: fisher.entries[name] for name in group})
+        if grams is not None:
+            upright = {x: x.removesuffix("^T") for x in grams}
+            part["grams"] = {
+                numbers[leaf] + x[len(leaf) :]: grams[x]
+                for x, leaf in upright.items()
+                if leaf in numbers
+            }
+        parts.append(Part({number: name for name, number in numbers.items()}, part))
+    return parts
+
+
+def _renamed(fisher: Kronecker, names: dict[str, str]) -> tuple[Kronecker, dict[str, str]]:
+    """Call the leaves of an operator otherwise, and what its layers are called after them."""
+    layers = tuple(
+        layer._replace(
+            kernel=names[layer.leaf] + layer.kernel[len(layer.leaf) :],
+            bias=names.get(layer.bias),
+            part_of=names.get(layer.part_of),
+        )
+        for layer in fisher.layers
+    )
+    old = dict(zip(fisher.template.names(), fisher.template.shapes, strict=True))
+    leaves, structure = jax.tree.flatten({number: name for name, number in names.items()})
+    every = names | {x.kernel: y.kernel for x, y in zip(fisher.layers, layers, strict=True)}
+    factors = {every[name]: x for name, x in fisher.factors.items()}
+    entries = {every[name]: x for name, x in fisher.entries.items()}
+    template = Template(structure, tuple(old[name] for name in leaves))
+    return Kronecker(factors, entries, layers, template), every
+
+
+def strengths_of(values: dict[str, Any], weight: float) -> dict[str, float]:
+    """Give p_i times the mean eigenvalue of F_i, layer by layer; p_i if there is no curvature."""
+    if "grams" in values:
+        kernels = {
+            x.removesuffix("^T"): float(np.diagonal(g).mean()) for x, g in values["grams"].items()
+        }
+        # Other leaves are a plain mean of who has weight.
+        return {
+            x: weight * kernels[x] if x in kernels else float(weight > 0) for x in values["params"]
+        }
+    if "fisher" not in values:
+        return dict.fromkeys(values["params"], weight)
+    # At scale one, as means of small Fishers are zero in float32.
+    means, exponents = _scales(values["fisher"])
+    named = zip(tree.names(means), jax.tree.leaves(means), jax.tree.leaves(exponents), strict=True)
+    return {x or "all": weight * math.ldexp(float(mean), int(power)) for x, mean, power in named}
+
+
+@jax.jit
+def _scales(fisher: Operator) -> tuple[Any, Any]:
+    scaled, exponents = fisher.at_scale_one()
+    return scaled.block_means(), exponents

@@ -1,0 +1,166 @@
+"""An upload is a file: what one client sends, and what there is to know of it.
+
+Params of any structure become a dict by leaf name, and operators act on that: whoever merges needs
+neither the network nor its classes.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from fisherjax import algorithms, checks
+from fisherjax.algorithms.base import Update
+from fisherjax.files import base
+from fisherjax.files.base import Kind, Sealed
+from fisherjax.files.values import check_single, decode, encode, flat, joined, shape_of
+
+THEN = "; "
+"""Between what was sent and the codec's name, in the kind of a compressed update."""
+_SAYS = ("algorithm", "kind", "client", "examples", "codec")
+
+
+class Record(NamedTuple):
+    """What an upload says of itself.
+
+    Attributes:
+        path: Of the file.
+        client: Whose it is.
+        examples: How many the client has, its weight.
+        algorithm: The method that it was made for, a name of `algorithms.TABLE`.
+        kind: What was sent, in words.
+        codec: How arrays were packed, "none" if they were not.
+        layers: Shapes of the params by leaf name; None where a codec's nodes do not say it.
+        arrays: What is in the file: type and shape by name.
+        nbytes: Size of the file.
+        version: Of the library that wrote it.
+        sha256: Of the file, with zeros in place of this.
+    """
+
+    path: Path
+    client: str
+    examples: float
+    algorithm: str
+    kind: str
+    codec: str
+    layers: dict[str, tuple[int, ...] | None]
+    arrays: dict[str, Kind]
+    nbytes: int
+    version: str
+    sha256: str
+
+
+def save_update(
+    path: str | os.PathLike,
+    update: Update,
+    *,
+    algorithm: str,
+    client: str,
+    examples: float,
+    codec: str | None = None,
+) -> None:
+    """Write what one client sends to one file, with what a server has to know to merge it.
+
+    The file is a .safetensors file with arrays such as "params/dense/kernel" and
+    "fisher/factors/dense/kernel/input"; other programs read it too. It appears whole or not at all,
+    and holds a SHA-256 of itself.
+
+    Args:
+        path: Ends in .safetensors; its folder exists.
+        update: One client's, not stacked: `of_client(updates, i)` takes one of many. Compressed
+            ones, of `compression.compressed`, take as many bytes beside the header as
+            `compression.size` counts.
+        algorithm: The method that it was made for, a name of `algorithms.TABLE`.
+        client: Whose it is: a merge takes nobody twice.
+        examples: How many the client has, its weight.
+        codec: How arrays are packed; None is what the kind of a compressed update says, or "none".
+
+    Raises:
+        ValueError: For an unknown algorithm, no name, a negative number of examples, an update that
+            is stacked, or leaves that a file cannot name.
+        TypeError: If the update holds what a file cannot.
+
+    Example:
+        >>> import tempfile, numpy as np, fisherjax as fj
+        >>> update = fj.algorithms.Update({"params": {"w": np.ones((3, 2))}}, "params")
+        >>> path = f"{tempfile.mkdtemp()}/ann.safetensors"
+        >>> save_update(path, update, algorithm="fedavg", client="ann", examples=60)
+        >>> found, record = load_update(path)
+        >>> found.values["params"]["w"].shape, record.client, record.examples
+        ((3, 2), 'ann', 60)
+    """
+    checks.instance("update", update, Update, "an algorithms.Update, of merging.summarize")
+    checks.one_of("algorithm", algorithm, algorithms.TABLE)
+    checks.number("examples", examples)
+    if codec is None:
+        codec = (update.kind.partition(THEN)[2] if "update" in update.values else "") or "none"
+    for name, text in (("client", client), ("codec", codec)):
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{name} is {text!r}; expected its name")
+    values = flat(update.values)
+    check_single(values)
+    arrays: dict[str, Any] = {}
+    spec = encode(values, "", arrays)
+    examples = examples if isinstance(examples, int) else float(examples)
+    said = dict(zip(_SAYS, (algorithm, update.kind, client, examples, codec), strict=True))
+    about = {"what": "upload"} | said | {"values": spec}
+    kinds = {name: Kind.of(array) for name, array in arrays.items()}
+    with base.sealing(path, kinds, about) as put:
+        for name, array in arrays.items():
+            put(name, array)
+
+
+def load_update(path: str | os.PathLike) -> tuple[Update, Record]:
+    """Read an upload, with params as a dict by leaf name and operators that act on that.
+
+    Returns:
+        The update, of NumPy's arrays, and what the file says of itself.
+
+    Raises:
+        ValueError: If the file is truncated, changed, of another program or of a later version.
+        FileNotFoundError: If there is none.
+
+    Example: see `save_update`.
+    """
+    record, spec = opened(path)
+    arrays = dict(zip(record.arrays, base.read(record.path, record.arrays), strict=True))
+    return Update(decode(record.path, spec, arrays.__getitem__), record.kind), record
+
+
+def of_client(updates: Update, client: int) -> Update:
+    """Take one client's of stacked updates.
+
+    Example:
+        >>> import numpy as np
+        >>> of_client(Update({"params": np.array([[1.0], [2.0]])}, "params"), 1)
+        Update(values={'params': array([2.])}, kind='params')
+    """
+    return jax.tree.map(lambda x: x[client], updates)
+
+
+def opened(path: str | os.PathLike) -> tuple[Record, dict[str, Any]]:
+    """Check an upload, and read its record and how its values are made of its arrays."""
+    file = base.unseal(path)
+    if file.about.get("what") != "upload":
+        raise ValueError(
+            f"{str(file.path)!r} is a {file.about.get('what')}; expected an upload, as "
+            "files.save_update writes them. files.load_arrays reads its arrays"
+        )
+    return record_of(file), file.about["values"]
+
+
+def record_of(file: Sealed) -> Record:
+    """Read the record of an upload that was checked."""
+    about, arrays = file.about, file.arrays
+    values, place = about["values"], ""
+    # Through what compressed updates are wrapped in, to the params.
+    for key in ("update", "values", "params"):
+        inner = {**values, **values.get("children", {}), **values.get("dict", {})}
+        if key in inner:
+            values, place = inner[key], joined(place, key)
+    params = values.get("dict", values.get("ordered", {})) if place.endswith("params") else {}
+    layers = {x: shape_of(spec, joined(place, x), arrays) for x, spec in params.items()}
+    said = {name: about[name] for name in _SAYS}
+    of_file = {"nbytes": file.nbytes, "version": about["version"], "sha256": file.digest}
+    return Record(file.path, layers=layers, arrays=arrays, **said, **of_file)

@@ -1,0 +1,852 @@
+"""Uploads as files: what was sent is what is merged, or the file is refused by name."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import fisherjax as fj
+from fisherjax import compression, files
+from fisherjax.__main__ import main
+from fisherjax.algorithms import Update
+
+ROOT = Path(__file__).parents[1]
+CLIENTS, WEIGHTS = ("ann", "bob", "cho"), (20, 10, 30)
+# Conjugate gradients need it where the matrix is singular.
+OPTIONS = {"fedfisher_full": {"damping": 1.0}}
+ROWS = ["fedavg", "fisher_merge", "regmean", "fedfisher_kfac", "fedfisher_full"]
+SLOW = pytest.mark.slow
+
+
+def apply(params, x):
+    """Two dense layers, a scale and a shift between them, in lists and dicts.
+
+    Equal shapes compile once. Of names "layers/10" is before "layers/2", of leaves behind it.
+    """
+    first, last = params["layers"][2], params["layers"][10]
+    x = jnp.tanh(x @ first["kernel"] + first["bias"])
+    x = x * params["scale"] + params["shift"]
+    return x @ last["kernel"] + last["bias"]
+
+
+def params_of(seed):
+    def normal(*shape):
+        return jnp.asarray(random.normal(size=shape), "float32")
+
+    random = np.random.RandomState(seed)
+    layers = [
+        *[{} for _ in range(2)],
+        {"kernel": normal(4, 4), "bias": normal(4)},
+        *[{} for _ in range(7)],
+        {"kernel": normal(4, 4), "bias": normal(4)},
+    ]
+    return {"layers": layers, "scale": 1 + 0.1 * normal(4), "shift": normal(4)}
+
+
+MODEL = fj.Model(apply, fj.likelihoods.categorical)
+PARAMS = [params_of(seed) for seed in range(len(CLIENTS))]
+
+
+@functools.cache
+def updates_of(name: str) -> Update:
+    """What clients send; Fishers of the simple forms are made up, which compiles nothing."""
+    random = np.random.RandomState(3)
+    params = fj.tree.stack(PARAMS)
+    if name == "fisher_merge":
+        entries = jax.tree.map(lambda x: random.gamma(0.5, size=x.shape).astype(x.dtype), params)
+        fisher = fj.fisher.Diagonal(entries)
+        return Update({"params": params, "fisher": fisher}, "params, true diagonal Fisher")
+    if name == "fedfisher_full":
+        size = sum(x.size for x in jax.tree.leaves(PARAMS[0]))
+        gradients = random.normal(size=(len(CLIENTS), size, 2 * size)).astype("float32")
+        template = fj.fisher.operators.Template.of(PARAMS[0])
+        fisher = fj.fisher.Dense(gradients @ gradients.mT / (2 * size), template)
+        return Update({"params": params, "fisher": fisher}, "params, true full Fisher")
+    data = random.normal(size=(60, 4)).astype("float32"), random.randint(4, size=60)
+    ends = np.cumsum([0, *WEIGHTS])
+    rows = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
+    federation = fj.clients.federation(data, rows)
+    method = fj.algorithms.make(name, MODEL)
+    return fj.merging.summarize(method, PARAMS, federation, key=jax.random.key(0))
+
+
+def save(folder, name, updates=None, **changes):
+    """Write all clients' uploads, and return their paths."""
+    updates, paths = updates_of(name) if updates is None else updates, []
+    for i, (client, examples) in enumerate(zip(CLIENTS, WEIGHTS, strict=True)):
+        paths.append(folder / f"{client}.safetensors")
+        how = {"algorithm": name, "client": client, "examples": examples} | changes
+        files.save_update(paths[-1], files.of_client(updates, i), **how)
+    return paths
+
+
+def assert_equal(found, expected, atol=0.0):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=atol)
+
+
+def files_in(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def by_name(update):
+    """Call leaves by their names, as files do: equal structures compile once."""
+    names, values = fj.tree.names(PARAMS[0]), dict(update.values)
+    values["params"] = dict(zip(names, jax.tree.leaves(values["params"]), strict=True))
+    fisher = values.get("fisher")
+    if isinstance(fisher, fj.fisher.Diagonal):
+        entries = dict(zip(names, jax.tree.leaves(fisher.entries), strict=True))
+        values["fisher"] = fj.fisher.Diagonal(entries)
+    elif fisher is not None:
+        values["fisher"] = fisher.select(names)
+    return Update(values, update.kind)
+
+
+@pytest.mark.parametrize("name", [*ROWS, pytest.param("fedlpa", marks=SLOW)])
+def test_files_merge_like_what_never_was_in_a_file(tmp_path, name, rounding):
+    out, options = tmp_path / "merged.safetensors", OPTIONS.get(name, {})
+    merged = files.merge_files(out, save(tmp_path, name), **options)
+    sent = [by_name(files.of_client(updates_of(name), i)) for i in range(len(CLIENTS))]
+    method, flat = fj.algorithms.make(name, MODEL, **options), sent[0].values["params"]
+    if method.reduce is None:
+        expected, _, _ = fj.merging.merge(method._replace(model=None), flat, sent, WEIGHTS)
+    else:  # one client after the other
+        chunks = (
+            (jax.tree.map(lambda x: x[None], x), [w]) for x, w in zip(sent, WEIGHTS, strict=True)
+        )
+        expected, _, _ = fj.merging.merge_stream(method._replace(model=None), flat, chunks)
+    # The compiler divides the sums of RegMean's other leaves in two ways.
+    close = max(rounding, 1e-7) if name == "regmean" else rounding
+    assert_equal(files.load_arrays(out), dict(expected), close)
+    assert merged.algorithm == name
+
+
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("fedfisher_kfac", marks=SLOW)])
+def test_files_merge_like_the_pytree(tmp_path, name):
+    out = tmp_path / "merged.safetensors"
+    files.merge_files(out, save(tmp_path, name))
+    method = fj.algorithms.make(name, MODEL)
+    # The order of the sums differs.
+    expected, _, _ = fj.merging.merge(method, PARAMS[0], updates_of(name), WEIGHTS)
+    assert_equal(files.load_arrays(out, like=expected), expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_upload_comes_back_as_it_was_sent(tmp_path, name):
+    path = save(tmp_path, name)[1]
+    found, record = files.load_update(path)
+    sent = files.of_client(updates_of(name), 1)
+    assert found.kind == record.kind == sent.kind
+    assert (record.client, record.examples, record.algorithm) == ("bob", 10, name)
+    assert record.nbytes == path.stat().st_size
+    assert record.version == fj.__version__
+    assert record.layers == fj.tree.shapes(PARAMS[1])
+    assert_equal(found, by_name(sent))
+    if "fisher" in sent.values:
+        vector = jax.tree.map(jnp.sin, PARAMS[0])
+        product = sent.values["fisher"].mv(vector)
+        flat = dict(zip(fj.tree.names(vector), jax.tree.leaves(vector), strict=True))
+        again = found.values["fisher"].mv(flat)
+        names = fj.tree.names(product)
+        assert_equal(again, dict(zip(names, jax.tree.leaves(product), strict=True)), 1e-5)
+
+
+def test_the_same_upload_is_the_same_bytes_and_other_programs_read_them(tmp_path):
+    save(tmp_path, "fedfisher_kfac")
+    before = files_in(tmp_path)
+    paths = save(tmp_path, "fedfisher_kfac")
+    assert files_in(tmp_path) == before
+    arrays = load_file(paths[0])
+    np.testing.assert_array_equal(
+        arrays["params/layers/2/kernel"], PARAMS[0]["layers"][2]["kernel"]
+    )
+    assert arrays["fisher/factors/layers/2/kernel/input"].shape == (5, 5)
+
+
+def test_every_form_of_layer_comes_back(tmp_path):
+    """A table, a convolution, a stack of layers, and a leaf without any."""
+    from fisherjax.fisher.layers import Layer
+    from fisherjax.fisher.operators import Template
+
+    random = np.random.RandomState(0)
+    params = {
+        "table": random.rand(5, 2),
+        "conv": random.rand(3, 3, 1, 2),
+        "stack": random.rand(2, 3, 3),
+        "alone": random.rand(4).astype("float16"),
+    }
+    layers = (
+        Layer("table", None, (5, 2), (-1,), (), "table"),
+        Layer("conv", None, (3, 3, 1, 2)),
+        *(Layer(f"stack[{i}]", None, (3, 3), (0,), (i,), "product", "stack") for i in range(2)),
+    )
+    factors = {
+        layer.kernel: {
+            "input": random.rand(layer.rows, layer.rows),
+            "output": np.eye(layer.columns),
+        }
+        for layer in layers[1:]
+    } | {"table": {"input": random.rand(5), "output": np.eye(2)}}
+    fisher = fj.fisher.Kronecker(factors, {"alone": random.rand(4)}, layers, Template.of(params))
+    path = tmp_path / "ann.safetensors"
+    update = Update({"params": params, "fisher": fisher}, "params, Fisher")
+    files.save_update(path, update, algorithm="fedfisher_kfac", client="ann", examples=1.5)
+    assert_equal(files.load_update(path)[0], update)
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+@pytest.mark.parametrize("params", [jnp.ones(2), [jnp.ones(2), Pair(jnp.zeros(1), jnp.ones(()))]])
+def test_params_are_any_pytree(tmp_path, params):
+    updates = Update(
+        {"params": jax.tree.map(lambda x: jnp.stack([x, x + 1, x + 2]), params)}, "params"
+    )
+    out = tmp_path / "merged.safetensors"
+    files.merge_files(out, save(tmp_path, "fedavg", updates), weights=[0, 1, 0])
+    assert_equal(files.load_arrays(out, like=params), jax.tree.map(lambda x: x + 1, params))
+
+
+def test_a_method_may_read_less_than_was_sent(tmp_path):
+    paths = save(tmp_path, "fedfisher_kfac")
+    files.merge_files(tmp_path / "mean.safetensors", paths, algorithm="fedavg")
+    own = tmp_path / "own"
+    own.mkdir()
+    files.merge_files(tmp_path / "same.safetensors", save(own, "fedavg"))
+    same, mean = (files.load_arrays(tmp_path / f"{n}.safetensors") for n in ("same", "mean"))
+    assert_equal(mean, same)
+
+
+def test_options_are_those_of_the_method(tmp_path):
+    paths, out = save(tmp_path, "fedfisher_kfac"), tmp_path / "merged.safetensors"
+    files.merge_files(out, paths, damping=1e9)
+    damped = files.load_arrays(out)
+    files.merge_files(out, paths, algorithm="fedavg")
+    assert_equal(damped, files.load_arrays(out), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fisher_merge", "fedfisher_kfac", "fedfisher_full"])
+def test_the_vote_is_the_share_of_the_trace(tmp_path, name):
+    options = OPTIONS.get(name, {})
+    merged = files.merge_files(tmp_path / "m.safetensors", save(tmp_path, name), **options)
+    p = np.array(WEIGHTS) / sum(WEIGHTS)
+    np.testing.assert_allclose(merged.shares, p)
+    diagonals = [
+        files.of_client(updates_of(name), i).values["fisher"].diagonal()
+        if name != "fedavg"
+        else jax.tree.map(jnp.ones_like, PARAMS[0])
+        for i in range(3)
+    ]
+    traces = [
+        dict(zip(fj.tree.names(d), map(jnp.sum, jax.tree.leaves(d)), strict=False))
+        for d in diagonals
+    ]
+    for layer, vote in merged.votes.items():
+        names = {
+            "all": list(traces[0]),
+            "scale": ["scale", "shift"],
+        }.get(layer, [layer, layer.replace("kernel", "bias")])
+        if name in ("fedavg", "fisher_merge"):
+            names = [layer]
+        expected = p * [sum(float(trace[n]) for n in set(names)) for trace in traces]
+        np.testing.assert_allclose(vote, expected / expected.sum(), rtol=1e-4)
+
+
+def test_no_curvature_is_a_vote_by_weight_and_tiny_curvature_is_not(tmp_path):
+    for scale, expected in ((0.0, [1 / 3, 1 / 6, 1 / 2]), (1e-30, [0.0, 1 / 7, 6 / 7])):
+        fishers = fj.fisher.Diagonal({"w": jnp.array([[0.0], [1.0], [2.0]]) * scale})
+        updates = Update({"params": {"w": jnp.zeros((3, 1))}, "fisher": fishers}, "Fisher")
+        paths = save(tmp_path, "fisher_merge", updates)
+        expecting = contextlib.nullcontext() if scale else pytest.warns(match="no client has any")
+        with expecting:
+            merged = files.merge_files(tmp_path / "m.safetensors", paths, floor=0.0)
+        np.testing.assert_allclose(merged.votes["w"], expected, rtol=1e-5)
+
+
+def wide_updates(folder, width, layers, clients):
+    """Write K-FAC uploads of many equal layers, one client after the other."""
+    from fisherjax.fisher.layers import Layer
+    from fisherjax.fisher.operators import Template
+
+    names = [f"dense{i}" for i in range(layers)]
+    paths = []
+    for client in range(clients):
+        params = {name: np.full((width, width), client, "float32") for name in names}
+        eye = np.eye(width, dtype="float32")
+        factors = {name: {"input": eye, "output": eye} for name in names}
+        known = tuple(Layer(name, None, (width, width)) for name in names)
+        fisher = fj.fisher.Kronecker(factors, {}, known, Template.of(params))
+        paths.append(folder / f"{client}.safetensors")
+        update = Update({"params": params, "fisher": fisher}, "params, Fisher")
+        how = {"algorithm": "fedfisher_kfac", "client": str(client), "examples": 1}
+        files.save_update(paths[-1], update, **how)
+    return paths
+
+
+@pytest.mark.parametrize("name", ["fedlpa_ea", "fedavg"])  # which solves, and which adds up
+def test_memory_is_that_of_one_layer_of_all_clients(tmp_path, name):
+    width, layers, clients = 128, 6, 3
+    paths, held = wide_updates(tmp_path, width, layers, clients), []
+    one = 3 * 4 * width**2 * clients
+
+    def count(*_):
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
+
+    # What Python has of compiled programs is not counted.
+    (tmp_path / "few").mkdir()
+    few = wide_updates(tmp_path / "few", width, 1, clients)
+    files.merge_files(tmp_path / "m.safetensors", few, algorithm=name)
+    before = sum(x.nbytes for x in jax.live_arrays())
+    tracemalloc.start()
+    try:
+        files.merge_files(tmp_path / "m.safetensors", paths, algorithm=name, progress=count)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(held) == layers
+    # What is left of the layer before, and NumPy's arrays, beside what Python has for itself.
+    assert max(held) - before <= one
+    assert peak < 2 * one + 1e6, peak / one
+    np.testing.assert_allclose(
+        files.load_arrays(tmp_path / "m.safetensors")["dense3"], 1, atol=1e-4
+    )
+
+
+FLIPPED = {}
+
+
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_one_flipped_bit_anywhere_is_seen(tmp_path, place, bit):
+    path = FLIPPED.setdefault("path", None) or save(tmp_path, "fedavg")[0]
+    content = FLIPPED.setdefault("content", path.read_bytes())
+    FLIPPED["path"] = path
+    changed = bytearray(content)
+    changed[int(place * len(changed))] ^= 1 << bit
+    bad = path.with_name("flipped.safetensors")
+    bad.write_bytes(changed)
+    with pytest.raises(ValueError, match=r"flipped\.safetensors"):
+        files.load_update(bad)
+
+
+def test_every_bit_of_the_digest_counts_and_every_length(tmp_path):
+    path = save(tmp_path, "fedavg")[0]
+    content = path.read_bytes()
+    start = content.index(files.load_update(path)[1].sha256.encode())
+    bad = tmp_path / "bad.safetensors"
+    changes = [(start + i, 1 << bit) for i in (0, 31, 63) for bit in range(8)]
+    variants = [content[:p] + bytes([content[p] ^ b]) + content[p + 1 :] for p, b in changes]
+    variants += [content[:end] for end in range(0, len(content), 97)] + [content + b"\0"]
+    for variant in variants:
+        bad.write_bytes(variant)
+        with pytest.raises(ValueError, match=r"bad\.safetensors.*sent again"):
+            files.load_update(bad)
+
+
+def rewritten(path, change):
+    """Change what a file says, and seal it again."""
+    sealed = files.unseal(path)
+    arrays, about = load_file(path), json.loads(json.dumps(sealed.about))
+    change(about, arrays)
+    kinds = {name: files.base.Kind.of(x) for name, x in arrays.items()}
+    with files.base.sealing(path, kinds, about) as put:
+        for name, array in arrays.items():
+            put(name, array)
+
+
+def set_to(**said):
+    return lambda about, arrays: about.update(said)
+
+
+def shrink(about, arrays):
+    arrays["params/layers/2/kernel"] = arrays["params/layers/2/kernel"][:2]
+
+
+def halve(about, arrays):
+    arrays["params/scale"] = arrays["params/scale"].astype("float16")
+
+
+def spoil(about, arrays):
+    arrays["params/shift"][1] = np.nan
+
+
+def indefinite(about, arrays):
+    arrays["fisher/factors/layers/10/kernel/output"][0, 0] *= -1
+
+
+def transposed(about, arrays):
+    about["values"]["dict"]["fisher"]["static"]["layers"][0]["Layer"]["outputs"] = [0]
+
+
+BAD = {
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "bob.*is damaged, or no"),
+    "flipped": (
+        lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])),
+        r"bob\.safetensors' was changed after it was written",
+    ),
+    "foreign": (lambda p: save_file({"w": np.ones(2)}, p), "bob.*is of another program"),
+    "no arrays at all": (lambda p: p.write_text("hello"), "bob.*is damaged, or no"),
+    "missing": (lambda p: p.unlink(), "there is no file .*bob"),
+    "a model": (
+        lambda p: rewritten(p, set_to(what="model")),
+        "bob.* is a model; expected an upload",
+    ),
+    "future": (
+        lambda p: rewritten(p, set_to(format=2, version="9.1")),
+        r"bob.*format 2 and was written by fisherjax 9\.1; .*update it",
+    ),
+    "later type": (
+        lambda p: rewritten(p, set_to(values={"type": "Sparse", "children": {}, "static": {}})),
+        "bob.*says what this version cannot read.*Sparse",
+    ),
+    "other layers": (
+        lambda p: rewritten(p, shrink),
+        r"bob.*params/layers/2/kernel is float32\[2, 4\], expected float32\[4, 4\]",
+    ),
+    "other dtypes": (
+        lambda p: rewritten(p, halve),
+        r"bob.*params/scale is float16\[4\], expected float32\[4\]",
+    ),
+    "other description": (
+        lambda p: rewritten(p, transposed),
+        "bob.*describes its layers otherwise",
+    ),
+    "other kind": (
+        lambda p: rewritten(p, set_to(kind="x")),
+        "bob.*holds 'x', but .*ann.* 'params,",
+    ),
+    "other algorithm": (
+        lambda p: rewritten(p, set_to(algorithm="fedavg")),
+        "were made for .'fedavg', 'fedfisher_kfac'.: say which",
+    ),
+    "packed": (lambda p: rewritten(p, set_to(codec="int8")), "bob.*packed by 'int8'"),
+    "duplicated": (
+        lambda p: rewritten(p, set_to(client="ann")),
+        r"Client 'ann' is in .*ann\.safetensors' and in .*bob\.safetensors': merge one",
+    ),
+    "NaN": (lambda p: rewritten(p, spoil), "bob.*of client 'bob' is not finite: params/shift"),
+    "indefinite": (
+        lambda p: rewritten(p, indefinite),
+        "bob.*client 'bob' has a Fisher that is not symmetric positive semi-definite: "
+        "layers/10/kernel/output",
+    ),
+    "negative examples": (lambda p: rewritten(p, set_to(examples=-1)), "finite non-negative"),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sound")
+    save(folder, "fedfisher_kfac")
+    return files_in(folder)
+
+
+@pytest.fixture
+def paths(tmp_path, sound):
+    for name, content in sound.items():
+        (tmp_path / name).write_bytes(content)
+    return [tmp_path / name for name in sound]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_upload_is_refused_by_name_and_nothing_is_written(paths, case, capsys):
+    spoil, message = BAD[case]
+    spoil(paths[1])
+    out = paths[0].with_name("merged.safetensors")
+    out.write_text("the old model")
+    before = files_in(out.parent)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        files.merge_files(out, paths)
+    assert main(["merge", str(out), *map(str, paths)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert files_in(out.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ({"weights": [1, 2]}, ValueError, r"weights has shape \(2,\); expected \(3,\)"),
+        ({"weights": [1, -2, 2]}, ValueError, "expected finite non-negative"),
+        ({"weights": [1, np.nan, 2]}, ValueError, "expected finite non-negative"),
+        ({"weights": [0, 0, 0]}, ValueError, "No client has weight"),
+        ({"algorithm": "fedfischer"}, ValueError, "algorithm is 'fedfischer'; .*Did you mean"),
+        (
+            {"algorithm": "fedfisher_sequential"},
+            ValueError,
+            "fedfisher_sequential solves a layer from what the layers before it became",
+        ),
+        ({"algorithm": "scaffold"}, ValueError, "scaffold takes more than one message"),
+        ({"algorithm": "regmean"}, ValueError, "ann.*; regmean merges params and grams: dict"),
+        ({"algorithm": "fisher_merge"}, ValueError, "fisher_merge merges params and fisher: Diag"),
+        ({"shrink": 0.5}, TypeError, r"fedfisher_kfac has no option \['shrink'\]; expected"),
+        ({"damping": -1.0}, ValueError, "damping is -1"),
+        ({"on_nonfinite": "ignore"}, ValueError, "on_nonfinite is 'ignore'"),
+    ],
+)
+def test_a_bad_argument_is_refused_and_nothing_is_written(paths, how, error, message):
+    before = files_in(paths[0].parent)
+    with pytest.raises(error, match=message):
+        files.merge_files(paths[0].with_name("merged.safetensors"), paths, **how)
+    assert files_in(paths[0].parent) == before
+
+
+def test_a_bad_place_is_refused_and_nothing_is_written(paths):
+    folder = paths[0].parent
+    before = files_in(folder)
+    with pytest.raises(ValueError, match="is one of the uploads"):
+        files.merge_files(paths[1], paths)
+    with pytest.raises(ValueError, match="end it in"):
+        files.merge_files(folder / "merged.npz", paths)
+    with pytest.raises(FileNotFoundError, match=r"folder .* does not exist"):
+        files.merge_files(folder / "nowhere" / "merged.safetensors", paths)
+    with pytest.raises(ValueError, match="no uploads to merge"):
+        files.merge_files(folder / "merged.safetensors", [])
+    assert files_in(folder) == before
+
+
+def test_who_diverged_can_be_left_out(paths, capsys):
+    out = paths[0].with_name("merged.safetensors")
+    files.merge_files(out, paths, weights=[20, 0, 30])
+    expected = files.load_arrays(out)
+    rewritten(paths[1], spoil)
+    found = ["merge", str(out), *map(str, paths), "--on-nonfinite", "drop"]
+    assert main(found) == 0
+    assert_equal(files.load_arrays(out), expected)
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bob")]
+    assert row.split()[1:] == ["10", "0.000", str(paths[1].stat().st_size), "no"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    codes: Any
+    scale: Any
+    bits: int = dataclasses.field(metadata={"static": True})
+    shape: tuple = dataclasses.field(metadata={"static": True})
+    hint: Any = dataclasses.field(metadata={"static": True}, default=None)
+
+
+PACKED = Packed(np.arange(6, dtype="uint8"), np.float32(0.5), 4, (3, 4))
+
+
+def test_one_line_adds_a_type_of_data(tmp_path, monkeypatch):
+    path = tmp_path / "ann.safetensors"
+    update = Update({"params": {"dense": {"kernel": PACKED}}}, "packed params")
+    how = {"algorithm": "fedavg", "client": "ann", "examples": 1}
+    with pytest.raises(TypeError, match=r"'fisher/w' is a Packed; .*KNOWN takes other frozen"):
+        files.save_update(path, Update({"fisher": {"w": PACKED}}, "packed Fisher"), **how)
+    monkeypatch.setitem(files.KNOWN, "Packed", Packed)
+    files.save_update(path, update, codec="int4", **how)
+    found, record = files.load_update(path)
+    assert_equal(found, Update({"params": {"dense/kernel": PACKED}}, "packed params"))
+    assert record.codec == "int4"
+    wrong = dataclasses.replace(PACKED, hint=np.dtype("int8"))
+    with pytest.raises(TypeError, match="'params/dense/kernel/hint' is static and a Int8DType"):
+        files.save_update(path, Update({"params": {"dense": {"kernel": wrong}}}, "x"), **how)
+    assert files.load_update(path)[0].kind == "packed params"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"algorithm": "fedmean"}, ValueError, "algorithm is 'fedmean'"),
+        ({"client": ""}, ValueError, "client is ''"),
+        ({"examples": -1}, ValueError, "examples is -1"),
+        ({"examples": "many"}, TypeError, "examples is 'many'"),
+        ({"codec": ""}, ValueError, "codec is ''"),
+    ],
+)
+def test_what_an_upload_says_is_checked(tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        save(tmp_path, "fedavg", **changes)
+    assert files_in(tmp_path) == {}
+
+
+def test_stacked_updates_and_colliding_names_are_refused(tmp_path):
+    path, how = tmp_path / "a.safetensors", {"algorithm": "fedavg", "client": "a", "examples": 1}
+    with pytest.raises(ValueError, match=r"'layers/2/bias' has shape .*files.of_client"):
+        files.save_update(path, updates_of("fedfisher_kfac"), **how)
+    twice = Update({"params": {"a/b": np.ones(1), "a": {"b": np.ones(1)}}}, "params")
+    with pytest.raises(ValueError, match=r"'a/b'.*holds a slash"):
+        files.save_update(path, twice, **how)
+    with pytest.raises(TypeError, match=r"update is a dict; expected an algorithms.Update"):
+        files.save_update(path, {"params": np.ones(1)}, **how)
+    assert files_in(tmp_path) == {}
+
+
+START = params_of(9)
+CODECS = {  # together they have every node
+    "fedavg": compression.compose(compression.differences(), compression.quantized(8)),
+    "fisher_merge": compression.water_filling(1.5),
+    "regmean": compression.compose(compression.roots(2), compression.quantized(8)),
+    "fedfisher_kfac": compression.compose(compression.triangles(), compression.quantized(4)),
+    "fedfisher_full": compression.compose(compression.truncated(3), compression.quantized(16)),
+}
+
+
+@functools.cache
+def packed(name: str) -> list[Update]:
+    """What each client sends when a codec is used."""
+    codec, updates = CODECS[name], updates_of(name)
+    encode = jax.jit(lambda values: {"update": codec.encode(values, START)})
+    own = [files.of_client(updates, i).values for i in range(len(CLIENTS))]
+    return [Update(encode(values), f"{updates.kind}; {codec.name}") for values in own]
+
+
+def save_packed(folder, name, **changes):
+    return save(folder, name, fj.tree.stack(packed(name)), **changes)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_compressed_upload_comes_back_bit_for_bit_and_its_bytes_are_those_of_its_arrays(
+    tmp_path, name
+):
+    sent, path = packed(name)[1], save_packed(tmp_path, name)[1]
+    found, record = files.load_update(path)
+    assert (found.kind, record.codec) == (sent.kind, CODECS[name].name)
+    assert record.layers == fj.tree.shapes(PARAMS[1])
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    assert record.nbytes - header == compression.size(sent)
+    if name == "fedavg":
+        sizes = [x.size for x in jax.tree.leaves(START)]
+        assert compression.size(sent) == sum(sizes) + 4 * len(sizes)
+    # Decoded by the same program, which says that every bit and its place are the same.
+    decode = jax.jit(compression.decode)
+    expected = decode(sent.values["update"], START)
+    found = Update(files.values.flat(decode(found.values["update"], START)), "")
+    assert_equal(found, by_name(Update(expected, "")))
+
+
+def test_every_node_of_every_codec_was_in_a_file():
+    nodes = set()
+
+    def visit(value):
+        if dataclasses.is_dataclass(value):
+            nodes.add(type(value).__name__)
+            value = vars(value)
+        for inner in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        ):
+            visit(inner)
+
+    for name in CODECS:
+        visit(packed(name)[0].values)
+    known = {x for x in compression.__all__ if dataclasses.is_dataclass(getattr(compression, x))}
+    assert known <= nodes
+    assert nodes <= files.KNOWN.keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Of four bits: factors are not semi-definite before the server makes them so.
+        *("fedavg", "fedfisher_kfac"),
+        *(pytest.param(x, marks=SLOW) for x in ("fisher_merge", "regmean", "fedfisher_full")),
+    ],
+)
+def test_compressed_files_merge_like_compressed_updates(tmp_path, name):
+    options, paths = OPTIONS.get(name, {}), save_packed(tmp_path, name)
+    before, out = files_in(tmp_path), tmp_path / "merged.safetensors"
+    merged = files.merge_files(out, paths, start=START, **options)
+    assert [x.nbytes for x in merged.records] == [len(content) for content in before.values()]
+    assert files_in(tmp_path).keys() == before.keys() | {out.name}
+    method = fj.algorithms.make(name, MODEL, **options)
+    method = compression.compressed(method, CODECS[name])._replace(model=None)
+    if name == "fedfisher_kfac":
+        # By leaf name, as that has been compiled.
+        loaded = [files.load_update(path)[0] for path in paths]
+        start = by_name(Update({"params": START}, "")).values["params"]
+        expected, _, _ = fj.merging.merge(method, start, loaded, WEIGHTS)
+        assert_equal(files.load_arrays(out), dict(expected), 1e-6)
+    else:
+        expected, _, _ = fj.merging.merge(method, START, packed(name), WEIGHTS)
+        assert_equal(files.load_arrays(out, like=expected), expected, 2e-5)
+
+
+def test_differences_need_the_model_that_clients_started_from(tmp_path, capsys):
+    paths, out = save_packed(tmp_path, "fedavg"), tmp_path / "merged.safetensors"
+    start = tmp_path / "start.safetensors"
+    files.save_arrays(start, START)
+    before = files_in(tmp_path)
+    words = ["merge", str(out), *map(str, paths)]
+    assert main(words) == 1
+    assert re.search(
+        "ann.*client 'ann' is packed by 'differences, 8 bits'.*--start", capsys.readouterr().err
+    )
+    other = {**START, "scale": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"ann.*differences of 'scale' \(4,\), but .* \(3,\)"):
+        files.merge_files(out, paths, start=other)
+    del other["scale"]
+    with pytest.raises(ValueError, match=r"ann.*differences of 'scale' \(4,\), but .* none"):
+        files.merge_files(out, paths, start=other)
+    assert files_in(tmp_path) == before
+    assert main([*words, "--start", str(start)]) == 0
+    there = files.load_arrays(out)
+    files.merge_files(out, paths, start=START)
+    assert_equal(files.load_arrays(out), there)
+
+
+def test_packed_and_plain_uploads_merge(tmp_path):
+    paths, out = save_packed(tmp_path, "fedavg"), tmp_path / "merged.safetensors"
+    plain = Update({"params": PARAMS[0]}, "params")
+    files.save_update(paths[0], plain, algorithm="fedavg", client="ann", examples=20)
+    files.merge_files(out, paths, start=START, weights=[1, 0, 0])
+    assert_equal(files.load_arrays(out, like=PARAMS[0]), PARAMS[0])
+
+
+def cut(about, arrays):
+    name = "update/params/scale/value/packed"
+    arrays[name] = arrays[name][:-1]
+
+
+def diverge(about, arrays):
+    arrays["update/params/shift/value/largest"][...] = np.inf
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (cut, r"bob\.safetensors' of client 'bob' cannot be decoded"),
+        (diverge, r"bob\.safetensors' of client 'bob' is not finite: params/shift"),
+    ],
+)
+def test_a_bad_compressed_upload_is_refused_by_name(tmp_path, change, message):
+    paths = save_packed(tmp_path, "fedavg")
+    rewritten(paths[1], change)
+    before = files_in(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        files.merge_files(tmp_path / "merged.safetensors", paths, start=START)
+    assert files_in(tmp_path) == before
+
+
+def test_stacked_compressed_updates_are_refused(tmp_path):
+    how = {"algorithm": "fedavg", "client": "a", "examples": 1}
+    for name in ("fedavg", "fisher_merge"):
+        with pytest.raises(ValueError, match=r"of several clients.*files\.of_client"):
+            files.save_update(tmp_path / "a.safetensors", fj.tree.stack(packed(name)), **how)
+    assert files_in(tmp_path) == {}
+
+
+COMMAND = """
+import json, resource, sys
+from fisherjax.__main__ import main
+for limit, words in json.loads(sys.argv[1]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
+    print(main(words))
+heavy = ["fisherjax.networks", "flax", "kfac_jax", "tensorflow_datasets"]
+print([name for name in heavy if name in sys.modules])
+"""
+
+
+def test_the_command_needs_no_network_and_a_full_disk_leaves_the_old_file(paths):
+    out, uploads = paths[0].with_name("merged.safetensors"), list(map(str, paths))
+    out.write_text("the old model")
+    before, mean = files_in(out.parent), str(out.with_name("mean.safetensors"))
+    # The disk is full after the first layer was merged.
+    runs = [
+        (600, ["merge", str(out), *uploads]),
+        (-1, ["merge", mean, *uploads, *["--algorithm", "fedavg"]]),
+    ]
+    words = [sys.executable, "-c", COMMAND, json.dumps(runs)]
+    result = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=os.environ)
+    first, *_, second, heavy = result.stdout.splitlines()
+    assert (first, second, heavy) == ("1", "0", "[]"), result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "File too large" in result.stderr
+    assert files_in(out.parent) == before | {"mean.safetensors": Path(mean).read_bytes()}
+
+
+def test_the_command_is_the_function(paths, capsys):
+    out = paths[0].with_name("merged.safetensors")
+    words = ["merge", str(out), *map(str, paths), *["--damping", "0.5", "--weights", "1", "1", "2"]]
+    assert main(words) == 0
+    rows = {row.split()[0]: row.split() for row in capsys.readouterr().out.splitlines() if row}
+    assert [rows[client][2] for client in CLIENTS] == ["0.250", "0.250", "0.500"]
+    there = files.load_arrays(out)
+    files.merge_files(out, paths, damping=0.5, weights=[1, 1, 2])
+    assert_equal(files.load_arrays(out), there)
+
+
+def test_inspect_prints_what_a_file_says(paths, capsys):
+    assert main(["inspect", str(paths[0])]) == 0
+    printed = capsys.readouterr().out
+    record = files.load_update(paths[0])[1]
+    assert {"ann", "20", record.kind, record.sha256} <= {
+        line.split(maxsplit=1)[1] for line in printed.split("\n\n")[0].splitlines()
+    }
+    for name, kind in record.arrays.items():
+        assert f"{name}  " in printed
+        assert str(kind) in printed
+    out = paths[0].with_name("merged.safetensors")
+    files.merge_files(out, paths)
+    assert main(["inspect", str(out)]) == 0
+    assert "bob     0.167" in capsys.readouterr().out
+    assert main(["inspect", str(out.with_name("none.safetensors"))]) == 1
+
+
+def test_two_writers_at_once_leave_one_whole_file(paths):
+    out = paths[0].with_name("merged.safetensors")
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(files.merge_files, out, paths, algorithm="fedavg", weights=[1, 0, 0][::way])
+            for way in (1, -1) * 4
+        ]
+        [job.result() for job in jobs]
+    found = files.load_arrays(out)
+    assert files.unseal(out).about["clients"] in (
+        {"ann": 1, "bob": 0, "cho": 0},
+        {"ann": 0, "bob": 0, "cho": 1},
+    )
+    assert any(np.array_equal(found["scale"], PARAMS[i]["scale"]) for i in (0, 2))
+    assert {path.name for path in out.parent.iterdir()} == {out.name, *(p.name for p in paths)}
+
+
+def test_the_page_about_uploads_runs_and_prints_what_stands_under_it(run_page, capsys, monkeypatch):
+    page = ROOT / "docs" / "uploads.md"
+    names, text = run_page(page), page.read_text()
+    monkeypatch.chdir(names["folder"])
+    capsys.readouterr()
+    said = re.search(r"It prints (0\.\d+) and (0\.\d+)", text).groups()
+    # Other versions of JAX round differently: two of the 360 test images.
+    np.testing.assert_allclose(names["found"], np.float64(said), atol=0.006)
+    size, nbytes, accuracy = re.search(r"It prints (\d+) (\d+) (0\.\d+)", text).groups()
+    assert compression.size(names["own"]) == int(size)
+    # The version stands in the header.
+    assert abs(names["record"].nbytes - int(nbytes)) < 100
+    np.testing.assert_allclose(names["accuracy"], float(accuracy), atol=0.006)
+    commands = re.findall(r"^\$ python -m fisherjax (.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
+    assert len(commands) == 2
+    for command, expected in commands:
+        assert main(command.split()) == 0
+        printed = capsys.readouterr().out.split()
+        for word, wanted in zip(printed, expected.split(), strict=True):
+            if re.fullmatch(r"0\.\d{3}", wanted):
+                assert abs(float(word) - float(wanted)) < 0.01
+            elif not re.fullmatch(r"[0-9a-f]{64}", wanted):
+                assert word == wanted
