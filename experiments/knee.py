@@ -9,16 +9,15 @@ knee.png: a dot is a draw, a line their mean; summary.md: the table. An interrup
 when the same command is given again.
 """
 
-import csv
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, config, figures, knee, records, tables
+from experiments.harness import commands, config, figures, knee, points, records, tables
 from experiments.harness.knee import Config, Point
 
 PROGRAM = "experiments.knee"
@@ -29,19 +28,11 @@ _COLOURS = {"true": "#0b4f8a", "sampled": "#d98200", "empirical": "#4d7a1f", "-"
 def main(arguments: Sequence[str], console: Console) -> None:
     asked = commands.read(arguments, PROGRAM, __doc__, _default)
     _check(asked)
-    path = asked.out / records.RESULTS
     with records.folder(asked.out):
-        points = _read(path)
-        if points:
-            records.check_config(asked.out, asked, _default(asked.data.dataset))
-        done = {(point.algorithm, point.kind, point.draw) for point in points}
-        missing = [unit for unit in knee.units(asked) if unit not in done]
-        if missing:
-            records.write_config(asked.out, asked, PROGRAM)
-            for found in knee.measured(asked, missing, console):
-                points += found
-                _write(path, points)
-        _report(asked, points, console)
+        default, units = _default(asked.data.dataset), knee.units(asked)
+        measured = partial(knee.measured, asked, console)
+        found = points.continued(asked, PROGRAM, default, Point, units, measured)
+        _report(asked, found, console)
 
 
 def _default(dataset: str | None = None) -> Config:
@@ -59,21 +50,9 @@ def _check(asked: Config) -> None:
         commands.check(asked, option, f"{least} or more", lambda number, m=least: number >= m)
 
 
-def _read(path: Path) -> list[Point]:
-    if not path.exists():
-        return []
-    with records.damage(path), open(path, newline="") as file:
-        _, *lines = csv.reader(file)
-        return [Point(a, k, int(n), int(draw), float(v)) for a, k, n, draw, v in lines]
-
-
-def _write(path: Path, points: Sequence[Point]) -> None:
-    records.write_text(path, tables.csv_text(Point._fields, points))
-
-
-def _report(asked: Config, points: Sequence[Point], console: Console) -> None:
+def _report(asked: Config, measured: Sequence[Point], console: Console) -> None:
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for point in points:
+    for point in measured:
         own = found.setdefault((point.algorithm, point.kind), {})
         own.setdefault(point.examples, []).append(100 * point.accuracy)
     lines = [

@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[1] / "experiments"
 
 ORDER = [
     "commands",
-    *("tables", "records", "figures"),
+    *("tables", "records", "points", "figures"),
     *("config", "methods", "tasks"),
     *("one_round", "accuracies", "memory", "progress"),
-    *("grids", "niid", "reference", "knee"),
+    *("grids", "niid", "reference", "knee", "compression", "secure", "private"),
     *("checkpoints", "rounds", "curves"),
     *("domains", "personal"),
 ]

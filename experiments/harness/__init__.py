@@ -1,7 +1,7 @@
 """What all commands share, once. Read downwards: a module uses only those above it.
 
-commands: options read, written again and refused. tables, records, figures: files of a run.
+commands: options read, written again and refused. tables, records, points, figures: files of a run.
 config, methods, tasks: what is learned, by whom and how. one_round, accuracies, memory, progress:
-one round of merging. grids, niid, reference, knee: tables. checkpoints, rounds, curves: rounds.
-domains, personal: clients with models of their own.
+one round of merging. grids, niid, reference, knee, compression, secure, private: tables.
+checkpoints, rounds, curves: rounds. domains, personal: clients with models of their own.
 """

@@ -23,8 +23,8 @@ from fisherjax.typing import Array, Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Which clients, how they are merged, and of how many of their examples."""
+class Clients:
+    """Which clients are merged."""
 
     data: Group[Data] = dataclasses.field(default=Data())
     training: Group[Training] = dataclasses.field(default=Training())
@@ -36,6 +36,12 @@ class Config:
     """Of the initial model and of training."""
     reference: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File of trained clients, see `experiments.reference_clients`; otherwise they are trained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Clients):
+    """Which clients, how they are merged, and of how many of their examples."""
+
     algorithms: tuple[str, ...] = ("fedfisher_kfac", "fedfisher_diag", "fedlpa", "regmean")
     """Methods that take a number of examples."""
     kinds: tuple[Literal["true", "sampled", "empirical"], ...] = ("true", "sampled", "empirical")
@@ -61,6 +67,11 @@ class Point(NamedTuple):
     draw: int
     accuracy: float
 
+    @property
+    def unit(self) -> Unit:
+        """What is measured as a whole."""
+        return self.algorithm, self.kind, self.draw
+
 
 def units(asked: Config) -> list[Unit]:
     """List what is computed, and written, as a whole."""
@@ -72,9 +83,9 @@ def units(asked: Config) -> list[Unit]:
     ]
 
 
-def measured(asked: Config, missing: Sequence[Unit], console: Console) -> Iterator[list[Point]]:
+def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterator[list[Point]]:
     """Train the clients, or read them, and merge them in the ways that are missing."""
-    task, start, trained = _clients(asked, console)
+    task, start, trained = clients(asked, asked.algorithms, console)
     (federation,) = task.federations.values()
     with bar(console) as shown:
         watched = shown.add_task("", total=len(missing), speed="")
@@ -126,8 +137,11 @@ def _mixed(share: Array, old: Array, new: Array) -> Array:
     return old + share.reshape(-1, *(1,) * (old.ndim - 1)) * (new - old)
 
 
-def _clients(asked: Config, console: Console) -> tuple[tasks.OneRound, Params, Trained]:
-    merging = Merging(asked.algorithms)
+def clients(
+    asked: Clients, algorithms: tuple[str, ...], console: Console
+) -> tuple[tasks.OneRound, Params, Trained]:
+    """Train clients, or read them."""
+    merging = Merging(algorithms)
     how = {"partition_seeds": (asked.partition_seed,), "seeds": (asked.seed,), "central": False}
     whole = OneShot(asked.data, asked.training, merging, asked.epochs, **how)
     config.check_one_shot(whole)
