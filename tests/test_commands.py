@@ -21,6 +21,7 @@ ORDER = [
     *("config", "methods", "tasks"),
     *("one_round", "accuracies", "memory", "progress"),
     *("grids", "niid", "reference", "knee", "compression", "secure", "private"),
+    *("gan", "inversion", "attack"),
     *("checkpoints", "rounds", "curves"),
     *("domains", "personal"),
 ]

@@ -2,6 +2,7 @@
 
 commands: options read, written again and refused. tables, records, points, figures: files of a run.
 config, methods, tasks: what is learned, by whom and how. one_round, accuracies, memory, progress:
-one round of merging. grids, niid, reference, knee, compression, secure, private: tables.
-checkpoints, rounds, curves: rounds. domains, personal: clients with models of their own.
+one round of merging. grids, niid, reference, knee, compression, secure, private, gan, inversion,
+attack: tables. checkpoints, rounds, curves: rounds. domains, personal: clients with models of
+their own.
 """

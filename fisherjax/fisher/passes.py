@@ -46,6 +46,7 @@ def weighted_mean(
     """Average over examples, sum_n w_n f(x_n, y_n) / sum_n w_n; zeros if all weights are zero.
 
     `batch_sums(inputs [B, ...], targets or None, weights [B], key or None)` sums over a minibatch.
+    What fits into one minibatch has a gradient by inputs and parameters.
     """
     number, batch = minibatches(examples, batch_size)
 
@@ -63,7 +64,11 @@ def weighted_mean(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), shapes
     )
     # The number is data, not a shape: minibatches of padding alone are not run.
-    sums, total = jax.lax.fori_loop(0, number, one_batch, zeros)
+    rows = examples.inputs if examples.indices is None else examples.indices
+    if rows.shape[0] <= batch_size:  # a loop of a number that is data has no gradient
+        sums, total = jax.lax.cond(number > 0, partial(one_batch, 0), lambda none: none, zeros)
+    else:
+        sums, total = jax.lax.fori_loop(0, number, one_batch, zeros)
     scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
     return jax.tree.map(lambda x: x * scale.astype(x.dtype), sums)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 from fisherjax import Examples, Model, clients, fisher, likelihoods
 
@@ -49,6 +50,16 @@ def test_batch_size_does_not_matter(mlp, model, structure):
     for batch_size in (1, 4):
         parts = structure(model, params, Examples(x), batch_size=batch_size)
         assert_close(parts, whole)
+
+
+def test_one_minibatch_has_a_gradient_by_inputs_and_parameters(mlp, model, structure):
+    _, params, x = mlp
+
+    def mean(params, x):
+        leaves = jax.tree.leaves(structure(model, params, Examples(x), batch_size=len(x)))
+        return sum(jnp.sin(leaf).sum() for leaf in leaves)
+
+    check_grads(mean, (params, x), order=1, modes="rev", rtol=1e-5)
 
 
 def test_padded_clients_equal_unpadded_ones_under_jit_and_vmap(mlp, model, structure):
