@@ -21,6 +21,8 @@ WORKERS ?= 2
 DEMO_OUT ?= runs/demo
 NOTEBOOKS := notebooks/one_shot notebooks/your_model notebooks/theory
 
+# Tests of a file share what they compile: each file goes to one process.
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
 help: ## Say what can be made
@@ -32,21 +34,21 @@ demo: $(VENV)/.base ## Install and run the digits experiment (about two minutes)
 		--calibrate analytic_head ccvr --exchanges 5
 
 test: $(VENV)/.dev ## Run the fast tests and the examples of the documentation
-	$(VENV)/bin/python -m pytest -n $(WORKERS)
+	$(VENV)/bin/python $(PYTEST)
 
 test-slow: $(VENV)/.dev ## Run every test
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m ""
+	$(VENV)/bin/python $(PYTEST) -m ""
 
-test-oldest: $(OLDEST)/.test ## Run the fast tests on the oldest supported versions, optimised
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(OLDEST)/bin/python -m pytest -n $(WORKERS)
+test-oldest: $(OLDEST)/.test ## Run the fast tests on the oldest supported versions
+	$(OLDEST)/bin/python $(PYTEST)
 
-test-newest: ## Run the fast tests nearest to JAX's inside on its newest supported version
+test-newest: ## Run the fast tests nearest to JAX's inside on its newest version, optimised
 	@python="$(NEWEST_PYTHON)"; if [ -z "$$python" ]; then \
 	    echo "SKIPPED: no Python 3.12 or later with the venv module, which jax 0.11 and later need." >&2; \
 	    echo "Install one, or: make $@ NEWEST_PYTHON=/path/to/python3.13" >&2; exit 0; fi; \
 	$(MAKE) --no-print-directory $(NEWEST)/.test PYTHON="$$python" && \
 	$(NEWEST)/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "jax", jax.__version__)' && \
-	$(NEWEST)/bin/python -m pytest -n $(WORKERS) tests/fisher tests/test_compat.py
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(NEWEST)/bin/python $(PYTEST) tests/fisher tests/test_compat.py
 
 lint: $(VENV)/.dev ## Check style and formatting
 	$(VENV)/bin/ruff check

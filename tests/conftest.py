@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Two test processes share one accelerator: neither may claim its whole memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Most of the tests' time is compiling, and their arrays are small: this saves a quarter. The oldest
+# Most of the tests' time is compiling, and their arrays are small: this saves a quarter. The newest
 # versions are tested with all optimisations (Makefile).
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
@@ -19,12 +19,14 @@ import pytest
 
 from fisherjax.typing import ByPosition
 
-# XLA's older code generator saves half of the rest; newer versions, which no longer have it, would
-# stop at a flag they do not know. Flags are read at the first compilation.
-FLAG, flags = "--xla_cpu_use_fusion_emitters", os.environ.get("XLA_FLAGS", "")
-is_quick = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and jax.__version_info__ < (0, 11)
-if is_quick and FLAG not in flags:
-    os.environ["XLA_FLAGS"] = f"{flags} {FLAG}=false"
+# XLA's older code generator saves half of the rest, and one program in one piece a seventh; newer
+# versions, which may not know these flags, would stop. Flags are read at the first compilation.
+FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+flags = os.environ.get("XLA_FLAGS", "")
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and jax.__version_info__ < (0, 11):
+    # What somebody has chosen stays.
+    chosen = [flag for flag in FLAGS if flag.split("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *chosen])
 # Tracing makes much garbage: to look for it as often as Python does takes a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
 

@@ -212,6 +212,7 @@ def test_gram_matrices_that_rounding_made_indefinite_still_merge(sent):
     assert _worst(exact, found) < 0.5
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=3)
 @given(st.integers(1, 6), st.integers(1, 6), st.booleans(), st.integers(0, 2**31))
 def test_layers_of_any_shape_come_back_from_every_codec(inputs, outputs, has_bias, seed):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("distributed.py")
 
 
@@ -37,6 +39,7 @@ def test_eight_devices_give_the_result_of_one():
     assert list(finish(start(8))) == ["1 processes, 8 devices"]
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_result_of_one():
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -45,6 +48,7 @@ def test_two_processes_give_the_result_of_one():
     assert outputs == ["2 processes, 4 devices"] * 2
 
 
+@pytest.mark.slow
 def test_long_loops_of_large_products_on_every_core_are_right():
     # Where XLA divides elementwise operations results are wrong after 500 turns.
     program = """

@@ -213,6 +213,7 @@ def whole(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_killing_it_at_any_moment_changes_no_bit_of_the_result(tmp_path, whole, capsys):
     checkpoints = tmp_path / "checkpoints" / NAME
     for least in (2, 9):

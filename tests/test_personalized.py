@@ -28,6 +28,7 @@ def run(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_a_run_leaves_each_accuracy_and_the_figures(run):
     with open(run / "results.csv", newline="") as file:
         lines = list(csv.DictReader(file))
@@ -62,6 +63,7 @@ def test_a_run_leaves_each_accuracy_and_the_figures(run):
         np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_and_another_is_refused(run, capsys):
     path = run / "results.csv"
     whole = path.read_text()

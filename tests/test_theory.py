@@ -22,6 +22,7 @@ def test_every_figure_has_a_name_on_the_command_line():
     assert set(get_args(theory.Figure)) == set(theory.FIGURES)
 
 
+@pytest.mark.slow
 def test_figures_are_pictures_numbers_and_claims(tmp_path):
     """One test, as workers would each draw them: one figure of each kind, quickly."""
     figures = ("fedfisher1b", "features2", "features4", "phase", "constants")

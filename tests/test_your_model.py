@@ -16,6 +16,7 @@ def page(run_page):
     return SimpleNamespace(**run_page(PAGE))
 
 
+@pytest.mark.slow
 def test_every_framework_is_covered(page):
     for framework in ("", "linen_", "nnx_", "eqx_"):
         model, params = (getattr(page, framework + name) for name in ("model", "params"))

@@ -188,6 +188,7 @@ def test_who_has_no_weight_is_not_asked_for_the_scale(world):
     chex.assert_trees_all_close(found, expected, rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", [True, False])
 def test_every_form_of_layer_is_merged(errors):
     """Tables, scales, attention and tied leaves: equal clients come back."""
