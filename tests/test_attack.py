@@ -59,7 +59,8 @@ def test_images_are_of_the_class_and_as_bright_as_noise_allows(world):
     best = model.apply(weights, network.generate(way[None]))
     gap = (best[:, 1] - best[:, 0]) - (outputs[:, 1] - outputs[:, 0])
     start = model.apply(weights, network.generate(jnp.zeros((1, gan.NOISE))))
-    assert (gap >= -1e-5).all() and (gap < 0.2 * (best - start)[:, 1]).all()
+    assert (gap >= -1e-5).all()
+    assert (gap < 0.2 * (best - start)[:, 1]).all()
 
 
 def test_factors_pull_images_to_those_that_have_them(world):
@@ -86,25 +87,21 @@ def test_factors_of_one_client_are_what_their_sum_tells():
     # What partial traces of sum_i p_i A_i (x) G_i give.
     weights = jnp.array([0.2, 0.3, 0.5])
     whole = jnp.einsum("i,iab,icd->acbd", weights, square, factors["w"]["output"])
-    trace = jnp.einsum("acac->", whole)
     found = inversion.marginals(factors, weights)["w"]
-    partial_trace = jnp.einsum("acbc->ab", whole)
+    traced = jnp.einsum("acbc->ab", whole)
     scale = jnp.einsum("i,iaa->", weights, factors["w"]["output"])
-    np.testing.assert_allclose(found["input"], partial_trace / scale, rtol=1e-5)
-    assert trace > 0
+    np.testing.assert_allclose(found["input"], traced / scale, rtol=1e-5)
 
 
 def test_the_attacked_client_has_all_of_a_class_and_some_others():
     targets = np.random.default_rng(0).integers(0, 10, 3000)
-    asked = Config(fj_data(num_clients=4), others=100)
+    asked = Config(attack.Data("mnist", "lenet", num_clients=4), others=100)
     own, *others = split(asked, targets, seed=0)
-    assert (targets[own] == 3).sum() == (targets == 3).sum() and (targets[own] != 3).sum() == 100
+    assert (targets[own] == 3).sum() == (targets == 3).sum()
+    assert (targets[own] != 3).sum() == 100
     everybody = np.concatenate([own, *others])
-    assert len(others) == 3 and sorted(everybody) == list(range(3000))
-
-
-def fj_data(**options):
-    return attack.Data("mnist", "lenet", **options)
+    assert len(others) == 3
+    assert sorted(everybody) == list(range(3000))
 
 
 @pytest.mark.slow

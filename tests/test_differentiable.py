@@ -71,8 +71,8 @@ def test_merges_are_mapped_over_damping(world):
         alone, _, alone_info = merged(damping)
         for x, y in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
             np.testing.assert_allclose(x[place], y, atol=1e-9)
-        # A traced damping keeps the preconditioner, which saves a fifth of the steps at 0.1, and zero
-        # leaves it out: then rounding alone decides the last few of more steps than unknowns.
+        # A traced damping keeps the preconditioner, which saves a fifth of the steps at 0.1; zero
+        # leaves it out, and rounding alone decides the last few of more steps than unknowns.
         for x, y in zip(
             jax.tree.leaves(info.iterations), jax.tree.leaves(alone_info.iterations), strict=True
         ):
