@@ -23,19 +23,13 @@ PROGRAM = "experiments.compression"
 
 @commands.command(PROGRAM)
 def main(arguments: Sequence[str], console: Console) -> None:
-    asked = commands.read(arguments, PROGRAM, __doc__, _default)
+    asked = commands.read(arguments, PROGRAM, __doc__, Config.usual)
     _check(asked)
     with records.folder(asked.out):
-        default, units = _default(asked.data.dataset), compression.units(asked)
+        default, units = Config.usual(asked.data.dataset), compression.units(asked)
         measured = partial(compression.measured, asked, console)
         found = points.continued(asked, PROGRAM, default, Point, units, measured)
         _report(asked, found, console)
-
-
-def _default(dataset: str | None = None) -> Config:
-    """Return what is run if nothing else is asked: clients as those of `experiments.one_shot`."""
-    usual = config.one_shot(dataset)
-    return Config(usual.data, usual.training, usual.epochs, usual.partition_seeds[0])
 
 
 def _check(asked: Config) -> None:

@@ -23,7 +23,7 @@ _COLOURS = ("#0b4f8a", "#d98200", "#4d7a1f", "#1a1a1a")
 
 @commands.command(PROGRAM, continues=False)
 def main(arguments: Sequence[str], console: Console) -> None:
-    asked = commands.read(arguments, PROGRAM, __doc__, _default)
+    asked = commands.read(arguments, PROGRAM, __doc__, Config.usual)
     commands.check_list(asked, "terms", "dampings")
     for option, least in (("terms", 1), ("epochs", 1)):
         commands.check(asked, option, f"{least} or more", lambda number, m=least: number >= m)
@@ -35,11 +35,6 @@ def main(arguments: Sequence[str], console: Console) -> None:
         text = tables.csv_text(Point._fields, lines)
         records.write_text(asked.out / records.RESULTS, text)
         _report(asked, points, console)
-
-
-def _default(dataset: str | None = None) -> Config:
-    usual = config.one_shot(dataset)
-    return Config(usual.data, usual.training, usual.epochs, usual.partition_seeds[0])
 
 
 def _report(asked: Config, points: Sequence[Point], console: Console) -> None:

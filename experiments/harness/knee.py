@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,12 @@ class Clients:
     """Of the initial model and of training."""
     reference: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File of trained clients, see `experiments.reference_clients`; otherwise they are trained."""
+
+    @classmethod
+    def usual(cls, dataset: str | None = None) -> Self:
+        """Return what is run if nothing else is asked: clients as those of one_shot."""
+        usual = config.one_shot(dataset)
+        return cls(usual.data, usual.training, usual.epochs, usual.partition_seeds[0])
 
 
 @dataclasses.dataclass(frozen=True)
