@@ -12,6 +12,7 @@ what the server gets; summary.md: the table. An interrupted run continues.
 import math
 import statistics
 import sys
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 
@@ -88,7 +89,9 @@ def _draw(asked: Config, title: str) -> None:
     for (name, words), panel in zip(rows.items(), axes[:, 0], strict=True):
         path = asked.out / f"{seed}_{name.replace('+', '_')}.png"
         panel.imshow(attack.strip(path), cmap="gray", vmin=0, vmax=255)
-        panel.set_ylabel(words, rotation=0, ha="right", va="center", fontsize="small")
+        panel.set_ylabel(
+            textwrap.fill(words, 22), rotation=0, ha="right", va="center", fontsize="small"
+        )
         panel.set(xticks=[], yticks=[])
         panel.spines[:].set_visible(False)
     drawn.suptitle(title, fontsize="small")
