@@ -16,14 +16,17 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 
+from PIL import Image
 from rich.console import Console
 
-from experiments.harness import attack, commands, config, figures, points, records, tables
+from experiments.harness import attack, commands, config, figures, gan, points, records, tables
 from experiments.harness.attack import VIEWS, Config, Point
 from experiments.harness.config import Data, Training
 
 PROGRAM = "experiments.attack"
-_COUNTS = ("epochs", "others", "known", "channels", "gan_epochs", "images", "restarts", "steps")
+_COUNTS = (
+    *("epochs", "others", "channels", "gan_epochs", "judge_epochs", "images", "restarts", "steps"),
+)
 
 
 @commands.command(PROGRAM)
@@ -48,6 +51,8 @@ def _check(asked: Config) -> None:
         commands.check_name("views", view, VIEWS)
     for option in _COUNTS:
         commands.check(asked, option, "1 or more", lambda number: number >= 1)
+    least = gan.FEWEST
+    commands.check(asked, "known", f"{least} or more", lambda number: number >= least)
     commands.check(asked, "digit", "0 to 9", lambda digit: 0 <= digit <= 9)
     for option in ("learning_rate_of_noise", "clip"):
         commands.check(asked, option, "above 0", lambda x: 0 < x < math.inf)
@@ -55,6 +60,7 @@ def _check(asked: Config) -> None:
         commands.check(asked, option, "0 or more", lambda x: 0 <= x < math.inf)
     commands.check(asked, "delta", "above 0 and below 1", lambda delta: 0 < delta < 1)
     commands.check(asked.data, "dataset", "mnist", lambda name: name == "mnist")
+    commands.check(asked.data, "partition", "fedfisher", lambda name: name == "fedfisher")
     commands.check(asked.data, "num_clients", "2 or more", lambda number: number >= 2)
 
 
@@ -87,8 +93,8 @@ def _draw(asked: Config, title: str) -> None:
     }
     drawn, axes = figures.canvas(7.4, 0.48 * len(rows) + 0.4, 1, len(rows), squeeze=False)
     for (name, words), panel in zip(rows.items(), axes[:, 0], strict=True):
-        path = asked.out / f"{seed}_{name.replace('+', '_')}.png"
-        panel.imshow(attack.strip(path), cmap="gray", vmin=0, vmax=255)
+        images = Image.open(attack.strip(asked.out, seed, name))
+        panel.imshow(images, cmap="gray", vmin=0, vmax=255)
         panel.set_ylabel(
             textwrap.fill(words, 22), rotation=0, ha="right", va="center", fontsize="small"
         )

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from PIL import Image
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, gan, inversion, one_round, records, tasks
+from experiments.harness import commands, config, gan, inversion, one_round, records, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
 from experiments.harness.inversion import Pixels, Seen
 from experiments.harness.progress import bar
@@ -30,8 +31,8 @@ VIEWS = {
     "dp_sgd": "the client's model by DP-SGD",
 }
 """What the server sees, by name."""
-SHOWN = 12
-_JUDGE_EPOCHS, _FEW = 5, 2000  # examples of a client for K-FAC
+_SHOWN = 12
+_FEW = 2000  # examples of a client for K-FAC
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +49,12 @@ class Config:
     """Images of other classes that it has too."""
     known: int = 5000
     """Images of the other clients that the attacker has."""
-    channels: tuple[int, ...] = (128, 64, 32)
-    """Of the attacker's generative network."""
-    gan_epochs: int = 40
+    channels: tuple[int, int, int] = (64, 32, 16)
+    """Of the attacker's generative network, at 4, 8 and 16 pixels."""
+    gan_epochs: int = 60
     """Its passes over those images."""
+    judge_epochs: int = 5
+    """Of the network that judges, which is trained on all training images."""
     images: int = 100
     """Made of what is seen, side by side."""
     restarts: int = 3
@@ -126,11 +129,9 @@ def split(asked: Config, targets: np.ndarray, seed: int) -> list[np.ndarray]:
     return [np.concatenate([own, some]), *(rest[rows] for rows in parts)]
 
 
-def strip(path: Path) -> np.ndarray:
-    """Read images of a view, [28, 28 * SHOWN] in 0 to 255."""
-    from PIL import Image
-
-    return np.asarray(Image.open(path))
+def strip(out: Path, seed: int, name: str) -> Path:
+    """Say where images of a view are, or what client ("own") and server ("known") have."""
+    return out / f"{seed}_{name.replace('+', '_')}.png"
 
 
 def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterator[list[Point]]:
@@ -138,9 +139,11 @@ def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterat
     merging = Merging(("fedavg", "fedfisher_kfac"))
     how = {"partition_seeds": asked.seeds, "seeds": asked.seeds, "central": False}
     whole = OneShot(asked.data, asked.training, merging, asked.epochs, **how)
+    config.check_one_shot(whole)
     train, test = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
     task, world, latest = tasks.shared(whole, train, test), None, None
-    pixels = Pixels(train.mean, train.std)
+    # As `tasks` normalises stored images.
+    pixels = Pixels(train.mean, train.std) if asked.data.normalize else Pixels((0.0,), (1.0,))
     with bar(console) as shown:
         watched = shown.add_task("", total=len(missing), speed="")
         for seed, view in missing:
@@ -170,9 +173,9 @@ def _world(
     random = np.random.default_rng((seed, 1))
     known = random.choice(others, min(asked.known, len(others)), replace=False)
     images = jnp.asarray(train.inputs[known], jnp.float32) / train.scale
-    records.write_bytes(asked.out / f"{seed}_known.png", _png(images))
+    records.write_bytes(strip(asked.out, seed, "known"), _png(images))
     own = jnp.asarray(train.inputs[rows[0]], jnp.float32) / train.scale
-    records.write_bytes(asked.out / f"{seed}_own.png", _png(own))
+    records.write_bytes(strip(asked.out, seed, "own"), _png(own))
     epochs = iter(range(1, asked.gan_epochs + 1))
 
     def told(distance: float) -> None:
@@ -191,7 +194,7 @@ def _world(
     first = fj.networks.init(module, jax.random.fold_in(key, 3), train.inputs)
     model = fj.networks.model(module, first, fj.likelihoods.categorical, normalize=task.normalize)
     central = task.central
-    judge = _trained(asked, model, task.optimizer, first, central, key, _JUDGE_EPOCHS).params
+    judge = _trained(asked, model, task.optimizer, first, central, key, asked.judge_epochs).params
     judge = jax.tree.map(lambda leaf: leaf[0], judge)
     accuracy = float(fj.metrics.accuracy(model, judge, task.test))
     judged = jax.jit(lambda images: model.apply(judge, pixels(images)))
@@ -252,7 +255,7 @@ def _attacked(asked: Config, world: _World, pixels: Pixels, seed: int, view: str
     images = inversion.inverted(asked, world.task.model, world.network, seen, pixels, key)
     outputs = jax.nn.softmax(world.judge(images))
     recognized = float((outputs.argmax(1) == asked.digit).mean())
-    records.write_bytes(asked.out / f"{seed}_{view.replace('+', '_')}.png", _png(images))
+    records.write_bytes(strip(asked.out, seed, view), _png(images))
     accuracy = float(world.task.accuracy(seen.params, world.task.test))
     sure = float(outputs[:, asked.digit].mean())
     found = [round(x, 4) for x in (recognized, sure, accuracy, seen.epsilon, world.judge_accuracy)]
@@ -261,9 +264,7 @@ def _attacked(asked: Config, world: _World, pixels: Pixels, seed: int, view: str
 
 def _png(images: Array) -> bytes:
     """Write the first images beside one another."""
-    from PIL import Image
-
-    shown = np.concatenate(np.asarray(images[:SHOWN, ..., 0]), axis=1)
+    shown = np.concatenate(np.asarray(images[:_SHOWN, ..., 0]), axis=1)
     file = io.BytesIO()
     Image.fromarray(np.round(255 * shown).astype(np.uint8)).save(file, format="png")
     return file.getvalue()

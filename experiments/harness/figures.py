@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness.records import write_bytes
-from fisherjax.algorithms import PERSONAL, TABLE
+from fisherjax.algorithms import PERSONAL, TABLE, WIDER
 
 REFERENCES = {
     "local": "one client's own model, mean over clients",
@@ -29,7 +29,7 @@ _LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 def label(name: str) -> str:
     """Say what an algorithm is called in tables and figures; another name stays as it is."""
     first, *exchanges = name.split("+")
-    rows = TABLE | PERSONAL
+    rows = TABLE | WIDER | PERSONAL
     merge = rows[first].label if first in rows else first
     return " + ".join([merge, *(exchange.replace("_", " ") for exchange in exchanges)])
 
@@ -39,17 +39,19 @@ def style(name: str) -> dict[str, Any]:
     first, *exchanges = name.split("+")
     if exchanges:
         return style(first) | {"marker": "*", "label": label(name)}
-    if name not in TABLE:
+    names = [*TABLE, *WIDER]
+    if name not in names:
         return {"color": GREY, "marker": "o", "label": name}
     # More algorithms than colours begin again, with markers shifted by one.
-    turn, place = divmod(list(TABLE).index(name), len(_COLOURS))
+    turn, place = divmod(names.index(name), len(_COLOURS))
     marker = _MARKERS[(place + turn) % len(_MARKERS)]
     return {"color": _COLOURS[place], "marker": marker, "label": label(name)}
 
 
 def line_style(name: str) -> Any:
     """Return how an algorithm's lines are dashed, where several cross in one panel."""
-    return _LINES[list(TABLE).index(name) % len(_LINES)] if name in TABLE else ":"
+    names = [*TABLE, *WIDER]
+    return _LINES[names.index(name) % len(_LINES)] if name in names else ":"
 
 
 def canvas(width: float, height: float, columns: int = 1, rows: int = 1, **shared: Any) -> Any:

@@ -15,6 +15,8 @@ from fisherjax.typing import Array, Key, Params
 NOISE = 100
 """Numbers that an image is generated of."""
 _SIZE, _KERNEL, _PENALTY, _BATCH, _CRITIC_STEPS = 32, (5, 5), 10.0, 64, 5
+FEWEST = _BATCH * _CRITIC_STEPS
+"""Images that can be learned of: those of one step."""
 _HOW = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
 
 
@@ -41,7 +43,7 @@ class _Up(flax.linen.Module):
 
 
 class _Generator(flax.linen.Module):
-    channels: tuple[int, ...]
+    channels: tuple[int, int, int]
 
     @flax.linen.compact
     def __call__(self, noise: Array, training: bool) -> Array:
@@ -58,7 +60,7 @@ class _Generator(flax.linen.Module):
 
 
 class _Critic(flax.linen.Module):
-    channels: tuple[int, ...]
+    channels: tuple[int, int, int]
 
     @flax.linen.compact
     def __call__(self, images: Array) -> Array:
@@ -90,7 +92,7 @@ def train(
     images: Array,
     *,
     epochs: int,
-    channels: tuple[int, ...],
+    channels: tuple[int, int, int],
     told: Callable[[float], None] = lambda _: None,
 ) -> Gan:
     """Train on images [N, 28, 28, 1] in [0, 1]; `told` is given the critic's distance by epoch.
@@ -151,8 +153,8 @@ def train(
     def epoch(state: _State, key: Key) -> tuple[_State, Array]:
         key, order = jax.random.split(key)
         rows = jax.random.permutation(order, len(images))
-        steps = len(images) // (_CRITIC_STEPS * _BATCH)
-        rows = rows[: steps * _CRITIC_STEPS * _BATCH].reshape(steps, _CRITIC_STEPS, _BATCH)
+        steps = len(images) // FEWEST
+        rows = rows[: steps * FEWEST].reshape(steps, _CRITIC_STEPS, _BATCH)
         (state, _), gaps = jax.lax.scan(lambda c, r: step(c, images[r]), (state, key), rows)
         return state, gaps.mean()
 
