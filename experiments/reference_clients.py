@@ -32,6 +32,7 @@ AUTHORS = {
     "regmean": 84.53,
     "fedfisher_diag": 86.28,
     "fedfisher_kfac": 91.48,
+    "pfnm": 77.1,
 }
 """Accuracies in % that their code reports of their file for MNIST; with compressed uploads."""
 FILE = "mnist_lenet_m5_alpha01.npz"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import checks, clients, devices, merging, parallel, training, tree
-from fisherjax.algorithms.base import Algorithm, check_algorithm
+from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
 from fisherjax.local_update import LocalTraining
 from fisherjax.parallel import Layout, Spread, in_order
@@ -205,6 +205,7 @@ def federated(
             "expected one whose clients train and answer once. Play it after the rounds, by "
             "merging.exchange."
         )
+    check_same_shapes(algorithm)
     for name, value in (("cohort", cohort), ("epochs", epochs), ("batch_size", batch_size)):
         checks.count(name, value)
     checks.optimizer("optimizer", optimizer)

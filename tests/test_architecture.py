@@ -52,13 +52,13 @@ ORDER = [
     "__main__",
 ]
 FISHER = [
-    *("columns", "kinds", "inline", "views", "uses", "layers", "trace"),
+    *("columns", "kinds", "inline", "views", "uses", "layers", "trace", "wiring"),
     *("operators", "kronecker", "terms", "passes", "diagonal", "full", "kfac"),
 ]
 # What the other files of a folder may import, and these in this order.
 SHARED = [
     *("base", "checks", "heads", "private", "arrays", "values", "uploads", "packed", "parts"),
-    *("fixed_point", "shares", "keys", "protocol", "quantized", "matrices", "stream"),
+    *("fixed_point", "shares", "keys", "messages", "protocol", "quantized", "matrices", "stream"),
     *("summaries", "merges", "repair", "two_layer", "signal_noise"),
 ]
 

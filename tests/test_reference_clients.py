@@ -180,6 +180,17 @@ def test_merged_reference_clients_are_as_good_as_the_authors(reference, shared):
     assert abs(percent["adam"] - reference_clients.AUTHORS["fedfisher_kfac"]) <= 1
 
 
+@pytest.mark.usefixtures("optimised")
+def test_matching_finds_what_the_authors_found(reference, shared):
+    """Clients of one start keep their units; PFNM's network is wider."""
+    names = "fedavg", "otfusion", "pfnm"
+    how = reference_clients.Config(merging=Merging(names), data_dir=shared / "data")
+    rows = reference_clients.merge(reference_clients.prepare(how, reference), reference)
+    percent = {row.algorithm: 100 * row.value for row in rows}
+    assert percent["otfusion"] == pytest.approx(percent["fedavg"], abs=0.02)
+    assert abs(percent["pfnm"] - reference_clients.AUTHORS["pfnm"]) < 0.3
+
+
 # Any file like theirs
 
 

@@ -25,6 +25,8 @@ MODELS = {
     "normed_cnn": fj.networks.NormedCNN,
     "transformer": fj.networks.Transformer,
 }
+METHODS = fj.algorithms.TABLE | fj.algorithms.WIDER
+"""What makes one model of many."""
 _OF_IMAGES = [name for name in MODELS if name != "transformer"]
 _PARTITIONS = ("fedfisher", "iid", "niid_bench", "classes_per_client")
 IMAGES = fj.datasets.NAMES
@@ -104,7 +106,7 @@ class Training:
 class Merging:
     """How client models become one; each method's own options are in the groups below."""
 
-    algorithms: Annotated[tuple[str, ...], commands.names(fj.algorithms.TABLE)] = (
+    algorithms: Annotated[tuple[str, ...], commands.names(METHODS)] = (
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
     """Methods; fedfisher_full is for a few thousand parameters, fedlpa_gd is slow."""
@@ -302,7 +304,7 @@ def _check(config: OneShot | Federated, datasets: Sequence[str], side_by_side: i
     check_name("model", data.model, ["transformer"] if data.dataset == PLAYS else _OF_IMAGES)
     check_name("partition", data.partition, _PARTITIONS)
     for algorithm in merging.algorithms:
-        check_name("algorithms", algorithm, fj.algorithms.TABLE)
+        check_name("algorithms", algorithm, METHODS)
     lists = {name: value for name, value in vars(asked).items() if isinstance(value, list)}
     # Nothing need follow a merge.
     check_list(asked, *(name for name, value in lists.items() if value or name != "calibrate"))

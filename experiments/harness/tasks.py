@@ -89,7 +89,8 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
 
 def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     """Build what does not depend on how data are split: the network, methods, measurements."""
-    model, normalize, init = _network(config.data, train, config.training)
+    wide = not fj.algorithms.WIDER.keys().isdisjoint(config.merging.algorithms)
+    model, normalize, init = _network(config.data, train, config.training, wide)
     params = jax.eval_shape(init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
     data = jnp.asarray(train.inputs), jnp.asarray(train.targets)
@@ -180,7 +181,7 @@ def _likelihood(training: Training) -> Likelihood:
 
 
 def _network(
-    data: Data, train: Dataset, training: Training
+    data: Data, train: Dataset, training: Training, any_width: bool = False
 ) -> tuple[Model, Callable[[Array], Array], Callable[[Key], Params]]:
     """Make the network on stored images, what it does to them first, and its initial models."""
     network = MODELS[data.model](num_classes=train.num_classes)
@@ -193,7 +194,7 @@ def _network(
         augment = fj.datasets.crop_and_flip(normalize, mode=data.augment_border)
     init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
     shapes, likelihood = jax.eval_shape(init, jax.random.key(0)), _likelihood(training)
-    how = {"normalize": normalize, "augment": augment}
+    how = {"normalize": normalize, "augment": augment, "any_width": any_width}
     model = fj.networks.model(network, shapes, likelihood, **how)
     return model, normalize, init
 

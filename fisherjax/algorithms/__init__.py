@@ -23,6 +23,8 @@ from fisherjax.algorithms.fedper import fedper
 from fisherjax.algorithms.fedprox import fedprox
 from fisherjax.algorithms.fisher_merge import fisher_merge
 from fisherjax.algorithms.natural_gradient import natural_gradient
+from fisherjax.algorithms.otfusion import otfusion
+from fisherjax.algorithms.pfnm import pfnm
 from fisherjax.algorithms.private import keep_private
 from fisherjax.algorithms.regmean import regmean
 from fisherjax.algorithms.scaffold import scaffold
@@ -36,6 +38,7 @@ __all__ = [
     "LAWS",
     "PERSONAL",
     "TABLE",
+    "WIDER",
     "Algorithm",
     "Row",
     "Update",
@@ -58,7 +61,9 @@ __all__ = [
     "make",
     "natural_gradient",
     "options",
+    "otfusion",
     "paper_adam",
+    "pfnm",
     "regmean",
     "residual_descent",
     "scaffold",
@@ -111,6 +116,8 @@ TABLE = {
     "scaffold": Row("SCAFFOLD", scaffold),
     # Last: colours of figures go by the order.
     "fedfisher_sketched": Row("FedFisher (K-FAC sketches)", fedfisher_sketched),
+    # Units are matched with the first client's; a shift of all weights is another network.
+    "otfusion": Row("OTFusion", otfusion, ("identity", "weights", "empty")),
 }
 """Every method that makes one model, by the name that commands know it by."""
 
@@ -130,6 +137,11 @@ PERSONAL = {
 """Every method that makes a model for each client; `LAWS` are of one merged model."""
 
 
+WIDER = {"pfnm": Row("PFNM", pfnm, ())}
+"""Every method whose merged model is wider than the clients', so that rounds and `LAWS` of models
+of one shape have no meaning."""
+
+
 def options(name: str) -> dict[str, object]:
     """Give the keyword options of a method and their defaults, as the table's factory has them.
 
@@ -143,7 +155,7 @@ def options(name: str) -> dict[str, object]:
 
 
 def make(name: str, model: Model, **chosen: object) -> Algorithm:
-    """Make a method of either table, the same object for equal arguments.
+    """Make a method of any table, the same object for equal arguments.
 
     Some methods do without the model; what may be chosen are their `options`. FedPer has to be told
     its `head`.
@@ -162,6 +174,6 @@ def make(name: str, model: Model, **chosen: object) -> Algorithm:
 
 
 def _row(name: str) -> Row:
-    rows = TABLE | PERSONAL
+    rows = TABLE | PERSONAL | WIDER
     checks.one_of("algorithm", name, rows)
     return rows[name]

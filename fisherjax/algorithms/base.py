@@ -95,6 +95,7 @@ class Algorithm(NamedTuple):
         decode: (values of stacked updates, params) -> what `reduce` and `aggregate` take: undoes
             what a wrapper did to them on the clients, such as compression.
         draws: Whether `aggregate` draws noise that has to be secret: a merge then needs a key.
+        resizes: Whether the merged leaves may have other shapes, those of a wider network.
     """
 
     summarize: Callable[[Key, Trained, Examples, Any], tuple[dict[str, Any], Any]]
@@ -111,11 +112,21 @@ class Algorithm(NamedTuple):
     then: "Algorithm | None" = None
     decode: Callable[[dict[str, Any], Params], dict[str, Any]] = as_sent
     draws: bool = False
+    resizes: bool = False
 
 
 def check_algorithm(value: Any) -> None:
     """Refuse what is no `Algorithm`."""
     checks.instance("algorithm", value, Algorithm, "an Algorithm such as algorithms.fedavg()")
+
+
+def check_same_shapes(algorithm: Algorithm) -> None:
+    """Refuse a method whose merged model may be wider than what clients train."""
+    if algorithm.resizes:
+        raise ValueError(
+            "The merged model of this method may have other shapes, as that of pfnm is wider; "
+            "expected one whose merged model clients can go on from. Merge once, by merging.merge."
+        )
 
 
 class WeightedSum(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import checks
-from fisherjax.algorithms.base import Algorithm, check_algorithm
+from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.configuration import cached
 from fisherjax.local_update import select_leaves
 from fisherjax.typing import Array, Key, Model, Params
@@ -39,6 +39,7 @@ def with_server_optimizer(
 
     Raises:
         TypeError: If the optimiser is not one of optax.
+        ValueError: If the merged model may have other shapes.
 
     Example:
         >>> import fisherjax as fj
@@ -48,6 +49,7 @@ def with_server_optimizer(
         [0.5]
     """
     check_algorithm(algorithm)
+    check_same_shapes(algorithm)
     checks.optimizer("server_optimizer", optimizer)
 
     def init(params: Params, num_clients: int) -> ServerState:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, tree
-from fisherjax.algorithms.base import Algorithm, check_algorithm
+from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.configuration import cached
 from fisherjax.fisher import Dense, Kronecker
 from fisherjax.fisher.operators import Template
@@ -78,6 +78,7 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
         the start, as FedProx has, pull private leaves towards the client's own last ones.
     """
     check_algorithm(algorithm)
+    check_same_shapes(algorithm)
     checks.function("where", where, "lambda name: name.startswith('head')")
     if algorithm.then is not None:
         raise ValueError(

@@ -63,15 +63,7 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
     """
     if inputs.shape[0] == 1:
         return _first(trace(apply, params, jnp.concatenate([inputs, inputs])))
-    reading, names = _read(apply, params, inputs)
-    # Traced again, at the examples given, to be run.
-    network = inline.flat(apply, params, inputs)
-    if [equation.primitive.name for equation in network.equations] != names:
-        raise LayersNotFoundError(
-            f"The network does something else for {inputs.shape[0]} examples than for {MANY}. Let "
-            "apply treat every example alike, however many there are."
-        )
-    found, uncovered = grouped(reading, tree.names(params), jax.tree.leaves(params))
+    network, found, uncovered = network_of(apply, params, inputs)
     outputs, inputs_of, tangents_of = _tagged(network, found, jax.tree.leaves((params, inputs)))
     activations = tuple(_activations(part, network, inputs_of, outputs.shape[0]) for part in found)
 
@@ -80,6 +72,28 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         return tuple(_tangents(part, tangents, inputs_of) for part in found)
 
     return Trace(outputs, tuple(part.layer for part in found), activations, pullback, uncovered)
+
+
+def network_of(
+    apply: Apply, params: Params, inputs: Array
+) -> tuple[inline.Flat, list[Part], dict[str, str]]:
+    """Read a network at a minibatch, of which shapes suffice: equations, layers, what is none."""
+    reading, names = _read(apply, params, inputs)
+    # Traced again, at the examples given, to be run.
+    network = inline.flat(apply, params, inputs)
+    if [equation.primitive.name for equation in network.equations] != names:
+        raise LayersNotFoundError(
+            f"The network does something else for {inputs.shape[0]} examples than for {MANY}. Let "
+            "apply treat every example alike, however many there are."
+        )
+    return network, *grouped(reading, tree.names(params), jax.tree.leaves(params))
+
+
+def inputs_of_use(use: Use, equation: Any, value: Array) -> Array:
+    """Arrange what a product or convolution reads as [B, T, inputs in the leaf's order]."""
+    if use.form == uses.CONVOLUTION:
+        return _patches(use, equation, value)
+    return _arranged(value, use.input_axes)
 
 
 def output_layer(seen: Trace) -> int:
@@ -191,12 +205,8 @@ def _activations(part: Part, network: inline.Flat, read: dict[Place, Array], bat
     if layer.form == "table":
         rows = [_rows(use, layer, network, read, batch) for use in part.uses]
         return jnp.concatenate(rows, axis=1)
-    values = []
-    for use in part.uses:
-        if use.form == uses.CONVOLUTION:
-            values.append(_patches(use, network.equations[use.tangent[0]], read[use.inputs]))
-        else:
-            values.append(_arranged(read[use.inputs], use.input_axes))
+    equations = network.equations
+    values = [inputs_of_use(u, equations[u.tangent[0]], read[u.inputs]) for u in part.uses]
     inputs = jnp.concatenate(values, axis=1)
     if layer.bias is None:
         return inputs

@@ -50,7 +50,8 @@ def finished(
     state = algorithm.init(params, len(cohort)) if state is None else state
     key = jax.random.fold_in(key, clients.AGGREGATE)
     merged, state, info = algorithm.aggregate(key, received, params, state, cohort)
-    _check_shapes(merged, params)
+    if not algorithm.resizes:
+        _check_shapes(merged, params)
     # Sums and solutions are in at least float32: rounded to the model's dtype once, here.
     merged = jax.tree.map(lambda leaf, start: leaf.astype(jnp.result_type(start)), merged, params)
     _check_finite(merged, *(blame or ()))

@@ -6,6 +6,7 @@ examples, so that whatever averages leaves computes the statistics of the mixtur
 variances would lack the variance between clients.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -48,12 +49,19 @@ def init(module: flax.linen.Module, key: Key, inputs: Array) -> Params:
 
 
 @cached
-def apply_fn(module: flax.linen.Module, normalize: Callable[[Array], Array] | None = None) -> Apply:
+def apply_fn(
+    module: flax.linen.Module,
+    normalize: Callable[[Array], Array] | None = None,
+    *,
+    any_width: bool = False,
+) -> Apply:
     """Make the function `apply(params, inputs [B, ...]) -> outputs [B, ..., C]` of a flax module.
 
     What the module is made of can be hashed. `normalize` is applied to the inputs first, such as
     `datasets.normalizer(dataset)`, so that images stay uint8 in memory. BatchNorm uses the running
-    statistics. Equal arguments give the same function object, so that nothing compiles again.
+    statistics. With `any_width` dense and convolution layers are as wide as their leaves say, as
+    networks that `algorithms.pfnm` made need it; otherwise leaves of another shape are refused.
+    Equal arguments give the same function object, so that nothing compiles again.
 
     Example:
         >>> from fisherjax.networks import MLP
@@ -64,9 +72,24 @@ def apply_fn(module: flax.linen.Module, normalize: Callable[[Array], Array] | No
 
     def apply(params: Params, inputs: Array) -> Array:
         inputs = inputs if normalize is None else normalize(inputs)
-        return module.apply(_variables(params), _cast(inputs, params))
+        wide = flax.linen.intercept_methods(_as_wide_as_its_leaves)
+        with wide if any_width else contextlib.nullcontext():
+            return module.apply(_variables(params), _cast(inputs, params))
 
     return apply
+
+
+def _as_wide_as_its_leaves(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+    module = context.module
+    if (
+        isinstance(module, (flax.linen.Dense, flax.linen.Conv))
+        and context.method_name == "__call__"
+    ):
+        kernel = module.get_variable("params", "kernel")
+        if kernel is not None and kernel.shape[-1] != module.features:
+            # The module is this call's own: others have the width that they were made with.
+            object.__setattr__(module, "features", kernel.shape[-1])
+    return call(*args, **kwargs)
 
 
 @cached
@@ -98,6 +121,7 @@ def model(
     *,
     normalize: Callable[[Array], Array] | None = None,
     augment: Callable[[Key, Array], Array] | None = None,
+    any_width: bool = False,
 ) -> Model:
     """Make the `fisherjax.Model` of a flax module, which trains as its layers and images ask for.
 
@@ -112,6 +136,7 @@ def model(
         normalize: Applied to the inputs first, as in `apply_fn`.
         augment: `(key, inputs) -> inputs` in place of normalize while training, such as
             `datasets.crop_and_flip(normalize)`.
+        any_width: Whether it takes params of other widths, as in `apply_fn`.
 
     Returns:
         Equal models for equal arguments.
@@ -130,9 +155,11 @@ def model(
 
     Source: Ioffe and Szegedy, Batch normalization, ICML 2015, as flax has it.
     """
-    apply = apply_fn(module, normalize)
+    apply = apply_fn(module, normalize, any_width=any_width)
     if not _has_moments(params):
-        train = None if augment is None else augmented(apply_fn(module), augment)
+        train = (
+            None if augment is None else augmented(apply_fn(module, any_width=any_width), augment)
+        )
         return Model(apply, likelihood, train)
     if "train" not in inspect.signature(type(module).__call__).parameters:
         raise ValueError(

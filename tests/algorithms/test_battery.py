@@ -92,7 +92,9 @@ def prepared(world, name):
             main="params" if "params" in updates.values else "change",
             # Factors do not add up, but their sketches do.
             adds_up=name == "fedfisher_sketched"
-            or not isinstance(updates.values.get("fisher"), fj.fisher.Kronecker),
+            or not (
+                name == "otfusion" or isinstance(updates.values.get("fisher"), fj.fisher.Kronecker)
+            ),
         )
     return world.rows[name]
 
@@ -179,6 +181,8 @@ CHECKS = dict(identity=identity, order=order, weights=weights, empty=empty, shif
 
 @pytest.mark.parametrize("law", LAWS)
 def test_the_laws_of_a_row_hold_and_no_others(row, world, merge, law):
+    if row.name == "otfusion" and law not in TABLE[row.name].laws:
+        pytest.skip("units stay where they started, and then it is FedAvg: see test_otfusion")
     for left, right in CHECKS[law](row, world, merge):
         if law in TABLE[row.name].laws:
             assert_same(left, right, 1e-12 if law == "identity" else 1e-9)
