@@ -59,7 +59,7 @@ FISHER = [
 SHARED = [
     *("base", "checks", "heads", "private", "arrays", "values", "uploads", "packed", "parts"),
     *("fixed_point", "shares", "keys", "messages", "protocol", "quantized", "matrices", "stream"),
-    *("summaries", "merges", "repair", "two_layer", "signal_noise"),
+    *("summaries", "merges", "repair", "two_layer", "signal_noise", "destroyed"),
 ]
 
 LATER = {"networks"}  # imported when it is first used

@@ -1,0 +1,161 @@
+"""Images that no longer show what they did, for networks to learn what is unknown to them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax.fisher.operators import PRECISION
+from fisherjax.typing import Array, Key
+
+# Of an image's area, and height over width, as one stretches a part or erases it.
+_STRETCHED, _STRETCHED_SHAPE = (0.1, 0.33), (3 / 4, 4 / 3)
+_ERASED, _ERASED_SHAPE = (0.33, 0.5), (0.3, 3.3)
+_DEVIATIONS = (10.0, 100.0)
+_RADII, _ACROSS = 5, 3  # of the blur: 1 to 4 pixels one way, and 0 to 2 across
+_SMALLEST = 6
+
+
+def destroyed(key: Key, images: Array) -> Array:
+    """Destroy every image in one way, drawn for it alone.
+
+        x' = d(x),   P(d) = 1/7, 1/7, 1/7, 2/7, 2/7
+
+    for these: stretch a part of 10 to 33 % to the whole image; blur, much more one way than the
+    other; erase a rectangle of 33 to 50 %; copy a half over another part, or swap the halves;
+    rotate a block of the left half and the one beside it by 90, 180 or 270 degrees. Colours stay
+    within those of the image and zero, which is what is erased.
+
+    Args:
+        key: Of all draws.
+        images: Floats [B, H, W, channels] with H = W even, at least 6.
+
+    Returns:
+        Images of the same shape and dtype.
+
+    Raises:
+        ValueError: If the images have another shape.
+        TypeError: If they are not floats.
+
+    Example:
+        >>> jax.jit(destroyed)(jax.random.key(0), jnp.ones((5, 8, 8, 1))).shape
+        (5, 8, 8, 1)
+
+    Source: Diao, Li, He, Towards addressing label skews in one-shot federated learning, ICLR 2023,
+        and its code. Deviations: all pairs of places that are half a half apart are equally likely
+        for a copy; an erased rectangle is drawn among those that fit, not until one does.
+    """
+    _check(images)
+    return jax.vmap(_destroyed)(jax.random.split(key, images.shape[0]), images)
+
+
+def _check(images: Array) -> None:
+    shape = images.shape
+    if images.ndim != 4 or shape[1] != shape[2] or shape[1] % 2 or shape[1] < _SMALLEST:
+        raise ValueError(
+            f"images have shape {shape}; expected [B, H, W, channels] with H = W, even for their "
+            f"halves, at least {_SMALLEST}. Pad or resize them first."
+        )
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise TypeError(
+            f"images have dtype {images.dtype}; expected floats. Scale stored pixels first, by "
+            "datasets.normalizer(dataset) for instance."
+        )
+
+
+def _destroyed(key: Key, image: Array) -> Array:
+    which, how = jax.random.split(key)
+    # Under vmap all are computed: they cost less than a layer.
+    ways: list[Callable[[Key, Array], Array]] = [_stretched, _blurred, _erased]
+    ways += 2 * [_cut, _rotated]
+    return jax.lax.switch(jax.random.randint(which, (), 0, len(ways)), ways, how, image)
+
+
+def _stretched(key: Key, image: Array) -> Array:
+    (height, width), start = _rectangle(key, len(image), _STRETCHED, _STRETCHED_SHAPE)
+
+    def positions(length: Array, first: Array) -> Array:
+        # Middles of pixels in units of the part's; beyond its outermost ones nothing is read.
+        place = (jnp.arange(len(image)) + 0.5) * length / len(image) - 0.5
+        return first + jnp.clip(place, 0, length - 1)
+
+    def between(position: Array) -> Array:
+        away = jnp.abs(position[:, None] - jnp.arange(len(image)))
+        return jnp.maximum(1 - away, 0)
+
+    rows, columns = between(positions(height, start[0])), between(positions(width, start[1]))
+    return _resampled(image, rows, columns)
+
+
+def _blurred(key: Key, image: Array) -> Array:
+    one, other, turn, deviation = jax.random.split(key, 4)
+    radii = jnp.array(
+        [jax.random.randint(one, (), 1, _RADII), jax.random.randint(other, (), 0, _ACROSS)]
+    )
+    radii = jnp.where(jax.random.bernoulli(turn), radii[::-1], radii)
+    deviation = jax.random.uniform(deviation, (), minval=_DEVIATIONS[0], maxval=_DEVIATIONS[1])
+    last, steps = len(image) - 1, jnp.arange(1 - _RADII, _RADII)
+    # The image is mirrored at its outermost pixels.
+    places = last - jnp.abs(last - jnp.abs(jnp.arange(len(image))[:, None] + steps))
+    spread = jax.nn.one_hot(places, len(image))
+
+    def mixing(radius: Array) -> Array:
+        shares = jnp.exp(-0.5 * jnp.square(steps / deviation)) * (jnp.abs(steps) <= radius)
+        return jnp.einsum("t,itj->ij", shares / shares.sum(), spread, precision=PRECISION)
+
+    return _resampled(image, mixing(radii[0]), mixing(radii[1]))
+
+
+def _resampled(image: Array, rows: Array, columns: Array) -> Array:
+    """Mix the rows of an image by a matrix, and its columns by another."""
+    found = jnp.einsum("ih,hwc,jw->ijc", rows, image, columns, precision=PRECISION)
+    return found.astype(image.dtype)
+
+
+def _erased(key: Key, image: Array) -> Array:
+    sizes, starts = _rectangle(key, len(image), _ERASED, _ERASED_SHAPE)
+    place = jnp.arange(len(image))
+    inside = (place >= starts[:, None]) & (place < (starts + sizes)[:, None])
+    return jnp.where((inside[0][:, None] & inside[1])[..., None], 0, image)
+
+
+def _rectangle(
+    key: Key, side: int, areas: tuple[float, float], shapes: tuple[float, float]
+) -> tuple[Array, Array]:
+    """Draw the height and width of a rectangle in an image, and where it begins."""
+    area_key, shape_key, start_key = jax.random.split(key, 3)
+    area = jax.random.uniform(area_key, (), minval=areas[0], maxval=areas[1])
+    # No longer than the image.
+    low, high = jnp.maximum(shapes[0], area), jnp.minimum(shapes[1], 1 / area)
+    shape = jnp.exp(jax.random.uniform(shape_key, (), minval=jnp.log(low), maxval=jnp.log(high)))
+    sizes = jnp.round(side * jnp.sqrt(area * jnp.array([shape, 1 / shape]))).astype(int)
+    return sizes, jax.random.randint(start_key, (2,), 0, side - sizes + 1)
+
+
+def _cut(key: Key, image: Array) -> Array:
+    pair_key, swap_key, turn_key = jax.random.split(key, 3)
+    side, half = len(image), len(image) // 2
+    # Where a half is put, and where it is taken from.
+    pairs = jnp.array([(a, b) for a in range(half) for b in range(half) if 2 * abs(a - b) >= half])
+    to, source = pairs[jax.random.randint(pair_key, (), 0, len(pairs))]
+    own = jnp.arange(side)
+    copied = jnp.where((own >= to) & (own < to + half), own - to + source, own)
+    swapped = jax.random.bernoulli(swap_key, 1 / 3)
+    moved = jnp.where(swapped, (own + half) % side, copied)
+    of_rows = jax.random.bernoulli(turn_key)
+    rows, columns = jnp.where(of_rows, moved, own), jnp.where(of_rows, own, moved)
+    return image[rows[:, None], columns]
+
+
+def _rotated(key: Key, image: Array) -> Array:
+    top_key, turn_key = jax.random.split(key)
+    half = len(image) // 2
+    top = jax.random.randint(top_key, (), 0, half)
+    band = jax.lax.dynamic_slice_in_dim(image, top, half)
+    blocks = band[:, :half], band[:, half:]
+    turned = [
+        jnp.concatenate([jnp.rot90(block, turns) for block in blocks], axis=1)
+        for turns in (1, 2, 3)
+    ]
+    band = jnp.stack(turned)[jax.random.randint(turn_key, (), 0, len(turned))]
+    return jax.lax.dynamic_update_slice_in_dim(image, band, top, axis=0)

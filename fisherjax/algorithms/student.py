@@ -1,0 +1,122 @@
+"""One model of several: a student that learns, without labels, what they say together."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fisherjax import checks, clients, likelihoods, training
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+
+_ADAM = optax.adam(1e-3)
+
+
+class Taught(NamedTuple):
+    """How well the student learnt.
+
+    Attributes:
+        before: Mean KL(vote || student) over the inputs, in nats, at the start.
+        after: The same of the model made.
+    """
+
+    before: Array
+    after: Array
+
+
+def distilled(
+    voters: Model,
+    stacked: Params,
+    student: Model,
+    start: Params,
+    inputs: Array,
+    *,
+    key: Key,
+    epochs: int = 100,
+    optimizer: optax.GradientTransformation = _ADAM,
+    batch_size: int = 64,
+) -> tuple[Params, Taught]:
+    """Make one model of those that vote, by what they say of inputs without labels.
+
+        minimise over W   mean_n KL(v(. | x_n) || p(. | x_n, W)),
+
+    with v the vote, scaled to sum one over the C classes, by minibatches in a fresh order in every
+    epoch, all in one compiled loop.
+
+    Args:
+        voters: The vote, such as `fedov.voting(model)`; its outputs [N, C] are taken for logits.
+        stacked: Its params, leaves [V, ...].
+        student: Any network with C outputs, without unknown; it trains by its `apply_train` if it
+            has one.
+        start: Its initial params.
+        inputs: [N, ...] as both networks take them. Whoever measures the student on some of them
+            has trained on them: the paper takes the first half of the test images, without
+            labels, and reports on the second.
+        key: Of the order.
+        epochs: Passes over the inputs.
+        optimizer: Any of optax; the paper's is Adam with step 0.001.
+        batch_size: Inputs of a minibatch.
+
+    Returns:
+        The student's params and `Taught`.
+
+    Raises:
+        ValueError: If the student has other outputs than the vote, there are no inputs, or a number
+            is out of range.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> student = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
+        >>> voters = student._replace(apply=lambda stacked, x: x @ stacked.mean(0))
+        >>> stacked, inputs = jnp.array([[[3.0, 1.0]], [[2.0, 0.0]]]), jnp.ones((5, 1))
+        >>> start, key = jnp.zeros((1, 2)), jax.random.key(0)
+        >>> params, info = distilled(voters, stacked, student, start, inputs, key=key, epochs=9)
+        >>> bool(info.after < info.before)
+        True
+
+    Source: the paper above, the variant of the same model size as FedAvg's.
+    """
+    checks.model(voters)
+    checks.model(student)
+    inputs = jnp.asarray(inputs)
+    checks.examples(Examples(inputs))
+    length = min(checks.count("batch_size", batch_size), len(inputs))
+    vote, own = checks.outputs(voters, stacked, inputs), checks.outputs(student, start, inputs)
+    if vote.shape != own.shape:
+        raise ValueError(
+            f"The student's outputs have shape {own.shape}; expected {vote.shape}, those of the "
+            "vote: one for each class, and none for unknown."
+        )
+    target = jax.nn.softmax(_over_inputs(voters.apply, length, stacked, inputs))
+    federation = clients.federation((inputs, target), [np.arange(len(inputs))])
+    model = student._replace(likelihood=_SOFT)
+    how = {"key": key, "optimizer": optimizer, "epochs": epochs, "batch_size": length}
+    trained = training.train(model, start, federation, **how)
+    params = jax.tree.map(lambda leaf: leaf[0], trained.params)
+    losses = [
+        _divergence(_over_inputs(student.apply, length, w, inputs), target).mean()
+        for w in (start, params)
+    ]
+    return params, Taught(*losses)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _over_inputs(apply: Apply, length: int, params: Params, inputs: Array) -> Array:
+    """Run a network over all inputs, so many at a time: [N, ...] to [N, C]."""
+    rows = jnp.pad(jnp.arange(len(inputs)), (0, -len(inputs) % length)).reshape(-1, length)
+    outputs = jax.lax.map(lambda own: apply(params, inputs[own]), rows)
+    return outputs.reshape(-1, outputs.shape[-1])[: len(inputs)]
+
+
+def _divergence(z: Array, target: Array) -> Array:
+    return optax.losses.kl_divergence(jax.nn.log_softmax(z), target)
+
+
+def _accept(shape: tuple[int, ...], y: Array) -> None:
+    del shape, y  # made here, and of one shape
+
+
+# Of targets that are probabilities [B, C].
+_SOFT = likelihoods.categorical._replace(negative_log_likelihood=_divergence, check=_accept)
