@@ -38,6 +38,7 @@ ORDER = [
     "fisher",
     "quadratic",
     "solvers",
+    "distillation",
     "algorithms",
     "compression",
     "updates",

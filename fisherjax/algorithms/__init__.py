@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from fisherjax import checks, fisher
 from fisherjax.algorithms.analytic_head import analytic_head
-from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.algorithms.base import Algorithm, Stages, Update, in_stages
 from fisherjax.algorithms.ccvr import ccvr
+from fisherjax.algorithms.dense import dense
 from fisherjax.algorithms.fedavg import fedavg
 from fisherjax.algorithms.fedbn import fedbn, is_normalization
 from fisherjax.algorithms.fedfish import fedfish
@@ -32,18 +33,24 @@ from fisherjax.algorithms.sequential import fedfisher_sequential
 from fisherjax.algorithms.single_set import single_set
 from fisherjax.algorithms.sketched import fedfisher_sketched
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
+from fisherjax.distillation import FEDLPA_DISTILLATION, Distillation
 from fisherjax.typing import Model
 
 __all__ = [
+    "DISTILLED",
+    "FEDLPA_DISTILLATION",
     "LAWS",
     "PERSONAL",
     "TABLE",
     "WIDER",
     "Algorithm",
+    "Distillation",
     "Row",
+    "Stages",
     "Update",
     "analytic_head",
     "ccvr",
+    "dense",
     "expectation_approximation",
     "fedavg",
     "fedbn",
@@ -56,6 +63,7 @@ __all__ = [
     "fedper",
     "fedprox",
     "fisher_merge",
+    "in_stages",
     "is_normalization",
     "keep_private",
     "make",
@@ -142,6 +150,10 @@ WIDER = {"pfnm": Row("PFNM", pfnm, ())}
 of one shape have no meaning."""
 
 
+DISTILLED = {"dense": Row("DENSE", dense, ())}
+"""Every method that trains on the server, which obeys no law of one solve."""
+
+
 def options(name: str) -> dict[str, object]:
     """Give the keyword options of a method and their defaults, as the table's factory has them.
 
@@ -158,7 +170,7 @@ def make(name: str, model: Model, **chosen: object) -> Algorithm:
     """Make a method of any table, the same object for equal arguments.
 
     Some methods do without the model; what may be chosen are their `options`. FedPer has to be told
-    its `head`.
+    its `head`, and DENSE the `shape` of images.
 
     Raises:
         ValueError: If the name is unknown; the message names the nearest.
@@ -174,6 +186,6 @@ def make(name: str, model: Model, **chosen: object) -> Algorithm:
 
 
 def _row(name: str) -> Row:
-    rows = TABLE | PERSONAL | WIDER
+    rows = TABLE | PERSONAL | WIDER | DISTILLED
     checks.one_of("algorithm", name, rows)
     return rows[name]

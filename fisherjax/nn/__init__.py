@@ -9,6 +9,16 @@ Images are [B, H, W, C]; kernels are [kh, kw, cin, cout].
 """
 
 from fisherjax.nn.convolution import conv_general_dilated, observe_convolutions, patches
+from fisherjax.nn.generator import Generator, doubled_convolution, generate, init_generator
 from fisherjax.nn.pooling import max_pool
 
-__all__ = ["conv_general_dilated", "max_pool", "observe_convolutions", "patches"]
+__all__ = [
+    "Generator",
+    "conv_general_dilated",
+    "doubled_convolution",
+    "generate",
+    "init_generator",
+    "max_pool",
+    "observe_convolutions",
+    "patches",
+]

@@ -1,0 +1,168 @@
+"""DENSE: the server draws images that the clients know, and distils all of them into one model.
+
+Zhang, Chen, Li, Lyu, Wu, Ding, Shen, Zhang, DENSE: data-free one-shot federated learning, NeurIPS
+2022, algorithm 1, as the papers of FedFisher and FedLPA compare themselves with it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import checks, distillation, likelihoods, tree
+from fisherjax.algorithms.base import Algorithm, Stages, averaging, check_algorithm
+from fisherjax.configuration import cached
+from fisherjax.distillation import Distillation, Distilling, Fixed
+from fisherjax.solvers.base import as_partial
+from fisherjax.typing import Array, Key, Model, Params
+
+
+class Distilled(NamedTuple):
+    """What DENSE reports: the images [n, H, W, C], bytes, losses [epochs] and the best score."""
+
+    images: Array
+    synthesis: Array
+    distillation: Array
+    score: Array
+
+
+@cached
+def dense(
+    model: Model,
+    *,
+    shape: tuple[int, int, int],
+    start: Algorithm | None = None,
+    epochs: int = 20,
+    how: Distillation = Distillation(),  # noqa: B008  immutable
+    normalize: Callable[[Array], Array] | None = None,
+    crop: bool = False,
+    score: Callable[[Params], Array] | None = None,
+) -> Algorithm:
+    """Make DENSE, which distils the clients into a merged model by images that the server draws.
+
+        t(x) = sum_i p_i z_i(x),   s(x) = z(x, W),
+        G, v <- argmin CE(t(x), y) - a mean_n [argmax t != argmax s] KL(t || s),   x = G(v),
+        W <- argmin T^2 KL(t / T || s / T) over all images until now,   T = 20,
+
+    in turn, with a fresh generator G in every epoch and labels y drawn alike. The server needs the
+    models alone; each epoch adds images to those that the student learns from, mirrored at random.
+
+    Args:
+        model: The network of clients and student, with the categorical likelihood.
+        shape: Of an image, (H, W, C); H and W are multiples of four.
+        start: What the student begins from: any method whose clients send their params, such as
+            `fedfisher(model)`. None is their weighted mean, or with `how.fresh` what they began
+            from.
+        epochs: Of drawing images and of learning from them.
+        how: The constants, `Distillation()` or `FEDLPA_DISTILLATION`.
+        normalize: What the network takes in place of images from 0 to 1; None is the images
+            themselves, as in both papers' code.
+        crop: Whether the student learns from images that are cropped as well, as for CIFAR-10.
+        score: Params -> scalar, higher is better, such as the accuracy on validation data. The best
+            student of all epochs is the answer, the first of equals; without it the last.
+
+    Returns:
+        The algorithm, with `stages`: see `base.in_stages`. Updates are those of `start`; it
+        reports `Distilled`.
+
+    Raises:
+        ValueError: If an argument is out of range, the likelihood is another, or updates hold no
+            params; on merge, if the network has running statistics.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> model = fj.Model(lambda w, x: x.reshape(len(x), -1) @ w, fj.likelihoods.categorical)
+        >>> images = jnp.concatenate([jnp.zeros((2, 4, 4, 1)), jnp.ones((2, 4, 4, 1))])
+        >>> federation = fj.clients.federation((images, jnp.array([0, 0, 1, 1])), [[0, 2], [1, 3]])
+        >>> few = fj.algorithms.Distillation(images=8, steps=2, batch_size=4)
+        >>> method = dense(model, shape=(4, 4, 1), epochs=2, how=few)
+        >>> models = [jnp.zeros((16, 2)), jnp.ones((16, 2))]
+        >>> sent = fj.merging.summarize(method, models, federation, key=jax.random.key(0))
+        >>> merged, _, info = fj.merging.merge(method, models[0], sent)
+        >>> merged.shape, info.images.shape
+        ((16, 2), (16, 4, 4, 1))
+
+    Source: the paper above; constants from the experiments of Jhunjhunwala, Wang, Joshi, FedFisher,
+        AISTATS 2024, and Liu et al., FedLPA, NeurIPS 2024. Both choose among epochs, the first by
+        validation data, the second by test data: `score`. Deviations: no loss of BatchNorm's
+        statistics, so that such networks are refused; "fresh" is what the clients began from, not
+        another draw; the convolutions of the generator are computed on small images, see `nn`.
+    """
+    merge = averaging() if start is None else start
+    _check(model, shape, merge, how)
+    checks.count("epochs", epochs)
+    for name, function in (("normalize", normalize), ("score", score)):
+        if function is not None:
+            checks.function(name, function, "a function of one argument")
+    checks.instance("crop", crop, bool, "True or False")
+    # As a pytree: its arrays are arguments of the compiled epoch, not constants in it.
+    evaluate = None if score is None else as_partial(score)
+    fixed = Fixed(model, shape, how, normalize or _as_it_is, crop)
+
+    def begin(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> Distilling:
+        values, weights = received
+        _check_sent(values, params)
+        if how.fresh and start is None:
+            student = params
+        else:
+            sums = received if merge.reduce is None else merge.reduce(values, weights)
+            student, _, _ = merge.aggregate(key, sums, params, state, cohort)
+        student = jax.tree.map(lambda x, w: jnp.asarray(x, jnp.result_type(w)), student, params)
+        return distillation.begin(how, key, student, epochs, shape)
+
+    def advance(received: Any, work: Distilling) -> Distilling:
+        values, weights = received
+        return distillation.epoch(fixed, evaluate, values["params"], weights, work)
+
+    def finish(work: Distilling, state: Any) -> tuple[Params, Any, Distilled]:
+        params = work.student if score is None else work.best
+        return params, state, Distilled(work.images, *work.losses.T, work.score)
+
+    stages = Stages(epochs, begin, advance, finish)
+    return merge._replace(aggregate=stages.aggregate, stages=stages, reduce=None, model=model)
+
+
+def _as_it_is(images: Array) -> Array:
+    return images
+
+
+def _check(model: Model, shape: Any, start: Algorithm, how: Distillation) -> None:
+    checks.model(model)
+    if not likelihoods.is_categorical(model.likelihood):
+        raise ValueError("DENSE draws labels: the model's likelihood must be the categorical one.")
+    whole = isinstance(shape, tuple) and all(isinstance(x, int) and x > 0 for x in shape)
+    if not (whole and len(shape) == 3 and shape[0] % 4 == shape[1] % 4 == 0):
+        raise ValueError(
+            f"shape is {shape}; expected that of an image, (height, width, channels), such as "
+            "(28, 28, 1), with height and width multiples of four: the generator doubles twice."
+        )
+    check_algorithm(start)
+    if start.personal or start.then is not None or start.stages is not None:
+        raise ValueError(
+            "DENSE begins from one merged model of one exchange; expected a start such as fedavg() "
+            "or fedfisher(model)."
+        )
+    checks.instance("how", how, Distillation, "Distillation() or FEDLPA_DISTILLATION")
+    for name in ("batch_size", "images", "steps"):
+        checks.count(f"how.{name}", getattr(how, name))
+    if how.images % how.batch_size:
+        raise ValueError(
+            f"how.batch_size is {how.batch_size}; expected a divisor of the {how.images} images "
+            "of an epoch, such as 64."
+        )
+    checks.number("how.adversarial", how.adversarial)
+    checks.positive("how.learning_rate", how.learning_rate)
+
+
+def _check_sent(values: dict[str, Any], params: Params) -> None:
+    if "params" not in values:
+        raise ValueError(
+            f"Clients sent {sorted(values)}; DENSE needs their params, which a start such as "
+            "fedavg() or fedfisher(model) lets them send."
+        )
+    if any(name.startswith("moments/") for name in tree.names(params)):
+        raise ValueError(
+            "This network has running statistics of BatchNorm, whose loss this DENSE does not "
+            "have; expected one without, such as networks.LeNet()."
+        )

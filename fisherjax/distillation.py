@@ -1,0 +1,226 @@
+"""Distillation without data: images that a teacher knows, and a student that learns from them.
+
+An epoch draws images by a generator that is trained afresh, and teaches the student all images
+until then. `algorithms.dense` plays as many as it is told.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fisherjax import checks, nn, tree
+from fisherjax.datasets import crop_and_flip
+from fisherjax.local_update import select_leaves
+from fisherjax.typing import Array, Key, Model, Params
+
+_NOISE = 256
+_WHITE = 255  # images are kept as bytes
+_TEMPERATURE = 20
+_BORDER = 4  # pixels that a crop moves by
+
+
+class Distillation(NamedTuple):
+    """How DENSE draws and learns; as it stands as in FedFisher's experiments.
+
+    Attributes:
+        weighted: Whether the teacher is the mean of the clients' outputs by their weights.
+        fresh: Whether the student begins from the model that the clients began from.
+        adversarial: Weight of images on which teacher and student differ.
+        learning_rate: Of the student.
+        batch_size: Images of its minibatches; divides `images`.
+        images: How many are drawn an epoch.
+        steps: Of the generator, in every epoch.
+    """
+
+    weighted: bool = True
+    fresh: bool = False
+    adversarial: float = 0.5
+    learning_rate: float = 0.01
+    batch_size: int = 256
+    images: int = 256
+    steps: int = 30
+
+
+FEDLPA_DISTILLATION = Distillation(
+    weighted=False, fresh=True, adversarial=1.0, learning_rate=0.005, batch_size=64
+)
+"""As in FedLPA's experiments, where it takes 200 epochs."""
+
+
+class Distilling(NamedTuple):
+    """The work until now: the student, what it learns from, and how it went.
+
+    Attributes:
+        key: What the epochs' keys are folded from.
+        epoch: How many are done.
+        student: Its params.
+        optimizer: The state of its optimiser.
+        images: [epochs * images, H, W, C], bytes; those of epochs to come are zero.
+        best: The params of the best score, or where there is none of the first epoch.
+        score: The best score.
+        losses: [epochs, 2], of the images that were kept and of the student on all until then.
+    """
+
+    key: Key
+    epoch: Array
+    student: Params
+    optimizer: Any
+    images: Array
+    best: Params
+    score: Array
+    losses: Array
+
+
+class Fixed(NamedTuple):
+    """What an epoch is compiled for, as in `algorithms.dense`."""
+
+    model: Model
+    shape: tuple[int, int, int]
+    how: Distillation
+    normalize: Callable[[Array], Array]
+    crop: bool
+
+
+def begin(how: Distillation, key: Key, student: Params, epochs: int, shape: tuple) -> Distilling:
+    """Give the work before the first epoch."""
+    return Distilling(
+        key=key,
+        epoch=jnp.zeros((), jnp.int32),
+        student=student,
+        optimizer=_optimizer(how).init(student),
+        images=jnp.zeros((epochs * how.images, *shape), jnp.uint8),
+        best=student,
+        score=jnp.full((), -jnp.inf, jnp.float32),
+        losses=jnp.zeros((epochs, 2), jnp.float32),
+    )
+
+
+def _optimizer(how: Distillation) -> optax.GradientTransformation:
+    return optax.sgd(how.learning_rate, momentum=0.9)
+
+
+def epoch(
+    fixed: Fixed, evaluate: Callable | None, stacked: Params, weights: Array, work: Distilling
+) -> Distilling:
+    """Draw images, and teach the student all images until then."""
+    how, present = fixed.how, weights > 0
+    votes = weights if how.weighted else present / present.sum()
+    # What does not change shapes is no constant of the program: other numbers need no other one.
+    plain = Distillation(batch_size=how.batch_size, images=how.images, steps=how.steps)
+    rates = jnp.asarray(how.adversarial, float), jnp.asarray(how.learning_rate, float)
+    return _epoch(fixed._replace(how=plain), evaluate, stacked, votes, rates, work)
+
+
+@partial(jax.jit, static_argnums=0)
+def _epoch(
+    fixed: Fixed,
+    evaluate: Callable | None,
+    stacked: Params,
+    votes: Array,
+    rates: tuple[Array, Array],
+    work: Distilling,
+) -> Distilling:
+    how = fixed.how._replace(adversarial=rates[0], learning_rate=rates[1])
+    fixed, number = fixed._replace(how=how), work.epoch
+    synthesis_key, student_key = jax.random.split(jax.random.fold_in(work.key, number))
+    # Who has no weight is not asked, however large it is.
+    stacked = tree.keep(votes > 0, stacked)
+
+    def teacher(x: Array) -> Array:
+        outputs = jax.vmap(fixed.model.apply, (0, None))(stacked, x)
+        return jnp.tensordot(votes.astype(outputs.dtype), outputs, 1)
+
+    images, kept = _synthesized(fixed, synthesis_key, teacher, work.student)
+    images = jax.lax.dynamic_update_slice_in_dim(work.images, images, number * how.images, 0)
+    work = work._replace(images=images, epoch=number + 1)
+    student, optimizer, loss = _distilled(fixed, student_key, teacher, work)
+    value = jnp.zeros((), work.score.dtype)
+    if evaluate is not None:
+        value = jnp.asarray(evaluate(student), work.score.dtype)
+    # Strictly, so that the first of equal scores stays; NaN is passed over.
+    better = value > work.score
+    return work._replace(
+        student=student,
+        optimizer=optimizer,
+        best=jax.tree.map(lambda new, old: jnp.where(better, new, old), student, work.best),
+        score=jnp.where(better, value, work.score),
+        losses=work.losses.at[number].set(jnp.stack([kept, loss]).astype(work.losses.dtype)),
+    )
+
+
+def _synthesized(
+    fixed: Fixed, key: Key, teacher: Callable[[Array], Array], student: Params
+) -> tuple[Array, Array]:
+    """Train a fresh generator and its noise; give the best images, as bytes, and their loss."""
+    how, optimizer = fixed.how, optax.adam(1e-3, b1=0.5, b2=0.999)
+    noise_key, label_key, generator_key, view_key = jax.random.split(key, 4)
+    noise = jax.random.normal(noise_key, (how.images, _NOISE))
+    view = crop_and_flip(fixed.normalize, padding=_BORDER)
+    classes = jax.eval_shape(teacher, jnp.zeros((1, *fixed.shape))).shape[-1]
+    labels = jnp.sort(jax.random.randint(label_key, (how.images,), 0, classes))
+
+    def loss(made: tuple[nn.Generator, Array], key: Key) -> tuple[Array, Array]:
+        images = nn.generate(*made, fixed.shape)
+        x = view(key, images)
+        t, s = teacher(x), fixed.model.apply(student, x)
+        known = optax.softmax_cross_entropy_with_integer_labels(t, labels).mean()
+        differ = t.argmax(1) != s.argmax(1)
+        return known - how.adversarial * (differ * _divergence(t, s)).mean(), images
+
+    def step(number: Array, carry: tuple) -> tuple:
+        made, state, best, lowest = carry
+        of = jax.value_and_grad(loss, has_aux=True)
+        (value, images), gradient = of(made, jax.random.fold_in(view_key, number))
+        updates, state = optimizer.update(gradient, state)
+        better = value < lowest
+        best = jnp.where(better, jnp.round(images * _WHITE).astype(jnp.uint8), best)
+        return optax.apply_updates(made, updates), state, best, jnp.where(better, value, lowest)
+
+    made = nn.init_generator(generator_key, _NOISE, fixed.shape), noise
+    best = jnp.zeros((how.images, *fixed.shape), jnp.uint8)
+    carry = made, optimizer.init(made), best, jnp.full((), math.inf, jnp.result_type(float))
+    *_, best, lowest = jax.lax.fori_loop(0, how.steps, step, carry)
+    return best, lowest
+
+
+def _distilled(
+    fixed: Fixed, key: Key, teacher: Callable[[Array], Array], work: Distilling
+) -> tuple[Params, Any, Array]:
+    """Teach the student for one pass over all images; give it, its optimiser and the mean loss."""
+    how, optimizer = fixed.how, _optimizer(fixed.how)
+    mask = checks.mask(fixed.model, work.student)
+    view = crop_and_flip(fixed.normalize, padding=_BORDER if fixed.crop else 0)
+    order_key, view_key = jax.random.split(key)
+    # Those to come are last in the order, and no step comes to them.
+    drawn = jnp.arange(len(work.images)) < work.epoch * how.images
+    order = jnp.argsort(jnp.where(drawn, jax.random.uniform(order_key, drawn.shape), jnp.inf))
+
+    def loss(student: Params, x: Array, t: Array) -> Array:
+        s = fixed.model.apply(student, x)
+        return _TEMPERATURE**2 * _divergence(t / _TEMPERATURE, s / _TEMPERATURE).mean()
+
+    def step(number: Array, carry: tuple) -> tuple:
+        student, state, total = carry
+        rows = jax.lax.dynamic_slice_in_dim(order, number * how.batch_size, how.batch_size)
+        images = work.images[rows].astype(jnp.result_type(float)) / _WHITE
+        x = view(jax.random.fold_in(view_key, number), images)
+        value, gradient = jax.value_and_grad(loss)(student, x, teacher(x))
+        gradient = select_leaves(mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
+        updates, state = optimizer.update(gradient, state, student)
+        return optax.apply_updates(student, updates), state, total + value
+
+    steps = work.epoch * how.images // how.batch_size
+    carry = work.student, work.optimizer, jnp.zeros((), jnp.result_type(float))
+    student, state, total = jax.lax.fori_loop(0, steps, step, carry)
+    return student, state, total / steps
+
+
+def _divergence(t: Array, s: Array) -> Array:
+    """KL(softmax t || softmax s) of every row, in nats."""
+    logs = jax.nn.log_softmax(t)
+    return (jnp.exp(logs) * (logs - jax.nn.log_softmax(s))).sum(-1)

@@ -1,0 +1,209 @@
+"""DENSE: a student learns what a teacher says of images that the server draws."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fisherjax as fj
+from fisherjax import distillation
+from fisherjax.algorithms import FEDLPA_DISTILLATION, Distillation, dense, fedavg, in_stages
+from fisherjax.merging import merge, summarize
+
+SHAPE, FEW = (8, 8, 1), Distillation(images=32, batch_size=16, steps=3)
+MODULE = fj.networks.MLP(features=(16,))
+MODEL = fj.Model(fj.networks.apply_fn(MODULE), fj.likelihoods.categorical)
+KEY = jax.random.key(1)
+
+
+def method(epochs=2, model=MODEL, **options):
+    return dense(model, shape=SHAPE, epochs=epochs, **{"how": FEW} | options)
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Two clients of five digits each, trained from one start: what they sent, weights, start."""
+    train, _ = fj.datasets.load("digits")
+    inputs = train.inputs.astype("float32") / 16
+    rows = [np.flatnonzero(train.targets < 5), np.flatnonzero(train.targets >= 5)]
+    federation = fj.clients.federation((inputs, train.targets), rows)
+    start = fj.networks.init(MODULE, jax.random.key(0), inputs)
+    how = {"optimizer": optax.sgd(0.1, 0.9), "epochs": 3, "batch_size": 64}
+    trained = fj.training.train(MODEL, start, federation, key=KEY, **how)
+    return summarize(method(), trained, federation, key=KEY), federation.weights, start
+
+
+def run(algorithm, world, **changes):
+    sent, weights, start = world
+    return merge(algorithm, start, sent, changes.pop("weights", weights), key=KEY, **changes)
+
+
+def same(one, other, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), one, other)
+
+
+def leaves_equal(one, other):
+    return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def test_equal_clients_get_their_model_back(world):
+    sent, weights, start = world
+    equal = jax.tree.map(lambda x: jnp.stack([x[0], x[0]]), sent)
+    merged, _, info = merge(method(), start, equal, weights, key=KEY)
+    same(merged, jax.tree.map(lambda x: x[0], sent.values["params"]), atol=1e-5)
+    np.testing.assert_allclose(info.distillation, 0, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [Distillation(), FEDLPA_DISTILLATION])
+def test_the_student_learns_and_the_generator_finds_what_the_teacher_knows(world, settings):
+    settings = settings._replace(images=64, batch_size=16, steps=10)
+    *_, info = run(method(8, how=settings), world)
+    assert info.distillation[-1] < 0.7 * info.distillation[0]
+    *_, idle = run(method(1, how=settings._replace(steps=1)), world)
+    assert info.synthesis[0] < idle.synthesis[0] - 0.05
+    assert info.images.dtype == jnp.uint8
+    assert len(np.unique(np.asarray(info.images).reshape(len(info.images), -1), axis=0)) > 500
+
+
+def test_without_steps_that_count_the_student_is_what_it_began_from(world):
+    still = FEW._replace(learning_rate=1e-20)
+    sent, _, start = world
+    kfac = fj.algorithms.fedfisher(MODEL, fisher=fj.fisher.diagonal)
+    same(run(method(how=still), world)[0], run(fedavg(), world)[0], rtol=1e-5)
+    same(run(method(how=still._replace(fresh=True)), world)[0], start, rtol=1e-5)
+    ones = jax.tree.map(jnp.ones_like, sent.values["params"])
+    curved = fj.algorithms.Update(sent.values | {"fisher": fj.fisher.Diagonal(ones)}, kfac.kind)
+    own = curved, *world[1:]
+    for fresh in (False, True):  # a start that is named is where it begins
+        algorithm = method(how=still._replace(fresh=fresh), start=kfac)
+        same(run(algorithm, own)[0], run(kfac, own)[0], rtol=1e-5)
+
+
+def test_who_has_no_weight_has_no_influence(world):
+    sent, _, start = world
+    for weighted in (True, False):
+        algorithm = method(how=FEW._replace(weighted=weighted))
+        huge = jax.tree.map(lambda x: x.at[1].multiply(1e20), sent)
+        one, _, _ = merge(algorithm, start, huge, [1.0, 0.0], key=KEY)
+        alone = jax.tree.map(lambda x: x[:1], sent)
+        same(one, merge(algorithm, start, alone, key=KEY)[0], atol=1e-5)
+
+
+def test_the_teacher_is_weighted_or_plain(world):
+    plain = method(how=FEW._replace(weighted=False, fresh=True))
+    shifted = run(plain, world, weights=[3.0, 1.0])[0]
+    same(shifted, run(plain, world)[0], atol=1e-6)
+    weighted = method(how=FEW._replace(fresh=True))
+    assert not leaves_equal(run(weighted, world, weights=[3.0, 1.0])[0], shifted)
+    same(run(weighted, world, weights=[1.0, 1.0])[0], shifted, atol=1e-5)
+
+
+def test_killed_and_resumed_it_ends_equal_in_every_bit(world):
+    algorithm, kept = method(3), {}
+
+    def stop(done, work):
+        kept["last"] = done, jax.tree.map(jnp.copy, work)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(in_stages(algorithm, stop), world)
+    went_on = []
+    resumed = in_stages(algorithm, lambda done, _: went_on.append(done), lambda _: kept["last"])
+    whole = run(in_stages(algorithm, lambda *_: None), world)
+    assert leaves_equal(run(resumed, world), whole)
+    assert went_on == [3]
+    # One loop of all stages is the same to rounding.
+    same(run(algorithm, world)[0], whole[0], atol=1e-4)
+
+
+def test_seeds_run_side_by_side(world):
+    sent, weights, start = world
+    algorithm, cohort = method(), jnp.arange(2)
+
+    def one(key):
+        return algorithm.aggregate(key, (sent.values, weights), start, (), cohort)[0]
+
+    keys = jax.random.split(KEY, 2)
+    together = jax.jit(jax.vmap(one))(keys)
+    for place, key in enumerate(keys):
+        same(jax.tree.map(lambda x, at=place: x[at], together), one(key), atol=1e-4)
+    assert not leaves_equal(*(jax.tree.map(lambda x, at=i: x[at], together) for i in range(2)))
+
+
+def test_a_score_chooses_the_first_of_the_best(world):
+    students = []
+    run(in_stages(method(4), lambda _, work: students.append(work.student)), world)
+    best = students[1]
+
+    def nearness(params):  # the second epoch's student has the highest score
+        return -optax.global_norm(jax.tree.map(jnp.subtract, params, best))
+
+    merged, _, info = run(in_stages(method(4, score=nearness), lambda *_: None), world)
+    assert leaves_equal(merged, best)
+    assert info.score == 0
+    constant = in_stages(method(4, score=lambda _: jnp.ones(())), lambda *_: None)
+    assert leaves_equal(run(constant, world)[0], students[0])
+    blind = in_stages(method(4, score=lambda _: jnp.nan * jnp.ones(())), lambda *_: None)
+    assert leaves_equal(run(blind, world)[0], run(fedavg(), world)[0])
+
+
+def test_leaves_that_are_not_trained_stay(world):
+    sent, weights, start = world
+    masked = MODEL._replace(mask=(True, False))
+    merged, _, _ = merge(method(model=masked), start, sent, weights, key=KEY)
+    mean = run(fedavg(), world)[0]
+    assert leaves_equal(merged["dense2"], mean["dense2"])
+    assert not leaves_equal(merged["dense1"], mean["dense1"])
+
+
+def test_another_merge_compiles_nothing(world):
+    algorithm = method(2)
+    run(in_stages(algorithm, lambda *_: None), world)
+    before = distillation._epoch._cache_size()
+    run(in_stages(dense(MODEL, shape=SHAPE, epochs=2, how=FEW), lambda *_: None), world)
+    assert distillation._epoch._cache_size() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shape": (8, 8)}, r"shape is \(8, 8\); expected that of an image"),
+        ({"shape": (10, 8, 1)}, "multiples of four"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"how": FEW._replace(batch_size=5)}, "a divisor of the 32 images"),
+        ({"how": FEW._replace(steps=0)}, "how.steps is 0"),
+        ({"how": FEW._replace(learning_rate=0)}, "how.learning_rate is 0"),
+        ({"how": FEW._replace(adversarial=-1)}, "how.adversarial is -1"),
+        ({"start": fj.algorithms.weighted_fedavg(MODEL)}, "one merged model of one exchange"),
+        ({"start": method()}, "one merged model of one exchange"),
+        ({"model": MODEL._replace(likelihood=fj.likelihoods.gaussian)}, "categorical"),
+    ],
+)
+def test_bad_options_are_refused(options, said):
+    given = {"model": MODEL, "shape": SHAPE, "epochs": 2, "how": FEW} | options
+    with pytest.raises(ValueError, match=said):
+        dense(given.pop("model"), **given)
+
+
+@pytest.mark.parametrize(
+    "options", [{"how": None}, {"crop": 1}, {"score": 3}, {"normalize": "no"}, {"start": dense}]
+)
+def test_options_of_another_kind_are_refused(options):
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        method(**options)
+
+
+def test_updates_without_models_and_running_statistics_are_refused(world):
+    sent, weights, start = world
+    nova = method(start=fj.algorithms.fednova())
+    steps = fj.algorithms.Update({"direction": sent.values["params"]}, nova.kind)
+    with pytest.raises(ValueError, match="DENSE needs their params"):
+        merge(nova, start, steps, weights)
+    normed = {"params": start, "moments": {"mean": jnp.zeros(3)}}
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), normed)
+    with pytest.raises(ValueError, match="running statistics"):
+        merge(method(), normed, fj.algorithms.Update({"params": stacked}, "params"), weights)
+    with pytest.raises(ValueError, match="one stage"):
+        in_stages(fedavg(), lambda *_: None)
