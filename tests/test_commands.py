@@ -19,10 +19,11 @@ ORDER = [
     "commands",
     *("tables", "records", "points", "figures"),
     *("config", "methods", "tasks"),
-    *("one_round", "accuracies", "memory", "progress"),
-    *("grids", "niid", "reference", "knee", "compression", "secure", "private"),
+    *("checkpoints", "one_round", "accuracies", "memory", "progress"),
+    *("forecast", "grid_runs"),
+    *("grids", "niid", "fedfisher", "reference", "knee", "compression", "secure", "private"),
     *("gan", "inversion", "attack"),
-    *("checkpoints", "rounds", "curves"),
+    *("rounds", "curves"),
     *("domains", "personal"),
 ]
 MOST_LINES = 150

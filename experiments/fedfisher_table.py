@@ -1,0 +1,64 @@
+"""Run the one-shot table of the FedFisher paper, and its figure over the number of clients.
+
+    python -m experiments.fedfisher_table --datasets mnist cifar10 --alphas 0.2 0.1 0.05
+    python -m experiments.fedfisher_table --datasets cifar10 --alphas 0.3 --num-clients 10 20 30
+
+Each cell and seed is one run of `experiments.one_shot`, in a folder of its own with its label
+table: clients are trained once for all algorithms but those that change how, which train their own.
+The split is one for all seeds, as in the authors' code; networks and training are theirs, with
+fewer epochs. The time is predicted first; table.md and table.csv are written anew after every run:
+accuracies, the paper's beside them, and what a round takes in bytes and seconds. The same command
+continues. clients.png is drawn in the end, of several numbers of clients.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from rich.console import Console
+
+from experiments.harness import commands, fedfisher, grid_runs, records
+from experiments.harness.fedfisher import Grid
+from experiments.harness.tables import Table, markdown, terminal
+
+PROGRAM = "experiments.fedfisher_table"
+
+
+@commands.command(PROGRAM)
+def main(arguments: Sequence[str], console: Console) -> None:
+    grid = commands.read(arguments, PROGRAM, __doc__, Grid)
+    fedfisher.check(grid)
+    done = grid_runs.run(grid.out, fedfisher.units(grid), partial(_write, grid), console)
+    # Wider than most terminals: better a line broken there than every cell.
+    wide = Console(highlight=False, width=max(console.width, 200))
+    for table in _tables(grid, done):
+        wide.print(terminal(table))
+    console.print(fedfisher.footnote(grid), style="dim")
+    left = ["table.md", "table.csv"]
+    if len(grid.num_clients) > 1:
+        left.append("clients.png")
+        fedfisher.figure(grid, done, grid.out / left[-1])
+    more = "and a folder for each run"
+    console.print(f"\nIn {grid.out}/: {', '.join(left)}, {more}", soft_wrap=True)
+
+
+def _tables(grid: Grid, done: grid_runs.Done) -> list[Table]:
+    accuracies = [own for dataset in grid.datasets for own in fedfisher.tables(grid, dataset, done)]
+    blocks = [(dataset, number) for dataset in grid.datasets for number in grid.num_clients]
+    return accuracies + [fedfisher.costs(grid, *block, done) for block in blocks]
+
+
+def _write(grid: Grid, done: grid_runs.Done) -> grid_runs.Done:
+    """Write the tables of what is done until now."""
+    parts = [markdown(table, 2) for table in _tables(grid, done)]
+    if len(grid.num_clients) > 1:
+        parts.append("![accuracy over clients](clients.png)\n")
+    command = ["", "```", commands.write(grid, PROGRAM), "```", ""]
+    text = "\n".join([*parts, fedfisher.footnote(grid), *command])
+    records.write_text(grid.out / "table.md", text)
+    records.write_text(grid.out / "table.csv", fedfisher.as_csv(grid, done))
+    return done
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""How long runs will take, told before they start: by those that are done, or by a probe.
+
+The probe trains all clients on a few minibatches of their own and lets them summarize fewer still,
+by the programs that the runs need anyway: little comes on top of compiling, which is done then.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fisherjax as fj
+from experiments.harness import one_round, tables
+from experiments.harness.tasks import OneRound
+from fisherjax.clients import Federation
+
+_TRAINED, _SUMMARIZED = 8, 2  # minibatches of a client
+_EPOCHS = 3  # of which the first compiles
+
+
+class Forecast(NamedTuple):
+    """Seconds of the clients in some runs, all together."""
+
+    training: float
+    summaries: float
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.training + self.summaries
+
+
+def probe(ready: Sequence[OneRound]) -> Forecast:
+    """Time little of what the first run has to compute, and scale it to all of every run."""
+    task, federations = ready[0], [_clients(own) for own in ready]
+    params, key = one_round.start(task, task.config.seeds[0])
+    options = one_round.training_options(task, federations[0])
+    batch, chunk = options["batch_size"], options["clients_per_chunk"]
+    little, less = (_few(federations[0], count * batch) for count in (_TRAINED, _SUMMARIZED))
+    training = summaries = 0.0
+    for optimizer, methods in one_round.by_training(task).items():
+        clock, how = _Clock(), {"key": key, "optimizer": optimizer, **options, "epochs": _EPOCHS}
+        trained = fj.training.train(task.model, params, little, progress=clock, **how)
+        passes = task.config.epochs * sum(_work(own, chunk, batch) for own in federations)
+        training += clock.shortest * passes / _work(little, chunk, batch)
+        # What sends the same is summarized once, by the first that asks.
+        first = {method.sent: name for name, method in reversed(methods.items())}
+        for name in first.values():
+            summarized = methods[name].clients, trained, less
+            for _ in range(2):  # the first compiles
+                clock = _Clock()
+                sent = fj.merging.summarize(*summarized, key=key, clients_per_chunk=chunk)
+                clock(0, jax.tree.leaves(sent))
+            most = _most_examples(task, name)
+            examples = sum(_work(_few(own, most), chunk) for own in federations)
+            summaries += clock.shortest * examples / _work(_few(less, most), chunk)
+    return Forecast(training, summaries)
+
+
+class _Clock:
+    """Notes when results are there."""
+
+    def __init__(self) -> None:
+        self.ends = [time.perf_counter()]
+
+    def __call__(self, _: int, results: Any) -> None:
+        jax.block_until_ready(results)
+        self.ends.append(time.perf_counter())
+
+    @property
+    def shortest(self) -> float:
+        """Of the times between results, without the machine's other work and compilation."""
+        return float(np.diff(self.ends).min())
+
+
+def told(forecasts: Sequence[tuple[str, int, Forecast | float]]) -> str:
+    """Say what is expected of so many runs of each name, and of all together.
+
+    A number in place of a forecast is the seconds of one run, as those that are done took.
+    """
+    lines, total, without = [], 0.0, False
+    for name, count, found in forecasts:
+        if isinstance(found, Forecast):
+            seconds, without = found.seconds, True
+            parts = f"training {_time(found.training)}, summaries {_time(found.summaries)}"
+        else:
+            seconds, parts = count * found, "as those that are done"
+        lines.append(f"{name}: {count} to run, about {_time(seconds)} ({parts})")
+        total += seconds
+    lines.append(f"Predicted: about {_time(total)} in all")
+    if without:
+        lines[-1] += ", by a probe of the clients' part; compiling and the server's merges come on"
+        lines[-1] += " top"
+    return "\n".join(lines) + "."
+
+
+def _clients(task: OneRound) -> Federation:
+    (federation,) = task.federations.values()
+    return federation
+
+
+def _few(federation: Federation, most: int | None) -> Federation:
+    """Let clients have so many examples at most, in arrays of the same shapes."""
+    if most is None:
+        return federation
+    sizes = jnp.asarray(np.minimum(federation.sizes, most))
+    return federation._replace(sizes=fj.devices.replicate(sizes, federation.mesh))
+
+
+def _work(federation: Federation, chunk: int | None, batch: int = 1) -> float:
+    """Count minibatches of a pass, and those that clients side by side wait for others."""
+    steps = np.asarray(fj.clients.num_batches(federation.sizes, batch))
+    side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)
+    number = federation.mesh.size if federation.mesh else 1
+    return float(steps.sum()) / (1 - fj.parallel.idle_share(steps, side_by_side, number))
+
+
+def _most_examples(task: OneRound, name: str) -> int | None:
+    """Say how many examples of a client a method summarizes at most."""
+    name = name.partition("+")[0]
+    if "max_examples" not in fj.algorithms.options(name):
+        return None
+    merging = task.config.merging
+    return dict(merging.options).get(f"{name}.max_examples", merging.max_examples) or None
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else tables.duration(seconds)
