@@ -96,7 +96,7 @@ def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) 
 def footnote(algorithms: Sequence[str], epochs: int, num_seeds: int) -> str:
     """Say what the table holds."""
     theirs = [heading for name, heading in _THEIRS.items() if name not in algorithms]
-    only = f"{' and '.join(theirs)}, where it stands, is the paper's only. " if theirs else ""
+    only = f"Columns of {' and '.join(theirs)} are the paper's only. " if theirs else ""
     return (
         f"Test accuracy in %, mean ± standard deviation over up to {num_seeds} seeds, each with "
         "its own split; in brackets the paper's mean of 3 seeds, marked * where it has none after "
