@@ -65,6 +65,7 @@ def _execute(
             new = one_round.run(task, unit, watch.begin(unit))
             rows = [*rows, *new]
             records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
+            one_round.clear(task)
             watch.finish(unit, new, time.perf_counter() - start)
     return rows
 

@@ -37,7 +37,9 @@ class Line(NamedTuple):
 def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
     """Gather rows by algorithm: local models, their ensemble, each way of merging, the ceiling."""
     gathered = []
-    exchanged = dict.fromkeys(row.algorithm for row in rows if "+" in row.algorithm)
+    rows = [row for row in rows if row.metric == "accuracy"]
+    found = dict.fromkeys(row.algorithm for row in rows if "+" in row.algorithm)
+    exchanged = [name for name in found if name not in algorithms]
     for name in ("local", "ensemble", *algorithms, *exchanged, "central"):
         own = [row for row in rows if row.algorithm == name]
         # Of exchanges without training the last.
@@ -81,10 +83,11 @@ def curves(rows: Sequence[Row], algorithms: Sequence[str]) -> Curves:
     """
     found: Curves = {}
     for name in (*algorithms, *(f"{merge}+natural_gradient" for merge in algorithms)):
-        merge, *exchanges = name.split("+")
+        merge = name.removesuffix("+natural_gradient")
         rounds: dict[int, list[float]] = {}
         for row in rows:
-            if row.algorithm == name or (exchanges and (row.algorithm, row.round) == (merge, 1)):
+            first = name != merge and (row.algorithm, row.round) == (merge, 1)
+            if row.metric == "accuracy" and (row.algorithm == name or first):
                 rounds.setdefault(row.round, []).append(100 * row.value)
         if len(rounds) > 1:
             found[name] = [tuple(rounds[number]) for number in sorted(rounds)]

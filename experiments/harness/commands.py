@@ -158,7 +158,8 @@ def check_list(config: Any, *options: str) -> None:
 def _method_groups() -> dict[str, type]:
     """Make a dataclass of each method's options that a word can give: numbers and switches."""
     groups = {}
-    for name, row in (algorithms.TABLE | algorithms.WIDER).items():
+    known = algorithms.TABLE | algorithms.WIDER | algorithms.DISTILLED
+    for name, row in known.items():
         factory = getattr(row.factory, "func", row.factory)
         kinds = inspect.get_annotations(inspect.unwrap(factory), eval_str=True)
         fields = [

@@ -25,8 +25,10 @@ MODELS = {
     "normed_cnn": fj.networks.NormedCNN,
     "transformer": fj.networks.Transformer,
 }
-METHODS = fj.algorithms.TABLE | fj.algorithms.WIDER
+METHODS = fj.algorithms.TABLE | fj.algorithms.WIDER | fj.algorithms.DISTILLED
 """What makes one model of many."""
+THEN_DENSE = "+dense"
+"""Behind the name of a method: DENSE begins from what that method made."""
 _OF_IMAGES = [name for name in MODELS if name != "transformer"]
 _PARTITIONS = ("fedfisher", "iid", "niid_bench", "classes_per_client")
 IMAGES = fj.datasets.NAMES
@@ -35,7 +37,7 @@ _SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
 Group = tyro.conf.OmitArgPrefixes
 _LATER = (
     *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
-    "label_smoothing",
+    *("label_smoothing", "distillation", "choose"),
     *("then_rounds", "then_epochs", "central", "calibrate", "exchanges"),
 )
 """Options that the first runs did not have; their defaults are what those runs did."""
@@ -109,13 +111,17 @@ class Merging:
     algorithms: Annotated[tuple[str, ...], commands.names(METHODS)] = (
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
-    """Methods; fedfisher_full is for a few thousand parameters, fedlpa_gd is slow."""
+    """Methods, NAME+dense too; fedfisher_full takes a few thousand parameters, dense minutes."""
     fisher_kind: Literal["true", "sampled", "empirical"] = "true"
     """Labels of the Fisher: expected under the model (true; drawn for plays), drawn, the data's."""
     max_examples: int = 2000
     """Of a client, drawn at random, for its Fisher information or Gram matrices; 0 is all."""
     solver: Literal["cg", "gd", "adam"] = "cg"
     """Of fedfisher_*; adam is the paper's, which one_shot gives 500 validation images."""
+    distillation: Literal["fedfisher", "fedlpa"] = "fedfisher"
+    """Of dense: constants, start and weights of the teacher, as in the experiments of a paper."""
+    choose: Literal["last", "validation", "test"] = "last"
+    """Of dense: the last student, or the best on 500 training images, or on the test images."""
     options: tyro.conf.Suppress[commands.Options] = ()
     """What methods were told, ("fedprox.mu", 0.1) for example."""
 
@@ -304,7 +310,10 @@ def _check(config: OneShot | Federated, datasets: Sequence[str], side_by_side: i
     check_name("model", data.model, ["transformer"] if data.dataset == PLAYS else _OF_IMAGES)
     check_name("partition", data.partition, _PARTITIONS)
     for algorithm in merging.algorithms:
-        check_name("algorithms", algorithm, METHODS)
+        own = algorithm.removesuffix(THEN_DENSE)
+        check_name("algorithms", own, METHODS)
+        if own != algorithm and own in fj.algorithms.DISTILLED:
+            raise ValueError(f"--algorithms is {algorithm}, expected {own} once")
     lists = {name: value for name, value in vars(asked).items() if isinstance(value, list)}
     # Nothing need follow a merge.
     check_list(asked, *(name for name, value in lists.items() if value or name != "calibrate"))

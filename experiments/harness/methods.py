@@ -11,8 +11,9 @@ import optax
 from jax.tree_util import Partial
 
 import fisherjax as fj
-from experiments.harness.config import Merging
-from fisherjax.typing import Examples, Model, Params
+from experiments.harness.config import THEN_DENSE, Merging
+from fisherjax.algorithms import FEDLPA_DISTILLATION, Distillation
+from fisherjax.typing import Array, Examples, Model, Params
 
 _FULL_LIMIT = 4e9  # bytes of all clients' full Fisher matrices together
 
@@ -33,9 +34,59 @@ class Method(NamedTuple):
         return self.clients if self.clients.kind == "unnamed" else self.clients.kind
 
 
-def methods(merging: Merging, model: Model, batch_size: int) -> dict[str, Method]:
+class Images(NamedTuple):
+    """What methods that draw images have to know of the data.
+
+    Attributes:
+        shape: Of an image, (H, W, C).
+        crop: Whether clients train on cropped images.
+        test: What judges students where the test data choose.
+        normalize: What the network is trained on in place of pixels from 0 to 1, or None for those.
+    """
+
+    shape: tuple[int, ...]
+    crop: bool
+    test: Examples
+    normalize: Callable[[Array], Array] | None = None
+
+
+def methods(
+    merging: Merging, model: Model, batch_size: int, images: Images | None = None
+) -> dict[str, Method]:
     """Make the algorithms that were asked for, by name; clients train with such minibatches."""
-    return {name: _method(merging, model, batch_size, name) for name in merging.algorithms}
+    made = {}
+    for name in merging.algorithms:
+        first = name.removesuffix(THEN_DENSE)
+        if first in fj.algorithms.DISTILLED:
+            plain = fj.algorithms.fedavg()
+            made[name] = _distilled(merging, model, images, Method(plain, lambda _, own=plain: own))
+        else:
+            made[name] = _method(merging, model, batch_size, first)
+            if first != name:
+                made[name] = _distilled(merging, model, images, made[name], keep_start=True)
+    return made
+
+
+def _distilled(
+    merging: Merging, model: Model, images: Images | None, start: Method, keep_start: bool = False
+) -> Method:
+    """Let DENSE go on from what a method makes of the same updates."""
+    if images is None:
+        raise ValueError("--algorithms names dense, which merges once: use experiments.one_shot")
+    how = {"fedfisher": Distillation(), "fedlpa": FEDLPA_DISTILLATION}[merging.distillation]
+    own = {o.removeprefix("dense."): x for o, x in merging.options if o.startswith("dense.")}
+    drawn = {"shape": images.shape, "normalize": images.normalize, "crop": images.crop}
+    own = {"how": how, **drawn, **own}
+    accuracy = fj.configuration.by_value(partial(fj.metrics.accuracy, model))
+
+    def server(judges: Examples | None) -> fj.algorithms.Algorithm:
+        examples = {"last": None, "validation": judges, "test": images.test}[merging.choose]
+        score = None if examples is None else Partial(accuracy, examples=examples)
+        first = start.server(judges) if keep_start else None
+        return fj.algorithms.dense(model, start=first, score=score, **own)
+
+    server(None)  # what is wrong with the options is said before anything is trained
+    return Method(start.clients, server)
 
 
 def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Method:

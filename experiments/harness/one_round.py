@@ -1,7 +1,9 @@
 """One unit of an experiment in one round: train every client once, merge in every way."""
 
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +11,12 @@ import numpy as np
 import optax
 
 import fisherjax as fj
+from experiments.harness import checkpoints
 from experiments.harness.config import OneShot
 from experiments.harness.methods import Method
 from experiments.harness.records import Row
 from experiments.harness.tasks import OneRound
+from fisherjax.algorithms import Algorithm
 from fisherjax.clients import Federation
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Params
@@ -20,6 +24,9 @@ from fisherjax.typing import Array, Key, Params
 Unit = tuple[int | None, int]
 """(partition seed, seed): what is computed, and written, as a whole. No split: all the data."""
 
+SERVER = "server_seconds"
+"""The metric of the rows that hold the seconds of the server's half alone, by algorithm."""
+_SAVE_EVERY = 30  # seconds, while the server trains
 _ROUNDS, _EXCHANGES = 2, 3  # the library folds keys with 0 to train and with 1 to summarize
 # Compiled once for equal models, whichever task they belong to.
 _ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
@@ -28,11 +35,12 @@ Progress = Callable[[float | str], None]
 
 
 class Merged(NamedTuple):
-    """What one algorithm gave; seconds and bytes as in a row of results."""
+    """What one algorithm gave; seconds and bytes as in a row, of the seconds `server` a part."""
 
     params: Params
     seconds: float
     upload_bytes: int
+    server: float = 0.0
 
 
 def units(config: OneShot) -> list[Unit]:
@@ -53,7 +61,9 @@ def length(task: OneRound, unit: Unit) -> tuple[int, int]:
     config, merges = task.config, len(task.methods)
     later = merges * config.then_rounds * (config.then_epochs or config.epochs)
     exchanges = len(config.calibrate) + config.exchanges
-    return config.epochs * len(by_training(task)) + later, merges * (1 + exchanges)
+    made = (method.server(None).stages for method in task.methods.values())
+    stages = sum(own.number for own in made if own is not None)
+    return config.epochs * len(by_training(task)) + later, merges * (1 + exchanges) + stages
 
 
 def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
@@ -80,7 +90,8 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
         return [row_of("central", unit, accuracy, seconds=seconds)]
     rows, merged = train_and_merge(task, unit, progress)
     for name, model in merged.items():
-        rows += [measure(task, unit, name, model), *_then_rounds(task, unit, name, model, progress)]
+        rows += [measure(task, unit, name, model), _server_row(unit, name, model)]
+        rows += _then_rounds(task, unit, name, model, progress)
         rows += _exchanged(task, unit, name, model, progress)
     return rows
 
@@ -158,10 +169,46 @@ def merge(
                 updates, seconds = _timed(fj.merging.summarize, *clients, **how)
             else:
                 progress(f"{name}: merge")
-            server = method.server(images), params, updates, weights
-            (merged, *_), more = _timed(fj.merging.merge, *server, on_nonfinite=drop)
-            results[name] = Merged(merged, seconds + more, _upload(updates))
+            server = _followed(task, method.server(images), unit, name, progress)
+            given = server, params, updates, weights
+            own = {"key": how["key"], "on_nonfinite": drop}
+            (merged, *_), more = _timed(fj.merging.merge, *given, **own)
+            results[name] = Merged(merged, seconds + more, _upload(updates), more)
     return results
+
+
+def _followed(
+    task: OneRound, server: Algorithm, unit: Unit, name: str, progress: Progress
+) -> Algorithm:
+    """Let a merge in stages tell of each, and go on where a killed run saved the last."""
+    if server.stages is None:
+        return server
+    folder, number, saved = _saved(task, unit, name), server.stages.number, time.monotonic()
+
+    def after(done: int, work: Any) -> None:
+        nonlocal saved
+        jax.block_until_ready(work)
+        progress(f"{name}: {done} of {number} epochs")
+        if folder is not None and time.monotonic() - saved > _SAVE_EVERY:
+            checkpoints.save(folder, done, work, [])
+            saved = time.monotonic()
+
+    def resume(work: Any) -> tuple[int, Any] | None:
+        found = None if folder is None else checkpoints.restore(folder, work, progress)
+        return found and (found.number, found.state)
+
+    return fj.algorithms.in_stages(server, after, resume)
+
+
+def _saved(task: OneRound, unit: Unit, name: str) -> Path | None:
+    """Say where a merge in stages is saved until its unit is written."""
+    return task.config.out and task.config.out / "stages" / f"{name}-{unit[0]}-{unit[1]}"
+
+
+def clear(task: OneRound) -> None:
+    """Remove what was saved of merges in stages: the rows of their unit are written."""
+    if task.config.out:
+        shutil.rmtree(task.config.out / "stages", ignore_errors=True)
 
 
 def _then_rounds(
@@ -212,6 +259,11 @@ def measure(task: OneRound, unit: Unit, name: str, model: Merged) -> Row:
     """Make the row of a merged model."""
     accuracy = task.accuracy(model.params, task.test)
     return row_of(name, unit, accuracy, seconds=model.seconds, upload_bytes=model.upload_bytes)
+
+
+def _server_row(unit: Unit, name: str, model: Merged) -> Row:
+    split, seed = unit
+    return Row(name, seed, 1, "server", SERVER, round(model.server, 4), partition_seed=split)
 
 
 def row_of(algorithm: str, unit: Unit, accuracy: Any, **more: Any) -> Row:

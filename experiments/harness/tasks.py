@@ -13,8 +13,17 @@ import optax
 
 import fisherjax as fj
 from experiments.harness.commands import check
-from experiments.harness.config import MODELS, PLAYS, Data, Federated, OneShot, Training, title
-from experiments.harness.methods import Method, check_full, methods
+from experiments.harness.config import (
+    MODELS,
+    PLAYS,
+    THEN_DENSE,
+    Data,
+    Federated,
+    OneShot,
+    Training,
+    title,
+)
+from experiments.harness.methods import Images, Method, check_full, methods
 from fisherjax.clients import Federation
 from fisherjax.datasets import Dataset
 from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
@@ -89,23 +98,28 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
 
 def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     """Build what does not depend on how data are split: the network, methods, measurements."""
-    wide = not fj.algorithms.WIDER.keys().isdisjoint(config.merging.algorithms)
+    names = [name.removesuffix(THEN_DENSE) for name in config.merging.algorithms]
+    wide = not fj.algorithms.WIDER.keys().isdisjoint(names)
     model, normalize, init = _network(config.data, train, config.training, wide)
     params = jax.eval_shape(init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
     data = jnp.asarray(train.inputs), jnp.asarray(train.targets)
+    judges = Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets))
+    moments = {"mean": tuple(train.mean), "deviation": tuple(train.std)}
+    normal = partial(_standardized, **moments) if config.data.normalize else None
+    images = Images(train.inputs.shape[1:], config.data.augment, judges, normal)
     return OneRound(
         config=config,
         model=model,
         normalize=normalize,
         init=init,
         optimizer=optimizer(config.training),
-        methods=methods(config.merging, model, config.training.batch_size),
+        methods=methods(config.merging, model, config.training.batch_size, images),
         federations={},
         central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
         label_counts={},
         validation=partial(_draw_validation, Examples(*data)),
-        test=Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets)),
+        test=judges,
         accuracy=partial(_accuracy, model),
     )
 
@@ -197,6 +211,11 @@ def _network(
     how = {"normalize": normalize, "augment": augment, "any_width": any_width}
     model = fj.networks.model(network, shapes, likelihood, **how)
     return model, normalize, init
+
+
+def _standardized(images: Array, mean: Sequence[float], deviation: Sequence[float]) -> Array:
+    """Normalise pixels that were drawn between 0 and 1, as stored ones are."""
+    return (images - np.float32(mean)) / np.float32(deviation)
 
 
 def _images(config: Federated) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments.harness import memory, one_round, tasks
+from experiments.harness import memory, methods, one_round, tasks
 from experiments.harness.config import MODELS, Data, Merging, OneShot, Training
 from experiments.harness.methods import trains_its_own
 from experiments.harness.records import Row
@@ -39,7 +39,12 @@ def asked(*names: str, **changes: object) -> OneShot:
 
 def values(rows: list[Row], round_: int = 1) -> dict[str, float]:
     """Of merged models only: local ones appear once a client."""
-    return {row.algorithm: row.value for row in rows if row.client is None and row.round == round_}
+    merged = (row for row in accuracies(rows) if row.client is None and row.round == round_)
+    return {row.algorithm: row.value for row in merged}
+
+
+def accuracies(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.metric == "accuracy"]
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +68,15 @@ def rows(task, told) -> list[Row]:
 
 
 def test_one_row_for_each_number(rows):
-    first = [row for row in rows if row.round == 1]
+    first = [row for row in accuracies(rows) if row.round == 1]
     names = [(row.algorithm, row.client) for row in first]
     assert names == [*(("local", i) for i in range(3)), *((n, None) for n in ("ensemble", *NAMES))]
-    assert all((row.partition_seed, row.seed, row.split) == (0, 0, "test") for row in rows)
-    assert all(0 <= row.value <= 1 for row in rows)
+    assert all((row.partition_seed, row.seed) == (0, 0) for row in rows)
+    assert all(0 <= row.value <= 1 for row in accuracies(rows))
+    server = {row.algorithm: row.value for row in rows if row.metric == one_round.SERVER}
+    assert tuple(server) == NAMES
+    both = {row.algorithm: row.seconds for row in first if row.algorithm in NAMES}
+    assert all(0 < server[name] <= both[name] for name in NAMES)
 
 
 def test_fedprox_without_pull_and_one_round_of_scaffold_are_fedavg(rows):
@@ -112,8 +121,41 @@ def test_rounds_follow_every_algorithm_and_leave_the_first_as_it_was(task, rows)
 def test_numbers_of_a_seed_do_not_depend_on_what_else_is_run(task):
     together = one_round.run(task._replace(config=asked()), (1, 0))
     alone = asked("fisher_merge", partition_seeds=(1,), seeds=(0,))
-    rows = one_round.run(tasks.one_round(alone), (1, 0))
-    assert {r._replace(seconds=None) for r in rows} <= {r._replace(seconds=None) for r in together}
+    rows, all_ = (
+        {row._replace(seconds=None) for row in accuracies(found)}
+        for found in (one_round.run(tasks.one_round(alone), (1, 0)), together)
+    )
+    assert rows <= all_
+
+
+def test_a_merge_in_stages_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    few = fj.algorithms.Distillation(images=32, batch_size=16, steps=2)
+    monkeypatch.setattr(methods, "Distillation", lambda: few)
+    monkeypatch.setattr(one_round, "_SAVE_EVERY", 0)
+    names = ("fedavg", "dense", "fisher_merge", "fisher_merge+dense")
+    merging = Merging(names, options=(("dense.epochs", 3),))
+    task = tasks.one_round(asked(merging=merging, out=tmp_path))
+    told, plain = [], task._replace(config=asked(merging=merging))
+    _, whole = one_round.train_and_merge(plain, (0, 0), told.append)
+    assert len(told) == sum(one_round.length(task, (0, 0)))
+
+    def stop(now):
+        if now == "fisher_merge+dense: 2 of 3 epochs":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        one_round.train_and_merge(task, (0, 0), stop)
+    went_on = []
+    _, again = one_round.train_and_merge(task, (0, 0), went_on.append)
+    assert [said for said in went_on if "epochs" in str(said)] == [
+        "fisher_merge+dense: 2 of 3 epochs",
+        "fisher_merge+dense: 3 of 3 epochs",
+    ]
+    for name in names:
+        assert jax.tree.all(jax.tree.map(np.array_equal, again[name].params, whole[name].params))
+    assert not np.array_equal(*(whole[name].params["dense1"]["kernel"] for name in names[:2]))
+    one_round.clear(task)
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_central_model_is_the_ceiling(task, rows):
@@ -246,7 +288,7 @@ def test_an_exchange_without_training_follows_each_merge():
     rows = one_round.run(task, (0, 0), told.append)
     steps = [told_ for told_ in told if isinstance(told_, str)]
     assert len(steps) == one_round.length(task, (0, 0))[1] == 4
-    merged = {row.algorithm: row for row in rows if row.client is None}
+    merged = {row.algorithm: row for row in accuracies(rows) if row.client is None}
     for name in ("fedavg", "regmean"):
         first, second = merged[name], merged[f"{name}+analytic_head"]
         assert (first.round, second.round) == (1, 2)
