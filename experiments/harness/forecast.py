@@ -1,7 +1,8 @@
 """How long runs will take, told before they start: by those that are done, or by a probe.
 
 The probe trains all clients on a few minibatches of their own and lets them summarize fewer still,
-by the programs that the runs need anyway: little comes on top of compiling, which is done then.
+by the programs that the runs need anyway: little comes on top of compiling, which is done then. Of
+merges that take long, in stages, two are played.
 """
 
 import time
@@ -14,23 +15,27 @@ import numpy as np
 
 import fisherjax as fj
 from experiments.harness import one_round, tables
+from experiments.harness.methods import Method
 from experiments.harness.tasks import OneRound
+from fisherjax.algorithms import Update
 from fisherjax.clients import Federation
+from fisherjax.typing import Key, Params
 
 _TRAINED, _SUMMARIZED = 8, 2  # minibatches of a client
-_EPOCHS = 3  # of which the first compiles
+_EPOCHS, _STAGES = 3, 2  # of which the first compiles
 
 
 class Forecast(NamedTuple):
-    """Seconds of the clients in some runs, all together."""
+    """Seconds of some runs, all together; of merges only those that have stages."""
 
     training: float
     summaries: float
+    stages: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Of both."""
-        return self.training + self.summaries
+        """Of all parts."""
+        return sum(self)
 
 
 def probe(ready: Sequence[OneRound]) -> Forecast:
@@ -40,7 +45,7 @@ def probe(ready: Sequence[OneRound]) -> Forecast:
     options = one_round.training_options(task, federations[0])
     batch, chunk = options["batch_size"], options["clients_per_chunk"]
     little, less = (_few(federations[0], count * batch) for count in (_TRAINED, _SUMMARIZED))
-    training = summaries = 0.0
+    training = summaries = stages = 0.0
     for optimizer, methods in one_round.by_training(task).items():
         clock, how = _Clock(), {"key": key, "optimizer": optimizer, **options, "epochs": _EPOCHS}
         trained = fj.training.train(task.model, params, little, progress=clock, **how)
@@ -57,7 +62,22 @@ def probe(ready: Sequence[OneRound]) -> Forecast:
             most = _most_examples(task, name)
             examples = sum(_work(_few(own, most), chunk) for own in federations)
             summaries += clock.shortest * examples / _work(_few(less, most), chunk)
-    return Forecast(training, summaries)
+            for method in methods.values():
+                if method.sent == methods[name].sent:
+                    stages += len(ready) * _of_stages(task, method, params, sent, key)
+    return Forecast(training, summaries, stages)
+
+
+def _of_stages(task: OneRound, method: Method, params: Params, sent: Update, key: Key) -> float:
+    """Time the last stages of a merge, if it has any, and scale them to all."""
+    ((split, federation),) = task.federations.items()
+    server, clock = method.server(task.validation(split)), _Clock()
+    if server.stages is None:
+        return 0.0
+    number = server.stages.number
+    last = fj.algorithms.in_stages(server, clock, lambda work: (max(number - _STAGES, 0), work))
+    fj.merging.merge(last, params, sent, federation.weights, key=key)
+    return number * clock.shortest
 
 
 class _Clock:
@@ -86,14 +106,15 @@ def told(forecasts: Sequence[tuple[str, int, Forecast | float]]) -> str:
         if isinstance(found, Forecast):
             seconds, without = found.seconds, True
             parts = f"training {_time(found.training)}, summaries {_time(found.summaries)}"
+            if found.stages:
+                parts += f", distillation {_time(found.stages)}"
         else:
             seconds, parts = count * found, "as those that are done"
         lines.append(f"{name}: {count} to run, about {_time(seconds)} ({parts})")
         total += seconds
     lines.append(f"Predicted: about {_time(total)} in all")
     if without:
-        lines[-1] += ", by a probe of the clients' part; compiling and the server's merges come on"
-        lines[-1] += " top"
+        lines[-1] += ", by a probe; compiling and the server's other merges come on top"
     return "\n".join(lines) + "."
 
 
