@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from experiments.harness import commands, config, figures, grid_runs
+from experiments.harness import commands, config, figures, grid_runs, one_round
 from experiments.harness.records import Row
 from experiments.harness.tables import Table, csv_text, spread
 
@@ -22,8 +22,6 @@ _ORDER = (
     *("fedfisher_kfac", "fedfisher_sequential"),
 )
 """In the paper's order, then ours. Others come after them."""
-_SERVER = "server_seconds"
-"""The metric of the seconds that the server's half took; without it both halves are together."""
 
 
 class Cell(NamedTuple):
@@ -43,9 +41,7 @@ class Cell(NamedTuple):
 class Grid:
     """Which cells, and how they are trained."""
 
-    merging: config.Group[config.Merging] = dataclasses.field(
-        default=config.Merging(tuple(name for name in _ORDER if name in config.METHODS))
-    )
+    merging: config.Group[config.Merging] = dataclasses.field(default=config.Merging(_ORDER))
     datasets: tuple[str, ...] = ("mnist", "cifar10")
     """One table each: mnist, fashion_mnist, svhn_cropped, cifar10, cifar100; digits to try."""
     num_clients: tuple[int, ...] = (5,)
@@ -81,7 +77,7 @@ class Measured(NamedTuple):
     accuracies: tuple[float, ...]  # percent of each run
     upload_bytes: int | None  # of one client
     seconds: float | None  # of the clients' summaries and the server's merge
-    server: float | None  # of that the server's
+    server: float | None  # of that the server's; early runs did not time it apart
 
     @property
     def clients(self) -> float | None:
@@ -174,7 +170,7 @@ def measured(rows: Iterable[Row]) -> dict[str, Measured]:
             tuple(100 * row.value for row in models),
             uploads[0] if uploads else None,
             _median(row.seconds for row in models),
-            _median(row.value for row in own.get(_SERVER, [])),
+            _median(row.value for row in own.get(one_round.SERVER, [])),
         )
     return gathered
 

@@ -118,6 +118,7 @@ def _compute(
             all_ = {"partition_seed": name[0], "value": wall}
             rows.append(records.Row("all", name[1], 1, "train", WALL, **all_))
             records.write_rows(out / records.RESULTS, rows, records.ONE_SHOT)
+            one_round.clear(task)
             done[unit] = rows
             watch.finish(name, rows, wall, where)
             write(done)
