@@ -22,6 +22,7 @@ _NOISE = 256
 _WHITE = 255  # images are kept as bytes
 _TEMPERATURE = 20
 _BORDER = 4  # pixels that a crop moves by
+_RATES = ("adversarial", "learning_rate", "passes")
 
 
 class Distillation(NamedTuple):
@@ -35,6 +36,7 @@ class Distillation(NamedTuple):
         batch_size: Images of its minibatches; divides `images`.
         images: How many are drawn an epoch.
         steps: Of the generator, in every epoch.
+        passes: Of the student over all images until then, in every epoch; the papers have one.
     """
 
     weighted: bool = True
@@ -44,6 +46,7 @@ class Distillation(NamedTuple):
     batch_size: int = 256
     images: int = 256
     steps: int = 30
+    passes: int = 1
 
 
 FEDLPA_DISTILLATION = Distillation(
@@ -112,7 +115,7 @@ def epoch(
     votes = weights if how.weighted else present / present.sum()
     # What does not change shapes is no constant of the program: other numbers need no other one.
     plain = Distillation(batch_size=how.batch_size, images=how.images, steps=how.steps)
-    rates = jnp.asarray(how.adversarial, float), jnp.asarray(how.learning_rate, float)
+    rates = tuple(getattr(how, name) for name in _RATES)
     return _epoch(fixed._replace(how=plain), evaluate, stacked, votes, rates, work)
 
 
@@ -122,10 +125,10 @@ def _epoch(
     evaluate: Callable | None,
     stacked: Params,
     votes: Array,
-    rates: tuple[Array, Array],
+    rates: tuple[Any, Any, Any],
     work: Distilling,
 ) -> Distilling:
-    how = fixed.how._replace(adversarial=rates[0], learning_rate=rates[1])
+    how = fixed.how._replace(**dict(zip(_RATES, rates, strict=True)))
     fixed, number = fixed._replace(how=how), work.epoch
     synthesis_key, student_key = jax.random.split(jax.random.fold_in(work.key, number))
     # Who has no weight is not asked, however large it is.
@@ -191,32 +194,38 @@ def _synthesized(
 def _distilled(
     fixed: Fixed, key: Key, teacher: Callable[[Array], Array], work: Distilling
 ) -> tuple[Params, Any, Array]:
-    """Teach the student for one pass over all images; give it, its optimiser and the mean loss."""
+    """Teach the student all images; give it, its optimiser and the last pass's mean loss."""
     how, optimizer = fixed.how, _optimizer(fixed.how)
     mask = checks.mask(fixed.model, work.student)
     view = crop_and_flip(fixed.normalize, padding=_BORDER if fixed.crop else 0)
-    order_key, view_key = jax.random.split(key)
-    # Those to come are last in the order, and no step comes to them.
+    # Those to come are last in every order, and no step comes to them.
     drawn = jnp.arange(len(work.images)) < work.epoch * how.images
-    order = jnp.argsort(jnp.where(drawn, jax.random.uniform(order_key, drawn.shape), jnp.inf))
+    steps = work.epoch * how.images // how.batch_size
 
     def loss(student: Params, x: Array, t: Array) -> Array:
         s = fixed.model.apply(student, x)
         return _TEMPERATURE**2 * _divergence(t / _TEMPERATURE, s / _TEMPERATURE).mean()
 
-    def step(number: Array, carry: tuple) -> tuple:
-        student, state, total = carry
-        rows = jax.lax.dynamic_slice_in_dim(order, number * how.batch_size, how.batch_size)
-        images = work.images[rows].astype(jnp.result_type(float)) / _WHITE
-        x = view(jax.random.fold_in(view_key, number), images)
-        value, gradient = jax.value_and_grad(loss)(student, x, teacher(x))
-        gradient = select_leaves(mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
-        updates, state = optimizer.update(gradient, state, student)
-        return optax.apply_updates(student, updates), state, total + value
+    def once(number: Array, carry: tuple) -> tuple:
+        order_key, view_key = jax.random.split(jax.random.fold_in(key, number))
+        order = jnp.argsort(jnp.where(drawn, jax.random.uniform(order_key, drawn.shape), jnp.inf))
 
-    steps = work.epoch * how.images // how.batch_size
+        def step(number: Array, carry: tuple) -> tuple:
+            student, state, total = carry
+            rows = jax.lax.dynamic_slice_in_dim(order, number * how.batch_size, how.batch_size)
+            images = work.images[rows].astype(jnp.result_type(float)) / _WHITE
+            x = view(jax.random.fold_in(view_key, number), images)
+            value, gradient = jax.value_and_grad(loss)(student, x, teacher(x))
+            gradient = select_leaves(mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
+            updates, state = optimizer.update(gradient, state, student)
+            return optax.apply_updates(student, updates), state, total + value
+
+        student, state, _ = carry
+        zero = jnp.zeros((), jnp.result_type(float))
+        return jax.lax.fori_loop(0, steps, step, (student, state, zero))
+
     carry = work.student, work.optimizer, jnp.zeros((), jnp.result_type(float))
-    student, state, total = jax.lax.fori_loop(0, steps, step, carry)
+    student, state, total = jax.lax.fori_loop(0, how.passes, once, carry)
     return student, state, total / steps
 
 

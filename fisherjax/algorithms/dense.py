@@ -144,7 +144,7 @@ def _check(model: Model, shape: Any, start: Algorithm, how: Distillation) -> Non
             "or fedfisher(model)."
         )
     checks.instance("how", how, Distillation, "Distillation() or FEDLPA_DISTILLATION")
-    for name in ("batch_size", "images", "steps"):
+    for name in ("batch_size", "images", "steps", "passes"):
         checks.count(f"how.{name}", getattr(how, name))
     if how.images % how.batch_size:
         raise ValueError(

@@ -41,6 +41,8 @@ CHANGES = {
     "fisher_kind": "sampled",
     "max_examples": 7,
     "solver": "adam",
+    "distillation": "fedlpa",
+    "choose": "test",
     "then_rounds": 2,
     "then_epochs": 3,
     "calibrate": ("analytic_head",),
@@ -54,6 +56,7 @@ CHANGES = {
     "fedlpa.damping": 0.25,
     "fedlpa.balanced": True,
     "fedprox.mu": 0.25,
+    "dense.epochs": 2,
 }
 DATASETS = ("digits", "mnist", "cifar10", config.PLAYS)
 COMMANDS = [
@@ -266,7 +269,12 @@ def begun(tmp_path, rows_of):
     return tmp_path, rows
 
 
-IDLE = ("fedlpa.damping", "fedlpa.balanced", "fedprox.mu")  # methods that do not run
+IDLE = (
+    "fedlpa.damping",
+    "fedlpa.balanced",
+    "fedprox.mu",
+    "dense.epochs",
+)  # methods that do not run
 CHANGE_NOTHING = (*records.WHERE_AND_HOW, *IDLE)
 
 
