@@ -60,7 +60,7 @@ FISHER = [
 SHARED = [
     *("base", "checks", "heads", "private", "arrays", "values", "uploads", "packed", "parts"),
     *("fixed_point", "shares", "keys", "messages", "protocol", "quantized", "matrices", "stream"),
-    *("summaries", "merges", "repair", "two_layer", "signal_noise", "destroyed"),
+    *("summaries", "merges", "repair", "two_layer", "signal_noise", "destroyed", "student"),
 ]
 
 LATER = {"networks"}  # imported when it is first used

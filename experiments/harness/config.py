@@ -26,7 +26,10 @@ MODELS = {
     "transformer": fj.networks.Transformer,
 }
 METHODS = fj.algorithms.TABLE | fj.algorithms.WIDER | fj.algorithms.DISTILLED
-"""What makes one model of many."""
+METHODS |= fj.algorithms.VOTES
+"""What makes one model of many, or a vote."""
+STUDENT = "fedov+student"
+"""The name of a model that learns FedOV's vote."""
 THEN_DENSE = "+dense"
 """Behind the name of a method: DENSE begins from what that method made."""
 _OF_IMAGES = [name for name in MODELS if name != "transformer"]
@@ -37,7 +40,7 @@ _SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
 Group = tyro.conf.OmitArgPrefixes
 _LATER = (
     *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
-    *("label_smoothing", "distillation", "choose"),
+    *("label_smoothing", "distillation", "choose", "aside"),
     *("then_rounds", "then_epochs", "central", "calibrate", "exchanges"),
 )
 """Options that the first runs did not have; their defaults are what those runs did."""
@@ -111,7 +114,7 @@ class Merging:
     algorithms: Annotated[tuple[str, ...], commands.names(METHODS)] = (
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
-    """Methods, NAME+dense too; fedfisher_full takes a few thousand parameters, dense minutes."""
+    """Methods, NAME+dense and fedov+student too; fedfisher_full takes a few thousand parameters."""
     fisher_kind: Literal["true", "sampled", "empirical"] = "true"
     """Labels of the Fisher: expected under the model (true; drawn for plays), drawn, the data's."""
     max_examples: int = 2000
@@ -122,6 +125,8 @@ class Merging:
     """Of dense: constants, start and weights of the teacher, as in the experiments of a paper."""
     choose: Literal["last", "validation", "test"] = "last"
     """Of dense: the last student, or the best on 500 training images, or on the test images."""
+    aside: Literal["train", "test"] = "train"
+    """Where fedov+student learns the vote: held-out training rows, or half of the test images."""
     options: tyro.conf.Suppress[commands.Options] = ()
     """What methods were told, ("fedprox.mu", 0.1) for example."""
 
@@ -311,9 +316,10 @@ def _check(config: OneShot | Federated, datasets: Sequence[str], side_by_side: i
     check_name("partition", data.partition, _PARTITIONS)
     for algorithm in merging.algorithms:
         own = algorithm.removesuffix(THEN_DENSE)
-        check_name("algorithms", own, METHODS)
-        if own != algorithm and own in fj.algorithms.DISTILLED:
-            raise ValueError(f"--algorithms is {algorithm}, expected {own} once")
+        check_name("algorithms", own, (*METHODS, STUDENT))
+        others = fj.algorithms.DISTILLED.keys() | fj.algorithms.VOTES.keys() | {STUDENT}
+        if own != algorithm and own in others:
+            raise ValueError(f"--algorithms is {algorithm}, expected dense behind a merged model")
     lists = {name: value for name, value in vars(asked).items() if isinstance(value, list)}
     # Nothing need follow a merge.
     check_list(asked, *(name for name, value in lists.items() if value or name != "calibrate"))

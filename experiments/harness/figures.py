@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness.records import write_bytes
-from fisherjax.algorithms import DISTILLED, PERSONAL, TABLE, WIDER
+from fisherjax.algorithms import DISTILLED, PERSONAL, TABLE, VOTES, WIDER
 
 REFERENCES = {
     "local": "one client's own model, mean over clients",
@@ -29,7 +29,7 @@ _LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 def label(name: str) -> str:
     """Say what an algorithm is called in tables and figures; another name stays as it is."""
     first, *exchanges = name.split("+")
-    rows = TABLE | WIDER | DISTILLED | PERSONAL
+    rows = TABLE | WIDER | DISTILLED | VOTES | PERSONAL
     merge = rows[first].label if first in rows else first
     later = (rows[n].label if n in DISTILLED else n.replace("_", " ") for n in exchanges)
     return " + ".join([merge, *later])
@@ -40,7 +40,7 @@ def style(name: str) -> dict[str, Any]:
     first, *exchanges = name.split("+")
     if exchanges:
         return style(first) | {"marker": "*", "label": label(name)}
-    names = [*TABLE, *WIDER, *DISTILLED]
+    names = [*TABLE, *WIDER, *DISTILLED, *VOTES]
     if name not in names:
         return {"color": GREY, "marker": "o", "label": name}
     # More algorithms than colours begin again, with markers shifted by one.
@@ -51,7 +51,7 @@ def style(name: str) -> dict[str, Any]:
 
 def line_style(name: str) -> Any:
     """Return how an algorithm's lines are dashed, where several cross in one panel."""
-    names = [*TABLE, *WIDER, *DISTILLED]
+    names = [*TABLE, *WIDER, *DISTILLED, *VOTES]
     return _LINES[names.index(name) % len(_LINES)] if name in names else ":"
 
 

@@ -57,6 +57,10 @@ def methods(
     made = {}
     for name in merging.algorithms:
         first = name.removesuffix(THEN_DENSE)
+        if first.partition("+")[0] in fj.algorithms.VOTES:
+            if images is None:
+                raise ValueError("--algorithms names a vote, which is no model: see one_shot")
+            continue
         if first in fj.algorithms.DISTILLED:
             plain = fj.algorithms.fedavg()
             made[name] = _distilled(merging, model, images, Method(plain, lambda _, own=plain: own))
@@ -122,7 +126,7 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
 def trains_its_own(algorithm: str) -> bool:
     """Say whether an algorithm changes how clients train; False for what is no algorithm."""
     if algorithm not in fj.algorithms.TABLE:
-        return False
+        return algorithm in fj.algorithms.VOTES
     base, model = optax.identity(), Model(jnp.matmul, fj.likelihoods.categorical)  # any
     return fj.algorithms.make(algorithm, model).optimizer(base) is not base
 

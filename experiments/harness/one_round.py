@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.harness import checkpoints
-from experiments.harness.config import OneShot
+from experiments.harness import checkpoints, votes
+from experiments.harness.config import STUDENT, OneShot
 from experiments.harness.methods import Method
 from experiments.harness.records import Row
 from experiments.harness.tasks import OneRound
@@ -27,7 +27,11 @@ Unit = tuple[int | None, int]
 SERVER = "server_seconds"
 """The metric of the rows that hold the seconds of the server's half alone, by algorithm."""
 _SAVE_EVERY = 30  # seconds, while the server trains
-_ROUNDS, _EXCHANGES = 2, 3  # the library folds keys with 0 to train and with 1 to summarize
+_ROUNDS, _EXCHANGES, _VOTES = (
+    2,
+    3,
+    4,
+)  # the library folds keys with 0 to train and with 1 to summarize
 # Compiled once for equal models, whichever task they belong to.
 _ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
 Progress = Callable[[float | str], None]
@@ -62,8 +66,9 @@ def length(task: OneRound, unit: Unit) -> tuple[int, int]:
     later = merges * config.then_rounds * (config.then_epochs or config.epochs)
     exchanges = len(config.calibrate) + config.exchanges
     made = (method.server(None).stages for method in task.methods.values())
-    stages = sum(own.number for own in made if own is not None)
-    return config.epochs * len(by_training(task)) + later, merges * (1 + exchanges) + stages
+    others = sum(own.number for own in made if own is not None)
+    others += 0 if task.voting is None else 1 + (STUDENT in task.voting.names)
+    return config.epochs * len(by_training(task)) + later, merges * (1 + exchanges) + others
 
 
 def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
@@ -89,10 +94,27 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
         (accuracy,) = task.accuracy(models.params, task.test, stacked=True)
         return [row_of("central", unit, accuracy, seconds=seconds)]
     rows, merged = train_and_merge(task, unit, progress)
+    rows += _voted(task, unit, progress)
     for name, model in merged.items():
         rows += [measure(task, unit, name, model), _server_row(unit, name, model)]
         rows += _then_rounds(task, unit, name, model, progress)
         rows += _exchanged(task, unit, name, model, progress)
+    return rows
+
+
+def _voted(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
+    """Let clients vote where that was asked for; they train once more, networks of their own."""
+    if task.voting is None:
+        return []
+    federation = task.federations[unit[0]]
+    options = training_options(task, federation)
+    key = jax.random.fold_in(start(task, unit[1])[1], _VOTES)
+    found = votes.run(task.voting, federation, task.test, key=key, progress=progress, **options)
+    rows = []
+    for name, own in found.items():
+        model = Merged((), round(own.seconds, 4), own.upload_bytes, own.server)
+        more = {"seconds": model.seconds, "upload_bytes": model.upload_bytes}
+        rows += [row_of(name, unit, own.accuracy, **more), _server_row(unit, name, model)]
     return rows
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import fisherjax as fj
+from experiments.harness import votes
 from experiments.harness.commands import check
 from experiments.harness.config import (
     MODELS,
@@ -49,6 +50,7 @@ class OneRound(NamedTuple):
     validation: Callable[[int], Examples]  # by partition seed, for solvers that need some
     test: Examples
     accuracy: Callable[..., Array]  # of `metrics`, with this model, compiled
+    voting: votes.Voting | None = None  # where FedOV was asked for
 
 
 class Rounds(NamedTuple):
@@ -121,7 +123,26 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
         validation=partial(_draw_validation, Examples(*data)),
         test=judges,
         accuracy=partial(_accuracy, model),
+        voting=_voting(config, train, model, normalize, init),
     )
+
+
+def _voting(
+    config: OneShot,
+    train: Dataset,
+    model: Model,
+    normalize: Callable[[Array], Array],
+    init: Callable[[Key], Params],
+) -> votes.Voting | None:
+    """Make the networks of FedOV, if it was asked for: one output more than there are classes."""
+    asked = votes.names(config.merging.algorithms)
+    if not asked:
+        return None
+    network = MODELS[config.data.model](num_classes=train.num_classes + 1)
+    open_init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
+    plain = Model(fj.networks.apply_fn(network, normalize), fj.likelihoods.categorical)
+    student = Model(model.apply, fj.likelihoods.categorical)
+    return votes.Voting(asked, plain, open_init, normalize, student, init, config.merging.aside)
 
 
 def split_up(

@@ -20,6 +20,7 @@ from fisherjax.algorithms.fedfisher import fedfisher, paper_adam
 from fisherjax.algorithms.fedlpa import expectation_approximation, fedlpa, residual_descent
 from fisherjax.algorithms.fednova import fednova
 from fisherjax.algorithms.fedopt import with_server_optimizer
+from fisherjax.algorithms.fedov import fedov, open_set, voting
 from fisherjax.algorithms.fedper import fedper
 from fisherjax.algorithms.fedprox import fedprox
 from fisherjax.algorithms.fisher_merge import fisher_merge
@@ -32,6 +33,7 @@ from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
 from fisherjax.algorithms.single_set import single_set
 from fisherjax.algorithms.sketched import fedfisher_sketched
+from fisherjax.algorithms.student import distilled
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.distillation import FEDLPA_DISTILLATION, Distillation
 from fisherjax.typing import Model
@@ -42,6 +44,7 @@ __all__ = [
     "LAWS",
     "PERSONAL",
     "TABLE",
+    "VOTES",
     "WIDER",
     "Algorithm",
     "Distillation",
@@ -51,6 +54,7 @@ __all__ = [
     "analytic_head",
     "ccvr",
     "dense",
+    "distilled",
     "expectation_approximation",
     "fedavg",
     "fedbn",
@@ -60,6 +64,7 @@ __all__ = [
     "fedfisher_sketched",
     "fedlpa",
     "fednova",
+    "fedov",
     "fedper",
     "fedprox",
     "fisher_merge",
@@ -68,6 +73,7 @@ __all__ = [
     "keep_private",
     "make",
     "natural_gradient",
+    "open_set",
     "options",
     "otfusion",
     "paper_adam",
@@ -76,6 +82,7 @@ __all__ = [
     "residual_descent",
     "scaffold",
     "single_set",
+    "voting",
     "weighted_fedavg",
     "weighted_fedbn",
     "with_server_optimizer",
@@ -154,6 +161,10 @@ DISTILLED = {"dense": Row("DENSE", dense, ())}
 """Every method that trains on the server, which obeys no law of one solve."""
 
 
+VOTES = {"fedov": Row("FedOV", fedov, ())}
+"""Every method that gives no one model, but all of the clients' for a vote."""
+
+
 def options(name: str) -> dict[str, object]:
     """Give the keyword options of a method and their defaults, as the table's factory has them.
 
@@ -186,6 +197,6 @@ def make(name: str, model: Model, **chosen: object) -> Algorithm:
 
 
 def _row(name: str) -> Row:
-    rows = TABLE | PERSONAL | WIDER | DISTILLED
+    rows = TABLE | PERSONAL | WIDER | DISTILLED | VOTES
     checks.one_of("algorithm", name, rows)
     return rows[name]

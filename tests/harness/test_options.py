@@ -43,6 +43,7 @@ CHANGES = {
     "solver": "adam",
     "distillation": "fedlpa",
     "choose": "test",
+    "aside": "test",
     "then_rounds": 2,
     "then_epochs": 3,
     "calibrate": ("analytic_head",),

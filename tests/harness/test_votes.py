@@ -1,0 +1,78 @@
+"""FedOV in one round: who trains on what, what judges, and what rows are left."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import fisherjax as fj
+from experiments.harness import one_round, tasks, votes
+from experiments.harness.config import Data, Merging, OneShot, Training, check_one_shot
+
+SMALL = OneShot(
+    Data(num_clients=2, alpha=1.0),
+    Training(learning_rate=0.1, batch_size=64),
+    Merging(("fedov", "fedavg", "fedov+student")),
+    epochs=8,
+    partition_seeds=(0,),
+    seeds=(0,),
+)
+
+
+def test_rows_held_aside_are_of_no_client():
+    data = np.arange(40)[:, None], np.arange(40) % 3
+    whole = fj.clients.federation(data, [range(25), range(30, 40)])
+    left, aside = votes.split(whole, jax.random.key(0))
+    kept = [
+        set(np.asarray(own[:n]).tolist()) for own, n in zip(left.indices, left.sizes, strict=True)
+    ]
+    assert len(aside) == len(set(aside.tolist())) == 3  # a tenth
+    assert kept[0] | kept[1] | set(aside.tolist()) == {*range(25), *range(30, 40)}
+    assert not set(aside.tolist()) & (kept[0] | kept[1])
+    assert kept[0] <= set(range(25))
+    assert (left.inputs[np.asarray(left.indices[0])] == left.indices[0][:, None]).all()
+
+
+@pytest.mark.parametrize("aside", ["train", "test"])
+def test_a_vote_and_its_student_leave_rows_beside_the_merges(aside, monkeypatch):
+    merging = dataclasses.replace(SMALL.merging, aside=aside)
+    task = tasks.one_round(dataclasses.replace(SMALL, merging=merging))
+    judged, taught = [], []
+    accuracy, distilled = fj.metrics.accuracy, fj.algorithms.distilled
+
+    def measure(model, params, examples):
+        judged.append(examples)
+        return accuracy(model, params, examples)
+
+    def teach(*given, key):
+        taught.append(given[-1])
+        return distilled(*given, key=key, epochs=2)
+
+    monkeypatch.setattr(fj.metrics, "accuracy", measure)
+    monkeypatch.setattr(fj.algorithms, "distilled", teach)
+    told = []
+    rows = one_round.run(task, (0, 0), told.append)
+    assert len(told) == sum(one_round.length(task, (0, 0)))
+    found = {row.algorithm: row for row in rows if row.metric == "accuracy" and row.client is None}
+    assert found.keys() == {"ensemble", "fedavg", "fedov", "fedov+student"}
+    assert found["fedov"].value > 0.2  # a tenth is chance
+    # Eleven outputs for ten.
+    assert found["fedov"].upload_bytes - found["fedavg"].upload_bytes == 4 * 64
+    server = {row.algorithm: row.value for row in rows if row.metric == one_round.SERVER}
+    assert server["fedov"] == 0 < server["fedov+student"] < found["fedov+student"].seconds
+    number = len(task.test.targets)
+    (images,) = taught
+    if aside == "test":
+        np.testing.assert_array_equal(images, task.test.inputs[: number // 2])
+        assert {len(one.targets) for one in judged} == {number - number // 2}
+    else:
+        assert len(images) == int(task.federations[0].sizes.sum()) // 10
+        assert {len(one.targets) for one in judged} == {number}
+
+
+@pytest.mark.parametrize("name", ["fedov+dense", "dense+dense", "fedov+student+dense", "fedovv"])
+def test_what_makes_no_model_is_not_gone_on_from(name):
+    asked = dataclasses.replace(SMALL, merging=Merging((name,)))
+    with pytest.raises(ValueError, match=r"expected dense behind|did you mean"):
+        check_one_shot(asked)
