@@ -36,6 +36,7 @@ class Distillation(NamedTuple):
         batch_size: Images of its minibatches; divides `images`.
         images: How many are drawn an epoch.
         steps: Of the generator, in every epoch.
+        width: Channels of the generator, an even number; fewer take much less time.
         passes: Of the student over all images until then, in every epoch; the papers have one.
     """
 
@@ -46,6 +47,7 @@ class Distillation(NamedTuple):
     batch_size: int = 256
     images: int = 256
     steps: int = 30
+    width: int = 128
     passes: int = 1
 
 
@@ -114,7 +116,7 @@ def epoch(
     how, present = fixed.how, weights > 0
     votes = weights if how.weighted else present / present.sum()
     # What does not change shapes is no constant of the program: other numbers need no other one.
-    plain = Distillation(batch_size=how.batch_size, images=how.images, steps=how.steps)
+    plain = how._replace(weighted=True, fresh=False, **dict.fromkeys(_RATES, 0))
     rates = tuple(getattr(how, name) for name in _RATES)
     return _epoch(fixed._replace(how=plain), evaluate, stacked, votes, rates, work)
 
@@ -184,7 +186,7 @@ def _synthesized(
         best = jnp.where(better, jnp.round(images * _WHITE).astype(jnp.uint8), best)
         return optax.apply_updates(made, updates), state, best, jnp.where(better, value, lowest)
 
-    made = nn.init_generator(generator_key, _NOISE, fixed.shape), noise
+    made = nn.init_generator(generator_key, _NOISE, fixed.shape, how.width), noise
     best = jnp.zeros((how.images, *fixed.shape), jnp.uint8)
     carry = made, optimizer.init(made), best, jnp.full((), math.inf, jnp.result_type(float))
     *_, best, lowest = jax.lax.fori_loop(0, how.steps, step, carry)

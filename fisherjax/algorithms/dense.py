@@ -144,8 +144,10 @@ def _check(model: Model, shape: Any, start: Algorithm, how: Distillation) -> Non
             "or fedfisher(model)."
         )
     checks.instance("how", how, Distillation, "Distillation() or FEDLPA_DISTILLATION")
-    for name in ("batch_size", "images", "steps", "passes"):
+    for name in ("batch_size", "images", "steps", "width", "passes"):
         checks.count(f"how.{name}", getattr(how, name))
+    if how.width % 2:
+        raise ValueError(f"how.width is {how.width}; expected an even number, such as 32.")
     if how.images % how.batch_size:
         raise ValueError(
             f"how.batch_size is {how.batch_size}; expected a divisor of the {how.images} images "

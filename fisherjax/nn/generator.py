@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from fisherjax.typing import Array, Key
 
-_CHANNELS = (128, 128, 64)
 _LEAK, _EPSILON = 0.2, 1e-5
 
 
@@ -24,7 +23,7 @@ class Norm(NamedTuple):
 
 
 class Generator(NamedTuple):
-    """The weights: dense [z, h w 128], kernels [3, 3, cin, cout] and the norms before or behind."""
+    """The weights: dense [z, h w channels], kernels [3, 3, cin, cout], norms around them."""
 
     dense: Array
     bias: Array
@@ -35,17 +34,20 @@ class Generator(NamedTuple):
     last_bias: Array
 
 
-def init_generator(key: Key, noise: int, shape: tuple[int, int, int]) -> Generator:
+def init_generator(
+    key: Key, noise: int, shape: tuple[int, int, int], width: int = 128
+) -> Generator:
     """Draw a generator of images [H, W, C] from noise [noise]; H and W are multiples of four.
 
-    Kernels are normal of deviation 0.02, scales around one, biases and shifts zero.
+    It has `width` channels, at last half of them; the paper's have 128. Kernels are normal of
+    deviation 0.02, scales around one, biases and shifts zero.
 
     Example:
         >>> made = init_generator(jax.random.key(0), 256, (28, 28, 1))
         >>> sum(leaf.size for leaf in jax.tree.leaves(made))
         1834305
     """
-    height, width, channels = shape
+    rows, columns, channels = shape
     keys = iter(jax.random.split(key, 7))
 
     def normal(*size: int) -> Array:
@@ -54,8 +56,8 @@ def init_generator(key: Key, noise: int, shape: tuple[int, int, int]) -> Generat
     def norm(size: int) -> Norm:
         return Norm(1 + normal(size), jnp.zeros(size))
 
-    a, b, c = _CHANNELS
-    pixels = height // 4 * (width // 4) * a
+    a, b, c = width, width, width // 2
+    pixels = rows // 4 * (columns // 4) * a
     return Generator(
         dense=normal(noise, pixels),
         bias=jnp.zeros(pixels),
@@ -79,7 +81,7 @@ def generate(generator: Generator, noise: Array, shape: tuple[int, int, int]) ->
     """
     before, between, behind = generator.norms
     x = noise @ generator.dense + generator.bias
-    x = x.reshape(len(x), shape[0] // 4, shape[1] // 4, _CHANNELS[0])
+    x = x.reshape(len(x), shape[0] // 4, shape[1] // 4, -1)
     x = doubled_convolution(_normed(before, x), generator.first)
     x = jax.nn.leaky_relu(_normed(between, x), _LEAK)
     x = doubled_convolution(x, generator.second)
