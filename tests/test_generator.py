@@ -24,12 +24,15 @@ def test_a_doubled_convolution_is_one_of_the_doubled_image(shape, outputs):
 
 
 def test_a_generator_has_as_many_weights_as_the_papers_say():
-    def size(shape):
-        made = jax.eval_shape(lambda key: nn.init_generator(key, 256, shape), KEY)
+    def size(shape, **width):
+        made = jax.eval_shape(lambda key: nn.init_generator(key, 256, shape, **width), KEY)
         return sum(leaf.size for leaf in jax.tree.leaves(made))
 
     assert size((28, 28, 1)) == 1_834_305
     assert size((32, 32, 3)) == 2_328_899
+    # A dense layer with biases, two kernels, the last with its bias, three norms.
+    narrow = 257 * 7 * 7 * 8 + 9 * 8 * 8 + 9 * 8 * 4 + 9 * 4 + 1 + 2 * (8 + 8 + 4)
+    assert size((28, 28, 1), width=8) == narrow
 
 
 def test_images_lie_between_black_and_white_and_depend_on_all_noise_of_a_batch():

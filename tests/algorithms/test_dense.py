@@ -63,6 +63,8 @@ def test_the_student_learns_and_the_generator_finds_what_the_teacher_knows(world
     assert info.distillation[-1] < 0.7 * info.distillation[0]
     *_, idle = run(method(1, how=settings._replace(steps=1)), world)
     assert info.synthesis[0] < idle.synthesis[0] - 0.05
+    *_, longer = run(method(8, how=settings._replace(passes=3)), world)
+    assert (longer.distillation < info.distillation).all()
     assert info.images.dtype == jnp.uint8
     assert len(np.unique(np.asarray(info.images).reshape(len(info.images), -1), axis=0)) > 500
 
@@ -179,6 +181,7 @@ def test_another_merge_compiles_nothing(world):
         ({"epochs": 0}, "epochs is 0"),
         ({"how": FEW._replace(batch_size=5)}, "a divisor of the 32 images"),
         ({"how": FEW._replace(steps=0)}, "how.steps is 0"),
+        ({"how": FEW._replace(width=7)}, "how.width is 7; expected an even number"),
         ({"how": FEW._replace(learning_rate=0)}, "how.learning_rate is 0"),
         ({"how": FEW._replace(adversarial=-1)}, "how.adversarial is -1"),
         ({"start": fj.algorithms.weighted_fedavg(MODEL)}, "one merged model of one exchange"),
