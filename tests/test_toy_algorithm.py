@@ -112,7 +112,8 @@ def finished(folder):
 
 def left(folder):
     """All that both commands found out, but for the time that it took."""
-    rows = records.read_rows(folder / "one_shot" / "results.csv", records.ONE_SHOT)
+    found = records.read_rows(folder / "one_shot" / "results.csv", records.ONE_SHOT)
+    rows = [row for row in found if row.metric == "accuracy"]
     with open(folder / "federated" / "results.csv", newline="") as file:
         measured = list(csv.reader(file))
     model = (folder / "federated" / "models" / f"{NAME}.safetensors").read_bytes()

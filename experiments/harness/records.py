@@ -166,7 +166,7 @@ def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> 
 
     def counts(name: str) -> bool:  # of methods only those that run
         method, dot, _ = name.rpartition(".")
-        ran = {one for name in now["algorithms"] for one in name.split("+")}
+        ran = {one for name in now.get("algorithms", ()) for one in name.split("+")}
         return name not in WHERE_AND_HOW and (not dot or method in ran)
 
     if differing := _differences(before, now, counts):
