@@ -22,6 +22,7 @@ ORDER = [
     *("checkpoints", "one_round", "accuracies", "memory", "progress"),
     *("forecast", "grid_runs"),
     *("grids", "niid", "fedfisher", "reference", "knee", "compression", "secure", "private"),
+    "comparators",
     *("gan", "inversion", "attack"),
     *("rounds", "curves"),
     *("domains", "personal"),

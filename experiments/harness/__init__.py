@@ -3,6 +3,6 @@
 commands: options read, written again and refused. tables, records, points, figures: files of a run.
 config, methods, votes, tasks: what is learned, by whom and how. checkpoints, one_round, accuracies,
 memory, progress: one round of merging. forecast, grid_runs: many of them. grids, niid, fedfisher,
-reference, knee, compression, secure, private, gan, inversion, attack: tables. rounds, curves:
-rounds. domains, personal: clients with models of their own.
+reference, knee, compression, secure, private, comparators, gan, inversion, attack: tables and
+pictures. rounds, curves: rounds. domains, personal: clients with models of their own.
 """
