@@ -27,6 +27,7 @@ ORDER = [
     "likelihoods",
     "nn",
     "networks",
+    "cinic10",
     "datasets",
     "partition",
     "text",
@@ -64,14 +65,14 @@ SHARED = [
 ]
 
 LATER = {"networks"}  # imported when it is first used
-INSIDE = {"compat", "__main__"}  # not for users
+INSIDE = {"compat", "cinic10", "__main__"}  # not for users
 
 ALONE = {  # who may import what the rest must not see
     "kfac_jax": {"compat"},
     "flax": {"networks.functions", "networks.images", "networks.transformer"},
     "safetensors": {"files.base", "files.arrays"},
     "dp_accounting": {"privacy.base"},
-    "tensorflow_datasets": {"datasets"},
+    "tensorflow_datasets": {"cinic10", "datasets"},
     "sklearn": {"datasets"},
     "cryptography": {"secure_aggregation.keys"},
 }

@@ -72,7 +72,8 @@ def test_the_environment_names_the_folder_unless_the_caller_does(tmp_path, monke
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
-    for given_name, nearest in [("minst", "mnist"), ("CIFAR-10", "cifar10"), ("svhn", "svhn_")]:
+    papers = [("CIFAR-10", "cifar10"), ("CINIC-10", "cinic10"), ("svhn", "svhn_")]
+    for given_name, nearest in [("minst", "mnist"), *papers]:
         with pytest.raises(ValueError, match=f"unknown data set '{given_name}'.*mean '{nearest}"):
             datasets.load(given_name)
 
@@ -100,12 +101,68 @@ def test_the_command_in_the_error_prepares_the_data_set_where_it_was_looked_for(
     program = shlex.split(command)
     assert program[:2] == ["python", "-c"]
     # Everything but the download itself.
-    statement, expression = program[2].split("; ")
-    assert statement == "import tensorflow_datasets as tfds"
+    *statements, expression = program[2].split("; ")
+    ours = ["import fisherjax.cinic10"] if name == "cinic10" else []
+    assert statements == ["import tensorflow_datasets as tfds", *ours]
     builder = eval(expression.removesuffix(".download_and_prepare()"), {"tfds": tfds})
     assert builder.name == name
     assert str(builder.data_dir).startswith(str(place))
     assert builder.info.file_format.value == "array_record"
+
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer")
+CLASSES += ("dog", "frog", "horse", "ship", "truck")
+
+
+@pytest.fixture
+def unpacked(tmp_path):
+    """Write images as CINIC-10's archive holds them: two of a class to train on, one elsewhere."""
+    from PIL import Image
+
+    random, folder = np.random.default_rng(0), tmp_path / "downloads" / "manual" / "CINIC-10"
+    for split, number in (("train", 2), ("valid", 1), ("test", 1)):
+        for name in CLASSES:
+            (folder / split / name).mkdir(parents=True)
+            for image in range(number):
+                pixels = random.integers(0, 256, (32, 32, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / split / name / f"cifar10-{image}.png")
+    return folder
+
+
+def prepare_as_told(place):
+    """Run the command that the error names, in this process."""
+    with pytest.raises(FileNotFoundError, match="prepare it once") as caught:
+        datasets.load("cinic10", place)
+    assert f"in {place}/downloads/manual/CINIC-10" in str(caught.value)
+    exec(shlex.split(str(caught.value).splitlines()[2])[-1], {})
+
+
+def test_cinic10_is_prepared_from_its_images_and_read_like_the_others(unpacked, tmp_path):
+    from PIL import Image
+
+    grey = unpacked / "test" / "deer" / "cifar10-0.png"
+    Image.open(grey).convert("L").save(grey)
+    prepare_as_told(tmp_path)
+    for split, number in zip(datasets.load("cinic10", tmp_path), (2, 1), strict=True):
+        part = "train" if number == 2 else "test"
+        assert (split.inputs.shape, split.inputs.dtype) == ((10 * number, 32, 32, 3), np.uint8)
+        assert (split.num_classes, split.scale, split.name) == (10, 255.0, "cinic10")
+        stored = {
+            (label, np.asarray(Image.open(path).convert("RGB")).tobytes())
+            for label, name in enumerate(CLASSES)
+            for path in (unpacked / part / name).iterdir()
+        }
+        read = zip(split.targets.tolist(), map(np.ndarray.tobytes, split.inputs), strict=True)
+        assert set(read) == stored
+
+
+def test_classes_of_cinic10_that_are_not_there_are_named(unpacked, tmp_path):
+    for name in ("cat", "ship"):
+        (unpacked / "valid" / name / "cifar10-0.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no images of cat, ship in .*valid: Unpack"):
+        prepare_as_told(tmp_path)
+    with pytest.raises(FileNotFoundError, match="prepare it once"):
+        datasets.load("cinic10", tmp_path)
 
 
 @pytest.mark.parametrize(

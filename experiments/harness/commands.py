@@ -132,7 +132,7 @@ def command(program: str, continues: bool = True) -> Callable[..., Callable[...,
 def check_name(option: str, value: str, known: Collection[str]) -> None:
     """Refuse a name that an option does not know, with the nearest that it does."""
     if value not in known:
-        nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
+        nearest = difflib.get_close_matches(str(value).lower(), known, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"{_told(option, repr(value))}, did you mean {nearest!r}? Known: {', '.join(known)}"
         )

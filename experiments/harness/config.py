@@ -210,7 +210,7 @@ def one_shot(dataset: str | None = None) -> OneShot:
     if dataset == "digits":
         return OneShot()
     model = "lenet" if dataset in ("mnist", "fashion_mnist") else "cnn"
-    data = Data(dataset, model, augment=dataset.startswith("cifar"))
+    data = Data(dataset, model, augment=dataset.startswith(("cifar", "cinic")))
     return OneShot(data, Training(learning_rate=0.01, batch_size=64), partition_seeds=(3,))
 
 

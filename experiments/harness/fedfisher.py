@@ -43,7 +43,7 @@ class Grid:
 
     merging: config.Group[config.Merging] = dataclasses.field(default=config.Merging(_ORDER))
     datasets: tuple[str, ...] = ("mnist", "cifar10")
-    """One table each: mnist, fashion_mnist, svhn_cropped, cifar10, cifar100; digits to try."""
+    """One table each: fashion_mnist, svhn_cropped, cifar10, cinic10; mnist, cifar100, digits."""
     num_clients: tuple[int, ...] = (5,)
     """Over how many clients the data are split; several draw clients.png, the paper's Figure 3."""
     alphas: tuple[float, ...] = (0.2, 0.1, 0.05)

@@ -165,6 +165,7 @@ def test_the_data_set_chooses_the_defaults_and_options_override_them():
     expected = changed(changed(paper, "augment", False), "epochs", 2)
     assert asked == expected
     assert commands.read(["--dataset=cifar10"], "", "", config.one_shot).data.augment
+    assert config.one_shot("cinic10").data == changed(paper, "dataset", "cinic10").data
 
 
 # Refused
@@ -189,7 +190,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(option, value, nearest):
     [("dataset", (*config.IMAGES, config.PLAYS)), ("model", tuple(config.MODELS))],
 )
 def test_help_of_one_round_offers_what_is_not_refused(capsys, monkeypatch, option, known):
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "600")
     with pytest.raises(SystemExit):
         commands.read(["--help"], "", "", config.one_shot)
     offered = re.search(rf"--{option} \{{(.*?)\}}", capsys.readouterr().out)[1].split(",")
