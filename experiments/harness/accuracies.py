@@ -16,8 +16,9 @@ from experiments.harness.records import Row
 Curves = dict[str, list[tuple[float, ...]]]
 """By algorithm: for each round the accuracies in percent, one for each unit."""
 
-_LABELS = "label_counts.csv"
+_LABELS, _WIDTH = "label_counts.csv", 110
 _MOST_CLIENTS, _MOST_CLASSES = 20, 20
+_PLAIN = "fedavg"  # what gains are counted from: it sends the model and computes nothing
 
 
 class Line(NamedTuple):
@@ -35,12 +36,12 @@ class Line(NamedTuple):
 
 
 def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
-    """Gather rows by algorithm: local models, their ensemble, each way of merging, the ceiling."""
-    gathered = []
+    """Gather rows by algorithm: ways of merging, the best mean first, and then the references."""
+    merged, references = [], []
     rows = [row for row in rows if row.metric == "accuracy"]
     found = dict.fromkeys(row.algorithm for row in rows if "+" in row.algorithm)
     exchanged = [name for name in found if name not in algorithms]
-    for name in ("local", "ensemble", *algorithms, *exchanged, "central"):
+    for name in (*algorithms, *exchanged, *REFERENCES):
         own = [row for row in rows if row.algorithm == name]
         # Of exchanges without training the last.
         number = max((row.round for row in own), default=1) if name in exchanged else 1
@@ -52,28 +53,42 @@ def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
             means = tuple(100 * statistics.fmean(values) for values in units.values())
             seconds = [row.seconds for row in own if row.seconds is not None]
             median = statistics.median(seconds) if seconds else None
-            gathered.append(Line(name, means, own[0].upload_bytes, median))
-    return gathered
+            line = Line(name, means, own[0].upload_bytes, median)
+            (references if name in REFERENCES else merged).append(line)
+    return sorted(merged, key=lambda line: -line.mean) + references
 
 
 def table(found: Sequence[Line], heading: str) -> tables.Table:
-    """Lay the lines out; the best way of merging stands out."""
+    """Lay the lines out; the best way of merging stands out. What gains cost is beside FedAvg's."""
     merged = [place for place, line in enumerate(found) if line.algorithm not in REFERENCES]
+    plain = next((line for line in found if line.algorithm == _PLAIN), None)
     body = []
     for line in found:
         runs, uploaded, seconds = len(line.accuracies), line.upload_bytes, line.seconds
         std = f"{statistics.stdev(line.accuracies):.1f}" if runs > 1 else "-"
         upload = "-" if uploaded is None else tables.size(uploaded)
         took = "-" if seconds is None else f"{seconds:.3f}"
-        body.append((line.algorithm, f"{line.mean:.1f}", std, str(runs), upload, took))
+        cells = (line.algorithm, f"{line.mean:.1f}", std, str(runs), upload, took)
+        body.append(cells if plain is None else (*cells, *_gains(line, plain)))
+    headings = ("algorithm", "mean %", "std", "runs", "upload", "seconds")
     return tables.Table(
         title=heading,
-        headings=("algorithm", "mean %", "std", "runs", "upload", "seconds"),
+        headings=headings if plain is None else (*headings, "points/MB", "points/s"),
         lines=body,
         best=max(merged, key=lambda place: found[place].mean, default=None),
         dim=[place for place in range(len(found)) if place not in merged],
-        sections=[min(merged, default=0) - 1, max(merged, default=-1)],
+        sections=[max(merged, default=-1)],
     )
+
+
+def _gains(line: Line, plain: Line) -> tuple[str, str]:
+    """Write the points above FedAvg for each MB more that a client sends, and for each second."""
+    if line.algorithm in (_PLAIN, *REFERENCES):
+        return "-", "-"
+    gain, more = line.mean - plain.mean, None
+    if line.upload_bytes is not None and plain.upload_bytes is not None:
+        more = (line.upload_bytes - plain.upload_bytes) / 1e6
+    return tables.quotient(gain, more), tables.quotient(gain, line.seconds)
 
 
 def curves(rows: Sequence[Row], algorithms: Sequence[str]) -> Curves:
@@ -110,11 +125,14 @@ def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console:
     out, names = asked.out, asked.merging.algorithms
     found, later = lines(rows, names), curves(rows, names)
     shown = table(found, heading)
-    console.print(tables.terminal(shown))
-    console.print(footnote(names), style="dim")
+    # Wider than some terminals: better a line broken there than every cell.
+    wide = Console(file=console.file, highlight=False, width=max(console.width, _WIDTH))
+    wide.print(tables.terminal(shown))
+    note = footnote(names)
+    console.print(note, style="dim")
     figure(found, heading, out / "accuracy.png")
     left = [records.CONFIG, records.RESULTS, _LABELS, "summary.md", "accuracy.png"]
-    parts = [tables.markdown(shown), footnote(names), "", "![accuracy](accuracy.png)", ""]
+    parts = [tables.markdown(shown), note, "", "![accuracy](accuracy.png)", ""]
     if later:
         console.print(tables.terminal(curve_table(later)))
         curve_figure(later, heading, out / "rounds.png")
@@ -135,11 +153,15 @@ def footnote(algorithms: Sequence[str]) -> str:
     own = [name for name in algorithms if methods.trains_its_own(name)]
     all_three = f"of {' and '.join(own)} of all three, " if own else ""
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in REFERENCES.items())
+    gains = (
+        "Gains are from fedavg's mean: points/MB for each MB that a client sends above fedavg's "
+        "upload, points/s for each of the seconds. "
+    )
     return (
         "Test accuracy, its mean and standard deviation over runs (partition seeds x seeds); "
         "upload of one client; seconds of the clients' summaries and the merge, of local and "
         f"central of training, {all_three}median over runs, where the first includes compilation. "
-        f"{meanings[0].upper()}{meanings[1:]}."
+        f"{gains if _PLAIN in algorithms else ''}{meanings[0].upper()}{meanings[1:]}."
     )
 
 

@@ -63,6 +63,14 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
+def quotient(number: float, of: float | None) -> str:
+    """Write a number for each unit of something, as 1.05 or 54.0; a dash where there is none."""
+    if of is None or of <= 0:
+        return "-"
+    found = number / of
+    return f"{found:#.3g}".rstrip(".") if abs(found) < 1000 else f"{found:.0f}"
+
+
 def size(count: float) -> str:
     """Write a number of bytes, for example 35.3 kB."""
     for unit in ("B", "kB", "MB"):
