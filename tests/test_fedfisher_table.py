@@ -3,12 +3,13 @@
 import csv
 import re
 
+import jax
 import numpy as np
 import pytest
 
 import fisherjax as fj
 from experiments import fedfisher_table
-from experiments.harness import fedfisher, forecast, one_round, records, tasks
+from experiments.harness import fedfisher, forecast, one_round, records, tasks, votes
 from experiments.harness.config import IMAGES, Merging
 from experiments.harness.fedfisher import Cell, Grid
 from experiments.harness.grid_runs import WALL
@@ -214,7 +215,7 @@ def ready():
 def test_the_probe_compiles_what_the_runs_need(ready, compilations):
     found = forecast.probe(ready)
     assert min(found[:2]) > 0
-    assert found.stages == 0
+    assert found.distillation == 0
     _, other = ready
     (federation,) = other.federations.values()
     params, key = one_round.start(other, 0)
@@ -244,8 +245,59 @@ def test_a_merge_in_stages_is_foretold_from_two_of_them(ready, monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(forecast.time, "perf_counter", lambda: next(clock))
     task = ready[0]._replace(methods={"fedavg": fedavg._replace(server=lambda _: slow)})
-    assert forecast.probe([task, ready[1]]).stages == 2 * 20 * 1.0
+    assert forecast.probe([task, ready[1]]).distillation == 2 * 20 * 1.0
     assert len(played) == 2
+
+
+@pytest.fixture(scope="module")
+def voting():
+    merging = Merging(("fedavg", "fedov", "fedov+student"))
+    grid = Grid(merging, datasets=("digits",), alphas=(0.1, 0.5), seeds=(0,), epochs=3)
+    return tasks.one_rounds(list(fedfisher.units(grid).values()))
+
+
+def test_fedov_is_foretold_from_its_clients_and_a_few_epochs_of_its_student(voting, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(forecast.time, "perf_counter", lambda: now[0])
+    batch = voting[0].config.training.batch_size
+
+    def passes(federation):
+        return int(fj.clients.num_batches(federation.sizes, batch).sum())
+
+    def trained(_, federation, keys, *, epochs, **how):
+        now[0] += 8.0 * epochs * passes(federation)  # seconds a minibatch
+        params = jax.vmap(voting[0].voting.init)(jax.random.split(keys[0], 5))
+        return fj.training.Trained(params)
+
+    def taught(_, stacked, inputs, key, epochs):
+        now[0] += 50.0 + 2.0 * epochs
+        return ()
+
+    monkeypatch.setattr(forecast.votes, "trained", trained)
+    monkeypatch.setattr(forecast.votes, "taught", taught)
+    found = forecast.probe(voting)
+    key = one_round.start(voting[0], 0)[1]
+    # One chunk of one client: nobody waits for others.
+    left = [votes.split(*own.federations.values(), key)[0] for own in voting]
+    assert np.isclose(found.training, 8.0 * 3 * sum(map(passes, left)))
+    assert np.isclose(found.distillation, 2 * (50.0 + 2.0 * 100))
+    alone = [own._replace(voting=own.voting._replace(names=("fedov",))) for own in voting]
+    found = forecast.probe(alone)
+    whole = [next(iter(own.federations.values())) for own in voting]
+    assert np.isclose(found.training, 8.0 * 3 * sum(map(passes, whole)))
+    assert found.distillation == 0
+
+
+def test_the_probe_compiles_what_fedov_needs(voting, compilations):
+    forecast.probe(voting)
+    federation, aside = votes.split(*voting[1].federations.values(), jax.random.key(5))
+    options = one_round.training_options(voting[1], federation)
+    options["epochs"] = 1  # another number compiles the cut of the losses anew, and nothing else
+    own, key, inputs = voting[1].voting, jax.random.key(1), federation.inputs[aside]
+    with compilations() as count:
+        models = votes.trained(own, federation, (key, key), **options).params
+        votes.taught(own, models, inputs, key, 3)
+    assert count() == 0
 
 
 def test_twice_the_runs_take_twice_the_time():

@@ -2,7 +2,7 @@
 
 The probe trains all clients on a few minibatches of their own and lets them summarize fewer still,
 by the programs that the runs need anyway: little comes on top of compiling, which is done then. Of
-merges that take long, in stages, two are played.
+merges that take long, in stages, two are played, and of FedOV's student a few epochs.
 """
 
 import time
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fisherjax as fj
-from experiments.harness import one_round, tables
+from experiments.harness import one_round, tables, votes
 from experiments.harness.methods import Method
 from experiments.harness.tasks import OneRound
 from fisherjax.algorithms import Update
@@ -26,11 +26,11 @@ _EPOCHS, _STAGES = 3, 2  # of which the first compiles
 
 
 class Forecast(NamedTuple):
-    """Seconds of some runs, all together; of merges only those that have stages."""
+    """Seconds of some runs, all together; of the server only what trains: DENSE, and a student."""
 
     training: float
     summaries: float
-    stages: float = 0.0
+    distillation: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -45,7 +45,8 @@ def probe(ready: Sequence[OneRound]) -> Forecast:
     options = one_round.training_options(task, federations[0])
     batch, chunk = options["batch_size"], options["clients_per_chunk"]
     little, less = (_few(federations[0], count * batch) for count in (_TRAINED, _SUMMARIZED))
-    training = summaries = stages = 0.0
+    training, distillation = _of_votes(ready, key)
+    summaries = 0.0
     for optimizer, methods in one_round.by_training(task).items():
         clock, how = _Clock(), {"key": key, "optimizer": optimizer, **options, "epochs": _EPOCHS}
         trained = fj.training.train(task.model, params, little, progress=clock, **how)
@@ -64,8 +65,34 @@ def probe(ready: Sequence[OneRound]) -> Forecast:
             summaries += clock.shortest * examples / _work(_few(less, most), chunk)
             for method in methods.values():
                 if method.sent == methods[name].sent:
-                    stages += len(ready) * _of_stages(task, method, params, sent, key)
-    return Forecast(training, summaries, stages)
+                    distillation += len(ready) * _of_stages(task, method, params, sent, key)
+    return Forecast(training, summaries, distillation)
+
+
+def _of_votes(ready: Sequence[OneRound], key: Key) -> tuple[float, float]:
+    """Time FedOV's clients and its student, if it was asked for, and scale them to all."""
+    task, voting = ready[0], ready[0].voting
+    if voting is None:
+        return 0.0, 0.0
+    each = [votes.ready(voting, _clients(own), own.test, key) for own in ready]
+    federations = [own.federation for own in each]
+    options = one_round.training_options(task, federations[0])
+    batch, chunk = options["batch_size"], options["clients_per_chunk"]
+    little, clock = _few(federations[0], _TRAINED * batch), _Clock()
+    for _ in range(2):  # the first compiles
+        stacked = votes.trained(voting, little, (key, key), **options | {"epochs": 1}).params
+        clock(0, stacked)
+    passes = task.config.epochs * sum(_work(own, chunk, batch) for own in federations)
+    training = clock.shortest * passes / _work(little, chunk, batch)
+    if each[0].aside is None:
+        return training, 0.0
+    clock = _Clock()
+    for epochs in (1, 1, _EPOCHS):  # the first compiles
+        clock(0, votes.taught(voting, stacked, each[0].aside, key, epochs))
+    _, first, all_ = np.diff(clock.ends)
+    # What is done once, the vote itself, is no part of an epoch.
+    more = max(all_ - first, 0.0) / (_EPOCHS - 1)
+    return training, len(ready) * float(first + (votes.EPOCHS - 1) * more)
 
 
 def _of_stages(task: OneRound, method: Method, params: Params, sent: Update, key: Key) -> float:
@@ -106,8 +133,8 @@ def told(forecasts: Sequence[tuple[str, int, Forecast | float]]) -> str:
         if isinstance(found, Forecast):
             seconds, without = found.seconds, True
             parts = f"training {_time(found.training)}, summaries {_time(found.summaries)}"
-            if found.stages:
-                parts += f", distillation {_time(found.stages)}"
+            if found.distillation:
+                parts += f", distillation {_time(found.distillation)}"
         else:
             seconds, parts = count * found, "as those that are done"
         lines.append(f"{name}: {count} to run, about {_time(seconds)} ({parts})")

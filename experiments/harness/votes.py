@@ -8,7 +8,7 @@ second half judges: `aside` is test.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,11 @@ import fisherjax as fj
 from experiments.harness.config import STUDENT
 from fisherjax.clients import Federation
 from fisherjax.parallel import Layout, chunk_size
+from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 NAME = "fedov"
+EPOCHS = 100  # of the student, as in the paper
 _ASIDE = 5000  # training rows, or a tenth of fewer
 _ADAM = optax.chain(optax.add_decayed_weights(1e-5), optax.adam(1e-3))
 
@@ -52,6 +54,26 @@ class Found(NamedTuple):
     upload_bytes: int
 
 
+class Ready(NamedTuple):
+    """The clients, the inputs that a student learns from, if any does, and what judges."""
+
+    federation: Federation
+    aside: Array | None
+    test: Examples
+
+
+def ready(voting: Voting, federation: Federation, test: Examples, key: Key) -> Ready:
+    """Take away from clients or judges what a student learns from, if there is one."""
+    if STUDENT not in voting.names:
+        return Ready(federation, None, test)
+    if voting.aside == "train":
+        federation, rows = split(federation, key)
+        return Ready(federation, federation.inputs[rows], test)
+    half = len(test.targets) // 2
+    judges = Examples(test.inputs[half:], test.targets[half:])
+    return Ready(federation, test.inputs[:half], judges)
+
+
 def split(federation: Federation, key: Key) -> tuple[Federation, np.ndarray]:
     """Hold training rows aside: the clients' data without them, and the rows."""
     rows = [
@@ -62,7 +84,40 @@ def split(federation: Federation, key: Key) -> tuple[Federation, np.ndarray]:
     number = min(_ASIDE, len(owned) // 10)
     aside = np.asarray(jax.random.permutation(key, jnp.asarray(owned)))[:number]
     left = [own[~np.isin(own, aside)] for own in rows]
-    return fj.clients.federation((federation.inputs, federation.targets), left), aside
+    made = fj.clients.federation((federation.inputs, federation.targets), left)
+    # In the shape that it had: whatever is held aside, the same program trains.
+    more = federation.indices.shape[1] - made.indices.shape[1]
+    made = made._replace(indices=jnp.pad(made.indices, ((0, 0), (0, more))))
+    mesh = federation.mesh
+    return (fj.clients.shard(made, list(mesh.devices.flat)) if mesh else made), aside
+
+
+def trained(
+    voting: Voting,
+    federation: Federation,
+    keys: tuple[Key, Key],
+    *,
+    epochs: int,
+    batch_size: int,
+    clients_per_chunk: int | None,
+) -> Trained:
+    """Train the clients, each from an initial model of its own; the keys are of those and of it."""
+    start_key, train_key = keys
+    opened = fj.algorithms.open_set(voting.model, voting.normalize)
+    starts = jax.vmap(voting.init)(jax.random.split(start_key, federation.num_clients))
+    start = jax.tree.map(lambda leaf: leaf[0], starts)
+    local = fj.training.check(opened, start, federation, train_key, _ADAM, epochs, batch_size)
+    layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
+    given = (None, starts), (None, ()), federation, train_key, epochs
+    return jax.block_until_ready(fj.training.train_cohort(local, layout, *given))
+
+
+def taught(voting: Voting, stacked: Params, inputs: Array, key: Key, epochs: int) -> Params:
+    """Teach a student the vote of networks on inputs without labels."""
+    vote, first = fj.algorithms.voting(voting.model), voting.student_init(key)
+    given = vote, stacked, voting.student, first, inputs
+    params, _ = fj.algorithms.distilled(*given, key=key, epochs=epochs)
+    return jax.block_until_ready(params)
 
 
 def run(
@@ -71,43 +126,30 @@ def run(
     test: Examples,
     *,
     key: Key,
-    epochs: int,
-    batch_size: int,
-    clients_per_chunk: int | None,
     progress: Callable[[str], None],
+    **options: Any,
 ) -> dict[str, Found]:
-    """Train the clients, let them vote, and teach a student if it is among the names."""
+    """Train the clients, let them vote, and teach a student if it is among the names.
+
+    The options are those of `trained`.
+    """
     split_key, start_key, train_key, student_key = jax.random.split(key, 4)
-    aside = None
-    if STUDENT in voting.names and voting.aside == "train":
-        federation, rows = split(federation, split_key)
-        aside = federation.inputs[rows]
-    elif STUDENT in voting.names:
-        half = len(test.targets) // 2
-        aside, test = test.inputs[:half], Examples(test.inputs[half:], test.targets[half:])
+    federation, aside, test = ready(voting, federation, test, split_key)
     progress(f"{NAME}: the clients learn")
     begun = time.perf_counter()
-    opened = fj.algorithms.open_set(voting.model, voting.normalize)
-    starts = jax.vmap(voting.init)(jax.random.split(start_key, federation.num_clients))
-    start = jax.tree.map(lambda leaf: leaf[0], starts)
-    local = fj.training.check(opened, start, federation, key, _ADAM, epochs, batch_size)
-    layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    given = (None, starts), (None, ()), federation, train_key, epochs
-    trained = jax.block_until_ready(fj.training.train_cohort(local, layout, *given))
-    stacked, weights = fj.merging.check_updates(trained.params, federation.weights, "raise")
+    learned = trained(voting, federation, (start_key, train_key), **options)
+    stacked, weights = fj.merging.check_updates(learned.params, federation.weights, "raise")
     learnt = time.perf_counter() - begun
     sent = sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(stacked))
     method, vote = fj.algorithms.fedov(voting.model), fj.algorithms.voting(voting.model)
     updates = fj.algorithms.Update({"params": stacked}, method.kind)
+    start = jax.tree.map(lambda leaf: leaf[0], stacked)
     stacked, _, _ = fj.merging.merge(method, start, updates, weights)
     found = {NAME: Found(float(fj.metrics.accuracy(vote, stacked, test)), learnt, 0.0, sent)}
     if aside is not None:
         progress(f"{STUDENT}: it learns the vote")
         begun = time.perf_counter()
-        first = voting.student_init(student_key)
-        given = vote, stacked, voting.student, first, aside
-        params, _ = fj.algorithms.distilled(*given, key=student_key)
-        jax.block_until_ready(params)
+        params = taught(voting, stacked, aside, student_key, EPOCHS)
         took = time.perf_counter() - begun
         judged = float(fj.metrics.accuracy(voting.student, params, test))
         found[STUDENT] = Found(judged, learnt + took, took, sent)

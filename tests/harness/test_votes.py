@@ -32,6 +32,9 @@ def test_rows_held_aside_are_of_no_client():
     assert not set(aside.tolist()) & (kept[0] | kept[1])
     assert kept[0] <= set(range(25))
     assert (left.inputs[np.asarray(left.indices[0])] == left.indices[0][:, None]).all()
+    assert left.indices.shape == whole.indices.shape
+    spread, _ = votes.split(fj.clients.shard(whole, jax.devices()[:1]), jax.random.key(0))
+    assert spread.mesh.size == 1
 
 
 @pytest.mark.parametrize("aside", ["train", "test"])
@@ -45,8 +48,9 @@ def test_a_vote_and_its_student_leave_rows_beside_the_merges(aside, monkeypatch)
         judged.append(examples)
         return accuracy(model, params, examples)
 
-    def teach(*given, key):
+    def teach(*given, key, epochs):
         taught.append(given[-1])
+        assert epochs == 100
         return distilled(*given, key=key, epochs=2)
 
     monkeypatch.setattr(fj.metrics, "accuracy", measure)
