@@ -54,7 +54,7 @@ ORDER = [
     "__main__",
 ]
 FISHER = [
-    *("columns", "kinds", "inline", "views", "uses", "layers", "trace", "wiring"),
+    *("columns", "kinds", "inline", "views", "uses", "layers", "feeders", "trace", "wiring"),
     *("operators", "kronecker", "terms", "passes", "diagonal", "full", "kfac"),
 ]
 # What the other files of a folder may import, and these in this order.

@@ -51,8 +51,8 @@ def fedfisher_sequential(
 
         sum_i p_i A_i (V - V_i) G_i + damping s (V - Vbar) = 0,   s the mean eigenvalue of the sum,
         A_i = A'_i + rho_i diag(A'_i),        G_i = (G'_i + sigma_i m_i I) / sqrt(m_i),
-        rho_i = |V - V_i|^2_A / |V_i|^2_A     of the layer before, at most 1,
-        sigma_i = |V - V_i|^2_G / |V_i|^2_G   of the layer after, at most 1,
+        rho_i = |V - V_i|^2_A / |V_i|^2_A     of the layers before, at most 1,
+        sigma_i = |V - V_i|^2_G / |V_i|^2_G   of the layers after, at most 1,
 
     with A' and G' the Kronecker factors of the Fisher information, m_i the mean eigenvalue of G'_i,
     |X|^2_A = tr X^T A X and |X|^2_G = tr X G X^T. Inputs of the first layer are everybody's: rho is
@@ -61,6 +61,12 @@ def fedfisher_sequential(
     ones that of the pass before. A client that is sure of its examples has a small G', which says
     little about its model's worth elsewhere: it votes by the root of its scale, halfway to equal
     votes. Where nobody has any curvature G' is the identity.
+
+    Where a network branches, the layers before are those whose outputs make the inputs, skips
+    included (`Kronecker.feeders`), and numerators and denominators are sums over them, so that a
+    branch counts by the size of its outputs: rho is zero for whoever takes only the network's
+    inputs. The layers after likewise. An operator that does not say who feeds whom, as of uploads
+    written before that was known, is merged as a chain.
 
     Args:
         model: The network and what its outputs mean.
@@ -95,7 +101,7 @@ def fedfisher_sequential(
 
     Source: this library. The quadratic is that of Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS
         2024; matching outputs on inputs is RegMean (Jin, Ren, Preotiuc-Pietro, Cheng, ICLR 2023).
-        Layers are in the order in which the network uses them, also where it branches.
+        Layers are in the order in which the network uses them.
     """
     structure = kfac if fallback is None else partial(kfac, fallback=fallback)
     summarize, sent = fisher_summary(model, structure, kind, batch_size, max_examples)
@@ -127,16 +133,19 @@ def _merged(
     layers = [layer for layer in fishers.layers if layer.kernel in fishers.factors]
     models = jax.vmap(Kronecker.blocks)(fishers, params)
     inputs = {name: factor["input"] for name, factor in fishers.factors.items()}
-    outputs, votes = {}, {}
+    outputs, votes, scales = {}, {}, {}
     for number, layer in enumerate(layers):
         own = fishers.factors[layer.kernel]["output"]
         known = own if settings.outputs and number else jnp.zeros_like(own)
         outputs[layer.kernel], votes[layer.kernel] = _units(known, weights > 0)
+        scales[layer.kernel] = jnp.trace(known, axis1=1, axis2=2) / known.shape[-1]
+    before = _before(fishers, list(outputs))
 
     def merge_all(sigma: dict[str, Array], _: None) -> tuple[Any, Any]:
-        merged, infos, rho = {}, [], jnp.zeros(weights.shape)
+        merged, infos, known = {}, [], {}
         for layer in layers:
             name = layer.kernel
+            rho = _share([known[x] for x in before[name] if x in known], weights.shape)
             output = _plus(outputs[name], sigma[name], _ones)
             factor = {
                 "input": _plus(inputs[name], rho, diagonal_of),
@@ -147,9 +156,9 @@ def _merged(
             merged |= found
             infos.append(info)
             if settings.errors:
-                rho = _error(found[name], models[name], factor["input"], jnp.matmul)
+                known[name] = _squares(found[name], models[name], factor["input"], jnp.matmul)
         if settings.errors:
-            sigma = _backward(merged, models, outputs)
+            sigma = _backward(merged, models, outputs, scales, before)
         return sigma, (merged, infos)
 
     nothing = {layer.kernel: jnp.zeros(weights.shape) for layer in layers}
@@ -197,13 +206,28 @@ def _plus(stacked: Array, sizes: Array, diagonal: Callable[[Array], Array]) -> A
     return jax.vmap(one)(stacked, sizes)
 
 
-def _backward(merged: dict, models: dict, outputs: dict) -> dict[str, Array]:
-    """Give sigma of every layer: zero at the ends, in between the error of the one after."""
-    sigma = {name: jnp.zeros(len(model)) for name, model in models.items() if name in outputs}
-    # Not of the first, whose output factor is the identity.
-    for name, after in list(itertools.pairwise(outputs))[:0:-1]:
-        factor = _plus(outputs[after], sigma[after], _ones)
-        sigma[name] = _error(merged[after], models[after], factor, _from_the_right)
+def _before(fishers: Kronecker, names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Say which layers, of these in their order, make the inputs of each."""
+    if fishers.feeders is None:
+        return {names[0]: ()} | {name: (last,) for last, name in itertools.pairwise(names)}
+    pairs = zip(fishers.layers, fishers.feeders, strict=True)
+    return {layer.kernel: feeders for layer, feeders in pairs if layer.kernel in names}
+
+
+def _backward(
+    merged: dict, models: dict, outputs: dict, scales: dict, before: dict
+) -> dict[str, Array]:
+    """Give sigma of every layer: zero at the ends, in between the error of those after."""
+    sigma = {name: jnp.zeros(len(models[name])) for name in outputs}
+    known: dict[str, _Squares] = {}
+    # From the last on, but not of the first, whose output factor is the identity.
+    for name in list(outputs)[:0:-1]:
+        after = [known[x] for x in known if name in before[x]]
+        sigma[name] = _share(after, sigma[name].shape)
+        factor = _plus(outputs[name], sigma[name], _ones)
+        own = _squares(merged[name], models[name], factor, _from_the_right)
+        # Output factors are in units, but gradients that meet are not.
+        known[name] = own._replace(scale=own.scale * scales[name])
     return sigma
 
 
@@ -211,13 +235,18 @@ def _from_the_right(factor: Array, x: Array, **how: Any) -> Array:
     return jnp.matmul(x, factor, **how)
 
 
-def _error(merged: Array, models: Array, factors: Array, multiply: Callable) -> Array:
-    """Say how far each client's layer [M, a, o] is from the merged one, relative to its size.
+class _Squares(NamedTuple):
+    """tr (V - V_i)^T A (V - V_i) and tr V_i^T A V_i of each client, in units of A's scale."""
 
-    tr (V - V_i)^T A (V - V_i) / tr V_i^T A V_i, at most 1.
-    """
+    error: Array
+    size: Array
+    scale: Array
 
-    def one(factor: Array, model: Array) -> Array:
+
+def _squares(merged: Array, models: Array, factors: Array, multiply: Callable) -> _Squares:
+    """Say how far each client's layer [M, a, o] is from the merged one, and how large it is."""
+
+    def one(factor: Array, model: Array) -> _Squares:
         # Neither its scale nor the layer's matters, but squares must stay in range.
         mean = jnp.mean(diagonal_of(factor))
         factor = ratio(mean > 0, factor, mean)
@@ -227,12 +256,27 @@ def _error(merged: Array, models: Array, factors: Array, multiply: Callable) -> 
             product = factor[:, None] * x if diagonal else multiply(factor, x, precision=PRECISION)
             return jnp.vdot(x, product, precision=PRECISION)
 
-        error, size = square(merged - model), square(model)
-        # Whatever is wrong with a layer of zeros is all of it.
-        share = jnp.where(size > 0, ratio(size > 0, error, size), error > 0)
-        return jnp.clip(share, 0, 1)
+        return _Squares(square(merged - model), square(model), mean)
 
     return jax.vmap(one)(factors, models)
+
+
+def _share(parts: list[_Squares], shape: tuple[int, ...]) -> Array:
+    """Say which share of what several layers give together is wrong, at most 1; zero of none."""
+    if not parts:
+        return jnp.zeros(shape)
+    error, size, _ = parts[0]
+    if len(parts) > 1:
+        scales = jnp.stack([part.scale for part in parts])
+        largest = scales.max(0)
+        votes = jnp.where(largest > 0, ratio(largest > 0, scales, largest), 1)
+        error, size = (
+            jnp.sum(votes * jnp.stack([getattr(part, name) for part in parts]), 0)
+            for name in ("error", "size")
+        )
+    # Whatever is wrong with layers of zeros is all of it.
+    share = jnp.where(size > 0, ratio(size > 0, error, size), error > 0)
+    return jnp.clip(share, 0, 1)
 
 
 def _joined(infos: list[Any], covered: float) -> Any:

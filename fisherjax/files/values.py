@@ -124,6 +124,12 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
         return {"ordered" if isinstance(value, OrderedDict) else "dict": inner}
     if _is_known(value):
         fields = {x.name: x.metadata.get("static", False) for x in dataclasses.fields(value)}
+        # Left out, so that files stay those of versions that did not know of a field.
+        unsaid = {
+            x.name
+            for x in dataclasses.fields(value)
+            if x.default is None and getattr(value, x.name) is None
+        }
         children = {
             field: encode(getattr(value, field), joined(name, field), arrays)
             for field, static in fields.items()
@@ -132,7 +138,7 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
         static = {
             field: _static(getattr(value, field), joined(name, field))
             for field, is_static in fields.items()
-            if is_static
+            if is_static and field not in unsaid
         }
         return {"type": type(value).__name__, "children": children, "static": static}
     if not (_is_array(value) or isinstance(value, (int, float))):

@@ -144,7 +144,14 @@ def _tied(fisher: Kronecker) -> Kronecker:
             pairs.append(pair if layer.outputs == first.outputs else turned)
         if others:
             factors[first.kernel] = _joined(pairs)
-    return dataclasses.replace(fisher, factors=factors, layers=tuple(u[0] for u in uses.values()))
+    layers, feeders = tuple(u[0] for u in uses.values()), fisher.feeders
+    if feeders is not None:
+        names = {x.kernel: first.kernel for first, *others in uses.values() for x in others}
+        known = dict(zip(fisher.layers, feeders, strict=True))
+        feeders = tuple(
+            tuple(dict.fromkeys(names.get(x, x) for x in known[layer])) for layer in layers
+        )
+    return dataclasses.replace(fisher, factors=factors, layers=layers, feeders=feeders)
 
 
 def _joined(pairs: list[dict[str, Array]]) -> dict[str, Array]:
@@ -190,7 +197,7 @@ def _sums(
     if fallback is not zero:
         entries |= leaf_sums(apply, params, x, columns, w, list(uncovered))
     factors, scales = _layer_sums(sharing, seen, columns, w)
-    return Kronecker(factors, entries | scales, seen.layers, template)
+    return Kronecker(factors, entries | scales, seen.layers, template, seen.feeders)
 
 
 def _listed(uncovered: dict[str, str]) -> str:

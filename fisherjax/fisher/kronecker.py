@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import linalg
+from fisherjax.fisher.feeders import Feeders
 from fisherjax.fisher.layers import Layer, assemble, matrix
 from fisherjax.fisher.operators import PRECISION, Blockwise, Template, ravel
 from fisherjax.typing import Array, Params
@@ -33,12 +34,15 @@ class Kronecker(Blockwise):
             over its r rows.
         layers: Static description of the layers.
         template: Static structure of params.
+        feeders: Static: for each layer the names of those whose outputs make its inputs; None where
+            that is the one before.
     """
 
     factors: dict[str, dict[str, Array]]
     entries: dict[str, Array]
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
     template: Template = dataclasses.field(metadata={"static": True})
+    feeders: Feeders | None = dataclasses.field(default=None, metadata={"static": True})
     # A sum of products of factors is not the product of their sums.
     adds_up: ClassVar[bool] = False
     # In units of a block's mean eigenvalue, best or close to it on MNIST, CIFAR-10 and digits.
@@ -180,6 +184,7 @@ class Kronecker(Blockwise):
             {name: x for name, x in self.entries.items() if name in kept | alone},
             tuple(layers),
             self.template.select(names),
+            self.feeders and tuple(self.feeders[self.layers.index(x)] for x in layers),
         )
 
     def _diagonal_entries(self) -> dict[str, Array]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from fisherjax import compat, nn, tree
 from fisherjax.fisher import inline, uses
+from fisherjax.fisher.feeders import Feeders, feeders
 from fisherjax.fisher.layers import Layer, Part, grouped
 from fisherjax.fisher.uses import Use
 from fisherjax.fisher.views import MANY, Place
@@ -35,6 +36,7 @@ class Trace(NamedTuple):
         pullback: Cotangent of the outputs [B, ..., C] -> for each layer the tangents [B, T, o]. Of
             a scale, and shift, the gradients [B, 1 or 2, o].
         uncovered: Leaves that belong to no layer, each with the reason.
+        feeders: Whose outputs each layer takes; None where always those of the one before.
     """
 
     outputs: Array
@@ -42,6 +44,7 @@ class Trace(NamedTuple):
     activations: tuple[Array, ...]
     pullback: Callable[[Array], tuple[Array, ...]]
     uncovered: dict[str, str]
+    feeders: Feeders | None = None
 
 
 class LayersNotFoundError(ValueError):
@@ -71,7 +74,8 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         tangents = tangents_of(cotangent)
         return tuple(_tangents(part, tangents, inputs_of) for part in found)
 
-    return Trace(outputs, tuple(part.layer for part in found), activations, pullback, uncovered)
+    layers, sources = tuple(part.layer for part in found), feeders(network, found)
+    return Trace(outputs, layers, activations, pullback, uncovered, sources)
 
 
 def network_of(

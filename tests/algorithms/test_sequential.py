@@ -1,5 +1,6 @@
 """FedFisher layer by layer against its formulas, written out in NumPy."""
 
+import dataclasses
 import functools
 
 import chex
@@ -26,6 +27,32 @@ MODEL = fj.Model(apply, fj.likelihoods.categorical)
 make = functools.partial(algorithms.fedfisher_sequential, MODEL, solver=EXACT)
 
 
+def branching(params, x):
+    """A skip that passes by unchanged, one with a layer of its own, and one of the inputs."""
+    stem = jnp.tanh(x @ params["e"])
+    block = stem + jnp.tanh(stem @ params["d"]) @ params["c"]
+    return jnp.tanh(block @ params["b"]) + x @ params["aa"] + block @ params["a"]
+
+
+BRANCHING = fj.Model(branching, fj.likelihoods.categorical)
+ORDER = "e", "d", "c", "b", "aa", "a"
+BEFORE = (), (0,), (1,), (0, 2), (), (0, 2)
+
+
+@pytest.fixture
+def residual(x64):
+    """Clients of a network that branches, whose layers differ in scale."""
+    source = np.random.default_rng(2)
+    shapes = {"e": (5, 4), "d": (4, 3), "c": (3, 4), "b": (4, 4), "aa": (5, 4), "a": (4, 4)}
+    start = {name: jnp.asarray(source.normal(size=shape)) for name, shape in shapes.items()}
+    start["c"] *= 3
+    data = source.normal(size=(40, 5)), source.integers(0, 4, 40).astype(np.int32)
+    federation = fj.clients.federation(data, np.split(np.arange(40), [9, 25]))
+    models = [jax.tree.map(lambda x: x + source.normal(size=x.shape) / 3, start) for _ in range(3)]
+    method = algorithms.fedfisher_sequential(BRANCHING, solver=EXACT)
+    return start, merging.summarize(method, models, federation, key=jax.random.key(0))
+
+
 @pytest.fixture
 def world(x64):
     source = np.random.default_rng(1)
@@ -45,12 +72,12 @@ def changed(updates, change):
     factors = updates.values["fisher"].factors
     new = {name: change(name, dict(factor)) for name, factor in factors.items()}
     operator = updates.values["fisher"]
-    operator = type(operator)(new, operator.entries, operator.layers, operator.template)
+    operator = dataclasses.replace(operator, factors=new)
     return algorithms.Update(updates.values | {"fisher": operator}, updates.kind)
 
 
-def written_out(updates, damping, passes):
-    """The docstring's equations, one dense system a layer."""
+def written_out(updates, damping, passes, before):
+    """The docstring's equations, one dense system a layer; whose inputs come from whom."""
     operator = updates.values["fisher"]
     models = jax.vmap(type(operator).blocks)(operator, updates.values["params"])
     models = [np.asarray(models[layer.kernel]) for layer in operator.layers]
@@ -66,9 +93,15 @@ def written_out(updates, damping, passes):
     def size(x, a, g):
         return np.trace(x.T @ a @ x @ g)
 
+    def share(places, errors, sizes):
+        if not places:
+            return np.zeros(3)
+        return np.minimum(sum(errors[p] for p in places) / sum(sizes[p] for p in places), 1)
+
     for _ in range(passes):
-        merged, rho = [], np.zeros(3)
+        merged, errors, sizes = [], [], []
         for number, own in enumerate(models):
+            rho = share(before[number], errors, sizes)
             a = [x + r * np.diag(np.diag(x)) for x, r in zip(inputs[number], rho, strict=True)]
             g = [np.eye(own.shape[-1])] * 3
             if number:
@@ -82,17 +115,20 @@ def written_out(updates, damping, passes):
             right = sum(system[i] @ own[i].ravel() for i in clients)
             found = np.linalg.solve(sum(system), right).reshape(own.shape[1:])
             unit = np.eye(own.shape[-1])
-            rho = [size(found - x, y, unit) / size(x, y, unit) for x, y in zip(own, a, strict=True)]
-            rho = np.minimum(rho, 1)
+            errors.append(np.array([size(found - own[i], a[i], unit) for i in clients]))
+            sizes.append(np.array([size(own[i], a[i], unit) for i in clients]))
             merged.append(found)
-        sigma = np.zeros((last + 1, 3))
+        sigma, errors, sizes = np.zeros((last + 1, 3)), {}, {}
         for number in range(last, 0, -1):
+            after = [other for other in errors if number in before[other]]
+            sigma[number] = share(after, errors, sizes)
+            errors[number], sizes[number] = np.zeros(3), np.zeros(3)
             for i in clients:
                 own, g = models[number][i], outputs[number][i]
-                g = g / mean(g) + sigma[number, i] * np.eye(len(g))
+                g = g + sigma[number, i] * mean(g) * np.eye(len(g))
                 unit = np.eye(len(own))
-                error = size(merged[number] - own, unit, g) / size(own, unit, g)
-                sigma[number - 1, i] = min(error, 1)
+                errors[number][i] = size(merged[number] - own, unit, g)
+                sizes[number][i] = size(own, unit, g)
     return merged
 
 
@@ -100,11 +136,48 @@ def written_out(updates, damping, passes):
 def test_merges_are_those_of_the_formula(world, passes):
     start, updates = world
     merged = merging.merge(make(damping=0.05, passes=passes), start, updates, WEIGHTS)[0]
-    first, second, third = written_out(updates, 0.05, passes)
+    first, second, third = written_out(updates, 0.05, passes, [(), (0,), (1,)])
     np.testing.assert_allclose(merged["c"]["kernel"], first[:-1], rtol=1e-8)
     np.testing.assert_allclose(merged["c"]["bias"], first[-1], rtol=1e-8)
     np.testing.assert_allclose(merged["b"], second, rtol=1e-8)
     np.testing.assert_allclose(merged["a"], third, rtol=1e-8)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_where_a_network_branches_errors_are_those_of_the_layers_that_feed_each(residual, passes):
+    start, updates = residual
+    operator = updates.values["fisher"]
+    assert tuple(layer.kernel for layer in operator.layers) == ORDER
+    assert operator.feeders == tuple(tuple(ORDER[i] for i in own) for own in BEFORE)
+    method = algorithms.fedfisher_sequential(BRANCHING, solver=EXACT, damping=0.05, passes=passes)
+    merged = merging.merge(method, start, updates, WEIGHTS)[0]
+    for name, own in zip(ORDER, written_out(updates, 0.05, passes, BEFORE), strict=True):
+        np.testing.assert_allclose(merged[name], own, rtol=1e-8)
+
+
+def test_uploads_that_do_not_say_who_feeds_whom_are_merged_as_a_chain(residual):
+    start, updates = residual
+    operator = dataclasses.replace(updates.values["fisher"], feeders=None)
+    silent = algorithms.Update(updates.values | {"fisher": operator}, updates.kind)
+    method = algorithms.fedfisher_sequential(BRANCHING, solver=EXACT, damping=0.05)
+    merged = merging.merge(method, start, silent, WEIGHTS)[0]
+    chain = written_out(updates, 0.05, 2, [(), (0,), (1,), (2,), (3,), (4,)])
+    for name, own in zip(ORDER, chain, strict=True):
+        np.testing.assert_allclose(merged[name], own, rtol=1e-8)
+
+
+def test_where_a_network_branches_the_laws_hold(residual):
+    start, updates = residual
+    method = algorithms.fedfisher_sequential(BRANCHING, solver=EXACT)
+    merged = merging.merge(method, start, updates, WEIGHTS)[0]
+    turned = jax.tree.map(lambda x: x[::-1], updates)
+    other = merging.merge(method, start, turned, 7 * WEIGHTS[::-1])[0]
+    chex.assert_trees_all_close(merged, other, rtol=1e-7)
+    alone = merging.merge(method, start, updates, [0.0, 1.0, 0.0])[0]
+    second = jax.tree.map(lambda x: x[1], updates.values["params"])
+    chex.assert_trees_all_close(alone, second, rtol=1e-7)
+    same = jax.tree.map(lambda x: jnp.broadcast_to(x[1], x.shape), updates)
+    chex.assert_trees_all_close(merging.merge(method, start, same, WEIGHTS)[0], second, rtol=1e-7)
 
 
 def test_with_identities_it_is_regmean_of_every_layer(world):
