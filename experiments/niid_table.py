@@ -6,7 +6,8 @@ Each cell and seed is one run of `experiments.one_shot`, in a folder of its own 
 table: clients are trained once for all algorithms but those that change how, which train their own.
 The seed sets the split, the initial model and the minibatches. Training is NIID-Bench's: SGD with
 momentum and weight decay, images scaled to [0, 1] only, those of CIFAR-10 cropped and mirrored.
-The time is predicted first; table.md and table.csv are written anew after every run; the same
+Exchanges without training follow each merge where --calibrate or --exchanges asks for them. The
+time is predicted first; table.md and table.csv are written anew after every run; the same
 command continues.
 """
 
@@ -16,7 +17,7 @@ from functools import partial
 
 from rich.console import Console
 
-from experiments.harness import commands, grid_runs, grids, niid, records
+from experiments.harness import accuracies, commands, grid_runs, grids, niid, records
 from experiments.harness.tables import Table, markdown, terminal
 
 PROGRAM = "experiments.niid_table"
@@ -39,10 +40,12 @@ def main(arguments: Sequence[str], console: Console) -> None:
 
 def _write(grid: grids.Grid, done: grid_runs.Done) -> tuple[list[Table], str]:
     """Write what is done until now; return the tables, one for each data set, and notes."""
-    names, results, found = grid.merging.algorithms, {}, []
+    every = [row for rows in done.values() for row in rows]
+    last = accuracies.exchanged(every, grid.merging.algorithms)
+    names, results, found = (*grid.merging.algorithms, *last), {}, []
     for dataset in grid.datasets:
         own = {
-            cell: niid.measured([row for seed in grid.seeds for row in done[cell, seed]])
+            cell: niid.measured([row for seed in grid.seeds for row in done[cell, seed]], last)
             for cell in grids.cells(grid, dataset)
         }
         title = f"{dataset}, {grid.num_clients} clients, {grid.epochs} epochs"

@@ -2,12 +2,14 @@
 
 import csv
 import dataclasses
+import json
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments import niid_table
+from experiments import niid_table, one_shot
 from experiments.harness import grids, niid, records
 from experiments.harness.grid_runs import WALL
 from experiments.harness.grids import Cell, Grid
@@ -89,6 +91,42 @@ def test_a_finished_grid_computes_nothing_and_an_unfinished_one_what_is_missing(
     values = [[r.value for r in rows if r.metric == "accuracy"] for rows in (old, read(lost))]
     assert values[0] == values[1]
     assert (finished / "table.csv").read_text() == before
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory):
+    out = tmp_path_factory.mktemp("exchanged")
+    words = [*TINY[:-5], "--seeds", "0", "--algorithms", "fedavg", "--out", str(out)]
+    assert niid_table.main([*words, "--calibrate", "analytic_head", "--exchanges", "2"]) == 0
+    return out
+
+
+def test_exchanges_without_training_are_columns_of_their_last_round(exchanged):
+    with open(exchanged / "table.csv", newline="") as file:
+        table = {(x["partition"], x["algorithm"]): x for x in csv.DictReader(file)}
+    names = {"fedavg": 1, "fedavg+analytic_head": 2, "fedavg+natural_gradient": 3}
+    assert {name for _, name in table} == set(names)
+    rows = read(exchanged / "digits" / "niid_bench0.5-seed0")
+    for name, number in names.items():
+        (value,) = (r.value for r in rows if is_accuracy(r, name) and r.round == number)
+        assert np.isclose(float(table["niid_bench", name]["mean"]), 100 * value, atol=0.006)
+    text = (exchanged / "table.md").read_text()
+    assert "| FedAvg + analytic head | FedAvg + natural gradient | seconds |" in text
+    assert "by exchanges without training" in text
+
+
+def test_what_follows_a_merge_is_what_one_shot_computes(exchanged, tmp_path):
+    """The same split, seed and options: the same numbers, by the other command."""
+    ran = exchanged / "digits" / "niid_bench0.5-seed0"
+    command = json.loads((ran / records.CONFIG).read_text())["command"]
+    words = shlex.split(command)[3:]
+    words[words.index("--out") + 1] = str(tmp_path)
+    assert one_shot.main(words) == 0
+    found, expected = (
+        [(r.algorithm, r.round, r.value) for r in read(folder) if r.metric == "accuracy"]
+        for folder in (tmp_path, ran)
+    )
+    assert found == expected
 
 
 def test_a_grid_is_refused_while_somebody_is_at_work_in_the_folder_of_a_run(tmp_path, capsys):
@@ -177,6 +215,11 @@ def test_nothing_computed_is_a_table_of_theirs():
         ("--datasets digits --algorithms fedlap", "did you mean 'fedlpa'"),
         ("--datasets digits --fedprox.mu -1", "--fedprox.mu is -1.0"),
         ("--datasets digits --seeds 1 1", "expected each only once"),
+        ("--datasets digits --exchanges -1", "--exchanges is -1, expected a whole number from 0"),
+        (
+            "--datasets digits --calibrate ccvr ccvr",
+            "expected each only once",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_training(tmp_path, capsys, words, message):

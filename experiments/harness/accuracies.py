@@ -1,7 +1,7 @@
 """What an experiment in one round shows: who owns which label, accuracies, rounds that follow."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,13 +39,9 @@ def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
     """Gather rows by algorithm: ways of merging, the best mean first, and then the references."""
     merged, references = [], []
     rows = [row for row in rows if row.metric == "accuracy"]
-    found = dict.fromkeys(row.algorithm for row in rows if "+" in row.algorithm)
-    exchanged = [name for name in found if name not in algorithms]
-    for name in (*algorithms, *exchanged, *REFERENCES):
-        own = [row for row in rows if row.algorithm == name]
-        # Of exchanges without training the last.
-        number = max((row.round for row in own), default=1) if name in exchanged else 1
-        own = [row for row in own if row.round == number]
+    last = exchanged(rows, algorithms)
+    for name in (*algorithms, *last, *REFERENCES):
+        own = [row for row in rows if (row.algorithm, row.round) == (name, last.get(name, 1))]
         units: dict[Any, list[float]] = {}
         for row in own:
             units.setdefault((row.partition_seed, row.seed), []).append(row.value)
@@ -56,6 +52,15 @@ def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
             line = Line(name, means, own[0].upload_bytes, median)
             (references if name in REFERENCES else merged).append(line)
     return sorted(merged, key=lambda line: -line.mean) + references
+
+
+def exchanged(rows: Iterable[Row], algorithms: Sequence[str]) -> dict[str, int]:
+    """Name what went on from a merge without training, each with its last round."""
+    last: dict[str, int] = {}
+    for row in rows:
+        if "+" in row.algorithm and row.algorithm not in algorithms and row.metric == "accuracy":
+            last[row.algorithm] = max(last.get(row.algorithm, 1), row.round)
+    return last
 
 
 def table(found: Sequence[Line], heading: str) -> tables.Table:

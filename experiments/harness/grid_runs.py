@@ -92,7 +92,10 @@ def _foretell(
         walls = [row.value for unit in before for row in done[unit] if row.metric == WALL]
         found.append((name, len(own), statistics.median(walls) if walls else forecast.probe(own)))
     if found:
-        console.print(forecast.told(found), soft_wrap=True)
+        said = forecast.told(found)
+        if any(asked.calibrate or asked.exchanges for asked in runs.values()):
+            said += " Exchanges without training, of runs that are not done, are not in it."
+        console.print(said, soft_wrap=True)
 
 
 def _compute(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from experiments.harness import commands, config
 
@@ -51,6 +51,10 @@ class Grid:
     """Of the split and of training."""
     num_clients: int = 10
     """Over how many clients the data are split."""
+    calibrate: tuple[Literal["analytic_head", "ccvr"], ...] = ()
+    """After each merge, an exchange without training: ALGORITHM+analytic_head, or +ccvr."""
+    exchanges: int = 0
+    """So many after each merge, the head and natural gradients: ALGORITHM+natural_gradient."""
     clients_per_chunk: int | None = None
     """Clients computed side by side; otherwise one on a CPU and all elsewhere."""
     data_dir: commands.FolderOrNone = None
@@ -83,6 +87,8 @@ def configuration(grid: Grid, cell: Cell, seed: int) -> config.OneShot:
         epochs=grid.epochs,
         partition_seeds=(seed,),
         seeds=(seed,),
+        calibrate=grid.calibrate,
+        exchanges=grid.exchanges,
         central=False,
         out=grid.out / cell.dataset / f"{cell.partition}{cell.number}-seed{seed}",
     )

@@ -9,7 +9,7 @@ best on the test data of several candidates.
 
 import csv
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +24,11 @@ _ORDER = (
     *("fedov", "fedfisher_kfac"),
 )
 """In the paper's order. Others come after them."""
+_EXCHANGES = ("analytic_head", "ccvr", "natural_gradient")
 _THEIRS = {"dense": "DENSE", "fedov": "FedOV"}
 """Columns of the paper's numbers even if nobody asked for ours."""
 _MOST_EPOCHS = 200
+_NO_MORE: Mapping[str, int] = {}
 
 
 class Published(NamedTuple):
@@ -59,12 +61,13 @@ def published(epochs: int) -> dict[tuple[grids.Cell, str], Published]:
     return found
 
 
-def measured(rows: Sequence[records.Row]) -> Measured:
-    """Gather the rows of one cell, of all its seeds; of later rounds nothing."""
+def measured(rows: Sequence[records.Row], last: Mapping[str, int] = _NO_MORE) -> Measured:
+    """Gather the rows of one cell, of all its seeds: of the first round, or of the last by name."""
     accuracies: dict[str, tuple[float, ...]] = {}
     training = {row.seed: 0.0 for row in rows}
     for row in rows:
-        if (row.client, row.round, row.metric) == (None, 1, "accuracy"):
+        counts = row.client is None and row.metric == "accuracy"
+        if counts and row.round == last.get(row.algorithm, 1):
             accuracies[row.algorithm] = (*accuracies.get(row.algorithm, ()), 100 * row.value)
         if (row.algorithm == "local" and row.client == 0) or methods.trains_its_own(row.algorithm):
             training[row.seed] += row.seconds or 0.0
@@ -97,6 +100,8 @@ def footnote(algorithms: Sequence[str], epochs: int, num_seeds: int) -> str:
     """Say what the table holds."""
     theirs = [heading for name, heading in _THEIRS.items() if name not in algorithms]
     only = f"Columns of {' and '.join(theirs)} are the paper's only. " if theirs else ""
+    if any(name.rpartition("+")[2] in _EXCHANGES for name in algorithms):
+        only += "What follows a + came after the merge, by exchanges without training. "
     return (
         f"Test accuracy in %, mean ± standard deviation over up to {num_seeds} seeds, each with "
         "its own split; in brackets the paper's mean of 3 seeds, marked * where it has none after "
