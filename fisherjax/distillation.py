@@ -33,7 +33,7 @@ class Distillation(NamedTuple):
         fresh: Whether the student begins from the model that the clients began from.
         adversarial: Weight of images on which teacher and student differ.
         learning_rate: Of the student.
-        batch_size: Images of its minibatches; divides `images`.
+        batch_size: Images of the student's minibatches; divides `images`.
         images: How many are drawn an epoch.
         steps: Of the generator, in every epoch.
         width: Channels of the generator, an even number; fewer take much less time.

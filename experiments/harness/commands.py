@@ -61,7 +61,7 @@ def read(
         (f"{name}.{option}", value)
         for name in groups
         for option, value in vars(getattr(told, name)).items()
-        if value != algorithms.options(name)[option]
+        if value != getattr(groups[name](), option)
     )
     if options:
         own["merging"] = dataclasses.replace(own["merging"], options=options)
@@ -155,25 +155,53 @@ def check_list(config: Any, *options: str) -> None:
             raise ValueError(f"{_told(option, values)}, expected each only once")
 
 
+_NUMBERS = (int, float, int | None, float | None)
+_OTHERS = {
+    "fedov": ("FedOV", (algorithms.open_set, algorithms.voting)),
+    "student": ("FedOV's student", (algorithms.distilled,)),
+}
+"""Groups of options that are no factory's of a method: what they are of, and whose."""
+
+
 def _method_groups() -> dict[str, type]:
     """Make a dataclass of each method's options that a word can give: numbers and switches."""
-    groups = {}
     known = algorithms.TABLE | algorithms.WIDER | algorithms.DISTILLED
-    for name, row in known.items():
-        factory = getattr(row.factory, "func", row.factory)
-        kinds = inspect.get_annotations(inspect.unwrap(factory), eval_str=True)
-        fields = [
-            (option, kinds[option], default)
-            for option, default in algorithms.options(name).items()
-            if kinds[option] in (int, float, bool, int | None, float | None)
-        ]
+    made = {name: (row.label, (row.factory,)) for name, row in known.items()}
+    groups = {}
+    for name, (label, functions) in (made | _OTHERS).items():
+        fields, described = [], ""
+        for function in functions:
+            own, said = _options(function)
+            fields, described = fields + own, described + said
         if fields:
             kind = dataclasses.make_dataclass(f"Options_{name}", fields, frozen=True)
-            # What --help says of each is what the factory's docstring says.
-            _, _, described = (inspect.getdoc(factory) or "").partition("Args:\n")
-            kind.__doc__ = f"Of {row.label}.\n\nArgs:\n{described.partition('Returns:')[0]}"
+            of = f"{label}; None is what --distillation has" if name == "dense" else label
+            # What --help says of each is what the docstring of its function says.
+            kind.__doc__ = f"Of {of}.\n\nArgs:\n{described}"
             groups[name] = kind
     return groups
+
+
+def _options(function: Callable[..., Any]) -> tuple[list[tuple[str, Any, Any]], str]:
+    """List the options of a function, each with its type and default, and what is said of them.
+
+    Those of the constants that it takes are among them, None for what the constants have.
+    """
+    plain = getattr(function, "func", function)
+    kinds = inspect.get_annotations(inspect.unwrap(plain), eval_str=True)
+    # The signature of a `partial` shows what it fixes as defaults.
+    parameters = inspect.signature(function).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    fields = [(o, kinds[o], x) for o, x in defaults.items() if kinds[o] in (*_NUMBERS, bool)]
+    _, _, described = (inspect.getdoc(plain) or "").partition("Args:\n")
+    described = described.partition("\n\n")[0] + "\n"
+    for constants in defaults.values():
+        if isinstance(constants, algorithms.Distillation):
+            own = inspect.get_annotations(type(constants), eval_str=True)
+            fields += [(o, kind | None, None) for o, kind in own.items() if kind in _NUMBERS]
+            _, _, more = (inspect.getdoc(type(constants)) or "").partition("Attributes:\n")
+            described += more
+    return fields, described
 
 
 def _told(option: str, value: Any) -> str:

@@ -88,11 +88,11 @@ def _of_votes(ready: Sequence[OneRound], key: Key) -> tuple[float, float]:
         return training, 0.0
     clock = _Clock()
     for epochs in (1, 1, _EPOCHS):  # the first compiles
-        clock(0, votes.taught(voting, stacked, each[0].aside, key, epochs))
+        clock(0, votes.taught(voting, stacked, each[0].aside, key, epochs=epochs))
     _, first, all_ = np.diff(clock.ends)
     # What is done once, the vote itself, is no part of an epoch.
     more = max(all_ - first, 0.0) / (_EPOCHS - 1)
-    return training, len(ready) * float(first + (votes.EPOCHS - 1) * more)
+    return training, len(ready) * float(first + (voting.learning["epochs"] - 1) * more)
 
 
 def _of_stages(task: OneRound, method: Method, params: Params, sent: Update, key: Key) -> float:

@@ -79,6 +79,7 @@ def _distilled(
         raise ValueError("--algorithms names dense, which merges once: use experiments.one_shot")
     how = {"fedfisher": Distillation(), "fedlpa": FEDLPA_DISTILLATION}[merging.distillation]
     own = {o.removeprefix("dense."): x for o, x in merging.options if o.startswith("dense.")}
+    how = how._replace(**{o: own.pop(o) for o in how._fields if o in own})
     drawn = {"shape": images.shape, "normalize": images.normalize, "crop": images.crop}
     own = {"how": how, **drawn, **own}
     accuracy = fj.configuration.by_value(partial(fj.metrics.accuracy, model))

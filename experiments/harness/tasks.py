@@ -142,7 +142,10 @@ def _voting(
     open_init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
     plain = Model(fj.networks.apply_fn(network, normalize), fj.likelihoods.categorical)
     student = Model(model.apply, fj.likelihoods.categorical)
-    return votes.Voting(asked, plain, open_init, normalize, student, init, config.merging.aside)
+    given = asked, plain, open_init, normalize, student, init
+    voting = votes.Voting(*given, config.merging.aside, config.merging.options)
+    votes.check(voting, config.data.num_clients)
+    return voting
 
 
 def split_up(

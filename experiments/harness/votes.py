@@ -6,6 +6,7 @@ what the vote is. The paper's student learns from the first half of the test ima
 second half judges: `aside` is test.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 
 import fisherjax as fj
+from experiments.harness import commands
 from experiments.harness.config import STUDENT
 from fisherjax.clients import Federation
 from fisherjax.parallel import Layout, chunk_size
@@ -23,7 +25,6 @@ from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 NAME = "fedov"
-EPOCHS = 100  # of the student, as in the paper
 _ASIDE = 5000  # training rows, or a tenth of fewer
 _ADAM = optax.chain(optax.add_decayed_weights(1e-5), optax.adam(1e-3))
 
@@ -38,6 +39,43 @@ class Voting(NamedTuple):
     student: Model
     student_init: Callable[[Key], Params]
     aside: Literal["train", "test"]
+    options: commands.Options = ()
+
+    def told(self, name: str, function: Callable[..., Any]) -> dict[str, Any]:
+        """Select what a function was told, by the options of a method."""
+        known = inspect.signature(function).parameters
+        own = ((option.split("."), value) for option, value in self.options)
+        return {o: value for (method, o), value in own if method == name and o in known}
+
+    @property
+    def opened(self) -> Model:
+        """What clients train."""
+        own = self.told(NAME, fj.algorithms.open_set)
+        return fj.algorithms.open_set(self.model, self.normalize, **own)
+
+    @property
+    def vote(self) -> Model:
+        """What all of their networks are together."""
+        return fj.algorithms.voting(self.model, **self.told(NAME, fj.algorithms.voting))
+
+    @property
+    def learning(self) -> dict[str, int]:
+        """How the student learns: epochs and the size of a minibatch."""
+        known = inspect.signature(fj.algorithms.distilled).parameters
+        usual = {option: known[option].default for option in ("epochs", "batch_size")}
+        return usual | self.told("student", fj.algorithms.distilled)
+
+
+def check(voting: Voting, num_clients: int) -> None:
+    """Refuse what the networks, the vote and the student cannot be told."""
+    _ = voting.opened, voting.vote
+    quorum = voting.told(NAME, fj.algorithms.voting).get("quorum")
+    if quorum is not None and quorum > num_clients:
+        raise ValueError(f"--fedov.quorum is {quorum}, expected 1 to the {num_clients} clients")
+    for option, value in voting.learning.items():
+        if value < 1:
+            told = option.replace("_", "-")
+            raise ValueError(f"--student.{told} is {value}, expected a whole number from 1 up")
 
 
 def names(algorithms: Sequence[str]) -> tuple[str, ...]:
@@ -103,20 +141,20 @@ def trained(
 ) -> Trained:
     """Train the clients, each from an initial model of its own; the keys are of those and of it."""
     start_key, train_key = keys
-    opened = fj.algorithms.open_set(voting.model, voting.normalize)
     starts = jax.vmap(voting.init)(jax.random.split(start_key, federation.num_clients))
     start = jax.tree.map(lambda leaf: leaf[0], starts)
-    local = fj.training.check(opened, start, federation, train_key, _ADAM, epochs, batch_size)
+    local = fj.training.check(
+        voting.opened, start, federation, train_key, _ADAM, epochs, batch_size
+    )
     layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     given = (None, starts), (None, ()), federation, train_key, epochs
     return jax.block_until_ready(fj.training.train_cohort(local, layout, *given))
 
 
-def taught(voting: Voting, stacked: Params, inputs: Array, key: Key, epochs: int) -> Params:
-    """Teach a student the vote of networks on inputs without labels."""
-    vote, first = fj.algorithms.voting(voting.model), voting.student_init(key)
-    given = vote, stacked, voting.student, first, inputs
-    params, _ = fj.algorithms.distilled(*given, key=key, epochs=epochs)
+def taught(voting: Voting, stacked: Params, inputs: Array, key: Key, **changes: int) -> Params:
+    """Teach a student the vote of networks on inputs without labels; changes are of how."""
+    given = voting.vote, stacked, voting.student, voting.student_init(key), inputs
+    params, _ = fj.algorithms.distilled(*given, key=key, **voting.learning | changes)
     return jax.block_until_ready(params)
 
 
@@ -141,7 +179,7 @@ def run(
     stacked, weights = fj.merging.check_updates(learned.params, federation.weights, "raise")
     learnt = time.perf_counter() - begun
     sent = sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(stacked))
-    method, vote = fj.algorithms.fedov(voting.model), fj.algorithms.voting(voting.model)
+    method, vote = fj.algorithms.fedov(voting.model), voting.vote
     updates = fj.algorithms.Update({"params": stacked}, method.kind)
     start = jax.tree.map(lambda leaf: leaf[0], stacked)
     stacked, _, _ = fj.merging.merge(method, start, updates, weights)
@@ -149,7 +187,7 @@ def run(
     if aside is not None:
         progress(f"{STUDENT}: it learns the vote")
         begun = time.perf_counter()
-        params = taught(voting, stacked, aside, student_key, EPOCHS)
+        params = taught(voting, stacked, aside, student_key)
         took = time.perf_counter() - begun
         judged = float(fj.metrics.accuracy(voting.student, params, test))
         found[STUDENT] = Found(judged, learnt + took, took, sent)

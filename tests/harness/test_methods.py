@@ -14,8 +14,8 @@ import fisherjax as fj
 from experiments import one_shot
 from experiments.harness import commands, config
 from experiments.harness.config import Merging
-from experiments.harness.methods import check_full, methods, trains_its_own
-from fisherjax.algorithms import TABLE
+from experiments.harness.methods import Images, check_full, methods, trains_its_own
+from fisherjax.algorithms import FEDLPA_DISTILLATION, TABLE
 
 MODEL = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
 
@@ -102,6 +102,54 @@ def test_help_says_of_an_option_what_the_docstring_of_its_factory_does(shown, na
     text = "".join(described(name)[option].split())
     kind = r"(,--[\w.-]+|(\{None\}\|)?(INT|FLOAT))"
     assert re.search(f"{re.escape(dashed(name, option))}{kind}{re.escape(text)}", shown)
+
+
+def told(*words: str) -> Merging:
+    return commands.read(words, "", "", config.one_shot).merging
+
+
+def test_every_number_of_what_dense_is_made_of_reaches_it():
+    numbers = {
+        o: x for o, x in fj.algorithms.Distillation()._asdict().items() if type(x) is not bool
+    }
+    other = {o: x / 2 if type(x) is float else 2 * x for o, x in numbers.items()}
+    words = [word for o, x in other.items() for word in (dashed("dense", o), str(x))]
+    images = Images((8, 8, 1), False, None)
+    for paper in ("fedfisher", "fedlpa"):
+        plain = {"fedfisher": fj.algorithms.Distillation(), "fedlpa": FEDLPA_DISTILLATION}[paper]
+        for chosen, how in ((words, plain._replace(**other)), ([], plain)):
+            asked = told("--algorithms", "dense", "--distillation", paper, *chosen)
+            made = methods(asked, MODEL, 8, images)["dense"].server(None)
+            assert made is fj.algorithms.dense(MODEL, shape=(8, 8, 1), how=how)
+
+
+def test_a_number_that_dense_cannot_be_made_of_is_refused_before_anything_is_trained():
+    asked = told("--algorithms", "fedavg+dense", "--dense.images", "100")
+    with pytest.raises(ValueError, match=r"batch_size is 256; expected a divisor of the 100"):
+        methods(asked, MODEL, 8, Images((8, 8, 1), False, None))
+
+
+@pytest.mark.parametrize(
+    ("group", "kind"),
+    [
+        ("dense", fj.algorithms.Distillation),
+        ("fedov", fj.algorithms.open_set),
+        ("fedov", fj.algorithms.voting),
+        ("student", fj.algorithms.distilled),
+    ],
+)
+def test_help_says_of_a_number_what_the_docstring_does(shown, group, kind):
+    head, numbers = ("Attributes:\n", []) if group == "dense" else ("Args:\n", [])
+    _, _, arguments = inspect.getdoc(inspect.unwrap(kind)).partition(head)
+    found = re.split(r"^    (\w+): ", arguments.partition("\n\n")[0], flags=re.MULTILINE)[1:]
+    said = dict(zip(found[::2], found[1::2], strict=True))
+    for option, parameter in inspect.signature(inspect.unwrap(kind)).parameters.items():
+        if parameter.annotation in (int, float, int | None, float | None):
+            text = re.escape("".join(said[option].split()))
+            line = rf"{re.escape(dashed(group, option))}(\{{None\}}\|)?(INT|FLOAT){text}"
+            assert re.search(line, shown)
+            numbers.append(option)
+    assert numbers
 
 
 def test_options_of_the_command_reach_the_methods_that_know_them():

@@ -39,7 +39,8 @@ def test_rows_held_aside_are_of_no_client():
 
 @pytest.mark.parametrize("aside", ["train", "test"])
 def test_a_vote_and_its_student_leave_rows_beside_the_merges(aside, monkeypatch):
-    merging = dataclasses.replace(SMALL.merging, aside=aside)
+    told = {"student.epochs": 2, "student.batch_size": 32, "fedov.steps": 3, "fedov.quorum": 1}
+    merging = dataclasses.replace(SMALL.merging, aside=aside, options=tuple(told.items()))
     task = tasks.one_round(dataclasses.replace(SMALL, merging=merging))
     judged, taught = [], []
     accuracy, distilled = fj.metrics.accuracy, fj.algorithms.distilled
@@ -48,14 +49,16 @@ def test_a_vote_and_its_student_leave_rows_beside_the_merges(aside, monkeypatch)
         judged.append(examples)
         return accuracy(model, params, examples)
 
-    def teach(*given, key, epochs):
+    def teach(*given, key, epochs, batch_size):
         taught.append(given[-1])
-        assert epochs == 100
-        return distilled(*given, key=key, epochs=2)
+        assert (epochs, batch_size) == (2, 32)
+        return distilled(*given, key=key, epochs=epochs, batch_size=batch_size)
 
     monkeypatch.setattr(fj.metrics, "accuracy", measure)
     monkeypatch.setattr(fj.algorithms, "distilled", teach)
-    told = []
+    own, told = task.voting, []
+    assert own.opened is fj.algorithms.open_set(own.model, own.normalize, steps=3)
+    assert own.vote is fj.algorithms.voting(own.model, quorum=1)
     rows = one_round.run(task, (0, 0), told.append)
     assert len(told) == sum(one_round.length(task, (0, 0)))
     found = {row.algorithm: row for row in rows if row.metric == "accuracy" and row.client is None}
@@ -73,6 +76,27 @@ def test_a_vote_and_its_student_leave_rows_beside_the_merges(aside, monkeypatch)
     else:
         assert len(images) == int(task.federations[0].sizes.sum()) // 10
         assert {len(one.targets) for one in judged} == {number}
+
+
+def test_what_nobody_chose_is_as_in_the_library():
+    own = tasks.one_round(SMALL).voting
+    assert own.opened is fj.algorithms.open_set(own.model, own.normalize)
+    assert own.vote is fj.algorithms.voting(own.model)
+    assert own.learning == {"epochs": 100, "batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("fedov.quorum", 3, "--fedov.quorum is 3, expected 1 to the 2 clients"),
+        ("fedov.steps", 0, "steps"),
+        ("student.batch_size", 0, "--student.batch-size is 0, expected a whole number from 1 up"),
+    ],
+)
+def test_what_a_vote_cannot_be_told_is_refused_before_anything_is_trained(option, value, message):
+    merging = dataclasses.replace(SMALL.merging, options=((option, value),))
+    with pytest.raises(ValueError, match=message):
+        tasks.one_round(dataclasses.replace(SMALL, merging=merging))
 
 
 @pytest.mark.parametrize("name", ["fedov+dense", "dense+dense", "fedov+student+dense", "fedovv"])
