@@ -61,7 +61,8 @@ FISHER = [
 SHARED = [
     *("base", "checks", "heads", "private", "arrays", "values", "uploads", "packed", "parts"),
     *("fixed_point", "shares", "keys", "messages", "protocol", "quantized", "matrices", "stream"),
-    *("summaries", "merges", "repair", "two_layer", "signal_noise", "destroyed", "student"),
+    *("reads", "summaries", "merges", "repair", "two_layer", "signal_noise", "destroyed"),
+    "student",
 ]
 
 LATER = {"networks"}  # imported when it is first used

@@ -835,6 +835,10 @@ def test_the_page_about_uploads_runs_and_prints_what_stands_under_it(run_page, c
     said = re.search(r"It prints (0\.\d+) and (0\.\d+)", text).groups()
     # Other versions of JAX round differently: two of the 360 test images.
     np.testing.assert_allclose(names["found"], np.float64(said), atol=0.006)
+    widths, of_units = re.search(r"It prints (\[.*\]) and (0\.\d+)", text).groups()
+    assert names["widths"] == json.loads(widths)
+    judged = float(fj.metrics.accuracy(names["wider"], names["wide"], names["held_out"]))
+    np.testing.assert_allclose(judged, float(of_units), atol=0.006)
     size, nbytes, accuracy = re.search(r"It prints (\d+) (\d+) (0\.\d+)", text).groups()
     assert compression.size(names["own"]) == int(size)
     # The version stands in the header.

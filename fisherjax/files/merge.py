@@ -1,7 +1,7 @@
 """Merge uploads that are files, a layer at a time, without the network and without data.
 
-Layers are not coupled by the methods here: merging the leaves of one layer of all clients, and then
-those of the next, solves the same systems as merging all at once.
+Most methods here do not couple layers: merging the leaves of one layer of all clients, and then
+those of the next, solves the same systems as merging all at once. Those that match units take all.
 """
 
 import os
@@ -12,33 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fisherjax import algorithms, checks, likelihoods, merging
+from fisherjax import algorithms, checks, merging
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.files import base, uploads
 from fisherjax.files.base import Kind
 from fisherjax.files.packed import unpacked
 from fisherjax.files.parts import Part, split, strengths_of
+from fisherjax.files.reads import check_clients, common, method_of
 from fisherjax.files.uploads import Record
-from fisherjax.files.values import decode
-from fisherjax.fisher import Dense, Diagonal, Kronecker, Operator
-from fisherjax.typing import Model
+from fisherjax.fisher import Operator
 from fisherjax.updates import check_weights, indefinite, shares
-
-# What each method reads besides params, and what that is.
-_READS: dict[str, dict[str, type]] = {
-    "fedavg": {},
-    "fisher_merge": {"fisher": Diagonal},
-    "regmean": {"grams": dict},
-    "fedfisher_diag": {"fisher": Diagonal},
-    "fedfisher_kfac": {"fisher": Kronecker},
-    "fedfisher_full": {"fisher": Dense},
-    "fedlpa": {"fisher": Kronecker},
-    "fedlpa_ea": {"fisher": Kronecker},
-    "fedlpa_gd": {"fisher": Kronecker},
-}
-_WHY_NOT = {
-    "fedfisher_sequential": "solves a layer from what the layers before it became",
-}
 
 
 class Merge(NamedTuple):
@@ -74,8 +57,8 @@ def merge_files(
     """Merge uploads to one model, which needs neither the network nor data.
 
     A layer at a time: one layer of all clients is in memory, or of one client and its sums where
-    those suffice. The same as `merging.merge`, or `merging.merge_stream`, of what `load_update`
-    reads. Float64 needs JAX's x64.
+    those suffice; for methods that match units all of all clients. The same as `merging.merge`,
+    or `merging.merge_stream`, of what `load_update` reads. Float64 needs JAX's x64.
 
     Compressed uploads are decoded first, one client after another, each as a whole, to files in a
     folder beside `out` that is removed in the end: that takes the memory of one client's decoded
@@ -84,9 +67,10 @@ def merge_files(
 
     Args:
         out: The merged model's file, arrays by leaf name, which `load_arrays` reads. It appears
-            whole or not at all.
+            whole or not at all. PFNM's is wider than the clients' models.
         paths: Of uploads that `save_update` wrote, one a client.
-        algorithm: A name of `algorithms.TABLE`; None is the one that the uploads were made for.
+        algorithm: A name of `algorithms.TABLE` or `WIDER`; None is the one that the uploads were
+            made for.
         weights: [M], non-negative; None is the clients' numbers of examples.
         start: The model that clients started from, for uploads of differences to it: a pytree, or a
             file of arrays by leaf name.
@@ -121,34 +105,25 @@ def merge_files(
     records, specs = [record for record, _ in found], [spec for _, spec in found]
     if out.exists() and any(out.samefile(record.path) for record in records):
         raise ValueError(f"{str(out)!r} is one of the uploads: write the model to another file.")
-    name, method = _method(records, algorithm, options)
+    name, method = method_of(records, algorithm, options)
     weights = check_weights(
         [x.examples for x in records] if weights is None else weights, len(records)
     )
-    _check_clients(records)
+    check_clients(records)
     if any(record.codec != "none" for record in records):
         how = {"algorithm": algorithm, "on_nonfinite": on_nonfinite, "progress": progress}
         with unpacked(found, start, out.parent) as ready:
             merged = merge_files(out, ready, weights=weights, **how, **options)
         return merged._replace(records=tuple(records))
-    abstract = _common(records, specs, name)
+    abstract = common(records, specs, name)
     arrays = jax.tree.leaves(abstract)
     finite = _finite(records, arrays, on_nonfinite)
     weights = np.where(finite, weights, 0)
     if not weights.sum() > 0:
         raise ValueError("No client has weight: every number of examples, or weight, is zero.")
-    kinds = {
-        x or "array": _merged_kind(records[0].arrays[n]) for x, n in abstract["params"].items()
-    }
-    about = {
-        **{"what": "model", "algorithm": name, "kind": method.kind},
-        "options": {key: str(value) for key, value in options.items()},
-        "clients": {
-            x.client: float(share) for x, share in zip(records, shares(weights), strict=True)
-        },
-    }
     parts, votes = split(abstract), {}
-    with base.sealing(out, kinds, about) as put:
+
+    def one_by_one() -> Iterator[dict[str, np.ndarray]]:
         for number, part in enumerate(parts):
             names = ", ".join(part.names[leaf] for leaf in part.values["params"])
             if progress is not None:
@@ -161,79 +136,29 @@ def merge_files(
                 raise ValueError(f"{names}: {part.told(error)}") from error
             for warning in said:
                 warnings.warn(part.told(warning.message), stacklevel=2)
+            votes.update({x: _shares_of(s, weights) for x, s in strengths.items()})
+            yield {leaf or "array": np.asarray(array) for leaf, array in merged.items()}
+
+    if name in algorithms.WIDER:
+        # How wide it is, which the head of the file says, is known when it is there.
+        ready = list(one_by_one())
+        kinds = {x: Kind.of(array) for merged in ready for x, array in merged.items()}
+    else:
+        ready = one_by_one()
+        own = ((x, records[0].arrays[array]) for x, array in abstract["params"].items())
+        kinds = {x or "array": _merged_kind(kind) for x, kind in own}
+    about = {
+        **{"what": "model", "algorithm": name, "kind": method.kind},
+        "options": {key: str(value) for key, value in options.items()},
+        "clients": {
+            x.client: float(share) for x, share in zip(records, shares(weights), strict=True)
+        },
+    }
+    with base.sealing(out, kinds, about) as put:
+        for merged in ready:
             for leaf, array in merged.items():
-                put(leaf or "array", np.asarray(array))
-            votes |= {x: _shares_of(s, weights) for x, s in strengths.items()}
+                put(leaf, array)
     return Merge(name, tuple(records), shares(weights), finite, votes)
-
-
-def _method(records: list[Record], name: str | None, options: dict) -> tuple[str, Algorithm]:
-    """Make the method, which never runs the network."""
-    made_for = sorted({record.algorithm for record in records})
-    if name is None and len(made_for) > 1:
-        raise ValueError(f"The uploads were made for {made_for}: say which algorithm merges them.")
-    name = made_for[0] if name is None else name
-    checks.one_of("algorithm", name, algorithms.TABLE)
-    if name not in _READS:
-        why = _WHY_NOT.get(name, "takes more than one message, or more than params and curvature")
-        raise ValueError(
-            f"{name} {why}, and does not merge files; expected one of {', '.join(_READS)}. "
-            "Read the uploads by files.load_update and merge them by merging.merge."
-        )
-    known = algorithms.options(name)
-    if unknown := sorted(options.keys() - known.keys()):
-        raise TypeError(f"{name} has no option {unknown}; expected some of {sorted(known)}.")
-    method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
-    # Without its model nobody asks which leaves the network leaves alone.
-    return name, method._replace(kind=records[0].kind, model=None)
-
-
-def _no_network(*_: Any) -> Any:
-    raise RuntimeError("Files are merged without the network.")
-
-
-def _check_clients(records: list[Record]) -> None:
-    owners: dict[str, Record] = {}
-    for record in records:
-        first = owners.setdefault(record.client, record)
-        if first is not record:
-            raise ValueError(
-                f"Client {record.client!r} is in {str(first.path)!r} and in {str(record.path)!r}: "
-                "merge one of them."
-            )
-
-
-def _common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any]:
-    """Give the values that a method reads, with names of arrays for leaves; refuse others."""
-    needed, first = {"params", *_READS[name]}, records[0]
-    for record, spec in zip(records, specs, strict=True):
-        where = f"{str(record.path)!r} of client {record.client!r}"
-        values = decode(record.path, spec, lambda name: name)
-        for key, kind in {"params": dict, **_READS[name]}.items():
-            if not isinstance(values.get(key), kind):
-                raise ValueError(
-                    f"{where} holds '{record.kind}'; {name} merges params"
-                    + "".join(f" and {x}: {t.__name__}" for x, t in _READS[name].items())
-                    + f". It was made for {record.algorithm}."
-                )
-        # Fishers of several kinds do not mix; params do, whatever else was sent.
-        if len(needed) > 1 and record.kind != first.kind:
-            raise ValueError(f"{where} holds '{record.kind}', but {first.path} '{first.kind}'.")
-        own, theirs = (
-            {n: k for n, k in x.arrays.items() if n.partition("/")[0] in needed}
-            for x in (record, first)
-        )
-        for array in sorted(own.keys() | theirs.keys()):
-            if own.get(array) != theirs.get(array):
-                raise ValueError(
-                    f"{where} holds other layers than {str(first.path)!r}: {array} is "
-                    f"{own.get(array, 'missing')}, expected {theirs.get(array, 'none')}. All "
-                    "clients must have trained the same network."
-                )
-        if any(spec["dict"][key] != specs[0]["dict"][key] for key in needed):
-            raise ValueError(f"{where} describes its layers otherwise than {str(first.path)!r}.")
-    values = decode(first.path, specs[0], lambda name: name)
-    return {key: values[key] for key in needed}
 
 
 def _finite(records: list[Record], names: list[str], on_nonfinite: str) -> np.ndarray:

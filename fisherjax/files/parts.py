@@ -31,7 +31,7 @@ class Part(NamedTuple):
 def split(values: dict[str, Any]) -> list[Part]:
     """Split values into the smallest parts that a merge does not couple: layers, or leaves."""
     params, fisher, grams = (values.get(key) for key in ("params", "fisher", "grams"))
-    if isinstance(fisher, Dense):
+    if isinstance(fisher, Dense) or "wiring" in values:
         return [Part({name: name for name in params}, values)]
     groups = [[name] for name in params]
     if isinstance(fisher, Kronecker):
@@ -88,6 +88,12 @@ def strengths_of(values: dict[str, Any], weight: float) -> dict[str, float]:
         return {
             x: weight * kernels[x] if x in kernels else float(weight > 0) for x in values["params"]
         }
+    if "counts" in values:
+        # Units count alike; of outputs each is worth the client's examples of its class.
+        last, examples = values["wiring"].layers[-1], float(values["counts"].sum())
+        outputs = {last.leaf, last.bias}
+        present = float(weight > 0)
+        return {x: present * (examples if x in outputs else 1.0) for x in values["params"]}
     if "fisher" not in values:
         return dict.fromkeys(values["params"], weight)
     # At scale one, as means of small Fishers are zero in float32.

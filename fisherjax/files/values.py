@@ -27,10 +27,11 @@ from fisherjax.files.base import Kind
 from fisherjax.fisher import Dense, Diagonal, Kronecker
 from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.operators import Template
+from fisherjax.fisher.wiring import Wiring
 
 _OPERATORS = Diagonal, Dense, Kronecker
 _ENCODED = Codes, Difference, Root, Slot, Squares, Stream, Triangle, Truncated
-KNOWN: dict[str, type] = {kind.__name__: kind for kind in (*_OPERATORS, *_ENCODED)}
+KNOWN: dict[str, type] = {kind.__name__: kind for kind in (*_OPERATORS, Wiring, *_ENCODED)}
 """Frozen dataclasses that a file holds: their children are arrays, dicts of them, or others of
 these; their static fields numbers, strings, None, tuples of those, `Layer` and `Template`."""
 

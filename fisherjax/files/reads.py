@@ -1,0 +1,104 @@
+"""What a method reads of uploads, and whether they fit it and each other."""
+
+from typing import Any
+
+from fisherjax import algorithms, checks, likelihoods
+from fisherjax.algorithms.base import Algorithm
+from fisherjax.files.uploads import Record
+from fisherjax.files.values import decode
+from fisherjax.fisher import Dense, Diagonal, Kronecker
+from fisherjax.fisher.wiring import Wiring
+from fisherjax.typing import Model
+
+# What each method reads besides params, and what that is.
+_READS: dict[str, dict[str, type]] = {
+    "fedavg": {},
+    "fisher_merge": {"fisher": Diagonal},
+    "regmean": {"grams": dict},
+    "fedfisher_diag": {"fisher": Diagonal},
+    "fedfisher_kfac": {"fisher": Kronecker},
+    "fedfisher_full": {"fisher": Dense},
+    "fedlpa": {"fisher": Kronecker},
+    "fedlpa_ea": {"fisher": Kronecker},
+    "fedlpa_gd": {"fisher": Kronecker},
+    "otfusion": {"wiring": Wiring},
+    "pfnm": {"wiring": Wiring, "counts": str},  # an array, by its name in the file
+}
+_METHODS = algorithms.TABLE | algorithms.WIDER
+_WHY_NOT = {
+    "fedfisher_sequential": "solves a layer from what the layers before it became",
+}
+
+
+def method_of(records: list[Record], name: str | None, options: dict) -> tuple[str, Algorithm]:
+    """Make the method, which never runs the network."""
+    made_for = sorted({record.algorithm for record in records})
+    if name is None and len(made_for) > 1:
+        raise ValueError(f"The uploads were made for {made_for}: say which algorithm merges them.")
+    name = made_for[0] if name is None else name
+    checks.one_of("algorithm", name, _METHODS)
+    if name not in _READS:
+        why = _WHY_NOT.get(name, "takes more than one message, or more than params and curvature")
+        raise ValueError(
+            f"{name} {why}, and does not merge files; expected one of {', '.join(_READS)}. "
+            "Read the uploads by files.load_update and merge them by merging.merge."
+        )
+    known = algorithms.options(name)
+    if unknown := sorted(options.keys() - known.keys()):
+        raise TypeError(f"{name} has no option {unknown}; expected some of {sorted(known)}.")
+    method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
+    # Without its model nobody asks which leaves the network leaves alone.
+    return name, method._replace(kind=records[0].kind, model=None)
+
+
+def _no_network(*_: Any) -> Any:
+    raise RuntimeError("Files are merged without the network.")
+
+
+def check_clients(records: list[Record]) -> None:
+    """Refuse a client that is there twice."""
+    owners: dict[str, Record] = {}
+    for record in records:
+        first = owners.setdefault(record.client, record)
+        if first is not record:
+            raise ValueError(
+                f"Client {record.client!r} is in {str(first.path)!r} and in {str(record.path)!r}: "
+                "merge one of them."
+            )
+
+
+def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any]:
+    """Give the values that a method reads, with names of arrays for leaves; refuse others."""
+    needed, first = {"params", *_READS[name]}, records[0]
+    for record, spec in zip(records, specs, strict=True):
+        where = f"{str(record.path)!r} of client {record.client!r}"
+        values = decode(record.path, spec, lambda name: name)
+        for key, kind in {"params": dict, **_READS[name]}.items():
+            if not isinstance(values.get(key), kind):
+                raise ValueError(
+                    f"{where} holds '{record.kind}'; {name} merges params"
+                    + "".join(f" and {x}: {_called(t)}" for x, t in _READS[name].items())
+                    + f". It was made for {record.algorithm}."
+                )
+        # Fishers of several kinds do not mix; params do, whatever else was sent.
+        if len(needed) > 1 and record.kind != first.kind:
+            raise ValueError(f"{where} holds '{record.kind}', but {first.path} '{first.kind}'.")
+        own, theirs = (
+            {n: k for n, k in x.arrays.items() if n.partition("/")[0] in needed}
+            for x in (record, first)
+        )
+        for array in sorted(own.keys() | theirs.keys()):
+            if own.get(array) != theirs.get(array):
+                raise ValueError(
+                    f"{where} holds other layers than {str(first.path)!r}: {array} is "
+                    f"{own.get(array, 'missing')}, expected {theirs.get(array, 'none')}. All "
+                    "clients must have trained the same network."
+                )
+        if any(spec["dict"][key] != specs[0]["dict"][key] for key in needed):
+            raise ValueError(f"{where} describes its layers otherwise than {str(first.path)!r}.")
+    values = decode(first.path, specs[0], lambda name: name)
+    return {key: values[key] for key in needed}
+
+
+def _called(kind: type) -> str:
+    return "array" if kind is str else kind.__name__
