@@ -124,7 +124,7 @@ class Merging:
     distillation: Literal["fedfisher", "fedlpa"] = "fedfisher"
     """Of dense: constants, start and weights of the teacher, as in the experiments of a paper."""
     choose: Literal["last", "validation", "test"] = "last"
-    """Of dense: the last student, or the best on 500 training images, or on the test images."""
+    """Of dense and otfusion: nothing (last), or the best on 500 training, or on the test images."""
     aside: Literal["train", "test"] = "train"
     """Where fedov+student learns the vote: held-out training rows, or half of the test images."""
     options: tyro.conf.Suppress[commands.Options] = ()

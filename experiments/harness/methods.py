@@ -66,6 +66,8 @@ def methods(
             made[name] = _distilled(merging, model, images, Method(plain, lambda _, own=plain: own))
         else:
             made[name] = _method(merging, model, batch_size, first)
+            if "score" in fj.algorithms.options(first) and merging.choose != "last":
+                made[name] = _scored(merging, model, images, first, made[name])
             if first != name:
                 made[name] = _distilled(merging, model, images, made[name], keep_start=True)
     return made
@@ -82,16 +84,43 @@ def _distilled(
     how = how._replace(**{o: own.pop(o) for o in how._fields if o in own})
     drawn = {"shape": images.shape, "normalize": images.normalize, "crop": images.crop}
     own = {"how": how, **drawn, **own}
-    accuracy = fj.configuration.by_value(partial(fj.metrics.accuracy, model))
 
     def server(judges: Examples | None) -> fj.algorithms.Algorithm:
-        examples = {"last": None, "validation": judges, "test": images.test}[merging.choose]
-        score = None if examples is None else Partial(accuracy, examples=examples)
         first = start.server(judges) if keep_start else None
+        score = _score(merging, model, images, judges)
         return fj.algorithms.dense(model, start=first, score=score, **own)
 
     server(None)  # what is wrong with the options is said before anything is trained
     return Method(start.clients, server)
+
+
+def _score(
+    merging: Merging, model: Model, images: Images, judges: Examples | None
+) -> Callable[[Params], Array] | None:
+    """Make what chooses as was asked, if anything does."""
+    examples = {"last": None, "validation": judges, "test": images.test}[merging.choose]
+    accuracy = fj.configuration.by_value(partial(fj.metrics.accuracy, model))
+    # The images are data of the score, not constants of the program.
+    return None if examples is None else Partial(accuracy, examples=examples)
+
+
+def _scored(
+    merging: Merging, model: Model, images: Images | None, name: str, plain: Method
+) -> Method:
+    """Let a method choose among its own options by what was asked."""
+    if images is None:
+        raise ValueError(
+            f"--choose is {merging.choose}, expected last in rounds: {name} chooses only in "
+            "experiments.one_shot"
+        )
+    own = {o.removeprefix(f"{name}."): x for o, x in merging.options if o.startswith(f"{name}.")}
+    make = partial(fj.algorithms.make, name, model, **own)
+    make(score=jnp.sum)  # what is wrong with the options is said before anything is trained
+
+    def server(judges: Examples | None) -> fj.algorithms.Algorithm:
+        return make(score=_score(merging, model, images, judges))
+
+    return plain._replace(server=server)
 
 
 def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Method:

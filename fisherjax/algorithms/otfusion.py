@@ -3,6 +3,7 @@
 Singh and Jaggi, Model fusion via optimal transport, NeurIPS 2020, algorithm 1.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,14 +17,26 @@ from fisherjax.configuration import cached
 from fisherjax.fisher.layers import assemble, matrix
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.fisher.wiring import Wiring, wiring
+from fisherjax.solvers.base import as_partial
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 class Transported(NamedTuple):
-    """What OTFusion reports: T_i [M, o, o] of each layer by name, a row for each own unit."""
+    """What OTFusion reports.
+
+    Attributes:
+        transports: T_i [M, o, o] of each layer by name, a row for each own unit.
+        scores: Of what was chosen among [4], (correction, past_correction) as in `CHOICES`; None
+            where nothing was.
+    """
 
     transports: dict[str, Array]
+    scores: Array | None = None
+
+
+CHOICES = ((True, True), (True, False), (False, True), (False, False))
+"""`correction` and `past_correction` that a score chooses among, as FedFisher's code has them."""
 
 
 @cached
@@ -33,6 +46,7 @@ def otfusion(
     correction: bool = True,
     past_correction: bool = True,
     fix_last_layer: bool = True,
+    score: Callable[[Params], Array] | None = None,
 ) -> Algorithm:
     """Make OTFusion of weights with exact transport, which averages what has been matched.
 
@@ -52,14 +66,19 @@ def otfusion(
         past_correction: Whether the averaged layers are those whose inputs were moved. Otherwise
             inputs are as they were, and only matching knows of the move.
         fix_last_layer: Whether outputs stay in their order. The authors' code moves them as well.
+        score: Params -> scalar, higher is better, such as the accuracy on validation data. It
+            chooses among all four pairs of `correction` and `past_correction`, which stay as they
+            are then, as FedFisher's authors do: the first of the best, and the first where no
+            score is a number.
 
     Returns:
         The algorithm. Updates are {"params": W_i, "wiring": which layer feeds which, static}. It
         reports `Transported`.
 
     Raises:
-        ValueError: On summarize, if a leaf belongs to no such layer (BatchNorm), or something
-            between two layers mixes units; on merge, if no client has weight.
+        ValueError: If a score has to choose what was chosen already; on summarize, if a leaf
+            belongs to no such layer (BatchNorm), or something between two layers mixes units; on
+            merge, if no client has weight.
 
     Example:
         >>> import fisherjax as fj
@@ -74,14 +93,22 @@ def otfusion(
         [[1. 2.]]
 
     Source: the paper above, and its use in Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024.
-        Deviations: the last layer stays by default; no choice among (correction, past_correction)
-        by validation accuracy; biases, which neither has, are one more input that nobody moves, and
-        are matched with the rest of their column.
+        Deviations: the last layer stays by default; nothing is chosen without a `score`; biases,
+        which neither has, are one more input that nobody moves, and are matched with the rest of
+        their column.
     """
     checks.model(model)
     how = _How(correction, past_correction, fix_last_layer)
     for name, value in how._asdict().items():
         checks.instance(name, value, bool, "True or False")
+    if score is not None:
+        checks.function("score", score, "a function of params")
+        if not (correction and past_correction):
+            raise ValueError(
+                f"correction is {correction} and past_correction {past_correction}, which a score "
+                "chooses; expected either of them, or a score."
+            )
+    evaluate = None if score is None else as_partial(score)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         del key
@@ -92,7 +119,11 @@ def otfusion(
         del key, params, cohort
         updates, weights = received
         _check_whole(updates["wiring"], updates["params"])
-        merged, info = _fused(how, updates["wiring"], updates["params"], weights)
+        given = updates["wiring"], updates["params"], weights
+        if evaluate is None:
+            merged, info = _fused(how, *given)
+        else:
+            merged, info = _chosen(how, evaluate, *given)
         return merged, state, info
 
     return Algorithm(summarize, aggregate, kind="params and wiring", model=model)
@@ -127,6 +158,22 @@ def _fused(how: _How, wires: Wiring, stacked: Params, weights: Array) -> tuple[P
     moved, transports = jax.vmap(partial(_aligned, how, wires, pivot))(layers, stays)
     merged = assemble(wires.layers, tree.weighted_sum(moved, weights))
     return template.restore(merged), Transported(transports)
+
+
+@partial(jax.jit, static_argnums=0)
+def _chosen(
+    how: _How, evaluate: Callable, wires: Wiring, stacked: Params, weights: Array
+) -> tuple[Params, Transported]:
+    """Fuse in every way, and give the first of those with the best score."""
+    found, scores = [], []
+    for correction, past in CHOICES:
+        other = how._replace(correction=correction, past_correction=past)
+        found.append(_fused(other, wires, stacked, weights))
+        scores.append(jnp.asarray(evaluate(found[-1][0]), float))
+    scores = jnp.stack(scores)
+    best = jnp.argmax(jnp.where(jnp.isnan(scores), -jnp.inf, scores))
+    merged, info = jax.tree.map(lambda *ways: jnp.stack(ways)[best], *found)
+    return merged, info._replace(scores=scores)
 
 
 def _aligned(

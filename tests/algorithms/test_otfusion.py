@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
+from jax.tree_util import Partial
 
 import fisherjax as fj
 from fisherjax.algorithms import Update, otfusion
@@ -206,6 +207,53 @@ def test_options_shrink_leave_inputs_and_move_outputs():
     np.testing.assert_allclose(free["b"], models[0]["b"], atol=1e-6)
     fixed, _ = merge(dense, [models[0], other])
     np.testing.assert_allclose(fixed["b"], (models[0]["b"] + other["b"]) / 2, atol=1e-6)
+
+
+def nearness(params, goal, scale):
+    return -scale * sum(jnp.abs(params[name] - goal[name]).sum() for name in goal)
+
+
+def test_a_score_chooses_the_first_of_the_best_of_four():
+    models, weights = [draw_dense(seed) for seed in range(3)], [0.5, 0.2, 0.3]
+    pairs = [(True, True), (True, False), (False, True), (False, False)]
+    ways = [
+        merge(dense, models, weights, correction=correction, past_correction=past)
+        for correction, past in pairs
+    ]
+    for goal, transported in ways:
+        score = Partial(nearness, goal=goal, scale=1.0)
+        merged, info = merge(dense, models, weights, score=score)
+        for name, leaf in goal.items():
+            np.testing.assert_allclose(merged[name], leaf, atol=1e-6)
+            np.testing.assert_allclose(info.transports[name], transported.transports[name])
+        expected = [nearness(own, goal, 1.0) for own, _ in ways]
+        np.testing.assert_allclose(info.scores, expected, atol=1e-4)
+    for scale in (0.0, jnp.nan):  # all are equal, or none is a number
+        merged, _ = merge(dense, models, weights, score=Partial(nearness, goal=goal, scale=scale))
+        np.testing.assert_allclose(merged["a"], ways[0][0]["a"], atol=1e-6)
+    assert ways[0][1].scores is None
+
+
+def test_a_score_that_is_not_a_number_is_passed_over():
+    models = [draw_dense(seed) for seed in range(2)]
+    whole, _ = merge(dense, models)
+    shrunk, _ = merge(dense, models, correction=False)
+
+    def score(params):  # the first two have larger weights than the others
+        size = jnp.abs(params["a"]).sum()
+        return jnp.where(size > jnp.abs(whole["a"]).sum() / 2, jnp.nan, -1.0)
+
+    merged, _ = merge(dense, models, score=score)
+    np.testing.assert_allclose(merged["a"], shrunk["a"], atol=1e-6)
+
+
+def test_a_score_and_what_it_would_choose_contradict_each_other():
+    model = fj.Model(dense, fj.likelihoods.categorical)
+    for option in ("correction", "past_correction"):
+        with pytest.raises(ValueError, match=rf"\b{option} (is )?False"):
+            otfusion(model, score=jnp.sum, **{option: False})
+    with pytest.raises(TypeError, match="score is 1"):
+        otfusion(model, score=1)
 
 
 def test_inputs_move_by_the_mean_of_the_branches_transports():

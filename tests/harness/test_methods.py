@@ -7,6 +7,8 @@ import re
 import typing
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -18,6 +20,7 @@ from experiments.harness.methods import Images, check_full, methods, trains_its_
 from fisherjax.algorithms import FEDLPA_DISTILLATION, TABLE
 
 MODEL = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
+WIRES = fj.fisher.wiring.wiring(MODEL.apply, jnp.ones((2, 2)), jnp.ones((1, 2)))
 
 
 def numbers_and_switches(name: str) -> dict[str, object]:
@@ -127,6 +130,40 @@ def test_a_number_that_dense_cannot_be_made_of_is_refused_before_anything_is_tra
     asked = told("--algorithms", "fedavg+dense", "--dense.images", "100")
     with pytest.raises(ValueError, match=r"batch_size is 256; expected a divisor of the 100"):
         methods(asked, MODEL, 8, Images((8, 8, 1), False, None))
+
+
+def test_otfusion_chooses_by_validation_or_test_images_only_where_that_was_asked():
+    test, judges = (fj.Examples(jnp.eye(2) * n, jnp.arange(2)) for n in (1, 2))
+    images = Images((8, 8, 1), False, test)
+    params = jnp.array([[2.0, -1.0], [1.0, 1.0]])
+
+    def scores(*words):
+        own = told("--algorithms", "otfusion", *words)
+        server = methods(own, MODEL, 8, images)["otfusion"].server(judges)
+        updates = {"params": jnp.stack([params, params]), "wiring": WIRES}
+        sent = fj.algorithms.Update(updates, server.kind)
+        return fj.merging.merge(server, params, sent)[2].scores
+
+    def accuracy(examples):
+        return fj.metrics.accuracy(MODEL, params, examples)
+
+    assert scores() is None
+    assert accuracy(test) == 0.5
+    np.testing.assert_allclose(scores("--choose", "test"), accuracy(test))
+    judges = judges._replace(targets=jnp.array([0, 0]))
+    np.testing.assert_allclose(scores("--choose", "validation"), accuracy(judges))
+    assert accuracy(judges) == 1.0
+    assert scores("--choose", "validation", "--otfusion.no-fix-last-layer").shape == (4,)
+
+
+def test_choices_that_cannot_be_made_are_refused_before_anything_is_trained():
+    images = Images((8, 8, 1), False, None)
+    asked = told("--algorithms", "otfusion", "--choose", "validation", "--otfusion.no-correction")
+    with pytest.raises(ValueError, match=r"correction is False.*which a score chooses"):
+        methods(asked, MODEL, 8, images)
+    asked = told("--algorithms", "otfusion", "--choose", "validation")
+    with pytest.raises(ValueError, match="--choose is validation, expected last in rounds"):
+        methods(asked, MODEL, 8)
 
 
 @pytest.mark.parametrize(
