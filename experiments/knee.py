@@ -21,7 +21,10 @@ from experiments.harness import commands, config, figures, knee, points, records
 from experiments.harness.knee import Config, Point
 
 PROGRAM = "experiments.knee"
-_COLOURS = {"true": "#0b4f8a", "sampled": "#d98200", "empirical": "#4d7a1f", "-": "#1a1a1a"}
+_COLOURS = {
+    **{"true": "#0b4f8a", "sampled": "#d98200", "empirical": "#4d7a1f", "-": "#1a1a1a"},
+    "curvature_propagation": "#a3246b",
+}
 
 
 @commands.command(PROGRAM)

@@ -115,7 +115,7 @@ class Merging:
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
     """Methods, NAME+dense and fedov+student too; fedfisher_full takes a few thousand parameters."""
-    fisher_kind: Literal["true", "sampled", "empirical"] = "true"
+    fisher_kind: Literal["true", "sampled", "empirical", "curvature_propagation"] = "true"
     """Labels of the Fisher: expected under the model (true; drawn for plays), drawn, the data's."""
     max_examples: int = 2000
     """Of a client, drawn at random, for its Fisher information or Gram matrices; 0 is all."""

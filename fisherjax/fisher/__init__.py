@@ -3,7 +3,7 @@
 from fisherjax.fisher.diagonal import diagonal
 from fisherjax.fisher.full import full, vector_product
 from fisherjax.fisher.kfac import expand, kfac, reduce, zero
-from fisherjax.fisher.kinds import automatic, empirical, sampled, true
+from fisherjax.fisher.kinds import automatic, curvature_propagation, empirical, sampled, true
 from fisherjax.fisher.kronecker import Kronecker
 from fisherjax.fisher.operators import Dense, Diagonal
 from fisherjax.fisher.terms import KroneckerSum
@@ -18,6 +18,7 @@ __all__ = [
     "KroneckerSum",
     "Operator",
     "automatic",
+    "curvature_propagation",
     "diagonal",
     "empirical",
     "expand",

@@ -125,10 +125,13 @@ def test_empirical_fisher_is_the_mean_of_outer_products_of_gradients(network, ta
     ],
     indirect=["network"],
 )
-def test_sampled_fisher_is_the_true_one_on_average(network, key, structure, name, num_samples):
+@pytest.mark.parametrize("drawn", [fisher.sampled, fisher.curvature_propagation])
+def test_what_is_drawn_is_the_true_fisher_on_average(
+    network, key, structure, name, num_samples, drawn
+):
     apply, params, x = network
     arguments, draws = (Model(apply, getattr(likelihoods, name)), params, Examples(x)), 800
-    kind = partial(fisher.sampled, num_samples=num_samples)
+    kind = partial(drawn, num_samples=num_samples)
 
     @jax.jit
     def entries(key):
@@ -143,10 +146,38 @@ def test_sampled_fisher_is_the_true_one_on_average(network, key, structure, name
     assert standard_error.max() < 0.1 * samples.mean(0).max()
 
 
-def test_minibatches_draw_their_labels_independently(mlp, key):
+def test_one_column_is_the_true_fisher_whatever_its_sign(mlp, key):
+    """Of two classes, or one output, there is nothing to draw, however sure the model is."""
+    apply, params, x = mlp
+    for outputs, likelihood in ((2, likelihoods.categorical), (1, likelihoods.gaussian)):
+        model = Model(lambda p, x, n=outputs: 9 * apply(p, x)[:, :n], likelihood)
+        found, exact = (
+            fisher.full(model, params, Examples(x), kind=kind, key=key).matrix
+            for kind in (fisher.curvature_propagation, fisher.true)
+        )
+        np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_no_random_sum_is_far_from_the_curvature(key):
+    """|sum_k r_k S_k|^2 <= K tr S S^T for every draw; a drawn label can be 1 / p of it."""
+    z = np.linspace(0, 30, 16)[:, None] * np.cos(np.arange(80.0)).reshape(16, 5)
+    columns = likelihoods.categorical.factor(jnp.asarray(z))
+    traces = np.square(columns).sum((0, 2))
+
+    def squares(kind):
+        draw = jax.vmap(lambda key: kind(likelihoods.categorical, jnp.asarray(z), key=key))
+        return np.square(draw(jax.random.split(key, 400))).sum((1, 3))
+
+    bound = len(columns) * traces * (1 + 1e-9)
+    assert (squares(fisher.curvature_propagation) <= bound).all()
+    assert not (squares(fisher.sampled) <= bound).all()
+
+
+@pytest.mark.parametrize("kind", [fisher.sampled, fisher.curvature_propagation])
+def test_minibatches_draw_independently(mlp, key, kind):
     apply, params, x = mlp
     model = Model(apply, likelihoods.categorical)
-    options = {"kind": fisher.sampled, "key": key, "batch_size": 11}
+    options = {"kind": kind, "key": key, "batch_size": 11}
     once, twice = (
         fisher.full(model, params, Examples(inputs), **options).matrix
         for inputs in (x, np.concatenate([x, x]))
@@ -154,7 +185,9 @@ def test_minibatches_draw_their_labels_independently(mlp, key):
     assert np.abs(np.subtract(once, twice)).max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", [fisher.true, fisher.sampled, fisher.empirical])
+@pytest.mark.parametrize(
+    "kind", [fisher.true, fisher.sampled, fisher.empirical, fisher.curvature_propagation]
+)
 def test_vector_product_is_the_matrix_times_the_vector(sequence, targets_for, key, kind):
     apply, params, x = sequence
     y = targets_for("categorical", apply(params, x))

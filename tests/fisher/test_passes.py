@@ -254,6 +254,11 @@ BAD = {
     "target dtype": (dict(targets=jnp.ones(11)), TypeError, "integer class labels"),
     "no targets": (dict(targets=None), ValueError, "pass targets"),
     "no key": (dict(kind=fisher.sampled), ValueError, "pass key"),
+    "no key to draw signs": (
+        dict(kind=fisher.curvature_propagation),
+        ValueError,
+        "signs: pass key",
+    ),
     "old key": (
         dict(key=jnp.zeros(2, jnp.uint32)),
         TypeError,
