@@ -58,6 +58,18 @@ def svd(matrix: Array) -> tuple[Array, Array, Array]:
     return tuple(jnp.linalg.svd(matrix, full_matrices=False))
 
 
+@jax.custom_batching.sequential_vmap
+def orthonormal(matrix: Array) -> Array:
+    """Give an orthonormal basis [m, r] of the columns of a matrix [m, r].
+
+    Example:
+        >>> print(jnp.abs(orthonormal(jnp.array([[2.0], [0.0]]))))
+        [[1.]
+         [0.]]
+    """
+    return jnp.linalg.qr(matrix)[0]
+
+
 @jax.custom_jvp
 def pseudo_inverse(matrix: Array) -> Array:
     """Invert a symmetric matrix, but for eigenvalues of the size of rounding, with derivatives.

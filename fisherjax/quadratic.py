@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fisherjax import checks, tree
-from fisherjax.fisher import Diagonal, Kronecker, KroneckerSum, Operator
+from fisherjax.fisher import Diagonal, Kronecker, KroneckerSum, Operator, coarse
 from fisherjax.typing import Array, Params
 
 
@@ -42,6 +42,8 @@ class Quadratic(NamedTuple):
         means: Each block's mean eigenvalue before damping, in the units of the system; zero where
             no client has curvature. None where that is not known.
         exponents: Each block's system is written in units of 2^exponent; None where it is not.
+        slack: Relative residual to which `precondition` solves, where it is a solve of its own and
+            so not quite linear; None where it is linear.
     """
 
     matvec: Callable[[Any], Any]
@@ -52,6 +54,7 @@ class Quadratic(NamedTuple):
     is_diagonal: bool = False
     means: Any = None
     exponents: Any = None
+    slack: Array | None = None
 
 
 class Sums(NamedTuple):
@@ -93,8 +96,9 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
 
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, equation 7, which weights clients
         equally and has no damping; its code weights by p_i, as here. The preconditioner is the
-        damped inverse of (sum_i p_i A_i) (x) (sum_i p_i G_i). There is none without damping: in a
-        singular system it would move what has no curvature.
+        damped inverse of (sum_i p_i A_i) (x) (sum_i p_i G_i), and of wide layers a solve in few
+        directions (`coarse`). There is none without damping: in a singular system it would move
+        what has no curvature.
     """
     checks.number("damping", damping)
     weights = _checked(weights, jax.tree.leaves(params)[0].shape[0])
@@ -103,8 +107,11 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
     problem = _problem(fishers, Partial(_weighted_mv, fishers, votes), system)
     # Whether a traced damping is zero is decided leaf by leaf.
     if isinstance(fishers, Kronecker) and (checks.is_traced(damping) or damping > 0):
-        inverse = _approximate_inverse(fishers, votes, system["strengths"])
-        problem = problem._replace(precondition=Partial(Kronecker.block_mv, inverse))
+        inverse, wide = _approximate_inverse(fishers, votes, system["strengths"])
+        if not wide:
+            return problem._replace(precondition=Partial(Kronecker.block_mv, inverse))
+        slack = jnp.asarray(coarse.SLACK)
+        problem = problem._replace(precondition=Partial(_turned, inverse, wide), slack=slack)
     return problem
 
 
@@ -218,17 +225,24 @@ def _scaled_sums(totals: Sums, damping: Array) -> tuple[Operator, dict[str, Any]
 
 
 @jax.jit
-def _approximate_inverse(fishers: Kronecker, votes: Any, strengths: Any) -> Kronecker:
+def _approximate_inverse(
+    fishers: Kronecker, votes: Any, strengths: Any
+) -> tuple[Kronecker, dict[str, coarse.Coarse]]:
+    """Invert the mean of the clients, but for wide layers, which are answered otherwise."""
+
     def average(factor: dict[str, Array], vote: Array) -> dict[str, Array]:
         # The votes' sum goes to one side: the product has the scale of the clients' products.
         return tree.weighted_sum(factor, vote / jnp.sqrt(jnp.where(vote.any(), vote.sum(), 1)))
 
-    factors = {name: average(factor, votes[name]) for name, factor in fishers.factors.items()}
+    names = {name for name, factor in fishers.factors.items() if coarse.is_wide(factor)}
+    wide = {n: coarse.coarse(fishers.factors[n], votes[n], strengths[n]) for n in sorted(names)}
+    narrow = {name: f for name, f in fishers.factors.items() if name not in names}
+    factors = {name: average(factor, votes[name]) for name, factor in narrow.items()}
     entries = {name: tree.weighted_sum(f, votes[name]) for name, f in fishers.entries.items()}
     mean = dataclasses.replace(fishers, factors=factors, entries=entries)
     # How fast the server solves has no derivative.
     mean, strengths = jax.lax.stop_gradient((mean, strengths))
-    return mean.inverse(strengths)
+    return mean.inverse(strengths), wide
 
 
 @jax.jit
@@ -248,6 +262,11 @@ def _blocks(fisher: Operator, params: Params) -> Any:
 # do not: jit reuses the program of an earlier merge of equal shapes.
 def _weighted_mv(fishers: Operator, votes: Any, blocks: Any) -> Any:
     return _weighted_sums(jax.vmap(type(fishers).block_mv, (0, None))(fishers, blocks), votes)
+
+
+def _turned(inverse: Kronecker, wide: dict[str, coarse.Coarse], blocks: Any) -> Any:
+    answers = {name: coarse.precondition(own, blocks[name]) for name, own in wide.items()}
+    return inverse.block_mv(blocks) | answers
 
 
 def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fisherjax import checks, tree
@@ -221,15 +222,23 @@ def _is_semidefinite(matrix: np.ndarray) -> bool:
     scaled = wide / (np.abs(wide).max() or 1)
     # A sum of many outer products is singular up to rounding, which grows with the size.
     rounding = len(matrix) * np.finfo(wide.dtype).eps
+    if not np.abs(scaled - scaled.T).max() <= 1e-5:
+        return False
+    scaled[np.diag_indices_from(scaled)] += rounding
     try:
-        np.linalg.cholesky(scaled + rounding * np.eye(len(matrix), dtype=wide.dtype))
+        # A third of NumPy's time for a wide matrix.
+        scipy.linalg.cholesky(scaled, lower=True, overwrite_a=True, check_finite=False)
     except np.linalg.LinAlgError:
         return False
-    return np.abs(scaled - scaled.T).max() <= 1e-5
+    return True
 
 
 def _nearest(matrix: np.ndarray) -> np.ndarray:
     """Give the nearest symmetric positive semi-definite matrix: no eigenvalue below zero."""
+    # Of a client's matrices perhaps one is not: the eigenvalues of the others would be found for
+    # nothing, which takes seconds for a wide layer.
+    if _is_semidefinite(matrix):
+        return matrix
     wide = matrix.astype(np.float64)
     values, vectors = np.linalg.eigh((wide + wide.T) / 2)
     return ((vectors * np.maximum(values, 0)) @ vectors.T).astype(matrix.dtype)

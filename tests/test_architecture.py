@@ -55,7 +55,7 @@ ORDER = [
 ]
 FISHER = [
     *("columns", "kinds", "inline", "views", "uses", "layers", "feeders", "trace", "wiring"),
-    *("operators", "kronecker", "terms", "passes", "diagonal", "full", "kfac"),
+    *("operators", "kronecker", "coarse", "terms", "passes", "diagonal", "full", "kfac"),
 ]
 # What the other files of a folder may import, and these in this order.
 SHARED = [

@@ -15,6 +15,9 @@ from fisherjax.fisher.layers import Layer, assemble, matrix
 from fisherjax.fisher.operators import PRECISION, Blockwise, Template, ravel
 from fisherjax.typing import Array, Params
 
+WIDE = 768
+"""Inputs or outputs from which on a product with a layer takes longer than anything beside it."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -112,18 +115,7 @@ class Kronecker(Blockwise):
 
         Source: Martens and Grosse, ICML 2015, section 6.3 (factored Tikhonov regularisation).
         """
-        factors = {}
-        for name, factor in self.factors.items():
-            means = {side: _mean_eigenvalue(x) for side, x in factor.items()}
-            # Roots before the quotient: that of the means can overflow where this does not.
-            ratio = jnp.sqrt(means["input"]) / jnp.sqrt(means["output"])
-            # A factor of zeros has no scale to balance: both sides get the same shift.
-            ratio = jnp.where(jnp.isfinite(ratio) & (ratio > 0), ratio, 1)
-            root = jnp.sqrt(shifts[name])
-            factors[name] = {
-                "input": _inverse(factor["input"], ratio * root),
-                "output": _inverse(factor["output"], root / ratio),
-            }
+        factors = {name: inverse_factors(f, shifts[name]) for name, f in self.factors.items()}
         entries = {name: self._inverse_entries(name, shifts[name]) for name in self.entries}
         return dataclasses.replace(self, factors=factors, entries=entries)
 
@@ -216,12 +208,33 @@ class Kronecker(Blockwise):
         return columns(jnp.eye(size, dtype=dtype)).T
 
 
+def inverse_factors(factor: dict[str, Array], shift: Array) -> dict[str, Array]:
+    """Invert a pair of factors, each with its part of the shift, as `Kronecker.inverse` says."""
+    means = {side: _mean_eigenvalue(x) for side, x in factor.items()}
+    # Roots before the quotient: that of the means can overflow where this does not.
+    ratio = jnp.sqrt(means["input"]) / jnp.sqrt(means["output"])
+    # A factor of zeros has no scale to balance: both sides get the same shift.
+    ratio = jnp.where(jnp.isfinite(ratio) & (ratio > 0), ratio, 1)
+    root = jnp.sqrt(shift)
+    return {
+        "input": _inverse(factor["input"], ratio * root),
+        "output": _inverse(factor["output"], root / ratio),
+    }
+
+
 def _sandwich(factor: dict[str, Array], value: Array) -> Array:
     left, right = factor["input"], factor["output"]
     if left.ndim == 1:
         return left[:, None] * jnp.matmul(value, right, precision=PRECISION)
+
     # The cheaper of (A V) G and A (V G) is chosen by shape.
-    return jnp.linalg.multi_dot([left, value, right], precision=PRECISION)
+    def product(value: Array) -> Array:
+        return jnp.linalg.multi_dot([left, value, right], precision=PRECISION)
+
+    if max(len(left), len(right)) < WIDE:
+        return product(value)
+    # Solvers hand over zeros for a layer that is done, while they go on with others.
+    return jax.lax.cond(jnp.any(value != 0), product, jnp.zeros_like, value)
 
 
 def _times(entries: Array, value: Array) -> Array:

@@ -56,7 +56,7 @@ def _conjugate_gradients(problem: Quadratic, tolerance: Array, max_iterations: A
         x, size = system
         return matvec(x), size
 
-    limits = tolerance, max_iterations, problem.exponents is not None
+    limits = tolerance, max_iterations, problem.exponents is not None, problem.slack is not None
 
     def solve(_: Any, system: tuple) -> tuple:
         residual, size = system
@@ -83,13 +83,17 @@ def _norm(x: Array) -> Array:
 
 
 def _descended(
-    matvec: Callable, precondition: Callable, rhs: Any, size: Any, limits: tuple[Array, Array, bool]
+    matvec: Callable,
+    precondition: Callable,
+    rhs: Any,
+    size: Any,
+    limits: tuple[Array, Array, bool, bool],
 ) -> tuple[Any, Any, Any]:
     """Solve from zero, to residuals of half of `tolerance` times size, or rhs if that is zero.
 
     Half, as the residual that is carried along drifts by rounding from that of the answer.
     """
-    tolerance, max_iterations, at_scale_one = limits
+    tolerance, max_iterations, at_scale_one, is_flexible = limits
     # In units of which squares stay in range, and which change no bit.
     units = _map(tree.unit, rhs)
     rhs = _map(jnp.divide, rhs, units)
@@ -122,10 +126,17 @@ def _descended(
         broken = _map(lambda b, w, g: b | (w & ~g), broken, wanted, going)
         alpha = _map(ratio, going, height, curvature)
         x = _map(lambda x, a, s, p: x + a / s * p, x, alpha, lengths, direction)
-        residual = _map(lambda r, a, q: r - a * q, residual, alpha, product)
-        steepest = turn(residual)
+        old, residual = residual, _map(lambda r, a, q: r - a * q, residual, alpha, product)
+        # A leaf that is done is not looked at: a residual of zeros costs wide layers nothing.
+        steepest = turn(_map(lambda g, r: jnp.where(g, r, 0), going, residual))
         new = _map(lambda g, r, z, h: jnp.where(g, dot(r, z), h), going, residual, steepest, height)
         beta = _map(ratio, going, new, height)
+        if is_flexible:
+            # What a linear preconditioner makes of a residual is orthogonal to the one before; the
+            # answer of a solve is not, and has it taken out (Notay, Flexible conjugate gradients,
+            # SIAM Journal on Scientific Computing 2000).
+            shares = _map(lambda g, r, z, h: ratio(g, dot(r, z), h), going, old, steepest, height)
+            beta = _map(jnp.subtract, beta, shares)
         # Zero for a leaf that is done, by which `unfinished` knows it.
         direction = _map(lambda g, z, b, p: g * (z + b * p), going, steepest, beta, direction)
         return x, residual, direction, new, _map(jnp.add, count, going), broken, step + 1
@@ -135,8 +146,9 @@ def _descended(
     lengths = _map(jnp.ones_like, units) if at_scale_one else _map(tree.unit, matvec(rhs))
     # The scale of a preconditioner drops out of the iterates, but not out of the range of float32:
     # it is set to that of the first residual.
-    steps = _map(tree.unit, precondition(rhs))
-    direction = turn(rhs)
+    first = precondition(rhs)
+    steps = _map(tree.unit, first)
+    direction = _map(jnp.divide, first, steps)
     height = _map(dot, rhs, direction)
     count = _map(lambda _: jnp.zeros((), jnp.int32), height)
     broken = _map(lambda _: jnp.zeros((), bool), height)

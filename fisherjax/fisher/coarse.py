@@ -1,0 +1,170 @@
+"""A preconditioner for layers with many inputs or outputs: a small system is solved in their place.
+
+Most of a wide layer's curvature lies in few directions of its inputs. With Q [a, r] an orthonormal
+basis of them, P of those of the outputs, and lambda the damping,
+
+    S(X) = sum_i v_i A_i X G_i + lambda X   is nearly   S_c(E) = sum_i v_i (Q^T A_i Q) E (P^T G_i P)
+    + lambda E on X = Q E P^T, and lambda X on what is left,
+
+since where no client has much curvature the damping is all there is. So a residual R is answered by
+
+    Q S_c^-1(Q^T R P) P^T + (R - Q Q^T R P P^T) / lambda,
+
+with S_c^-1 by a few conjugate gradients, each a hundredth of a product of the whole layer. The mean
+of the factors, which precondition narrow layers well, is no good for wide ones: clients differ.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import linalg, tree
+from fisherjax.fisher.kronecker import WIDE, inverse_factors
+from fisherjax.typing import Array
+
+RANK = 384
+"""Directions of a wide layer's inputs, or outputs, that are solved for."""
+SLACK = 0.3
+"""Relative residual of the small solve, so that conjugate gradients around it must be flexible."""
+_MOST = 100
+_PRECISION = "highest"
+
+
+class Coarse(NamedTuple):
+    """What the preconditioner of one layer holds.
+
+    Attributes:
+        inputs: Q [a, r], or None where the inputs are few.
+        outputs: P [o, s], or None likewise.
+        factors: Of the clients, stacked, {"input": Q^T A_i Q, "output": P^T G_i P}.
+        votes: v_i [M].
+        shift: lambda.
+        inverse: Of the mean factors, {"input", "output"}: preconditions the small system.
+    """
+
+    inputs: Array | None
+    outputs: Array | None
+    factors: dict[str, Array]
+    votes: Array
+    shift: Array
+    inverse: dict[str, Array]
+
+
+def is_wide(factor: dict[str, Array]) -> bool:
+    """Say whether a layer's factors, of one client or stacked, are worth it: matrices, and wide.
+
+    Example:
+        >>> is_wide({"input": jnp.eye(800), "output": jnp.eye(10)})
+        True
+    """
+    sizes = [side.shape[-1] for side in factor.values()]
+    # Stacked or not, a table's input factor is a vector where the output factor is a matrix.
+    same = len({side.ndim for side in factor.values()}) == 1
+    return same and max(sizes) >= WIDE
+
+
+def coarse(factors: dict[str, Array], votes: Array, shift: Array) -> Coarse:
+    """Set up the preconditioner of sum_i v_i A_i (x) G_i + shift.
+
+    Args:
+        factors: Of the clients, stacked, {"input": [M, a, a], "output": [M, o, o]}.
+        votes: [M], non-negative.
+        shift: lambda; where it is zero the preconditioner is the identity.
+    """
+    # How fast the server solves has no derivative.
+    factors, votes, shift = jax.lax.stop_gradient((factors, votes, shift))
+    total = jnp.where(votes.any(), votes.sum(), 1)
+
+    def mean(stacked: Array) -> Array:
+        return tree.weighted_sum(stacked, votes / total)
+
+    bases = {side: _basis(mean(x)) for side, x in factors.items()}
+    small = {
+        side: x if bases[side] is None else jax.lax.map(lambda f, q=bases[side]: _turned(q, f), x)
+        for side, x in factors.items()
+    }
+    means = {"input": mean(small["input"]) * total, "output": mean(small["output"])}
+    inverse = inverse_factors(means, shift)
+    return Coarse(bases["input"], bases["output"], small, votes, shift, inverse)
+
+
+def precondition(coarse: Coarse, residual: Array) -> Array:
+    """Answer a residual [a, o] as the module says; one of zeros costs nothing."""
+    answer = partial(_answer, coarse)
+    return jax.lax.cond(jnp.any(residual != 0), answer, jnp.zeros_like, residual)
+
+
+def _answer(coarse: Coarse, residual: Array) -> Array:
+    seen = _into(coarse, residual)
+    answer = _out_of(coarse, _solved(coarse, seen))
+    rest = residual - _out_of(coarse, seen)
+    answer = answer + rest / jnp.where(coarse.shift > 0, coarse.shift, 1).astype(rest.dtype)
+    return jnp.where((coarse.shift > 0) & jnp.isfinite(answer).all(), answer, residual)
+
+
+def _solved(coarse: Coarse, rhs: Array) -> Array:
+    """Solve the small system from zero, to a relative residual of SLACK."""
+
+    def multiply(x: Array) -> Array:
+        products = jax.vmap(lambda a, g: _product(a, x, g))(*coarse.factors.values())
+        return tree.weighted_sum(products, coarse.votes) + coarse.shift.astype(x.dtype) * x
+
+    def turn(x: Array) -> Array:
+        return _product(coarse.inverse["input"], x, coarse.inverse["output"])
+
+    def unfinished(state: tuple) -> Array:
+        _, residual, direction, _, step = state
+        # A direction of zeros, or without curvature, ends it: what has been found is the answer.
+        going = jnp.vdot(residual, residual) > SLACK**2 * jnp.vdot(rhs, rhs)
+        return going & jnp.any(direction != 0) & (step < _MOST)
+
+    def body(state: tuple) -> tuple:
+        x, residual, direction, height, step = state
+        product = multiply(direction)
+        curvature = jnp.vdot(direction, product)
+        sound = curvature > 0
+        length = jnp.where(sound, height / jnp.where(sound, curvature, 1), 0)
+        x, residual = x + length * direction, residual - length * product
+        steepest = turn(residual)
+        new = jnp.vdot(residual, steepest)
+        share = new / jnp.where(height > 0, height, 1)
+        return x, residual, jnp.where(sound, steepest + share * direction, 0), new, step + 1
+
+    direction = turn(rhs)
+    state = jnp.zeros_like(rhs), rhs, direction, jnp.vdot(rhs, direction), 0
+    return jax.lax.while_loop(unfinished, body, state)[0]
+
+
+def _basis(matrix: Array) -> Array | None:
+    """Find the directions [n, r] in which a semi-definite matrix [n, n] is largest; None if few.
+
+    Source: Halko, Martinsson, Tropp, Finding structure with randomness, SIAM Review 2011,
+        algorithm 4.4, with one power iteration.
+    """
+    if len(matrix) < WIDE:
+        return None
+    # Of no consequence for the answer: any start does.
+    basis = jax.random.normal(jax.random.key(0), (len(matrix), RANK), matrix.dtype)
+    for _ in range(2):
+        basis = linalg.orthonormal(jnp.matmul(matrix, basis, precision=_PRECISION))
+    return basis
+
+
+def _turned(basis: Array, matrix: Array) -> Array:
+    return _product(basis.T, matrix, basis)
+
+
+def _into(coarse: Coarse, x: Array) -> Array:
+    x = x if coarse.inputs is None else jnp.matmul(coarse.inputs.T, x, precision=_PRECISION)
+    return x if coarse.outputs is None else jnp.matmul(x, coarse.outputs, precision=_PRECISION)
+
+
+def _out_of(coarse: Coarse, x: Array) -> Array:
+    x = x if coarse.inputs is None else jnp.matmul(coarse.inputs, x, precision=_PRECISION)
+    return x if coarse.outputs is None else jnp.matmul(x, coarse.outputs.T, precision=_PRECISION)
+
+
+def _product(*matrices: Array) -> Array:
+    return jnp.linalg.multi_dot(matrices, precision=_PRECISION)
