@@ -39,15 +39,31 @@ def _categorical_factor(z: Array) -> Array | ByPosition:
     # decomposition and the generalized inverse of the variance-covariance matrix of the multinomial
     # distribution, JRSS B 1992): below the diagonal -p_j sqrt(p_k / (q_k q_{k+1})), with
     # q_k = sum_{i >= k} p_i. Every term is a product of positive numbers, so none cancel.
+    p, share, after = _cholesky_parts(z)
+    below = _quotient(p[..., :, None], after[..., None, :])
+    identity = jnp.eye(z.shape[-1], dtype=z.dtype)
+    factors = share[..., None, :] * (identity * after[..., None, :] - jnp.tril(below, -1))
+    # The matrix has rank C - 1, and the last column is zero.
+    return _columns(factors[..., : max(z.shape[-1] - 1, 1)])
+
+
+def _categorical_combination(z: Array, r: Array) -> Array:
+    # The same by sums from the first class to the last: C numbers in place of C^2.
+    p, share, after = _cholesky_parts(z)
+    r = jnp.pad(r, [(0, 0)] * (z.ndim - 1) + [(0, z.shape[-1] - r.shape[-1])])
+    below = _quotient(share * r, after)
+    # Of the classes before: the sum with its own less its own would cancel.
+    before = jnp.concatenate([jnp.zeros_like(below[..., :1]), below[..., :-1]], axis=-1)
+    earlier = jax.lax.cumsum(before, axis=z.ndim - 1)
+    return share * after * r - p * earlier
+
+
+def _cholesky_parts(z: Array) -> tuple[Array, Array, Array]:
+    """Give p_k, sqrt(p_k / q_k) and sqrt(q_{k+1}), [B, ..., C]."""
     p = jax.nn.softmax(z)
     q = jax.lax.cumsum(p, axis=p.ndim - 1, reverse=True)
     after = jnp.concatenate([q[..., 1:], jnp.zeros_like(q[..., :1])], axis=-1)
-    share = jnp.sqrt(_quotient(p, q))[..., None, :]
-    below = _quotient(p[..., :, None], jnp.sqrt(after)[..., None, :])
-    identity = jnp.eye(z.shape[-1], dtype=z.dtype)
-    factors = share * (identity * jnp.sqrt(after)[..., None, :] - jnp.tril(below, -1))
-    # The matrix has rank C - 1, and the last column is zero.
-    return _columns(factors[..., : max(z.shape[-1] - 1, 1)])
+    return p, jnp.sqrt(_quotient(p, q)), jnp.sqrt(after)
 
 
 def _quotient(numerator: Array, denominator: Array) -> Array:
@@ -95,6 +111,11 @@ def _check_range(name: str, y: Array, low: int, high: int, meaning: str) -> None
         )
 
 
+def _deviation(z: Array) -> Array:
+    # Not 1 - p, which cancels to zero where p is close to one.
+    return jnp.sqrt(jax.nn.sigmoid(z) * jax.nn.sigmoid(-z))
+
+
 categorical = Likelihood(
     negative_log_likelihood=lambda z, y: _over_examples(
         optax.softmax_cross_entropy_with_integer_labels(z, y)
@@ -102,6 +123,7 @@ categorical = Likelihood(
     sample=jax.random.categorical,
     factor=_categorical_factor,
     check=_check_categorical,
+    combine=_categorical_combination,
 )
 """Softmax classes: -log p(y|z) = logsumexp(z) - z_y; S S^T = diag(p) - p p^T, K = C - 1."""
 
@@ -110,6 +132,7 @@ gaussian = Likelihood(
     sample=lambda key, z: z + jax.random.normal(key, z.shape, z.dtype),
     factor=lambda z: _diagonal_columns(jnp.ones_like(z)),
     check=_check_gaussian,
+    combine=lambda z, r: r.astype(z.dtype),
 )
 """Unit-variance Gaussian: 1/2 ||y - z||^2, the constant 1/2 log(2 pi) left out; S = I, K = C."""
 
@@ -118,9 +141,9 @@ bernoulli = Likelihood(
         optax.sigmoid_binary_cross_entropy(z, y.astype(z.dtype))
     ),
     sample=lambda key, z: jax.random.bernoulli(key, jax.nn.sigmoid(z)).astype(z.dtype),
-    # Not 1 - p, which cancels to zero where p is close to one.
-    factor=lambda z: _diagonal_columns(jnp.sqrt(jax.nn.sigmoid(z) * jax.nn.sigmoid(-z))),
+    factor=lambda z: _diagonal_columns(_deviation(z)),
     check=_check_bernoulli,
+    combine=lambda z, r: _deviation(z) * r,
 )
 """Independent bits with logits z: softplus(z) - y z; S = diag(sqrt(p (1 - p))), K = C."""
 

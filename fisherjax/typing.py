@@ -47,12 +47,15 @@ class Likelihood(NamedTuple):
         factor: `(z) -> S [K, B, ..., C]`, the columns of the output factor; `ByPosition` where
             positions are independent given z.
         check: `(shape of z, y) -> None`, refuses targets that do not fit.
+        combine: `(z, r [B, ..., k]) -> [B, ..., C]`, the sum of the k columns of every example or
+            position by r, without writing them out; None writes them out.
     """
 
     negative_log_likelihood: Callable[[Array, Array], Array]
     sample: Callable[[Key, Array], Array]
     factor: Callable[[Array], Array | ByPosition]
     check: Callable[[tuple[int, ...], Array], None]
+    combine: Callable[[Array, Array], Array] | None = None
 
 
 # A class of its own, because a NamedTuple cannot define `__new__`, as `Model` does.

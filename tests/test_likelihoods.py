@@ -48,6 +48,19 @@ def test_factor_squares_to_the_hessian_of_the_loss(x64, key, written_out, name, 
     np.testing.assert_allclose(squares, hessian, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("scale", [1, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_combination_is_the_factors_columns_times_numbers(x64, likelihood, shape, scale):
+    """Where probabilities are 1 and 1e-80 too."""
+    z = outputs(shape, scale)
+    factor = likelihood.factor(z)
+    columns = getattr(factor, "factors", factor)
+    r = np.random.default_rng(1).normal(size=columns.shape[:-1])
+    expected = np.einsum("k...,k...c->...c", r, columns)
+    found = likelihood.combine(z, jnp.asarray(np.moveaxis(r, 0, -1)))
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scores_have_mean_zero_and_the_factors_covariance(
     x64, key, written_out, name, likelihood, shape

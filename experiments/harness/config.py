@@ -116,7 +116,7 @@ class Merging:
     )
     """Methods, NAME+dense and fedov+student too; fedfisher_full takes a few thousand parameters."""
     fisher_kind: Literal["true", "sampled", "empirical", "curvature_propagation"] = "true"
-    """Labels of the Fisher: expected under the model (true; drawn for plays), drawn, the data's."""
+    """Of which labels: all (true; random sums for plays), random sums, drawn ones, the data's."""
     max_examples: int = 2000
     """Of a client, drawn at random, for its Fisher information or Gram matrices; 0 is all."""
     solver: Literal["cg", "gd", "adam"] = "cg"

@@ -41,8 +41,9 @@ def fedfisher(
         model: The network and what its outputs mean.
         fisher: The structure: `fisher.kfac`, `fisher.diagonal`, `fisher.full`, or a
             `functools.partial` of one, such as `partial(fisher.kfac, fallback=fisher.diagonal)`.
-        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but
-            sampled where outputs are sequences.
+        kind: `fisher.true`, `fisher.curvature_propagation`, as good in one backward pass,
+            `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but curvature
+            propagation where outputs are sequences.
         damping: In units of each block's mean eigenvalue; None is 1 for K-FAC and 0 for the others.
             Leaves that K-FAC's `fallback` gives a diagonal have none.
         solver: Of the server's system; None is `solvers.conjugate_gradients()`.

@@ -28,8 +28,9 @@ def fisher_merge(
 
     Args:
         model: The network and what its outputs mean.
-        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but
-            sampled where outputs are sequences.
+        kind: `fisher.true`, `fisher.curvature_propagation`, as good in one backward pass,
+            `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but curvature
+            propagation where outputs are sequences.
         floor: Smallest summed Fisher information that counts, in units of a leaf's mean.
         batch_size: Examples of a minibatch in the Fisher pass.
         max_examples: Of how many of a client's examples its Fisher is at most, drawn anew by the

@@ -70,8 +70,9 @@ def fedfisher_sequential(
 
     Args:
         model: The network and what its outputs mean.
-        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but
-            sampled where outputs are sequences.
+        kind: `fisher.true`, `fisher.curvature_propagation`, as good in one backward pass,
+            `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but curvature
+            propagation where outputs are sequences.
         damping: In units of each layer's mean eigenvalue.
         outputs: Whether the factors of the outputs are used; otherwise G is the identity
             everywhere, which is RegMean of every layer, convolutions too, with errors=False.

@@ -39,9 +39,10 @@ def diagonal(
         params: Any pytree of floating arrays.
         examples: Only the empirical kind reads their targets. Where the sharding of the inputs
             splits N over devices, each runs over its own rows and draws its own labels.
-        kind: `fisher.true`, `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but
-            sampled where outputs are sequences.
-        key: For the sampled kind, and for `max_examples`.
+        kind: `fisher.true`, `fisher.curvature_propagation`, as good in one backward pass,
+            `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but curvature
+            propagation where outputs are sequences.
+        key: For kinds that draw, and for `max_examples`.
         batch_size: Examples of a minibatch.
         max_examples: Of how many examples it is at most, drawn without replacement; None is all.
 

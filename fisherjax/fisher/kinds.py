@@ -9,6 +9,7 @@ every structure of the Fisher (diagonal, K-FAC, full) is the same sum for any of
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,13 @@ Kind = Callable[..., Columns]
 def automatic(
     likelihood: Likelihood, z: Array, targets: Array | None = None, key: Key | None = None
 ):
-    """Take `true` where outputs are vectors, [B, C], and `sampled` where they are sequences.
+    """Take `true` where outputs are vectors, [B, C], `curvature_propagation` of sequences.
 
     Of sequences the expectation takes backward passes for each position: 5,120 of 80 positions and
-    65 classes, so that K-FAC of a small transformer cost 2,100 gradients of its loss. A label drawn
-    at each position takes one for all, 1.2 gradients, and the estimate is unbiased: positions are
-    independent given z, so products of two positions' gradients have mean zero. Updates of this
-    kind and of `true` are merged together.
+    65 classes, so that K-FAC of a small transformer cost 2,100 gradients of its loss. A random sum
+    takes one for all, and the estimate is unbiased: positions are independent given z, so products
+    of two positions' gradients have mean zero. Updates of this kind and of `true` are merged
+    together.
 
     Raises:
         ValueError: If outputs are sequences and no key is given.
@@ -39,10 +40,10 @@ def automatic(
     if key is None:
         raise ValueError(
             f"The outputs of an example have shape {z.shape[1:]}, a sequence, of which the default "
-            "Fisher draws labels: pass key=jax.random.key(seed). The exact one, kind=fisher.true, "
+            "Fisher draws signs: pass key=jax.random.key(seed). The exact one, kind=fisher.true, "
             f"needs no key, but about {math.prod(z.shape[1:]):,} backward passes."
         )
-    return sampled(likelihood, z, key=key)
+    return curvature_propagation(likelihood, z, key=key)
 
 
 def true(likelihood: Likelihood, z: Array, targets: Array | None = None, key: Key | None = None):
@@ -109,9 +110,9 @@ def curvature_propagation(
     if key is None:
         raise ValueError("Curvature propagation draws signs: pass key=jax.random.key(seed).")
     # Positions are independent given z: signs of their own let one pass serve all of them.
-    columns = values(likelihood.factor(z))
-    signs = jax.random.rademacher(key, (num_samples, *columns.shape[:-1]), columns.dtype)
-    sums = jnp.einsum("sk...,k...c->s...c", signs, columns)
+    shape, dtype = values(jax.eval_shape(likelihood.factor, z)).shape[:-1], z.dtype
+    signs = jax.random.rademacher(key, (num_samples, *shape), dtype)
+    sums = jax.vmap(partial(_combined, likelihood, z))(signs)
     # Sums are squared before they are added: a mean over draws divides by the root.
     return sums / jnp.sqrt(num_samples).astype(z.dtype)
 
@@ -133,6 +134,13 @@ def empirical(
     if targets is None:
         raise ValueError("The empirical Fisher uses the labels of the data: pass targets.")
     return _score(likelihood, z, targets)[None]
+
+
+def _combined(likelihood: Likelihood, z: Array, signs: Array) -> Array:
+    """Add up the columns of every example or position by signs, [K, B, ...] -> [B, ..., C]."""
+    if likelihood.combine is not None:
+        return likelihood.combine(z, jnp.moveaxis(signs, 0, -1))
+    return jnp.einsum("k...,k...c->...c", signs, values(likelihood.factor(z)))
 
 
 def _score(likelihood: Likelihood, z: Array, targets: Array) -> Array:

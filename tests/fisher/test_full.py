@@ -158,6 +158,18 @@ def test_one_column_is_the_true_fisher_whatever_its_sign(mlp, key):
         np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-12)
 
 
+def test_columns_that_cannot_be_combined_are_written_out(sequence, key):
+    apply, params, x = sequence
+    whole = likelihoods.categorical._replace(combine=None)
+    found, expected = (
+        fisher.full(
+            Model(apply, own), params, Examples(x), kind=fisher.curvature_propagation, key=key
+        ).matrix
+        for own in (whole, likelihoods.categorical)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_no_random_sum_is_far_from_the_curvature(key):
     """|sum_k r_k S_k|^2 <= K tr S S^T for every draw; a drawn label can be 1 / p of it."""
     z = np.linspace(0, 30, 16)[:, None] * np.cos(np.arange(80.0)).reshape(16, 5)

@@ -310,7 +310,7 @@ def test_the_automatic_kind_is_exact_for_vectors_and_drawn_for_sequences(
     of_sequences = partial(
         structure, Model(sequence.apply, LIKELIHOOD), sequence.params, Examples(sequence.inputs)
     )
-    drawn = of_sequences(kind=fisher.sampled, key=key)
+    drawn = of_sequences(kind=fisher.curvature_propagation, key=key)
     assert_close(of_sequences(kind=fisher.automatic, key=key), drawn, 0)
     assert differ(drawn, of_sequences(kind=fisher.true))
 
