@@ -22,6 +22,9 @@ from fisherjax.training import Trained
 from fisherjax.typing import Array, Params
 
 
+Kind = Literal["true", "curvature_propagation", "sampled", "empirical"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Clients:
     """Which clients are merged."""
@@ -50,11 +53,7 @@ class Config(Clients):
 
     algorithms: tuple[str, ...] = ("fedfisher_kfac", "fedfisher_diag", "fedlpa", "regmean")
     """Methods that take a number of examples."""
-    kinds: tuple[Literal["true", "sampled", "empirical", "curvature_propagation"], ...] = (
-        "true",
-        "sampled",
-        "empirical",
-    )
+    kinds: tuple[Kind, ...] = ("true", "curvature_propagation", "sampled", "empirical")
     """Of Fisher information."""
     counts: tuple[int, ...] = (125, 250, 500, 1000, 2000, 4000, 0)
     """Examples of a client, at most; 0 is all that it has, which is measured once."""
