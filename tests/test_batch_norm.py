@@ -89,7 +89,14 @@ def test_clients_side_by_side_keep_statistics_of_their_own(world, key):
 
 # The step of FedNova has another length than the mean's, for statistics too; OTFusion has no place
 # for scales and shifts.
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in ("fednova", "otfusion")])
+# One of those that average, that divide, that solve by conjugate gradients and layer by layer.
+OFTEN = {"fedavg", "fisher_merge", "fedfisher_kfac", "regmean", "scaffold"}
+MERGES = [name for name in TABLE if name not in ("fednova", "otfusion")]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in MERGES]
+)
 def test_every_merge_has_the_mean_and_the_variance_of_the_mixture(world, key, name, recwarn):
     federation, start, model = world
     method = algorithms.make(name, model)
@@ -144,6 +151,7 @@ def test_rounds_go_on_from_the_averaged_statistics(world, key):
     assert all(x > 0 for x in jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 def test_networks_of_the_papers_learn_with_it(key):
     """At evaluation an image's outputs do not depend on the others of its minibatch."""
     train, _ = fj.datasets.load("digits")

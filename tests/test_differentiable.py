@@ -42,7 +42,13 @@ def world(x64):
     return start, federation, models
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Each takes ten seconds to compile: of the solves by conjugate gradients one is enough every time.
+SELDOM = {"diagonal", "full", "sequential", "FedLPA"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SELDOM else n for n in METHODS]
+)
 def test_derivatives_agree_with_finite_differences(world, name):
     start, federation, models = world
     method = METHODS[name](damping=0.3)

@@ -180,6 +180,7 @@ def test_merged_reference_clients_are_as_good_as_the_authors(reference, shared):
     assert abs(percent["adam"] - reference_clients.AUTHORS["fedfisher_kfac"]) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_matching_finds_what_the_authors_found(reference, shared):
     """Clients of one start keep their units; PFNM's network is wider."""

@@ -210,6 +210,7 @@ def test_decoding_undoes_encoding(speech):
 # Training
 
 
+@pytest.mark.slow
 def test_clients_learn_their_own_periodic_speech(key):
     """Each client alone learns its own rhythm, and the accuracy counts next characters."""
     roles = [text.Role("", "A", "abc" * 70), text.Role("", "B", "acb" * 70)]
