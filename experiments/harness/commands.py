@@ -96,11 +96,16 @@ def write(config: Any, program: str) -> str:
     return shlex.join(words)
 
 
-def command(program: str, continues: bool = True) -> Callable[..., Callable[..., int]]:
+def command(
+    program: str,
+    continues: bool = True,
+    all_cores: Callable[[Sequence[str]], bool] = lambda _: True,
+) -> Callable[..., Callable[..., int]]:
     """Make a program of a function of its arguments and a console; it says why it stopped.
 
     Its arguments are those of this process if None. The exit status is 0 when all is done, 1 when
     something was refused, 130 when interrupted; `continues` if the same command would then go on.
+    `all_cores` says of the arguments whether every core becomes a device.
     """
 
     def decorate(work: Callable[[Sequence[str], Console], None]) -> Callable[..., int]:
@@ -108,7 +113,8 @@ def command(program: str, continues: bool = True) -> Callable[..., Callable[...,
             if arguments is None:
                 # The program of a process, whose cores clients are spread over.
                 arguments = sys.argv[1:]
-                devices.one_per_core()
+                if all_cores(arguments):
+                    devices.one_per_core()
             # A log has no width of its own; tables are wide.
             width = None if sys.stdout.isatty() else 170
             try:

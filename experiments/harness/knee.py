@@ -21,7 +21,6 @@ from fisherjax.clients import Federation
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Params
 
-
 Kind = Literal["true", "curvature_propagation", "sampled", "empirical"]
 
 
