@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 
 def test_a_run_leaves_each_accuracy_and_the_figure(run):
     _, *lines = (run / "results.csv").read_text().splitlines()
-    kinds = ("true", "sampled", "empirical")
+    kinds = ("true", "curvature_propagation", "sampled", "empirical")
     units = [(kind, draw) for kind in kinds for draw in (0, 1)]
     expected = [(k, n, d) for k, d in units for n in (("8", "40", "0") if d == 0 else ("8", "40"))]
     assert [(k, n, int(d)) for _, k, n, d, _ in (x.split(",") for x in lines)] == expected
