@@ -30,7 +30,7 @@ GROUPS = {
 def _spreads(arguments: Sequence[str]) -> bool:
     # What runs on one device only is a third slower where each core is one: its elementwise
     # operations are then not divided among threads.
-    return any(word.endswith(suite) for word in arguments for suite in ("devices", "pipeline"))
+    return any(word.removeprefix("--suite=") in ("devices", "pipeline") for word in arguments)
 
 
 @commands.command(PROGRAM, continues=False, all_cores=_spreads)
