@@ -25,21 +25,18 @@ def apply(params, inputs):
 MODEL = fj.Model(apply, fj.likelihoods.categorical)
 
 
-def make_world(dtype):
+@pytest.fixture
+def world(x64):
+    """Of float64 in every test: the programs of one serve the others."""
     random = np.random.default_rng(0)
-    inputs = random.normal(size=(sum(SIZES), 3)).astype(dtype)
+    inputs = random.normal(size=(sum(SIZES), 3))
     targets = random.integers(0, 4, len(inputs)).astype(np.int32)
     rows = np.split(random.permutation(len(inputs)), np.cumsum(SIZES)[:-1])
     params = {
-        "first": {"kernel": jnp.asarray(random.normal(size=(3, 5)), dtype)},
-        "second": {"kernel": jnp.asarray(random.normal(size=(5, 4)), dtype)},
+        "first": {"kernel": jnp.asarray(random.normal(size=(3, 5)))},
+        "second": {"kernel": jnp.asarray(random.normal(size=(5, 4)))},
     }
     return fj.clients.federation((inputs, targets), rows), params
-
-
-@pytest.fixture(scope="module")
-def world():
-    return make_world(np.float32)
 
 
 SGD = optax.sgd(0.1, 0.9)
@@ -74,15 +71,16 @@ def assert_same(left, right, tolerance=0.0):
     chex.assert_trees_all_close(left, right, rtol=tolerance, atol=tolerance)
 
 
-OFTEN = {"fedavg", "fedfish_last_epoch", "fedfisher_kfac", "fednova", "fedprox", "scaffold_adam"}
+# An optimiser of its own, two parts of a Fisher, a solve, and what clients and the server keep.
+OFTEN = {"fedprox", "fedfish_last_epoch", "fedfisher_kfac", "scaffold_adam"}
 
 
 @pytest.mark.parametrize(
     "name",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
 )
-def test_a_round_of_everybody_is_training_summarizing_and_merging(x64, name, compilations):
-    federation, params = make_world(np.float64)
+def test_a_round_of_everybody_is_training_summarizing_and_merging(world, name, compilations):
+    federation, params = world
     (state, done), (after, _) = play(federated(name), (federation, params), 2)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
@@ -148,8 +146,7 @@ def test_clients_of_a_cohort_train_as_they_do_among_all(world):
     key = jax.random.fold_in(jax.random.key(0), 0)
     settings = {"epochs": EPOCHS, "batch_size": BATCH, "optimizer": SGD}
     everybody = training.train(MODEL, params, federation, key=key, **settings)
-    own = jax.tree.map(lambda leaf: leaf[done.cohort], everybody.params)
-    assert_same(done.trained.params, own, 1e-6)
+    assert_same(done.trained.params, own(everybody.params, np.asarray(done.cohort)), 1e-6)
 
 
 def test_cohorts_hold_nobody_twice_and_everybody_in_the_end(world):
@@ -174,7 +171,7 @@ def test_the_second_round_and_a_second_run_compile_nothing(world, compilations):
     assert count() == 0
 
 
-@pytest.mark.parametrize("chunk", [2, 3])
+@pytest.mark.parametrize("chunk", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_chunk_changes_rounding_only(world, chunk):
     one = play(federated("fedfish", cohort=3), world)
     other = play(federated("fedfish", cohort=3, clients_per_chunk=chunk), world)
@@ -183,11 +180,11 @@ def test_the_chunk_changes_rounding_only(world, chunk):
 
 def spoiled(world, clients):
     federation, params = world
-    inputs = federation.inputs
+    inputs, indices = np.array(federation.inputs), np.asarray(federation.indices)
     for client in clients:
         # Row 0, with which all clients are padded, may be among them: padding is never read.
-        inputs = inputs.at[federation.indices[client, : SIZES[client]]].set(jnp.nan)
-    return federation._replace(inputs=inputs), params
+        inputs[indices[client, : SIZES[client]]] = np.nan
+    return federation._replace(inputs=jnp.asarray(inputs)), params
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedfish_last_epoch", "fedfisher_kfac", "scaffold"])
@@ -197,19 +194,21 @@ def test_a_client_that_diverges_is_left_out_and_reported(world, name):
     [(state, done)] = play(method, (federation, params), 1)
     assert done.diverged.tolist() == [False, False, True, False, False, True]
     assert np.isfinite(done.loss)
-    absent = federation._replace(sizes=federation.sizes.at[jnp.array([2, 5])].set(0))
+    sizes = np.where(np.isin(np.arange(CLIENTS), [2, 5]), 0, federation.sizes)
+    absent = federation._replace(sizes=jnp.asarray(sizes))
     [(expected, _)] = play(method, (absent, params), 1)
     assert_same(state.params, expected.params, 1e-5)
     # It keeps what it kept, here the start.
     start = method.init(params, CLIENTS)
     for new, old in zip(*map(jax.tree.leaves, (state.private, start.private)), strict=True):
-        np.testing.assert_array_equal(new[np.array([2, 5])], old[np.array([2, 5])])
+        assert_same(*(np.asarray(leaf)[[2, 5]] for leaf in (new, old)))
 
 
 def test_the_padding_of_clients_is_never_read(world):
     federation, _ = world
     # Row 0 pads everybody, and is one client's own.
-    owner = next(c for c in range(CLIENTS) if 0 in federation.indices[c, : SIZES[c]].tolist())
+    indices = np.asarray(federation.indices)
+    owner = next(c for c in range(CLIENTS) if 0 in indices[c, : SIZES[c]].tolist())
     [(_, done)] = play(federated(), spoiled(world, [owner]), 1)
     assert done.diverged.tolist() == [client == owner for client in range(CLIENTS)]
 
@@ -291,11 +290,11 @@ def test_the_proximal_term_holds_clients_back(world):
 
 def test_traffic_counts_bytes(world):
     federation, params = world
-    size = 4 * (15 + 20)
+    size = 8 * (15 + 20)
     for name, expected in {
         "fedavg": (size, size),
         "fedfish": (size, 2 * size),
-        "fednova": (size, size + 4),
+        "fednova": (size, size + 8),
         "scaffold": (2 * size, 2 * size),
         "scaffold_adam": (2 * size, 2 * size),
     }.items():
@@ -360,7 +359,9 @@ def test_a_state_of_another_number_of_clients_is_refused(world):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_params_that_are_not_finite_are_refused(world, value):
     federation, params = world
-    params = params | {"second": {"kernel": params["second"]["kernel"].at[0, 0].set(value)}}
+    kernel = np.array(params["second"]["kernel"])
+    kernel[0, 0] = value
+    params = params | {"second": {"kernel": jnp.asarray(kernel)}}
     method = federated()
     state = method.init(params, CLIENTS)
     with pytest.raises(ValueError, match="params are not finite"):
