@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fisherjax as fj
 from fisherjax import algorithms, fisher, merging, secure_aggregation, solvers
@@ -67,13 +65,13 @@ def world():
     jax.config.update("jax_enable_x64", before)
 
 
-def operator(method, world, seed=0):
+dense = jax.jit(fisher.KroneckerSum.dense)
+
+
+def operator(world, terms, seed=0):
     """What the server recovers of the sums, as a matrix."""
-
-    def dense(values, weights):
-        return sketched._recovered(seed, method.reduce(values, weights)).fisher.dense()
-
-    return np.asarray(jax.jit(dense)(world.updates.values, world.weights))
+    sums = make(terms=terms, seed=seed).reduce(world.updates.values, world.weights)
+    return np.asarray(dense(sketched._recovered(seed, sums).fisher))
 
 
 @pytest.mark.parametrize("terms", [4, 7])
@@ -82,7 +80,7 @@ def test_as_many_terms_as_clients_give_the_very_operator_and_the_open_merge(worl
     fishers = world.updates.values["fisher"]
     assert fishers.factors["table"]["input"].ndim == 2
     assert {"scale", "rest"} <= set(fishers.entries)
-    found, exact = operator(make(terms=terms), world), world.exact
+    found, exact = operator(world, terms), world.exact
     np.testing.assert_allclose(found, exact, atol=1e-11 * np.abs(exact).max())
     if terms == 4:
         merged, *_ = merging.merge(make(terms=4), world.start, world.updates, world.weights)
@@ -91,12 +89,12 @@ def test_as_many_terms_as_clients_give_the_very_operator_and_the_open_merge(worl
 
 def test_fewer_terms_keep_the_trace_and_what_rank_they_can(world):
     errors = []
-    for terms in (1, 3, 4):
-        found, exact = operator(make(terms=terms), world), world.exact
+    for terms in (2, 4):
+        found, exact = operator(world, terms), world.exact
         np.testing.assert_allclose(np.trace(found), np.trace(exact), rtol=1e-9)
         errors.append(np.linalg.norm(found - exact) / np.linalg.norm(exact))
     assert errors[0] > 1e-3
-    assert errors[2] < 1e-11
+    assert errors[1] < 1e-11
 
 
 def test_the_seed_is_that_of_the_sketches_and_not_of_what_they_give(world):
@@ -104,7 +102,7 @@ def test_the_seed_is_that_of_the_sketches_and_not_of_what_they_give(world):
         make(terms=4, seed=seed).reduce(world.updates.values, world.weights) for seed in (0, 1)
     )
     assert not np.allclose(first.rows["kernel"], second.rows["kernel"])
-    found, exact = operator(make(terms=4, seed=1), world, seed=1), world.exact
+    found, exact = operator(world, 4, seed=1), world.exact
     np.testing.assert_allclose(found, exact, atol=1e-11 * np.abs(exact).max())
 
 
@@ -121,33 +119,36 @@ def test_the_first_term_is_the_nearest_kronecker_product(world):
         assert np.linalg.eigvalsh(np.asarray(terms[side][0])).min() > -1e-9 * norms[0][0]
 
 
-@settings(deadline=None, max_examples=25)
-@given(st.integers(1, 12), st.booleans())
-def test_triangles_keep_inner_products_and_come_back(size, vector):
+packed, unpacked = jax.jit(sketched._packed), jax.jit(sketched._unpacked, static_argnums=1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 11])
+def test_triangles_keep_inner_products_and_come_back(size):
     source = np.random.default_rng(size)
     matrices = source.normal(size=(2, size, size)).astype("f4")
     matrices = matrices + matrices.transpose(0, 2, 1)
-    first, second = map(sketched._packed, matrices)
+    first, second = map(packed, matrices)
     assert first.shape == (size * (size + 1) // 2,)
-    np.testing.assert_allclose(first @ second, np.vdot(*matrices), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(sketched._unpacked(first, size), matrices[0], rtol=1e-5)
-    np.testing.assert_array_equal(sketched._packed(matrices[0, 0]), matrices[0, 0])
+    np.testing.assert_allclose(np.dot(first, second), np.vdot(*matrices), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(unpacked(first, size), matrices[0], rtol=1e-5)
+    np.testing.assert_array_equal(packed(matrices[0, 0]), matrices[0, 0])
 
 
 def test_masked_with_a_client_lost_it_is_the_open_merge_of_the_others(world):
     method, weights = make(terms=4), world.weights
     given = (method, world.start, world.updates, weights)
     own = secure_aggregation.contributions(*given)
-    bound = jax.tree.map(lambda *x: 2 * max(float(jnp.abs(y).max()) for y in x) or 1.0, *own)
+    own = map(jax.device_get, own)
+    bound = jax.tree.map(lambda *x: 2 * max(float(np.abs(y).max()) for y in x) or 1.0, *own)
     how = {"threshold": 2, "entropy": np.random.default_rng(0).bytes, "absent": {"mask": [2]}}
     masked, *_ = secure_aggregation.secure_merge(*given, bound=bound, bits=64, **how)
-    merged, *_ = merging.merge(OPEN, world.start, world.updates, weights.at[2].set(0))
+    merged, *_ = merging.merge(OPEN, world.start, world.updates, np.array(weights) * [1, 1, 0, 1])
     chex.assert_trees_all_close(masked, merged, rtol=1e-5, atol=1e-5)
 
 
 def test_tiny_fishers_merge_as_others(world):
     """Of clients that are sure: squares of their entries are zero even in float64."""
-    tiny = jax.tree.map(lambda x: x * 1e-90, world.updates.values["fisher"])
+    tiny = jax.tree.map(lambda x: np.asarray(x) * 1e-90, world.updates.values["fisher"])
     updates = fj.algorithms.Update(world.updates.values | {"fisher": tiny}, OPEN.kind)
     merged, *_ = merging.merge(make(terms=4), world.start, updates, world.weights)
     chex.assert_trees_all_close(merged, world.merged, rtol=1e-5, atol=1e-5)
