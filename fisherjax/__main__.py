@@ -1,6 +1,7 @@
 """Merge uploads, and look into them: `python -m fisherjax merge OUT UPLOADS...`, `inspect FILE`."""
 
 import argparse
+import ast
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("uploads", nargs="+", help="what files.save_update wrote, one a client")
     merge.add_argument("--algorithm", help="default: the one that the uploads were made for")
     merge.add_argument("--damping", type=float, help="default: the algorithm's")
+    option = {"type": _option, "action": "append", "default": [], "dest": "options"}
+    about = "another of the algorithm, for instance shrink=0.5; may be repeated"
+    merge.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
     merge.add_argument("--weights", type=float, nargs="+", help="default: numbers of examples")
     merge.add_argument("--start", help="what clients started from, arrays by leaf name")
     merge.add_argument("--on-nonfinite", choices=("raise", "drop"), default="raise")
@@ -43,10 +47,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _merge(out: str, uploads: list[str], damping: float | None, **how: Any) -> None:
-    options = {} if damping is None else {"damping": damping}
+def _option(text: str) -> tuple[str, Any]:
+    """Read NAME=VALUE, with a value as Python writes it."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE with a value such as 0.1, 50, True or 'name'"
+        ) from error
+
+
+def _merge(
+    out: str, uploads: list[str], damping: float | None, options: list[tuple[str, Any]], **how: Any
+) -> None:
+    given = dict(options) | ({} if damping is None else {"damping": damping})
     progress = _progress if sys.stderr.isatty() else None
-    merged = files.merge_files(out, uploads, progress=progress, **how, **options)
+    merged = files.merge_files(out, uploads, progress=progress, **how, **given)
     rows = zip(merged.records, merged.finite, merged.shares, strict=True)
     clients = (
         (x.client, f"{x.examples:g}", f"{share:.3f}", str(x.nbytes), "yes" if finite else "no")

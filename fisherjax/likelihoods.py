@@ -103,7 +103,9 @@ def _check_shape(name: str, expected: tuple[int, ...], y: Array, meaning: str) -
 def _check_range(name: str, y: Array, low: int, high: int, meaning: str) -> None:
     if isinstance(y, jax.core.Tracer) or y.size == 0:
         return
-    smallest, largest = float(y.min()), float(y.max())
+    # Known targets may be closed over by a function that is being traced.
+    with jax.ensure_compile_time_eval():
+        smallest, largest = float(y.min()), float(y.max())
     if not (low <= smallest and largest <= high):  # negated, because NaN compares false
         raise ValueError(
             f"The {name} likelihood expected {meaning} between {low} and {high}, got values from "

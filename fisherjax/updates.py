@@ -191,8 +191,11 @@ def _definite(name: str, stacked: Any, counts: np.ndarray, first: int) -> Any:
                 f"'{name}/{least[1]}' has trace {least[0]:.3g}; expected a positive semi-definite "
                 "one."
             )
-        if indefinite(own):
-            changed[client] = _map_parts(own, _nearest, lambda entries: np.maximum(entries, 0))
+        mended = _map_parts(own, _nearest, _positive)
+        pairs = zip(jax.tree.leaves(own), jax.tree.leaves(mended), strict=True)
+        # Most often the very array comes back, and nothing is compared.
+        if not all(new is old or np.array_equal(new, old) for old, new in pairs):
+            changed[client] = mended
     if changed:
         arrays = [x.copy() for x in arrays]
         for client, own in changed.items():
@@ -235,13 +238,16 @@ def _is_semidefinite(matrix: np.ndarray) -> bool:
 
 def _nearest(matrix: np.ndarray) -> np.ndarray:
     """Give the nearest symmetric positive semi-definite matrix: no eigenvalue below zero."""
-    # Of a client's matrices perhaps one is not: the eigenvalues of the others would be found for
-    # nothing, which takes seconds for a wide layer.
+    # First, since the eigenvalues of a wide layer's take seconds.
     if _is_semidefinite(matrix):
         return matrix
     wide = matrix.astype(np.float64)
     values, vectors = np.linalg.eigh((wide + wide.T) / 2)
     return ((vectors * np.maximum(values, 0)) @ vectors.T).astype(matrix.dtype)
+
+
+def _positive(entries: np.ndarray) -> np.ndarray:
+    return entries if np.all(entries >= 0) else np.maximum(entries, 0)
 
 
 def _check_kind(algorithm: Algorithm, update: Any, what: str) -> None:
