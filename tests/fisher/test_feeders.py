@@ -14,7 +14,7 @@ from fisherjax.fisher.trace import trace
 
 
 def square(*names):
-    return {name: jnp.eye(3) for name in names}
+    return {name: np.eye(3, dtype=np.float32) for name in names}
 
 
 def chain(p, x):
@@ -63,7 +63,7 @@ NETWORKS = {
     projected: (square(*"abcd"), {"a": "", "b": "a", "c": "a", "d": "bc"}),
     side_by_side: (square("a", "b", "c"), {"a": "", "b": "", "c": "ab"}),
     normalised: (
-        square("a", "b", "c") | {"s": jnp.ones(3), "t": jnp.zeros(3)},
+        square("a", "b", "c") | {"s": np.ones(3, np.float32), "t": np.zeros(3, np.float32)},
         {"a": "", "s": "", "b": "a", "c": "ab"},
     ),
     gated: (square("a", "b", "c"), {"a": "", "b": "", "c": "ab"}),
@@ -71,11 +71,18 @@ NETWORKS = {
 }
 
 
+def traced(network, params, inputs):
+    """Trace a network: what feeds what is known before anything is computed."""
+    seen = []
+    jax.eval_shape(lambda p, x: seen.append(trace(network, p, x)), params, inputs)
+    return seen[0]
+
+
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.__name__)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_layer_is_fed_by_whose_outputs_reach_it_without_another_layer(network, batch):
     params, expected = NETWORKS[network]
-    seen = trace(jax.jit(network), params, jnp.ones((batch, 3)))
+    seen = traced(jax.jit(network), params, np.ones((batch, 3), np.float32))
     if expected is None:
         assert seen.feeders is None
     else:
@@ -83,25 +90,29 @@ def test_a_layer_is_fed_by_whose_outputs_reach_it_without_another_layer(network,
         assert {layer.kernel: "".join(own) for layer, own in found} == expected
 
 
+def begun(network, inputs):
+    """Params of a network of whatever numbers: what feeds what does not depend on them."""
+    shapes = jax.eval_shape(lambda: fj.networks.init(network, jax.random.key(0), inputs))
+    return jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes)
+
+
+def operator_of(model, params, *data, **options):
+    """Trace K-FAC, which says of its layers what feeds them."""
+    return jax.eval_shape(lambda p: fisher.kfac(model, p, fj.Examples(*data), **options), params)
+
+
 def test_convolutions_with_pooling_and_reshapes_are_a_chain():
     network = fj.networks.LeNet()
-    images = jnp.ones((2, 28, 28, 1))
-    params = fj.networks.init(network, jax.random.key(0), images)
-    assert trace(fj.networks.apply_fn(network), params, images).feeders is None
+    images = np.ones((2, 28, 28, 1), np.float32)
+    params = begun(network, images)
+    assert traced(fj.networks.apply_fn(network), params, images).feeders is None
 
 
-@pytest.fixture(scope="module")
-def sequences():
+def test_of_a_transformer_attention_and_tables_feed_what_takes_the_stream():
     network = fj.networks.Transformer(num_classes=7, context=5)
     tokens = np.random.default_rng(0).integers(0, 7, (6, 5)).astype(np.int32)
-    params = fj.networks.init(network, jax.random.key(0), tokens[:1])
     model = fj.Model(fj.networks.apply_fn(network), fj.likelihoods.categorical)
-    key = jax.random.key(1)
-    return params, fisher.kfac(model, params, fj.Examples(tokens, tokens), key=key)
-
-
-def test_of_a_transformer_attention_and_tables_feed_what_takes_the_stream(sequences):
-    _, operator = sequences
+    operator = operator_of(model, begun(network, tokens), tokens, tokens, key=jax.random.key(1))
     names = [layer.kernel for layer in operator.layers]
     own = dict(zip(names, operator.feeders, strict=True))
     products = [layer.kernel for layer in operator.layers if layer.form == "product"]
@@ -115,7 +126,7 @@ def test_of_a_transformer_attention_and_tables_feed_what_takes_the_stream(sequen
 def test_blocks_of_some_leaves_keep_what_feeds_them():
     params, _ = NETWORKS[skip]
     model = fj.Model(skip, fj.likelihoods.gaussian)
-    operator = fisher.kfac(model, params, fj.Examples(jnp.ones((4, 3))))
+    operator = fisher.kfac(model, params, fj.Examples(np.ones((4, 3), np.float32)))
     kept = operator.select(("d", "b"))
     assert [layer.kernel for layer in kept.layers] == ["b", "d"]
     assert kept.feeders == (("a",), ("a", "c"))
@@ -127,10 +138,10 @@ def test_a_leaf_that_is_embedding_and_head_is_one_layer():
         stream = stream + jnp.tanh(stream @ p["w"])
         return jnp.tanh(stream @ p["e"].T) @ p["o"]
 
-    params = {"e": jnp.ones((5, 3)), "w": jnp.eye(3), "o": jnp.ones((5, 2))}
-    model = fj.Model(tied, fj.likelihoods.categorical)
-    examples = fj.Examples(jnp.zeros((4, 2), jnp.int32), jnp.zeros((4, 2), jnp.int32))
-    operator = fisher.kfac(model, params, examples, key=jax.random.key(0))
+    params = {"e": np.ones((5, 3)), "w": np.eye(3), "o": np.ones((5, 2))}
+    params = jax.tree.map(np.float32, params)
+    model, tokens = fj.Model(tied, fj.likelihoods.categorical), np.zeros((4, 2), np.int32)
+    operator = operator_of(model, params, tokens, tokens, key=jax.random.key(0))
     own = dict(zip((x.kernel for x in operator.layers), operator.feeders, strict=True))
     assert own == {"e": (), "w": ("e",), "o": ("e",)}
 
@@ -138,7 +149,7 @@ def test_a_leaf_that_is_embedding_and_head_is_one_layer():
 def test_files_hold_what_feeds_what_and_old_ones_do_not(tmp_path):
     params, _ = NETWORKS[skip]
     model = fj.Model(skip, fj.likelihoods.gaussian)
-    operator = fisher.kfac(model, params, fj.Examples(jnp.ones((4, 3))))
+    operator = fisher.kfac(model, params, fj.Examples(np.ones((4, 3), np.float32)))
     assert operator.feeders == ((), ("a",), ("b",), ("a", "c"))
     update = fj.algorithms.Update({"params": params, "fisher": operator}, "params and fisher")
     path = tmp_path / "one.safetensors"
