@@ -35,7 +35,7 @@ def merge(name, runs):
 
 
 def select(stacked, *index):
-    return jax.tree.map(lambda leaf: leaf[index], stacked)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[index], stacked)
 
 
 def points(runs, run, client):
@@ -86,7 +86,7 @@ def test_targets_lie_around_the_curve(noise):
 def test_a_seed_has_one_start_and_one_noise_at_every_overlap(runs):
     first, *others = (select(runs.starts, run) for run in (0, 2, 4))
     away = [
-        np.asarray(fed.targets - jnp.sin(2 * jnp.pi * fed.inputs))
+        fed.targets - np.sin(2 * np.pi * fed.inputs)
         for fed in (select(runs.federations, run) for run in (0, 2, 4, 1))
     ]
     for other in others:
@@ -115,13 +115,18 @@ def test_clients_take_full_batch_steps_of_their_optimiser(optimizer):
     runs = toy_regression.train(setting, SEEDS)
     apply = toy_regression.model(setting.width).apply
     x, y = points(runs, 3, 1)
-    slope = jax.jit(jax.grad(lambda w: 0.5 * jnp.mean((apply(w, x) - y) ** 2)))
+    slope = jax.grad(lambda w: 0.5 * jnp.mean((apply(w, x) - y) ** 2))
     update = getattr(optax, optimizer)(setting.learning_rate)
     params = select(runs.starts, 3)
     state = update.init(params)
-    for _ in range(setting.steps):
+
+    @jax.jit
+    def step(params, state):
         change, state = update.update(slope(params), state)
-        params = optax.apply_updates(params, change)
+        return optax.apply_updates(params, change), state
+
+    for _ in range(setting.steps):
+        params, state = step(params, state)
     found = select(runs.locals, 3, 1)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
         assert np.allclose(a, b, atol=1e-4)
@@ -140,12 +145,17 @@ def test_a_run_depends_on_no_other_and_compiles_nothing_anew(runs, compilations)
 
 def test_fedfish_is_the_mean_weighted_by_squared_derivatives_of_the_function(runs, merged):
     apply = toy_regression.model(SETTING.width).apply
+
+    @jax.jit
+    def squares(w, x):
+        slopes = jax.jacrev(lambda w: apply(w, x)[:, 0])(w)
+        return jax.tree.map(lambda slope: jnp.mean(slope**2, axis=0), slopes)
+
     for run in (0, 5):
         fishers = []
         for client in range(2):
             x = points(runs, run, client)[0]
-            slopes = jax.jacrev(lambda w, x: apply(w, x)[:, 0])(select(runs.locals, run, client), x)
-            fishers.append(jax.tree.map(lambda slope: jnp.mean(slope**2, axis=0), slopes))
+            fishers.append(squares(select(runs.locals, run, client), x))
         expected = jax.tree.map(
             lambda f, g, v, w: (f * v + g * w) / (f + g),
             *fishers,
@@ -158,7 +168,7 @@ def test_fedfish_is_the_mean_weighted_by_squared_derivatives_of_the_function(run
 
 @pytest.mark.parametrize("name", METHODS)
 def test_one_clients_model_at_both_clients_has_no_barrier(runs, name):
-    models = jax.tree.map(lambda leaf: jnp.repeat(leaf[:, :1], 2, axis=1), runs.locals)
+    models = jax.tree.map(lambda leaf: np.repeat(leaf[:, :1], 2, axis=1), runs.locals)
     twice = runs._replace(locals=models)
     measured = barriers.measure(SETTING.width, twice, {name: merge(name, twice)})
     assert measured[name].shape == (6, 2)
@@ -171,11 +181,11 @@ def test_equal_data_and_equal_derivatives_make_every_method_the_mean(runs, name)
     """Functions that differ by a constant c have the same derivatives; (c / 2)^2 is then won."""
 
     def both(leaf):
-        return jnp.concatenate([leaf[:, : SETTING.num_points]] * 2, axis=1)
+        return np.concatenate([np.asarray(leaf)[:, : SETTING.num_points]] * 2, axis=1)
 
-    models = jax.tree.map(lambda leaf: jnp.repeat(leaf[:, :1], 2, axis=1), runs.locals)
+    models = jax.tree.map(lambda leaf: np.repeat(leaf[:, :1], 2, axis=1), runs.locals)
     bias = models["dense3"]["bias"]
-    models["dense3"]["bias"] = bias + jnp.array([0.0, 0.6])[None, :, None]
+    models["dense3"]["bias"] = bias + np.array([0.0, 0.6], np.float32)[None, :, None]
     data = runs.federations
     same = runs._replace(
         federations=data._replace(inputs=both(data.inputs), targets=both(data.targets)),

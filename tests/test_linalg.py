@@ -47,6 +47,7 @@ def test_pseudo_inverses_have_the_derivatives_of_numpys(x64, rank):
 
     middle = definite(rank, count=1, dtype=np.float64)[0]
     whole = np.asarray(root @ (middle + middle.T) @ root.T)
+    inverse = jax.jit(inverse)
     np.testing.assert_allclose(inverse(root, middle), np.linalg.pinv(whole), atol=1e-9)
     check_grads(inverse, (root, middle), order=1, modes=("fwd", "rev"), rtol=1e-5)
 
@@ -60,7 +61,7 @@ def test_definite_systems_are_solved_with_derivatives(x64, shape):
     def symmetric(matrix, rhs):
         return linalg.solve_definite((matrix + matrix.T) / 2, rhs)
 
-    check_grads(symmetric, (matrix, rhs), order=1, modes=("fwd", "rev"), rtol=1e-6)
+    check_grads(jax.jit(symmetric), (matrix, rhs), order=1, modes=("fwd", "rev"), rtol=1e-6)
     batch = definite(4, seed=2, dtype=np.float64)
     together = jax.vmap(linalg.solve_definite, (0, None))(batch, rhs)
     for one, x in zip(batch, together, strict=True):

@@ -122,7 +122,7 @@ def by_hand(params, batches, data):
     return params, losses
 
 
-@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_client_is_trained_as_by_hand_on_shuffled_whole_epochs(
     data, partition, federation, params, key, chunk
 ):
@@ -162,7 +162,7 @@ def test_a_client_is_trained_the_same_alone_as_beside_a_bigger_one(
     assert_close(together.loss[0], alone.loss[0])
 
 
-@pytest.mark.parametrize("model", [MODEL, NOISY])
+@pytest.mark.parametrize("model", [pytest.param(MODEL, marks=pytest.mark.slow), NOISY])
 def test_a_selected_client_trains_as_among_the_others_bit_for_bit(federation, params, key, model):
     together = train(params, federation, key, model)
     for one in (2, 0):
@@ -176,7 +176,7 @@ def test_a_selected_client_trains_as_among_the_others_bit_for_bit(federation, pa
     assert not np.allclose(other.params["kernel"], pair.params["kernel"])
 
 
-@pytest.mark.parametrize("chunk", [2, 5])
+@pytest.mark.parametrize("chunk", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_chunk_changes_nothing_not_even_the_random_draws(federation, params, key, chunk):
     one_by_one = train(params, federation, key, NOISY, clients_per_chunk=1)
     assert_close(train(params, federation, key, NOISY, clients_per_chunk=chunk), one_by_one)
@@ -393,7 +393,7 @@ WATCHING = watching(OPTIMIZER)
 OWN = {"own": np.arange(2.0 * len(SIZES)).reshape(len(SIZES), 2)}
 
 
-@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_an_optimiser_keeps_comes_back_of_every_client(
     federation, params, key, chunk, rounding
 ):
