@@ -33,10 +33,10 @@ class Regression(NamedTuple):
     model: fj.Model = fj.Model(_apply, fj.likelihoods.gaussian)
     loss_and_gradient: Callable = jax.jit(jax.value_and_grad(_loss))
 
-    def own(self, client: int) -> tuple[jax.Array, jax.Array]:
+    def own(self, client: int) -> tuple[np.ndarray, np.ndarray]:
         """Give the inputs and targets of one client."""
-        rows = self.federation.indices[client, : self.sizes[client]]
-        return self.federation.inputs[rows], self.federation.targets[rows]
+        rows = np.asarray(self.federation.indices)[client, : self.sizes[client]]
+        return tuple(np.asarray(x)[rows] for x in (self.federation.inputs, self.federation.targets))
 
     def train(self, start: Any, optimizer: Any, **changes: Any) -> training.Trained:
         """Train all clients, by default for two epochs of minibatches of two."""

@@ -1,7 +1,5 @@
 """Natural-gradient exchanges against dense formulas on all data in one place."""
 
-from operator import itemgetter
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -23,14 +21,38 @@ def apply(params, x):
     return jnp.tanh(hidden @ params["b"]) @ params["a"] + params["c"]
 
 
+MODEL = fj.Model(apply, likelihoods.categorical)
+SQUARED = fj.Model(apply, likelihoods.gaussian)
+
+
+@jax.jit
+def half_square(params, x, y):
+    return ((apply(params, x) - y) ** 2).sum(1).mean() / 2
+
+
+@jax.jit
+def change(params, way, x):
+    return jax.jvp(lambda w: apply(w, x), (params,), (way,))[1]
+
+
+outputs, flat, slope_of = jax.jit(apply), jax.jit(ravel), jax.jit(jax.grad(half_square))
+means_of = jax.jit(fisher.Kronecker.block_means)
+
+
+@jax.jit
+def against(own, damping, gradient):
+    """Apply the inverse of a damped operator."""
+    return jax.tree.map(jnp.negative, own.inverse(damping).mv(gradient))
+
+
 @pytest.fixture
 def world(x64):
     source = np.random.default_rng(0)
     params = {
-        "z": {"kernel": jnp.asarray(source.normal(size=(3, 5))), "bias": jnp.ones(5) / 3},
-        "b": jnp.asarray(source.normal(size=(5, 2))),
-        "a": jnp.asarray(source.normal(size=(2, 3))),
-        "c": jnp.zeros(3),
+        "z": {"kernel": source.normal(size=(3, 5)), "bias": np.ones(5) / 3},
+        "b": source.normal(size=(5, 2)),
+        "a": source.normal(size=(2, 3)),
+        "c": np.zeros(3),
     }
     x = source.normal(size=(40, 3))
     return params, x, np.argmax(x, 1).astype(np.int32)
@@ -45,54 +67,52 @@ def exchanged(model, params, data, partition=SPLITS[0], **options):
 @pytest.mark.parametrize("partition", SPLITS, ids=len)
 def test_the_step_is_the_least_on_examples_held_aside_of_what_it_spans(world, partition):
     params, x, labels = world
-    model, y = fj.Model(apply, likelihoods.categorical), np.eye(3)[labels]
+    y = np.eye(3)[labels]
     options = {"damping": DAMPING, "scales": (1.0,)}
-    moved, _, info = exchanged(model, params, (x, labels), partition, **options)
+    moved, _, info = exchanged(MODEL, params, (x, labels), partition, **options)
     used = np.arange(40) % 10 != 9
 
     def loss(params, rows):
-        return ((apply(params, x[rows]) - y[rows]) ** 2).sum(1).mean() / 2
+        return half_square(params, x[rows], y[rows])
 
     # Directions of K-FAC with factored damping, from its own factors.
-    squared = fj.Model(apply, likelihoods.gaussian)
-    own = fisher.kfac(squared, params, fj.Examples(x[used]), kind=fisher.true)
-    gradient, means = jax.grad(loss)(params, used), own.block_means()
-    zero = {name: jnp.zeros_like(params[name]) for name in ("a", "c")}
+    own = fisher.kfac(SQUARED, params, fj.Examples(x[used]), kind=fisher.true)
+    gradient, means = slope_of(params, x[used], y[used]), jax.device_get(means_of(own))
+    zero = {name: np.zeros_like(params[name]) for name in ("a", "c")}
     directions = [
-        jax.tree.map(jnp.negative, own.inverse({k: d * v for k, v in means.items()}).mv(gradient))
-        | zero
-        for d in DAMPING
+        against(own, {k: d * v for k, v in means.items()}, gradient) | zero for d in DAMPING
     ]
 
-    def change(way, rows):
-        return np.asarray(jax.jvp(lambda w: apply(w, x[rows]), (params,), (way,))[1])
+    def changed(way, rows):
+        return np.asarray(change(params, way, x[rows]))
 
     # For each of them, and for none, the head by ridge regression.
-    hidden = jnp.tanh(jnp.tanh(x @ params["z"]["kernel"] + params["z"]["bias"]) @ params["b"])
+    hidden = np.tanh(np.tanh(x @ params["z"]["kernel"] + params["z"]["bias"]) @ params["b"])
     inputs = np.column_stack([hidden[used], np.ones(36)])
     moment = inputs.T @ inputs / 36
     ridge = 1e-2 * np.trace(moment) / 3 * np.eye(3)
     value = np.concatenate([params["a"], params["c"][None]])
-    residual = apply(params, x[used]) - y[used]
-    sides = [inputs.T @ change(d, used) / 36 for d in directions]
+    residual = np.asarray(outputs(params, x[used])) - y[used]
+    sides = [inputs.T @ changed(d, used) / 36 for d in directions]
     sides.append(inputs.T @ residual / 36 + ridge @ value)
     heads = [-np.linalg.solve(moment + ridge, side) for side in sides]
-    heads = [{"a": jnp.asarray(u[:2]), "c": jnp.asarray(u[2])} for u in heads]
-    still = jax.tree.map(jnp.zeros_like, params)
+    heads = [{"a": u[:2], "c": u[2]} for u in heads]
+    still = jax.tree.map(np.zeros_like, params)
     ways = [*directions, *(d | u for d, u in zip([*directions, still], heads, strict=True))]
-    lengths = [np.sqrt((change(way, used) ** 2).sum(1).mean()) for way in ways]
-    pushed = [change(way, ~used) / length for way, length in zip(ways, lengths, strict=True)]
+    lengths = [np.sqrt((changed(way, used) ** 2).sum(1).mean()) for way in ways]
+    pushed = [changed(way, ~used) / length for way, length in zip(ways, lengths, strict=True)]
     columns = np.stack([p.ravel() for p in pushed], 1)
-    slope = columns.T @ np.ravel(apply(params, x[~used]) - y[~used]) / 4
+    slope = columns.T @ np.ravel(np.asarray(outputs(params, x[~used])) - y[~used]) / 4
     curvature = columns.T @ columns / 4
     damped = curvature + 1e-2 * np.trace(curvature) / 5 * np.eye(5)
     share = -np.linalg.solve(damped, slope)
 
-    expected = ravel(params) + sum(
-        c / length * ravel(way) for c, length, way in zip(share, lengths, ways, strict=True)
+    ways = [np.asarray(flat(way)) for way in ways]
+    expected = np.asarray(flat(params)) + sum(
+        c / length * way for c, length, way in zip(share, lengths, ways, strict=True)
     )
     assert info.scale == 1
-    np.testing.assert_allclose(ravel(moved), expected, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(flat(moved), expected, rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(info.predicted, slope @ share + share @ curvature @ share / 2)
     np.testing.assert_allclose(info.loss, loss(params, used))
     np.testing.assert_allclose(info.held, [loss(moved, ~used), loss(params, ~used)])
@@ -103,12 +123,13 @@ def test_of_a_linear_model_it_goes_to_the_ridge_regression(x64):
     source = np.random.default_rng(1)
     x = source.normal(size=(200, 3))
     y = x @ source.normal(size=(3, 2)) + source.normal(size=(200, 2)) / 10
-    model, start = fj.Model(lambda params, x: x @ params, likelihoods.gaussian), jnp.ones((3, 2))
+    model, start = fj.Model(lambda params, x: x @ params, likelihoods.gaussian), np.ones((3, 2))
     moved, _, info = exchanged(model, start, (x, y), [range(200)], scales=(1.0,))
     used = np.arange(200) % 10 != 9
     moment = x[used].T @ x[used] / 180
     ridge = 1e-2 * np.trace(moment) / 3 * np.eye(3)
     way = np.linalg.solve(moment + ridge, x[used].T @ y[used] / 180) - start
+    moved = np.asarray(moved)
     share = np.vdot(moved - start, way) / np.vdot(way, way)
     np.testing.assert_allclose(moved, start + share * way, rtol=1e-9)
     assert abs(share - 1) < 0.05
@@ -117,35 +138,31 @@ def test_of_a_linear_model_it_goes_to_the_ridge_regression(x64):
 
 def test_examples_held_aside_decide_how_far_to_go(world):
     params, x, _ = world
-    model, y = fj.Model(apply, likelihoods.gaussian), np.array(jnp.sin(4 * x))
+    y = np.sin(4 * x)
     scales = (1.0, 0.5, 0.25)
-    _, _, info = exchanged(model, params, (x, y), scales=scales)
+    _, _, info = exchanged(SQUARED, params, (x, y), scales=scales)
     assert info.held.shape == (4,)
     assert info.scale == (*scales, 0.0)[int(np.argmin(info.held))]
     # Where the model is right for them already, nobody moves, whatever the others say.
-    y[9::10] = apply(params, x[9::10])
-    stayed, _, info = exchanged(model, params, (x, y), scales=scales)
+    y[9::10] = outputs(params, x[9::10])
+    stayed, _, info = exchanged(SQUARED, params, (x, y), scales=scales)
     chex.assert_trees_all_close(stayed, params, rtol=1e-9, atol=1e-12)
 
 
 def test_few_examples_hold_none_aside_and_a_whole_step_is_taken(world):
     params, x, labels = world
-    model = fj.Model(apply, likelihoods.categorical)
-    moved, _, info = exchanged(model, params, (x[:9], labels[:9]), [range(9)])
+    moved, _, info = exchanged(MODEL, params, (x[:9], labels[:9]), [range(9)])
     assert info.scale == 1
     assert not np.array_equal(moved["b"], params["b"])
 
 
 def test_exchanges_follow_the_head_to_a_smaller_loss(world):
     params, _, _ = world
-    model, x = (
-        fj.Model(apply, likelihoods.categorical),
-        np.random.default_rng(3).normal(size=(400, 3)),
-    )
+    x = np.random.default_rng(3).normal(size=(400, 3))
     labels = np.argmax(np.tanh(x[:, [1, 2, 0]]) - x, 1)
     federation = fj.clients.federation((x, labels), np.split(np.arange(400), [100, 130]))
-    params = merging.exchange(algorithms.analytic_head(model), params, federation, key=KEY)[0]
-    losses, method = [], algorithms.natural_gradient(model)
+    params = merging.exchange(algorithms.analytic_head(MODEL), params, federation, key=KEY)[0]
+    losses, method = [], algorithms.natural_gradient(MODEL)
     for _ in range(4):
         params, state, info = merging.exchange(method, params, federation, key=KEY)
         losses.append(float(info.loss))
@@ -158,16 +175,15 @@ def test_exchanges_follow_the_head_to_a_smaller_loss(world):
 def test_each_message_adds_up_over_clients(world):
     """Groups of clients may be streamed, masked, and added in any order."""
     params, x, labels = world
-    model = fj.Model(apply, likelihoods.categorical)
     federation = fj.clients.federation((x, labels), SPLITS[1])
-    method = algorithms.natural_gradient(model)
+    method = algorithms.natural_gradient(MODEL)
     played = list(merging.messages(method, params, federation, key=KEY))
     assert [m.sent.kind for m in played] == ["slopes", "products", "losses"]
-    state, following = None, method
+    state, following, weights = None, method, np.asarray(federation.weights)
     for message in played:
         values = message.sent.values
         parts = [
-            (jax.tree.map(lambda v, i=i: v[i : i + 1], values), federation.weights[i : i + 1])
+            (jax.tree.map(lambda v, i=i: np.asarray(v)[i : i + 1], values), weights[i : i + 1])
             for i in range(3)
         ]
         chunks = [(algorithms.Update(v, following.kind), w) for v, w in parts]
@@ -180,17 +196,17 @@ def test_each_message_adds_up_over_clients(world):
 def test_many_models_exchange_at_once_and_clients_side_by_side(world):
     """A table's seeds are one program."""
     params, x, labels = world
-    model = fj.Model(apply, likelihoods.categorical)
     federation = fj.clients.federation((x, labels), SPLITS[1])
-    method = algorithms.natural_gradient(model)
+    method = algorithms.natural_gradient(MODEL)
 
     def exchange(params, **how):
         return merging.exchange(method, params, federation, key=KEY, **how)[0]
 
     other = jax.tree.map(lambda w: w + 0.1, params)
-    both = jax.vmap(exchange)(jax.tree.map(lambda *w: jnp.stack(w), params, other))
+    both = jax.jit(jax.vmap(exchange))(jax.tree.map(lambda *w: np.stack(w), params, other))
     for number, start in enumerate((params, other)):
-        own, alone = jax.tree.map(itemgetter(number), both), exchange(start, clients_per_chunk=3)
+        own = jax.tree.map(lambda w, i=number: np.asarray(w)[i], both)
+        alone = exchange(start, clients_per_chunk=3)
         chex.assert_trees_all_close(own, alone, rtol=1e-7)
 
 
@@ -201,13 +217,13 @@ def test_layers_of_a_stack_move_and_what_no_layer_covers_stays():
 
     source = np.random.default_rng(2)
     params = {"stack": source.normal(size=(2, 3, 3)), "odd": np.ones(()), "head": np.eye(3)}
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    params = jax.tree.map(np.float32, params)
     x = source.normal(size=(40, 3)).astype(np.float32)
     model = fj.Model(stacked, likelihoods.gaussian)
     moved, _, info = exchanged(model, params, (x, np.sin(x)))
     assert info.scale > 0
     assert float(moved["odd"]) == 1
-    assert (moved["stack"] != params["stack"]).any((1, 2)).all()
+    assert (np.asarray(moved["stack"]) != params["stack"]).any((1, 2)).all()
 
 
 @pytest.mark.parametrize(
