@@ -32,7 +32,7 @@ def networks(*pairs):
 def test_true_fisher_is_the_gauss_newton_matrix(network, jacobian, targets_for, name):
     apply, params, x = network
     likelihood = getattr(likelihoods, name)
-    z = apply(params, x)
+    z = jax.jit(apply)(params, x)
 
     def loss(flat, z, y):  # of one example; its Hessian in z does not depend on y
         return likelihood.negative_log_likelihood(flat.reshape(1, *z.shape), y[None])[0]
@@ -51,7 +51,7 @@ def test_true_fisher_is_the_mean_over_all_labels_of_squared_gradients(network, n
     apply, params, x = network
     x = x[:3]
     likelihood = getattr(likelihoods, name)
-    z = apply(params, x)
+    z = jax.jit(apply)(params, x)
     shape, values = (z.shape[1:-1], z.shape[-1]) if name == "categorical" else (z.shape[1:], 2)
     labels = [
         np.reshape(y, shape)
@@ -83,7 +83,7 @@ def test_true_fisher_of_a_linear_softmax_is_the_hessian_of_the_loss(mlp, targets
     def apply(params, x):
         return x @ params["kernel"] + params["bias"]
 
-    y = targets_for("categorical", apply(params, x))
+    y = targets_for("categorical", jax.jit(apply)(params, x))
 
     def loss(flat):
         z = apply(restore(flat), x)
@@ -97,7 +97,7 @@ def test_true_fisher_of_a_linear_softmax_is_the_hessian_of_the_loss(mlp, targets
 def test_empirical_fisher_is_the_mean_of_outer_products_of_gradients(network, targets_for, name):
     apply, params, x = network
     likelihood = getattr(likelihoods, name)
-    y = targets_for(name, apply(params, x))
+    y = targets_for(name, jax.jit(apply)(params, x))
     flat, restore = ravel_pytree(params)
 
     def loss(flat, example, y):
@@ -114,13 +114,13 @@ def test_empirical_fisher_is_the_mean_of_outer_products_of_gradients(network, ta
 @pytest.mark.parametrize(
     ("network", "structure", "name", "num_samples"),
     [
-        ("mlp", fisher.full, "categorical", 1),
+        pytest.param("mlp", fisher.full, "categorical", 1, marks=pytest.mark.slow),
         ("mlp", fisher.full, "categorical", 3),
         ("mlp", fisher.full, "bernoulli", 1),
         # Of a sequence one label a position: products of two positions have mean zero.
         ("sequence", fisher.full, "categorical", 1),
-        ("sequence", fisher.diagonal, "categorical", 1),
-        ("sequence", fisher.kfac, "categorical", 1),
+        pytest.param("sequence", fisher.diagonal, "categorical", 1, marks=pytest.mark.slow),
+        pytest.param("sequence", fisher.kfac, "categorical", 1, marks=pytest.mark.slow),
         ("sequence", partial(fisher.kfac, sharing=fisher.reduce), "gaussian", 1),
     ],
     indirect=["network"],
@@ -173,12 +173,12 @@ def test_columns_that_cannot_be_combined_are_written_out(sequence, key):
 def test_no_random_sum_is_far_from_the_curvature(key):
     """|sum_k r_k S_k|^2 <= K tr S S^T for every draw; a drawn label can be 1 / p of it."""
     z = np.linspace(0, 30, 16)[:, None] * np.cos(np.arange(80.0)).reshape(16, 5)
-    columns = likelihoods.categorical.factor(jnp.asarray(z))
+    columns = jax.jit(likelihoods.categorical.factor)(z)
     traces = np.square(columns).sum((0, 2))
 
     def squares(kind):
         draw = jax.vmap(lambda key: kind(likelihoods.categorical, jnp.asarray(z), key=key))
-        return np.square(draw(jax.random.split(key, 400))).sum((1, 3))
+        return np.square(jax.jit(draw)(jax.random.split(key, 400))).sum((1, 3))
 
     bound = len(columns) * traces * (1 + 1e-9)
     assert (squares(fisher.curvature_propagation) <= bound).all()
@@ -202,7 +202,7 @@ def test_minibatches_draw_independently(mlp, key, kind):
 )
 def test_vector_product_is_the_matrix_times_the_vector(sequence, targets_for, key, kind):
     apply, params, x = sequence
-    y = targets_for("categorical", apply(params, x))
+    y = targets_for("categorical", jax.jit(apply)(params, x))
     vector = jax.tree.map(np.cos, params)
     examples = Examples(x, y, weights=np.linspace(0, 2, len(x)))
     arguments = Model(apply, likelihoods.categorical), params, examples
