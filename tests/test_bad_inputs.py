@@ -829,7 +829,7 @@ TINY = 1e-5
 SELDOM = {
     f"{number} empty client through {name}"
     for number, name in [(3, "regmean"), (4, "fedlpa"), (5, "fedfish"), (6, "fednova")]
-}
+} | {"12 single-example clients through fedlpa"}
 ACCEPTED = {
     # What has no examples has no influence, and the order of clients that have one has none.
     **{

@@ -1,6 +1,7 @@
 """Pictures of what four methods do inside: the files, the numbers beside them, what is refused."""
 
 import re
+from functools import cache
 
 import pytest
 
@@ -10,15 +11,24 @@ SMALL = ["--epochs", "2", "--open-epochs", "1", "--dense-epochs", "1"]
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    out = tmp_path_factory.mktemp("pictures") / "here"
-    assert command.main([*SMALL, "--algorithms", "otfusion", "pfnm", "--out", str(out)]) == 0
-    return out
+def draw(tmp_path_factory):
+    @cache
+    def run(*methods):
+        out = tmp_path_factory.mktemp("pictures") / "here"
+        assert command.main([*SMALL, "--algorithms", *methods, "--out", str(out)]) == 0
+        return out
+
+    return run
 
 
-def test_each_method_leaves_its_picture_and_its_numbers(drawn):
+# One method with others takes twice the time.
+@pytest.mark.parametrize(
+    "methods", [("otfusion",), pytest.param(("otfusion", "pfnm"), marks=pytest.mark.slow)]
+)
+def test_each_method_leaves_its_picture_and_its_numbers(draw, methods):
+    drawn = draw(*methods)
     files = {path.name for path in drawn.iterdir()}
-    assert files == {"otfusion.png", "pfnm.png", "summary.md", "config.json"}
+    assert files == {*(f"{name}.png" for name in methods), "summary.md", "config.json"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn.glob("*.png"))
     summary = (drawn / "summary.md").read_text()
     # Clients of one start keep their units, and then OTFusion is FedAvg.
@@ -28,7 +38,8 @@ def test_each_method_leaves_its_picture_and_its_numbers(drawn):
     assert stay == ["64", "64"]
 
 
-def test_the_same_folder_is_drawn_again_and_another_experiment_is_refused(drawn, capsys):
+def test_the_same_folder_is_drawn_again_and_another_experiment_is_refused(draw, capsys):
+    drawn = draw("otfusion")
     other = ["--epochs", "3", *SMALL[2:], "--algorithms", "otfusion", "--out", str(drawn)]
     assert command.main(other) == 1
     assert "another experiment" in capsys.readouterr().err

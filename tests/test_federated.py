@@ -347,7 +347,9 @@ def test_a_changed_configuration_is_refused_by_name(whole, capsys):
     assert "learning_rate was 0.05, is 0.5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("algorithm", ["scaffold", "fedfisher_kfac"])
+@pytest.mark.parametrize(
+    "algorithm", ["scaffold", pytest.param("fedfisher_kfac", marks=pytest.mark.slow)]
+)
 def test_other_algorithms_run_in_the_same_loop(tmp_path, algorithm):
     asked = [*SMALL, "--algorithms", algorithm, "--rounds", "1", "--out", str(tmp_path)]
     assert main(asked) == 0

@@ -109,7 +109,7 @@ def test_initial_models_have_the_biases_that_were_asked_for(start):
         assert 0 < jnp.abs(bias).max() <= bound
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_clients_take_full_batch_steps_of_their_optimiser(optimizer):
     setting = dataclasses.replace(SETTING, optimizer=optimizer)
     runs = toy_regression.train(setting, SEEDS)

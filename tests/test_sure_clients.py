@@ -72,15 +72,19 @@ def check(request, name, start, federation, trained):
     return scales
 
 
+@pytest.fixture(scope="module")
+def digits():
+    inputs, targets = load_digits(return_X_y=True)
+    return sure(inputs / 16, targets, epochs=40)
+
+
 # Fisher merging has the other's diagonal Fishers.
 @pytest.mark.parametrize(
     "name",
     ["K-FAC", pytest.param("diagonal", marks=pytest.mark.slow), "Fisher merging"],
 )
-def test_digits_with_one_class_a_client(request, name):
-    inputs, targets = load_digits(return_X_y=True)
-    world = sure(inputs / 16, targets, epochs=40)
-    scales = check(request, name, *world)
+def test_digits_with_one_class_a_client(request, digits, name):
+    scales = check(request, name, *digits)
     assert scales.min() < 1e-6
 
 

@@ -45,7 +45,7 @@ def test_inner_is_bilinear_and_positive(shapes):
 @given(LEAVES, st.integers(1, 4))
 def test_weighted_sum_of_a_stack_is_the_sum_of_its_clients(shapes, clients):
     models = [draw(shapes, seed) for seed in range(clients)]
-    weights = jnp.linspace(0.5, 1, clients)
+    weights = np.linspace(0.5, 1, clients, dtype=np.float32)
     total = tree.weighted_sum(tree.stack(models), weights)
     expected = jax.tree.map(lambda *xs: sum(map(np.multiply, weights, xs)), *models)
     chex.assert_trees_all_close(total, expected, rtol=1e-6, atol=1e-5)

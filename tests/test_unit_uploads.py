@@ -33,7 +33,8 @@ def params_of(seed):
 
 MODEL = fj.Model(apply, fj.likelihoods.categorical)
 PARAMS = [params_of(seed) for seed in range(3)]
-METHODS = [("otfusion", {}), ("otfusion", {"fix_last_layer": False}), ("pfnm", {})]
+SELDOM = pytest.param("otfusion", {"fix_last_layer": False}, marks=pytest.mark.slow)
+METHODS = [("otfusion", {}), SELDOM, ("pfnm", {})]
 METHODS += [("pfnm", {"concentration": 50.0, "misplaced_prior": True})]
 
 

@@ -133,7 +133,7 @@ def test_a_merge_in_stages_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(methods, "Distillation", lambda: few)
     monkeypatch.setattr(one_round, "_SAVE_EVERY", 0)
     names = ("fedavg", "dense", "fisher_merge", "fisher_merge+dense")
-    merging = Merging(names, options=(("dense.epochs", 3),))
+    merging = Merging(names, options=(("dense.epochs", 3), ("dense.width", 8)))
     task = tasks.one_round(asked(merging=merging, out=tmp_path))
     told, plain = [], task._replace(config=asked(merging=merging))
     _, whole = one_round.train_and_merge(plain, (0, 0), told.append)
