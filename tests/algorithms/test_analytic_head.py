@@ -11,6 +11,7 @@ from fisherjax import algorithms, likelihoods, merging
 
 KEY = jax.random.key(0)
 ROWS = np.arange(60)
+ONES = np.ones((3, 3), np.float32)
 SPLITS = [ROWS], np.split(ROWS, [5, 30]), np.split(np.arange(60)[::-1], [1, 2, 40, 59])
 
 
@@ -27,8 +28,8 @@ def transposed(params, x):
 def world(x64):
     source = np.random.default_rng(0)
     params = {
-        "z": jnp.asarray(source.normal(size=(4, 6))),
-        "head": {"kernel": jnp.asarray(source.normal(size=(6, 3))), "bias": jnp.ones(3)},
+        "z": source.normal(size=(4, 6)),
+        "head": {"kernel": source.normal(size=(6, 3)), "bias": np.ones(3)},
     }
     return params, source.normal(size=(60, 4)), source.integers(0, 3, 60).astype(np.int32)
 
@@ -87,7 +88,7 @@ def test_kernels_of_other_layouts_are_solved(world):
     model = fj.Model(transposed, likelihoods.categorical)
     merged = solve(model, params, (x, labels), SPLITS[1], ridge=0.0)[0]
     expected = np.linalg.lstsq(features(params, x)[:, :-1], np.eye(3)[labels])[0]
-    np.testing.assert_allclose(merged["head"].T, expected, atol=1e-8)
+    np.testing.assert_allclose(np.transpose(merged["head"]), expected, atol=1e-8)
 
 
 def test_sums_stream_and_clients_without_weight_have_no_say(world):
@@ -100,7 +101,7 @@ def test_sums_stream_and_clients_without_weight_have_no_say(world):
 
     def chunk(*clients):
         rows = np.array(clients)
-        own = jax.tree.map(lambda leaf: leaf[rows], sent)
+        own = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], sent)
         return own, np.asarray(federation.sizes)[rows]
 
     streamed, _, again = merging.merge_stream(method, params, [chunk(0, 3), chunk(1, 2, 4)])
@@ -112,7 +113,7 @@ def test_sums_stream_and_clients_without_weight_have_no_say(world):
 
 def test_sequences_are_solved_position_by_position(x64):
     source = np.random.default_rng(0)
-    params = {"a": jnp.asarray(source.normal(size=(3, 4))), "b": jnp.ones((4, 2))}
+    params = {"a": source.normal(size=(3, 4)), "b": np.ones((4, 2))}
     x, y = source.normal(size=(8, 5, 3)), source.integers(0, 2, (8, 5)).astype(np.int32)
     model = fj.Model(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"], likelihoods.categorical)
     merged = solve(model, params, (x, y), np.split(np.arange(8), [3]), ridge=0.0)[0]
@@ -133,9 +134,9 @@ def test_sequences_are_solved_position_by_position(x64):
         (lambda: bad(ridge=-1.0), "ridge is -1.0"),
         (lambda: bad(batch_size=0), "batch_size is 0"),
         (lambda: bad(max_examples=0), "max_examples is 0"),
-        (lambda: bad(lambda p, x: x * p, jnp.ones(3)), "last layer of this network is no dense"),
+        (lambda: bad(lambda p, x: x * p, ONES[0]), "last layer of this network is no dense"),
         (
-            lambda: bad(lambda p, x: jnp.tanh(x @ p) @ p, jnp.ones((3, 3))),
+            lambda: bad(lambda p, x: jnp.tanh(x @ p) @ p, ONES),
             "last layer of this network is no dense",
         ),
         (
@@ -150,7 +151,7 @@ def test_what_cannot_be_solved_is_refused(make, match):
 
 
 def bad(apply=lambda p, x: x @ p, params=None, likelihood=likelihoods.gaussian, **options):
-    params = jnp.ones((3, 3)) if params is None else params
+    params = ONES if params is None else params
     y = np.ones((4, 3), np.float32)
     method = algorithms.analytic_head(fj.Model(apply, likelihood), **options)
     federation = fj.clients.federation((np.ones((4, 3), np.float32), y), [range(4)])

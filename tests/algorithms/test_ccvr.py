@@ -1,8 +1,9 @@
 """Calibration by drawn features: what is drawn, what is tuned, and what clients show."""
 
+import functools
+
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,24 +32,33 @@ def world():
     spread = np.array([[0.5, 0.2, 0, 0], [0, 0.5, 0, 0], [0, 0, 0.4, 0.3], [0, 0, 0, 0.2]])
     x = (means[y] + source.normal(size=(600, 4)) @ spread).astype(np.float32)
     params = {
-        "a": jnp.asarray(source.normal(size=(4, 6)), jnp.float32),
-        "b": jnp.asarray(source.normal(size=(6, 3)) / 3, jnp.float32),
-        "c": jnp.zeros(3),
+        "a": np.float32(source.normal(size=(4, 6))),
+        "b": np.float32(source.normal(size=(6, 3)) / 3),
+        "c": np.zeros(3, np.float32),
     }
     return params, x, y, np.split(np.arange(600), [300, 500])
+
+
+LINEAR = {"b": np.ones((4, 3), np.float32), "c": np.zeros(3, np.float32)}
+drawn = jax.jit(_drawn, static_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def mean_of(method, values, weights):
+    return head_mean(method.reduce(values, weights))
 
 
 def sums(apply, params, x, y, partition):
     method = algorithms.ccvr(fj.Model(apply, likelihoods.categorical))
     federation = fj.clients.federation((x, y), partition)
     [message] = merging.messages(method, params, federation, key=KEY)
-    return head_mean(method.reduce(message.sent.values, federation.weights))
+    return mean_of(method, message.sent.values, federation.weights)
 
 
 def test_draws_have_the_classes_shares_means_and_common_covariance(world):
     _, x, y, partition = world
-    linear_params = {"b": jnp.ones((4, 3)), "c": jnp.zeros(3)}
-    features, labels = _drawn(KEY, sums(linear, linear_params, x, y, partition), 200_000)
+    given = sums(linear, LINEAR, x, y, partition)
+    features, labels = jax.device_get(drawn(KEY, given, 200_000))
     assert (features[:, -1] == 1).all()
     centred = np.zeros_like(features[:, :-1])
     for label, share in enumerate([1 / 2, 1 / 3, 1 / 6]):
@@ -64,10 +74,10 @@ def test_draws_are_clipped_behind_a_relu_only(world):
     params, x, y, partition = world
     behind = sums(relu, params, x, y, partition)
     assert behind.negative == 0
-    assert _drawn(KEY, behind, 1000)[0].min() == 0
-    before = sums(linear, {"b": jnp.ones((4, 3)), "c": jnp.zeros(3)}, x, y, partition)
+    assert drawn(KEY, behind, 1000)[0].min() == 0
+    before = sums(linear, LINEAR, x, y, partition)
     assert before.negative > 0
-    assert _drawn(KEY, before, 1000)[0].min() < 0
+    assert drawn(KEY, before, 1000)[0].min() < 0
 
 
 def test_it_makes_a_bad_classifier_good_and_touches_nothing_else(world):

@@ -48,7 +48,7 @@ def draw(seed):
         "dense2": {"kernel": (4, 3)},
     }
     return jax.tree.map(
-        lambda shape: jnp.asarray(source.normal(size=shape)),
+        lambda shape: source.normal(size=shape),
         shapes,
         is_leaf=lambda node: isinstance(node, tuple),
     )
@@ -60,8 +60,9 @@ def world():
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
     source = np.random.default_rng(5)
-    images = [jnp.asarray(source.normal(size=(n, 3, 3, 1))) for n in (6, 11, 4)]
-    labels = [jnp.asarray(source.integers(0, 3, len(x))) for x in images]
+    # Two are equal: another number of examples is another program.
+    images = [source.normal(size=(n, 3, 3, 1)) for n in (6, 11, 6)]
+    labels = [source.integers(0, 3, len(x)) for x in images]
     models = [draw(seed) for seed in range(3)]
     sent = {authors: _send(models, images, labels, authors) for authors in (True, False)}
     yield SimpleNamespace(images=images, labels=labels, models=models, sent=sent)
@@ -99,15 +100,20 @@ def with_factors(updates, change):
 def merged_by(method, updates, weights=WEIGHTS):
     # Those of another split are taken too: the equation is the same.
     updates = algorithms.Update(updates.values, method.kind)
-    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:]), updates.values["params"])
+    start = jax.tree.map(lambda leaf: np.zeros(leaf.shape[1:]), updates.values["params"])
     merged, _, info = merging.merge(method, start, updates, weights)
     return merged, info
 
 
 def assert_close(left, right, tolerance=1e-10):
+    left, right = jax.device_get((left, right))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), left, right
     )
+
+
+def mean(stacked):
+    return jax.tree.map(lambda x: np.tensordot(WEIGHTS, np.asarray(x), 1), stacked)
 
 
 def matrices(params):
@@ -117,7 +123,7 @@ def matrices(params):
         for name, layer in params.items()
     }
     for name in ("conv", "dense1"):
-        bias = params[name]["bias"][None]
+        bias = np.asarray(params[name]["bias"])[None]
         stacked[f"{name}/kernel"] = np.concatenate([stacked[f"{name}/kernel"], bias])
     return stacked
 
@@ -182,12 +188,13 @@ def test_factors_are_those_of_the_paper(x64, world):
 
 def test_the_two_splits_are_one_fisher_information(x64, world):
     sent = [updates.values["fisher"] for updates in world.sent.values()]
-    authors, kfc = (jax.vmap(fisher.Kronecker.dense)(each) for each in sent)
+    dense = jax.jit(fisher.Kronecker.dense)
+    authors, kfc = (jax.jit(jax.vmap(fisher.Kronecker.dense))(each) for each in sent)
     assert_close(authors, kfc)
     model = fj.Model(apply, likelihoods.categorical)
     examples = fj.Examples(world.images[0], world.labels[0])
     alone = fisher.kfac(model, world.models[0], examples, kind=fisher.empirical)
-    assert_close(kfc[0], alone.dense())
+    assert_close(np.asarray(kfc)[0], dense(alone))
 
 
 # The server's half
@@ -214,7 +221,7 @@ def test_the_expectation_approximation_inverts_the_mean_factors(updates):
 @pytest.mark.parametrize("side", ["input", "output"])
 def test_the_expectation_approximation_is_exact_where_one_factor_is_equal(updates, side):
     updates = with_factors(
-        updates, lambda pair: {side: np.broadcast_to(pair[side][1], pair[side].shape)}
+        updates, lambda pair: {side: np.broadcast_to(np.asarray(pair[side])[1], pair[side].shape)}
     )
     exact, approximate = (merged_by(fedlpa(solver=SOLVERS[s]), updates)[0] for s in ("cg", "ea"))
     assert_close(approximate, exact)
@@ -224,11 +231,11 @@ def test_the_expectation_approximation_is_exact_where_one_factor_is_equal(update
 @pytest.mark.parametrize("balanced", [False, True])
 def test_equal_factors_give_the_weighted_mean(updates, name, balanced):
     equal = jax.tree.map(
-        lambda leaf: np.broadcast_to(leaf[1], leaf.shape), updates.values["fisher"]
+        lambda leaf: np.broadcast_to(np.asarray(leaf)[1], leaf.shape), updates.values["fisher"]
     )
     method = fedlpa(solver=SOLVERS[name], balanced=balanced)
     merged, _ = merged_by(method, changed(updates, fisher=equal))
-    assert_close(merged, tree.weighted_sum(updates.values["params"], jnp.asarray(WEIGHTS)))
+    assert_close(merged, mean(updates.values["params"]))
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -246,10 +253,12 @@ def test_damping_in_balance_does_not_see_the_split(x64, world):
     authors, kfc = world.sent.values()
     balanced, plain = fedlpa(balanced=True), fedlpa()
     assert_close(merged_by(balanced, authors)[0], merged_by(balanced, kfc)[0])
-    gap = (
-        merged_by(plain, authors)[0]["conv"]["kernel"] - merged_by(plain, kfc)[0]["conv"]["kernel"]
-    )
-    assert jnp.abs(gap).max() > 1e-3
+    gap = np.subtract(*(merged_by(plain, sent)[0]["conv"]["kernel"] for sent in (authors, kfc)))
+    assert np.abs(gap).max() > 1e-3
+
+
+def silenced(factors):
+    return np.asarray(factors) * np.array([1, 0, 1])[:, None, None]
 
 
 @pytest.mark.filterwarnings("ignore:Blocks")
@@ -257,13 +266,13 @@ def test_damping_in_balance_does_not_see_the_split(x64, world):
 def test_balance_is_the_ratio_of_mean_eigenvalues(updates, perfect):
     """It is one for a client whose gradients vanish, because it fits its data perfectly."""
     if perfect:
-        updates = with_factors(updates, lambda pair: {"output": pair["output"].at[1].set(0)})
+        updates = with_factors(updates, lambda pair: {"output": silenced(pair["output"])})
     merged, _ = merged_by(fedlpa(balanced=True), updates)
     for name, value in matrices(merged).items():
         pairs = updates.values["fisher"].factors[name]
         system, right = 0, 0
         for i, (p, v) in enumerate(zip(WEIGHTS, models_of(updates, name), strict=True)):
-            a, g = (np.asarray(pairs[side][i]) for side in ("input", "output"))
+            a, g = (np.asarray(pairs[side])[i] for side in ("input", "output"))
             means = [np.linalg.eigvalsh(factor).mean() for factor in (a, g)]
             pi = np.sqrt(means[0] / means[1]) if g.any() else 1
             a = a + pi * np.sqrt(DAMPING) * np.eye(len(a))
@@ -374,7 +383,6 @@ def test_leaves_without_a_layer_are_refused_or_merged_by_mean_or_diagonal(x64, w
 
     source = np.random.default_rng(0)
     models = {"scale": source.normal(size=(3, 9)), "w": source.normal(size=(3, 9, 3))}
-    models = jax.tree.map(jnp.asarray, models)
 
     def method(fallback, name="cg"):
         return fedlpa(scaled, solver=SOLVERS[name], fallback=fallback)
@@ -391,7 +399,7 @@ def test_leaves_without_a_layer_are_refused_or_merged_by_mean_or_diagonal(x64, w
         assert_close(merged["scale"], WEIGHTS @ np.asarray(models["scale"]))
     sent = sent_by(fisher.diagonal)
     merged, _ = merged_by(method(fisher.diagonal), sent)
-    f = WEIGHTS[:, None] * (sent.values["fisher"].entries["scale"] + DAMPING)
+    f = WEIGHTS[:, None] * (np.asarray(sent.values["fisher"].entries["scale"]) + DAMPING)
     assert_close(merged["scale"], (f * models["scale"]).sum(0) / f.sum(0), 1e-9)
 
 
@@ -404,14 +412,14 @@ def test_without_damping_what_never_fires_does_no_harm(x64, world, name):
     """The systems are singular there; conjugate gradients keep the weighted mean."""
     method = fedlpa(without_first_pixel, damping=0.0, solver=SOLVERS[name])
     source = np.random.default_rng(0)
-    models = [{"w": jnp.asarray(source.normal(size=(4, 3)))} for _ in range(3)]
+    models = [{"w": source.normal(size=(4, 3))} for _ in range(3)]
     sent = send(method, models, world.images, world.labels)
     merged, _ = merged_by(method, sent)
     assert np.isfinite(merged["w"]).all()
     if name == "cg":
-        mean = tree.weighted_sum(sent.values["params"], jnp.asarray(WEIGHTS))
-        assert_close(merged["w"][0], mean["w"][0])
-        assert np.abs(merged["w"][1:] - mean["w"][1:]).max() > 1e-2
+        found, expected = np.asarray(merged["w"]), mean(sent.values["params"])["w"]
+        assert_close(found[0], expected[0])
+        assert np.abs(found[1:] - expected[1:]).max() > 1e-2
 
 
 @pytest.mark.parametrize("damping", [-1e-3, np.nan, np.inf])

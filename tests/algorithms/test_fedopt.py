@@ -2,7 +2,6 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,7 +14,7 @@ DESCENT = optax.sgd(1.0)
 
 
 def sent(models):
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *models)
     return algorithms.Update({"params": stacked}, FEDAVG.kind)
 
 
@@ -51,7 +50,7 @@ def test_adam_is_that_of_the_paper_from_merge_to_merge(x64, draw):
             v[name] = b2 * v[name] + (1 - b2) * g**2
             m_hat, v_hat = m[name] / (1 - b1**step), v[name] / (1 - b2**step)
             w[name] = w[name] - rate * m_hat / (np.sqrt(v_hat) + eps)
-        chex.assert_trees_all_close(params, jax.tree.map(jnp.asarray, w), rtol=1e-11, atol=1e-12)
+        chex.assert_trees_all_close(params, w, rtol=1e-11, atol=1e-12)
 
 
 def test_leaves_that_are_not_trained_take_the_merged_value(regression, draw):
@@ -62,14 +61,13 @@ def test_leaves_that_are_not_trained_take_the_merged_value(regression, draw):
     whole, *_ = merging.merge(WITH(FEDAVG, adam), start, updates)
     np.testing.assert_array_equal(masked["b"], merged["b"])
     np.testing.assert_array_equal(masked["w"], whole["w"])
-    assert jnp.abs(whole["b"] - merged["b"]).max() > 1e-3
+    assert np.abs(np.subtract(whole["b"], merged["b"])).max() > 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_structure_and_dtype_are_those_of_params(draw, dtype):
-    start, models = (
-        jax.tree.map(lambda leaf: leaf.astype(dtype), tree) for tree in (draw(0), [draw(1)])
-    )
+    given = jax.device_get((draw(0), [draw(1)]))
+    start, models = jax.tree.map(lambda leaf: leaf.astype(dtype), given)
     merged, *_ = merging.merge(WITH(FEDAVG, optax.adam(0.1)), start, sent(models))
     chex.assert_trees_all_equal_shapes_and_dtypes(merged, start)
 

@@ -78,15 +78,19 @@ def network(name):
 def moved(found, params, orders):
     """Change the order of the units of each layer, and of what takes them, leaf by leaf."""
     template = fj.fisher.operators.Template.of(params)
-    leaves, values = template.by_name(params), {}
-    for place, layer in enumerate(found.layers):
-        value = np.asarray(fj.fisher.layers.matrix(layer, leaves))
+    values, matrix = {}, fj.fisher.layers.matrix
+    # In one piece: by itself each operation is another program.
+    whole = jax.jit(lambda leaves: [matrix(layer, leaves) for layer in found.layers])
+    matrices = jax.device_get(whole(template.by_name(params)))
+    for place, (layer, value) in enumerate(zip(found.layers, matrices, strict=True)):
         for source in found.sources[place][:1]:
             outer, inner = found.spans[place]
             rows = np.arange(layer.rows).reshape(outer, -1, inner)[:, orders[source]].ravel()
             value = np.concatenate([value[rows], value[layer.rows :]])
         values[layer.kernel] = value[:, orders[place]]
-    return template.restore(fj.fisher.layers.assemble(found.layers, values))
+    return template.restore(
+        jax.jit(lambda values: fj.fisher.layers.assemble(found.layers, values))(values)
+    )
 
 
 def orders_of(found, source):
@@ -118,10 +122,10 @@ def test_a_network_with_its_units_elsewhere_is_the_same_network(name):
             orders[place] = source.permutation(layer.columns) if inner else one_of_stage
     else:
         orders = orders_of(found, np.random.default_rng(2))
-    other = moved(found, params, orders)
-    expected = apply(params, IMAGES)
-    np.testing.assert_allclose(apply(other, IMAGES), expected, rtol=1e-3, atol=1e-2)
-    changes = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, other)
+    other, run = moved(found, params, orders), jax.jit(apply)
+    expected = run(params, IMAGES)
+    np.testing.assert_allclose(run(other, IMAGES), expected, rtol=1e-3, atol=1e-2)
+    changes = jax.tree.map(lambda a, b: np.abs(a - np.asarray(b)).max(), params, other)
     assert max(jax.tree.leaves(changes)) > 1
 
     # So matching undoes it, and the mean of both is the network that both are.
@@ -132,7 +136,7 @@ def test_a_network_with_its_units_elsewhere_is_the_same_network(name):
         np.testing.assert_array_equal(undone.argmax(1), orders[place])
     # Whoever comes first: the function is the same.
     merged, _ = merge(apply, [other, params])
-    np.testing.assert_allclose(apply(merged, IMAGES), expected, rtol=1e-3, atol=1e-2)
+    np.testing.assert_allclose(run(merged, IMAGES), expected, rtol=1e-3, atol=1e-2)
 
 
 def test_branches_that_are_added_feed_what_follows_but_not_a_skip():
@@ -161,7 +165,7 @@ def test_branches_that_are_added_feed_what_follows_but_not_a_skip():
 def merge(apply, models, weights=None, **options):
     method = otfusion(fj.Model(apply, fj.likelihoods.categorical), **options)
     values = {
-        "params": fj.tree.stack(models),
+        "params": jax.tree.map(lambda *x: np.stack(x), *models),
         "wiring": wiring(apply, models[0], IMAGES),
     }
     merged, _, info = fj.merging.merge(method, models[0], Update(values, method.kind), weights)
@@ -335,7 +339,8 @@ def test_what_mixes_units_is_refused_by_name(name):
 
 def test_batch_norm_and_options_that_are_none_are_refused():
     module = fj.networks.NormedCNN()
-    params = fj.networks.init(module, jax.random.key(0), IMAGES)
+    shapes = jax.eval_shape(lambda: fj.networks.init(module, jax.random.key(0), IMAGES))
+    params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
     with pytest.raises(ValueError, match="a scale, as of BatchNorm"):
         wiring(fj.networks.apply_fn(module), params, IMAGES)
     with pytest.raises(TypeError, match="correction is a str; expected True or False"):

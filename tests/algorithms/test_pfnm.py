@@ -53,7 +53,8 @@ def merge(apply, models, counts=None, weights=None, **options):
     method = pfnm(fj.Model(apply, fj.likelihoods.categorical), **options)
     found = wiring(apply, models[0], IMAGES)
     counts = np.ones((len(models), found.layers[-1].columns)) if counts is None else counts
-    values = {"params": fj.tree.stack(models), "counts": counts, "wiring": found}
+    stacked = jax.tree.map(lambda *x: np.stack(x), *models)
+    values = {"params": stacked, "counts": counts, "wiring": found}
     merged, _, info = fj.merging.merge(method, models[0], Update(values, method.kind), weights)
     return merged, info
 
@@ -61,12 +62,14 @@ def merge(apply, models, counts=None, weights=None, **options):
 def change(found, params, each):
     """Change the matrix [a, o] of each layer, with its place."""
     template = Template.of(params)
-    leaves = template.by_name(params)
+    # In one piece: by itself each operation is another program.
+    whole = jax.jit(lambda leaves: [matrix(layer, leaves) for layer in found.layers])
+    matrices = jax.device_get(whole(template.by_name(params)))
     values = {
-        layer.kernel: each(place, np.asarray(matrix(layer, leaves)))
-        for place, layer in enumerate(found.layers)
+        layer.kernel: each(place, value)
+        for place, (layer, value) in enumerate(zip(found.layers, matrices, strict=True))
     }
-    return template.restore(assemble(found.layers, values))
+    return template.restore(jax.jit(lambda values: assemble(found.layers, values))(values))
 
 
 @pytest.mark.parametrize("name", ["LeNet", "MLP", "channels first"])
@@ -122,8 +125,8 @@ def test_the_order_of_a_clients_units_does_not_matter(name):
     expected, _ = merge(apply, models)
     merged, _ = merge(apply, [models[0], other, models[2]])
     assert jax.tree.map(jnp.shape, merged) == jax.tree.map(jnp.shape, expected)
-    outputs = apply(expected, IMAGES)
-    np.testing.assert_allclose(apply(merged, IMAGES), outputs, rtol=1e-3, atol=1e-3)
+    outputs = jax.jit(apply)(expected, IMAGES)
+    np.testing.assert_allclose(jax.jit(apply)(merged, IMAGES), outputs, rtol=1e-3, atol=1e-3)
 
 
 def dense(params, x):

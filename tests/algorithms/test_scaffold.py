@@ -31,7 +31,7 @@ def play(method, start, world, number, cohort=4, epochs=EPOCHS, batch_size=BATCH
 def combine(*terms):
     """Add up (factor, params) pairs."""
     return jax.tree.map(
-        lambda *leaves: sum(f * x for (f, _), x in zip(terms, leaves, strict=True)),
+        lambda *leaves: sum(f * np.asarray(x) for (f, _), x in zip(terms, leaves, strict=True)),
         *(tree for _, tree in terms),
     )
 
@@ -40,7 +40,7 @@ def combine(*terms):
 def test_rounds_are_those_of_the_pseudocode(start, regression, cohort):
     """Written with gradients and the learning rate, client by client."""
     sizes = np.array(regression.sizes)
-    zeros = jax.tree.map(jnp.zeros_like, start)
+    zeros = jax.tree.map(np.zeros_like, start)
     expected, c, own = start, zeros, [zeros] * 4
     met = set()
     for state, done in play(SCAFFOLD, start, regression, 4, cohort):
@@ -60,7 +60,7 @@ def test_rounds_are_those_of_the_pseudocode(start, regression, cohort):
         shares = sizes[drawn] / sizes[drawn].sum()
         expected = combine(*zip(shares, ends, strict=True))
         c = combine((1, c), *((1 / 4, change) for change in changes))
-        stacked = jax.tree.map(lambda *leaves: RATE * jnp.stack(leaves), *own)
+        stacked = jax.tree.map(lambda *leaves: RATE * np.stack(leaves), *own)
         for left, right in (
             (state.params, expected),
             (state.algorithm.server, combine((RATE, c))),
@@ -90,14 +90,14 @@ def test_the_first_round_is_federated_averaging_bit_for_bit(start, regression, r
 
 def test_corrections_may_be_given_to_training(start, regression):
     """Stacked, as `broadcast` makes them: each step is shorter by its client's."""
-    constant = jax.tree.map(lambda leaf: jnp.stack([leaf * i for i in range(4)]), start)
+    constant = jax.tree.map(lambda leaf: np.stack([np.asarray(leaf) * i for i in range(4)]), start)
     apply = regression.model.apply
     flat = fj.Model(lambda params, x: 0 * apply(params, x), fj.likelihoods.gaussian)
     optimizer = SCAFFOLD.optimizer(OPTIMIZER)
     trained = regression._replace(model=flat).train(start, optimizer, extras=constant)
-    steps = trained.steps.astype(float)
+    steps = np.asarray(trained.steps, float)
     for name, leaf in start.items():
-        expected = leaf * (1 - jnp.arange(4.0) * steps).reshape(-1, *(1,) * leaf.ndim)
+        expected = np.asarray(leaf) * (1 - np.arange(4.0) * steps).reshape(-1, *(1,) * leaf.ndim)
         np.testing.assert_allclose(trained.params[name], expected, rtol=1e-12)
         kept = constant[name] * (steps > 0).reshape(-1, *(1,) * leaf.ndim)
         np.testing.assert_array_equal(trained.extras[name], kept)
@@ -121,7 +121,8 @@ def test_many_local_steps_still_lead_to_the_optimum_of_all(regression):
 
 
 def test_who_sits_out_keeps_its_control_and_counts_in_the_mean(start, regression):
-    (before, _), (after, done) = play(SCAFFOLD, start, regression, 2, cohort=1)
+    played = play(SCAFFOLD, start, regression, 2, cohort=1)
+    (before, _), (after, done) = jax.device_get(played)
     (client,) = done.cohort.tolist()
     assert regression.sizes[client] > 0
     others = np.delete(np.arange(4), client)
@@ -138,7 +139,7 @@ def test_who_sits_out_keeps_its_control_and_counts_in_the_mean(start, regression
 
 @pytest.mark.parametrize("lacking", [{"start": None}, {"steps": None}, {"extras": ()}])
 def test_its_optimiser_start_and_steps_are_needed(start, regression, lacking):
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), start)
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf] * 4), start)
     trained = training.Trained(stacked, start, jnp.ones(4, int), None, stacked)._replace(**lacking)
     words = r"SCAFFOLD needs .*optimizer=algorithm\.optimizer\(base\)"
     with pytest.raises(ValueError, match=words):
