@@ -81,6 +81,28 @@ def weighted_sum(stacked: Any, weights: Array) -> Any:
     return jax.tree.map(leaf, stacked)
 
 
+def is_finite(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
+    """Say whether all entries are finite.
+
+    Example:
+        >>> print(is_finite(jnp.array([[1.0, 2.0], [jnp.inf, jnp.nan]]), axis=1))
+        [ True False]
+    """
+    # Zero times infinity is NaN. XLA takes ten times as long to compile `all` as a sum.
+    return (x * 0).sum(axis) == 0
+
+
+def any_nonzero(x: Array) -> Array:
+    """Say whether any entry is not zero; NaN is not.
+
+    Example:
+        >>> print(any_nonzero(jnp.array([0.0, jnp.nan])))
+        True
+    """
+    # Likewise by a number: of `any` three operations are compiled, which takes longer.
+    return jnp.abs(x).max(initial=0) != 0
+
+
 def finite(stacked: Any) -> Array:
     """Say of every leaf [M, ...] and client whether all entries are finite, [leaves, M].
 
@@ -89,12 +111,12 @@ def finite(stacked: Any) -> Array:
         [[ True False]]
     """
     leaves = jax.tree.leaves(stacked)
-    return jnp.stack([jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in leaves])
+    return jnp.stack([is_finite(leaf, tuple(range(1, leaf.ndim))) for leaf in leaves])
 
 
 def finite_leaves(params: Any) -> Array:
     """Say of every leaf whether all entries are finite, [leaves]."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)])
+    return jnp.stack([is_finite(leaf) for leaf in jax.tree.leaves(params)])
 
 
 def exponent(x: Array) -> Array:
@@ -113,7 +135,8 @@ def unit(x: Array) -> Array:
 
     Squares stay in range then, and dividing by it changes no bit of what is computed.
     """
-    return times_power(jnp.ones((), x.dtype), jnp.where(jnp.any(x != 0), exponent(x) - 1, 0))
+    found = exponent(x)
+    return times_power(jnp.ones((), x.dtype), jnp.where(found == NOTHING, 0, found - 1))
 
 
 def times_power(x: Array, exponent: Array) -> Array:

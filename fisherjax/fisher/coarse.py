@@ -93,7 +93,7 @@ def coarse(factors: dict[str, Array], votes: Array, shift: Array) -> Coarse:
 def precondition(coarse: Coarse, residual: Array) -> Array:
     """Answer a residual [a, o] as the module says; one of zeros costs nothing."""
     answer = partial(_answer, coarse)
-    return jax.lax.cond(jnp.any(residual != 0), answer, jnp.zeros_like, residual)
+    return jax.lax.cond(tree.any_nonzero(residual), answer, jnp.zeros_like, residual)
 
 
 def _answer(coarse: Coarse, residual: Array) -> Array:
@@ -101,7 +101,7 @@ def _answer(coarse: Coarse, residual: Array) -> Array:
     answer = _out_of(coarse, _solved(coarse, seen))
     rest = residual - _out_of(coarse, seen)
     answer = answer + rest / jnp.where(coarse.shift > 0, coarse.shift, 1).astype(rest.dtype)
-    return jnp.where((coarse.shift > 0) & jnp.isfinite(answer).all(), answer, residual)
+    return jnp.where((coarse.shift > 0) & tree.is_finite(answer), answer, residual)
 
 
 def _solved(coarse: Coarse, rhs: Array) -> Array:
@@ -115,25 +115,26 @@ def _solved(coarse: Coarse, rhs: Array) -> Array:
         return _product(coarse.inverse["input"], x, coarse.inverse["output"])
 
     def unfinished(state: tuple) -> Array:
-        _, residual, direction, _, step = state
-        # A direction of zeros, or without curvature, ends it: what has been found is the answer.
-        going = jnp.vdot(residual, residual) > SLACK**2 * jnp.vdot(rhs, rhs)
-        return going & jnp.any(direction != 0) & (step < _MOST)
+        *_, going, step = state
+        return going & (step < _MOST)
 
     def body(state: tuple) -> tuple:
-        x, residual, direction, height, step = state
+        x, residual, direction, height, _, step = state
         product = multiply(direction)
         curvature = jnp.vdot(direction, product)
+        # A direction without curvature ends it: what has been found is the answer.
         sound = curvature > 0
         length = jnp.where(sound, height / jnp.where(sound, curvature, 1), 0)
         x, residual = x + length * direction, residual - length * product
         steepest = turn(residual)
         new = jnp.vdot(residual, steepest)
         share = new / jnp.where(height > 0, height, 1)
-        return x, residual, jnp.where(sound, steepest + share * direction, 0), new, step + 1
+        going = sound & (jnp.vdot(residual, residual) > bound)
+        return x, residual, steepest + share * direction, new, going, step + 1
 
-    direction = turn(rhs)
-    state = jnp.zeros_like(rhs), rhs, direction, jnp.vdot(rhs, direction), 0
+    squares, direction = jnp.vdot(rhs, rhs), turn(rhs)
+    bound = SLACK**2 * squares
+    state = jnp.zeros_like(rhs), rhs, direction, jnp.vdot(rhs, direction), squares > bound, 0
     return jax.lax.while_loop(unfinished, body, state)[0]
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import linalg
+from fisherjax import linalg, tree
 from fisherjax.fisher.feeders import Feeders
 from fisherjax.fisher.layers import Layer, assemble, matrix
 from fisherjax.fisher.operators import PRECISION, Blockwise, Template, ravel
@@ -196,7 +196,7 @@ class Kronecker(Blockwise):
         else:
             (a, b), (c, d) = matrices
             inverses = jnp.array([[d, -b], [-c, a]]) / (a * d - b * c)
-        sound = (shift > 0) & jnp.isfinite(inverses).all()
+        sound = (shift > 0) & tree.is_finite(inverses)
         return jnp.where(sound, inverses, self.identity().entries[name])
 
     def dense(self) -> Array:
@@ -234,7 +234,7 @@ def _sandwich(factor: dict[str, Array], value: Array) -> Array:
     if max(len(left), len(right)) < WIDE:
         return product(value)
     # Solvers hand over zeros for a layer that is done, while they go on with others.
-    return jax.lax.cond(jnp.any(value != 0), product, jnp.zeros_like, value)
+    return jax.lax.cond(tree.any_nonzero(value), product, jnp.zeros_like, value)
 
 
 def _times(entries: Array, value: Array) -> Array:
@@ -262,4 +262,4 @@ def _inverse(matrix: Array, shift: Array) -> Array:
     shifted = matrix + shift.astype(matrix.dtype) * identity
     # The shift makes a semi-definite factor definite.
     inverse = 1 / shifted if matrix.ndim == 1 else linalg.definite(shifted, identity)
-    return jnp.where((shift > 0) & jnp.isfinite(inverse).all(), inverse, identity)
+    return jnp.where((shift > 0) & tree.is_finite(inverse), inverse, identity)

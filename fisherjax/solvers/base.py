@@ -150,7 +150,7 @@ def power_iteration(matvec: Callable, start: Any, iterations: Array) -> Any:
     def normalised(x: Array) -> Array:
         # First by a power of two, so that the square of a tiny vector is not zero.
         x = x / tree.unit(x)
-        return x * ratio(jnp.any(x != 0), 1, jnp.sqrt(dot(x, x)))
+        return x * ratio(tree.any_nonzero(x), 1, jnp.sqrt(dot(x, x)))
 
     def turn(_: Array, v: Any) -> Any:
         return jax.tree.map(normalised, matvec(v))

@@ -94,52 +94,61 @@ def _descended(
     Half, as the residual that is carried along drifts by rounding from that of the answer.
     """
     tolerance, max_iterations, at_scale_one, is_flexible = limits
+    structure = jax.tree.structure(rhs)
+
+    # What there is of each leaf is one vector: a compiler spends its time on every small operation.
+    def stacked(scalars: Any) -> Array:
+        return jnp.stack(jax.tree.leaves(scalars))
+
+    def dots(left: Any, right: Any) -> Array:
+        return stacked(_map(dot, left, right))
+
+    def of_leaves(update: Callable, scalars: Array, *trees: Any) -> Any:
+        return _map(update, jax.tree.unflatten(structure, list(scalars)), *trees)
+
+    def scaled(scalars: Array, x: Any) -> Any:
+        return of_leaves(lambda s, x: s.astype(x.dtype) * x, scalars, x)
+
+    def kept(flags: Array, x: Any) -> Any:
+        return of_leaves(lambda flag, x: jnp.where(flag, x, 0), flags, x)
+
     # In units of which squares stay in range, and which change no bit.
     units = _map(tree.unit, rhs)
     rhs = _map(jnp.divide, rhs, units)
-
-    def bounded(b: Array, size: Array, unit: Array) -> Array:
-        squares = jnp.where(size > 0, jnp.square(size / unit), dot(b, b))
-        return jnp.square(tolerance / 2).astype(b.dtype) * squares
-
-    bound = _map(bounded, rhs, size, units)
+    sizes, squares = stacked(_map(jnp.divide, size, units)), dots(rhs, rhs)
+    bounds = jnp.square(tolerance / 2) * jnp.where(sizes > 0, jnp.square(sizes), squares)
 
     def turn(r: Any) -> Any:
         return _map(jnp.divide, precondition(r), steps)
 
-    def norms(residual: Any) -> Any:
-        return _map(lambda r: dot(r, r), residual)
-
     def unfinished(state: tuple) -> Array:
-        _, residual, direction, _, _, _, step = state
-        active = _map(lambda p, s, b: (s > b) & jnp.any(p != 0), direction, norms(residual), bound)
+        *_, active, step = state
         # One loop for all leaves, until the last one is done.
-        return (step < max_iterations) & jnp.stack(jax.tree.leaves(active)).any()
+        return (step < max_iterations) & active.any()
 
     def body(state: tuple) -> tuple:
-        x, residual, direction, height, count, broken, step = state
+        x, residual, direction, height, count, broken, active, step = state
         product = _map(jnp.divide, matvec(direction), lengths)
-        curvature = _map(dot, direction, product)
-        wanted = _map(lambda s, b, p: (s > b) & jnp.any(p != 0), norms(residual), bound, direction)
+        curvature = dots(direction, product)
         # A leaf that is done, or whose direction has no curvature left, stands still from now on.
-        going = _map(lambda c, w: (c > 0) & w, curvature, wanted)
-        broken = _map(lambda b, w, g: b | (w & ~g), broken, wanted, going)
-        alpha = _map(ratio, going, height, curvature)
-        x = _map(lambda x, a, s, p: x + a / s * p, x, alpha, lengths, direction)
-        old, residual = residual, _map(lambda r, a, q: r - a * q, residual, alpha, product)
-        # A leaf that is done is not looked at: a residual of zeros costs wide layers nothing.
-        steepest = turn(_map(lambda g, r: jnp.where(g, r, 0), going, residual))
-        new = _map(lambda g, r, z, h: jnp.where(g, dot(r, z), h), going, residual, steepest, height)
-        beta = _map(ratio, going, new, height)
+        going = active & (curvature > 0)
+        broken = broken | (active & ~going)
+        alpha = ratio(going, height, curvature)
+        x = _map(jnp.add, x, scaled(alpha, _map(jnp.divide, direction, lengths)))
+        old, residual = residual, _map(jnp.subtract, residual, scaled(alpha, product))
+        active = going & (dots(residual, residual) > bounds)
+        # A leaf that is done is not looked at: residuals and directions of zeros cost wide layers
+        # nothing.
+        steepest = turn(kept(active, residual))
+        new = dots(residual, steepest)
+        beta = ratio(active, new, height)
         if is_flexible:
             # What a linear preconditioner makes of a residual is orthogonal to the one before; the
             # answer of a solve is not, and has it taken out (Notay, Flexible conjugate gradients,
             # SIAM Journal on Scientific Computing 2000).
-            shares = _map(lambda g, r, z, h: ratio(g, dot(r, z), h), going, old, steepest, height)
-            beta = _map(jnp.subtract, beta, shares)
-        # Zero for a leaf that is done, by which `unfinished` knows it.
-        direction = _map(lambda g, z, b, p: g * (z + b * p), going, steepest, beta, direction)
-        return x, residual, direction, new, _map(jnp.add, count, going), broken, step + 1
+            beta = beta - ratio(active, dots(old, steepest), height)
+        direction = kept(active, _map(jnp.add, steepest, scaled(beta, direction)))
+        return x, residual, direction, new, count + going, broken, active, step + 1
 
     # The scale of the operator, by one product: it leaves the range of float32 no more than that of
     # the right-hand side. Systems at scale one need none.
@@ -149,9 +158,8 @@ def _descended(
     first = precondition(rhs)
     steps = _map(tree.unit, first)
     direction = _map(jnp.divide, first, steps)
-    height = _map(dot, rhs, direction)
-    count = _map(lambda _: jnp.zeros((), jnp.int32), height)
-    broken = _map(lambda _: jnp.zeros((), bool), height)
-    state = (_map(jnp.zeros_like, rhs), rhs, direction, height, count, broken, 0)
-    x, _, _, _, count, broken, _ = jax.lax.while_loop(unfinished, body, state)
+    count, broken = jnp.zeros(len(bounds), jnp.int32), jnp.zeros(len(bounds), bool)
+    start = (_map(jnp.zeros_like, rhs), rhs, direction, dots(rhs, direction), count, broken)
+    x, *_, count, broken, _, _ = jax.lax.while_loop(unfinished, body, (*start, squares > bounds, 0))
+    count, broken = (jax.tree.unflatten(structure, list(each)) for each in (count, broken))
     return _map(jnp.multiply, x, units), count, broken
