@@ -53,11 +53,11 @@ def test_factor_squares_to_the_hessian_of_the_loss(x64, key, written_out, name, 
 def test_a_combination_is_the_factors_columns_times_numbers(x64, likelihood, shape, scale):
     """Where probabilities are 1 and 1e-80 too."""
     z = outputs(shape, scale)
-    factor = likelihood.factor(z)
+    factor = jax.jit(likelihood.factor)(z)
     columns = getattr(factor, "factors", factor)
     r = np.random.default_rng(1).normal(size=columns.shape[:-1])
     expected = np.einsum("k...,k...c->...c", r, columns)
-    found = likelihood.combine(z, jnp.asarray(np.moveaxis(r, 0, -1)))
+    found = jax.jit(likelihood.combine)(z, np.moveaxis(r, 0, -1))
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=0)
 
 
@@ -86,10 +86,12 @@ def test_scores_have_mean_zero_and_the_factors_covariance(
 
 def test_probabilities_of_all_labels_add_up_to_one(x64):
     z = outputs((4, 3))
-    classes = [likelihoods.categorical.negative_log_likelihood(z, np.full(4, c)) for c in range(3)]
+    loss = jax.jit(likelihoods.categorical.negative_log_likelihood)
+    classes = [loss(z, np.full(4, c)) for c in range(3)]
     np.testing.assert_allclose(np.exp(-np.stack(classes)).sum(0), 1, rtol=1e-10, atol=1e-12)
     bits = [np.broadcast_to(b, z.shape) for b in itertools.product((0, 1), repeat=3)]
-    losses = [likelihoods.bernoulli.negative_log_likelihood(z, y) for y in bits]
+    loss = jax.jit(likelihoods.bernoulli.negative_log_likelihood)
+    losses = [loss(z, y) for y in bits]
     np.testing.assert_allclose(np.exp(-np.stack(losses)).sum(0), 1, rtol=1e-10, atol=1e-12)
 
 
@@ -151,30 +153,29 @@ def test_targets_that_do_not_fit_are_refused(fault):
 
 def test_smoothed_labels_want_probabilities_that_are_never_zero(x64):
     """The least of the loss is where the probabilities are the smoothed labels themselves."""
-    likelihood, y = likelihoods.smoothed(0.2), jnp.array([1, 0])
-    wanted = 0.8 * jax.nn.one_hot(y, 4) + 0.2 / 4
-
-    def loss(z):
-        return likelihood.negative_log_likelihood(z, y).sum()
-
-    np.testing.assert_allclose(jax.grad(loss)(jnp.log(wanted)), 0, atol=1e-12)
-    every = [
-        likelihoods.categorical.negative_log_likelihood(outputs((2, 4)), jnp.full(2, c))
-        for c in range(4)
-    ]
-    own = likelihoods.categorical.negative_log_likelihood(outputs((2, 4)), y)
-    found = likelihood.negative_log_likelihood(outputs((2, 4)), y)
-    np.testing.assert_allclose(found, 0.8 * own + 0.2 * np.mean(every, 0))
+    likelihood, y, z = likelihoods.smoothed(0.2), np.array([1, 0]), outputs((2, 4))
+    wanted = 0.8 * np.eye(4)[y] + 0.2 / 4
+    smooth, plain = (
+        jax.jit(x.negative_log_likelihood) for x in (likelihood, likelihoods.categorical)
+    )
+    gradient = jax.jit(jax.grad(lambda z: likelihood.negative_log_likelihood(z, y).sum()))
+    np.testing.assert_allclose(gradient(np.log(wanted)), 0, atol=1e-12)
+    every = [plain(z, np.full(2, c)) for c in range(4)]
+    own = np.asarray(plain(z, y))
+    np.testing.assert_allclose(smooth(z, y), 0.8 * own + 0.2 * np.mean(every, 0))
 
 
 def test_smoothing_changes_nothing_but_the_loss():
     smooth, plain = likelihoods.smoothed(0.1), likelihoods.categorical
     assert smooth[1:] == plain[1:]
     assert likelihoods.smoothed(0.1) is smooth
-    z, y = outputs((5, 3)), jnp.array([0, 1, 2, 0, 1])
-    loss = likelihoods.smoothed(0.0).negative_log_likelihood(z, y)
-    np.testing.assert_allclose(loss, plain.negative_log_likelihood(z, y), rtol=1e-6)
-    assert (likelihoods.regression_targets(smooth, y, 3) == jax.nn.one_hot(y, 3)).all()
+    z, y = outputs((5, 3)), np.array([0, 1, 2, 0, 1])
+    loss, expected = (
+        jax.jit(x.negative_log_likelihood)(z, y) for x in (likelihoods.smoothed(0.0), plain)
+    )
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    targets = likelihoods.regression_targets(smooth, y, 3)
+    np.testing.assert_array_equal(targets, np.eye(3)[y])
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan"), "0.1"])
