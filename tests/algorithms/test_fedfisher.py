@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from fisherjax import algorithms, clients, fisher, merging, solvers, training, tree
+from fisherjax import algorithms, clients, fisher, merging, solvers, training
 
 EXACT = solvers.conjugate_gradients(tolerance=1e-12, max_iterations=500)
 
@@ -29,7 +29,7 @@ def regressions(x64):
 
     def least_squares(x, y):
         solution, *_ = np.linalg.lstsq(np.hstack([x, np.ones((len(x), 1))]), y)
-        return {"kernel": jnp.asarray(solution[:-1]), "bias": jnp.asarray(solution[-1])}
+        return {"kernel": solution[:-1], "bias": solution[-1]}
 
     models = [least_squares(*pair) for pair in zip(x, y, strict=True)]
     data = np.vstack(x), np.vstack(y)
@@ -58,7 +58,7 @@ def test_one_round_solves_linear_regression(regressions, structure):
     average, *_ = merging.merge(
         fedavg, models[0], send(fedavg, models, federation), federation.weights
     )
-    assert jnp.abs(average["kernel"] - expected["kernel"]).max() > 1e-2
+    assert np.abs(average["kernel"] - expected["kernel"]).max() > 1e-2
 
 
 def test_fisher_merge_is_fedfisher_with_a_diagonal(regressions):
@@ -69,9 +69,11 @@ def test_fisher_merge_is_fedfisher_with_a_diagonal(regressions):
     updates, weights = send(merge, models, federation), np.asarray(federation.weights)
     merged, solved = (merging.merge(m, models[0], updates, weights)[0] for m in (merge, solve))
     assert_close(merged, solved)
+    merged = jax.device_get(merged)
     for name in ("kernel", "bias"):
-        entries = updates.values["fisher"].entries[name]
-        f, w = weights.reshape(-1, *(1,) * (entries.ndim - 1)) * entries, tree.stack(models)[name]
+        entries = np.asarray(updates.values["fisher"].entries[name])
+        f = weights.reshape(-1, *(1,) * (entries.ndim - 1)) * entries
+        w = np.stack([model[name] for model in models])
         np.testing.assert_allclose(merged[name], (f * w).sum(0) / f.sum(0), rtol=1e-10, atol=1e-12)
         assert (merged[name] <= w.max(0)).all()
         assert (merged[name] >= w.min(0)).all()
@@ -120,12 +122,12 @@ def test_summaries_depend_on_the_clients_own_rows_only(x64):
     """Padding and other clients' examples leave no trace; neither does the order of rows."""
     source = np.random.default_rng(0)
     x, y = source.normal(size=(12, 3)), source.normal(size=(12, 2))
-    params = {"kernel": jnp.asarray(source.normal(size=(3, 2))), "bias": jnp.ones(2)}
+    params = {"kernel": source.normal(size=(3, 2)), "bias": np.ones(2)}
     method, trained = algorithms.fedfisher(MODEL), training.Trained(params)
     rows = np.array([7, 2, 11, 4])
     federation = clients.federation((x, y), [np.array([0, 1, 3, 5, 6, 8, 9, 10]), rows])
     view = clients.view(federation, 1)
-    own = fj.Examples(jnp.asarray(x[rows[::-1]]), jnp.asarray(y[rows[::-1]]))
+    own = fj.Examples(x[rows[::-1]], y[rows[::-1]])
     left, right = (method.summarize(None, trained, e, ())[0]["fisher"] for e in (view, own))
     chex.assert_trees_all_close(left, right, rtol=1e-10, atol=1e-12)
 

@@ -11,6 +11,7 @@ from fisherjax import algorithms, merging
 FEDAVG = algorithms.fedavg()
 WITH = algorithms.with_server_optimizer
 DESCENT = optax.sgd(1.0)
+BASE = optax.sgd(0.1)  # one, as programs are known by it
 
 
 def sent(models):
@@ -24,7 +25,7 @@ def test_descent_at_rate_one_is_the_algorithm_itself(regression, draw, name):
     federation = regression.federation
     wrapped = WITH(method, DESCENT)
     assert wrapped.kind == method.kind
-    trained = regression.train(start, wrapped.optimizer(optax.sgd(0.1)))
+    trained = regression.train(start, wrapped.optimizer(BASE))
     updates = merging.summarize(wrapped, trained, federation, key=jax.random.key(0))
     merged, kept, info = merging.merge(wrapped, start, updates, federation.weights)
     expected, state, same_info = merging.merge(method, start, updates, federation.weights)

@@ -34,14 +34,16 @@ def test_training_minimises_the_loss_plus_the_pull_and_reports_the_loss_alone(re
     start = draw(0)
     trained = regression.train(start, algorithms.fedprox(MU).optimizer(BASE), **WHOLE)
     for client in (0, 1, 3):
-        w, velocity, losses = start, jax.tree.map(jnp.zeros_like, start), []
+        start = jax.device_get(start)
+        w, velocity, losses = start, jax.tree.map(np.zeros_like, start), []
         for _ in range(3):
             loss, gradient = regression.loss_and_gradient(w, *regression.own(client))
             losses.append(loss)
+            gradient = jax.device_get(gradient)
             pulled = jax.tree.map(lambda g, w, c: g + MU * (w - c), gradient, w, start)
             velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, pulled)
             w = jax.tree.map(lambda w, v: w - RATE * v, w, velocity)
-        found = jax.tree.map(lambda leaf, client=client: leaf[client], trained.params)
+        found = jax.tree.map(lambda leaf, client=client: np.asarray(leaf)[client], trained.params)
         chex.assert_trees_all_close(found, w, rtol=1e-11, atol=1e-12)
         np.testing.assert_allclose(trained.loss[client], losses, rtol=1e-11)
     assert trained.extras == ()
@@ -60,7 +62,7 @@ def test_a_stronger_pull_keeps_clients_nearer(regression, draw):
 
     def moved(mu):
         trained = regression.train(start, algorithms.fedprox(mu).optimizer(BASE), **WHOLE)
-        change = jax.tree.map(jnp.subtract, trained.params, start)
+        change = jax.tree.map(np.subtract, *jax.device_get((trained.params, start)))
         return fj.tree.inner(change, change)
 
     assert moved(3.0) < moved(0.3) < moved(0.0)

@@ -40,7 +40,7 @@ def draw(seed):
         "dense2": {"kernel": (4, 3)},
     }
     return jax.tree.map(
-        lambda shape: jnp.asarray(source.normal(size=shape)),
+        lambda shape: source.normal(size=shape),
         shapes,
         is_leaf=lambda node: isinstance(node, tuple),
     )
@@ -49,7 +49,8 @@ def draw(seed):
 @pytest.fixture
 def world(x64):
     source = np.random.default_rng(5)
-    images = [jnp.asarray(source.normal(size=(n, 3, 3, 1))) for n in (6, 11, 4)]
+    # Two are equal: another number of examples is another program.
+    images = [source.normal(size=(n, 3, 3, 1)) for n in (6, 11, 6)]
     return images, [draw(seed) for seed in range(3)], np.array([0.5, 0.2, 0.3])
 
 
@@ -62,7 +63,7 @@ def send(method, models, inputs):
     """Let each client send what it has to, of its inputs alone."""
     pairs = zip(models, inputs, strict=True)
     values = [
-        method.summarize(None, training.Trained(params), fj.Examples(jnp.asarray(x)), ())[0]
+        method.summarize(None, training.Trained(params), fj.Examples(x), ())[0]
         for params, x in pairs
     ]
     return [algorithms.Update(v, method.kind) for v in values]
@@ -107,11 +108,11 @@ def test_how_a_kernel_is_stored_does_not_matter(world):
 
     source = np.random.default_rng(0)
     shapes = {"w": (9, 9), "b": (9,), "v": (9, 2)}
-    models = [{n: jnp.asarray(source.normal(size=s)) for n, s in shapes.items()} for _ in images]
+    models = [{n: source.normal(size=s) for n, s in shapes.items()} for _ in images]
     transposed = [jax.tree.map(lambda leaf: leaf.T, params) for params in models]
     one, _ = merged_by(regmean(upright), (images, models, weights))
     other, _ = merged_by(regmean(turned), (images, transposed, weights))
-    chex.assert_trees_all_close(one, jax.tree.map(lambda leaf: leaf.T, other), rtol=1e-9)
+    chex.assert_trees_all_close(one, jax.tree.map(np.transpose, other), rtol=1e-9)
     assert np.abs(one["w"] - np.mean([params["w"] for params in models], 0)).max() > 0.01
 
 
@@ -130,15 +131,15 @@ def test_inputs_that_never_fire_keep_the_weighted_mean(x64, shrink):
     x = source.normal(size=(3, 20, 6)) * np.array([1.0, 0.0, 1e-4, 1e3, 0.0, 1.0])
     kernels, weights = source.normal(size=(3, 6, 2)), np.array([0.5, 0.2, 0.3])
     method = regmean(lambda params, x: x @ params["w"], shrink=shrink)
-    updates = send(method, [{"w": jnp.asarray(w)} for w in kernels], x)
-    merged, _, _ = merging.merge(method, {"w": jnp.zeros((6, 2))}, updates, weights)
+    updates = send(method, [{"w": w} for w in kernels], x)
+    merged, _, _ = merging.merge(method, {"w": np.zeros((6, 2))}, updates, weights)
     mean = np.einsum("m,mio->io", weights, kernels)
     np.testing.assert_allclose(
         np.asarray(merged["w"])[[1, 4]], mean[[1, 4]], rtol=1e-10, atol=1e-12
     )
     fires = [0, 2, 3, 5]
-    alone = send(method, [{"w": jnp.asarray(w[fires])} for w in kernels], x[:, :, fires])
-    expected, _, _ = merging.merge(method, {"w": jnp.zeros((4, 2))}, alone, weights)
+    alone = send(method, [{"w": w[fires]} for w in kernels], x[:, :, fires])
+    expected, _, _ = merging.merge(method, {"w": np.zeros((4, 2))}, alone, weights)
     np.testing.assert_allclose(np.asarray(merged["w"])[fires], expected["w"], rtol=1e-9, atol=1e-9)
 
 
@@ -152,8 +153,8 @@ def test_outputs_on_the_clients_own_inputs_are_matched(x64):
         return x @ params["w"]
 
     method = regmean(apply, shrink=1 - 1e-9)
-    updates = send(method, [{"w": jnp.asarray(w)} for w in kernels], own)
-    merged, _, _ = merging.merge(method, {"w": jnp.zeros((6, 3))}, updates)
+    updates = send(method, [{"w": w} for w in kernels], own)
+    merged, _, _ = merging.merge(method, {"w": np.zeros((6, 3))}, updates)
     for w, x in zip(kernels, own, strict=True):
         np.testing.assert_allclose(x @ merged["w"], x @ w, rtol=1e-6, atol=1e-6)
 
