@@ -217,9 +217,12 @@ def _scaled_sums(totals: Sums, damping: Array) -> tuple[Operator, dict[str, Any]
         return x / jnp.where(totals.weight > 0, totals.weight, 1).astype(x.dtype)
 
     fisher, product, mean = jax.tree.map(divide, totals[:3])
-    fisher, exponents = fisher.at_scale_one()
-    exponents = _known(exponents)
-    product = _raised(product, jax.tree.map(jnp.negative, exponents))
+    exponents = None
+    # What is elementwise stays in range by itself: an entry is multiplied by numbers of a model.
+    if not isinstance(fisher, Diagonal):
+        fisher, exponents = fisher.at_scale_one()
+        exponents = _known(exponents)
+        product = _raised(product, jax.tree.map(jnp.negative, exponents))
     system = {"init": mean, "means": fisher.block_means(), "exponents": exponents}
     return fisher, _system(fisher, damping, product, **system)
 
