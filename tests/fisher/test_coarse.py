@@ -13,9 +13,9 @@ from fisherjax.fisher import Kronecker, coarse, kronecker
 from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.operators import Template
 
-# Laws of any width, so of a quarter of what is wide otherwise. No other test has layers of LARGE:
+# Laws of any width, so of an eighth of what is wide otherwise. No other test has layers of LARGE:
 # how wide a layer must be is compiled in.
-WIDE, RANK, DIRECTIONS = 192, 96, 15
+WIDE, RANK, DIRECTIONS = 96, 48, 12
 LARGE, FEW, CLIENTS = WIDE + 7, 3, 3
 WEIGHTS = np.array([0.2, 0.5, 0.3])
 OTHER = {"input": "output", "output": "input"}
@@ -115,7 +115,7 @@ def test_it_takes_a_fraction_of_the_products_that_the_mean_of_the_factors_takes(
 
 
 def test_what_fits_into_the_few_directions_is_solved_to_the_slack(factors, side, x64):
-    """Together the clients see 45 directions: the small system is all of it."""
+    """Together the clients see 36 directions: the small system is all of it."""
     pair = {side: jnp.asarray(factors["large"]), OTHER[side]: jnp.asarray(factors["few"])}
     own = SET_UP(pair, jnp.asarray(WEIGHTS), jnp.asarray(0.7))
     residual = np.random.default_rng(2).normal(size=(LARGE, FEW))
