@@ -99,6 +99,18 @@ def prepared(world, name):
     return world.rows[name]
 
 
+# Their server's half is another row's, with another solver, Fisher or way to train.
+ALIKE = {
+    "fedfisher_full",
+    "fedfisher_sketched",
+    "fedlpa_ea",
+    "fedlpa_gd",
+    "fedfish_last_epoch",
+    "fedprox",
+}
+MOST = [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in TABLE]
+
+
 @pytest.fixture(params=TABLE)
 def row(request, world):
     return prepared(world, request.param)
@@ -191,6 +203,7 @@ def test_the_laws_of_a_row_hold_and_no_others(row, world, merge, law):
             assert max(jax.tree.leaves(error)) > 1e-3
 
 
+@pytest.mark.parametrize("row", MOST, indirect=True)
 def test_a_single_client_gets_its_model_back(row, merge):
     for client in range(4):
         alone = [pick(row.updates, client)]
@@ -219,6 +232,7 @@ def test_equal_curvatures_give_the_weighted_mean(row, world, merge):
 # The same by other ways.
 
 
+@pytest.mark.parametrize("row", MOST, indirect=True)
 def test_compiled_and_plain_merges_agree(row, world, merge):
     compiled = jax.jit(lambda p, u, w: merging.merge(row.algorithm, p, u, w)[0])
     assert_same(compiled(world.start, row.updates, jnp.asarray(WEIGHTS)), merge(row.updates))
@@ -302,6 +316,7 @@ def test_equal_bases_give_the_same_optimiser(row):
 # What merge gives and what it refuses.
 
 
+@pytest.mark.parametrize("row", MOST, indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_structure_and_dtype_are_those_of_params(row, world, merge, dtype):
     def narrow(params):

@@ -61,15 +61,15 @@ def test_equal_clients_get_their_model_back(world):
     "settings", [Distillation(), pytest.param(FEDLPA_DISTILLATION, marks=pytest.mark.slow)]
 )
 def test_the_student_learns_and_the_generator_finds_what_the_teacher_knows(world, settings):
-    settings = settings._replace(images=64, batch_size=16, steps=10, width=16)
+    settings = settings._replace(images=32, batch_size=16, width=16)
     *_, info = run(method(8, how=settings), world)
     assert info.distillation[-1] < 0.7 * info.distillation[0]
-    *_, idle = run(method(1, how=settings._replace(steps=1)), world)
+    *_, idle = run(method(how=settings._replace(steps=FEW.steps)), world)
     assert info.synthesis[0] < idle.synthesis[0] - 0.05
     *_, longer = run(method(8, how=settings._replace(passes=3)), world)
     assert (longer.distillation < info.distillation).all()
     assert info.images.dtype == jnp.uint8
-    assert len(np.unique(np.asarray(info.images).reshape(len(info.images), -1), axis=0)) > 500
+    assert len(np.unique(np.asarray(info.images).reshape(len(info.images), -1), axis=0)) > 250
 
 
 def test_without_steps_that_count_the_student_is_what_it_began_from(world):

@@ -42,7 +42,7 @@ def world(x64):
     federation = clients.federation((x, y), np.split(np.arange(22), np.cumsum(SIZES)[:-1]))
     # In their order: a selection names its clients, and another structure is another program.
     federation = clients.select(federation, np.arange(5))
-    start = networks.init(Small(), KEY, x)
+    start = jax.jit(lambda: networks.init(Small(), KEY, x))()
     return federation, start, networks.model(Small(), start, fj.likelihoods.categorical)
 
 

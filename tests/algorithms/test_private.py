@@ -64,9 +64,16 @@ def merged(method, small, trained):
 # All but the full Fisher, which couples layers; the sequential one couples a layer to those before.
 # OTFusion needs every layer: see its own laws.
 NAMES = [name for name in TABLE if name not in ("fedfisher_full", "otfusion")]
-# Those that send what another row does, and so keep what it does: the diagonal, the factors of
-# FedFisher and of FedLPA, the models.
-ALIKE = {"fisher_merge", "fedfish", "fedfisher_sketched", "fedlpa_ea", "fedlpa_gd", "fedprox"}
+# Those that send what another row does, and so keep what it does: a diagonal, factors, models.
+ALIKE = {
+    "fisher_merge",
+    "fedfish",
+    "fedfisher_sketched",
+    "fedlpa",
+    "fedlpa_ea",
+    "fedlpa_gd",
+    "fedprox",
+}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +153,7 @@ def test_rounds_are_those_of_the_pseudocode(regression, draw):
     "name",
     [
         "fedavg",
-        "fednova",
+        pytest.param("fednova", marks=pytest.mark.slow),
         "scaffold",
         pytest.param("fedfish_last_epoch", marks=pytest.mark.slow),
         "fedfisher_diag",
