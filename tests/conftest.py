@@ -9,6 +9,8 @@ from pathlib import Path
 
 # Two test processes share one accelerator: neither may claim its whole memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Two processes have a core each: a second thread of BLAS would wait for the other's, busily.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Most of the tests' time is compiling, and their arrays are small: this saves a quarter. The newest
 # versions are tested with all optimisations (Makefile).
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

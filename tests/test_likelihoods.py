@@ -129,6 +129,7 @@ def test_what_a_likelihood_samples_it_accepts(key, name, likelihood):
     likelihood.check(z.shape, y)
     likelihood.check(z.shape, np.asarray(y))
     jax.jit(lambda y: likelihood.check(z.shape, y))(y)  # shapes only: values are unknown
+    jax.jit(lambda z: likelihood.check(z.shape, y))(z)  # known, though something else is traced
 
 
 BAD = {

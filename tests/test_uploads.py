@@ -791,6 +791,23 @@ def test_the_command_is_the_function(paths, capsys):
     there = files.load_arrays(out)
     files.merge_files(out, paths, damping=0.5, weights=[1, 1, 2])
     assert_equal(files.load_arrays(out), there)
+    assert main([*words[:-6], "--option", "damping=0.5", *words[-4:]]) == 0
+    assert_equal(files.load_arrays(out), there)
+
+
+@pytest.mark.parametrize("option", ["damping", "damping=", "damping=[", "=1 2"])
+def test_an_option_that_is_none_is_refused(paths, capsys, option):
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "merge",
+                str(paths[0].with_name("merged.safetensors")),
+                str(paths[0]),
+                "--option",
+                option,
+            ]
+        )
+    assert f"'{option}' is not NAME=VALUE" in capsys.readouterr().err
 
 
 def test_inspect_prints_what_a_file_says(paths, capsys):
