@@ -237,10 +237,9 @@ def _approximate_inverse(
         # The votes' sum goes to one side: the product has the scale of the clients' products.
         return tree.weighted_sum(factor, vote / jnp.sqrt(jnp.where(vote.any(), vote.sum(), 1)))
 
-    names = {name for name, factor in fishers.factors.items() if coarse.is_wide(factor)}
-    wide = {n: coarse.coarse(fishers.factors[n], votes[n], strengths[n]) for n in sorted(names)}
-    narrow = {name: f for name, f in fishers.factors.items() if name not in names}
-    factors = {name: average(factor, votes[name]) for name, factor in narrow.items()}
+    fishers, factors = coarse.apart(fishers)
+    wide = {n: coarse.coarse(f, votes[n], strengths[n]) for n, f in factors.items()}
+    factors = {name: average(factor, votes[name]) for name, factor in fishers.factors.items()}
     entries = {name: tree.weighted_sum(f, votes[name]) for name, f in fishers.entries.items()}
     mean = dataclasses.replace(fishers, factors=factors, entries=entries)
     # How fast the server solves has no derivative.
@@ -264,7 +263,14 @@ def _blocks(fisher: Operator, params: Params) -> Any:
 # `Partial`s of functions of a module or a class compare equal, those of closures and bound methods
 # do not: jit reuses the program of an earlier merge of equal shapes.
 def _weighted_mv(fishers: Operator, votes: Any, blocks: Any) -> Any:
-    return _weighted_sums(jax.vmap(type(fishers).block_mv, (0, None))(fishers, blocks), votes)
+    wide = {}
+    if isinstance(fishers, Kronecker):
+        fishers, factors = coarse.apart(fishers)
+        wide = {n: coarse.weighted_product(f, votes[n], blocks[n]) for n, f in factors.items()}
+        votes = {name: vote for name, vote in votes.items() if name not in wide}
+    computed = jax.vmap(type(fishers).block_mv, (0, None))(fishers, blocks)
+    sums = _weighted_sums(computed, votes)
+    return sums | wide if wide else sums
 
 
 def _turned(inverse: Kronecker, wide: dict[str, coarse.Coarse], blocks: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fisherjax import quadratic, solvers
-from fisherjax.fisher import Kronecker, coarse, kronecker
+from fisherjax.fisher import Kronecker, coarse
 from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.operators import Template
 
@@ -26,8 +26,7 @@ SET_UP, ANSWER = jax.jit(coarse.coarse), jax.jit(coarse.precondition)
 @pytest.fixture(scope="module", autouse=True)
 def _narrower():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (coarse, kronecker):
-            patch.setattr(module, "WIDE", WIDE)
+        patch.setattr(coarse, "WIDE", WIDE)
         patch.setattr(coarse, "RANK", RANK)
         yield
 
