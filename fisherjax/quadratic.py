@@ -10,7 +10,8 @@ whole vector, as the operator splits params),
 so that one number serves every layer, network and data set. Every block is solved at scale one:
 each client's part is divided by a power of two near its own scale, and its vote, p_i times that
 power, by the largest one of all clients. That changes no bit, and Fishers of 1e-30 and of 1e+30,
-whose products and squares leave the range of float32, are solved like those of 1.
+whose products and squares leave the range of float32, are solved like those of 1. Sums of diagonals
+keep their units: what is elementwise stays in range by itself.
 """
 
 import dataclasses
