@@ -10,12 +10,13 @@ whole vector, as the operator splits params),
 so that one number serves every layer, network and data set. Every block is solved at scale one:
 each client's part is divided by a power of two near its own scale, and its vote, p_i times that
 power, by the largest one of all clients. That changes no bit, and Fishers of 1e-30 and of 1e+30,
-whose products and squares leave the range of float32, are solved like those of 1. Sums of diagonals
-keep their units: what is elementwise stays in range by itself.
+whose products and squares leave the range of float32, are solved like those of 1. Sums of
+diagonals that are not damped keep their units: a quotient stays in range by itself.
 """
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -97,9 +98,9 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
 
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, equation 7, which weights clients
         equally and has no damping; its code weights by p_i, as here. The preconditioner is the
-        damped inverse of (sum_i p_i A_i) (x) (sum_i p_i G_i), and of wide layers a solve in few
-        directions (`coarse`). There is none without damping: in a singular system it would move
-        what has no curvature.
+        damped inverse of (sum_i p_i A_i) (x) (sum_i p_i G_i), of wide layers a solve in few
+        directions (`coarse`), of diagonals their inverse. There is none without damping: in a
+        singular system it would move what has no curvature.
     """
     checks.number("damping", damping)
     weights = _checked(weights, jax.tree.leaves(params)[0].shape[0])
@@ -107,7 +108,11 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
     # Products of clients are added, not operators: Kronecker factors do not add up.
     problem = _problem(fishers, Partial(_weighted_mv, fishers, votes), system)
     # Whether a traced damping is zero is decided leaf by leaf.
-    if isinstance(fishers, Kronecker) and (checks.is_traced(damping) or damping > 0):
+    if not checks.is_traced(damping) and damping == 0:
+        return problem
+    if isinstance(fishers, Diagonal):
+        return _by_entries(problem, system["strengths"])
+    if isinstance(fishers, Kronecker):
         inverse, wide = _approximate_inverse(fishers, votes, system["strengths"])
         if not wide:
             return problem._replace(precondition=Partial(Kronecker.block_mv, inverse))
@@ -141,12 +146,18 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
 def from_sums(totals: Sums, damping: float) -> Quadratic:
     """Set up the same quadratic from what `sums` gives; damping is that of `quadratic`.
 
-    A `KroneckerSum` of weight one serves too; its first term, if damped, is the preconditioner.
+    A `KroneckerSum` of weight one serves too. Its first term, if damped, is the preconditioner, and
+    of a diagonal the inverse.
     """
     checks.number("damping", damping)
-    fisher, system = _scaled_sums(totals, damping)
+    damped = checks.is_traced(damping) or damping > 0
+    fisher, system = _scaled_sums(totals, damping, damped)
     problem = _problem(fisher, Partial(type(fisher).block_mv, fisher), system)
-    if isinstance(fisher, KroneckerSum) and (checks.is_traced(damping) or damping > 0):
+    if not damped:
+        return problem
+    if isinstance(fisher, Diagonal):
+        return _by_entries(problem, system["strengths"])
+    if isinstance(fisher, KroneckerSum):
         inverse = _leading_inverse(fisher, system["strengths"])
         problem = problem._replace(precondition=Partial(Kronecker.block_mv, inverse))
     return problem
@@ -184,6 +195,13 @@ def _problem(operator: Operator, matvec: Partial, system: dict[str, Any]) -> Qua
     return Quadratic(matvec, restore=restore, is_diagonal=isinstance(operator, Diagonal), **system)
 
 
+def _by_entries(problem: Quadratic, strengths: Any) -> Quadratic:
+    entries = problem.matvec(jax.tree.map(jnp.ones_like, problem.init))
+    # How fast the server solves has no derivative.
+    entries, strengths = jax.lax.stop_gradient((entries, strengths))
+    return problem._replace(precondition=Partial(_divided, entries, strengths))
+
+
 def _system(operator: Operator, damping: Array, product: Any, **system: Any) -> dict[str, Any]:
     strengths = operator.strengths(system["means"], damping)
     return system | {"rhs": _pull(product, strengths, system["init"]), "strengths": strengths}
@@ -211,16 +229,16 @@ def _scaled_clients(
     return fishers, votes, _system(fishers, damping, product, **system)
 
 
-@jax.jit
-def _scaled_sums(totals: Sums, damping: Array) -> tuple[Operator, dict[str, Any]]:
+@partial(jax.jit, static_argnums=2)
+def _scaled_sums(totals: Sums, damping: Array, damped: bool) -> tuple[Operator, dict[str, Any]]:
     def divide(x: Array) -> Array:
         # Sums without any weight are zero, and stay zero in place of 0 / 0.
         return x / jnp.where(totals.weight > 0, totals.weight, 1).astype(x.dtype)
 
     fisher, product, mean = jax.tree.map(divide, totals[:3])
     exponents = None
-    # What is elementwise stays in range by itself: an entry is multiplied by numbers of a model.
-    if not isinstance(fisher, Diagonal):
+    # A quotient stays in range by itself.
+    if damped or not isinstance(fisher, Diagonal):
         fisher, exponents = fisher.at_scale_one()
         exponents = _known(exponents)
         product = _raised(product, jax.tree.map(jnp.negative, exponents))
@@ -281,6 +299,11 @@ def _turned(inverse: Kronecker, wide: dict[str, coarse.Coarse], blocks: Any) -> 
 
 def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:
     return _pull(matvec(blocks), strengths, blocks)
+
+
+def _divided(entries: Any, strengths: Any, blocks: Any) -> Any:
+    # Where a block is not damped, or has no curvature at all, the identity stands in.
+    return jax.tree.map(lambda a, s, b: b / jnp.where(s > 0, a, 1), entries, strengths, blocks)
 
 
 def _known(exponents: Any) -> Any:

@@ -284,6 +284,19 @@ def test_preconditioning_finds_the_same_solution_in_fewer_products(structure, we
     assert 2 * fast.iterations["kernel"] < slow.iterations["kernel"]
 
 
+@pytest.mark.parametrize("structure", ["diagonal"], indirect=True)
+def test_a_damped_diagonal_takes_one_product(clients, weights):
+    fishers, models = map(tree.stack, clients)
+    totals = quadratic.sums(fishers, models, weights)
+    for problem in (
+        quadratic.quadratic(fishers, models, weights, 0.1),
+        quadratic.from_sums(totals, 0.1),
+    ):
+        info = solvers.conjugate_gradients(1e-6)(problem).info
+        assert set(map(int, jax.tree.leaves(info.iterations))) == {1}
+        assert all(jax.tree.leaves(info.converged))
+
+
 @pytest.mark.parametrize("structure", ["kronecker"], indirect=True)
 def test_a_layer_without_curvature_keeps_the_mean_under_preconditioning(clients, weights):
     fishers, models = map(tree.stack, clients)
