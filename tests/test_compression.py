@@ -125,10 +125,12 @@ def test_rounding_is_within_half_a_level_and_done_once(case):
     found = np.asarray(found["x"])
     bound = np.abs(x).max() / (2 * (2 ** (bits - 1) - 1))
     assert found.shape == x.shape
-    assert np.abs(found - x).max() <= bound * (1 + 1e-5) + 2e-7 * np.abs(x).max()
+    # A level below the smallest normal number is zero in a compiled program, and all with it.
+    lost = np.finfo(np.float32).tiny * 2.0 ** (bits - 1)
+    assert np.abs(found - x).max() <= bound * (1 + 1e-5) + 2e-7 * np.abs(x).max() + lost
     # What has been rounded is not changed by rounding.
     [again], _ = _there_and_back(codecs, {"x": found})
-    np.testing.assert_allclose(again["x"], found, rtol=1e-6, atol=1e-7 * np.abs(x).max())
+    np.testing.assert_allclose(again["x"], found, rtol=1e-6, atol=1e-7 * np.abs(x).max() + lost)
     if x.size > 1:
         assert compression.size(packed) == math.ceil(x.size * bits / 8) + 4
     else:  # one number is sent as it is
