@@ -1,7 +1,6 @@
 """Pictures of what four methods do inside: the files, the numbers beside them, what is refused."""
 
 import re
-from functools import cache
 
 import pytest
 
@@ -11,24 +10,15 @@ SMALL = ["--epochs", "2", "--open-epochs", "1", "--dense-epochs", "1"]
 
 
 @pytest.fixture(scope="module")
-def draw(tmp_path_factory):
-    @cache
-    def run(*methods):
-        out = tmp_path_factory.mktemp("pictures") / "here"
-        assert command.main([*SMALL, "--algorithms", *methods, "--out", str(out)]) == 0
-        return out
-
-    return run
+def drawn(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pictures") / "here"
+    assert command.main([*SMALL, "--algorithms", "otfusion", "pfnm", "--out", str(out)]) == 0
+    return out
 
 
-# One method with others takes twice the time.
-@pytest.mark.parametrize(
-    "methods", [("otfusion",), pytest.param(("otfusion", "pfnm"), marks=pytest.mark.slow)]
-)
-def test_each_method_leaves_its_picture_and_its_numbers(draw, methods):
-    drawn = draw(*methods)
+def test_each_method_leaves_its_picture_and_its_numbers(drawn):
     files = {path.name for path in drawn.iterdir()}
-    assert files == {*(f"{name}.png" for name in methods), "summary.md", "config.json"}
+    assert files == {"otfusion.png", "pfnm.png", "summary.md", "config.json"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn.glob("*.png"))
     summary = (drawn / "summary.md").read_text()
     # Clients of one start keep their units, and then OTFusion is FedAvg.
@@ -38,8 +28,7 @@ def test_each_method_leaves_its_picture_and_its_numbers(draw, methods):
     assert stay == ["64", "64"]
 
 
-def test_the_same_folder_is_drawn_again_and_another_experiment_is_refused(draw, capsys):
-    drawn = draw("otfusion")
+def test_the_same_folder_is_drawn_again_and_another_experiment_is_refused(drawn, capsys):
     other = ["--epochs", "3", *SMALL[2:], "--algorithms", "otfusion", "--out", str(drawn)]
     assert command.main(other) == 1
     assert "another experiment" in capsys.readouterr().err

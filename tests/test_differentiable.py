@@ -70,7 +70,7 @@ def test_merges_are_mapped_over_damping(world):
     start, federation, models = world
     make = METHODS["K-FAC"]
     updates = merging.summarize(make(damping=1.0), models, federation, key=jax.random.key(0))
-    values = [0.0, 0.1]
+    values = [0.0, 0.1, 1.0]
 
     def merged(damping):
         return merging.merge(make(damping=damping), start, updates)

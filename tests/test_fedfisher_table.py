@@ -288,8 +288,6 @@ def test_fedov_is_foretold_from_its_clients_and_a_few_epochs_of_its_student(voti
     assert found.distillation == 0
 
 
-# That the probe compiles what runs need is held above, FedOV's run by tests/harness/test_votes.py.
-@pytest.mark.slow
 def test_the_probe_compiles_what_fedov_needs(voting, compilations):
     forecast.probe(voting)
     federation, aside = votes.split(*voting[1].federations.values(), jax.random.key(5))

@@ -137,9 +137,7 @@ def test_the_partition_is_the_authors(reference, shared):
 
 
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.parametrize(
-    "structure", [fj.fisher.kfac, pytest.param(fj.fisher.diagonal, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("structure", [fj.fisher.kfac, fj.fisher.diagonal])
 def test_fisher_information_of_the_smallest_client_is_the_authors(
     reference, shared, model, structure
 ):
