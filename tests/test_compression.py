@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -118,6 +118,7 @@ def _worst(left, right):
 
 @QUICK
 @given(ROUNDED)
+@example((np.full(7, np.finfo(np.float32).tiny), 24))  # a level is no normal number
 def test_rounding_is_within_half_a_level_and_done_once(case):
     x, bits = case
     codecs = (quantized(bits),)
@@ -125,12 +126,10 @@ def test_rounding_is_within_half_a_level_and_done_once(case):
     found = np.asarray(found["x"])
     bound = np.abs(x).max() / (2 * (2 ** (bits - 1) - 1))
     assert found.shape == x.shape
-    # A level below the smallest normal number is zero in a compiled program, and all with it.
-    lost = np.finfo(np.float32).tiny * 2.0 ** (bits - 1)
-    assert np.abs(found - x).max() <= bound * (1 + 1e-5) + 2e-7 * np.abs(x).max() + lost
+    assert np.abs(found - x).max() <= bound * (1 + 1e-5) + 2e-7 * np.abs(x).max()
     # What has been rounded is not changed by rounding.
     [again], _ = _there_and_back(codecs, {"x": found})
-    np.testing.assert_allclose(again["x"], found, rtol=1e-6, atol=1e-7 * np.abs(x).max() + lost)
+    np.testing.assert_allclose(again["x"], found, rtol=1e-6, atol=1e-7 * np.abs(x).max())
     if x.size > 1:
         assert compression.size(packed) == math.ceil(x.size * bits / 8) + 4
     else:  # one number is sent as it is
