@@ -14,7 +14,6 @@ whose products and squares leave the range of float32, are solved like those of 
 diagonals that are not damped keep their units: a quotient stays in range by itself.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fisherjax import checks, tree
-from fisherjax.fisher import Diagonal, Kronecker, KroneckerSum, Operator, coarse
+from fisherjax import checks, preconditioning, tree
+from fisherjax.fisher import Diagonal, Kronecker, Operator, coarse
 from fisherjax.typing import Array, Params
 
 
@@ -97,28 +96,18 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
         [6.] [4.]
 
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, equation 7, which weights clients
-        equally and has no damping; its code weights by p_i, as here. The preconditioner is the
-        damped inverse of (sum_i p_i A_i) (x) (sum_i p_i G_i), of wide layers a solve in few
-        directions (`coarse`), of diagonals their inverse. There is none without damping: in a
-        singular system it would move what has no curvature.
+        equally and has no damping; its code weights by p_i, as here. What is damped comes with a
+        preconditioner (`preconditioning`).
     """
     checks.number("damping", damping)
     weights = _checked(weights, jax.tree.leaves(params)[0].shape[0])
     fishers, votes, system = _scaled_clients(fishers, params, weights, damping)
     # Products of clients are added, not operators: Kronecker factors do not add up.
     problem = _problem(fishers, Partial(_weighted_mv, fishers, votes), system)
-    # Whether a traced damping is zero is decided leaf by leaf.
-    if not checks.is_traced(damping) and damping == 0:
+    if not _damped(damping):
         return problem
-    if isinstance(fishers, Diagonal):
-        return _by_entries(problem, system["strengths"])
-    if isinstance(fishers, Kronecker):
-        inverse, wide = _approximate_inverse(fishers, votes, system["strengths"])
-        if not wide:
-            return problem._replace(precondition=Partial(Kronecker.block_mv, inverse))
-        slack = jnp.asarray(coarse.SLACK)
-        problem = problem._replace(precondition=Partial(_turned, inverse, wide), slack=slack)
-    return problem
+    precondition, slack = preconditioning.of_clients(fishers, votes, system["strengths"])
+    return problem._replace(precondition=precondition, slack=slack)
 
 
 def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
@@ -146,21 +135,15 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
 def from_sums(totals: Sums, damping: float) -> Quadratic:
     """Set up the same quadratic from what `sums` gives; damping is that of `quadratic`.
 
-    A `KroneckerSum` of weight one serves too. Its first term, if damped, is the preconditioner, and
-    of a diagonal the inverse.
+    A `KroneckerSum` of weight one serves too.
     """
     checks.number("damping", damping)
-    damped = checks.is_traced(damping) or damping > 0
+    damped = _damped(damping)
     fisher, system = _scaled_sums(totals, damping, damped)
     problem = _problem(fisher, Partial(type(fisher).block_mv, fisher), system)
     if not damped:
         return problem
-    if isinstance(fisher, Diagonal):
-        return _by_entries(problem, system["strengths"])
-    if isinstance(fisher, KroneckerSum):
-        inverse = _leading_inverse(fisher, system["strengths"])
-        problem = problem._replace(precondition=Partial(Kronecker.block_mv, inverse))
-    return problem
+    return problem._replace(precondition=preconditioning.of_sums(fisher, system["strengths"]))
 
 
 def in_fisher_units(problem: Quadratic) -> Quadratic:
@@ -195,11 +178,9 @@ def _problem(operator: Operator, matvec: Partial, system: dict[str, Any]) -> Qua
     return Quadratic(matvec, restore=restore, is_diagonal=isinstance(operator, Diagonal), **system)
 
 
-def _by_entries(problem: Quadratic, strengths: Any) -> Quadratic:
-    entries = problem.matvec(jax.tree.map(jnp.ones_like, problem.init))
-    # How fast the server solves has no derivative.
-    entries, strengths = jax.lax.stop_gradient((entries, strengths))
-    return problem._replace(precondition=Partial(_divided, entries, strengths))
+def _damped(damping: Array | float) -> bool:
+    # Whether a traced damping is zero is decided leaf by leaf.
+    return checks.is_traced(damping) or bool(damping > 0)
 
 
 def _system(operator: Operator, damping: Array, product: Any, **system: Any) -> dict[str, Any]:
@@ -246,33 +227,6 @@ def _scaled_sums(totals: Sums, damping: Array, damped: bool) -> tuple[Operator, 
     return fisher, _system(fisher, damping, product, **system)
 
 
-@jax.jit
-def _approximate_inverse(
-    fishers: Kronecker, votes: Any, strengths: Any
-) -> tuple[Kronecker, dict[str, coarse.Coarse]]:
-    """Invert the mean of the clients, but for wide layers, which are answered otherwise."""
-
-    def average(factor: dict[str, Array], vote: Array) -> dict[str, Array]:
-        # The votes' sum goes to one side: the product has the scale of the clients' products.
-        return tree.weighted_sum(factor, vote / jnp.sqrt(jnp.where(vote.any(), vote.sum(), 1)))
-
-    fishers, factors = coarse.apart(fishers)
-    wide = {n: coarse.coarse(f, votes[n], strengths[n]) for n, f in factors.items()}
-    factors = {name: average(factor, votes[name]) for name, factor in fishers.factors.items()}
-    entries = {name: tree.weighted_sum(f, votes[name]) for name, f in fishers.entries.items()}
-    mean = dataclasses.replace(fishers, factors=factors, entries=entries)
-    # How fast the server solves has no derivative.
-    mean, strengths = jax.lax.stop_gradient((mean, strengths))
-    return mean.inverse(strengths), wide
-
-
-@jax.jit
-def _leading_inverse(fisher: KroneckerSum, strengths: Any) -> Kronecker:
-    # How fast the server solves has no derivative.
-    first, strengths = jax.lax.stop_gradient((fisher.leading(), strengths))
-    return first.inverse(strengths)
-
-
 def _blocks(fisher: Operator, params: Params) -> Any:
     # Wide before anything is multiplied: sums in bfloat16 lose their small terms.
     dtype = jnp.result_type(jnp.float32, *jax.tree.leaves((fisher, params)))
@@ -292,18 +246,8 @@ def _weighted_mv(fishers: Operator, votes: Any, blocks: Any) -> Any:
     return sums | wide if wide else sums
 
 
-def _turned(inverse: Kronecker, wide: dict[str, coarse.Coarse], blocks: Any) -> Any:
-    answers = {name: coarse.precondition(own, blocks[name]) for name, own in wide.items()}
-    return inverse.block_mv(blocks) | answers
-
-
 def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:
     return _pull(matvec(blocks), strengths, blocks)
-
-
-def _divided(entries: Any, strengths: Any, blocks: Any) -> Any:
-    # Where a block is not damped, or has no curvature at all, the identity stands in.
-    return jax.tree.map(lambda a, s, b: b / jnp.where(s > 0, a, 1), entries, strengths, blocks)
 
 
 def _known(exponents: Any) -> Any:

@@ -37,6 +37,7 @@ ORDER = [
     "local_update",
     "training",
     "fisher",
+    "preconditioning",
     "quadratic",
     "solvers",
     "distillation",
@@ -66,7 +67,7 @@ SHARED = [
 ]
 
 LATER = {"networks"}  # imported when it is first used
-INSIDE = {"compat", "cinic10", "__main__"}  # not for users
+INSIDE = {"compat", "cinic10", "preconditioning", "__main__"}  # not for users
 
 ALONE = {  # who may import what the rest must not see
     "kfac_jax": {"compat"},

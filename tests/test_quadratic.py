@@ -291,6 +291,7 @@ def test_a_damped_diagonal_takes_one_product(clients, weights):
     for problem in (
         quadratic.quadratic(fishers, models, weights, 0.1),
         quadratic.from_sums(totals, 0.1),
+        quadratic.from_sums(totals, jnp.asarray(0.1)),
     ):
         info = solvers.conjugate_gradients(1e-6)(problem).info
         assert set(map(int, jax.tree.leaves(info.iterations))) == {1}

@@ -49,7 +49,7 @@ class Codes(Encoded):
         bits = jnp.unpackbits(self.packed, count=count * self.bits).reshape(count, self.bits)
         place = jnp.arange(self.bits - 1, -1, -1)
         codes = (bits.astype(jnp.int32) << place).sum(1) - levels
-        # The quotient first: XLA would divide `largest`, and may find a level too small for float32.
+        # The quotient first: XLA would divide `largest`, and find a level too small for float32.
         values = self.largest * jax.lax.optimization_barrier(codes / levels)
         return values.astype(self.dtype).reshape(self.shape)
 
