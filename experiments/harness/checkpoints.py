@@ -40,7 +40,7 @@ class Checkpoint(NamedTuple):
 
 
 class _Files(ocp.AsyncCheckpointHandler):
-    """Write our files where orbax says."""
+    """Write our files where orbax says, and read them again."""
 
     def save(self, directory: Path, args: Any) -> None:
         folder = Path(directory)
@@ -52,8 +52,10 @@ class _Files(ocp.AsyncCheckpointHandler):
         # All the same: from a thread of its own orbax would log an error, with a traceback.
         self.save(directory, args)
 
-    def restore(self, directory: Path, args: Any = None) -> None:
-        raise NotImplementedError("files are read when their sums are right, without orbax")
+    def restore(self, directory: Path, args: Any = None) -> "_Contents":
+        del args
+        arrays = fj.files.load_arrays(Path(directory) / ARRAYS)
+        return _Contents(arrays, (Path(directory) / RECORD).read_text())
 
 
 @ocp.args.register_with_handler(_Files, for_save=True, for_restore=True)
@@ -142,7 +144,9 @@ def _damage(folder: Path) -> str:
 
 
 def _read(checkpoint: Path, like: Any) -> tuple[Any, list]:
-    record = json.loads((checkpoint / _FILES / RECORD).read_text())
+    # When the sums are right, which orbax does not look at.
+    contents = _Files().restore(checkpoint / _FILES)
+    record = json.loads(contents.record)
     pairs = itertools.zip_longest(record["leaves"], _described(like), fillvalue="nothing more")
     for was, now in pairs:
         if was != now:
@@ -150,8 +154,7 @@ def _read(checkpoint: Path, like: Any) -> tuple[Any, list]:
                 f"{checkpoint} is of another state: it holds {was} where this run has {now}. "
                 "Choose another folder, or delete that one"
             )
-    arrays = fj.files.load_arrays(checkpoint / _FILES / ARRAYS)
-    restored = [_like(arrays[name], leaf) for name, leaf in _named(like)]
+    restored = [_like(contents.arrays[name], leaf) for name, leaf in _named(like)]
     return jax.tree.unflatten(jax.tree.structure(like), restored), record["rows"]
 
 
