@@ -89,10 +89,7 @@ def _descended(
     size: Any,
     limits: tuple[Array, Array, bool, bool],
 ) -> tuple[Any, Any, Any]:
-    """Solve from zero, to residuals of half of `tolerance` times size, or rhs if that is zero.
-
-    Half, as the residual that is carried along drifts by rounding from that of the answer.
-    """
+    """Solve from zero, to residuals of `tolerance` times size, or rhs if that is zero."""
     tolerance, max_iterations, at_scale_one, is_flexible = limits
     structure = jax.tree.structure(rhs)
 
@@ -116,7 +113,12 @@ def _descended(
     units = _map(tree.unit, rhs)
     rhs = _map(jnp.divide, rhs, units)
     sizes, squares = stacked(_map(jnp.divide, size, units)), dots(rhs, rhs)
-    bounds = jnp.square(tolerance / 2) * jnp.where(sizes > 0, jnp.square(sizes), squares)
+    judged = jnp.where(sizes > 0, sizes, jnp.sqrt(squares))
+    goals = tolerance * judged
+    # The residual that is carried along drifts by rounding from that of the answer: by more, the
+    # longer the first one is beside what it is judged by.
+    drifts = 64 * jnp.finfo(goals.dtype).eps * jnp.maximum(judged, jnp.sqrt(squares))
+    bounds = jnp.square(jnp.maximum(goals - drifts, goals / 2))
 
     def turn(r: Any) -> Any:
         return _map(jnp.divide, precondition(r), steps)
