@@ -160,6 +160,31 @@ def test_a_start_far_away_is_no_excuse(x64):
     np.testing.assert_allclose(scales * solved.params, 1, atol=1e-8 * np.sqrt(30))
 
 
+def of_condition(condition, dtype):
+    """Draw a system of 60 unknowns whose eigenvalues spread evenly, as orders of magnitude."""
+    random = np.random.default_rng(4)
+    basis, _ = np.linalg.qr(random.normal(size=(60, 60)))
+    matrix = jnp.asarray(basis * np.geomspace(1 / condition, 1, 60) @ basis.T, dtype)
+    rhs, init = (jnp.asarray(random.normal(size=60), dtype) for _ in range(2))
+    return Quadratic(Partial(jnp.matmul, matrix), matrix @ rhs, init)
+
+
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-6])
+def test_conjugate_gradients_take_no_product_more_than_the_tolerance_needs(x64, tolerance):
+    problem = of_condition(50.0, float)
+    found = solvers.conjugate_gradients(tolerance)(problem).info
+    assert found.status == solvers.Status.CONVERGED
+    fewer = solvers.conjugate_gradients(tolerance, max_iterations=int(found.iterations) - 1)
+    assert fewer(problem).info.residual > tolerance
+
+
+@pytest.mark.parametrize("condition", [300.0, 800.0])
+def test_rounding_does_not_call_a_leaf_that_is_done_out_of_iterations(condition):
+    """In float32 the residual that is carried along is not that of the answer."""
+    info = solvers.conjugate_gradients(1e-6)(of_condition(condition, jnp.float32)).info
+    assert info.status == solvers.Status.CONVERGED
+
+
 def test_closed_form_and_conjugate_gradients_agree_on_diagonals(x64):
     diagonal = jnp.array([0.0, 1.0, 2.0, 3.0, 5.0])
     problem = diagonal_system(diagonal, diagonal * vector(0), vector(1))
