@@ -252,6 +252,12 @@ def test_a_suite_has_a_function_and_fills_in_all_that_it_knows(suite):
             assert getattr(filled, name) == value
 
 
+@pytest.mark.parametrize("written", ["--suite {}", "--suite={}"])
+def test_every_core_is_a_device_for_what_is_spread_over_them(written):
+    found = {s for s in config.SUITES if command._spreads([*written.format(s).split(), "--out", "x"])}
+    assert found == {"devices", "pipeline"}
+
+
 def test_files_hold_every_number_with_the_machine_and_the_configuration(tmp_path):
     asked_for = config.filled(config.Config("server", tmp_path, adam_steps=3))
     case = Case("fisherjax, solve", lambda: jnp.ones(2), facts=lambda x: {"size": x.size})
