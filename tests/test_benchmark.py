@@ -254,7 +254,9 @@ def test_a_suite_has_a_function_and_fills_in_all_that_it_knows(suite):
 
 @pytest.mark.parametrize("written", ["--suite {}", "--suite={}"])
 def test_every_core_is_a_device_for_what_is_spread_over_them(written):
-    found = {s for s in config.SUITES if command._spreads([*written.format(s).split(), "--out", "x"])}
+    found = {
+        s for s in config.SUITES if command._spreads([*written.format(s).split(), "--out", "x"])
+    }
     assert found == {"devices", "pipeline"}
 
 
