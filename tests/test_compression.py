@@ -301,6 +301,8 @@ def _streamed(values, costs, budget):
 
 @QUICK
 @given(st.integers(0, 2**31), st.sampled_from([0.3, 2.0, 9.0]))
+@example(1, 2.0)
+@example(54, 0.3)
 def test_columns_of_any_width_come_back_to_half_a_step(seed, each):
     source = np.random.default_rng(seed)
     shapes = [(3, 4), (7,), (5, 1), (1, 3)]

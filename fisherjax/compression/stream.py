@@ -143,6 +143,10 @@ def _written(columns: list[Array], steps: list[Array], widths: list[Array], budg
     for x, step, own in zip(columns, steps, widths, strict=True):
         own = jnp.broadcast_to(own, x.shape).ravel()
         whole = jnp.round(jnp.nan_to_num(x / step)).ravel().astype(jnp.int32)
+        # The level found is where a largest number is about to need one bit more, and rounded in
+        # another program than the widths it may.
+        most = (1 << jnp.maximum(own - 1, 0)) - 1
+        whole = jnp.clip(whole, -most, most)
         # From one: zero bits hold zero.
         code.append(jnp.where(own > 0, whole + (1 << jnp.maximum(own - 1, 0)), 0))
         width.append(own)
