@@ -36,6 +36,9 @@ demo: $(VENV)/.base ## Install and run the digits experiment (about two minutes)
 test: $(VENV)/.dev ## Run the fast tests and the examples of the documentation
 	$(VENV)/bin/python $(PYTEST)
 
+test-long: $(VENV)/.dev ## Run the tests of more than about two seconds that are not slow
+	$(VENV)/bin/python $(PYTEST) -m "long and not slow" tests
+
 test-slow: $(VENV)/.dev ## Run every test
 	$(VENV)/bin/python $(PYTEST) -m ""
 
@@ -108,4 +111,4 @@ define environment
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help demo test test-slow test-oldest test-newest lint format notebook notebook-update wheel clean
+.PHONY: help demo test test-long test-slow test-oldest test-newest lint format notebook notebook-update wheel clean

@@ -86,6 +86,7 @@ def test_pixels_are_those_that_networks_train_on():
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.long
 def test_factors_pull_images_to_those_that_have_them(world):
     network, model, weights = world
     noise = np.random.default_rng(5).normal(size=(3, gan.NOISE)).clip(-1, 1).astype(np.float32)

@@ -68,6 +68,7 @@ def _judged(params, stats, x):
     return Small().apply({"params": params, "batch_stats": stats}, x)
 
 
+@pytest.mark.long
 def test_a_client_trains_as_by_flax_alone(world, key):
     """Whole and short minibatches, and every running statistic."""
     federation, start, model = world
@@ -112,6 +113,7 @@ OFTEN = {"fedavg", "fisher_merge", "fedfisher_kfac", "regmean", "scaffold"}
 MERGES = [name for name in TABLE if name not in ("fednova", "otfusion")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in MERGES]
 )
@@ -158,6 +160,7 @@ def test_statistics_have_no_curvature_and_the_rest_has_its_own(world, fisher):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(whole["moments"]))
 
 
+@pytest.mark.long
 def test_rounds_go_on_from_the_averaged_statistics(world, key):
     federation, start, model = world
     experiment = rounds.federated(model, algorithms.fedavg(), cohort=4, optimizer=SGD, **HOW)

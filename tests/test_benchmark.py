@@ -157,6 +157,7 @@ def test_one_full_batch_step_in_pytorch_has_the_loss_of_ours():
     assert theirs == pytest.approx(float(mean), rel=1e-4)
 
 
+@pytest.mark.long
 def test_rounds_by_either_dispatch_average_the_same_models():
     images, labels = synthetic((3, 3, 1), 6)
     network = fj.networks.MLP((5,))

@@ -94,6 +94,7 @@ def flip(file: Path, offset: int, bit: int = 0) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.long
 @settings(
     max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

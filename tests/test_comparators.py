@@ -16,6 +16,7 @@ def drawn(tmp_path_factory):
     return out
 
 
+@pytest.mark.long
 def test_each_method_leaves_its_picture_and_its_numbers(drawn):
     files = {path.name for path in drawn.iterdir()}
     assert files == {"otfusion.png", "pfnm.png", "summary.md", "config.json"}

@@ -174,6 +174,7 @@ def test_the_papers_codec_takes_the_bytes_of_its_formula(name, bits, rank, ratio
 # --- symmetric matrices
 
 
+@pytest.mark.long
 def test_triangles_lose_nothing(sent):
     for name in ("kfac", "full", "regmean"):
         plain, method = sent[name], compressed(METHODS[name], triangles())
@@ -299,6 +300,7 @@ def _streamed(values, costs, budget):
     return steps, widths, bits, _read(slots, bits)
 
 
+@pytest.mark.long
 @QUICK
 @given(st.integers(0, 2**31), st.sampled_from([0.3, 2.0, 9.0]))
 @example(1, 2.0)
@@ -333,6 +335,7 @@ def _cost(update, found, weights):
     return float(fj.tree.inner(way, true.matvec(way)))
 
 
+@pytest.mark.long
 def test_more_bytes_are_a_better_merge(trained, sent):
     weights, update, start = jnp.array([0.4, 0.6]), sent["kfac"], trained.start
     sizes, lost = (0.7, 1.0, 1.4), []
@@ -381,6 +384,7 @@ def test_the_unit_of_the_fishers_does_not_move_bits():
             np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.long
 def test_a_client_without_curvature_keeps_its_weights_and_one_that_diverged_is_named(sent):
     update = sent["kfac"]
     silent = jax.tree.map(np.zeros_like, update.values["fisher"])
@@ -405,6 +409,7 @@ def test_a_client_without_curvature_keeps_its_weights_and_one_that_diverged_is_n
 # --- algorithms
 
 
+@pytest.mark.long
 def test_rounds_carry_what_is_sent_and_count_it(compilations, trained):
     codec = compose(differences(), quantized(12))
     method = compressed(METHODS["diagonal"], codec)
@@ -435,6 +440,7 @@ def test_rounds_carry_what_is_sent_and_count_it(compilations, trained):
     assert count() == 0
 
 
+@pytest.mark.long
 def test_messages_that_follow_are_compressed_alike():
     method = fj.algorithms.natural_gradient(MODEL)
     small = compressed(method, quantized(16))

@@ -20,6 +20,7 @@ def run(tmp_path_factory):
     return out
 
 
+@pytest.mark.long
 def test_a_run_leaves_bytes_and_accuracies_and_the_figure(run):
     _, *lines = (run / "results.csv").read_text().splitlines()
     found = {tuple(line.split(",")[:2]): line.split(",")[2:] for line in lines if '"' not in line}
@@ -58,6 +59,7 @@ def test_bad_options_are_refused_by_name(options, words, tmp_path, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_code_of_the_page_runs_and_prints_what_stands_under_it(capsys):
     page = (Path(__file__).resolve().parents[1] / "docs/compression.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]

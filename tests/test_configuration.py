@@ -201,6 +201,7 @@ def test_kinds_may_hold_any_constants(scale):
     algorithms.fedfisher(MODEL, kind=kind)
 
 
+@pytest.mark.long
 def test_an_algorithm_made_in_a_loop_compiles_once(key, compilations):
     trained = Trained({"w": jnp.ones((2, 2, 1))})
     federation = clients.federation((jnp.ones((5, 2)), jnp.ones((5, 1))), [[0, 1, 2], [3, 4]])

@@ -68,6 +68,7 @@ def assert_read_as_by_its_maker(splits, name, sizes, folder):
             assert split.targets[row] == source[row]["label"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PREPARED)
 def test_a_prepared_data_set_is_read_as_its_maker_reads_it(prepared, shared, name):
     assert_read_as_by_its_maker(prepared(name), name, (BEGINNING, BEGINNING), shared / "data")

@@ -49,6 +49,7 @@ def world(x64):
 SELDOM = {"diagonal", "full", "sequential", "FedLPA"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SELDOM else n for n in METHODS]
 )
@@ -66,6 +67,7 @@ def test_derivatives_agree_with_finite_differences(world, name):
     check_grads(jax.jit(merged), at, order=1, modes=("fwd", "rev"), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_merges_are_mapped_over_damping(world):
     start, federation, models = world
     make = METHODS["K-FAC"]

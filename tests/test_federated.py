@@ -61,6 +61,7 @@ def finished(tmp_path_factory):
     return out
 
 
+@pytest.mark.long
 def test_a_run_leaves_its_configuration_numbers_table_pictures_and_models(finished):
     for name in ("config.json", "results.csv", "summary.md", "curves.png", "barrier.png"):
         assert (finished / name).stat().st_size > 0, name
@@ -251,6 +252,7 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_line_with_the_path_and_leaves_the_last_good_state(
     unfinished, whole, capfd
 ):
@@ -347,6 +349,7 @@ def test_a_changed_configuration_is_refused_by_name(whole, capsys):
     assert "learning_rate was 0.05, is 0.5" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "algorithm", ["scaffold", pytest.param("fedfisher_kfac", marks=pytest.mark.slow)]
 )
@@ -356,6 +359,7 @@ def test_other_algorithms_run_in_the_same_loop(tmp_path, algorithm):
     assert values(rows_of(tmp_path), algorithm=algorithm, split="test", metric="accuracy")
 
 
+@pytest.mark.long
 def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
     def algorithm(*words):
         asked = federated.parse([*SMALL, "--algorithms", name, *words])

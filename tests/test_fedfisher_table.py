@@ -44,6 +44,7 @@ def row(algorithm, value, metric="accuracy", **more):
 # Content
 
 
+@pytest.mark.long
 def test_every_cell_and_seed_leaves_its_run_and_its_label_table(finished):
     folders = {path.name for path in (finished / "digits").iterdir()}
     assert folders == {f"m{number}-alpha0.5-seed{seed}" for number in (3, 4) for seed in (0, 1)}
@@ -179,6 +180,7 @@ def test_a_finished_grid_computes_nothing_and_an_unfinished_one_what_is_missing(
     assert took.sub("", (finished / "table.csv").read_text()) == took.sub("", before)
 
 
+@pytest.mark.long
 def test_a_killed_grid_has_the_table_of_what_was_finished(finished, tmp_path, monkeypatch):
     run, calls = one_round.run, []
 
@@ -212,6 +214,7 @@ def ready():
     return tasks.one_rounds(list(fedfisher.units(grid).values()))
 
 
+@pytest.mark.long
 def test_the_probe_compiles_what_the_runs_need(ready, compilations):
     found = forecast.probe(ready)
     assert min(found[:2]) > 0
@@ -288,6 +291,7 @@ def test_fedov_is_foretold_from_its_clients_and_a_few_epochs_of_its_student(voti
     assert found.distillation == 0
 
 
+@pytest.mark.long
 def test_the_probe_compiles_what_fedov_needs(voting, compilations):
     forecast.probe(voting)
     federation, aside = votes.split(*voting[1].federations.values(), jax.random.key(5))

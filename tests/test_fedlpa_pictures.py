@@ -57,6 +57,7 @@ def test_the_approximation_is_exact_where_clients_agree_on_the_inputs():
     assert not np.allclose(fused["fedlpa"], fused["fedfisher_full"])
 
 
+@pytest.mark.long
 def test_fused_layers_are_what_the_library_merges(x64):
     """Residuals of a linear model are the tangents of the Gaussian likelihood."""
     inputs, tangents, means = gaussians.draw_layers(3, num_examples=20)
@@ -87,6 +88,7 @@ def test_fused_layers_are_what_the_library_merges(x64):
         assert np.allclose(merged["w"].ravel(), fused[name], atol=1e-6), name
 
 
+@pytest.mark.long
 def test_kronecker_blocks_couple_no_two_layers_and_full_ones_have_the_true_diagonal(blocks):
     ends = np.cumsum([*blocks.sizes.values()])
     assert blocks.full.shape == blocks.kronecker.shape == (ends[-1], ends[-1])
@@ -97,6 +99,7 @@ def test_kronecker_blocks_couple_no_two_layers_and_full_ones_have_the_true_diago
     assert np.linalg.eigvalsh(blocks.full).min() > -1e-6 * np.abs(blocks.full).max()
 
 
+@pytest.mark.long
 def test_kronecker_factors_of_one_example_are_exact_in_a_dense_layer_only():
     one = fisher_blocks.compute(fj.datasets.load("digits")[0], num_examples=1, epochs=1, seed=0)
     found = fisher_blocks.similarities(one)

@@ -53,6 +53,7 @@ def forward(params, x):
     return x
 
 
+@pytest.mark.long
 def test_clients_see_inputs_in_all_of_their_support_and_nowhere_else(runs):
     assert cells(runs) == [(overlap, seed) for overlap in SUPPORTS for seed in SEEDS]
     for run, (overlap, _) in enumerate(cells(runs)):
@@ -143,6 +144,7 @@ def test_a_run_depends_on_no_other_and_compiles_nothing_anew(runs, compilations)
         assert not np.allclose(before[::2], now[1::2], atol=1e-3)
 
 
+@pytest.mark.long
 def test_fedfish_is_the_mean_weighted_by_squared_derivatives_of_the_function(runs, merged):
     apply = toy_regression.model(SETTING.width).apply
 
@@ -218,6 +220,7 @@ def test_the_barriers_in_the_file_are_those_of_the_models(runs, merged):
                 assert np.isclose(found[client], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_command_leaves_pictures_numbers_and_the_table_of_them(tmp_path, capsys):
     words = "--num-seeds 2 --num-points 12 --width 6 --steps 20 --learning-rate 0.02 --drawn-seed 1"
     words += f" --others fedfisher_kfac --out {tmp_path}"

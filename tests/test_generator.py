@@ -45,6 +45,7 @@ def test_a_generator_has_as_many_weights_as_the_papers_say():
     assert size((28, 28, 1), width=8) == narrow
 
 
+@pytest.mark.long
 def test_images_lie_between_black_and_white_and_depend_on_all_noise_of_a_batch():
     shape = (8, 12, 3)
     made = jax.jit(partial(nn.init_generator, noise=16, shape=shape))(KEY)

@@ -37,6 +37,7 @@ def run(tmp_path_factory):
     return out
 
 
+@pytest.mark.long
 def test_a_run_leaves_each_accuracy_and_the_figure(run):
     _, *lines = (run / "results.csv").read_text().splitlines()
     kinds = ("true", "curvature_propagation", "sampled", "empirical")

@@ -44,6 +44,7 @@ def network():
     return fj.Model(apply, fj.likelihoods.categorical), params
 
 
+@pytest.mark.long
 def test_training_never_gathers_the_clients_images(network):
     model, params = network
     optimizer = optax.sgd(0.1)
@@ -57,6 +58,7 @@ def test_training_never_gathers_the_clients_images(network):
     assert large - small < images / 4
 
 
+@pytest.mark.long
 def test_scratch_is_set_by_the_chunk_and_the_rest_is_one_model_a_client():
     """Twice the clients on the same data need no more scratch, and no optimiser state is kept."""
     params = {"w": jnp.zeros((64, 10))}
@@ -85,6 +87,7 @@ def test_scratch_is_set_by_the_chunk_and_the_rest_is_one_model_a_client():
     assert need(60, 4, progress=print).resident - few.resident > 60 * 1.9 * model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [False, True])
 def test_what_was_predicted_is_not_compiled_again(mesh, caplog):
     data = np.zeros((12, 5), np.float32), np.zeros(12, np.int32)

@@ -177,6 +177,7 @@ def test_merges_may_be_mapped_over_weights():
 # Any pytree of params.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "container"),
     [
@@ -232,6 +233,7 @@ def test_params_may_be_lists_of_pairs(name, container):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fedfisher_full", "fisher_merge")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["regmean", "fedfisher_kfac", *SLOW])
 def test_lists_of_pairs_are_taken_apart_into_layers(name):
     def network(params, x):
@@ -445,6 +447,7 @@ def test_an_exchange_of_several_messages_is_played_to_its_end():
     chex.assert_trees_all_equal((params, state, info), second[2:])
 
 
+@pytest.mark.long
 def test_an_exchange_refuses_what_is_no_algorithm_or_federation():
     data = np.ones((2, 1), np.float32), np.zeros(2)
     federation = clients.federation(data, [[0], [1]])

@@ -56,6 +56,7 @@ def test_parameters_are_uniform_within_one_over_the_root_of_fan_in(key, model):
         np.testing.assert_allclose(kernel.std(), bound / 3**0.5, rtol=2 / kernel.size**0.5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", [networks.LeNet(use_bias=True), networks.CNN(num_classes=7)])
 def test_the_convolutional_networks_compute_what_they_say(x64, key, model):
     images = np.random.default_rng(0).normal(size=(3, 28, 28, 2))
@@ -191,6 +192,7 @@ def tokens():
     return np.random.default_rng(0).integers(0, 7, (3, 6))
 
 
+@pytest.mark.long
 def test_the_transformer_computes_what_it_says(x64, key, tokens):
     params, draw = init(TINY, key, tokens), np.random.default_rng(1).normal
     # Biases and norms start at 0 and 1, where a mistake with them would not show.
@@ -261,6 +263,7 @@ def test_accuracy_of_a_transformer_is_that_of_the_next_token(x64, key, tokens):
     np.testing.assert_allclose(metrics.accuracy(model, params, wrong), 13 / 18, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_kfac_covers_every_leaf_of_a_transformer(key, tokens):
     model = TINY.clone(num_layers=1)
     params = init(model, key, tokens)

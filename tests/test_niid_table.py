@@ -51,6 +51,7 @@ def rows_of(cell: Cell, seed: int, accuracy: float) -> list[Row]:
     ]
 
 
+@pytest.mark.long
 def test_every_cell_and_seed_leaves_its_run_and_its_label_table(finished):
     folders = {path.name for path in (finished / "digits").iterdir()}
     cells = ("niid_bench0.5", "classes_per_client2")
@@ -75,6 +76,7 @@ def test_the_table_averages_the_runs(finished):
     assert f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}" in text
 
 
+@pytest.mark.long
 def test_a_finished_grid_computes_nothing_and_an_unfinished_one_what_is_missing(
     finished, compilations
 ):
@@ -101,6 +103,7 @@ def exchanged(tmp_path_factory):
     return out
 
 
+@pytest.mark.long
 def test_exchanges_without_training_are_columns_of_their_last_round(exchanged):
     with open(exchanged / "table.csv", newline="") as file:
         table = {(x["partition"], x["algorithm"]): x for x in csv.DictReader(file)}

@@ -38,6 +38,7 @@ def assert_close(ours, theirs, tolerance=1e-12):
     )
 
 
+@pytest.mark.long
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

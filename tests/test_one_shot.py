@@ -48,6 +48,7 @@ def whole(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_a_run_leaves_one_row_for_each_number_and_all_five_files(whole):
     rows = results(whole)
     names = [(row.algorithm, row.partition_seed, row.client) for row in without_time(rows)]
@@ -112,6 +113,7 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path, capsys):
         pass
 
 
+@pytest.mark.long
 def test_a_run_leaves_its_label_table_and_its_curves_and_no_ceiling(tmp_path):
     data = Data(num_clients=10, partition="classes_per_client")
     few = Merging(("fedavg",))

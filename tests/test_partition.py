@@ -68,6 +68,7 @@ def test_fedfisher_cuts_each_shuffled_class_at_the_floor_of_the_cumulated_shares
         assert set(part.tolist()) == set(rows)
 
 
+@pytest.mark.long
 def test_fedfisher_is_the_split_of_the_authors_clients(shared):
     import tensorflow_datasets as tfds
 

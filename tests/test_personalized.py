@@ -209,6 +209,7 @@ def test_the_recipe_of_mnist_m_is_the_difference_of_a_photograph_and_the_digit()
     np.testing.assert_array_equal(found, np.abs(200.0 - np.repeat(digits, 3, -1)))
 
 
+@pytest.mark.long
 def test_the_examples_of_the_page_run_and_print_what_it_says(run_page, capsys):
     page = Path(__file__).parents[1] / "docs" / "personal.md"
     run_page(page)

@@ -83,6 +83,7 @@ def test_the_table_has_no_other_method_that_adds_up():
     assert summing - like_others == METHODS.keys() - {"diagonal", "full", "head", "server"}
 
 
+@pytest.mark.long
 def test_sketches_of_factors_are_refused(world):
     method = algorithms.fedfisher_sketched(MODEL, terms=4)
     wrapped = privacy.private(method, clip=HUGE, noise_multiplier=1.0)
@@ -339,6 +340,7 @@ def test_a_noisy_second_moment_of_features_is_definite(world):
 # Rounds
 
 
+@pytest.mark.long
 def test_a_round_is_private_and_its_second_does_not_compile_again(world, compilations):
     method = privacy.private(algorithms.fedavg(), clip=0.1, noise_multiplier=0.5)
     how = {"cohort": 2, "optimizer": BASE, "epochs": 1, "batch_size": 3}
@@ -394,6 +396,7 @@ def test_epsilon_grows_with_what_is_released_and_falls_with_noise():
     assert cost(ledger_of(0, a=0.0), 2.0) == cost(2.0)
 
 
+@pytest.mark.long
 def test_cohorts_drawn_in_secret_cost_less_and_whole_ones_a_replaced_client():
     cost = partial(privacy.epsilon, 2.0, delta=1e-5, rounds=20)
     few, whole = cost(cohort=(10, 1000)), cost(cohort=(1000, 1000))

@@ -256,6 +256,7 @@ def test_the_problem_crosses_jit_as_data(structure, clients, weights):
         chex.assert_trees_all_close(inside, left, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("structure", ["kronecker"], indirect=True)
 def test_preconditioning_finds_the_same_solution_in_fewer_products(structure, weights):
     """Factors whose eigenvalues span five decades, alike but not equal over clients."""

@@ -12,6 +12,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+@pytest.mark.long
 def test_the_examples_run_and_print_the_numbers_that_stand_under_them(run_page):
     names = run_page(ROOT / "README.md")
     assert names["state"].number == 5

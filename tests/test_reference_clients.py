@@ -117,6 +117,7 @@ def error_of(structure, model: fj.Model, reference: Reference, shared: Path, cli
 
 
 # One client is a fifth of the time of all, and two show which weights are whose.
+@pytest.mark.long
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
     "client", [1, 2, *(pytest.param(other, marks=pytest.mark.slow) for other in (0, 3, 4))]
@@ -136,6 +137,7 @@ def test_the_partition_is_the_authors(reference, shared):
         assert set(own.tolist()) == set(theirs.tolist())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("structure", [fj.fisher.kfac, fj.fisher.diagonal])
 def test_fisher_information_of_the_smallest_client_is_the_authors(
@@ -264,6 +266,7 @@ def merged(few: Path, tmp_path: Path):
 FEW = ("--algorithms", "fisher_merge")
 
 
+@pytest.mark.long
 def test_any_file_leaves_what_one_shot_does(merged, tmp_path, capsys):
     out = tmp_path / "out"
     assert merged(*FEW, "--max-examples", "10") == 0

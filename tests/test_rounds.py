@@ -75,6 +75,7 @@ def assert_same(left, right, tolerance=0.0):
 OFTEN = {"fedprox", "fedfish_last_epoch", "fedfisher_kfac", "scaffold_adam"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
@@ -171,6 +172,7 @@ def test_the_second_round_and_a_second_run_compile_nothing(world, compilations):
     assert count() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_chunk_changes_rounding_only(world, chunk):
     one = play(federated("fedfish", cohort=3), world)
@@ -279,6 +281,7 @@ def test_leaves_that_are_not_trained_take_the_merged_value(world):
     assert np.any(state.params["second"]["kernel"] != world[1]["second"]["kernel"])
 
 
+@pytest.mark.long
 def test_the_proximal_term_holds_clients_back(world):
     def moved(mu):
         [(state, _)] = play(federated(algorithms.fedprox(mu)), world, 1)
@@ -301,6 +304,7 @@ def test_traffic_counts_bytes(world):
         assert federated(name).traffic(params, federation) == expected
 
 
+@pytest.mark.long
 def test_the_barrier_of_a_single_client_is_zero(world):
     federation, _ = world
     for state, done in play(federated(cohort=1), world, 4):

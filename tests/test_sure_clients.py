@@ -79,6 +79,7 @@ def digits():
 
 
 # Fisher merging has the other's diagonal Fishers.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["K-FAC", pytest.param("diagonal", marks=pytest.mark.slow), "Fisher merging"],

@@ -51,6 +51,7 @@ def test_figures_are_pictures_numbers_and_claims(tmp_path):
         assert of["fedavg"] >= steps[0] >= steps[1] >= steps[2] >= of["optimum"]
 
 
+@pytest.mark.long
 def test_seeds_are_the_same_runs_whatever_their_number():
     setting = dataclasses.replace(averaging.FIGURES["features2"][1], rounds=2, ways=("fedavg",))
     few, more = (

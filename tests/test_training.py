@@ -122,6 +122,7 @@ def by_hand(params, batches, data):
     return params, losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_client_is_trained_as_by_hand_on_shuffled_whole_epochs(
     data, partition, federation, params, key, chunk
@@ -162,6 +163,7 @@ def test_a_client_is_trained_the_same_alone_as_beside_a_bigger_one(
     assert_close(together.loss[0], alone.loss[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", [pytest.param(MODEL, marks=pytest.mark.slow), NOISY])
 def test_a_selected_client_trains_as_among_the_others_bit_for_bit(federation, params, key, model):
     together = train(params, federation, key, model)
@@ -267,6 +269,7 @@ def test_apply_train_is_told_which_rows_fill_up_a_minibatch(partition, federatio
         np.testing.assert_array_equal(counted, expected)
 
 
+@pytest.mark.long
 def test_augmented_inputs_are_drawn_in_every_step_and_in_training_only(federation, params, key):
     def drawn_by_hand(params, inputs, key, weights):
         return apply(params, jitter(jax.random.split(key)[0], inputs)), None
@@ -354,6 +357,7 @@ def test_another_number_of_epochs_compiles_nothing(federation, params, key, comp
     assert_same(long.steps[WITH_DATA] * 2, short.steps[WITH_DATA] * 7)
 
 
+@pytest.mark.long
 def test_more_epochs_than_there_was_room_for_are_trained(federation, params, key):
     one = clients.select(federation, [3])
     settings = {"batch_size": 4, "optimizer": optax.sgd(1e-3)}
@@ -393,6 +397,7 @@ WATCHING = watching(OPTIMIZER)
 OWN = {"own": np.arange(2.0 * len(SIZES)).reshape(len(SIZES), 2)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_an_optimiser_keeps_comes_back_of_every_client(
     federation, params, key, chunk, rounding
@@ -486,6 +491,7 @@ def test_no_copy_of_the_clients_images_is_made(key, progress):
     assert need.scratch < images.nbytes < need.resident
 
 
+@pytest.mark.long
 def test_progress_keeps_every_clients_optimiser_and_a_chunk_its_own_only(federation, params, key):
     params["unused"] = np.zeros(1000)
 
@@ -583,6 +589,7 @@ def test_masks_that_do_not_fit_are_refused(federation, params, key, mask, messag
         train(params, federation, key, fj.Model(apply, likelihoods.categorical, mask=mask))
 
 
+@pytest.mark.long
 def test_what_is_no_key_or_federation_is_refused(data, federation, params, key):
     with pytest.raises(TypeError, match=r"jax.random.key\(seed\)"):
         train(params, federation, 0)

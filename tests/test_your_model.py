@@ -26,6 +26,7 @@ def test_every_framework_is_covered(page):
     assert 0.9 < page.normed_kfac.coverage < 1
 
 
+@pytest.mark.long
 def test_the_merges_are_as_good_as_the_page_says(page):
     said = re.search(r"It prints (0\.\d+), (0\.\d+) and (0\.\d+)", PAGE.read_text()).groups()
     fj, model = page.fj, page.linen_model

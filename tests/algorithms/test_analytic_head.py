@@ -44,6 +44,7 @@ def features(params, x):
     return np.concatenate([hidden, np.ones((len(x), 1))], 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("partition", SPLITS, ids=len)
 def test_without_a_ridge_it_is_least_squares_however_examples_are_split(world, partition):
     params, x, labels = world
@@ -111,6 +112,7 @@ def test_sums_stream_and_clients_without_weight_have_no_say(world):
     chex.assert_trees_all_close(silent, alone, rtol=1e-9)
 
 
+@pytest.mark.long
 def test_sequences_are_solved_position_by_position(x64):
     source = np.random.default_rng(0)
     params = {"a": source.normal(size=(3, 4)), "b": np.ones((4, 2))}

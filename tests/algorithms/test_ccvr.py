@@ -55,6 +55,7 @@ def sums(apply, params, x, y, partition):
     return mean_of(method, message.sent.values, federation.weights)
 
 
+@pytest.mark.long
 def test_draws_have_the_classes_shares_means_and_common_covariance(world):
     _, x, y, partition = world
     given = sums(linear, LINEAR, x, y, partition)
@@ -70,6 +71,7 @@ def test_draws_have_the_classes_shares_means_and_common_covariance(world):
     np.testing.assert_allclose(centred.T @ centred / 200_000, within, atol=0.01)
 
 
+@pytest.mark.long
 def test_draws_are_clipped_behind_a_relu_only(world):
     params, x, y, partition = world
     behind = sums(relu, params, x, y, partition)

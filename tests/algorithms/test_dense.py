@@ -49,6 +49,7 @@ def leaves_equal(one, other):
     return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
+@pytest.mark.long
 def test_equal_clients_get_their_model_back(world):
     sent, weights, start = world
     equal = jax.tree.map(lambda x: jnp.stack([x[0], x[0]]), sent)
@@ -57,6 +58,7 @@ def test_equal_clients_get_their_model_back(world):
     np.testing.assert_allclose(info.distillation, 0, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings", [Distillation(), pytest.param(FEDLPA_DISTILLATION, marks=pytest.mark.slow)]
 )
@@ -86,6 +88,7 @@ def test_without_steps_that_count_the_student_is_what_it_began_from(world):
         same(run(algorithm, own)[0], run(kfac, own)[0], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_who_has_no_weight_has_no_influence(world):
     sent, _, start = world
     for weighted in (True, False):
@@ -124,6 +127,7 @@ def test_killed_and_resumed_it_ends_equal_in_every_bit(world):
     same(run(algorithm, world)[0], whole[0], atol=1e-4)
 
 
+@pytest.mark.long
 def test_seeds_run_side_by_side(world):
     sent, weights, start = world
     algorithm, cohort = method(), jnp.arange(2)
@@ -143,6 +147,7 @@ def nearness(params, scale, goal):
     return -scale * sum(jax.tree.leaves(distances))
 
 
+@pytest.mark.long
 def test_a_score_chooses_the_first_of_the_best(world):
     students = []
     run(in_stages(method(), lambda _, work: students.append(work.student)), world)
@@ -159,6 +164,7 @@ def test_a_score_chooses_the_first_of_the_best(world):
     assert leaves_equal(chosen(jnp.nan)[0], run(fedavg(), world)[0])
 
 
+@pytest.mark.long
 def test_leaves_that_are_not_trained_stay(world):
     sent, weights, start = world
     masked = MODEL._replace(mask={"dense1": {"kernel": True}, "dense2": {"kernel": False}})

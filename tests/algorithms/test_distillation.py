@@ -52,6 +52,7 @@ def divergence(t, s):
     return (jnp.exp(t) * (t - s)).sum()
 
 
+@pytest.mark.long
 def test_the_student_descends_with_one_momentum_and_a_loss_of_softened_outputs():
     teachers = [outputs(3.0, -1.0), outputs(-2.0, 2.0)]
     says = 0.75 * teachers[0]["outputs"] + 0.25 * teachers[1]["outputs"]
@@ -86,6 +87,7 @@ def test_labels_are_drawn_alike():
     assert 0.2 < info.synthesis[0] / 100 < 0.8
 
 
+@pytest.mark.long
 def test_teacher_and_student_see_normalised_images():
     teacher, student = outputs(0.0, 0.0), outputs(0.0, 0.0, light=1.0)
     *_, info = distil([teacher], student, normalize=lit, how=STILL)
@@ -112,6 +114,7 @@ def test_images_of_an_epoch_are_others_than_before_and_go_by_the_key():
         assert (images[one] != images[two]).mean() > 0.5
 
 
+@pytest.mark.long
 def test_another_width_is_another_generator():
     teacher = [outputs(1.0, 0.0)]
     narrow, wide = (
@@ -143,6 +146,7 @@ def drawn():
         ]
 
 
+@pytest.mark.long
 def test_the_best_images_are_kept(drawn):
     losses = [float(info.synthesis[0]) for info in drawn]
     assert losses == sorted(losses, reverse=True)
@@ -154,6 +158,7 @@ def test_noise_is_trained_too(drawn):
     assert np.abs(still - moved).max() >= 1
 
 
+@pytest.mark.long
 def test_the_student_sees_crops_only_where_clients_did():
     given, found = ([outputs(0.0, 0.0)], outputs(0.0, 0.0, corner=1.0)), {}
     for crop in (False, True):

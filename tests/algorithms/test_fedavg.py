@@ -5,6 +5,7 @@ import flax.linen
 import jax
 import numpy as np
 import optax
+import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, clients, merging, training
@@ -19,6 +20,7 @@ class Normalised(flax.linen.Module):
         return flax.linen.Dense(2)(x)
 
 
+@pytest.mark.long
 def test_running_statistics_are_trained_by_nobody_and_averaged_like_weights(key):
     source = np.random.default_rng(0)
     inputs = source.normal(size=(30, 3)).astype(np.float32) + np.arange(30)[:, None] / 10

@@ -200,6 +200,7 @@ def test_squares_of_small_models_are_kept_in_float32(key):
     assert private == ()
 
 
+@pytest.mark.long
 def test_what_is_missing_or_out_of_range_is_said(world, key):
     federation, stacked = world
     method = algorithms.fedfish(MODEL, batch_size=2, last_epoch=True)

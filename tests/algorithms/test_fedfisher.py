@@ -45,6 +45,7 @@ def assert_close(left, right, tolerance=1e-9):
     chex.assert_trees_all_close(left, right, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("structure", [fisher.full, fisher.kfac])
 def test_one_round_solves_linear_regression(regressions, structure):
     """Where the loss is a quadratic, merging local optima is training on all data."""

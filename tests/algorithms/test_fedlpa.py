@@ -154,6 +154,7 @@ LAYERS = ("conv/kernel", "dense1/kernel", "dense2/kernel")
 # The clients' half
 
 
+@pytest.mark.long
 def test_factors_are_those_of_the_paper(x64, world):
     """Conv: A is averaged over locations and divided by them again, G is summed over them."""
     x, y, w = (column[1] for column in (world.images, world.labels, world.models))
@@ -200,6 +201,7 @@ def test_the_two_splits_are_one_fisher_information(x64, world):
 # The server's half
 
 
+@pytest.mark.long
 def test_conjugate_gradients_solve_the_dense_system(updates):
     merged, info = merged_by(fedlpa(), updates)
     assert all(jax.tree.leaves(info.converged))
@@ -345,6 +347,7 @@ def test_descent_reaches_the_exact_solution_in_the_end(updates):
     assert not all(jax.tree.leaves(info.converged))
 
 
+@pytest.mark.long
 def test_the_expectation_approximation_is_a_good_preconditioner(x64):
     """Ten clients: at most 13 iterations, and several times more without it."""
     source = np.random.default_rng(0)
@@ -377,6 +380,7 @@ def test_the_expectation_approximation_is_a_good_preconditioner(x64):
 # Edges
 
 
+@pytest.mark.long
 def test_leaves_without_a_layer_are_refused_or_merged_by_mean_or_diagonal(x64, world):
     def scaled(params, x):
         return (x.reshape(-1, 9) * jnp.sin(params["scale"])) @ params["w"]

@@ -54,6 +54,7 @@ def test_measured_lengths_are_the_papers_formula_for_momentum(train, summarize, 
     np.testing.assert_allclose(lengths, length_of(STEPS, momentum), rtol=1e-11)
 
 
+@pytest.mark.long
 def test_any_other_optimiser_is_measured_likewise(train, summarize):
     """A schedule: the sum of its rates. Adam: what it does to a gradient of one."""
     rates = optax.linear_schedule(0.3, 0.0, 20)

@@ -50,6 +50,7 @@ def unknown_loss(params, x):
 # -- the loss ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_loss_of_every_label_is_the_sum_of_four_cross_entropies():
     params, model = drawn(0), open_set(MODEL)
     outputs, new = jax.jit(model.apply_train)(params, IMAGES, KEY, np.ones(6, np.float32))
@@ -68,6 +69,7 @@ def test_the_loss_of_every_label_is_the_sum_of_four_cross_entropies():
         np.testing.assert_allclose(found, whole, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_it_is_finite_and_has_a_slope_where_the_network_is_sure():
     model = open_set(fj.Model(lambda w, x: x[:, 0, 0, :1] * w, fj.likelihoods.categorical))
     sure = jnp.array([90.0, 0.0, -50.0])
@@ -103,6 +105,7 @@ def test_steps_up_raise_the_loss_of_unknown_and_go_no_further_than_they_can():
     assert np.abs(moved - before).max() > 4.9 * 0.002
 
 
+@pytest.mark.long
 def test_no_gradient_passes_through_the_steps():
     params, broken = drawn(0), destroyed(KEY, IMAGES)
     fixed = adversarial(params, broken)
@@ -126,6 +129,7 @@ def test_no_gradient_passes_through_the_steps():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *pair)
 
 
+@pytest.mark.long
 def test_stored_images_are_normalised_once():
     stored = (255 * IMAGES).astype(np.uint8)
     plain, scaled = open_set(MODEL), open_set(MODEL, lambda x: x / np.float32(255))
@@ -298,6 +302,7 @@ def digits():
     return model, trained, test
 
 
+@pytest.mark.long
 def test_clients_know_what_they_do_not_know(digits):
     model, trained, test = digits
     z = fj.metrics.logits(model, trained.params, test.inputs, stacked=True)
@@ -313,6 +318,7 @@ def test_clients_know_what_they_do_not_know(digits):
     assert accuracy > 0.75 > 0.51 > alone.max()
 
 
+@pytest.mark.long
 def test_the_students_divergence_from_the_vote_falls(digits):
     model, trained, test = digits
     voters = voting(model)
@@ -369,6 +375,7 @@ def test_what_cannot_vote_is_refused():
             make(fj.Model(apply, fj.likelihoods.gaussian))
 
 
+@pytest.mark.long
 def test_what_cannot_be_merged_or_distilled_is_refused():
     federation = fj.clients.federation((IMAGES, np.arange(6) % 3), [[0, 1], [2, 3]])
     sent = fj.merging.summarize(fedov(MODEL), [drawn(0)] * 2, federation, key=KEY)

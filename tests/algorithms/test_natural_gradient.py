@@ -64,6 +64,7 @@ def exchanged(model, params, data, partition=SPLITS[0], **options):
     return merging.exchange(method, params, federation, key=KEY)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("partition", SPLITS, ids=len)
 def test_the_step_is_the_least_on_examples_held_aside_of_what_it_spans(world, partition):
     params, x, labels = world
@@ -118,6 +119,7 @@ def test_the_step_is_the_least_on_examples_held_aside_of_what_it_spans(world, pa
     np.testing.assert_allclose(info.held, [loss(moved, ~used), loss(params, ~used)])
 
 
+@pytest.mark.long
 def test_of_a_linear_model_it_goes_to_the_ridge_regression(x64):
     """The quadratic is the loss itself, so that what is promised comes true."""
     source = np.random.default_rng(1)
@@ -136,6 +138,7 @@ def test_of_a_linear_model_it_goes_to_the_ridge_regression(x64):
     np.testing.assert_allclose(info.held[0] - info.held[1], info.predicted)
 
 
+@pytest.mark.long
 def test_examples_held_aside_decide_how_far_to_go(world):
     params, x, _ = world
     y = np.sin(4 * x)
@@ -149,6 +152,7 @@ def test_examples_held_aside_decide_how_far_to_go(world):
     chex.assert_trees_all_close(stayed, params, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 def test_few_examples_hold_none_aside_and_a_whole_step_is_taken(world):
     params, x, labels = world
     moved, _, info = exchanged(MODEL, params, (x[:9], labels[:9]), [range(9)])
@@ -156,6 +160,7 @@ def test_few_examples_hold_none_aside_and_a_whole_step_is_taken(world):
     assert not np.array_equal(moved["b"], params["b"])
 
 
+@pytest.mark.long
 def test_exchanges_follow_the_head_to_a_smaller_loss(world):
     params, _, _ = world
     x = np.random.default_rng(3).normal(size=(400, 3))
@@ -172,6 +177,7 @@ def test_exchanges_follow_the_head_to_a_smaller_loss(world):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.long
 def test_each_message_adds_up_over_clients(world):
     """Groups of clients may be streamed, masked, and added in any order."""
     params, x, labels = world
@@ -193,6 +199,7 @@ def test_each_message_adds_up_over_clients(world):
     assert following is None
 
 
+@pytest.mark.long
 def test_many_models_exchange_at_once_and_clients_side_by_side(world):
     """A table's seeds are one program."""
     params, x, labels = world
@@ -210,6 +217,7 @@ def test_many_models_exchange_at_once_and_clients_side_by_side(world):
         chex.assert_trees_all_close(own, alone, rtol=1e-7)
 
 
+@pytest.mark.long
 def test_layers_of_a_stack_move_and_what_no_layer_covers_stays():
     def stacked(params, x):
         x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["stack"])[0]

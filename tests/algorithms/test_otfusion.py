@@ -105,6 +105,7 @@ def orders_of(found, source):
 
 
 # The residual network has all that LeNet has, and more.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "LeNet" else n for n in NETWORKS]
 )
@@ -199,6 +200,7 @@ def test_assignments_are_those_of_scipy_and_layers_their_mean():
     np.testing.assert_allclose(merged["b"], last, atol=1e-5)
 
 
+@pytest.mark.long
 def test_options_shrink_leave_inputs_and_move_outputs():
     models = [draw_dense(0), draw_dense(1)]
     whole, _ = merge(dense, models)
@@ -220,6 +222,7 @@ def nearness(params, goal, scale):
     return -scale * sum(jnp.abs(params[name] - goal[name]).sum() for name in goal)
 
 
+@pytest.mark.long
 def test_a_score_chooses_the_first_of_the_best_of_four():
     models, weights = [draw_dense(seed) for seed in range(3)], [0.5, 0.2, 0.3]
     pairs = [(True, True), (True, False), (False, True), (False, False)]

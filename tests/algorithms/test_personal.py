@@ -67,6 +67,7 @@ def method(request, world):
     return make(request.param, world[2])
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_from_what_was_saved_is_the_whole_run(world, method):
     whole, *_ = play(world, method, 3, cohort=3)
     first, *_ = play(world, method, 2, cohort=3)
@@ -106,6 +107,7 @@ def test_who_sits_a_round_out_keeps_its_model(world, method):
             np.testing.assert_array_equal(old[away], new[away])
 
 
+@pytest.mark.long
 def test_alone_is_training_again_and_again(world):
     federation, start, model = world
     state, _, done = play(world, single_set(), 2)
@@ -119,6 +121,7 @@ def test_alone_is_training_again_and_again(world):
     chex.assert_trees_all_close(state.private, first, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 def test_of_a_small_temperature_everybody_is_alone(world):
     cold = weighted_fedavg(world[2], temperature=1e-6)
     found, expected = play(world, cold, 2)[1], play(world, single_set(), 2)[1]
@@ -128,6 +131,7 @@ def test_of_a_small_temperature_everybody_is_alone(world):
         np.testing.assert_allclose(a[present], b[present], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 def test_where_nobody_trains_its_norms_fedbn_is_federated_averaging(world):
     federation, start, model = world
     mask = jax.tree.map(lambda _: True, start["params"])
@@ -139,6 +143,7 @@ def test_where_nobody_trains_its_norms_fedbn_is_federated_averaging(world):
 
 
 # FedFish and FedLPA send the diagonal and the factors that others do.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wrapped",
     [
@@ -199,6 +204,7 @@ def scaled(fisher, scale):
     return jax.tree.map(lambda x: np.asarray(x) * scale, fisher)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fisher", [fj.fisher.diagonal, fj.fisher.kfac])
 def test_clients_are_as_alike_as_their_fishers_are_parallel(world, fisher):
     federation, start, model = world
@@ -253,6 +259,7 @@ def test_networks_and_names_that_do_not_fit_are_refused(world):
         weighted_fedavg(world[2], fisher="kfac")
 
 
+@pytest.mark.long
 def test_a_merge_of_nothing_is_refused(world):
     federation, start, _ = world
     sent = merging.summarize(single_set(), [start] * 5, federation, key=KEY)

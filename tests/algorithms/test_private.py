@@ -91,6 +91,7 @@ def test_what_is_shared_merges_as_without_private_leaves(small, name):
     assert not any("head" in leaf for leaf in tree.names(updates.values))
 
 
+@pytest.mark.long
 def test_the_full_fisher_of_shared_leaves_is_a_block_of_the_whole(small):
     federation, start = small
     whole = fj.fisher.full(MODEL, start, fj.Examples(federation.inputs, federation.targets))
@@ -149,6 +150,7 @@ def test_rounds_are_those_of_the_pseudocode(regression, draw):
         chex.assert_trees_all_equal(now.params["b"], start["b"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

@@ -75,6 +75,7 @@ def merged_by(method, world):
     return merging.merge(method, models[0], updates, weights)[0], updates
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shrink", [0.0, 0.9])
 def test_dense_kernels_are_the_weighted_least_squares_solution(world, shrink):
     images, models, weights = world
@@ -93,6 +94,7 @@ def test_dense_kernels_are_the_weighted_least_squares_solution(world, shrink):
         np.testing.assert_allclose(merged[layer]["kernel"], expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.long
 def test_how_a_kernel_is_stored_does_not_matter(world):
     images, models, weights = world
 

@@ -71,6 +71,7 @@ def test_rounds_are_those_of_the_pseudocode(start, regression, cohort):
     assert len(met) == 1 if cohort == 4 else len(met) > 1
 
 
+@pytest.mark.long
 def test_the_first_round_is_federated_averaging_bit_for_bit(start, regression, rounding):
     settings, federation = {"epochs": 3, "batch_size": 2}, regression.federation
     (one, _), (later, _) = play(SCAFFOLD, start, regression, 2, **settings)

@@ -155,6 +155,7 @@ def written_out(updates, damping, passes, before):
     return merged
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("passes", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_merges_are_those_of_the_formula(world, passes):
     start, updates = world
@@ -166,6 +167,7 @@ def test_merges_are_those_of_the_formula(world, passes):
     np.testing.assert_allclose(merged["a"], third, rtol=1e-8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("passes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_where_a_network_branches_errors_are_those_of_the_layers_that_feed_each(residual, passes):
     start, updates = residual
@@ -178,6 +180,7 @@ def test_where_a_network_branches_errors_are_those_of_the_layers_that_feed_each(
         np.testing.assert_allclose(merged[name], own, rtol=1e-8)
 
 
+@pytest.mark.long
 def test_uploads_that_do_not_say_who_feeds_whom_are_merged_as_a_chain(residual):
     start, updates = residual
     operator = dataclasses.replace(updates.values["fisher"], feeders=None)
@@ -201,6 +204,7 @@ def test_where_a_network_branches_the_laws_hold(residual):
     chex.assert_trees_all_close(merging.merge(DAMPED, start, same, WEIGHTS)[0], second, rtol=1e-7)
 
 
+@pytest.mark.long
 def test_with_identities_it_is_regmean_of_every_layer(world):
     """Least squares of the clients' outputs on the clients' inputs, biases included."""
     start, updates = world
@@ -215,6 +219,7 @@ def test_with_identities_it_is_regmean_of_every_layer(world):
         np.testing.assert_allclose(blocks[name], expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.long
 def test_without_errors_equal_curvatures_give_the_weighted_mean(world):
     start, updates = world
 
@@ -263,6 +268,7 @@ def test_the_scale_of_a_layer_does_not_matter(scale):
     chex.assert_trees_all_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_where_nobody_has_curvature_inputs_alone_count(world):
     start, updates = world
     nothing = changed(updates, lambda _, f: f | {"output": np.zeros_like(f["output"])})

@@ -74,6 +74,7 @@ def operator(world, terms, seed=0):
     return np.asarray(dense(sketched._recovered(seed, sums).fisher))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("terms", [4, 7])
 def test_as_many_terms_as_clients_give_the_very_operator_and_the_open_merge(world, terms):
     """Of matrices, of the diagonal of an embedding, of blocks of scales, of what has no layer."""
@@ -87,6 +88,7 @@ def test_as_many_terms_as_clients_give_the_very_operator_and_the_open_merge(worl
         chex.assert_trees_all_close(merged, world.merged, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_fewer_terms_keep_the_trace_and_what_rank_they_can(world):
     errors = []
     for terms in (2, 4):

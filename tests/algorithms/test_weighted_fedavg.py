@@ -47,6 +47,7 @@ def present():
     return np.flatnonzero(SIZES)
 
 
+@pytest.mark.long
 def test_prototypes_are_the_mean_features_of_each_class(world):
     federation, start = world
     trained, updates, *_ = merged(federation, start, batch_size=2)
@@ -110,6 +111,7 @@ def test_a_permutation_of_clients_permutes_the_models(world):
     chex.assert_trees_all_close(found, jax.tree.map(lambda x: np.asarray(x)[order], own), rtol=1e-9)
 
 
+@pytest.mark.long
 def test_clients_go_on_from_their_own_models_and_who_sits_out_keeps_its_own(world):
     federation, start = world
     experiment = rounds.federated(MODEL, weighted_fedavg(MODEL, temperature=0.1), cohort=2, **HOW)

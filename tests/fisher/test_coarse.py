@@ -89,6 +89,7 @@ def solved(fishers, params, damping=1.0, tolerance=1e-8):
     return solvers.conjugate_gradients(tolerance)(problem)
 
 
+@pytest.mark.long
 def test_the_merge_is_that_of_the_system_written_out(factors, models, side, x64):
     expected = dense_answer(factors, models, 0.3)
     found = solved(*merging(factors, models, side), damping=0.3, tolerance=1e-11)
@@ -97,6 +98,7 @@ def test_the_merge_is_that_of_the_system_written_out(factors, models, side, x64)
     assert all(jax.tree.leaves(found.info.converged))
 
 
+@pytest.mark.long
 def test_it_takes_a_fraction_of_the_products_that_the_mean_of_the_factors_takes(
     factors, models, side, x64
 ):
@@ -135,6 +137,7 @@ def test_zeros_stay_zeros_and_without_damping_nothing_is_changed(factors, x64):
     chex.assert_trees_all_equal(ANSWER(own, residual), residual)
 
 
+@pytest.mark.long
 def test_scale_and_clients_without_weight_do_not_matter(factors, models):
     """In float32, as clients send it."""
     narrow = jax.tree.map(np.float32, (factors, models))
@@ -150,6 +153,7 @@ def test_scale_and_clients_without_weight_do_not_matter(factors, models):
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_derivatives_and_many_dampings_at_once(factors, models, x64):
     fishers, params = merging(factors, models, "input")
 
@@ -164,6 +168,7 @@ def test_derivatives_and_many_dampings_at_once(factors, models, x64):
     np.testing.assert_allclose(jax.grad(sizes)(jnp.float64(1.0)), slope, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_tables_and_narrow_layers_have_none(x64):
     wide, narrow, entries = np.eye(WIDE), np.eye(WIDE - 1), np.ones((2, WIDE))
     assert coarse.is_wide({"input": narrow, "output": wide})

@@ -71,6 +71,7 @@ def test_blocks_have_the_products_of_all_columns(some, written_out):
     np.testing.assert_allclose(found, products, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["categorical", "gaussian", "bernoulli"])
 def test_a_user_may_write_columns_out(sequence, written_out, name):
     """A likelihood or kind that returns an array means the same as one that returns positions."""

@@ -79,6 +79,7 @@ def test_diagonal_is_the_diagonal_of_the_full_fisher(network, oracle, name):
     np.testing.assert_allclose(ravel_pytree(entries)[0], expected, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [fisher.sampled, fisher.empirical])
 def test_kinds_mean_the_same_for_the_diagonal_and_the_full_fisher(mlp, targets_for, key, kind):
     apply, params, x = mlp
@@ -90,6 +91,7 @@ def test_kinds_mean_the_same_for_the_diagonal_and_the_full_fisher(mlp, targets_f
     chex.assert_trees_all_close(diagonal.entries, full.diagonal(), rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.long
 def test_minibatch_means_are_never_squared(mlp):
     """Two examples whose gradients cancel still carry information."""
     params, x = {"kernel": mlp.params["first"]["kernel"]}, mlp.inputs

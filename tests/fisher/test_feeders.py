@@ -108,6 +108,7 @@ def test_convolutions_with_pooling_and_reshapes_are_a_chain():
     assert traced(fj.networks.apply_fn(network), params, images).feeders is None
 
 
+@pytest.mark.long
 def test_of_a_transformer_attention_and_tables_feed_what_takes_the_stream():
     network = fj.networks.Transformer(num_classes=7, context=5)
     tokens = np.random.default_rng(0).integers(0, 7, (6, 5)).astype(np.int32)

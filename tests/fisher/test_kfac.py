@@ -164,6 +164,7 @@ def assert_factors_agree(factors, expected):
             np.testing.assert_allclose(value, expected[name][side], atol=1e-10 * scale, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings", GRID[:2] + [pytest.param(x, marks=pytest.mark.slow) for x in GRID[2:]]
 )
@@ -182,6 +183,7 @@ def test_convolution_factors_equal_those_of_interception(x64, settings):
         assert_factors_agree(found.factors, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [fisher.true, fisher.empirical])
 def test_sequence_factors_equal_those_of_interception(x64, targets_for, written_out, kind):
     """Positions whose tangent vanishes, as after a ReLU, count too."""
@@ -342,6 +344,7 @@ def test_each_way_of_sharing_weights_is_exact_where_the_network_is_linear(x64, n
     assert np.abs(dense(exact(sharing=other)) - expected).max() > 0.01
 
 
+@pytest.mark.long
 def test_coverage_is_the_share_of_params_with_more_than_a_diagonal():
     apply, variables, x = troubled("grouped")
     mixed = fisher.kfac(Model(apply, CATEGORICAL), variables, Examples(x), fallback=fisher.zero)
@@ -379,6 +382,7 @@ def tokens(x64):
     return Model(lambda p, x: model.apply({"params": p}, x), CATEGORICAL), params, x
 
 
+@pytest.mark.long
 def test_padding_leaves_no_trace_in_any_form_of_layer(tokens):
     model, params, x = tokens
     exact = partial(fisher.kfac, model, params, kind=fisher.true)
@@ -390,6 +394,7 @@ def test_padding_leaves_no_trace_in_any_form_of_layer(tokens):
     chex.assert_trees_all_close(plain, padded, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.long
 def test_vmapped_clients_equal_looped_ones_in_any_form_of_layer(tokens):
     model, params, x = tokens
     several = jax.tree.map(lambda leaf: np.stack([leaf, 1.1 * np.asarray(leaf)]), params)
@@ -402,6 +407,7 @@ def test_vmapped_clients_equal_looped_ones_in_any_form_of_layer(tokens):
     chex.assert_trees_all_close(jax.vmap(one)(several), stacked, rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "factory",
     [algorithms.fedfisher, pytest.param(algorithms.fedlpa, marks=pytest.mark.slow)],
@@ -541,6 +547,7 @@ def test_fallback_gives_the_rest_a_diagonal_or_nothing(trouble):
     chex.assert_trees_all_close(mixed.factors, without.factors, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_leaves_that_fall_back_merge_as_with_a_diagonal_alone(x64):
     """The damping of K-FAC is that of its layers: the rest has the diagonal's, which is none."""
 

@@ -155,6 +155,7 @@ def test_a_sum_of_kronecker_operators_is_not_the_operator_of_summed_factors(x64,
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.dictionaries(st.sampled_from("abcdef"), shapes, min_size=1))
 def test_templates_unravel_what_ravel_flattened(shapes):
@@ -170,6 +171,7 @@ def test_templates_unravel_what_ravel_flattened(shapes):
     assert template == Template.of(back)
 
 
+@pytest.mark.long
 def test_the_inverse_splits_the_shift_over_the_factors_by_their_scale(x64):
     operator, shifts = make("kronecker"), {"conv/kernel": 0.3, "dense": 2.0, "rest/0": 1.0}
     shifts = {name: jnp.asarray(x) for name, x in (shifts | {"rest/1": 0.5}).items()}

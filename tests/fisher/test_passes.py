@@ -183,6 +183,7 @@ def test_a_second_call_compiles_nothing(mlp, model, structure, compilations):
     assert count() == 0
 
 
+@pytest.mark.long
 @of_the_pass
 def test_kinds_configured_in_place_compile_once(mlp, model, structure, key, compilations):
     arguments = model, mlp.params, Examples(mlp.inputs)
@@ -322,6 +323,7 @@ def test_several_keys_are_refused(mlp, model, structure, key):
 # What kind is taken if none is given
 
 
+@pytest.mark.long
 @of_the_pass
 def test_the_automatic_kind_is_exact_for_vectors_and_drawn_for_sequences(
     mlp, sequence, model, structure, key

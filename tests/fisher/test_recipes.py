@@ -153,6 +153,7 @@ def test_every_framework_gets_the_diagonal_in_its_own_structure(arrays, recipe):
         np.testing.assert_allclose(np.sort(leaf.ravel()), by_size[leaf.size], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_batch_statistics_stay_at_the_mean(arrays):
     """Networks with running statistics: all variables in one pytree, and no curvature for them."""
 

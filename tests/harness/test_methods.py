@@ -132,6 +132,7 @@ def test_a_number_that_dense_cannot_be_made_of_is_refused_before_anything_is_tra
         methods(asked, MODEL, 8, Images((8, 8, 1), False, None))
 
 
+@pytest.mark.long
 def test_otfusion_chooses_by_validation_or_test_images_only_where_that_was_asked():
     test, judges = (fj.Examples(jnp.eye(2) * n, jnp.arange(2)) for n in (1, 2))
     images = Images((8, 8, 1), False, test)

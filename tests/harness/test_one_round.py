@@ -67,6 +67,7 @@ def rows(task, told) -> list[Row]:
 # What is computed
 
 
+@pytest.mark.long
 def test_one_row_for_each_number(rows):
     first = [row for row in accuracies(rows) if row.round == 1]
     names = [(row.algorithm, row.client) for row in first]
@@ -118,6 +119,7 @@ def test_rounds_follow_every_algorithm_and_leave_the_first_as_it_was(task, rows)
     assert values(rows, 3)["fedavg"] > values(rows)["fedavg"]
 
 
+@pytest.mark.long
 def test_numbers_of_a_seed_do_not_depend_on_what_else_is_run(task):
     together = one_round.run(task._replace(config=asked()), (1, 0))
     alone = asked("fisher_merge", partition_seeds=(1,), seeds=(0,))
@@ -128,6 +130,7 @@ def test_numbers_of_a_seed_do_not_depend_on_what_else_is_run(task):
     assert rows <= all_
 
 
+@pytest.mark.long
 def test_a_merge_in_stages_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     few = fj.algorithms.Distillation(images=32, batch_size=16, steps=2)
     monkeypatch.setattr(methods, "Distillation", lambda: few)
@@ -189,6 +192,7 @@ def test_nothing_compiles_again_for_another_split_or_seed(task, rows, compilatio
     assert count() == 0
 
 
+@pytest.mark.long
 def test_experiments_that_differ_in_their_split_compile_once_and_give_what_they_give_alone(
     compilations,
 ):
@@ -209,6 +213,7 @@ def test_experiments_that_differ_in_more_than_their_split_are_not_prepared_toget
         tasks.one_rounds([SMALL, asked("fedavg")])
 
 
+@pytest.mark.long
 def test_the_prediction_compiles_the_programs_of_the_run_and_no_others(rows, compilations):
     """Where older versions of JAX keep the two apart, the prediction only costs time."""
 
@@ -282,6 +287,7 @@ def test_niid_benchs_networks_have_biases(model):
     assert all("bias" in layer for layer in params.values())
 
 
+@pytest.mark.long
 def test_an_exchange_without_training_follows_each_merge():
     config = asked("fedavg", "regmean", calibrate=("analytic_head",), partition_seeds=(0,))
     told, task = [], tasks.one_round(config)
@@ -298,6 +304,7 @@ def test_an_exchange_without_training_follows_each_merge():
         assert second.upload_bytes - first.upload_bytes == 4 * (64 * 64 + 64 * 10 + 10 + 3)
 
 
+@pytest.mark.long
 def test_more_exchanges_follow_the_head_and_leave_rows_by_round():
     config = asked(
         "fedavg", partition_seeds=(0,), calibrate=("analytic_head",), exchanges=3, then_rounds=2

@@ -47,6 +47,7 @@ def test_coefficients_and_descent_are_two_ways_to_the_same_weights(mixing):
     assert np.max(np.abs(state.weights - start)) > 0.5
 
 
+@pytest.mark.long
 def test_local_steps_are_full_batch_descent_of_the_library(x64):
     data, _, start = draw()
     mixing = feature_learning.alone(4)
@@ -99,6 +100,7 @@ def test_averaging_divides_what_was_gained_by_the_clients_that_share_it():
         assert np.max(own) > 0
 
 
+@pytest.mark.long
 def test_within_groups_every_group_is_a_federation_of_its_own():
     data, test, start = draw()
     state, _ = feature_learning.train(start, data, test, MIXINGS["within_groups"], rounds=5)
@@ -124,6 +126,7 @@ def test_training_is_its_rounds_and_its_history_what_they_say():
     assert history.noise.shape == (3, 3, 4)
 
 
+@pytest.mark.long
 def test_averaging_learns_what_a_client_alone_cannot():
     """The theorem: more clients with the same signal, more signal to noise."""
     data, test, start = draw(owners=[0] * 10, dim=400, num_examples=20, norm=2.0)

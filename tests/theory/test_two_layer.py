@@ -64,6 +64,7 @@ def test_the_second_layer_has_as_many_of_each_sign_and_norm_one():
     assert np.isclose(second.sum(), 0)
 
 
+@pytest.mark.long
 def test_local_descent_is_training_on_whole_data_sets(drawn):
     federation, start, models, _ = drawn
     how = {"optimizer": optax.sgd(0.1), "epochs": 50, "batch_size": SMALL}
@@ -117,6 +118,7 @@ def test_descent_in_closed_form_is_that_of_the_solver(x64, steps):
     assert np.max(np.abs(np.asarray(merged) - found)) < 1e-6
 
 
+@pytest.mark.long
 def test_many_examples_leave_the_same_function(x64):
     """Eigenvalues of 1e-12 leave directions free in which weights, but not outputs, differ."""
     federation, _, models, quadratic = draw(50, 128)
@@ -209,6 +211,7 @@ def test_wide_networks_are_linear(x64):
     assert falls[1] < falls[0] / 4
 
 
+@pytest.mark.long
 def test_seeds_side_by_side_give_what_each_gives(x64):
     @jax.jit
     def one(key):
