@@ -36,7 +36,7 @@ demo: $(VENV)/.base ## Install and run the digits experiment (about two minutes)
 test: $(VENV)/.dev ## Run the fast tests and the examples of the documentation
 	$(VENV)/bin/python $(PYTEST)
 
-test-long: $(VENV)/.dev ## Run the tests of more than about two seconds that are not slow
+test-long: $(VENV)/.dev ## Run the tests of more than about a second that are not slow
 	$(VENV)/bin/python $(PYTEST) -m "long and not slow" tests
 
 test-slow: $(VENV)/.dev ## Run every test

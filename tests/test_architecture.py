@@ -179,6 +179,7 @@ def test_no_module_uses_the_inside_of_another_library(module):
     assert not private or module == "compat", private
 
 
+@pytest.mark.long
 def test_importing_the_package_loads_nothing_heavy():
     program = f"import sys, fisherjax; print([m for m in {HEAVY} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -50,6 +50,7 @@ def world():
     return network, model, weights
 
 
+@pytest.mark.long
 def test_images_are_of_the_class_and_as_bright_as_noise_allows(world):
     network, model, weights = world
     images = inversion.inverted(HOW, model, network, Seen(weights), WHOLE, jax.random.key(1))

@@ -96,6 +96,7 @@ def test_a_client_trains_as_by_flax_alone(world, key):
         np.testing.assert_allclose(apply(found, inputs), outputs, rtol=1e-9)
 
 
+@pytest.mark.long
 def test_clients_side_by_side_keep_statistics_of_their_own(world, key):
     federation, start, model = world
     options = {"key": key, "optimizer": SGD, **HOW}
@@ -137,6 +138,7 @@ def test_every_merge_has_the_mean_and_the_variance_of_the_mixture(world, key, na
     np.testing.assert_allclose(found["var"], variance, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fisher", [fj.fisher.diagonal, fj.fisher.full, fj.fisher.kfac])
 def test_statistics_have_no_curvature_and_the_rest_has_its_own(world, fisher):
     """Curvature is that of the network whose statistics are constants."""

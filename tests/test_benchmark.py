@@ -122,6 +122,7 @@ def test_flops_of_a_convolution_are_those_of_its_patches():
     assert counted.flops == 2 * (2 * 4 * 4) * (5 * 5 * 3) * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NETWORKS)
 def test_native_convolutions_compute_the_same_network(name):
     work = workload(asked("train", data="synthetic"), name, 3)

@@ -352,6 +352,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_a_run_finds_its_last_checkpoint_whole(tmp_path):
     choose = random.Random(os.getpid())
     program = [sys.executable, "-c", SAVE_FOREVER, str(tmp_path), str(ROOT), str(ROOT / "tests")]

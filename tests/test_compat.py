@@ -40,11 +40,13 @@ def run(program: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_kfac_jax_finds_layers_with_the_patch():
     result = run(TWO_LAYERS.format(kfac_jax=PATCHED))
     assert result.stdout.splitlines() == EXPECTED, result.stderr
 
 
+@pytest.mark.long
 def test_the_patch_is_applied_exactly_where_kfac_jax_fails_without_it():
     result = run(TWO_LAYERS.format(kfac_jax=UNPATCHED))
     assert (result.returncode != 0) == compat.is_patch_needed(), result.stderr
@@ -53,6 +55,7 @@ def test_the_patch_is_applied_exactly_where_kfac_jax_fails_without_it():
         assert any(cause in result.stderr for cause in causes), result.stderr
 
 
+@pytest.mark.long
 def test_the_package_imports_kfac_jax_when_it_is_needed_and_leaves_jax_as_it_is():
     names = "[set(vars(module)) for module in (jax.core, jax.extend.core)]"
     program = f"""

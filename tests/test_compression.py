@@ -196,6 +196,7 @@ def test_a_triangle_is_folded_without_a_gap(size):
     np.testing.assert_array_equal(found["grams"]["w"], matrix)
 
 
+@pytest.mark.long
 def test_all_singular_triplets_and_all_columns_are_the_matrix(sent):
     for codec in (truncated(99), roots(), compose(roots(99), quantized(24))):
         assert _worst(sent["kfac"].values, _decoded(codec, sent["kfac"], START)) < 1e-5
@@ -361,6 +362,7 @@ def test_the_same_bits_cost_less_where_they_are_needed():
     assert lost(costs) < 0.1 * lost([np.float32(1)] * 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_with_bytes_enough_every_method_merges_as_if_nothing_had_been_done(name, trained, sent):
     method = compressed(METHODS[name], water_filling(80.0))

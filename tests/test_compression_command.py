@@ -36,6 +36,7 @@ def test_a_run_leaves_bytes_and_accuracies_and_the_figure(run):
     assert "| FedAvg | even, 8 bits |" in (run / "summary.md").read_text()
 
 
+@pytest.mark.long
 def test_an_interrupted_run_continues_and_another_is_refused(run, capsys):
     path = run / "results.csv"
     whole = path.read_text()

@@ -119,6 +119,7 @@ def test_arguments_that_cannot_be_hashed_make_an_object_each_time():
     assert len(made) == 4
 
 
+@pytest.mark.long
 def test_traced_and_array_arguments_work(x64):
     """The damping may be what a function is differentiated by."""
     sent = {

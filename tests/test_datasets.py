@@ -82,6 +82,7 @@ def test_a_prepared_data_set_is_read_to_its_end(shared, name):
     assert_read_as_by_its_maker(splits, name, sizes, shared / "data")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PREPARED)
 def test_the_papers_constants_standardise_the_training_images(prepared, name):
     train, _ = prepared(name)

@@ -35,6 +35,7 @@ def finish(*processes):
             process.wait()
 
 
+@pytest.mark.long
 def test_eight_devices_give_the_result_of_one():
     assert list(finish(start(8))) == ["1 processes, 8 devices"]
 
@@ -75,6 +76,7 @@ np.testing.assert_allclose(fj.parallel.in_order(run(keys), mesh), 1, rtol=1e-4)
     subprocess.run([sys.executable, "-c", program], check=True, **options)
 
 
+@pytest.mark.long
 def test_every_core_becomes_a_device_unless_somebody_has_chosen():
     program = "import jax, fisherjax as fj; fj.devices.one_per_core(); print(jax.device_count())"
     cores = str(len(os.sched_getaffinity(0)))

@@ -330,6 +330,7 @@ def test_a_folder_that_says_not_what_it_is_of_is_refused(tmp_path, capsys):
     assert "holds a checkpoint without a config.json" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_corrupt_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, whole, capsys):
     spoilt = tmp_path / "spoilt"
     shutil.copytree(whole, spoilt)
@@ -393,6 +394,7 @@ def test_what_cannot_be_is_refused(tmp_path, capsys, options, message):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.long
 def test_roles_of_held_out_plays_take_no_part_in_training(shared):
     words = ["--dataset", "tiny_shakespeare", "--held-out-plays", "2"]
     prepared = tasks.rounds(federated.parse([*words, "--data-dir", str(shared / "data")]))

@@ -153,6 +153,7 @@ def test_every_cell_of_the_default_grid_is_split_as_in_the_authors_code():
 # Continued
 
 
+@pytest.mark.long
 def test_a_finished_grid_computes_nothing_and_an_unfinished_one_what_is_missing(
     finished, compilations, monkeypatch, capsys
 ):
@@ -259,6 +260,7 @@ def voting():
     return tasks.one_rounds(list(fedfisher.units(grid).values()))
 
 
+@pytest.mark.long
 def test_fedov_is_foretold_from_its_clients_and_a_few_epochs_of_its_student(voting, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(forecast.time, "perf_counter", lambda: now[0])

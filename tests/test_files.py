@@ -65,6 +65,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @given(tree=TREES)
 @settings(deadline=None, max_examples=60)
@@ -284,6 +285,7 @@ def test_torchs_names_and_axes_are_written_and_read_by_one_mapping(tmp_path):
     assert_same(files.load_arrays(path, like=OURS, mapping=TORCH), OURS)
 
 
+@pytest.mark.long
 @given(tree=TREES, seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=60)
 def test_what_a_mapping_wrote_it_reads(tmp_path_factory, tree, seed):

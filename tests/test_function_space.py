@@ -97,6 +97,7 @@ def test_a_seed_has_one_start_and_one_noise_at_every_overlap(runs):
     assert not np.allclose(away[0], away[3], atol=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start", ["zero_biases", "uniform"])
 def test_initial_models_have_the_biases_that_were_asked_for(start):
     network = toy_regression.Network(400, start)
@@ -274,6 +275,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, ca
     assert "choose another folder" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_clients_that_diverge_are_named():
     wild = dataclasses.replace(SETTING, optimizer="sgd", learning_rate=1e30, steps=3)
     with pytest.raises(ValueError, match=r"clients diverged, the first with overlap full and seed"):

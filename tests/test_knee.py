@@ -13,6 +13,7 @@ from experiments.harness import knee as harness
 FEW = ("--counts", "8", "40", "0", "--draws", "2", "--epochs", "1", "--algorithms", "fisher_merge")
 
 
+@pytest.mark.long
 def test_the_examples_that_are_new_are_averaged_in():
     """The Fisher of all is that of all at once, whatever was seen before."""
     random = np.random.default_rng(0)

@@ -14,6 +14,7 @@ def definite(size, seed=0, count=5, dtype=np.float32):
     return jnp.asarray(basis @ basis.swapaxes(1, 2) / size)
 
 
+@pytest.mark.long
 def test_many_batches_in_one_program_end():
     """Of these sizes, side by side, batched factorisations wait for each other on two cores."""
     matrices = [definite(size) for size in (25, 150, 256, 120, 84, 6, 16, 120, 84, 10)]
@@ -28,6 +29,7 @@ def test_many_batches_in_one_program_end():
         np.testing.assert_allclose(matrix @ inverse, unit, atol=1e-2)
 
 
+@pytest.mark.long
 def test_many_pseudo_inverses_in_one_program_end():
     """Eight batches of about 60 x 60 wait for each other, as factorisations do."""
     matrices = [definite(60 + more, count=12) for more in range(8)]

@@ -52,6 +52,7 @@ def test_accuracies_are_shares_of_right_answers(world):
     assert ensemble == pytest.approx(by_hand(mean, y))
 
 
+@pytest.mark.long
 def test_rows_in_use_count_by_their_weights(world):
     models, x, y = world
     one = {"w": models["w"][0]}
@@ -232,6 +233,7 @@ def test_the_barrier_is_what_merging_costs_on_the_clients_data(world, shared_out
     assert tuple(none) == (0.0, 0.0)
 
 
+@pytest.mark.long
 def test_a_client_that_diverged_does_not_count_in_the_barrier(world, shared_out):
     models, _, _ = world
     merged = {"w": models["w"].mean(0)}

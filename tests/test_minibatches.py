@@ -113,6 +113,7 @@ def test_shuffling_permutes_what_counts_and_leaves_the_rest_behind(name, key):
     np.testing.assert_allclose(total, weight_of_rows(examples))
 
 
+@pytest.mark.long
 def test_shuffles_do_not_depend_on_how_much_padding_there_is(key):
     inputs = jnp.arange(20.0)
     few = Examples(inputs, None, jnp.arange(5), jnp.ones(5))

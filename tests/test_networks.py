@@ -252,6 +252,7 @@ def test_a_shorter_sequence_has_the_logits_of_the_beginning(x64, key, tokens):
     np.testing.assert_allclose(apply(params, tokens[:, :4]), beginning, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 def test_accuracy_of_a_transformer_is_that_of_the_next_token(x64, key, tokens):
     params = init(TINY, key, tokens)
     model = Model(networks.apply_fn(TINY), likelihoods.categorical)

@@ -118,6 +118,7 @@ def test_exchanges_without_training_are_columns_of_their_last_round(exchanged):
     assert "by exchanges without training" in text
 
 
+@pytest.mark.long
 def test_what_follows_a_merge_is_what_one_shot_computes(exchanged, tmp_path):
     """The same split, seed and options: the same numbers, by the other command."""
     ran = exchanged / "digits" / "niid_bench0.5-seed0"

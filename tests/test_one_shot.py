@@ -73,6 +73,7 @@ def test_a_finished_run_prints_its_table_again_and_computes_nothing(whole, capsy
     assert "fedfisher_diag" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_an_interrupted_run_continues_to_the_same_numbers(whole, tmp_path, capsys):
     rows = results(whole)
     kept = [row for row in rows if row.partition_seed == 0]
@@ -130,6 +131,7 @@ def test_a_run_leaves_its_label_table_and_its_curves_and_no_ceiling(tmp_path):
     assert "central" not in {row.algorithm for row in results(tmp_path)}
 
 
+@pytest.mark.long
 def test_a_diverged_client_is_named_and_stops_the_run(tmp_path, capsys):
     fast = dataclasses.replace(SMALL.training, learning_rate=1e6)
     assert run(SMALL, training=fast, out=tmp_path) == 1

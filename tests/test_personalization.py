@@ -49,6 +49,7 @@ def test_halves_are_disjoint_and_complete_and_random(federation, key):
     assert sorted(rows_of(first, 0)) != sorted(rows_of(other, 0))
 
 
+@pytest.mark.long
 def test_every_fraction_is_tested_on_the_same_half(federation, key):
     _, test = halve(federation, key)
     nothing, some, more = run(federation, key)

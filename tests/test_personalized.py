@@ -111,6 +111,7 @@ def test_temperatures_are_chosen_by_what_is_held_aside():
     assert personal.chosen(asked, points + tested) == {"weighted_fedavg": 0.1}
 
 
+@pytest.mark.long
 def test_what_is_held_aside_is_training_data_that_nobody_trains_on():
     asked = personal.Config(domains=("scans", "fonts"), examples=40, tested=30)
     whole, aside = (personal.world(asked, "domains", held) for held in (False, True))

@@ -96,6 +96,7 @@ def test_sketches_of_factors_are_refused(world):
 LIKE_DIAGONAL = ("fisher_merge", "full")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n in LIKE_DIAGONAL else n for n in METHODS],
@@ -384,6 +385,7 @@ def ledger_of(rounds, **multipliers):
     return privacy.Ledger(jnp.asarray(rounds), {}, {}, multipliers, ())
 
 
+@pytest.mark.long
 def test_epsilon_grows_with_what_is_released_and_falls_with_noise():
     cost = partial(privacy.epsilon, delta=1e-5)
     assert cost(2.0, rounds=2) > cost(2.0) > cost(3.0) > 0
@@ -451,6 +453,7 @@ def test_private_gradients_are_those_of_a_loop_over_examples(world, clip, frozen
     chex.assert_trees_all_close(found, jax.tree.map(jnp.asarray, expected), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 def test_a_full_minibatch_is_that_of_optax(world):
     draw = np.random.default_rng(4)
     inputs, targets = jnp.asarray(draw.normal(size=(6, 3))), jnp.asarray(draw.integers(0, 2, 6))
@@ -482,6 +485,7 @@ def test_an_example_without_a_gradient_counts_with_zeros():
     np.testing.assert_allclose(found.ravel(), [0.25, 0])
 
 
+@pytest.mark.long
 def test_training_without_noise_and_clips_is_training(world):
     plain = train(world, MODEL, BASE)
     model = privacy.dp_sgd(MODEL, clip=HUGE, noise_multiplier=0.0)

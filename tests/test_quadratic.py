@@ -112,6 +112,7 @@ def test_the_system_is_the_gradient_of_the_loss(structure, clients, weights, dam
     assert jax.tree.structure(problem.restore(problem.init)) == jax.tree.structure(models[0])
 
 
+@pytest.mark.long
 def test_every_solver_finds_the_pseudo_inverse_solution(structure, clients, weights):
     """W* = Wbar + F^+ (sum p F W - F Wbar), with F singular: Lemma 1 of the FedFisher paper."""
     problem = quadratic.quadratic(*map(tree.stack, clients), weights, 0.0)

@@ -115,6 +115,7 @@ def test_equal_arguments_are_one_experiment(name):
     assert experiment(epochs=3) != experiment()
 
 
+@pytest.mark.long
 def test_descent_at_rate_one_takes_the_merged_model(world):
     plain = play(federated(cohort=3), world)
     method = with_server_optimizer(algorithms.fedavg(), optax.sgd(1.0))
@@ -122,6 +123,7 @@ def test_descent_at_rate_one_takes_the_merged_model(world):
     assert_same(descent[-1][0].params, plain[-1][0].params, 1e-5)
 
 
+@pytest.mark.long
 def test_the_servers_optimiser_sees_the_pseudo_gradient(world):
     _, params = world
     [(state, _)] = play(federated("adam", cohort=3), world, 1)
@@ -131,6 +133,7 @@ def test_the_servers_optimiser_sees_the_pseudo_gradient(world):
     assert_same(state.params, jax.tree.map(np.add, params, updates), 1e-5)
 
 
+@pytest.mark.long
 def test_two_algorithms_with_one_key_see_the_same_cohorts_and_minibatches(world):
     results = [play(federated(name, cohort=3), world) for name in ("fedavg", "fedfish")]
     for (_, one), (_, other) in zip(*results, strict=True):
@@ -156,6 +159,7 @@ def test_cohorts_hold_nobody_twice_and_everybody_in_the_end(world):
     assert set(np.concatenate(cohorts).tolist()) == set(range(CLIENTS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adam", "scaffold_adam"])
 def test_going_on_from_a_state_repeats_the_run_bit_for_bit(world, name):
     method = federated(name, cohort=3)
@@ -215,6 +219,7 @@ def test_the_padding_of_clients_is_never_read(world):
     assert done.diverged.tolist() == [client == owner for client in range(CLIENTS)]
 
 
+@pytest.mark.long
 def test_a_round_in_which_everybody_diverges_changes_only_the_number(world):
     federation, params = spoiled(world, range(CLIENTS))
     for name in ("adam", "scaffold"):
@@ -253,6 +258,7 @@ def test_clients_that_sit_a_round_out_keep_their_own_state(world):
     assert len(changed) > 3
 
 
+@pytest.mark.long
 def test_what_clients_keep_is_theirs_and_is_carried_from_round_to_round(world):
     # Every client counts the rounds it took part in, and sends nothing of it.
     plain = algorithms.fedavg()

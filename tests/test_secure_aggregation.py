@@ -402,6 +402,7 @@ def test_what_does_not_belong_to_the_protocol_is_refused(played, act, said):
         act(played)
 
 
+@pytest.mark.long
 def test_without_cryptography_the_error_says_what_to_install():
     program = (
         "import sys; sys.modules['cryptography'] = None\n"
@@ -448,6 +449,7 @@ def bounds(own):
     return jax.tree.map(lambda *x: 2 * max(float(jnp.abs(y).max()) for y in x) or 1.0, *own)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_sums_under_masks_are_the_open_sums_of_the_survivors(world, name):
     federation, params, models = world

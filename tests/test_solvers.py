@@ -82,6 +82,7 @@ def test_the_null_space_component_of_the_start_never_moves(x64, method):
     np.testing.assert_allclose(null @ found, null @ problem.init, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", EXACT)
 def test_each_leaf_is_a_system_of_its_own(x64, method):
     """Together or alone: scales that differ by 1e10 and a finished leaf disturb nobody."""
@@ -233,6 +234,7 @@ def test_closed_form_refuses_what_is_not_diagonal():
         solvers.closed_form()(problem)
 
 
+@pytest.mark.long
 def test_restore_puts_blocks_back_together_to_params(x64):
     entries = jnp.array([1.0, 2.0, 4.0, 8.0, 16.0])
     problem = diagonal_system(entries, vector(0), vector(1))

@@ -120,6 +120,7 @@ def left(folder):
     return [row._replace(seconds=None) for row in rows], measured, model
 
 
+@pytest.mark.long
 def test_both_commands_run_it(finished):
     rows, measured, _ = left(finished)
     found = {
@@ -141,6 +142,7 @@ def test_both_commands_run_it(finished):
     assert "--toy.mu 0.25" in federated
 
 
+@pytest.mark.long
 def test_the_same_commands_go_on_where_they_were_stopped(finished):
     before = left(finished)
     results = finished / "one_shot" / "results.csv"
@@ -157,6 +159,7 @@ def test_the_same_commands_go_on_where_they_were_stopped(finished):
     assert {path.name for path in checkpoints.iterdir()} == {"1", "2"}
 
 
+@pytest.mark.long
 def test_a_name_like_it_is_refused_with_it_as_the_nearest(folder):
     words = ("--algorithms", "toyy", "--out", str(folder / "refused"))
     refused = run(folder, ("one_shot", *words), ("federated", *words))
@@ -164,6 +167,7 @@ def test_a_name_like_it_is_refused_with_it_as_the_nearest(folder):
     assert refused.stderr.count("did you mean 'toy'") == 2
 
 
+@pytest.mark.long
 def test_the_battery_of_laws_runs_on_it(folder):
     """But for the one law that would train all other rows too."""
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "toy"]

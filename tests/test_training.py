@@ -154,6 +154,7 @@ def test_each_client_is_trained_as_by_hand_on_shuffled_whole_epochs(
     assert models.extras == ()
 
 
+@pytest.mark.long
 def test_a_client_is_trained_the_same_alone_as_beside_a_bigger_one(
     data, partition, federation, params, key
 ):
@@ -178,6 +179,7 @@ def test_a_selected_client_trains_as_among_the_others_bit_for_bit(federation, pa
     assert not np.allclose(other.params["kernel"], pair.params["kernel"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_chunk_changes_nothing_not_even_the_random_draws(federation, params, key, chunk):
     one_by_one = train(params, federation, key, NOISY, clients_per_chunk=1)
@@ -229,6 +231,7 @@ def test_leaves_outside_the_mask_keep_their_bits(federation, params, key):
         assert not np.any(models.params["bias"][i] == params["bias"])
 
 
+@pytest.mark.long
 def test_leaves_outside_the_mask_do_not_touch_the_others(federation, params, key):
     # Clipping by the norm of the whole gradient would couple them.
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
@@ -241,6 +244,7 @@ def test_leaves_outside_the_mask_do_not_touch_the_others(federation, params, key
     assert_close(masked.params["bias"], alone.params)
 
 
+@pytest.mark.long
 def test_every_step_of_every_client_draws_anew(federation, params, key):
     def drawing_apply(params, inputs, key, weights):
         # The draw of the step is kept in place of the first feature.
@@ -452,6 +456,7 @@ def test_other_extras_change_what_they_change_and_compile_nothing(
     assert np.all(moved.params["bias"][WITH_DATA] > still.params["bias"][WITH_DATA])
 
 
+@pytest.mark.long
 def test_leaves_outside_the_mask_are_not_held_back(federation, params, key):
     # The start of what is not trained is where it is: a pull towards the start is zero there.
     start = logging_params(params, steps=2 * 4)
@@ -465,6 +470,7 @@ def test_leaves_outside_the_mask_are_not_held_back(federation, params, key):
     )
 
 
+@pytest.mark.long
 def test_an_optimiser_that_keeps_nothing_gives_nothing_back(federation, params, key):
     pulled = fj.algorithms.fedprox(0.5).optimizer(OPTIMIZER)
     models = train(params, federation, key, optimizer=pulled)
@@ -522,6 +528,7 @@ def test_predicting_memory_checks_as_training_does(federation, params, key):
         training.train_memory(MODEL, params, federation, optimizer="sgd", **settings)
 
 
+@pytest.mark.long
 def test_sequences_are_examples_whose_log_likelihoods_add_up(x64, key):
     sequences = np.random.default_rng(0).integers(0, 5, (6, 8))
     federation = clients.federation(

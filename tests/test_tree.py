@@ -41,6 +41,7 @@ def test_inner_is_bilinear_and_positive(shapes):
     assert tree.inner(u, u) > 0
 
 
+@pytest.mark.long
 @few
 @given(LEAVES, st.integers(1, 4))
 def test_weighted_sum_of_a_stack_is_the_sum_of_its_clients(shapes, clients):

@@ -154,6 +154,7 @@ def test_votes_are_weights_or_presence_and_label_counts(tmp_path, sent):
         np.testing.assert_allclose(merged.votes[f"layers/1/{leaf}"], [0.4, 0, 0.6])
 
 
+@pytest.mark.long
 def test_who_diverged_is_left_out(tmp_path, sent, name):
     broken = jax.tree.map(lambda x: x.at[1].set(jnp.nan), sent[name].values["params"])
     updates = Update(sent[name].values | {"params": broken}, sent[name].kind)
@@ -167,6 +168,7 @@ def test_who_diverged_is_left_out(tmp_path, sent, name):
     assert_equal(files.load_arrays(out), expected)
 
 
+@pytest.mark.long
 def test_compressed_uploads_are_decoded_and_merged(tmp_path, sent, name):
     method = fj.algorithms.make(name, MODEL)
     codec = compression.compose(compression.differences(), compression.quantized(8))

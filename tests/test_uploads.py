@@ -121,6 +121,7 @@ def by_name(update):
     return Update(values, update.kind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*ROWS, pytest.param("fedlpa", marks=SLOW)])
 def test_files_merge_like_what_never_was_in_a_file(tmp_path, name, rounding):
     out, options = tmp_path / "merged.safetensors", OPTIONS.get(name, {})
@@ -304,6 +305,7 @@ def wide_updates(folder, width, layers, clients):
     return paths
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fedlpa_ea", "fedavg"])  # which solves, and which adds up
 def test_memory_is_that_of_one_layer_of_all_clients(tmp_path, name):
     width, layers, clients = 128, 6, 3
@@ -764,6 +766,7 @@ print([name for name in heavy if name in sys.modules])
 """
 
 
+@pytest.mark.long
 def test_the_command_needs_no_network_and_a_full_disk_leaves_the_old_file(paths):
     out, uploads = paths[0].with_name("merged.safetensors"), list(map(str, paths))
     out.write_text("the old model")

@@ -60,6 +60,7 @@ def test_updates_from_files_merge_like_those_that_never_left(page):
     chex.assert_trees_all_equal(page.merged, expected)
 
 
+@pytest.mark.long
 def test_learning_the_weights_lowers_the_loss_as_the_page_says(page):
     said = re.search(r"from (0\.\d+) to (0\.\d+) nats", PAGE.read_text()).groups()
     np.testing.assert_allclose([page.losses[0], page.losses[-1]], np.float64(said), atol=0.01)

@@ -63,6 +63,7 @@ def test_without_a_ridge_it_is_least_squares_however_examples_are_split(world, p
         np.testing.assert_allclose(info.determined, 7)
 
 
+@pytest.mark.long
 def test_the_ridge_has_the_largest_evidence(world):
     """Of Bayesian regression, its noise at the best for each ridge, whatever the split."""
     params, x, labels = world
@@ -83,6 +84,7 @@ def test_the_ridge_has_the_largest_evidence(world):
     assert all(evidence(float(found[0]) * factor) < best for factor in (0.5, 0.9, 1.1, 2.0))
 
 
+@pytest.mark.long
 def test_kernels_of_other_layouts_are_solved(world):
     params, x, labels = world
     params = {"z": params["z"], "head": params["head"]["kernel"].T}

@@ -74,6 +74,7 @@ def test_the_student_learns_and_the_generator_finds_what_the_teacher_knows(world
     assert len(np.unique(np.asarray(info.images).reshape(len(info.images), -1), axis=0)) > 250
 
 
+@pytest.mark.long
 def test_without_steps_that_count_the_student_is_what_it_began_from(world):
     still = FEW._replace(learning_rate=1e-20)
     sent, _, start = world

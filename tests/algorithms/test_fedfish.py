@@ -80,6 +80,7 @@ def squares_of(updates):
     return updates.values["fisher"].entries["w"]
 
 
+@pytest.mark.long
 def test_the_merge_is_the_mean_weighted_by_sums_of_squared_gradients(world, key):
     federation, stacked = world
     method, updates = summarize(world, key, batch_size=1)
@@ -143,6 +144,7 @@ def test_only_the_last_epoch_counts(world, key):
         np.testing.assert_allclose(squares_of(updates)[client], expected, rtol=1e-10)
 
 
+@pytest.mark.long
 def test_the_last_epochs_squares_are_those_of_a_loop_by_hand(world, key):
     """Of every minibatch as it comes, while momentum moves the weights."""
     federation, stacked = world
@@ -176,6 +178,7 @@ def test_the_last_epochs_squares_are_those_of_a_loop_by_hand(world, key):
         np.testing.assert_allclose(trained.extras["w"][client], squares, rtol=1e-9)
 
 
+@pytest.mark.long
 def test_watching_the_squares_changes_no_step(world, key):
     watched, plain = (algorithms.fedfish(MODEL, last_epoch=last) for last in (True, False))
     one, other = (train(method, world, key, 0.1, 2, 2) for method in (watched, plain))
@@ -191,6 +194,7 @@ def test_the_average_is_the_sum_over_the_number_of_minibatches(world, key):
     np.testing.assert_allclose(squares_of(total), batches * squares_of(mean), rtol=1e-12)
 
 
+@pytest.mark.long
 def test_squares_of_small_models_are_kept_in_float32(key):
     method = algorithms.fedfish(MODEL, batch_size=1)
     data = fj.Examples(jnp.ones((2, 1), jnp.bfloat16), jnp.ones((2, 1), jnp.bfloat16))

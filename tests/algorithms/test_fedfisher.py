@@ -62,6 +62,7 @@ def test_one_round_solves_linear_regression(regressions, structure):
     assert np.abs(average["kernel"] - expected["kernel"]).max() > 1e-2
 
 
+@pytest.mark.long
 def test_fisher_merge_is_fedfisher_with_a_diagonal(regressions):
     models, federation, _ = regressions
     merge = algorithms.fisher_merge(MODEL)
@@ -80,6 +81,7 @@ def test_fisher_merge_is_fedfisher_with_a_diagonal(regressions):
         assert (merged[name] >= w.min(0)).all()
 
 
+@pytest.mark.long
 def test_updates_of_the_automatic_kind_are_of_the_true_fisher(regressions):
     """Files from before it was the default are merged still, and not together with others."""
     models, federation, _ = regressions
@@ -106,6 +108,7 @@ def test_fisher_merge_takes_the_mean_where_there_is_no_information(x64):
     np.testing.assert_allclose(merged["w"], [3.6, 3.0, 3.0])
 
 
+@pytest.mark.long
 def test_kfac_is_damped_by_default_and_the_others_are_not(regressions):
     models, federation, _ = regressions
     for structure, default in ((fisher.kfac, 1.0), (fisher.diagonal, 0.0), (fisher.full, 0.0)):
@@ -119,6 +122,7 @@ def test_kfac_is_damped_by_default_and_the_others_are_not(regressions):
         chex.assert_trees_all_equal(left, right)
 
 
+@pytest.mark.long
 def test_summaries_depend_on_the_clients_own_rows_only(x64):
     """Padding and other clients' examples leave no trace; neither does the order of rows."""
     source = np.random.default_rng(0)

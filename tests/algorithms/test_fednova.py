@@ -104,6 +104,7 @@ def test_merging_is_the_papers_equation(regression, train, summarize, draw, mome
         assert_close(merged[name], start[name] - shares @ lengths * direction)
 
 
+@pytest.mark.long
 def test_equal_steps_make_it_federated_averaging(regression, train, summarize, draw):
     data = regression.federation.inputs[:21], regression.federation.targets[:21]
     partition = np.split(np.arange(21), [7, 15])

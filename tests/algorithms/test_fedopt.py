@@ -65,6 +65,7 @@ def test_leaves_that_are_not_trained_take_the_merged_value(regression, draw):
     assert np.abs(np.subtract(whole["b"], merged["b"])).max() > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_structure_and_dtype_are_those_of_params(draw, dtype):
     given = jax.device_get((draw(0), [draw(1)]))

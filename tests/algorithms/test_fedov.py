@@ -180,6 +180,7 @@ def many(way, image, number=40):
     return np.asarray(jax.jit(jax.vmap(lambda key: way(key, jnp.asarray(image))))(keys))
 
 
+@pytest.mark.long
 def test_erasing_blackens_a_third_to_a_half():
     shares = (many(_erased, np.ones((28, 28, 1), np.float32)) == 0).mean((1, 2, 3))
     # To the rounding of a side.
@@ -270,6 +271,7 @@ def test_the_open_model_votes_as_the_network_does():
     np.testing.assert_allclose(*pair, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_clients_without_weight_have_no_influence():
     models = [drawn(seed) for seed in range(3)]
     federation = fj.clients.federation((IMAGES, np.arange(6) % 3), [[0, 1], [2, 3], [4, 5]])

@@ -30,6 +30,7 @@ def test_three_momentum_steps_are_those_of_the_formula(x64, draw):
         chex.assert_trees_all_close(w, expected, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.long
 def test_training_minimises_the_loss_plus_the_pull_and_reports_the_loss_alone(regression, draw):
     start = draw(0)
     trained = regression.train(start, algorithms.fedprox(MU).optimizer(BASE), **WHOLE)
@@ -49,6 +50,7 @@ def test_training_minimises_the_loss_plus_the_pull_and_reports_the_loss_alone(re
     assert trained.extras == ()
 
 
+@pytest.mark.long
 def test_without_pull_it_is_federated_averaging_bit_for_bit(regression, draw):
     one, other = (
         regression.train(draw(0), method.optimizer(BASE), **WHOLE)
@@ -57,6 +59,7 @@ def test_without_pull_it_is_federated_averaging_bit_for_bit(regression, draw):
     chex.assert_trees_all_equal(one.params, other.params)
 
 
+@pytest.mark.long
 def test_a_stronger_pull_keeps_clients_nearer(regression, draw):
     start = draw(0)
 
@@ -78,6 +81,7 @@ def test_in_later_rounds_the_pull_is_to_that_rounds_model(regression, draw):
     chex.assert_trees_all_close(done.trained.params, again.params, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 def test_leaves_that_are_not_trained_are_not_pulled(regression, draw):
     """A statistic that drifts away does not enter the norm that gradients are clipped to."""
     plain = regression.model.apply

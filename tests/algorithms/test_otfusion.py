@@ -244,6 +244,7 @@ def test_a_score_chooses_the_first_of_the_best_of_four():
     assert ways[0][1].scores is None
 
 
+@pytest.mark.long
 def test_a_score_that_is_not_a_number_is_passed_over():
     models = [draw_dense(seed) for seed in range(2)]
     whole, _ = merge(dense, models)
@@ -266,6 +267,7 @@ def test_a_score_and_what_it_would_choose_contradict_each_other():
         otfusion(model, score=1)
 
 
+@pytest.mark.long
 def test_inputs_move_by_the_mean_of_the_branches_transports():
     def apply(params, x):
         x = x.reshape(len(x), -1)[:, :9]

@@ -76,6 +76,7 @@ def test_a_run_that_goes_on_from_what_was_saved_is_the_whole_run(world, method):
     chex.assert_trees_all_equal(whole, again)
 
 
+@pytest.mark.long
 def test_the_order_of_clients_is_that_of_their_models(world, method):
     order = np.array([3, 0, 4, 2, 1])
     expected = play(world, method, 2)[1]

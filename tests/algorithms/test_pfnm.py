@@ -72,6 +72,7 @@ def change(found, params, each):
     return template.restore(jax.jit(lambda values: assemble(found.layers, values))(values))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["LeNet", "MLP", "channels first"])
 def test_identical_clients_come_back_smaller(name):
     apply, (one, *_) = networks(name)

@@ -76,6 +76,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in NAMES]
 )
@@ -123,6 +124,7 @@ def play(method, start, world, number, cohort=4):
     return experiment, played
 
 
+@pytest.mark.long
 def test_rounds_are_those_of_the_pseudocode(regression, draw):
     """Every client descends from the shared kernel and its own bias; kernels are averaged."""
     start, sizes = draw(0), np.array(regression.sizes)

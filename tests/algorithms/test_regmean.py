@@ -126,6 +126,7 @@ def test_everything_else_is_the_plain_mean_over_clients(world):
         np.testing.assert_allclose(merged[layer][leaf], mean[layer][leaf], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shrink", [0.0, 0.9])
 def test_inputs_that_never_fire_keep_the_weighted_mean(x64, shrink):
     """Their Gram matrix is zero there, however badly the rest of it is scaled."""

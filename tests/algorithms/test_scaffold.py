@@ -36,6 +36,7 @@ def combine(*terms):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cohort", [4, 2])
 def test_rounds_are_those_of_the_pseudocode(start, regression, cohort):
     """Written with gradients and the learning rate, client by client."""
@@ -104,6 +105,7 @@ def test_corrections_may_be_given_to_training(start, regression):
         np.testing.assert_array_equal(trained.extras[name], kept)
 
 
+@pytest.mark.long
 def test_many_local_steps_still_lead_to_the_optimum_of_all(regression):
     """Clients differ in curvature, which leads federated averaging astray."""
     curvature, centre = np.array([1.0, 9.0]), np.array([[1.0, -1.0]])

@@ -99,6 +99,7 @@ def test_fewer_terms_keep_the_trace_and_what_rank_they_can(world):
     assert errors[1] < 1e-11
 
 
+@pytest.mark.long
 def test_the_seed_is_that_of_the_sketches_and_not_of_what_they_give(world):
     first, second = (
         make(terms=4, seed=seed).reduce(world.updates.values, world.weights) for seed in (0, 1)
@@ -136,6 +137,7 @@ def test_triangles_keep_inner_products_and_come_back(size):
     np.testing.assert_array_equal(packed(matrices[0, 0]), matrices[0, 0])
 
 
+@pytest.mark.long
 def test_masked_with_a_client_lost_it_is_the_open_merge_of_the_others(world):
     method, weights = make(terms=4), world.weights
     given = (method, world.start, world.updates, weights)

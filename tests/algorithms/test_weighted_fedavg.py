@@ -130,6 +130,7 @@ def test_clients_go_on_from_their_own_models_and_who_sits_out_keeps_its_own(worl
         )
 
 
+@pytest.mark.long
 def test_with_private_leaves_only_shared_ones_are_averaged(world):
     federation, start = world
     method = keep_private(weighted_fedavg(MODEL, temperature=0.1), lambda n: n.startswith("body"))

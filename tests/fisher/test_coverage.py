@@ -220,6 +220,7 @@ def test_no_leaf_is_uncovered(name):
     assert len(names) == len(jax.tree.leaves(params))
 
 
+@pytest.mark.long
 def test_the_uncovered_leaves_of_batchnorm_are_its_running_statistics():
     module = ResNet18()
     variables = jax.eval_shape(module.init, KEYS[0], IMAGES)

@@ -58,6 +58,7 @@ def network(request, x64, sequence):
     return sequence
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("network", "name"),
     [

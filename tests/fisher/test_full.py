@@ -146,6 +146,7 @@ def test_what_is_drawn_is_the_true_fisher_on_average(
     assert standard_error.max() < 0.1 * samples.mean(0).max()
 
 
+@pytest.mark.long
 def test_one_column_is_the_true_fisher_whatever_its_sign(mlp, key):
     """Of two classes, or one output, there is nothing to draw, however sure the model is."""
     apply, params, x = mlp

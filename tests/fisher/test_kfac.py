@@ -205,6 +205,7 @@ def test_sequence_factors_equal_those_of_interception(x64, targets_for, written_
     assert_factors_agree(found.factors, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sharing", [fisher.expand, fisher.reduce])
 def test_true_factors_of_sequences_are_the_mean_of_empirical_ones_over_all_labels(
     sequence, sharing
@@ -221,6 +222,7 @@ def test_true_factors_of_sequences_are_the_mean_of_empirical_ones_over_all_label
     assert_factors_agree(found.factors, expected.factors)
 
 
+@pytest.mark.long
 def test_a_kernel_that_sees_the_whole_image_once_is_exact_for_one_example(x64):
     """One output location: a convolution is a dense layer, and its scale must be the same."""
 
@@ -327,6 +329,7 @@ SHARED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHARED)
 def test_each_way_of_sharing_weights_is_exact_where_the_network_is_linear(x64, name):
     """For any number of examples and positions: Eschenhagen et al., propositions 1 and 2."""
@@ -432,6 +435,7 @@ def test_any_form_of_layer_is_merged(tokens, factory):
     assert min(jax.tree.leaves(moved)) > 1e-7
 
 
+@pytest.mark.long
 def test_an_embedding_that_is_the_head_too_keeps_the_trace_of_both(tokens):
     """Against the sum of the Fishers of the two uses, had each an embedding of its own."""
     _, params, x = tokens
@@ -527,6 +531,7 @@ def test_what_is_not_covered_is_refused_by_name_and_reason(trouble):
     assert "fallback=fisher.diagonal" in str(refusal.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trouble", ["grouped", "nonlinear"])
 def test_fallback_gives_the_rest_a_diagonal_or_nothing(trouble):
     apply, variables, x = troubled(trouble)

@@ -442,6 +442,7 @@ def summed(seen, tangents):
     return {n: jnp.stack(g, 1) if isinstance(g, list) else g for n, g in gradients.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in FORMS]
 )

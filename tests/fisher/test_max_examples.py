@@ -32,11 +32,13 @@ def test_each_example_is_drawn_once_and_equally_often():
     np.testing.assert_allclose(draws.mean(0), 1 / COUNT, atol=error)
 
 
+@pytest.mark.long
 def test_enough_for_all_changes_no_bit():
     for most in (None, COUNT, 100):
         np.testing.assert_array_equal(shares(ALL, 0, most), shares(ALL, 1, None))
 
 
+@pytest.mark.long
 def test_weights_count_and_rows_of_weight_zero_are_drawn_last():
     weights = jnp.where(jnp.arange(COUNT) % 2 == 0, jnp.arange(COUNT) + 1.0, 0)
     drawn = shares(ALL._replace(weights=weights), 3, 4)[:, 0]
@@ -46,6 +48,7 @@ def test_weights_count_and_rows_of_weight_zero_are_drawn_last():
     np.testing.assert_allclose(drawn[chosen], weights[chosen] / weights[chosen].sum(), rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make",
     [
@@ -70,6 +73,7 @@ def test_clients_of_any_size_draw_what_they_draw_alone(make):
     assert matrices or make.func is algorithms.fisher_merge
 
 
+@pytest.mark.long
 def test_what_is_drawn_needs_a_key():
     for structure in (fisher.diagonal, fisher.kfac, fisher.full):
         with pytest.raises(ValueError, match="max_examples is 3 of 12 examples, which are drawn"):

@@ -67,6 +67,7 @@ def test_batch_size_does_not_matter(mlp, model, structure, batch_size):
     assert_close(parts, whole)
 
 
+@pytest.mark.long
 def test_one_minibatch_has_a_gradient_by_inputs_and_parameters(mlp, model, structure):
     _, params, x = mlp
 

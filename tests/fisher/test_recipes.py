@@ -128,6 +128,7 @@ def equinox(weights):
 RECIPES = [bare_function, flax_linen, flax_nnx, equinox]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_framework_gives_the_same_factors(arrays, recipe):
     apply, params = recipe(arrays.weights)

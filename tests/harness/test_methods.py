@@ -111,6 +111,7 @@ def told(*words: str) -> Merging:
     return commands.read(words, "", "", config.one_shot).merging
 
 
+@pytest.mark.long
 def test_every_number_of_what_dense_is_made_of_reaches_it():
     numbers = {
         o: x for o, x in fj.algorithms.Distillation()._asdict().items() if type(x) is not bool

@@ -86,6 +86,7 @@ def test_fedprox_without_pull_and_one_round_of_scaffold_are_fedavg(rows):
     assert merged["fisher_merge"] != merged["fedavg"]
 
 
+@pytest.mark.long
 def test_a_pull_moves_fedprox_and_nothing_else(rows):
     strong = Merging(("fedavg", "fedprox"), options=(("fedprox.mu", 1.0),))
     before = values(rows)
@@ -161,6 +162,7 @@ def test_a_merge_in_stages_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_the_central_model_is_the_ceiling(task, rows):
     (central,) = values(one_round.run(task, (None, 0))).values()
     assert central > max(values(rows).values())
@@ -184,6 +186,7 @@ def test_one_client_is_what_every_algorithm_and_the_central_model_give(solver):
 # How often is compiled
 
 
+@pytest.mark.long
 def test_nothing_compiles_again_for_another_split_or_seed(task, rows, compilations):
     one_round.run(task, (None, 0))
     with compilations() as count:

@@ -150,6 +150,7 @@ def own_options(draw: st.DrawFn) -> commands.Options:
     return tuple((name, value) for name, default, value in drawn if value != default)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "defaults", "datasets"), COMMANDS)
 @settings(max_examples=5, deadline=None, phases=[Phase.reuse, Phase.generate])
 @given(data=st.data())

@@ -182,6 +182,7 @@ def test_corrupt_or_foreign_results_name_themselves(finished, capsys, found, sai
 # One process in a folder
 
 
+@pytest.mark.long
 def test_a_second_process_in_a_folder_is_refused_at_once(tmp_path, capsys):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path / "held")],
@@ -239,6 +240,7 @@ def test_a_full_disk_leaves_the_file_as_it_was_and_nothing_else(tmp_path, rows_o
     assert records.read_rows(path, ONE_SHOT) == rows[1:2]
 
 
+@pytest.mark.long
 def test_a_full_disk_stops_a_command_on_one_line_with_the_path(finished, capsys):
     def files():
         return {path.name: path.read_bytes() for path in finished.iterdir()}

@@ -28,6 +28,7 @@ MIXINGS = {
 }
 
 
+@pytest.mark.long
 def test_signals_are_orthogonal_to_each_other_and_to_all_noise():
     data, test, _ = draw(norm=2.5)
     assert np.allclose(data.signals @ data.signals.T, 2.5**2 * np.eye(2))
@@ -111,6 +112,7 @@ def test_within_groups_every_group_is_a_federation_of_its_own():
     assert np.allclose(state.weights[some], alone.weights, atol=1e-5)
 
 
+@pytest.mark.long
 def test_training_is_its_rounds_and_its_history_what_they_say():
     data, test, start = draw()
     mixing, state = MIXINGS["average"], None

@@ -48,6 +48,7 @@ def by_library(models, federation, solver):
     return fj.merging.merge(method, models[0], update, federation.weights)
 
 
+@pytest.mark.long
 def test_each_client_has_its_own_piece_of_the_circle_and_its_own_linear_target(x64):
     federation = DRAW(jax.random.key(0), 3, 5)
     assert np.allclose(np.linalg.norm(federation.inputs, axis=1), 1)
@@ -74,6 +75,7 @@ def test_local_descent_is_training_on_whole_data_sets(drawn):
     assert np.allclose(trained.params, models, atol=1e-10)
 
 
+@pytest.mark.long
 def test_what_is_kept_on_the_way_is_what_fewer_steps_give(x64):
     federation = DRAW(jax.random.key(0), 2, 5)
     start = np.random.default_rng(1).normal(size=(2, 16))
@@ -93,6 +95,7 @@ def test_the_gram_matrix_has_the_eigenvalues_of_the_full_fisher(drawn):
     assert np.allclose(quadratic.eigenvalues, largest, rtol=1e-10)
 
 
+@pytest.mark.long
 def test_the_closed_form_is_what_conjugate_gradients_find(drawn):
     federation, _, models, quadratic = drawn
     exact = fj.solvers.conjugate_gradients(max_iterations=500, tolerance=1e-13)
@@ -173,6 +176,7 @@ def test_the_loss_is_at_most_what_its_three_sources_allow(x64, seed, width):
         assert np.sqrt(found.loss) <= roots.sum() * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_the_account_is_made_of_what_the_library_measures(drawn):
     federation, start, models, quadratic = drawn
     best = OPTIMUM(quadratic)
@@ -198,6 +202,7 @@ def test_clients_that_agree_are_their_own_optimum(drawn):
     assert found.laplace + found.server + found.switched < 1e-15
 
 
+@pytest.mark.long
 def test_wide_networks_are_linear(x64):
     """The theorem's first error falls with the width: means over ten draws."""
     falls = []
