@@ -8,6 +8,8 @@ import chex
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.long  # the page is executed once, for all of them
+
 PAGE = Path(__file__).parents[1] / "docs" / "your_model.md"
 
 
@@ -26,7 +28,6 @@ def test_every_framework_is_covered(page):
     assert 0.9 < page.normed_kfac.coverage < 1
 
 
-@pytest.mark.long
 def test_the_merges_are_as_good_as_the_page_says(page):
     said = re.search(r"It prints (0\.\d+), (0\.\d+) and (0\.\d+)", PAGE.read_text()).groups()
     fj, model = page.fj, page.linen_model
@@ -60,7 +61,6 @@ def test_updates_from_files_merge_like_those_that_never_left(page):
     chex.assert_trees_all_equal(page.merged, expected)
 
 
-@pytest.mark.long
 def test_learning_the_weights_lowers_the_loss_as_the_page_says(page):
     said = re.search(r"from (0\.\d+) to (0\.\d+) nats", PAGE.read_text()).groups()
     np.testing.assert_allclose([page.losses[0], page.losses[-1]], np.float64(said), atol=0.01)
