@@ -22,6 +22,7 @@ import fisherjax as fj
 from fisherjax import Examples, algorithms, clients, fisher, merging, metrics, rounds, solvers
 from fisherjax.algorithms import Update
 from fisherjax.training import Trained, train, train_memory
+from fisherjax.updates import indefinite
 
 PACKAGE = Path(fj.__file__).parent
 SIZES = (10, 20, 10)
@@ -1090,3 +1091,13 @@ def test_66_a_factor_that_is_not_symmetric_counts_as_the_nearest_that_is():
     chex.assert_trees_all_close(
         merge(asymmetric, method=EXACT), merge(nearest, method=EXACT), rtol=1e-4, atol=1e-5
     )
+
+
+def test_the_triangles_of_a_long_sum_may_differ_by_its_rounding():
+    """Those of 289 inputs of a convolution at 400,000 places did, by 1.07e-5 of the largest."""
+    values = np.random.default_rng(0).random((500, 4))
+    matrix = values.T @ values
+    for difference, named in ((2e-5, []), (1e-3, ["dense/kernel"])):
+        own = np.array(matrix, np.float32)
+        own[0, 1] += difference * own.max()
+        assert indefinite({"dense/kernel": own}) == named

@@ -1,5 +1,6 @@
 """Layers with many inputs or outputs: what answers their residuals, and what comes out."""
 
+import dataclasses
 from functools import partial
 
 import chex
@@ -96,6 +97,17 @@ def test_the_merge_is_that_of_the_system_written_out(factors, models, side, x64)
     wide = found.params["wide"]
     np.testing.assert_allclose(wide if side == "input" else wide.T, expected, rtol=1e-6, atol=1e-7)
     assert all(jax.tree.leaves(found.info.converged))
+
+
+def test_a_wide_layer_alone_is_merged_as_beside_a_narrow_one(factors, models, x64):
+    fishers, params = merging(factors, models, "input")
+    changes = {"factors": {"wide": fishers.factors["wide"]}, "layers": fishers.layers[:1]}
+    kept = {"wide": params["wide"]}
+    template = Template.of(jax.tree.map(lambda leaf: leaf[0], kept))
+    alone = dataclasses.replace(fishers, **changes, template=template)
+    found = solved(alone, kept, tolerance=1e-11).params["wide"]
+    beside = solved(fishers, params, tolerance=1e-11).params["wide"]
+    np.testing.assert_allclose(found, beside, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.long
