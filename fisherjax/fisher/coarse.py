@@ -4,17 +4,21 @@ Most of a wide layer's curvature lies in few directions of its inputs. With Q [a
 basis of them, P of those of the outputs, and lambda the damping,
 
     S(X) = sum_i v_i A_i X G_i + lambda X   is nearly   S_c(E) = sum_i v_i (Q^T A_i Q) E (P^T G_i P)
-    + lambda E on X = Q E P^T, and lambda X on what is left,
+    + lambda E   on X = Q E P^T,
 
-since where no client has much curvature the damping is all there is. So a residual R is answered by
+and what is left of a client's factor is nearly its mean eigenvalue there, alpha_i beside Q and
+beta_i beside P. So a residual R is answered by
 
-    Q S_c^-1(Q^T R P) P^T + (R - Q Q^T R P P^T) / lambda,
+    Q S_c^-1(Q^T R P) P^T + (I - Q Q^T) R P (sum_i v_i alpha_i P^T G_i P + lambda)^-1 P^T
+    + Q (sum_i v_i beta_i Q^T A_i Q + lambda)^-1 Q^T R (I - P P^T)
+    + (I - Q Q^T) R (I - P P^T) / (sum_i v_i alpha_i beta_i + lambda),
 
 with S_c^-1 by a few conjugate gradients, each a hundredth of a product of the whole layer. The mean
 of the factors, which precondition narrow layers well, is no good for wide ones: clients differ.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import linalg, tree
-from fisherjax.fisher.kronecker import Kronecker, inverse_factors
+from fisherjax.fisher import kronecker
+from fisherjax.fisher.kronecker import Kronecker
 from fisherjax.typing import Array
 
 WIDE = 768
@@ -45,6 +50,7 @@ class Coarse(NamedTuple):
         votes: v_i [M].
         shift: lambda.
         inverse: Of the mean factors, {"input", "output"}: preconditions the small system.
+        beside: Inverses on what is left: "input" [s, s] beside Q, "output" [r, r] beside P, "both".
     """
 
     inputs: Array | None
@@ -53,6 +59,7 @@ class Coarse(NamedTuple):
     votes: Array
     shift: Array
     inverse: dict[str, Array]
+    beside: dict[str, Array]
 
 
 def is_wide(factor: dict[str, Array]) -> bool:
@@ -112,14 +119,30 @@ def coarse(factors: dict[str, Array], votes: Array, shift: Array) -> Coarse:
     def mean(stacked: Array) -> Array:
         return tree.weighted_sum(stacked, votes / total)
 
-    bases = {side: _basis(mean(x)) for side, x in factors.items()}
+    # A direction of one side counts as much as all that the client has on the other.
+    sizes = {"input": _traces(factors["output"]), "output": _traces(factors["input"])}
+    bases = {
+        side: _basis(tree.weighted_sum(x, _shares(votes, sizes[side])))
+        for side, x in factors.items()
+    }
     small = {
         side: x if bases[side] is None else jax.lax.map(lambda f, q=bases[side]: _turned(q, f), x)
         for side, x in factors.items()
     }
     means = {"input": mean(small["input"]) * total, "output": mean(small["output"])}
-    inverse = inverse_factors(means, shift)
-    return Coarse(bases["input"], bases["output"], small, votes, shift, inverse)
+    left = {side: _left(x, small[side]) for side, x in factors.items()}
+
+    def beside(side: str, other: str) -> Array:
+        return kronecker.inverse(tree.weighted_sum(small[other], _shares(votes, left[side])), shift)
+
+    both = _shares(votes, left["input"], left["output"]).sum() + shift
+    rest = {
+        "input": beside("input", "output"),
+        "output": beside("output", "input"),
+        "both": 1 / jnp.where(both > 0, both, 1),
+    }
+    inverse = kronecker.inverse_factors(means, shift)
+    return Coarse(bases["input"], bases["output"], small, votes, shift, inverse, rest)
 
 
 def precondition(coarse: Coarse, residual: Array) -> Array:
@@ -129,10 +152,18 @@ def precondition(coarse: Coarse, residual: Array) -> Array:
 
 
 def _answer(coarse: Coarse, residual: Array) -> Array:
-    seen = _into(coarse, residual)
-    answer = _out_of(coarse, _solved(coarse, seen))
-    rest = residual - _out_of(coarse, seen)
-    answer = answer + rest / jnp.where(coarse.shift > 0, coarse.shift, 1).astype(rest.dtype)
+    turned = _times(residual, coarse.outputs)  # R P, all of R where the outputs are few
+    seen = _into(coarse.inputs, turned)
+    answer = _out_of(coarse.inputs, _solved(coarse, seen))
+    if coarse.inputs is not None:
+        answer += _times(turned - _out_of(coarse.inputs, seen), coarse.beside["input"])
+    if coarse.outputs is not None:
+        answer = _times(answer, coarse.outputs.T)
+        rest = residual - _times(turned, coarse.outputs.T)
+        seen = _into(coarse.inputs, rest)
+        answer += _out_of(coarse.inputs, _times(coarse.beside["output"], seen))
+        if coarse.inputs is not None:
+            answer += (rest - _out_of(coarse.inputs, seen)) * coarse.beside["both"]
     return jnp.where((coarse.shift > 0) & tree.is_finite(answer), answer, residual)
 
 
@@ -188,14 +219,31 @@ def _turned(basis: Array, matrix: Array) -> Array:
     return _product(basis.T, matrix, basis)
 
 
-def _into(coarse: Coarse, x: Array) -> Array:
-    x = x if coarse.inputs is None else jnp.matmul(coarse.inputs.T, x, precision=_PRECISION)
-    return x if coarse.outputs is None else jnp.matmul(x, coarse.outputs, precision=_PRECISION)
+def _left(stacked: Array, small: Array) -> Array:
+    """Give every client's mean eigenvalue beside the directions, [M]; 0 where they are all."""
+    count = stacked.shape[-1] - small.shape[-1]
+    return jnp.maximum(_traces(stacked) - _traces(small), 0) / max(count, 1) * (count > 0)
 
 
-def _out_of(coarse: Coarse, x: Array) -> Array:
-    x = x if coarse.inputs is None else jnp.matmul(coarse.inputs, x, precision=_PRECISION)
-    return x if coarse.outputs is None else jnp.matmul(x, coarse.outputs.T, precision=_PRECISION)
+def _traces(stacked: Array) -> Array:
+    return jnp.trace(stacked, axis1=-2, axis2=-1)
+
+
+def _shares(votes: Array, *left: Array) -> Array:
+    # Selected, as in all weighted sums: who has no vote may overflow.
+    return jnp.where(votes != 0, math.prod(left) * votes, 0)
+
+
+def _times(x: Array, matrix: Array | None) -> Array:
+    return x if matrix is None else jnp.matmul(x, matrix, precision=_PRECISION)
+
+
+def _into(basis: Array | None, x: Array) -> Array:
+    return x if basis is None else _times(basis.T, x)
+
+
+def _out_of(basis: Array | None, x: Array) -> Array:
+    return x if basis is None else _times(basis, x)
 
 
 def _product(left: Array, value: Array, right: Array) -> Array:

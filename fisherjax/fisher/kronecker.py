@@ -214,8 +214,8 @@ def inverse_factors(factor: dict[str, Array], shift: Array) -> dict[str, Array]:
     ratio = jnp.where(jnp.isfinite(ratio) & (ratio > 0), ratio, 1)
     root = jnp.sqrt(shift)
     return {
-        "input": _inverse(factor["input"], ratio * root),
-        "output": _inverse(factor["output"], root / ratio),
+        "input": inverse(factor["input"], ratio * root),
+        "output": inverse(factor["output"], root / ratio),
     }
 
 
@@ -249,7 +249,8 @@ def _mean_eigenvalue(matrix: Array) -> Array:
     return jnp.mean(diagonal_of(matrix))
 
 
-def _inverse(matrix: Array, shift: Array) -> Array:
+def inverse(matrix: Array, shift: Array) -> Array:
+    """Invert a semi-definite factor plus shift times the identity, which it is without a shift."""
     identity = identity_like(matrix)
     shifted = matrix + shift.astype(matrix.dtype) * identity
     # The shift makes a semi-definite factor definite.

@@ -139,6 +139,26 @@ def test_what_fits_into_the_few_directions_is_solved_to_the_slack(factors, side,
     assert np.linalg.norm(left) <= coarse.SLACK * np.linalg.norm(residual)
 
 
+@pytest.mark.parametrize("wide", [("input",), ("output",), ("input", "output")])
+def test_what_is_flat_beside_the_few_directions_is_solved_to_the_slack(wide, x64):
+    """Each client's factors are some directions, and the same curvature in all others."""
+    source = np.random.default_rng(4)
+
+    def factor(side):
+        size = LARGE if side in wide else FEW
+        roots = source.normal(size=(CLIENTS, size, 10 if side in wide else 2))
+        flat = np.array([0.1, 0.5, 2.0])[:, None, None] * np.eye(size)
+        return 10 * roots @ roots.swapaxes(1, 2) + flat
+
+    pair = {side: factor(side) for side in ("input", "output")}
+    residual = source.normal(size=(pair["input"].shape[-1], pair["output"].shape[-1]))
+    own = SET_UP(jax.tree.map(jnp.asarray, pair), jnp.asarray(WEIGHTS), jnp.asarray(0.01))
+    answer = np.asarray(ANSWER(own, residual))
+    products = np.tensordot(WEIGHTS, pair["input"] @ answer @ pair["output"], 1)
+    left = products + 0.01 * answer - residual
+    assert np.linalg.norm(left) <= coarse.SLACK * np.linalg.norm(residual)
+
+
 def test_zeros_stay_zeros_and_without_damping_nothing_is_changed(factors, x64):
     pair = {"input": jnp.asarray(factors["large"]), "output": jnp.asarray(factors["few"])}
     residual = np.random.default_rng(3).normal(size=(LARGE, FEW))
