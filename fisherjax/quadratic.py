@@ -241,8 +241,8 @@ def _weighted_mv(fishers: Operator, votes: Any, blocks: Any) -> Any:
         fishers, factors = coarse.apart(fishers)
         wide = {n: coarse.weighted_product(f, votes[n], blocks[n]) for n, f in factors.items()}
         votes = {name: vote for name, vote in votes.items() if name not in wide}
-    if not votes:  # every layer is wide
-        return wide
+        if not votes:  # every layer is wide
+            return wide
     computed = jax.vmap(type(fishers).block_mv, (0, None))(fishers, blocks)
     sums = _weighted_sums(computed, votes)
     return sums | wide if wide else sums
