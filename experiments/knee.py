@@ -72,7 +72,8 @@ def _draw_figure(asked: Config, found: dict, heading: str) -> None:
     drawn, axes = figures.canvas(2.7 * len(names), 3.4, len(names), sharey=True, squeeze=False)
     for name, panel in zip(names, axes[0], strict=True):
         for kind, colour in _COLOURS.items():
-            own = found.get((name, kind), {})
+            if not (own := found.get((name, kind))):
+                continue
             counts = [n for n in shown if n in own]
             means = [statistics.fmean(own[n]) for n in counts]
             panel.plot(counts, means, color=colour, label=kind if kind != "-" else None)
