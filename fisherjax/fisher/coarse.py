@@ -32,7 +32,7 @@ from fisherjax.typing import Array
 
 WIDE = 768
 """Inputs or outputs from which on a product with a layer takes longer than anything beside it."""
-RANK = 384
+RANK = 512
 """Directions of a wide layer's inputs, or outputs, that are solved for."""
 SLACK = 0.3
 """Relative residual of the small solve, so that conjugate gradients around it must be flexible."""
@@ -50,7 +50,8 @@ class Coarse(NamedTuple):
         votes: v_i [M].
         shift: lambda.
         inverse: Of the mean factors, {"input", "output"}: preconditions the small system.
-        beside: Inverses on what is left: "input" [s, s] beside Q, "output" [r, r] beside P, "both".
+        beside: Inverses on what is left: "input" [s, s] beside Q, "output" [r, r] beside P, each
+            where there is such a basis, and "both".
     """
 
     inputs: Array | None
@@ -83,7 +84,7 @@ def apart(fishers: Kronecker) -> tuple[Kronecker, dict[str, dict[str, Array]]]:
 
 
 def weighted_product(factors: dict[str, Array], votes: Array, value: Array) -> Array:
-    """Compute sum_i v_i A_i X G_i for one X [a, o], client by client; zeros cost nothing.
+    """Compute sum_i v_i A_i X G_i for one X [a, o]; zeros cost nothing.
 
     Solvers hand over zeros for a layer that is done, while they go on with others.
     """
@@ -92,16 +93,14 @@ def weighted_product(factors: dict[str, Array], votes: Array, value: Array) -> A
 
 
 def _added(factors: dict[str, Array], votes: Array, value: Array) -> Array:
-    # Under a condition within a loop, as solvers ask it, XLA takes four times as long on a CPU for
-    # one product of all clients as for one after another.
-    def add(total: Array, client: tuple) -> tuple[Array, None]:
-        left, right, vote = client
-        # Selected, as in all weighted sums: who has no vote may overflow.
-        own = jnp.where(vote != 0, vote.astype(value.dtype) * _product(left, value, right), 0)
-        return total + own, None
-
-    clients = (factors["input"], factors["output"], votes)
-    return jax.lax.scan(add, jnp.zeros_like(value), clients)[0]
+    # Two products without a batch: A_i X of all clients at once, and their sum over clients with
+    # the other side's. Within a loop XLA would take four times as long on a CPU for a batch, and
+    # copy every factor out of its stack for one client after another.
+    turned = jnp.einsum("mab,bo->mao", factors["input"], value, precision=_PRECISION)
+    votes = votes.astype(value.dtype)[:, None, None]
+    # Selected, as in all weighted sums: who has no vote may overflow.
+    turned = jnp.where(votes != 0, votes * turned, 0)
+    return jnp.einsum("mao,mop->ap", turned, factors["output"], precision=_PRECISION)
 
 
 def coarse(factors: dict[str, Array], votes: Array, shift: Array) -> Coarse:
@@ -136,11 +135,9 @@ def coarse(factors: dict[str, Array], votes: Array, shift: Array) -> Coarse:
         return kronecker.inverse(tree.weighted_sum(small[other], _shares(votes, left[side])), shift)
 
     both = _shares(votes, left["input"], left["output"]).sum() + shift
-    rest = {
-        "input": beside("input", "output"),
-        "output": beside("output", "input"),
-        "both": 1 / jnp.where(both > 0, both, 1),
-    }
+    others = {"input": "output", "output": "input"}
+    rest = {side: beside(side, others[side]) for side in others if bases[side] is not None}
+    rest["both"] = 1 / jnp.where(both > 0, both, 1)
     inverse = kronecker.inverse_factors(means, shift)
     return Coarse(bases["input"], bases["output"], small, votes, shift, inverse, rest)
 
