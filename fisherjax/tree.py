@@ -122,17 +122,12 @@ def finite_leaves(params: Any) -> Array:
 def exponent(x: Array) -> Array:
     """Give the least e with all |entries| below 2^e; `NOTHING` for zeros.
 
-    Of subnormal numbers it is the exponent of the smallest that is normal.
-
     Example:
         >>> print(exponent(jnp.array([0.5, -3.0])))
         2
     """
     top = jnp.abs(jax.lax.stop_gradient(x)).max(initial=0)
-    info = jnp.finfo(top.dtype)
-    # Read off the bits: `frexp` and `ldexp` are dozens of operations, each of which is compiled.
-    field = jax.lax.bitcast_convert_type(top, f"uint{info.bits}") >> info.nmant
-    return jnp.where(top == 0, NOTHING, field.astype(jnp.int32) - (info.maxexp - 2))
+    return jnp.where(top == 0, NOTHING, jnp.frexp(top)[1])
 
 
 def unit(x: Array) -> Array:
@@ -145,22 +140,9 @@ def unit(x: Array) -> Array:
 
 
 def times_power(x: Array, exponent: Array) -> Array:
-    """Multiply by 2^exponent, exactly wherever what comes out is in the range of the dtype.
-
-    Example:
-        >>> print(times_power(jnp.array([0.5, -3.0]), jnp.array(2)))
-        [  2. -12.]
-    """
-    # In two halves, as the power itself may be out of range.
-    half = exponent // 2
-    return x * _power(half, x.dtype) * _power(exponent - half, x.dtype)
-
-
-def _power(exponent: Array, dtype: Any) -> Array:
-    """Write 2^exponent by its bits: zero where it is not normal, infinity where it is too large."""
-    info = jnp.finfo(dtype)
-    field = jnp.clip(exponent + info.maxexp - 1, 0, 2 * info.maxexp - 1)
-    return jax.lax.bitcast_convert_type(field.astype(f"uint{info.bits}") << info.nmant, dtype)
+    """Multiply by 2^exponent, exactly wherever that power is in the range of the dtype."""
+    # The power by itself: `ldexp(x, ...)` has no derivative at zero.
+    return x * jnp.ldexp(jnp.ones((), x.dtype), exponent)
 
 
 def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:

@@ -120,48 +120,48 @@ def _descended(
     drifts = 64 * jnp.finfo(goals.dtype).eps * jnp.maximum(judged, jnp.sqrt(squares))
     bounds = jnp.square(jnp.maximum(goals - drifts, goals / 2))
 
+    def turn(r: Any) -> Any:
+        return _map(jnp.divide, precondition(r), steps)
+
     def unfinished(state: tuple) -> Array:
         *_, active, step = state
         # One loop for all leaves, until the last one is done.
         return (step < max_iterations) & active.any()
 
     def body(state: tuple) -> tuple:
-        x, residual, earlier, direction, height, steps, count, broken, active, step = state
-        # A leaf that is done is not looked at: residuals and directions of zeros cost wide layers
-        # nothing.
-        steepest = precondition(kept(active, residual))
-        # The scale of a preconditioner drops out of the iterates, but not out of the range of
-        # float32: it is set to that of the first residual.
-        steps = _map(lambda s, r: jnp.where(step == 0, tree.unit(r), s), steps, steepest)
-        steepest = _map(jnp.divide, steepest, steps)
-        new = dots(residual, steepest)
-        # Zero in the first step, which has no direction before it.
-        beta = ratio(active & (step > 0), new, height)
-        if is_flexible:
-            # What a linear preconditioner makes of a residual is orthogonal to the one before; the
-            # answer of a solve is not, and has it taken out (Notay, Flexible conjugate gradients,
-            # SIAM Journal on Scientific Computing 2000).
-            beta = beta - ratio(active & (step > 0), dots(earlier, steepest), height)
-        direction = kept(active, _map(jnp.add, steepest, scaled(beta, direction)))
+        x, residual, direction, height, count, broken, active, step = state
         product = _map(jnp.divide, matvec(direction), lengths)
         curvature = dots(direction, product)
         # A leaf that is done, or whose direction has no curvature left, stands still from now on.
         going = active & (curvature > 0)
         broken = broken | (active & ~going)
-        alpha = ratio(going, new, curvature)
+        alpha = ratio(going, height, curvature)
         x = _map(jnp.add, x, scaled(alpha, _map(jnp.divide, direction, lengths)))
-        earlier = residual if is_flexible else None
-        residual = _map(jnp.subtract, residual, scaled(alpha, product))
+        old, residual = residual, _map(jnp.subtract, residual, scaled(alpha, product))
         active = going & (dots(residual, residual) > bounds)
-        return (x, residual, earlier, direction, new, steps, count + going, broken, active, step + 1)
+        # A leaf that is done is not looked at: residuals and directions of zeros cost wide layers
+        # nothing.
+        steepest = turn(kept(active, residual))
+        new = dots(residual, steepest)
+        beta = ratio(active, new, height)
+        if is_flexible:
+            # What a linear preconditioner makes of a residual is orthogonal to the one before; the
+            # answer of a solve is not, and has it taken out (Notay, Flexible conjugate gradients,
+            # SIAM Journal on Scientific Computing 2000).
+            beta = beta - ratio(active, dots(old, steepest), height)
+        direction = kept(active, _map(jnp.add, steepest, scaled(beta, direction)))
+        return x, residual, direction, new, count + going, broken, active, step + 1
 
     # The scale of the operator, by one product: it leaves the range of float32 no more than that of
     # the right-hand side. Systems at scale one need none.
     lengths = _map(jnp.ones_like, units) if at_scale_one else _map(tree.unit, matvec(rhs))
-    zeros, none = _map(jnp.zeros_like, rhs), jnp.zeros(len(bounds), bool)
-    count, height = none.astype(jnp.int32), jnp.zeros_like(squares)
-    start = (zeros, rhs, zeros if is_flexible else None, zeros, height, units, count, none)
-    # All of it, the preconditioner too, is in the loop once: what is compiled twice takes twice.
+    # The scale of a preconditioner drops out of the iterates, but not out of the range of float32:
+    # it is set to that of the first residual.
+    first = precondition(rhs)
+    steps = _map(tree.unit, first)
+    direction = _map(jnp.divide, first, steps)
+    count, broken = jnp.zeros(len(bounds), jnp.int32), jnp.zeros(len(bounds), bool)
+    start = (_map(jnp.zeros_like, rhs), rhs, direction, dots(rhs, direction), count, broken)
     x, *_, count, broken, _, _ = jax.lax.while_loop(unfinished, body, (*start, squares > bounds, 0))
     count, broken = (jax.tree.unflatten(structure, list(each)) for each in (count, broken))
     return _map(jnp.multiply, x, units), count, broken

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fisherjax import tree
-from fisherjax.fisher import Dense, Diagonal, Kronecker
+from fisherjax.fisher import Dense, Diagonal, Kronecker, kronecker
 from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.operators import Template, ravel
 
@@ -189,3 +189,15 @@ def test_the_inverse_splits_the_shift_over_the_factors_by_their_scale(x64):
         assert added["input"] / added["output"] == pytest.approx(float(ratio))
     for name, entries in operator.entries.items():
         np.testing.assert_allclose(inverse.entries[name] * (entries + shifts[name]), 1, rtol=1e-12)
+
+
+@pytest.mark.parametrize("fault", [-10.0, -1.0, np.nan])
+def test_where_a_factor_is_not_definite_the_identity_stands_in_wherever_that_shows(fault):
+    matrix, identity = gram(5, 0), jnp.eye(5)
+    for place in range(5):
+        # At -1 the shifted matrix is singular to the last bit: a pivot of zero, not below it.
+        base = matrix if fault < -1 else jnp.zeros((5, 5))
+        broken = base.at[place, place].set(fault)
+        chex.assert_trees_all_equal(kronecker.inverse(broken, jnp.asarray(1.0)), identity)
+    sound = kronecker.inverse(matrix, jnp.asarray(1.0))
+    np.testing.assert_allclose(sound @ (matrix + identity), identity, atol=1e-5)
