@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, quadratic, solvers, tree
+from fisherjax import checks, quadratic, solvers
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
 from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
@@ -24,9 +24,6 @@ from fisherjax.fisher.operators import PRECISION
 from fisherjax.solvers import Info
 from fisherjax.solvers.base import Solver, ratio
 from fisherjax.typing import Array, Model, Params
-
-_SHRUNK = 3  # inputs that shrank to less than a third, or grew to more than thrice, count as that
-_WRONG = 100  # times that gradients are wrong at most: nothing is left of them by then
 
 
 class _Settings(NamedTuple):
@@ -52,31 +49,24 @@ def fedfisher_sequential(
 ) -> Algorithm:
     """Make FedFisher with K-FAC that merges one layer after the other, in the forward order.
 
-        sum_i p_i (t_i A_i (t_i V - V_i) + N_i (V - V_i)) G_i + damping s (V - Vbar) = 0,
-        N_i = max(r_i - (1 - t_i)^2, 0) (diag(A_i) + k_i D) / 2,
-        G_i = (G'_i + sigma_i m_i I) / sqrt(m_i),
-        t_i = <V_i, t_i V>_A / |V_i|^2_A                       of the layers before, in [1/3, 3],
-        r_i = (|t_i V - V_i|^2_A + |V|^2_N) / |V_i|^2_A        of the layers before, at most 1,
-        sigma_i = (|V - V_i|^2_G' + sigma_i m_i |V|^2) / |V_i|^2_G'   of the layers after,
+        sum_i p_i A_i (V - V_i) G_i + damping s (V - Vbar) = 0,   s the mean eigenvalue of the sum,
+        A_i = A'_i + rho_i diag(A'_i),        G_i = (G'_i + sigma_i m_i I) / sqrt(m_i),
+        rho_i = |V - V_i|^2_A / |V_i|^2_A     of the layers before, at most 1,
+        sigma_i = |V - V_i|^2_G / |V_i|^2_G   of the layers after, at most 1,
 
-    with A and G' the Kronecker factors of the Fisher information, k_i and m_i their mean
-    eigenvalues, s that of the sum, <X, Y>_A = tr X^T A Y and |X|^2_G = tr X G X^T. In the merged
-    network client i's inputs a come as t_i a + e: all layers before have shrunk them to the share
-    t_i, and r_i of their square is wrong, so that e has what shrinking leaves of it. It is spread
-    half as the inputs are active at the client, half as they are at all together, D, which is
-    sum_j p_j diag(A_j) / k_j at a mean of one. Gradients are wrong by the share sigma_i likewise,
-    spread evenly. Inputs of the first layer are everybody's: t is one, r zero, and G is the
-    identity, since whatever comes after can make use of every output. Outputs of the last layer are
-    everybody's too: sigma is zero. The first pass takes sigma for zero, later ones that of the pass
-    before. A client that is sure of its examples has a small G', which says little about its
-    model's worth elsewhere: it votes by the root of its scale, halfway to equal votes. Where nobody
-    has any curvature G' is the identity.
+    with A' and G' the Kronecker factors of the Fisher information, m_i the mean eigenvalue of G'_i,
+    |X|^2_A = tr X^T A X and |X|^2_G = tr X G X^T. Inputs of the first layer are everybody's: rho is
+    zero, and G is the identity, since whatever comes after can make use of every output. Outputs of
+    the last layer are everybody's too: sigma is zero. The first pass takes sigma for zero, later
+    ones that of the pass before. A client that is sure of its examples has a small G', which says
+    little about its model's worth elsewhere: it votes by the root of its scale, halfway to equal
+    votes. Where nobody has any curvature G' is the identity.
 
     Where a network branches, the layers before are those whose outputs make the inputs, skips
     included (`Kronecker.feeders`), and numerators and denominators are sums over them, so that a
-    branch counts by the size of its outputs: t is one and r zero for whoever takes only the
-    network's inputs. The layers after likewise. An operator that does not say who feeds whom, as of
-    uploads written before that was known, is merged as a chain.
+    branch counts by the size of its outputs: rho is zero for whoever takes only the network's
+    inputs. The layers after likewise. An operator that does not say who feeds whom, as of uploads
+    written before that was known, is merged as a chain.
 
     Args:
         model: The network and what its outputs mean.
@@ -86,7 +76,7 @@ def fedfisher_sequential(
         damping: In units of each layer's mean eigenvalue.
         outputs: Whether the factors of the outputs are used; otherwise G is the identity
             everywhere, which is RegMean of every layer, convolutions too, with errors=False.
-        errors: Whether t, r and sigma are; otherwise one, zero and zero.
+        errors: Whether rho and sigma are; otherwise they are zero.
         passes: Through all layers, at least one.
         fallback: For leaves that belong to no layer: that of `fisher.kfac`. They, and scales and
             shifts, are merged as by `fedfisher`.
@@ -136,25 +126,14 @@ def fedfisher_sequential(
 def _merged(
     settings: _Settings, fishers: Kronecker, params: Params, weights: Array, damping: Array
 ) -> tuple[Params, Any]:
-    def solve(
-        part: Kronecker, damping: Array, more: Kronecker | None = None
-    ) -> tuple[dict[str, Array], Any]:
+    def solve(part: Kronecker, damping: Array) -> tuple[dict[str, Array], Any]:
         problem = quadratic.quadratic(part, params, weights, damping)
-        if more is not None:
-            own = jax.vmap(Kronecker.block_mv)(more, {name: models[name] for name in more.factors})
-            pull = tree.weighted_sum(tree.keep(weights > 0, own), weights)
-
-            def add(rhs: Array, pull: Array, exponent: Array) -> Array:
-                return rhs + tree.times_power(pull.astype(rhs.dtype), -exponent)
-
-            problem = problem._replace(rhs=jax.tree.map(add, problem.rhs, pull, problem.exponents))
         # A part of the layers makes no params.
         return settings.solve(problem._replace(restore=None))
 
     layers = [layer for layer in fishers.layers if layer.kernel in fishers.factors]
     models = jax.vmap(Kronecker.blocks)(fishers, params)
     inputs = {name: factor["input"] for name, factor in fishers.factors.items()}
-    profiles = {name: _profiles(own, weights) for name, own in inputs.items()}
     outputs, votes, scales = {}, {}, {}
     for number, layer in enumerate(layers):
         own = fishers.factors[layer.kernel]["output"]
@@ -167,24 +146,18 @@ def _merged(
         merged, infos, known = {}, [], {}
         for layer in layers:
             name = layer.kernel
-            share = _share([known[x] for x in before[name] if x in known], weights.shape)
-            kept = jnp.clip(share.kept, 1 / _SHRUNK, _SHRUNK)
-            rest = jnp.clip(jnp.clip(share.wrong, 0, 1) - (1 - kept) ** 2, 0, 1)
-            noise = _times(profiles[name], rest)
-            output = votes[name] * _plus(outputs[name], _even(outputs[name], sigma[name]))
-            factor = {"input": _plus(_times(inputs[name], kept**2), noise), "output": output}
-            part = partial(Kronecker, entries={}, layers=(layer,), template=fishers.template)
-            more = None
-            if before[name] and settings.errors:
-                more = part(
-                    {name: {"input": _times(inputs[name], kept - kept**2), "output": output}}
-                )
-            found, info = solve(part({name: factor}), damping, more)
+            rho = _share([known[x] for x in before[name] if x in known], weights.shape)
+            output = _plus(outputs[name], sigma[name], _ones)
+            factor = {
+                "input": _plus(inputs[name], rho, diagonal_of),
+                "output": votes[name] * output,
+            }
+            part = Kronecker({name: factor}, {}, (layer,), fishers.template)
+            found, info = solve(part, damping)
             merged |= found
             infos.append(info)
             if settings.errors:
-                own = _squares(found[name], models[name], inputs[name], jnp.matmul, kept)
-                known[name] = _passed_on(own, noise, found[name])
+                known[name] = _squares(found[name], models[name], factor["input"], jnp.matmul)
         if settings.errors:
             sigma = _backward(merged, models, outputs, scales, before)
         return sigma, (merged, infos)
@@ -220,32 +193,18 @@ def _units(stacked: Array, present: Array) -> tuple[Array, Array]:
     return units, votes.astype(stacked.dtype)
 
 
-def _profiles(stacked: Array, weights: Array) -> Array:
-    """Say how active each input is, half at the client, half at all, at its own scale [M, a]."""
-    diagonals = jax.vmap(diagonal_of)(stacked)
-    means = jnp.mean(diagonals, axis=1, keepdims=True)
-    # Of a client without inputs, or without weight, nothing is known, however large it is.
-    known = (means > 0) & (weights > 0)[:, None]
-    units = jnp.where(known, ratio(known, diagonals, means), 0)
-    common = jnp.tensordot(weights.astype(units.dtype), units, 1)
-    common = ratio(common.any(), common, jnp.mean(common))
-    return jnp.where(known, diagonals + means * common, 0) / 2
+def _ones(matrix: Array) -> Array:
+    return jnp.ones(len(matrix), matrix.dtype)
 
 
-def _even(stacked: Array, sizes: Array) -> Array:
-    """Give each client [M, ...] so many times the identity, as a diagonal."""
-    return jnp.broadcast_to(sizes.astype(stacked.dtype)[:, None], stacked.shape[:2])
+def _plus(stacked: Array, sizes: Array, diagonal: Callable[[Array], Array]) -> Array:
+    """Add to each client's factor so many times a diagonal: that of the factor, or ones."""
 
+    def one(factor: Array, size: Array) -> Array:
+        more = size.astype(factor.dtype) * diagonal(factor)
+        return factor + (more if factor.ndim == 1 else jnp.diag(more))
 
-def _times(stacked: Array, shares: Array) -> Array:
-    """Multiply what each client has [M, ...] by its share [M]."""
-    return shares.astype(stacked.dtype).reshape(-1, *(1,) * (stacked.ndim - 1)) * stacked
-
-
-def _plus(stacked: Array, diagonals: Array) -> Array:
-    """Add a diagonal to each client's factor, which may be diagonal itself."""
-    more = diagonals if stacked.ndim == diagonals.ndim else jax.vmap(jnp.diag)(diagonals)
-    return stacked + more
+    return jax.vmap(one)(stacked, sizes)
 
 
 def _before(fishers: Kronecker, names: list[str]) -> dict[str, tuple[str, ...]]:
@@ -265,9 +224,9 @@ def _backward(
     # From the last on, but not of the first, whose output factor is the identity.
     for name in list(outputs)[:0:-1]:
         after = [known[x] for x in known if name in before[x]]
-        sigma[name] = jnp.clip(_share(after, sigma[name].shape).wrong, 0, _WRONG)
-        own = _squares(merged[name], models[name], outputs[name], _from_the_right)
-        own = _passed_on(own, _even(outputs[name], sigma[name]), merged[name].T)
+        sigma[name] = _share(after, sigma[name].shape)
+        factor = _plus(outputs[name], sigma[name], _ones)
+        own = _squares(merged[name], models[name], factor, _from_the_right)
         # Output factors are in units, but gradients that meet are not.
         known[name] = own._replace(scale=own.scale * scales[name])
     return sigma
@@ -278,64 +237,47 @@ def _from_the_right(factor: Array, x: Array, **how: Any) -> Array:
 
 
 class _Squares(NamedTuple):
-    """How wrong a merged layer is for each client, what it keeps, and how large the client's is."""
+    """tr (V - V_i)^T A (V - V_i) and tr V_i^T A V_i of each client, in units of A's scale."""
 
-    wrong: Array
-    kept: Array
+    error: Array
     size: Array
     scale: Array
 
 
-def _squares(
-    merged: Array, models: Array, factors: Array, multiply: Callable, kept: Array | None = None
-) -> _Squares:
-    """Measure |t V - V_i|^2_A, <V_i, t V>_A and |V_i|^2_A of clients' V_i [M, a, o]."""
-    kept = jnp.ones(len(models), merged.dtype) if kept is None else kept
+def _squares(merged: Array, models: Array, factors: Array, multiply: Callable) -> _Squares:
+    """Say how far each client's layer [M, a, o] is from the merged one, and how large it is."""
 
-    def one(factor: Array, model: Array, kept: Array) -> _Squares:
+    def one(factor: Array, model: Array) -> _Squares:
         # Neither its scale nor the layer's matters, but squares must stay in range.
         mean = jnp.mean(diagonal_of(factor))
-        factor, given = ratio(mean > 0, factor, mean), kept.astype(merged.dtype) * merged
+        factor = ratio(mean > 0, factor, mean)
 
-        def product(x: Array, y: Array) -> Array:
+        def square(x: Array) -> Array:
             diagonal = factor.ndim == 1
-            image = factor[:, None] * y if diagonal else multiply(factor, y, precision=PRECISION)
-            return jnp.vdot(x, image, precision=PRECISION)
+            product = factor[:, None] * x if diagonal else multiply(factor, x, precision=PRECISION)
+            return jnp.vdot(x, product, precision=PRECISION)
 
-        wrong = given - model
-        return _Squares(product(wrong, wrong), product(model, given), product(model, model), mean)
+        return _Squares(square(merged - model), square(model), mean)
 
-    return jax.vmap(one)(factors, models, kept)
-
-
-def _passed_on(own: _Squares, noise: Array, merged: Array) -> _Squares:
-    """Add what a layer makes of the noise of its inputs, diagonal [M, a]."""
-    scale = own.scale[:, None]
-    more = jnp.matmul(ratio(scale > 0, noise, scale), merged**2, precision=PRECISION).sum(1)
-    return own._replace(wrong=own.wrong + more)
+    return jax.vmap(one)(factors, models)
 
 
-class _Share(NamedTuple):
-    """Of what several layers give together: which share is wrong, and which is there, [M]."""
-
-    wrong: Array
-    kept: Array
-
-
-def _share(parts: list[_Squares], shape: tuple[int, ...]) -> _Share:
-    """Add up the layers that feed another; of none nothing is wrong and all is there."""
+def _share(parts: list[_Squares], shape: tuple[int, ...]) -> Array:
+    """Say which share of what several layers give together is wrong, at most 1; zero of none."""
     if not parts:
-        return _Share(jnp.zeros(shape), jnp.ones(shape))
-    total, *others = parts
-    if others:
+        return jnp.zeros(shape)
+    error, size, _ = parts[0]
+    if len(parts) > 1:
         scales = jnp.stack([part.scale for part in parts])
         largest = scales.max(0)
         votes = jnp.where(largest > 0, ratio(largest > 0, scales, largest), 1)
-        total = jax.tree.map(lambda *own: jnp.sum(votes * jnp.stack(own), 0), *parts)
-    known = total.size > 0
+        error, size = (
+            jnp.sum(votes * jnp.stack([getattr(part, name) for part in parts]), 0)
+            for name in ("error", "size")
+        )
     # Whatever is wrong with layers of zeros is all of it.
-    wrong = jnp.where(known, ratio(known, total.wrong, total.size), total.wrong > 0)
-    return _Share(wrong, jnp.where(known, ratio(known, total.kept, total.size), 1))
+    share = jnp.where(size > 0, ratio(size > 0, error, size), error > 0)
+    return jnp.clip(share, 0, 1)
 
 
 def _joined(infos: list[Any], covered: float) -> Any:

@@ -113,64 +113,45 @@ def written_out(updates, damping, passes, before):
     def mean(matrix):
         return np.trace(matrix) / len(matrix)
 
-    def dot(x, y, a, g):
-        return np.trace(x.T @ a @ y @ g)
+    def size(x, a, g):
+        return np.trace(x.T @ a @ x @ g)
 
-    def shares(places, *terms):
-        """What the layers at some places give together, of each client's size, which is last."""
-        total = [sum(own[p] for p in places) for own in terms]
-        return [
-            own / total[-1] if places else np.full(3, default)
-            for own, default in zip(total, (0, 1), strict=False)
-        ]
+    def share(places, errors, sizes):
+        if not places:
+            return np.zeros(3)
+        return np.minimum(sum(errors[p] for p in places) / sum(sizes[p] for p in places), 1)
 
     for _ in range(passes):
-        merged, wrong, there, sizes = [], [], [], []
+        merged, errors, sizes = [], [], []
         for number, own in enumerate(models):
-            rho, kept = shares(before[number], wrong, there, sizes)[:2]
-            kept = np.clip(kept, 1 / 3, 3)
-            rest = np.maximum(np.minimum(rho, 1) - (1 - kept) ** 2, 0)
-            a = inputs[number]
-            common = sum(WEIGHTS[i] * np.diag(x) / mean(x) for i, x in enumerate(a))
-            profile = np.diag(common / common.mean())
-            noise = [
-                r * (np.diag(np.diag(x)) + mean(x) * profile) / 2
-                for x, r in zip(a, rest, strict=True)
-            ]
+            rho = share(before[number], errors, sizes)
+            a = [x + r * np.diag(np.diag(x)) for x, r in zip(inputs[number], rho, strict=True)]
             g = [np.eye(own.shape[-1])] * 3
             if number:
                 g = [
                     (x + s * mean(x) * np.eye(len(x))) / np.sqrt(mean(x))
                     for x, s in zip(outputs[number], sigma[number], strict=True)
                 ]
-            terms = [WEIGHTS[i] * np.kron(kept[i] ** 2 * a[i] + noise[i], g[i]) for i in clients]
-            pulls = [WEIGHTS[i] * np.kron(kept[i] * a[i] + noise[i], g[i]) for i in clients]
+            terms = [WEIGHTS[i] * np.kron(a[i], g[i]) for i in clients]
             shift = damping * mean(sum(terms)) * np.eye(own[0].size)
-            right = sum((pulls[i] + WEIGHTS[i] * shift) @ own[i].ravel() for i in clients)
-            found = np.linalg.solve(sum(terms) + shift, right).reshape(own.shape[1:])
+            system = [term + WEIGHTS[i] * shift for i, term in enumerate(terms)]
+            right = sum(system[i] @ own[i].ravel() for i in clients)
+            found = np.linalg.solve(sum(system), right).reshape(own.shape[1:])
             unit = np.eye(own.shape[-1])
-            errors = [kept[i] * found - own[i] for i in clients]
-            errors = [
-                dot(x, x, a[i], unit) + dot(found, found, noise[i], unit)
-                for i, x in enumerate(errors)
-            ]
-            wrong.append(np.array(errors))
-            there.append(np.array([kept[i] * dot(own[i], found, a[i], unit) for i in clients]))
-            sizes.append(np.array([dot(own[i], own[i], a[i], unit) for i in clients]))
+            errors.append(np.array([size(found - own[i], a[i], unit) for i in clients]))
+            sizes.append(np.array([size(own[i], a[i], unit) for i in clients]))
             merged.append(found)
-        sigma, wrong, sizes = np.zeros((last + 1, 3)), {}, {}
+        sigma, errors, sizes = np.zeros((last + 1, 3)), {}, {}
         for number in range(last, 0, -1):
-            after = [other for other in wrong if number in before[other]]
-            sigma[number] = shares(after, wrong, sizes)[0]
-            wrong[number], sizes[number] = np.zeros(3), np.zeros(3)
+            after = [other for other in errors if number in before[other]]
+            sigma[number] = share(after, errors, sizes)
+            errors[number], sizes[number] = np.zeros(3), np.zeros(3)
             for i in clients:
-                own, g, found = models[number][i], outputs[number][i], merged[number]
-                noise = sigma[number, i] * mean(g) * np.eye(len(g))
+                own, g = models[number][i], outputs[number][i]
+                g = g + sigma[number, i] * mean(g) * np.eye(len(g))
                 unit = np.eye(len(own))
-                wrong[number][i] = dot(found - own, found - own, unit, g) + dot(
-                    found, found, unit, noise
-                )
-                sizes[number][i] = dot(own, own, unit, g)
+                errors[number][i] = size(merged[number] - own, unit, g)
+                sizes[number][i] = size(own, unit, g)
     return merged
 
 
