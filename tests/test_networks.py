@@ -34,11 +34,22 @@ def count(params):
         (networks.NormedCNN(), (32, 32, 3), 121_686 + 2 * (16 + 32 + 120 + 84)),
         (networks.MLP((254, 64), use_bias=True), (28, 28, 1), 216_360),
         (networks.MLP(), (64,), 64 * 64 + 64 * 64 + 64 * 10),
+        (networks.ResidualMLP(32, 3), (8, 8, 1), 64 * 32 + 6 * 32 * 32 + 32 * 10),
     ],
 )
 def test_parameter_counts_are_the_papers(key, model, shape, size):
     inputs = jax.ShapeDtypeStruct((1, *shape), np.float32)
     assert count(jax.eval_shape(partial(networks.init, model), key, inputs)) == size
+
+
+def test_a_residual_network_whose_blocks_give_nothing_is_stem_and_head(key):
+    inputs = np.asarray(jax.random.normal(key, (3, 2, 4)))
+    params = init(networks.ResidualMLP(6, 2, num_classes=5), key, inputs)
+    apply = networks.apply_fn(networks.ResidualMLP(6, 2, num_classes=5))
+    silent = params | {name: {"kernel": jnp.zeros((6, 6))} for name in ("out1", "out2")}
+    plain = inputs.reshape(3, 8) @ params["stem"]["kernel"] @ params["head"]["kernel"]
+    np.testing.assert_allclose(apply(silent, inputs), plain, rtol=1e-4, atol=1e-6)
+    assert jnp.abs(apply(params, inputs) - plain).max() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from experiments.harness.records import WHERE_AND_HOW
 
 MODELS = {
     "mlp": fj.networks.MLP,
+    "residual_mlp": fj.networks.ResidualMLP,
     "lenet": fj.networks.LeNet,
     "cnn": fj.networks.CNN,
     "simple_cnn": fj.networks.SimpleCNN,

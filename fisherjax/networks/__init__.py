@@ -10,7 +10,15 @@ names its own.
 """
 
 from fisherjax.networks.functions import apply_fn, augmented, init, model
-from fisherjax.networks.images import CNN, MLP, LeNet, NormedCNN, SimpleCNN, SimpleCNNMNIST
+from fisherjax.networks.images import (
+    CNN,
+    MLP,
+    LeNet,
+    NormedCNN,
+    ResidualMLP,
+    SimpleCNN,
+    SimpleCNNMNIST,
+)
 from fisherjax.networks.transformer import Transformer
 
 __all__ = [
@@ -18,6 +26,7 @@ __all__ = [
     "MLP",
     "LeNet",
     "NormedCNN",
+    "ResidualMLP",
     "SimpleCNN",
     "SimpleCNNMNIST",
     "Transformer",

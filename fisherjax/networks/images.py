@@ -35,6 +35,38 @@ class MLP(flax.linen.Module):
         return _dense_layers(inputs, (*self.features, self.num_classes), self.use_bias)
 
 
+class ResidualMLP(flax.linen.Module):
+    """Map inputs of any shape through a dense layer, blocks h + relu(h A) B and a dense layer.
+
+    No layer has a bias unless `use_bias`.
+
+    Example:
+        >>> import jax, fisherjax as fj
+        >>> network, inputs = ResidualMLP(blocks=1), jnp.zeros((1, 64))
+        >>> params = fj.networks.init(network, jax.random.key(0), inputs)
+        >>> {name: layer["kernel"].shape for name, layer in params.items()}
+        {'head': (64, 10), 'in1': (64, 64), 'out1': (64, 64), 'stem': (64, 64)}
+    """
+
+    width: int = 64
+    blocks: int = 4
+    num_classes: int = 10
+    use_bias: bool = False
+
+    @flax.linen.compact
+    def __call__(self, inputs: Array) -> Array:
+        """Return the outputs [B, num_classes] of inputs [B, ...]."""
+
+        def dense(x: Array, width: int, name: str) -> Array:
+            return flax.linen.Dense(width, name=name, **_settings(x.shape[-1], self.use_bias))(x)
+
+        hidden = dense(inputs.reshape(len(inputs), -1), self.width, "stem")
+        for number in range(1, self.blocks + 1):
+            inner = flax.linen.relu(dense(hidden, self.width, f"in{number}"))
+            hidden = hidden + dense(inner, self.width, f"out{number}")
+        return dense(hidden, self.num_classes, "head")
+
+
 class LeNet(flax.linen.Module):
     """Classify images: conv5 6, pool, conv5 16, pool, dense 120, 84, num_classes.
 
