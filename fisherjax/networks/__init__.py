@@ -5,8 +5,8 @@ Nothing else in the library needs flax: any `apply(params, inputs) -> outputs` w
 Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024 (LeNet for MNIST-like images, the FedNet
 CNN for 32 x 32 images, both without biases); Li, Diao, Chen, He, Federated Learning on Non-IID Data
 Silos, ICDE 2022, and its code, NIID-Bench (SimpleCNN and SimpleCNNMNIST); Huang, Shi, Cai, Suzuki,
-ICLR 2024 (NormedCNN). Deviation: images are [H, W, C] and are flattened in that order. Transformer
-names its own.
+ICLR 2024 (NormedCNN). Deviation: images are [H, W, C] and are flattened in that order. ResidualMLP
+and Transformer name their own.
 """
 
 from fisherjax.networks.functions import apply_fn, augmented, init, model

@@ -46,6 +46,9 @@ class ResidualMLP(flax.linen.Module):
         >>> params = fj.networks.init(network, jax.random.key(0), inputs)
         >>> {name: layer["kernel"].shape for name, layer in params.items()}
         {'head': (64, 10), 'in1': (64, 64), 'out1': (64, 64), 'stem': (64, 64)}
+
+    Source: He, Zhang, Ren, Sun, Identity mappings in deep residual networks, ECCV 2016: nothing
+        follows the sum. Deviation: dense layers, no normalisation, and no activation before A.
     """
 
     width: int = 64
