@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, quadratic, solvers
+from fisherjax import checks, quadratic, solvers, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
 from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
@@ -24,6 +24,8 @@ from fisherjax.fisher.operators import PRECISION
 from fisherjax.solvers import Info
 from fisherjax.solvers.base import Solver, ratio
 from fisherjax.typing import Array, Model, Params
+
+_LEAST = 0.1  # what is wrong with the mean of clients that agree: factors still count more
 
 
 class _Settings(NamedTuple):
@@ -41,6 +43,7 @@ def fedfisher_sequential(
     damping: float = 0.01,
     outputs: bool = True,
     errors: bool = True,
+    isotropy: float = 0.3,
     passes: int = 2,
     fallback: Callable[..., Diagonal] | None = None,
     solver: solvers.Solver | None = None,
@@ -50,17 +53,23 @@ def fedfisher_sequential(
     """Make FedFisher with K-FAC that merges one layer after the other, in the forward order.
 
         sum_i p_i A_i (V - V_i) G_i + damping s (V - Vbar) = 0,   s the mean eigenvalue of the sum,
-        A_i = A'_i + rho_i diag(A'_i),        G_i = (G'_i + sigma_i m_i I) / sqrt(m_i),
+        A_i = A"_i + rho_i diag(A"_i),        G_i = (G'_i + sigma_i m_i I) / sqrt(m_i),
+        A"_i = A'_i + iota k_i I,             iota = isotropy max(0, 1 / e - 2),
         rho_i = |V - V_i|^2_A / |V_i|^2_A     of the layers before, at most 1,
         sigma_i = |V - V_i|^2_G / |V_i|^2_G   of the layers after, at most 1,
+        e = sum_i p_i |Vbar - V_i|^2_A' / |V_i|^2_A'   of the last layer, at least 1 / 10,
 
-    with A' and G' the Kronecker factors of the Fisher information, m_i the mean eigenvalue of G'_i,
-    |X|^2_A = tr X^T A X and |X|^2_G = tr X G X^T. Inputs of the first layer are everybody's: rho is
-    zero, and G is the identity, since whatever comes after can make use of every output. Outputs of
-    the last layer are everybody's too: sigma is zero. The first pass takes sigma for zero, later
-    ones that of the pass before. A client that is sure of its examples has a small G', which says
-    little about its model's worth elsewhere: it votes by the root of its scale, halfway to equal
-    votes. Where nobody has any curvature G' is the identity.
+    with A' and G' the Kronecker factors of the Fisher information, k_i and m_i their mean
+    eigenvalues, |X|^2_A = tr X^T A X and |X|^2_G = tr X G X^T. Inputs of the first layer are
+    everybody's: rho and iota are zero, and G is the identity, since whatever comes after can make
+    use of every output. Outputs of the last layer are everybody's too: sigma is zero. The first
+    pass takes sigma for zero, later ones that of the pass before. A client that is sure of its
+    examples has a small G', which says little about its model's worth elsewhere: it votes by the
+    root of its scale, halfway to equal votes. Where nobody has any curvature G' is the identity.
+
+    Clients whose plain mean is wrong in less than half of what they would say, e, have learned much
+    the same: each is right about inputs that it has seldom seen too, and counts in all directions
+    by iota.
 
     Where a network branches, the layers before are those whose outputs make the inputs, skips
     included (`Kronecker.feeders`), and numerators and denominators are sums over them, so that a
@@ -77,6 +86,7 @@ def fedfisher_sequential(
         outputs: Whether the factors of the outputs are used; otherwise G is the identity
             everywhere, which is RegMean of every layer, convolutions too, with errors=False.
         errors: Whether rho and sigma are; otherwise they are zero.
+        isotropy: How much of a mean eigenvalue is added to inputs for clients that agree.
         passes: Through all layers, at least one.
         fallback: For leaves that belong to no layer: that of `fisher.kfac`. They, and scales and
             shifts, are merged as by `fedfisher`.
@@ -107,6 +117,7 @@ def fedfisher_sequential(
     structure = kfac if fallback is None else partial(kfac, fallback=fallback)
     summarize, sent = fisher_summary(model, structure, kind, batch_size, max_examples)
     checks.number("damping", damping)
+    checks.number("isotropy", isotropy)
     checks.count("passes", passes)
     # Damping is a hundredth of what K-FAC takes: a layer may need more steps.
     solve = solvers.conjugate_gradients(max_iterations=500) if solver is None else solver
@@ -116,7 +127,8 @@ def fedfisher_sequential(
     def aggregate(key: Any, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort
         updates, weights = received
-        merged, info = _merged(settings, updates["fisher"], updates["params"], weights, damping)
+        sent = updates["fisher"], updates["params"], weights
+        merged, info = _merged(settings, *sent, damping, isotropy)
         return merged, state, info
 
     return Algorithm(summarize, aggregate, kind=sent, model=model)
@@ -124,7 +136,12 @@ def fedfisher_sequential(
 
 @partial(jax.jit, static_argnums=0)
 def _merged(
-    settings: _Settings, fishers: Kronecker, params: Params, weights: Array, damping: Array
+    settings: _Settings,
+    fishers: Kronecker,
+    params: Params,
+    weights: Array,
+    damping: Array,
+    isotropy: Array,
 ) -> tuple[Params, Any]:
     def solve(part: Kronecker, damping: Array) -> tuple[dict[str, Array], Any]:
         problem = quadratic.quadratic(part, params, weights, damping)
@@ -141,6 +158,10 @@ def _merged(
         outputs[layer.kernel], votes[layer.kernel] = _units(known, weights > 0)
         scales[layer.kernel] = jnp.trace(known, axis1=1, axis2=2) / known.shape[-1]
     before = _before(fishers, list(outputs))
+    last = layers[-1].kernel
+    iota = isotropy * _agreement(models[last], inputs[last], weights)
+    for name in [name for name in outputs if before[name]]:
+        inputs[name] = _plus(inputs[name], jnp.full(weights.shape, iota), _mean)
 
     def merge_all(sigma: dict[str, Array], _: None) -> tuple[Any, Any]:
         merged, infos, known = {}, [], {}
@@ -193,12 +214,23 @@ def _units(stacked: Array, present: Array) -> tuple[Array, Array]:
     return units, votes.astype(stacked.dtype)
 
 
+def _agreement(models: Array, factors: Array, weights: Array) -> Array:
+    """Say by how much what is right in the clients' mean [a, o] outweighs what is wrong."""
+    squares = _squares(tree.weighted_sum(models, weights), models, factors, jnp.matmul)
+    wrong = jnp.dot(weights, jnp.where(weights > 0, _share([squares], weights.shape), 0))
+    return jnp.maximum(1 / jnp.maximum(wrong, _LEAST) - 2, 0)
+
+
 def _ones(matrix: Array) -> Array:
     return jnp.ones(len(matrix), matrix.dtype)
 
 
+def _mean(matrix: Array) -> Array:
+    return jnp.full(len(matrix), jnp.mean(diagonal_of(matrix)), matrix.dtype)
+
+
 def _plus(stacked: Array, sizes: Array, diagonal: Callable[[Array], Array]) -> Array:
-    """Add to each client's factor so many times a diagonal: that of the factor, or ones."""
+    """Add to each client's factor so many times a diagonal: its own, their mean, or ones."""
 
     def one(factor: Array, size: Array) -> Array:
         more = size.astype(factor.dtype) * diagonal(factor)

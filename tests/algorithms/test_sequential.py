@@ -99,7 +99,7 @@ def changed(updates, change):
     return algorithms.Update(updates.values | {"fisher": operator}, updates.kind)
 
 
-def written_out(updates, damping, passes, before):
+def written_out(updates, damping, passes, before, isotropy=0.3):
     """The docstring's equations, one dense system a layer; whose inputs come from whom."""
     operator = updates.values["fisher"]
     models = blocks_of(type(operator), operator, updates.values["params"])
@@ -121,6 +121,16 @@ def written_out(updates, damping, passes, before):
             return np.zeros(3)
         return np.minimum(sum(errors[p] for p in places) / sum(sizes[p] for p in places), 1)
 
+    vbar = np.tensordot(WEIGHTS, models[last], 1)
+    shares = [
+        size(vbar - v, a, np.eye(v.shape[-1])) / size(v, a, np.eye(v.shape[-1]))
+        for v, a in zip(models[last], inputs[last], strict=True)
+    ]
+    iota = isotropy * max(0, 1 / max(WEIGHTS @ np.minimum(shares, 1), 0.1) - 2)
+    inputs = [
+        [x + (iota * mean(x) * np.eye(len(x)) if places else 0) for x in own]
+        for own, places in zip(inputs, before, strict=True)
+    ]
     for _ in range(passes):
         merged, errors, sizes = [], [], []
         for number, own in enumerate(models):
@@ -208,7 +218,7 @@ def test_where_a_network_branches_the_laws_hold(residual):
 def test_with_identities_it_is_regmean_of_every_layer(world):
     """Least squares of the clients' outputs on the clients' inputs, biases included."""
     start, updates = world
-    method = make(damping=0.0, outputs=False, errors=False)
+    method = make(damping=0.0, outputs=False, errors=False, isotropy=0.0)
     merged = merging.merge(method, start, updates, WEIGHTS)[0]
     operator = updates.values["fisher"]
     models = blocks_of(type(operator), operator, updates.values["params"])
@@ -286,7 +296,9 @@ def test_a_client_without_curvature_has_no_vote_but_in_the_first_layer(world):
     other = updates.values["params"]
     other = other | {"a": other["a"] + np.array([[[0.0]], [[1]], [[0]]]) * [1, -1, 0, 0]}
     other = algorithms.Update(silent.values | {"params": other}, silent.kind)
-    found, moved = (merging.merge(make(), start, sent)[0] for sent in (silent, other))
+    # Whether clients agree is asked of it too.
+    method = make(isotropy=0.0)
+    found, moved = (merging.merge(method, start, sent)[0] for sent in (silent, other))
     # Damping pulls towards the mean of all, by a third of what was added at most.
     assert 0 < jnp.abs(found["a"] - moved["a"]).max() < 0.05
     chex.assert_trees_all_close(found["c"], moved["c"])
