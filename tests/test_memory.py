@@ -110,6 +110,30 @@ def test_what_was_predicted_is_not_compiled_again(mesh, caplog):
     assert passes(fj.merging.summarize, trained) == 0
 
 
+@pytest.mark.long
+def test_each_message_of_an_exchange_is_predicted_and_not_compiled_again(caplog):
+    source = np.random.default_rng(0)
+    data = source.normal(size=(40, 3)).astype(np.float32), np.arange(40, dtype=np.int32) % 2
+    federation = fj.clients.federation(data, np.split(np.arange(40), 2))
+    model = fj.Model(
+        lambda params, x: jnp.tanh(x @ params["a"]) @ params["b"], fj.likelihoods.categorical
+    )
+    params = {"a": np.ones((3, 400), np.float32), "b": np.ones((400, 2), np.float32)}
+    method = fj.algorithms.natural_gradient(model)
+    how = {"key": jax.random.key(0)}
+    shapes = jax.eval_shape(lambda: params)
+    slopes, products, losses = fj.merging.exchange_memory(method, shapes, federation, **how)
+    # Sent down are the model with four directions, and with one step; back from each client come
+    # products of all inputs of the head, and five numbers.
+    model_bytes, head = 4 * (3 + 2) * 400, 4 * 400**2
+    assert products.resident - losses.resident > 3 * model_bytes + 2 * 2 * head
+    assert slopes.resident > products.resident - 2 * 2 * head
+    caplog.clear()
+    with jax.log_compiles():
+        fj.merging.exchange(method, params, federation, **how)
+    assert not [line for line in caplog.messages if "XLA compilation of jit(_summarize)" in line]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", [fj.fisher.diagonal, fj.fisher.kfac])
 def test_a_fisher_pass_holds_neither_all_gradients_nor_all_images(network, structure):

@@ -39,6 +39,14 @@ def predict(task: tasks.OneRound) -> Need:
         needs[f"the clients' summaries for {name}"] = fj.merging.summarize_memory(
             method.clients, params, federation, key=key, clients_per_chunk=chunk
         )
+    # Whatever a model was merged by, exchanges are the same programs.
+    steps = dict.fromkeys(
+        step for plan in one_round.exchanges(task.config).values() for step in plan
+    )
+    for name in steps:
+        given = one_round.exchange_of(task, name), params, federation
+        found = fj.merging.exchange_memory(*given, key=key, clients_per_chunk=chunk)
+        needs[f"the exchange of {name}"] = max(found, key=sum)
     step = max(needs, key=lambda name: sum(needs[name]))
     side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)
     mesh = federation.mesh

@@ -82,6 +82,21 @@ def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
     }
 
 
+def exchanges(config: OneShot) -> dict[str, tuple[str, ...]]:
+    """List what follows every merge without training, by its last step."""
+    plans: dict[str, tuple[str, ...]] = {other: (other,) for other in config.calibrate}
+    if config.exchanges:
+        # The steps start from a head that fits the squared error, whose gradient they follow.
+        steps = ("natural_gradient",) * (config.exchanges - 1)
+        plans["natural_gradient"] = ("analytic_head", *steps)
+    return plans
+
+
+def exchange_of(task: OneRound, step: str) -> Algorithm:
+    """Make a step of `exchanges`."""
+    return getattr(fj.algorithms, step)(task.model)
+
+
 def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list[Row]:
     """Compute one unit; a ValueError names a client whose model is not finite.
 
@@ -256,19 +271,14 @@ def _exchanged(
 
     Seconds and bytes are of all rounds up to a row's.
     """
-    federation, config = task.federations[unit[0]], task.config
+    federation = task.federations[unit[0]]
     chunk = training_options(task, federation)["clients_per_chunk"]
     key = jax.random.fold_in(start(task, unit[1])[1], _EXCHANGES)
-    plans = {other: (other,) for other in config.calibrate}
-    if config.exchanges:
-        # The steps start from a head that fits the squared error, whose gradient they follow.
-        steps = ("natural_gradient",) * (config.exchanges - 1)
-        plans["natural_gradient"] = ("analytic_head", *steps)
-    for last, plan in plans.items():
+    for last, plan in exchanges(task.config).items():
         now = model
         for number, step in enumerate(plan, start=2):
             progress(f"{name}+{last}: exchange without training")
-            method = getattr(fj.algorithms, step)(task.model)
+            method = exchange_of(task, step)
             how = {"key": jax.random.fold_in(key, number), "clients_per_chunk": chunk}
             played = fj.merging.messages(method, now.params, federation, **how)
             messages, seconds = _timed(list, played)

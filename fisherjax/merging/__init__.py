@@ -1,6 +1,6 @@
 """Summarize and merge: what clients send, whether it can be trusted, and the model made of it."""
 
-from fisherjax.merging.exchanges import Message, exchange, messages
+from fisherjax.merging.exchanges import Message, exchange, exchange_memory, messages
 from fisherjax.merging.merges import merge, merge_stream, merge_sums
 from fisherjax.merging.summaries import summarize, summarize_cohort, summarize_memory
 from fisherjax.updates import check_updates
@@ -9,6 +9,7 @@ __all__ = [
     "Message",
     "check_updates",
     "exchange",
+    "exchange_memory",
     "merge",
     "merge_stream",
     "merge_sums",

@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+
 from fisherjax import clients
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
+from fisherjax.devices import Memory
 from fisherjax.merging.merges import merge
-from fisherjax.merging.summaries import summarize
+from fisherjax.merging.summaries import summarize, summarize_memory
 from fisherjax.training import untrained
 from fisherjax.typing import Key, Params
 
@@ -84,3 +87,37 @@ def messages(
         params, state, info = merge(following, params, sent, weights, state=state, key=key)
         yield Message(start, sent, params, state, info)
         following = following.then
+
+
+def exchange_memory(
+    algorithm: Algorithm,
+    params: Params,
+    federation: Federation,
+    *,
+    key: Key,
+    clients_per_chunk: int | None = None,
+) -> tuple[Memory, ...]:
+    """Predict the bytes that clients need on each device for each message of an `exchange`.
+
+    `params` are a model, or its shapes; the other arguments are those of `exchange`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, fisherjax as fj
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.gaussian)
+        >>> data = np.eye(2, dtype="float32"), np.ones((2, 1), "float32")
+        >>> federation = fj.clients.federation(data, [[0], [1]])
+        >>> head, start = fj.algorithms.analytic_head(model), {"w": jnp.zeros((2, 1))}
+        >>> len(exchange_memory(head, start, federation, key=jax.random.key(0)))
+        1
+    """
+    how = {"key": key, "clients_per_chunk": clients_per_chunk}
+
+    def played(params: Params) -> list[Any]:
+        return [message.received for message in messages(algorithm, params, federation, **how)]
+
+    # Shapes only: nothing is computed, and of each message only the clients' half compiled.
+    needs, following = [], algorithm
+    for start in jax.eval_shape(played, params):
+        needs.append(summarize_memory(following, params, federation, start=start, **how))
+        following = following.then
+    return tuple(needs)

@@ -70,11 +70,13 @@ def summarize_memory(
     federation: Federation,
     *,
     key: Key,
+    start: Any = None,
     clients_per_chunk: int | None = None,
 ) -> Memory:
     """Predict the bytes that `summarize` needs on each device, all models and updates among them.
 
-    `params` are one client's, or their shapes; the other arguments are those of `summarize`.
+    `params` are one client's, or their shapes, and `start` what clients are given that do not
+    train, or its shapes; the other arguments are those of `summarize`.
 
     Example:
         >>> import fisherjax as fj
@@ -88,9 +90,11 @@ def summarize_memory(
     """
     num_clients, mesh = federation.num_clients, federation.mesh
     layout = Layout(parallel.chunk_size(clients_per_chunk, num_clients), mesh)
-    steps = np.zeros(num_clients, np.int32)
-    key, start, steps = replicate((key, params, steps), mesh)
-    extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
+    extras, steps = (), None
+    if start is None:
+        extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
+        start, steps = params, np.zeros(num_clients, np.int32)
+    key, start, steps = replicate((key, start, steps), mesh)
     private = jax.eval_shape(algorithm.init_client, params)
     # Shapes only: the compiler is asked before any stack [M, ...] is made.
     stacked, own, extras = devices.stacked_shapes((params, private, extras), num_clients, mesh)

@@ -228,6 +228,7 @@ def test_the_prediction_compiles_the_programs_of_the_run_and_no_others(rows, com
                 merging=Merging(
                     ("fedavg", "fisher_merge"), options=(("fisher_merge.batch_size", 64 + number),)
                 ),
+                exchanges=2,
             )
         )
 
