@@ -21,6 +21,7 @@ from rich.console import Console
 
 from experiments.harness import accuracies, commands, config, memory, one_round, records, tasks
 from experiments.harness.progress import Watch, bar
+from experiments.harness.steps import Unit
 
 PROGRAM = "experiments.one_shot"
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
 
 
 def _execute(
-    task: tasks.OneRound, rows: list[records.Row], missing: list[one_round.Unit], console: Console
+    task: tasks.OneRound, rows: list[records.Row], missing: list[Unit], console: Console
 ) -> list[records.Row]:
     """Compute the missing units, and write the rows after each."""
     asked = task.config

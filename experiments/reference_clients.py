@@ -24,6 +24,7 @@ from experiments.harness import accuracies, commands, config, one_round, records
 from experiments.harness.config import Data, Group, Merging, OneShot
 from experiments.harness.methods import trains_its_own
 from experiments.harness.reference import Reference
+from experiments.harness.steps import measure
 
 PROGRAM = "experiments.reference_clients"
 AUTHORS = {
@@ -104,7 +105,7 @@ def merge(task: tasks.OneRound, found: Reference) -> list[records.Row]:
     trained = fj.training.Trained(found.params)
     merged = one_round.merge(task, task.methods, _UNIT, params, trained, weights)
     rows = one_round.references(task, _UNIT, found.params, found.params, weights, None)
-    return rows + [one_round.measure(task, _UNIT, name, own) for name, own in merged.items()]
+    return rows + [measure(task, _UNIT, name, own) for name, own in merged.items()]
 
 
 if __name__ == "__main__":

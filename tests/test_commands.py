@@ -19,7 +19,7 @@ ORDER = [
     "commands",
     *("tables", "records", "points", "figures"),
     *("config", "methods", "votes", "tasks"),
-    *("checkpoints", "one_round", "accuracies", "memory", "progress"),
+    *("checkpoints", "steps", "later", "one_round", "accuracies", "memory", "progress"),
     *("forecast", "grid_runs"),
     *("grids", "niid", "fedfisher", "reference", "knee", "compression", "secure", "private"),
     "comparators",

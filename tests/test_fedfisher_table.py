@@ -9,7 +9,7 @@ import pytest
 
 import fisherjax as fj
 from experiments import fedfisher_table
-from experiments.harness import fedfisher, forecast, one_round, records, tasks, votes
+from experiments.harness import fedfisher, forecast, one_round, records, steps, tasks, votes
 from experiments.harness.config import IMAGES, Merging
 from experiments.harness.fedfisher import Cell, Grid
 from experiments.harness.grid_runs import WALL
@@ -222,11 +222,11 @@ def test_the_probe_compiles_what_the_runs_need(ready, compilations):
     assert found.distillation == 0
     _, other = ready
     (federation,) = other.federations.values()
-    params, key = one_round.start(other, 0)
+    params, key = steps.start(other, 0)
     how = {"key": key, "optimizer": other.optimizer, "progress": lambda *_: None}
     with compilations() as count:
         trained = fj.training.train(
-            other.model, params, federation, **how, **one_round.training_options(other, federation)
+            other.model, params, federation, **how, **steps.training_options(other, federation)
         )
         for method in other.methods.values():
             fj.merging.summarize(method.clients, trained, federation, key=key)
@@ -281,7 +281,7 @@ def test_fedov_is_foretold_from_its_clients_and_a_few_epochs_of_its_student(voti
     monkeypatch.setattr(forecast.votes, "trained", trained)
     monkeypatch.setattr(forecast.votes, "taught", taught)
     found = forecast.probe(voting)
-    key = one_round.start(voting[0], 0)[1]
+    key = steps.start(voting[0], 0)[1]
     # One chunk of one client: nobody waits for others.
     left = [votes.split(*own.federations.values(), key)[0] for own in voting]
     assert np.isclose(found.training, 8.0 * 3 * sum(map(passes, left)))
@@ -297,7 +297,7 @@ def test_fedov_is_foretold_from_its_clients_and_a_few_epochs_of_its_student(voti
 def test_the_probe_compiles_what_fedov_needs(voting, compilations):
     forecast.probe(voting)
     federation, aside = votes.split(*voting[1].federations.values(), jax.random.key(5))
-    options = one_round.training_options(voting[1], federation)
+    options = steps.training_options(voting[1], federation)
     options["epochs"] = 1  # another number compiles the cut of the losses anew, and nothing else
     own, key, inputs = voting[1].voting, jax.random.key(1), federation.inputs[aside]
     with compilations() as count:

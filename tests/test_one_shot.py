@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import one_shot
-from experiments.harness import commands, one_round, records
+from experiments.harness import commands, one_round, records, steps
 from experiments.harness.config import Data, Merging, OneShot, Training
 from experiments.harness.records import ONE_SHOT, Row
 
@@ -36,7 +36,7 @@ def results(out: Path) -> list[Row]:
 
 
 def without_time(rows: list[Row]) -> list[Row]:
-    timed = {one_round.SERVER}
+    timed = {steps.SERVER}
     return [row._replace(seconds=None) for row in rows if row.metric not in timed]
 
 
@@ -58,7 +58,7 @@ def test_a_run_leaves_one_row_for_each_number_and_all_five_files(whole):
     expected += [(name, split, None) for split in (0, 1) for name in merged]
     assert sorted(names, key=str) == sorted(expected, key=str)
     assert all(0 <= row.value <= 1 for row in without_time(rows))
-    server = [row.algorithm for row in rows if row.metric == one_round.SERVER]
+    server = [row.algorithm for row in rows if row.metric == steps.SERVER]
     assert server == 2 * list(SMALL.merging.algorithms)
     files = {path.name for path in whole.iterdir()}
     assert files == {"config.json", "results.csv", "label_counts.csv", "summary.md", "accuracy.png"}

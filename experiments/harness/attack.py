@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, config, gan, inversion, one_round, records, tasks
+from experiments.harness import commands, config, gan, inversion, records, steps, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
 from experiments.harness.inversion import Pixels, Seen
 from experiments.harness.progress import bar
@@ -166,7 +166,7 @@ def _world(
     rows = split(asked, np.asarray(train.targets), seed)
     data = task.central.inputs, task.central.targets
     clients = fj.clients.federation(data, rows)
-    start, key = one_round.start(task, seed)
+    start, key = steps.start(task, seed)
     say(description=f"seed {seed}: clients")
     trained = _trained(asked, task.model, task.optimizer, start, clients, key, asked.epochs)
     others = np.concatenate(rows[1:])

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from experiments.harness import commands, config, figures, grid_runs, one_round
+from experiments.harness import commands, config, figures, grid_runs, steps
 from experiments.harness.records import Row
 from experiments.harness.tables import Table, csv_text, spread
 
@@ -170,7 +170,7 @@ def measured(rows: Iterable[Row]) -> dict[str, Measured]:
             tuple(100 * row.value for row in models),
             uploads[0] if uploads else None,
             _median(row.seconds for row in models),
-            _median(row.value for row in own.get(one_round.SERVER, [])),
+            _median(row.value for row in own.get(steps.SERVER, [])),
         )
     return gathered
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fisherjax as fj
-from experiments.harness import one_round, tables, votes
+from experiments.harness import one_round, steps, tables, votes
 from experiments.harness.methods import Method
 from experiments.harness.tasks import OneRound
 from fisherjax.algorithms import Update
@@ -41,8 +41,8 @@ class Forecast(NamedTuple):
 def probe(ready: Sequence[OneRound]) -> Forecast:
     """Time little of what the first run has to compute, and scale it to all of every run."""
     task, federations = ready[0], [_clients(own) for own in ready]
-    params, key = one_round.start(task, task.config.seeds[0])
-    options = one_round.training_options(task, federations[0])
+    params, key = steps.start(task, task.config.seeds[0])
+    options = steps.training_options(task, federations[0])
     batch, chunk = options["batch_size"], options["clients_per_chunk"]
     little, less = (_few(federations[0], count * batch) for count in (_TRAINED, _SUMMARIZED))
     training, distillation = _of_votes(ready, key)
@@ -76,7 +76,7 @@ def _of_votes(ready: Sequence[OneRound], key: Key) -> tuple[float, float]:
         return 0.0, 0.0
     each = [votes.ready(voting, _clients(own), own.test, key) for own in ready]
     federations = [own.federation for own in each]
-    options = one_round.training_options(task, federations[0])
+    options = steps.training_options(task, federations[0])
     batch, chunk = options["batch_size"], options["clients_per_chunk"]
     little, clock = _few(federations[0], _TRAINED * batch), _Clock()
     for _ in range(2):  # the first compiles
@@ -160,10 +160,10 @@ def _few(federation: Federation, most: int | None) -> Federation:
 
 def _work(federation: Federation, chunk: int | None, batch: int = 1) -> float:
     """Count minibatches of a pass, and those that clients side by side wait for others."""
-    steps = np.asarray(fj.clients.num_batches(federation.sizes, batch))
+    batches = np.asarray(fj.clients.num_batches(federation.sizes, batch))
     side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)
     number = federation.mesh.size if federation.mesh else 1
-    return float(steps.sum()) / (1 - fj.parallel.idle_share(steps, side_by_side, number))
+    return float(batches.sum()) / (1 - fj.parallel.idle_share(batches, side_by_side, number))
 
 
 def _most_examples(task: OneRound, name: str) -> int | None:

@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, config, one_round, reference, tasks
+from experiments.harness import commands, config, reference, steps, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
 from experiments.harness.progress import bar
 from fisherjax.algorithms import Algorithm, Update
@@ -160,9 +160,9 @@ def clients(
         first = jax.tree.map(lambda leaf: leaf[0], found.params)
         return task, first, Trained(found.params)
     task = tasks.one_round(whole)
-    params, key = one_round.start(task, asked.seed)
+    params, key = steps.start(task, asked.seed)
     (federation,) = task.federations.values()
-    options = one_round.training_options(task, federation)
+    options = steps.training_options(task, federation)
     with bar(console) as shown:
         watched = shown.add_task("training", total=asked.epochs, speed="")
         options["progress"] = lambda *_: shown.advance(watched)

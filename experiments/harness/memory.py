@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 import fisherjax as fj
-from experiments.harness import one_round, tasks
+from experiments.harness import later, one_round, steps, tasks
 
 
 class Need(NamedTuple):
@@ -23,8 +23,8 @@ class Need(NamedTuple):
 def predict(task: tasks.OneRound) -> Need:
     """Find the step of the clients' half that needs the most, by compiling the run's programs."""
     federation = next(iter(task.federations.values()))
-    params, key = one_round.start(task, task.config.seeds[0])
-    options = one_round.training_options(task, federation)
+    params, key = steps.start(task, task.config.seeds[0])
+    options = steps.training_options(task, federation)
     chunk = options["clients_per_chunk"]
     needs = {}
     for optimizer, methods in one_round.by_training(task).items():
@@ -40,11 +40,9 @@ def predict(task: tasks.OneRound) -> Need:
             method.clients, params, federation, key=key, clients_per_chunk=chunk
         )
     # Whatever a model was merged by, exchanges are the same programs.
-    steps = dict.fromkeys(
-        step for plan in one_round.exchanges(task.config).values() for step in plan
-    )
-    for name in steps:
-        given = one_round.exchange_of(task, name), params, federation
+    plans = later.exchanges(task.config).values()
+    for name in dict.fromkeys(step for plan in plans for step in plan):
+        given = later.exchange_of(task, name), params, federation
         found = fj.merging.exchange_memory(*given, key=key, clients_per_chunk=chunk)
         needs[f"the exchange of {name}"] = max(found, key=sum)
     step = max(needs, key=lambda name: sum(needs[name]))
@@ -54,8 +52,8 @@ def predict(task: tasks.OneRound) -> Need:
     # Where devices share a memory, it has to hold what all of them need.
     together = number if fj.devices.share_memory(mesh) else 1
     resident, scratch = (together * need for need in needs[step])
-    steps = fj.clients.num_batches(federation.sizes, options["batch_size"])
-    idle = fj.parallel.idle_share(steps, side_by_side, number)
+    batches = fj.clients.num_batches(federation.sizes, options["batch_size"])
+    idle = fj.parallel.idle_share(batches, side_by_side, number)
     return Need(step, resident, scratch, side_by_side, number, idle)
 
 

@@ -2,49 +2,28 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.harness import checkpoints, votes
+from experiments.harness import checkpoints, later, steps, votes
 from experiments.harness.config import STUDENT, OneShot
 from experiments.harness.methods import Method
 from experiments.harness.records import Row
+from experiments.harness.steps import Merged, Progress, Unit
 from experiments.harness.tasks import OneRound
 from fisherjax.algorithms import Algorithm
-from fisherjax.clients import Federation
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Key, Params
+from fisherjax.typing import Array, Params
 
-Unit = tuple[int | None, int]
-"""(partition seed, seed): what is computed, and written, as a whole. No split: all the data."""
-
-SERVER = "server_seconds"
-"""The metric of the rows that hold the seconds of the server's half alone, by algorithm."""
 _SAVE_EVERY = 30  # seconds, while the server trains
-_ROUNDS, _EXCHANGES, _VOTES = (
-    2,
-    3,
-    4,
-)  # the library folds keys with 0 to train and with 1 to summarize
+_VOTES = 4  # keys: `later` folds with 2 and 3
 # Compiled once for equal models, whichever task they belong to.
 _ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
-Progress = Callable[[float | str], None]
-"""Told the mean loss after each epoch of training, and before each other step what it is."""
-
-
-class Merged(NamedTuple):
-    """What one algorithm gave; seconds and bytes as in a row, of the seconds `server` a part."""
-
-    params: Params
-    seconds: float
-    upload_bytes: int
-    server: float = 0.0
 
 
 def units(config: OneShot) -> list[Unit]:
@@ -63,38 +42,12 @@ def length(task: OneRound, unit: Unit) -> tuple[int, int]:
     if unit[0] is None:
         return task.config.epochs, 0
     config, merges = task.config, len(task.methods)
-    later = merges * config.then_rounds * (config.then_epochs or config.epochs)
+    rounds = merges * config.then_rounds * (config.then_epochs or config.epochs)
     exchanges = len(config.calibrate) + config.exchanges
     made = (method.server(None).stages for method in task.methods.values())
     others = sum(own.number for own in made if own is not None)
     others += 0 if task.voting is None else 1 + (STUDENT in task.voting.names)
-    return config.epochs * len(by_training(task)) + later, merges * (1 + exchanges) + others
-
-
-def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
-    """Return how clients are trained, as options of `fj.training.train` but for the optimiser."""
-    training = task.config.training
-    side_by_side = training.clients_per_chunk
-    return {
-        "epochs": task.config.epochs,
-        "batch_size": training.batch_size,
-        "clients_per_chunk": side_by_side and min(side_by_side, federation.num_clients),
-    }
-
-
-def exchanges(config: OneShot) -> dict[str, tuple[str, ...]]:
-    """List what follows every merge without training, by its last step."""
-    plans: dict[str, tuple[str, ...]] = {other: (other,) for other in config.calibrate}
-    if config.exchanges:
-        # The steps start from a head that fits the squared error, whose gradient they follow.
-        steps = ("natural_gradient",) * (config.exchanges - 1)
-        plans["natural_gradient"] = ("analytic_head", *steps)
-    return plans
-
-
-def exchange_of(task: OneRound, step: str) -> Algorithm:
-    """Make a step of `exchanges`."""
-    return getattr(fj.algorithms, step)(task.model)
+    return config.epochs * len(by_training(task)) + rounds, merges * (1 + exchanges) + others
 
 
 def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list[Row]:
@@ -104,16 +57,16 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
     asked for. Without, train on all the data.
     """
     if unit[0] is None:
-        params, key = start(task, unit[1])
-        models, seconds = _train(task, task.central, params, key, progress, task.optimizer)
+        params, key = steps.start(task, unit[1])
+        models, seconds = steps.train(task, task.central, params, key, progress, task.optimizer)
         (accuracy,) = task.accuracy(models.params, task.test, stacked=True)
-        return [row_of("central", unit, accuracy, seconds=seconds)]
+        return [steps.row_of("central", unit, accuracy, seconds=seconds)]
     rows, merged = train_and_merge(task, unit, progress)
     rows += _voted(task, unit, progress)
     for name, model in merged.items():
-        rows += [measure(task, unit, name, model), _server_row(unit, name, model)]
-        rows += _then_rounds(task, unit, name, model, progress)
-        rows += _exchanged(task, unit, name, model, progress)
+        rows += [steps.measure(task, unit, name, model), steps.server_row(unit, name, model)]
+        rows += later.rounds(task, unit, name, model, progress)
+        rows += later.exchanged(task, unit, name, model, progress)
     return rows
 
 
@@ -122,14 +75,17 @@ def _voted(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
     if task.voting is None:
         return []
     federation = task.federations[unit[0]]
-    options = training_options(task, federation)
-    key = jax.random.fold_in(start(task, unit[1])[1], _VOTES)
+    options = steps.training_options(task, federation)
+    key = jax.random.fold_in(steps.start(task, unit[1])[1], _VOTES)
     found = votes.run(task.voting, federation, task.test, key=key, progress=progress, **options)
     rows = []
     for name, own in found.items():
         model = Merged((), round(own.seconds, 4), own.upload_bytes, own.server)
         more = {"seconds": model.seconds, "upload_bytes": model.upload_bytes}
-        rows += [row_of(name, unit, own.accuracy, **more), _server_row(unit, name, model)]
+        rows += [
+            steps.row_of(name, unit, own.accuracy, **more),
+            steps.server_row(unit, name, model),
+        ]
     return rows
 
 
@@ -140,12 +96,12 @@ def train_and_merge(
 
     The rows are those of the references.
     """
-    params, key = start(task, unit[1])
+    params, key = steps.start(task, unit[1])
     rows, merged = [], {}
     federation = task.federations[unit[0]]
     for optimizer, methods in by_training(task).items():
-        trained, training = _train(task, federation, params, key, progress, optimizer)
-        stacked, weights = _finite(task, trained, federation)
+        trained, training = steps.train(task, federation, params, key, progress, optimizer)
+        stacked, weights = steps.finite(task, trained, federation)
         if optimizer == task.optimizer:
             rows = references(task, unit, trained.params, stacked, weights, training)
             training = 0
@@ -163,12 +119,6 @@ def by_training(task: OneRound) -> dict[optax.GradientTransformation, dict[str, 
     return groups
 
 
-def start(task: OneRound, seed: int) -> tuple[Params, Key]:
-    """Draw the initial model; return it and the key of everything else."""
-    init_key, key = jax.random.split(jax.random.key(seed))
-    return task.init(init_key), key
-
-
 def references(
     task: OneRound, unit: Unit, local: Params, kept: Params, weights: Array, seconds: float | None
 ) -> list[Row]:
@@ -176,9 +126,10 @@ def references(
     accuracies = task.accuracy(local, task.test, stacked=True)
     ensemble = _ensemble_accuracy(task.model, kept, weights, task.test)
     rows = [
-        row_of("local", unit, own, client=i, seconds=seconds) for i, own in enumerate(accuracies)
+        steps.row_of("local", unit, own, client=i, seconds=seconds)
+        for i, own in enumerate(accuracies)
     ]
-    return [*rows, row_of("ensemble", unit, ensemble, upload_bytes=_upload(kept))]
+    return [*rows, steps.row_of("ensemble", unit, ensemble, upload_bytes=steps.upload_bytes(kept))]
 
 
 def merge(
@@ -192,8 +143,8 @@ def merge(
 ) -> dict[str, Merged]:
     """Merge the same clients by several methods; those that send the same are summarized once."""
     federation, images = task.federations[unit[0]], task.validation(unit[0])
-    chunk = training_options(task, federation)["clients_per_chunk"]
-    how = {"key": start(task, unit[1])[1], "clients_per_chunk": chunk}
+    chunk = steps.training_options(task, federation)["clients_per_chunk"]
+    how = {"key": steps.start(task, unit[1])[1], "clients_per_chunk": chunk}
     drop, results = task.config.on_nonfinite, {}
     for sent in dict.fromkeys(method.sent for method in methods.values()):
         updates = None
@@ -203,14 +154,14 @@ def merge(
             if updates is None:
                 progress(f"{name}: summaries of the clients")
                 clients = method.clients, trained, federation
-                updates, seconds = _timed(fj.merging.summarize, *clients, **how)
+                updates, seconds = steps.timed(fj.merging.summarize, *clients, **how)
             else:
                 progress(f"{name}: merge")
             server = _followed(task, method.server(images), unit, name, progress)
             given = server, params, updates, weights
             own = {"key": how["key"], "on_nonfinite": drop}
-            (merged, *_), more = _timed(fj.merging.merge, *given, **own)
-            results[name] = Merged(merged, seconds + more, _upload(updates), more)
+            (merged, *_), more = steps.timed(fj.merging.merge, *given, **own)
+            results[name] = Merged(merged, seconds + more, steps.upload_bytes(updates), more)
     return results
 
 
@@ -246,106 +197,3 @@ def clear(task: OneRound) -> None:
     """Remove what was saved of merges in stages: the rows of their unit are written."""
     if task.config.out:
         shutil.rmtree(task.config.out / "stages", ignore_errors=True)
-
-
-def _then_rounds(
-    task: OneRound, unit: Unit, name: str, model: Merged, progress: Progress
-) -> Iterator[Row]:
-    """Go on with rounds of federated averaging, with the same minibatches for every algorithm."""
-    params, federation = model.params, task.federations[unit[0]]
-    key, epochs = jax.random.fold_in(start(task, unit[1])[1], _ROUNDS), task.config.then_epochs
-    for number in range(2, task.config.then_rounds + 2):
-        round_key = jax.random.fold_in(key, number)
-        given = federation, params, round_key, progress, task.optimizer
-        trained, seconds = _train(task, *given, epochs=epochs or task.config.epochs)
-        stacked, weights = _finite(task, trained, federation)
-        params = fj.tree.weighted_sum(stacked, weights)
-        row = measure(task, unit, name, Merged(params, seconds, _upload(stacked)))
-        yield row._replace(round=number)
-
-
-def _exchanged(
-    task: OneRound, unit: Unit, name: str, model: Merged, progress: Progress
-) -> Iterator[Row]:
-    """Exchange on without training, in each way that was asked for; rows by round.
-
-    Seconds and bytes are of all rounds up to a row's.
-    """
-    federation = task.federations[unit[0]]
-    chunk = training_options(task, federation)["clients_per_chunk"]
-    key = jax.random.fold_in(start(task, unit[1])[1], _EXCHANGES)
-    for last, plan in exchanges(task.config).items():
-        now = model
-        for number, step in enumerate(plan, start=2):
-            progress(f"{name}+{last}: exchange without training")
-            method = exchange_of(task, step)
-            how = {"key": jax.random.fold_in(key, number), "clients_per_chunk": chunk}
-            played = fj.merging.messages(method, now.params, federation, **how)
-            messages, seconds = _timed(list, played)
-            upload = now.upload_bytes + sum(_upload(message.sent) for message in messages)
-            now = Merged(messages[-1].params, round(now.seconds + seconds, 4), upload)
-            yield measure(task, unit, f"{name}+{last}", now)._replace(round=number)
-
-
-def measure(task: OneRound, unit: Unit, name: str, model: Merged) -> Row:
-    """Make the row of a merged model."""
-    accuracy = task.accuracy(model.params, task.test)
-    return row_of(name, unit, accuracy, seconds=model.seconds, upload_bytes=model.upload_bytes)
-
-
-def _server_row(unit: Unit, name: str, model: Merged) -> Row:
-    split, seed = unit
-    return Row(name, seed, 1, "server", SERVER, round(model.server, 4), partition_seed=split)
-
-
-def row_of(algorithm: str, unit: Unit, accuracy: Any, **more: Any) -> Row:
-    """Make the row of an accuracy on the test data, after one round."""
-    value = round(float(accuracy), 6)
-    split, seed = unit
-    return Row(algorithm, seed, 1, "test", "accuracy", value, partition_seed=split, **more)
-
-
-def _train(
-    task: OneRound,
-    federation: Federation,
-    params: Params,
-    key: Key,
-    progress: Progress,
-    optimizer: optax.GradientTransformation,
-    **changes: int,
-) -> tuple[Trained, float]:
-    weights = np.asarray(federation.weights)
-
-    def after_epoch(epoch: int, losses: Array) -> None:
-        losses = np.asarray(losses)
-        diverged = np.flatnonzero(~np.isfinite(losses))
-        if diverged.size and task.config.on_nonfinite == "raise":
-            clients = ", ".join(f"client {client}" for client in diverged)
-            who = "the central model" if federation is task.central else clients
-            raise ValueError(
-                f"{who} diverged in epoch {epoch + 1}: the training loss is "
-                f"{losses[diverged[0]]}. Lower --learning-rate (now "
-                f"{task.config.training.learning_rate:g}), or leave diverged clients out of the "
-                "merge with --on-nonfinite drop."
-            )
-        progress(float(weights @ losses))
-
-    how = {"key": key, "optimizer": optimizer, "progress": after_epoch}
-    how |= training_options(task, federation) | changes
-    return _timed(fj.training.train, task.model, params, federation, **how)
-
-
-def _finite(task: OneRound, trained: Trained, federation: Federation) -> tuple[Params, Array]:
-    how = task.config.on_nonfinite
-    return fj.merging.check_updates(trained.params, federation.weights, how)
-
-
-def _upload(stacked: Any) -> int:
-    """Count the bytes of one client's update."""
-    return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(stacked))
-
-
-def _timed(compute: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, float]:
-    begun = time.perf_counter()
-    result = jax.block_until_ready(compute(*arguments, **options))
-    return result, round(time.perf_counter() - begun, 4)

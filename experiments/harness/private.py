@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, one_round, tasks
+from experiments.harness import commands, steps, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
 from experiments.harness.progress import bar
 from fisherjax import merging, privacy
@@ -112,7 +112,7 @@ def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterat
             shown.update(watched, description=f"{number} clients, seed {seed}")
             rows = tasks.partition(asked.data, train, number + asked.pilots, seed)
             own = (fj.clients.federation(data, some) for some in (rows[:number], rows[number:]))
-            params, key = one_round.start(task, seed)
+            params, key = steps.start(task, seed)
             world = _World(asked, task, params, *own, key)
             yield [*_points(world, number, seed)]
             shown.advance(watched)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from experiments.harness import one_round, tables
-from experiments.harness.one_round import Unit
+from experiments.harness import one_round, steps, tables
 from experiments.harness.records import Row
+from experiments.harness.steps import Unit
 from experiments.harness.tasks import OneRound
 
 _WORTH_SAYING = 60  # seconds
@@ -33,7 +33,7 @@ class Watch:
         self._since = time.perf_counter(), 0.0, "at most about"
         self._task = shown.add_task("compiling", total=self._total, speed="")
 
-    def begin(self, unit: Unit, where: str = "") -> one_round.Progress:
+    def begin(self, unit: Unit, where: str = "") -> steps.Progress:
         """Return what a unit calls while it is computed; `where` stands before its name."""
         name = where + _named(unit)
         ends: list[float] = []

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments.harness import one_round
+from experiments.harness import one_round, steps
 from experiments.harness.config import OneShot
 from experiments.harness.records import Row
 
@@ -23,18 +23,18 @@ def rows_of() -> Callable[[OneShot], list[Row]]:
     return make
 
 
-def _rows(asked: OneShot, unit: one_round.Unit, value: float) -> list[Row]:
+def _rows(asked: OneShot, unit: steps.Unit, value: float) -> list[Row]:
     if unit[0] is None:
-        return [one_round.row_of("central", unit, 0.5, seconds=2.5)]
+        return [steps.row_of("central", unit, 0.5, seconds=2.5)]
     return [
         *(
-            one_round.row_of("local", unit, value + 0.1 * client, client=client, seconds=1.5)
+            steps.row_of("local", unit, value + 0.1 * client, client=client, seconds=1.5)
             for client in range(asked.data.num_clients)
         ),
         *(
-            one_round.row_of(
-                name, unit, value + after / 10, seconds=0.5, upload_bytes=4000
-            )._replace(round=1 + after)
+            steps.row_of(name, unit, value + after / 10, seconds=0.5, upload_bytes=4000)._replace(
+                round=1 + after
+            )
             for name in ("ensemble", *asked.merging.algorithms)
             for after in range(1 if name == "ensemble" else 1 + asked.then_rounds)
         ),

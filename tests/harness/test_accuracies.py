@@ -11,7 +11,7 @@ from rich.console import Console
 
 from experiments.harness import accuracies, commands, config, figures, memory, records, tables
 from experiments.harness.config import Data, Merging, OneShot
-from experiments.harness.one_round import row_of
+from experiments.harness.steps import row_of
 
 PROGRAM = "experiments.one_shot"
 NAMES = ("fedprox", "regmean", "fedlpa")

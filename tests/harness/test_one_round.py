@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments.harness import memory, methods, one_round, tasks
+from experiments.harness import memory, methods, one_round, steps, tasks
 from experiments.harness.config import MODELS, Data, Merging, OneShot, Training
 from experiments.harness.methods import trains_its_own
 from experiments.harness.records import Row
@@ -74,7 +74,7 @@ def test_one_row_for_each_number(rows):
     assert names == [*(("local", i) for i in range(3)), *((n, None) for n in ("ensemble", *NAMES))]
     assert all((row.partition_seed, row.seed) == (0, 0) for row in rows)
     assert all(0 <= row.value <= 1 for row in accuracies(rows))
-    server = {row.algorithm: row.value for row in rows if row.metric == one_round.SERVER}
+    server = {row.algorithm: row.value for row in rows if row.metric == steps.SERVER}
     assert tuple(server) == NAMES
     both = {row.algorithm: row.seconds for row in first if row.algorithm in NAMES}
     assert all(0 < server[name] <= both[name] for name in NAMES)
@@ -277,7 +277,7 @@ def test_smoothed_labels_are_what_clients_fit(task):
 
 def test_raw_images_are_pixels_between_zero_and_one(task):
     raw = tasks.one_round(asked("fedavg", data=Data(num_clients=3, normalize=False)))
-    params, _ = one_round.start(raw, 0)
+    params, _ = steps.start(raw, 0)
     images = task.test[0][:5]
     outputs = (raw.model.apply(params, x) for x in (images, images / np.float32(16)))
     assert np.array_equal(*outputs)

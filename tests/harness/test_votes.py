@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments.harness import one_round, tasks, votes
+from experiments.harness import one_round, steps, tasks, votes
 from experiments.harness.config import Data, Merging, OneShot, Training, check_one_shot
 
 SMALL = OneShot(
@@ -67,7 +67,7 @@ def test_a_vote_and_its_student_leave_rows_beside_the_merges(aside, monkeypatch)
     assert found["fedov"].value > 0.2  # a tenth is chance
     # Eleven outputs for ten.
     assert found["fedov"].upload_bytes - found["fedavg"].upload_bytes == 4 * 64
-    server = {row.algorithm: row.value for row in rows if row.metric == one_round.SERVER}
+    server = {row.algorithm: row.value for row in rows if row.metric == steps.SERVER}
     assert server["fedov"] == 0 < server["fedov+student"] < found["fedov+student"].seconds
     number = len(task.test.targets)
     (images,) = taught

@@ -1,0 +1,118 @@
+"""What a unit of an experiment in one round is made of: training, and rows of what was measured."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+import fisherjax as fj
+from experiments.harness.records import Row
+from experiments.harness.tasks import OneRound
+from fisherjax.clients import Federation
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Key, Params
+
+Unit = tuple[int | None, int]
+"""(partition seed, seed): what is computed, and written, as a whole. No split: all the data."""
+
+SERVER = "server_seconds"
+"""The metric of the rows that hold the seconds of the server's half alone, by algorithm."""
+Progress = Callable[[float | str], None]
+"""Told the mean loss after each epoch of training, and before each other step what it is."""
+
+
+class Merged(NamedTuple):
+    """What one algorithm gave; seconds and bytes as in a row, of the seconds `server` a part."""
+
+    params: Params
+    seconds: float
+    upload_bytes: int
+    server: float = 0.0
+
+
+def start(task: OneRound, seed: int) -> tuple[Params, Key]:
+    """Draw the initial model; return it and the key of everything else."""
+    init_key, key = jax.random.split(jax.random.key(seed))
+    return task.init(init_key), key
+
+
+def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
+    """Return how clients are trained, as options of `fj.training.train` but for the optimiser."""
+    training = task.config.training
+    side_by_side = training.clients_per_chunk
+    return {
+        "epochs": task.config.epochs,
+        "batch_size": training.batch_size,
+        "clients_per_chunk": side_by_side and min(side_by_side, federation.num_clients),
+    }
+
+
+def measure(task: OneRound, unit: Unit, name: str, model: Merged) -> Row:
+    """Make the row of a merged model."""
+    accuracy = task.accuracy(model.params, task.test)
+    return row_of(name, unit, accuracy, seconds=model.seconds, upload_bytes=model.upload_bytes)
+
+
+def server_row(unit: Unit, name: str, model: Merged) -> Row:
+    """Make the row of the server's seconds."""
+    split, seed = unit
+    return Row(name, seed, 1, "server", SERVER, round(model.server, 4), partition_seed=split)
+
+
+def row_of(algorithm: str, unit: Unit, accuracy: Any, **more: Any) -> Row:
+    """Make the row of an accuracy on the test data, after one round."""
+    value = round(float(accuracy), 6)
+    split, seed = unit
+    return Row(algorithm, seed, 1, "test", "accuracy", value, partition_seed=split, **more)
+
+
+def train(
+    task: OneRound,
+    federation: Federation,
+    params: Params,
+    key: Key,
+    progress: Progress,
+    optimizer: optax.GradientTransformation,
+    **changes: int,
+) -> tuple[Trained, float]:
+    """Train all clients, telling the mean loss of each epoch, and take the seconds."""
+    weights = np.asarray(federation.weights)
+
+    def after_epoch(epoch: int, losses: Array) -> None:
+        losses = np.asarray(losses)
+        diverged = np.flatnonzero(~np.isfinite(losses))
+        if diverged.size and task.config.on_nonfinite == "raise":
+            clients = ", ".join(f"client {client}" for client in diverged)
+            who = "the central model" if federation is task.central else clients
+            raise ValueError(
+                f"{who} diverged in epoch {epoch + 1}: the training loss is "
+                f"{losses[diverged[0]]}. Lower --learning-rate (now "
+                f"{task.config.training.learning_rate:g}), or leave diverged clients out of the "
+                "merge with --on-nonfinite drop."
+            )
+        progress(float(weights @ losses))
+
+    how = {"key": key, "optimizer": optimizer, "progress": after_epoch}
+    how |= training_options(task, federation) | changes
+    return timed(fj.training.train, task.model, params, federation, **how)
+
+
+def finite(task: OneRound, trained: Trained, federation: Federation) -> tuple[Params, Array]:
+    """Give what is merged of the clients' models, and weights; refuse or drop what diverged."""
+    how = task.config.on_nonfinite
+    return fj.merging.check_updates(trained.params, federation.weights, how)
+
+
+def upload_bytes(stacked: Any) -> int:
+    """Count the bytes of one client's update."""
+    return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(stacked))
+
+
+def timed(compute: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, float]:
+    """Compute to the end, and take the seconds."""
+    begun = time.perf_counter()
+    result = jax.block_until_ready(compute(*arguments, **options))
+    return result, round(time.perf_counter() - begun, 4)
