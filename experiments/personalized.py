@@ -25,8 +25,9 @@ import numpy as np
 from rich.console import Console
 
 from experiments.harness import commands, domains, personal, records, tables
-from experiments.harness.personal import Config, Point, Unit, World
+from experiments.harness.personal import Config, Point, Unit
 from experiments.harness.progress import bar
+from experiments.harness.worlds import World, measured, world
 from experiments.pictures import personal as pictures
 
 PROGRAM = "experiments.personalized"
@@ -66,9 +67,9 @@ def _stage(
         for unit in missing:
             begun, where = time.perf_counter(), (unit.split, unit.held)
             if where not in worlds:
-                worlds[where] = personal.world(asked, *where)
+                worlds[where] = world(asked, *where)
             shown.update(watched, description=_named(unit))
-            played, found, info = personal.measured(asked, unit, worlds[where]), [], None
+            played, found, info = measured(asked, unit, worlds[where]), [], None
             for now, last in played:
                 found, info = found + now, last
                 shown.advance(watched, unit.epochs)
@@ -112,7 +113,7 @@ def _report(asked: Config, points: list[Point], worlds: dict, console: Console) 
     for split in asked.splits:
         where = (split, False)
         if where not in worlds:
-            worlds[where] = personal.world(asked, *where)
+            worlds[where] = world(asked, *where)
         shown = pictures.table(asked, points, split, worlds[where].names)
         console.print(tables.terminal(shown))
         parts.append(tables.markdown(shown, level=2))

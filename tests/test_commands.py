@@ -25,7 +25,7 @@ ORDER = [
     "comparators",
     *("gan", "inversion", "attack"),
     *("rounds", "curves"),
-    *("domains", "personal"),
+    *("domains", "personal", "worlds"),
 ]
 MOST_LINES = 150
 

@@ -10,7 +10,7 @@ import pytest
 
 import fisherjax as fj
 from experiments import personalized
-from experiments.harness import domains, personal
+from experiments.harness import domains, personal, worlds
 from experiments.pictures import personal as pictures
 
 ONE = (
@@ -114,7 +114,7 @@ def test_temperatures_are_chosen_by_what_is_held_aside():
 @pytest.mark.long
 def test_what_is_held_aside_is_training_data_that_nobody_trains_on():
     asked = personal.Config(domains=("scans", "fonts"), examples=40, tested=30)
-    whole, aside = (personal.world(asked, "domains", held) for held in (False, True))
+    whole, aside = (worlds.world(asked, "domains", held) for held in (False, True))
     rows = fj.clients.view
     for client in range(2):
         kept, judged, everything = (
@@ -140,7 +140,7 @@ def test_clients_of_classes_are_judged_on_their_own(monkeypatch):
     monkeypatch.setattr(fj.datasets, "load", lambda *_: (data, data))
     for split in ("pathological", "dirichlet"):
         asked = personal.Config("cifar10", (split,), num_clients=5, examples=10**6, tested=10**6)
-        of = personal.world(asked, split, held=False)
+        of = worlds.world(asked, split, held=False)
         counts = []
         for side in (of.train, of.test):
             rows = [np.asarray(own)[:n] for own, n in zip(side.indices, side.sizes, strict=True)]

@@ -4,6 +4,6 @@ commands: options read, written again and refused. tables, records, points, figu
 config, methods, votes, tasks: what is learned, by whom and how. checkpoints, steps, later,
 one_round, accuracies, memory, progress: one round of merging. forecast, grid_runs: many of them.
 grids, niid, fedfisher, reference, knee, compression, secure, private, comparators, gan, inversion,
-attack: tables and pictures. rounds, curves: rounds. domains, personal: clients with models of their
-own.
+attack: tables and pictures. rounds, curves: rounds. domains, personal, worlds: clients with models
+of their own.
 """

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.harness import figures, personal, records, tables
-from experiments.harness.personal import Config, Point, World
+from experiments.harness.personal import Config, Point
+from experiments.harness.worlds import World
 
 
 def label(name: str, temperature: float | None) -> str:
