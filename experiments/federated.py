@@ -18,7 +18,17 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from experiments.harness import commands, config, curves, figures, progress, records, rounds, tasks
+from experiments.harness import (
+    commands,
+    config,
+    curves,
+    figures,
+    limits,
+    progress,
+    records,
+    rounds,
+    tasks,
+)
 from experiments.harness.records import Row
 
 PROGRAM = "experiments.federated"
@@ -27,7 +37,7 @@ PROGRAM = "experiments.federated"
 def parse(arguments: Sequence[str]) -> config.Federated:
     """Read the command line and check it."""
     asked = commands.read(arguments, PROGRAM, __doc__, config.federated)
-    config.check_federated(asked)
+    limits.check_federated(asked)
     return asked
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.harness import commands, config, grids, records
+from experiments.harness import commands, config, grids, limits, records
 from experiments.pictures import features, fisher_blocks, gaussians
 
 PROGRAM = "experiments.fedlpa_pictures"
@@ -85,7 +85,7 @@ def _check(asked: Config) -> None:
     commands.check(asked, "num_points", "31 or more", lambda x: x > 30)  # t-SNE's perplexity is 30
     for option in ("num_examples", "draws"):
         commands.check(asked, option, "1 or more", lambda x: x >= 1)
-    config.check_one_shot(_experiment(asked))
+    limits.check_one_shot(_experiment(asked))
 
 
 if __name__ == "__main__":

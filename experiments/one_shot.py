@@ -19,7 +19,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.harness import accuracies, commands, config, memory, one_round, records, tasks
+from experiments.harness import (
+    accuracies,
+    commands,
+    config,
+    limits,
+    memory,
+    one_round,
+    records,
+    tasks,
+)
 from experiments.harness.progress import Watch, bar
 from experiments.harness.steps import Unit
 
@@ -29,7 +38,7 @@ PROGRAM = "experiments.one_shot"
 def parse(arguments: Sequence[str]) -> config.OneShot:
     """Read the command line and check it; `out` is filled in."""
     asked = commands.read(arguments, PROGRAM, __doc__, config.one_shot)
-    config.check_one_shot(asked)
+    limits.check_one_shot(asked)
     return dataclasses.replace(asked, out=asked.out or Path("runs") / config.name(asked))
 
 

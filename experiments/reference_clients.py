@@ -20,7 +20,15 @@ import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import accuracies, commands, config, one_round, records, reference, tasks
+from experiments.harness import (
+    accuracies,
+    commands,
+    limits,
+    one_round,
+    records,
+    reference,
+    tasks,
+)
 from experiments.harness.config import Data, Group, Merging, OneShot
 from experiments.harness.methods import trains_its_own
 from experiments.harness.reference import Reference
@@ -81,7 +89,7 @@ def prepare(asked: Config, found: Reference) -> tasks.OneRound:
     """Read the data, and give each client those that it has in the file."""
     data = Data(asked.dataset, asked.model, len(found.partition), data_dir=asked.data_dir)
     whole = OneShot(data, merging=asked.merging, partition_seeds=(0,), seeds=(0,), central=False)
-    config.check_one_shot(whole)
+    limits.check_one_shot(whole)
     if training := [name for name in asked.merging.algorithms if trains_its_own(name)]:
         raise ValueError(
             f"--algorithms has {', '.join(training)}, which change how clients train: these are "

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1] / "experiments"
 ORDER = [
     "commands",
     *("tables", "records", "points", "figures"),
-    *("config", "methods", "votes", "tasks"),
+    *("config", "limits", "methods", "votes", "tasks"),
     *("checkpoints", "steps", "later", "one_round", "accuracies", "memory", "progress"),
     *("forecast", "grid_runs"),
     *("grids", "niid", "fedfisher", "reference", "knee", "compression", "secure", "private"),

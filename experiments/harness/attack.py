@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, config, gan, inversion, records, steps, tasks
+from experiments.harness import commands, gan, inversion, limits, records, steps, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
 from experiments.harness.inversion import Pixels, Seen
 from experiments.harness.progress import bar
@@ -139,7 +139,7 @@ def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterat
     merging = Merging(("fedavg", "fedfisher_kfac"))
     how = {"partition_seeds": asked.seeds, "seeds": asked.seeds, "central": False}
     whole = OneShot(asked.data, asked.training, merging, asked.epochs, **how)
-    config.check_one_shot(whole)
+    limits.check_one_shot(whole)
     train, test = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
     task, world, latest = tasks.shared(whole, train, test), None, None
     # As `tasks` normalises stored images.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from experiments.harness import commands, config, figures, grid_runs, steps
+from experiments.harness import commands, config, figures, grid_runs, limits, steps
 from experiments.harness.records import Row
 from experiments.harness.tables import Table, csv_text, spread
 
@@ -133,7 +133,7 @@ def check(grid: Grid) -> None:
     commands.check(grid, "alphas", "numbers above 0", lambda alpha: 0 < alpha < float("inf"))
     commands.check(grid, "partition_seed", "0 to 2**32 - 1", lambda seed: 0 <= seed < 2**32)
     for asked in units(grid).values():
-        config.check_one_shot(asked)
+        limits.check_one_shot(asked)
 
 
 def columns(grid: Grid) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.harness import commands, config
+from experiments.harness import commands, config, limits
 
 DATASETS: dict[str, dict[str, Any]] = {
     "mnist": {"model": "simple_cnn_mnist"},
@@ -114,4 +114,4 @@ def check(grid: Grid) -> None:
         if getattr(grid, field):
             commands.check_list(grid, field)
     for asked in units(grid).values():
-        config.check_one_shot(asked)
+        limits.check_one_shot(asked)

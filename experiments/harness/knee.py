@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, config, reference, steps, tasks
+from experiments.harness import commands, config, limits, reference, steps, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
 from experiments.harness.progress import bar
 from fisherjax.algorithms import Algorithm, Update
@@ -152,7 +152,7 @@ def clients(
     merging = Merging(algorithms)
     how = {"partition_seeds": (asked.partition_seed,), "seeds": (asked.seed,), "central": False}
     whole = OneShot(asked.data, asked.training, merging, asked.epochs, **how)
-    config.check_one_shot(whole)
+    limits.check_one_shot(whole)
     if asked.reference is not None:
         found = reference.load(asked.reference)
         data = fj.datasets.load(asked.data.dataset, asked.data.data_dir)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from experiments import reference_clients
-from experiments.harness import commands, config, grids, records
+from experiments.harness import commands, config, grids, limits, records
 from experiments.harness.config import Data, OneShot
 from fisherjax import algorithms
 
@@ -186,7 +186,7 @@ def test_the_data_set_chooses_the_defaults_and_options_override_them():
 )
 def test_an_unknown_name_is_answered_with_the_nearest(option, value, nearest):
     with pytest.raises(ValueError, match=f"did you mean '{nearest}'"):
-        config.check_one_shot(changed(OneShot(), option, value))
+        limits.check_one_shot(changed(OneShot(), option, value))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_help_of_one_round_offers_what_is_not_refused(capsys, monkeypatch, optio
     for name in known:
         refused = pytest.raises(ValueError, match=f"--{option} is '{name}'")
         with contextlib.nullcontext() if name in offered else refused:
-            config.check_one_shot(changed(OneShot(), option, name))
+            limits.check_one_shot(changed(OneShot(), option, name))
     assert 0 < len(offered) < len(known)
 
 
@@ -254,7 +254,7 @@ def test_an_unknown_word_of_few_is_answered_with_all_of_them(capsys, option, val
 )
 def test_an_impossible_value_is_refused_by_the_name_of_its_option(option, value):
     with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} is "):
-        config.check_one_shot(changed(OneShot(), option, value))
+        limits.check_one_shot(changed(OneShot(), option, value))
 
 
 # What tells experiments apart

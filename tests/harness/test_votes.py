@@ -8,7 +8,8 @@ import pytest
 
 import fisherjax as fj
 from experiments.harness import one_round, steps, tasks, votes
-from experiments.harness.config import Data, Merging, OneShot, Training, check_one_shot
+from experiments.harness.config import Data, Merging, OneShot, Training
+from experiments.harness.limits import check_one_shot
 
 SMALL = OneShot(
     Data(num_clients=2, alpha=1.0),
