@@ -31,8 +31,12 @@ _LEAST = 0.1  # what is wrong with the mean of clients that agree: factors still
 class _Settings(NamedTuple):
     solve: Solver
     outputs: bool
-    errors: bool
     passes: int
+
+
+class _Sizes(NamedTuple):
+    damping: Array
+    isotropy: Array
 
 
 @cached
@@ -42,7 +46,6 @@ def fedfisher_sequential(
     kind: Kind = automatic,
     damping: float = 0.01,
     outputs: bool = True,
-    errors: bool = True,
     isotropy: float = 0.3,
     passes: int = 2,
     fallback: Callable[..., Diagonal] | None = None,
@@ -84,10 +87,10 @@ def fedfisher_sequential(
             propagation where outputs are sequences.
         damping: In units of each layer's mean eigenvalue.
         outputs: Whether the factors of the outputs are used; otherwise G is the identity
-            everywhere, which is RegMean of every layer, convolutions too, with errors=False.
-        errors: Whether rho and sigma are; otherwise they are zero.
+            everywhere, which is RegMean of every layer, convolutions too, with passes=0
+            and isotropy=0.
         isotropy: How much of a mean eigenvalue is added to inputs for clients that agree.
-        passes: Through all layers, at least one.
+        passes: Through all layers; 1 leaves sigma zero, and 0 is one pass with rho zero as well.
         fallback: For leaves that belong to no layer: that of `fisher.kfac`. They, and scales and
             shifts, are merged as by `fedfisher`.
         solver: Of each layer's system; None is `solvers.conjugate_gradients(max_iterations=500)`.
@@ -118,17 +121,18 @@ def fedfisher_sequential(
     summarize, sent = fisher_summary(model, structure, kind, batch_size, max_examples)
     checks.number("damping", damping)
     checks.number("isotropy", isotropy)
-    checks.count("passes", passes)
+    if passes != 0:
+        checks.count("passes", passes)
     # Damping is a hundredth of what K-FAC takes: a layer may need more steps.
     solve = solvers.conjugate_gradients(max_iterations=500) if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
-    settings = _Settings(solve, outputs, errors, passes)
+    settings = _Settings(solve, outputs, passes)
 
     def aggregate(key: Any, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort
         updates, weights = received
         sent = updates["fisher"], updates["params"], weights
-        merged, info = _merged(settings, *sent, damping, isotropy)
+        merged, info = _merged(settings, *sent, _Sizes(damping, isotropy))
         return merged, state, info
 
     return Algorithm(summarize, aggregate, kind=sent, model=model)
@@ -136,12 +140,7 @@ def fedfisher_sequential(
 
 @partial(jax.jit, static_argnums=0)
 def _merged(
-    settings: _Settings,
-    fishers: Kronecker,
-    params: Params,
-    weights: Array,
-    damping: Array,
-    isotropy: Array,
+    settings: _Settings, fishers: Kronecker, params: Params, weights: Array, sizes: _Sizes
 ) -> tuple[Params, Any]:
     def solve(part: Kronecker, damping: Array) -> tuple[dict[str, Array], Any]:
         problem = quadratic.quadratic(part, params, weights, damping)
@@ -159,7 +158,7 @@ def _merged(
         scales[layer.kernel] = jnp.trace(known, axis1=1, axis2=2) / known.shape[-1]
     before = _before(fishers, list(outputs))
     last = layers[-1].kernel
-    iota = isotropy * _agreement(models[last], inputs[last], weights)
+    iota = sizes.isotropy * _agreement(models[last], inputs[last], weights)
     for name in [name for name in outputs if before[name]]:
         inputs[name] = _plus(inputs[name], jnp.full(weights.shape, iota), _mean)
 
@@ -174,19 +173,17 @@ def _merged(
                 "output": votes[name] * output,
             }
             part = Kronecker({name: factor}, {}, (layer,), fishers.template)
-            found, info = solve(part, damping)
+            found, info = solve(part, sizes.damping)
             merged |= found
             infos.append(info)
-            if settings.errors:
+            if settings.passes:
                 known[name] = _squares(found[name], models[name], factor["input"], jnp.matmul)
-        if settings.errors:
+        if settings.passes:
             sigma = _backward(merged, models, outputs, scales, before)
         return sigma, (merged, infos)
 
     nothing = {layer.kernel: jnp.zeros(weights.shape) for layer in layers}
-    # Without errors every pass is the first again.
-    number = settings.passes if settings.errors else 1
-    _, passes = jax.lax.scan(merge_all, nothing, length=number)
+    _, passes = jax.lax.scan(merge_all, nothing, length=max(settings.passes, 1))
     merged, infos = jax.tree.map(lambda x: x[-1], passes)
     if fishers.entries:
         scales = tuple(layer for layer in fishers.layers if layer.kernel in fishers.scales)

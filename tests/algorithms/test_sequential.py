@@ -218,7 +218,7 @@ def test_where_a_network_branches_the_laws_hold(residual):
 def test_with_identities_it_is_regmean_of_every_layer(world):
     """Least squares of the clients' outputs on the clients' inputs, biases included."""
     start, updates = world
-    method = make(damping=0.0, outputs=False, errors=False, isotropy=0.0)
+    method = make(damping=0.0, outputs=False, passes=0, isotropy=0.0)
     merged = merging.merge(method, start, updates, WEIGHTS)[0]
     operator = updates.values["fisher"]
     models = blocks_of(type(operator), operator, updates.values["params"])
@@ -236,7 +236,7 @@ def test_without_errors_equal_curvatures_give_the_weighted_mean(world):
     def equal(_, factor):
         return on_host(lambda x: np.broadcast_to(x[1], x.shape), factor)
 
-    merged = merging.merge(make(errors=False), start, changed(updates, equal), WEIGHTS)[0]
+    merged = merging.merge(make(passes=0), start, changed(updates, equal), WEIGHTS)[0]
     mean = on_host(lambda x: np.tensordot(WEIGHTS, x, 1), updates.values["params"])
     chex.assert_trees_all_close(merged, mean, rtol=1e-9)
 
@@ -317,15 +317,15 @@ def test_who_has_no_weight_is_not_asked_for_the_scale(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("errors", [True, False])
-def test_every_form_of_layer_is_merged(errors):
+@pytest.mark.parametrize("passes", [2, 0])
+def test_every_form_of_layer_is_merged(passes):
     """Tables, scales, attention and tied leaves: equal clients come back."""
     network = fj.networks.Transformer(num_classes=7, context=5)
     tokens = np.random.default_rng(0).integers(0, 7, (6, 5)).astype(np.int32)
     params = fj.networks.init(network, jax.random.key(0), tokens[:1])
     model = fj.Model(fj.networks.apply_fn(network), fj.likelihoods.categorical)
     federation = fj.clients.federation((tokens, tokens), np.split(np.arange(6), 2))
-    method = algorithms.fedfisher_sequential(model, errors=errors)
+    method = algorithms.fedfisher_sequential(model, passes=passes)
     updates = merging.summarize(method, [params] * 2, federation, key=jax.random.key(0))
     merged, _, info = merging.merge(method, params, updates)
     chex.assert_trees_all_close(merged, params, rtol=1e-5, atol=1e-6)
@@ -340,7 +340,8 @@ def test_uploads_are_those_of_fedfisher(world):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"passes": 0}, "passes is 0"),
+        ({"passes": -1}, "passes is -1"),
+        ({"isotropy": -1.0}, "isotropy is -1.0"),
         ({"damping": -1.0}, "damping is -1.0"),
         ({"solver": 3}, "solver is 3"),
         ({"kind": "true"}, "kind is 'true'"),
