@@ -60,7 +60,7 @@ def fedfisher_sequential(
         A"_i = A'_i + iota k_i I,             iota = isotropy max(0, 1 / e - 2),
         rho_i = |V - V_i|^2_A / |V_i|^2_A     of the layers before, at most 1,
         sigma_i = |V - V_i|^2_G / |V_i|^2_G   of the layers after, at most 1,
-        e = sum_i p_i |Vbar - V_i|^2_A' / |V_i|^2_A'   of the last layer, at least 1 / 10,
+        e = sum_i p_i min(1, |Vbar - V_i|^2_A' / |V_i|^2_A')   of the last layer, at least 1/10,
 
     with A' and G' the Kronecker factors of the Fisher information, k_i and m_i their mean
     eigenvalues, |X|^2_A = tr X^T A X and |X|^2_G = tr X G X^T. Inputs of the first layer are

@@ -215,6 +215,30 @@ def test_where_a_network_branches_the_laws_hold(residual):
 
 
 @pytest.mark.long
+def test_however_much_clients_agree_their_factors_still_count(world):
+    start, updates = world
+    own = updates.values["params"]
+    alike = on_host(lambda x: x.mean(0) + (x - x.mean(0)) / 100, own)
+    alike = algorithms.Update(updates.values | {"params": alike}, updates.kind)
+    merged = merging.merge(make(), start, alike, WEIGHTS)[0]
+    _, second, third = written_out(alike, 0.05, 2, [(), (0,), (1,)])
+    np.testing.assert_allclose(merged["b"], second, rtol=1e-8)
+    np.testing.assert_allclose(merged["a"], third, rtol=1e-8)
+
+
+@pytest.mark.long
+def test_clients_that_do_not_agree_count_by_their_factors_alone(world):
+    start, updates = world
+    signs = np.array([1.0, -1.0, -1.0])[:, None, None]
+    apart = updates.values["params"] | {"a": signs * np.asarray(updates.values["params"]["a"])}
+    apart = algorithms.Update(updates.values | {"params": apart}, updates.kind)
+    found, expected = (
+        merging.merge(method, start, apart, WEIGHTS)[0] for method in (make(), make(isotropy=0.0))
+    )
+    chex.assert_trees_all_equal(found, expected)
+
+
+@pytest.mark.long
 def test_with_identities_it_is_regmean_of_every_layer(world):
     """Least squares of the clients' outputs on the clients' inputs, biases included."""
     start, updates = world
