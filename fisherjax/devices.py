@@ -105,13 +105,15 @@ def mesh_of(tree: Any) -> Mesh | None:
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
     """Give every device of a mesh the whole of each array; without a mesh leave them alone.
 
-    Over several processes each passes the same values.
+    Over several processes each passes the same values. Shapes become those of such arrays.
     """
     if mesh is None:
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def place(x: Any) -> Array:
+    def place(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
         # Within one process, or where it is spread over processes already, JAX copies it itself.
         is_local = not isinstance(x, jax.Array) or x.is_fully_addressable
         if everywhere.is_fully_addressable or not is_local:

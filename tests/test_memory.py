@@ -111,10 +111,13 @@ def test_what_was_predicted_is_not_compiled_again(mesh, caplog):
 
 
 @pytest.mark.long
-def test_each_message_of_an_exchange_is_predicted_and_not_compiled_again(caplog):
+@pytest.mark.parametrize("mesh", [False, True])
+def test_each_message_of_an_exchange_is_predicted_and_not_compiled_again(mesh, caplog):
     source = np.random.default_rng(0)
     data = source.normal(size=(40, 3)).astype(np.float32), np.arange(40, dtype=np.int32) % 2
     federation = fj.clients.federation(data, np.split(np.arange(40), 2))
+    if mesh:
+        federation = fj.clients.shard(federation, jax.devices()[:1])
     model = fj.Model(
         lambda params, x: jnp.tanh(x @ params["a"]) @ params["b"], fj.likelihoods.categorical
     )

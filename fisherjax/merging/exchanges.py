@@ -112,12 +112,12 @@ def exchange_memory(
     """
     how = {"key": key, "clients_per_chunk": clients_per_chunk}
 
-    def played(params: Params) -> list[Any]:
+    def played(params: Params, federation: Federation) -> list[Any]:
         return [message.received for message in messages(algorithm, params, federation, **how)]
 
     # Shapes only: nothing is computed, and of each message only the clients' half compiled.
     needs, following = [], algorithm
-    for start in jax.eval_shape(played, params):
+    for start in jax.eval_shape(played, params, federation):
         needs.append(summarize_memory(following, params, federation, start=start, **how))
         following = following.then
     return tuple(needs)
