@@ -28,6 +28,7 @@ from experiments.harness import (
     one_round,
     records,
     tasks,
+    together,
 )
 from experiments.harness.progress import Watch, bar
 from experiments.harness.steps import Unit
@@ -57,10 +58,12 @@ def main(arguments: Sequence[str], console: Console) -> None:
 def _execute(
     task: tasks.OneRound, rows: list[records.Row], missing: list[Unit], console: Console
 ) -> list[records.Row]:
-    """Compute the missing units, and write the rows after each."""
+    """Compute the missing units, and write the rows after each, or after each split's."""
     asked = task.config
+    whole = together.program(task) if asked.seeds_together else None
+    groups = together.groups(missing) if whole else [[unit] for unit in missing]
     with console.status("compiling"):
-        need = memory.predict(task)
+        need = whole.memory(groups[0]) if whole else memory.predict(task)
     console.print(memory.check(need, memory.available()))
     total = len(one_round.units(asked))
     done = f"{total - len(missing)} of {total} runs are done" if rows else ""
@@ -70,13 +73,21 @@ def _execute(
         console.print(accuracies.label_table(counts, seed))
     with bar(console) as shown:
         watch = Watch(console, shown, task, missing)
-        for unit in missing:
+        for units in groups:
             start = time.perf_counter()
-            new = one_round.run(task, unit, watch.begin(unit))
+            if whole:
+                watch.begin_all(units)
+                new = whole.run(units)
+            else:
+                new = one_round.run(task, units[0], watch.begin(units[0]))
             rows = [*rows, *new]
             records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
             one_round.clear(task)
-            watch.finish(unit, new, time.perf_counter() - start)
+            took = time.perf_counter() - start
+            if whole:
+                watch.finish_all(units, new, took)
+            else:
+                watch.finish(units[0], new, took)
     return rows
 
 

@@ -152,6 +152,8 @@ class OneShot:
     """So many after each merge, the head and natural gradients: rows ALGORITHM+natural_gradient."""
     central: bool = True
     """Also train a model on all the data, the ceiling."""
+    seeds_together: int | None = None
+    """So many seeds side by side, all of a split in one program, which takes no seconds apart."""
     on_nonfinite: Literal["raise", "drop"] = "raise"
     """Stop when a client diverges, or leave it out of every merge."""
     out: commands.FolderOrNone = None

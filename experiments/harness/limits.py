@@ -41,6 +41,8 @@ _ACCEPTED: tuple[tuple[str, Callable[[float], bool], Sequence[str]], ...] = (
 def check_one_shot(config: OneShot) -> None:
     """Refuse values that no experiment in one round can have, and say what was expected."""
     _check(config, IMAGES, config.data.num_clients)
+    expected = "a whole number from 1 up"
+    check(config, "seeds_together", expected, lambda number: number is None or number >= 1)
     for option in ("partition_seeds", "seeds"):
         check(config, option, "0 to 2**32 - 1 each", lambda seed: 0 <= seed < 2**32)
 

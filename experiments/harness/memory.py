@@ -4,13 +4,21 @@ import os
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 import fisherjax as fj
 from experiments.harness import later, one_round, steps, tasks
+from fisherjax.devices import Memory
+
+
+_FEWER = "Not even one client at a time would fit; use fewer clients or a smaller network"
 
 
 class Need(NamedTuple):
-    """The step that needs the most: bytes that stay, and bytes of so many clients side by side."""
+    """The step that needs the most: bytes that stay, and bytes of so many clients side by side.
+
+    Or seeds, where these are; the option says which, and `fewer` what to do if one is too many.
+    """
 
     step: str
     resident: int
@@ -18,6 +26,8 @@ class Need(NamedTuple):
     clients: int
     devices: int = 1
     idle: float = 0.0  # share of the training that devices wait for each other
+    option: str = "clients-per-chunk"
+    fewer: str = _FEWER
 
 
 def predict(task: tasks.OneRound) -> Need:
@@ -47,14 +57,17 @@ def predict(task: tasks.OneRound) -> Need:
         needs[f"the exchange of {name}"] = max(found, key=sum)
     step = max(needs, key=lambda name: sum(needs[name]))
     side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)
-    mesh = federation.mesh
+    found = of(step, needs[step], side_by_side, federation.mesh)
+    batches = fj.clients.num_batches(federation.sizes, options["batch_size"])
+    return found._replace(idle=fj.parallel.idle_share(batches, side_by_side, found.devices))
+
+
+def of(step: str, need: Memory, side_by_side: int, mesh: Mesh | None) -> Need:
+    """Say what a step needs on all devices of a mesh, given what it needs on one."""
     number = mesh.size if mesh else 1
     # Where devices share a memory, it has to hold what all of them need.
     together = number if fj.devices.share_memory(mesh) else 1
-    resident, scratch = (together * need for need in needs[step])
-    batches = fj.clients.num_batches(federation.sizes, options["batch_size"])
-    idle = fj.parallel.idle_share(batches, side_by_side, number)
-    return Need(step, resident, scratch, side_by_side, number, idle)
+    return Need(step, together * need.resident, together * need.scratch, side_by_side, number)
 
 
 def available() -> int | None:
@@ -78,7 +91,5 @@ def check(need: Need, limit: int | None) -> str:
         waits = f" Devices wait for each other {100 * need.idle:.0f} % of the training's time."
         return f"Needs {said}.{waits if need.devices > 1 else ''}"
     fitting = int((limit - need.resident) * need.clients / max(need.scratch, 1))
-    advice = "Not even one client at a time would fit; use fewer clients or a smaller network"
-    if fitting >= 1:
-        advice = f"Use --clients-per-chunk {fitting}"
+    advice = f"Use --{need.option} {fitting}" if fitting >= 1 else need.fewer
     raise ValueError(f"This run needs {said}. {advice}")

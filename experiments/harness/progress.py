@@ -25,7 +25,7 @@ class Watch:
     """What is shown while the units of an experiment in one round are computed."""
 
     def __init__(self, console: Console, shown: Progress, task: OneRound, units: Sequence[Unit]):
-        self._console, self._bar = console, shown
+        self._console, self._bar, self._of = console, shown, task
         lengths = [one_round.length(task, unit) for unit in units]
         self._total, self._num_epochs = sum(map(sum, lengths)), sum(epochs for epochs, _ in lengths)
         self._estimated = task.config.epochs == 1  # there the second epoch compiles too
@@ -52,6 +52,18 @@ class Watch:
             self._bar.update(self._task, advance=1, description=f"{name}: {now}")
 
         return show
+
+    def begin_all(self, units: Sequence[Unit]) -> None:
+        """Say which units are computed in one program, which tells nothing."""
+        split = _named(units[0]).rpartition(",")[0]
+        self._bar.update(self._task, description=f"{split}: {len(units)} seeds in one program")
+
+    def finish_all(self, units: Sequence[Unit], rows: Sequence[Row], seconds: float) -> None:
+        """Say what each of them gave; the seconds are shared."""
+        for unit in units:
+            self._bar.update(self._task, advance=sum(one_round.length(self._of, unit)))
+            own = [row for row in rows if row.seed == unit[1]]
+            self.finish(unit, own, seconds / len(units))
 
     def finish(self, unit: Unit, rows: Sequence[Row], seconds: float, where: str = "") -> None:
         """Say what a unit gave, and how long the others may take."""

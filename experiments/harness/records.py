@@ -35,7 +35,10 @@ FEDERATED = (
     *("algorithm", "local_epochs", "server_learning_rate", "seed", "round", "split", "fraction"),
     *("metric", "value"),
 )
-WHERE_AND_HOW = ("data_dir", "out", "clients_per_chunk", "checkpoint_seconds", "keep_models")
+WHERE_AND_HOW = (
+    *("data_dir", "out", "clients_per_chunk", "seeds_together", "checkpoint_seconds"),
+    "keep_models",
+)
 """Options that change no result beyond rounding: a run may continue with others."""
 _MOVED = {
     "algorithm": ("algorithms",),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -20,7 +21,7 @@ Unit = tuple[int | None, int]
 
 SERVER = "server_seconds"
 """The metric of the rows that hold the seconds of the server's half alone, by algorithm."""
-Progress = Callable[[float | str], None]
+Progress = Callable[[Any], None]
 """Told the mean loss after each epoch of training, and before each other step what it is."""
 
 
@@ -64,7 +65,8 @@ def server_row(unit: Unit, name: str, model: Merged) -> Row:
 
 def row_of(algorithm: str, unit: Unit, accuracy: Any, **more: Any) -> Row:
     """Make the row of an accuracy on the test data, after one round."""
-    value = round(float(accuracy), 6)
+    # Within a program of many seeds it is not a number yet.
+    value = accuracy if fj.checks.is_traced(accuracy) else round(float(accuracy), 6)
     split, seed = unit
     return Row(algorithm, seed, 1, "test", "accuracy", value, partition_seed=split, **more)
 
@@ -78,7 +80,19 @@ def train(
     optimizer: optax.GradientTransformation,
     **changes: int,
 ) -> tuple[Trained, float]:
-    """Train all clients, telling the mean loss of each epoch, and take the seconds."""
+    """Train all clients, telling the mean loss of each epoch, and take the seconds.
+
+    Within a program of many seeds there is nothing to tell before the end: the last epoch's loss,
+    NaN where a model is not finite.
+    """
+    how = {"key": key, "optimizer": optimizer}
+    how |= training_options(task, federation) | changes
+    if fj.checks.is_traced(key):
+        trained = fj.training.train(task.model, params, federation, **how)
+        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(trained.params)]
+        loss = jnp.vdot(federation.weights, trained.loss[:, -1])
+        progress(jnp.where(jnp.stack(finite).all(), loss, jnp.nan))
+        return trained, 0.0
     weights = np.asarray(federation.weights)
 
     def after_epoch(epoch: int, losses: Array) -> None:
@@ -95,9 +109,7 @@ def train(
             )
         progress(float(weights @ losses))
 
-    how = {"key": key, "optimizer": optimizer, "progress": after_epoch}
-    how |= training_options(task, federation) | changes
-    return timed(fj.training.train, task.model, params, federation, **how)
+    return timed(fj.training.train, task.model, params, federation, progress=after_epoch, **how)
 
 
 def finite(task: OneRound, trained: Trained, federation: Federation) -> tuple[Params, Array]:

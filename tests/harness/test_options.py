@@ -51,6 +51,7 @@ CHANGES = {
     "central": False,
     "on_nonfinite": "drop",
     "clients_per_chunk": 3,
+    "seeds_together": 2,
     "data_dir": Path("data"),
     "out": Path("runs/mine"),
     "fedfisher_kfac.damping": 0.25,
@@ -250,6 +251,7 @@ def test_an_unknown_word_of_few_is_answered_with_all_of_them(capsys, option, val
         ("algorithms", ()),
         ("fedfisher_kfac.damping", -0.1),
         ("clients_per_chunk", 0),
+        ("seeds_together", 0),
     ],
 )
 def test_an_impossible_value_is_refused_by_the_name_of_its_option(option, value):

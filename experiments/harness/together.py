@@ -1,0 +1,131 @@
+"""The seeds of a split in one program: nothing comes back before all of them are measured.
+
+What is computed is what `one_round.run` computes, and its rows are these, but for the seconds of
+the parts: there are no parts. Seeds are side by side as clients are elsewhere, and spread over the
+devices, each with all of its clients.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fisherjax as fj
+from experiments.harness import memory, one_round, steps
+from experiments.harness.memory import Need
+from experiments.harness.records import Row
+from experiments.harness.steps import Unit
+from experiments.harness.tasks import OneRound
+from fisherjax import parallel
+from fisherjax.devices import replicate
+from fisherjax.parallel import Spread
+from fisherjax.typing import Array, Examples
+
+
+@jax.tree_util.register_static
+class _Named(Row):
+    """What a number is of: a row without its number, which a compiled program keeps."""
+
+
+class _Given(NamedTuple):
+    """The arrays that a program needs besides the seed."""
+
+    federation: fj.clients.Federation
+    test: Examples
+    validation: Examples | None
+
+
+class Program(NamedTuple):
+    """The units of a split: computed at once, and their memory predicted."""
+
+    run: Callable[[Sequence[Unit]], list[Row]]
+    memory: Callable[[Sequence[Unit]], Need]
+
+
+def groups(units: Iterable[Unit]) -> list[list[Unit]]:
+    """List the units of each split together; the ceilings, on all data, are the last."""
+    ordered = sorted(units, key=lambda unit: (unit[0] is None, unit[0] or 0, unit[1]))
+    return [list(own) for _, own in itertools.groupby(ordered, key=lambda unit: unit[0])]
+
+
+def program(task: OneRound) -> Program:
+    """Make one program of everything that a seed asks for, compiled once for all splits.
+
+    Raises:
+        ValueError: If something that was asked for is no part of a program.
+    """
+    _check(task)
+    asked, mesh = task.config.seeds_together, task.central.mesh
+
+    def one(seed: Array, given: _Given, central: bool) -> tuple[list[tuple[_Named, Array]], Array]:
+        losses: list[Array] = []
+        unit = (None if central else 0, seed)
+        own = task._replace(test=given.test, validation=lambda _: given.validation)
+        if central:
+            own = own._replace(central=given.federation, federations={})
+        else:
+            own = own._replace(federations={0: given.federation}, central=None)
+        # Other steps are told as words.
+        tell = lambda now: None if isinstance(now, str) else losses.append(now)  # noqa: E731
+        rows = [row for row in one_round.run(own, unit, tell) if row.metric != steps.SERVER]
+        nameless = {"value": 0.0, "seconds": None, "seed": 0, "partition_seed": None}
+        named = [(_Named(*row._replace(**nameless)), row.value) for row in rows]
+        return named, jnp.stack(losses)
+
+    @partial(jax.jit, static_argnums=0)
+    def all_seeds(central: bool, seeds: Array, given: _Given) -> Spread:
+        how = {"clients_per_chunk": min(asked, len(seeds)), "mesh": mesh}
+        return parallel.spread_clients(partial(one, central=central), seeds, given, **how)
+
+    def arguments(units: Sequence[Unit]) -> tuple[bool, Array, _Given]:
+        split = units[0][0]
+        federation = task.central if split is None else task.federations[split]
+        validation = None if split is None else task.validation(split)
+        given = _Given(federation, task.test, validation)
+        seeds = np.array([seed for _, seed in units], np.uint32)
+        # A seed has all of its clients on one device.
+        return split is None, *replicate((seeds, given), mesh)
+
+    def run(units: Sequence[Unit]) -> list[Row]:
+        found = all_seeds(*arguments(units))
+        numbers, losses = jax.device_get(parallel.in_order(found, mesh))
+        for (_, seed), own in zip(units, losses, strict=True):
+            if not np.isfinite(own).all():
+                raise ValueError(
+                    f"a client diverged with seed {seed}: its model or its loss is not finite. "
+                    "Lower --learning-rate (now "
+                    f"{task.config.training.learning_rate:g}), or leave --seeds-together out to "
+                    "see which client it was, and for --on-nonfinite drop."
+                )
+        return [
+            Row(*name)._replace(
+                value=round(float(values[place]), 6), seed=seed, partition_seed=split
+            )
+            for place, (split, seed) in enumerate(units)
+            for name, values in numbers
+        ]
+
+    def predict(units: Sequence[Unit]) -> Need:
+        found = fj.devices.memory(all_seeds, *arguments(units))
+        step, side_by_side = "all that a seed asks for", min(asked, len(units))
+        how = {"option": "seeds-together", "fewer": "Leave --seeds-together out"}
+        return memory.of(step, found, side_by_side, mesh)._replace(**how)
+
+    return Program(run, predict)
+
+
+def _check(task: OneRound) -> None:
+    """Refuse what is computed in several programs, or by the host."""
+    several = [name for name, own in task.methods.items() if own.server(None).stages is not None]
+    host = [name for name in task.methods if name in fj.algorithms.WIDER]
+    voting = [] if task.voting is None else list(task.voting.names)
+    if several + host + voting:
+        raise ValueError(
+            f"--seeds-together is {task.config.seeds_together} with --algorithms "
+            f"{' '.join(several + host + voting)}, expected algorithms that are one program: run "
+            "these without it"
+        )

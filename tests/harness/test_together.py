@@ -1,0 +1,79 @@
+"""The seeds of a split in one program: what comes out is what comes out one by one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from experiments.harness import one_round, tasks, together
+from experiments.harness.config import Data, Merging, OneShot, Training
+from experiments.harness.records import Row
+
+SMALL = OneShot(
+    Data(num_clients=3, alpha=1.0),
+    Training(learning_rate=0.1, momentum=0.0, batch_size=64),
+    Merging(("fedavg", "fedprox", "fedfisher_sequential")),
+    epochs=1,
+    partition_seeds=(0, 1),
+    seeds=(0, 1),
+    exchanges=2,
+    seeds_together=2,
+)
+UNITS = [(0, 0), (0, 1)]
+ONE_EXAMPLE = 1 / 360  # of the test data
+
+
+@pytest.fixture(scope="module")
+def program() -> together.Program:
+    return together.program(tasks.one_round(SMALL))
+
+
+@pytest.fixture(scope="module")
+def rows(program) -> list[Row]:
+    return program.run(UNITS)
+
+
+def nameless(rows: list[Row]) -> list[Row]:
+    return [row._replace(seconds=None, value=0.0) for row in rows if row.metric == "accuracy"]
+
+
+@pytest.mark.long
+def test_seeds_together_are_seeds_one_by_one(rows):
+    task = tasks.one_round(SMALL)
+    alone = [row for unit in UNITS for row in one_round.run(task, unit)]
+    assert nameless(rows) == nameless(alone)
+    expected = [row.value for row in alone if row.metric == "accuracy"]
+    # Sums are in another order: an example on the edge may fall to the other side.
+    np.testing.assert_allclose([row.value for row in rows], expected, atol=1.01 * ONE_EXAMPLE)
+    different = {row.value for row in rows if row.algorithm == "fedfisher_sequential"}
+    assert len(different) == len(UNITS)
+
+
+@pytest.mark.long
+def test_another_split_is_the_same_program(program, rows, compilations):
+    with compilations() as count:
+        others = program.run([(1, seed) for _, seed in UNITS])
+    assert count() == 0
+    assert nameless(others) == [row._replace(partition_seed=1) for row in nameless(rows)]
+
+
+def test_units_of_a_split_are_together_and_the_ceilings_come_last():
+    units = one_round.units(dataclasses.replace(SMALL, partition_seeds=(5, 3)))
+    found = together.groups(units)
+    assert found == [[(3, 0), (3, 1)], [(5, 0), (5, 1)], [(None, 0), (None, 1)]]
+
+
+def test_a_diverged_client_stops_the_seeds_and_names_the_first():
+    fast = dataclasses.replace(SMALL.training, learning_rate=1e6)
+    plain = dataclasses.replace(SMALL.merging, algorithms=("fedavg",))
+    asked = dataclasses.replace(SMALL, training=fast, merging=plain, exchanges=0)
+    with pytest.raises(ValueError, match=r"diverged with seed 0: .* \(now 1e\+06\)"):
+        together.program(tasks.one_round(asked)).run(UNITS)
+
+
+@pytest.mark.parametrize("name", ["dense", "fedavg+dense", "pfnm", "fedov"])
+def test_what_is_no_single_program_is_refused_by_name(name):
+    merging = dataclasses.replace(SMALL.merging, algorithms=("fedavg", name))
+    asked = dataclasses.replace(SMALL, merging=merging, exchanges=0)
+    with pytest.raises(ValueError, match=rf"--algorithms {name.replace('+', '.')}, expected"):
+        together.program(tasks.one_round(asked))
