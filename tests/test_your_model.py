@@ -18,6 +18,13 @@ def page(run_page):
     return SimpleNamespace(**run_page(PAGE))
 
 
+def test_seeds_at_once_are_seeds_alone(page):
+    together = page.jax.vmap(page.experiment, in_axes=(0, None))(page.seeds[:2], page.clients)
+    alone = page.jax.jit(page.experiment)(page.seeds[1], page.clients)
+    # One of the 360 test images may fall to the other side.
+    np.testing.assert_allclose([found[1] for found in together], alone, atol=0.003)
+
+
 @pytest.mark.slow
 def test_every_framework_is_covered(page):
     for framework in ("", "linen_", "nnx_", "eqx_"):
