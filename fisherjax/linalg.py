@@ -70,6 +70,17 @@ def orthonormal(matrix: Array) -> Array:
     return jnp.linalg.qr(matrix)[0]
 
 
+@jax.custom_batching.sequential_vmap
+def inverse(matrix: Array) -> Array:
+    """Give the pseudo-inverse [n, m] of any matrix [m, n], without derivatives.
+
+    Example:
+        >>> print(inverse(jnp.array([[2.0], [0.0]])))
+        [[0.5 0. ]]
+    """
+    return jnp.linalg.pinv(matrix)
+
+
 @jax.custom_jvp
 def pseudo_inverse(matrix: Array) -> Array:
     """Invert a symmetric matrix, but for eigenvalues of the size of rounding, with derivatives.

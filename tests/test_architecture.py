@@ -6,6 +6,7 @@ folders share one file of it (`base`, `checks`) and know nothing of each other.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -177,6 +178,13 @@ def test_a_foreign_world_stops_at_the_files_that_know_it(library):
 def test_no_module_uses_the_inside_of_another_library(module):
     private = {name for name in imports_of(MODULES[module]) if "._" in name}
     assert not private or module == "compat", private
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "linalg"])
+def test_factorisations_are_those_that_are_loops_under_vmap(module):
+    """Batched ones of several layers wait for each other for ever on a CPU of two cores."""
+    found = re.findall(r"(?:jnp|lax|jax\.scipy)\.linalg\.(\w+)", MODULES[module].read_text())
+    assert set(found) <= {"norm", "multi_dot"}
 
 
 @pytest.mark.long

@@ -195,11 +195,11 @@ def _terms(
     like = {"input": jnp.zeros((1, a) if is_diagonal else (1, a, a), columns.dtype)}
     left, _ = _projections(seed, number, k, like | {"output": jnp.zeros((1, o, o), columns.dtype)})
     # Where R has a smaller rank than k, Q has columns of noise: their rows are zero.
-    range_, _ = jnp.linalg.qr(columns / tree.unit(columns))
+    range_ = linalg.orthonormal(columns / tree.unit(columns))
     # In units of one: squares of tiny Fishers would be zero.
     unit = tree.unit(rows)
-    core = _product(jnp.linalg.pinv(_product(left, range_)), rows / unit)
-    u, values, v = jnp.linalg.svd(core, full_matrices=False)
+    core = _product(linalg.inverse(_product(left, range_)), rows / unit)
+    u, values, v = linalg.svd(core)
     size = jnp.sqrt(values)[:, None]
     inputs = jax.vmap(lambda x: x if is_diagonal else _unpacked(x, a))(_product(range_, u).T * size)
     outputs = jax.vmap(lambda x: _unpacked(x, o))(v * size)
