@@ -167,13 +167,13 @@ def train_memory(
     local = check(model, params, federation, key, optimizer, epochs, batch_size)
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     params, key = replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
-    states, capacity = None, _capacity(epochs)
-    if progress is not None:
-        states = jax.eval_shape(partial(first_state, local), params)
-        states, capacity = devices.stacked_shapes(states, len(federation.sizes), layout.mesh), 1
-    given = ((params, None), (None, extras))
-    arrays = (states, given, federation, key, (0, epochs, epochs))
-    return devices.memory(_run, local, layout, capacity, *arrays)
+    start, given = (params, None), (None, extras)
+    if progress is None:
+        return cohort_memory(local, layout, start, given, federation, key, epochs)
+    states = jax.eval_shape(partial(first_state, local), params)
+    states = devices.stacked_shapes(states, len(federation.sizes), layout.mesh)
+    arrays = (states, (start, given), federation, key, (0, epochs, epochs))
+    return devices.memory(_run, local, layout, 1, *arrays)
 
 
 def check(
@@ -220,6 +220,20 @@ def train_cohort(
     (params, kept), loss = in_order(found, layout.mesh)
     # [M, capacity] to [M, epochs]: the room that is left over is cut off.
     return _trained(local, start, params, loss[:, :epochs], kept, federation)
+
+
+def cohort_memory(
+    local: LocalTraining,
+    layout: Layout,
+    start: tuple[Params | None, Params | None],
+    extras: tuple[Any, Any],
+    federation: Federation,
+    key: Key,
+    epochs: int,
+) -> Memory:
+    """Predict the bytes that `train_cohort` needs on each device, as `train_memory` does."""
+    arrays = ((start, extras), federation, key, (0, epochs, epochs))
+    return devices.memory(_run, local, layout, _capacity(epochs), None, *arrays)
 
 
 def _capacity(epochs: int) -> int:

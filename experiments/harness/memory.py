@@ -7,9 +7,8 @@ import jax
 from jax.sharding import Mesh
 
 import fisherjax as fj
-from experiments.harness import later, one_round, steps, tasks
+from experiments.harness import later, one_round, steps, tasks, votes
 from fisherjax.devices import Memory
-
 
 _FEWER = "Not even one client at a time would fit; use fewer clients or a smaller network"
 
@@ -42,6 +41,9 @@ def predict(task: tasks.OneRound) -> Need:
         needs[f"training{own}"] = fj.training.train_memory(
             task.model, params, federation, key=key, optimizer=optimizer, progress=True, **options
         )
+    if task.voting is not None:
+        given = task.voting, federation, (key, key)
+        needs[f"training for {votes.NAME}"] = votes.memory(*given, **options)
     # What sends the same is summarized once, by the first that asks.
     first = {method.sent: name for name, method in reversed(task.methods.items())}
     for name in first.values():

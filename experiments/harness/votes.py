@@ -20,6 +20,7 @@ import fisherjax as fj
 from experiments.harness import commands
 from experiments.harness.config import STUDENT
 from fisherjax.clients import Federation
+from fisherjax.devices import Memory
 from fisherjax.parallel import Layout, chunk_size
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
@@ -131,6 +132,24 @@ def split(federation: Federation, key: Key) -> tuple[Federation, np.ndarray]:
 
 
 def trained(
+    voting: Voting, federation: Federation, keys: tuple[Key, Key], **options: int | None
+) -> Trained:
+    """Train the clients, each from an initial model of its own; the keys are of those and of it.
+
+    The options are epochs, batch_size and clients_per_chunk.
+    """
+    cohort = _cohort(voting, federation, keys, **options)
+    return jax.block_until_ready(fj.training.train_cohort(*cohort))
+
+
+def memory(
+    voting: Voting, federation: Federation, keys: tuple[Key, Key], **options: int | None
+) -> Memory:
+    """Predict the bytes that `trained` needs on each device."""
+    return fj.training.cohort_memory(*_cohort(voting, federation, keys, **options))
+
+
+def _cohort(
     voting: Voting,
     federation: Federation,
     keys: tuple[Key, Key],
@@ -138,8 +157,8 @@ def trained(
     epochs: int,
     batch_size: int,
     clients_per_chunk: int | None,
-) -> Trained:
-    """Train the clients, each from an initial model of its own; the keys are of those and of it."""
+) -> tuple[Any, ...]:
+    """Make the arguments of `training.train_cohort`."""
     start_key, train_key = keys
     starts = jax.vmap(voting.init)(jax.random.split(start_key, federation.num_clients))
     start = jax.tree.map(lambda leaf: leaf[0], starts)
@@ -147,8 +166,7 @@ def trained(
         voting.opened, start, federation, train_key, _ADAM, epochs, batch_size
     )
     layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    given = (None, starts), (None, ()), federation, train_key, epochs
-    return jax.block_until_ready(fj.training.train_cohort(local, layout, *given))
+    return local, layout, (None, starts), (None, ()), federation, train_key, epochs
 
 
 def taught(voting: Voting, stacked: Params, inputs: Array, key: Key, **changes: int) -> Params:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments.harness import one_round, steps, tasks, votes
+from experiments.harness import memory, one_round, steps, tasks, votes
 from experiments.harness.config import Data, Merging, OneShot, Training
 from experiments.harness.limits import check_one_shot
 
@@ -78,6 +78,25 @@ def test_a_vote_and_its_student_leave_rows_beside_the_merges(aside, monkeypatch)
     else:
         assert len(images) == int(task.federations[0].sizes.sum()) // 10
         assert {len(one.targets) for one in judged} == {number}
+
+
+@pytest.mark.long
+def test_what_its_clients_need_is_predicted_by_their_own_program(compilations):
+    merging = dataclasses.replace(SMALL.merging, algorithms=("fedov",))
+    task = tasks.one_round(dataclasses.replace(SMALL, merging=merging))
+    federation, keys = task.federations[0], (jax.random.key(0), jax.random.key(1))
+    how = {"epochs": 2, "batch_size": 64, "clients_per_chunk": 1}
+    votes.trained(task.voting, federation, keys, **how | {"batch_size": 32})  # what is small
+    need = votes.memory(task.voting, federation, keys, **how)
+    with compilations() as count:
+        learned = votes.trained(task.voting, federation, keys, **how)
+    if jax.__version_info__ >= (0, 10):
+        assert count() == 0
+    models = sum(leaf.nbytes for leaf in jax.tree.leaves(learned.params))
+    data = federation.inputs.nbytes + federation.targets.nbytes
+    assert need.resident > data + 2 * models  # in and out
+    # Adam keeps two numbers a parameter: nothing else needs as much.
+    assert memory.predict(task).step == "training for fedov"
 
 
 def test_what_nobody_chose_is_as_in_the_library():
