@@ -58,7 +58,7 @@ def program(task: OneRound) -> Program:
     Raises:
         ValueError: If something that was asked for is no part of a program.
     """
-    _check(task)
+    _refuse(task)
     asked, mesh = task.config.seeds_together, task.central.mesh
 
     def one(seed: Array, given: _Given, central: bool) -> tuple[list[tuple[_Named, Array]], Array]:
@@ -93,14 +93,7 @@ def program(task: OneRound) -> Program:
     def run(units: Sequence[Unit]) -> list[Row]:
         found = all_seeds(*arguments(units))
         numbers, losses = jax.device_get(parallel.in_order(found, mesh))
-        for (_, seed), own in zip(units, losses, strict=True):
-            if not np.isfinite(own).all():
-                raise ValueError(
-                    f"a client diverged with seed {seed}: its model or its loss is not finite. "
-                    "Lower --learning-rate (now "
-                    f"{task.config.training.learning_rate:g}), or leave --seeds-together out to "
-                    "see which client it was, and for --on-nonfinite drop."
-                )
+        check(units, numbers, losses, task.config.training.learning_rate)
         return [
             Row(*name)._replace(
                 value=round(float(values[place]), 6), seed=seed, partition_seed=split
@@ -118,7 +111,29 @@ def program(task: OneRound) -> Program:
     return Program(run, predict)
 
 
-def _check(task: OneRound) -> None:
+def check(
+    units: Sequence[Unit],
+    numbers: Sequence[tuple[Row, np.ndarray]],
+    losses: np.ndarray,
+    learning_rate: float,
+) -> None:
+    """Refuse what is not finite, which a program cannot: losses [S, trainings], numbers [S]."""
+    for place, (_, seed) in enumerate(units):
+        if not np.isfinite(losses[place]).all():
+            raise ValueError(
+                f"a client diverged with seed {seed}: its model or its loss is not finite. "
+                f"Lower --learning-rate (now {learning_rate:g}), or leave --seeds-together out to "
+                "see which client it was, and for --on-nonfinite drop."
+            )
+        spoilt = [row.algorithm for row, values in numbers if not np.isfinite(values[place])]
+        if spoilt:
+            raise ValueError(
+                f"the model of {spoilt[0]} is not finite with seed {seed}, though those of all "
+                "clients are: leave --seeds-together out to see why."
+            )
+
+
+def _refuse(task: OneRound) -> None:
     """Refuse what is computed in several programs, or by the host."""
     several = [name for name, own in task.methods.items() if own.server(None).stages is not None]
     host = [name for name in task.methods if name in fj.algorithms.WIDER]

@@ -8,6 +8,7 @@ import pytest
 from experiments.harness import one_round, tasks, together
 from experiments.harness.config import Data, Merging, OneShot, Training
 from experiments.harness.records import Row
+from fisherjax.algorithms import TABLE
 
 SMALL = OneShot(
     Data(num_clients=3, alpha=1.0),
@@ -37,16 +38,30 @@ def nameless(rows: list[Row]) -> list[Row]:
     return [row._replace(seconds=None, value=0.0) for row in rows if row.metric == "accuracy"]
 
 
-@pytest.mark.long
-def test_seeds_together_are_seeds_one_by_one(rows):
-    task = tasks.one_round(SMALL)
+def assert_same(rows: list[Row], asked: OneShot) -> None:
+    """Compare with what seeds give one by one."""
+    task = tasks.one_round(asked)
     alone = [row for unit in UNITS for row in one_round.run(task, unit)]
     assert nameless(rows) == nameless(alone)
     expected = [row.value for row in alone if row.metric == "accuracy"]
     # Sums are in another order: an example on the edge may fall to the other side.
     np.testing.assert_allclose([row.value for row in rows], expected, atol=1.01 * ONE_EXAMPLE)
+
+
+@pytest.mark.long
+def test_seeds_together_are_seeds_one_by_one(rows):
+    assert_same(rows, SMALL)
     different = {row.value for row in rows if row.algorithm == "fedfisher_sequential"}
     assert len(different) == len(UNITS)
+
+
+@pytest.mark.slow
+def test_every_method_of_the_table_is_part_of_a_program():
+    """Full matrices are too large for digits; batched factorisations would wait for ever."""
+    names = tuple(name for name in TABLE if name != "fedfisher_full")
+    merging = dataclasses.replace(SMALL.merging, algorithms=names)
+    asked = dataclasses.replace(SMALL, merging=merging, exchanges=0, then_rounds=1)
+    assert_same(together.program(tasks.one_round(asked)).run(UNITS), asked)
 
 
 @pytest.mark.long
@@ -69,6 +84,14 @@ def test_a_diverged_client_stops_the_seeds_and_names_the_first():
     asked = dataclasses.replace(SMALL, training=fast, merging=plain, exchanges=0)
     with pytest.raises(ValueError, match=r"diverged with seed 0: .* \(now 1e\+06\)"):
         together.program(tasks.one_round(asked)).run(UNITS)
+
+
+def test_a_merge_that_is_not_finite_is_named_with_its_seed():
+    row = Row("regmean", 0, 1, "test", "accuracy", 0.0)
+    numbers = [(row, np.array([0.5, np.nan]))]
+    with pytest.raises(ValueError, match="model of regmean is not finite with seed 1,"):
+        together.check(UNITS, numbers, np.ones((2, 1)), learning_rate=0.1)
+    together.check(UNITS[:1], numbers, np.ones((2, 1)), learning_rate=0.1)
 
 
 @pytest.mark.parametrize("name", ["dense", "fedavg+dense", "pfnm", "fedov"])
