@@ -2,8 +2,8 @@
 
 commands: options read, written again and refused. tables, records, points, figures: files of a run.
 config, limits, methods, votes, tasks: what is learned, by whom and how. checkpoints, steps, later,
-one_round, accuracies, memory, progress: one round of merging. forecast, grid_runs: many of them.
-grids, niid, fedfisher, reference, knee, compression, secure, private, comparators, gan, inversion,
-attack: tables and pictures. rounds, curves: rounds. domains, personal, worlds: clients with models
-of their own.
+one_round, accuracies, memory, together, progress: one round of merging. forecast, grid_runs: many
+of them. grids, niid, fedfisher, reference, knee, compression, secure, private, comparators, gan,
+inversion, attack: tables and pictures. rounds, curves: rounds. domains, personal, worlds: clients
+with models of their own.
 """
