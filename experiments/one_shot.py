@@ -76,18 +76,15 @@ def _execute(
         for units in groups:
             start = time.perf_counter()
             if whole:
-                watch.begin_all(units)
+                over = watch.begin_all(units)
                 new = whole.run(units)
+                over()
             else:
                 new = one_round.run(task, units[0], watch.begin(units[0]))
             rows = [*rows, *new]
             records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
             one_round.clear(task)
-            took = time.perf_counter() - start
-            if whole:
-                watch.finish_all(units, new, took)
-            else:
-                watch.finish(units[0], new, took)
+            watch.finish(units, new, time.perf_counter() - start)
     return rows
 
 

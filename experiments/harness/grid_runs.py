@@ -123,5 +123,5 @@ def _compute(
             records.write_rows(out / records.RESULTS, rows, records.ONE_SHOT)
             one_round.clear(task)
             done[unit] = rows
-            watch.finish(name, rows, wall, where)
+            watch.finish([name], rows, wall, where)
             write(done)

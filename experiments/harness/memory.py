@@ -22,7 +22,7 @@ class Need(NamedTuple):
     step: str
     resident: int
     scratch: int
-    clients: int
+    side_by_side: int
     devices: int = 1
     idle: float = 0.0  # share of the training that devices wait for each other
     option: str = "clients-per-chunk"
@@ -87,11 +87,11 @@ def check(need: Need, limit: int | None) -> str:
     """Say what a run needs of the device's bytes, None if unknown; refuse it if that is more."""
     total = need.resident + need.scratch
     where = f" on each of {need.devices} devices" if need.devices > 1 else ""
-    said = f"about {total / 1e9:.3g} GB ({need.step}, {need.clients} side by side{where})"
+    said = f"about {total / 1e9:.3g} GB ({need.step}, {need.side_by_side} side by side{where})"
     said += "" if limit is None else f" of {limit / 1e9:.3g} GB"
     if limit is None or total <= limit:
         waits = f" Devices wait for each other {100 * need.idle:.0f} % of the training's time."
         return f"Needs {said}.{waits if need.devices > 1 else ''}"
-    fitting = int((limit - need.resident) * need.clients / max(need.scratch, 1))
+    fitting = int((limit - need.resident) * need.side_by_side / max(need.scratch, 1))
     advice = f"Use --{need.option} {fitting}" if fitting >= 1 else need.fewer
     raise ValueError(f"This run needs {said}. {advice}")

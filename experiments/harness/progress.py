@@ -1,7 +1,7 @@
 """How a long run shows that it is alive: a bar in a terminal, lines and an estimate everywhere."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -53,20 +53,22 @@ class Watch:
 
         return show
 
-    def begin_all(self, units: Sequence[Unit]) -> None:
-        """Say which units are computed in one program, which tells nothing."""
+    def begin_all(self, units: Sequence[Unit]) -> Callable[[], None]:
+        """Say which seeds one program computes; return what to call when it is over."""
         split = _named(units[0]).rpartition(",")[0]
         self._bar.update(self._task, description=f"{split}: {len(units)} seeds in one program")
+        steps_of_all = sum(sum(one_round.length(self._of, unit)) for unit in units)
+        return lambda: self._bar.update(self._task, advance=steps_of_all)
 
-    def finish_all(self, units: Sequence[Unit], rows: Sequence[Row], seconds: float) -> None:
-        """Say what each of them gave; the seconds are shared."""
+    def finish(
+        self, units: Sequence[Unit], rows: Sequence[Row], seconds: float, where: str = ""
+    ) -> None:
+        """Say what units gave, which share the seconds, and how long the others may take."""
         for unit in units:
-            self._bar.update(self._task, advance=sum(one_round.length(self._of, unit)))
             own = [row for row in rows if row.seed == unit[1]]
-            self.finish(unit, own, seconds / len(units))
+            self._finish(unit, own, seconds / len(units), where)
 
-    def finish(self, unit: Unit, rows: Sequence[Row], seconds: float, where: str = "") -> None:
-        """Say what a unit gave, and how long the others may take."""
+    def _finish(self, unit: Unit, rows: Sequence[Row], seconds: float, where: str) -> None:
         measured = [row for row in rows if row.metric == "accuracy" and row.round == 1]
         merged = [row for row in measured if row.algorithm not in ("local", "ensemble")]
         values = "  ".join(f"{row.algorithm} {100 * row.value:.1f}" for row in merged)

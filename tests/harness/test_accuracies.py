@@ -263,7 +263,7 @@ def test_the_figure_is_a_picture_and_takes_a_single_run(tmp_path, rows_of):
 
 
 def test_a_run_that_exceeds_the_device_is_refused_with_the_chunk_that_fits():
-    need = memory.Need("training", resident=600, scratch=4000, clients=8)
+    need = memory.Need("training", resident=600, scratch=4000, side_by_side=8)
     assert "8 side by side" in memory.check(need, 4600)
     assert "8 side by side" in memory.check(need, None)
     with pytest.raises(ValueError, match=r"training, 8 side by side\) of .*--clients-per-chunk 6"):
