@@ -22,8 +22,7 @@ from fisherjax.local_update import LocalTraining, State, client_epochs, first_st
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.typing import Array, Key, Model, Params
 
-# The losses of this many epochs, or of twice as many and so on, have room in the program: another
-# number of epochs need not compile again.
+# The losses of this many epochs, or of twice as many and so on, have room in the program.
 _EPOCHS = 16
 
 
@@ -46,6 +45,39 @@ class Trained(NamedTuple):
     steps: Array | None = None
     loss: Array | None = None
     extras: Any = ()
+
+
+class Cohort(NamedTuple):
+    """Clients about to train, all arguments checked: what `train_cohort` runs.
+
+    Attributes:
+        local: What each of them does.
+        layout: How many side by side, and on which devices.
+        start: One model for everybody and None, or None and a stacked one for each client.
+        extras: The same of what the optimiser is given.
+        federation: Their data.
+        key: Folded by client and epoch.
+        epochs: Passes over each client's data.
+    """
+
+    local: LocalTraining
+    layout: Layout
+    start: tuple[Params | None, Params | None]
+    extras: tuple[Any, Any]
+    federation: Federation
+    key: Key
+    epochs: int
+
+    def program(self, capacity: int, states: State | None, between: tuple[int, int]) -> tuple:
+        """Give the arguments of `_run`, for the epochs between two."""
+        arrays = (self.start, self.extras), self.federation, self.key, (*between, self.epochs)
+        return self.local, self.layout, capacity, states, *arrays
+
+    def to_the_end(self) -> tuple:
+        """Give the arguments of `_run`, for all epochs of clients that start afresh."""
+        # The losses of so many epochs have room: another number of epochs need not compile again.
+        capacity = max(_EPOCHS, 1 << (int(self.epochs) - 1).bit_length())
+        return self.program(capacity, None, (0, self.epochs))
 
 
 def train(
@@ -107,16 +139,11 @@ def train(
     local = check(model, params, federation, key, optimizer, epochs, batch_size)
     if jax.tree.leaves(extras):
         checks.stacked(extras, federation.num_clients, "extras")
-    layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    # A pair (common, own): one start for everybody, and none that is stacked.
-    start = (jax.tree.map(jnp.asarray, params), None)
-    # The clients may be spread over a mesh: what jit takes together must lie on the same devices.
-    start, key = replicate((start, key), layout.mesh)
-    arrays = ((start, (None, extras)), federation, key)
-    if progress is not None:
-        checks.function("progress", progress, "progress(epoch, losses)")
-        return _epoch_by_epoch(local, layout, arrays, epochs, progress)
-    return train_cohort(local, layout, start, (None, extras), federation, key, epochs)
+    cohort = _from_one_start(local, params, extras, federation, key, epochs, clients_per_chunk)
+    if progress is None:
+        return train_cohort(cohort)
+    checks.function("progress", progress, "progress(epoch, losses)")
+    return _epoch_by_epoch(cohort, progress)
 
 
 def untrained(params: Params, num_clients: int) -> Trained:
@@ -165,15 +192,12 @@ def train_memory(
         True
     """
     local = check(model, params, federation, key, optimizer, epochs, batch_size)
-    layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    params, key = replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
-    start, given = (params, None), (None, extras)
+    cohort = _from_one_start(local, params, extras, federation, key, epochs, clients_per_chunk)
     if progress is None:
-        return cohort_memory(local, layout, start, given, federation, key, epochs)
-    states = jax.eval_shape(partial(first_state, local), params)
-    states = devices.stacked_shapes(states, len(federation.sizes), layout.mesh)
-    arrays = (states, (start, given), federation, key, (0, epochs, epochs))
-    return devices.memory(_run, local, layout, 1, *arrays)
+        return cohort_memory(cohort)
+    states = jax.eval_shape(partial(first_state, local), cohort.start[0])
+    states = devices.stacked_shapes(states, federation.num_clients, federation.mesh)
+    return devices.memory(_run, *cohort.program(1, states, (0, epochs)))
 
 
 def check(
@@ -201,81 +225,55 @@ def check(
     return LocalTraining(model, optimizer, batch_size)
 
 
-def train_cohort(
-    local: LocalTraining,
-    layout: Layout,
-    start: tuple[Params | None, Params | None],
-    extras: tuple[Any, Any],
-    federation: Federation,
-    key: Key,
-    epochs: int,
-) -> Trained:
-    """Train the clients of a federation to the end, as `train` does, without checks.
-
-    The start is one model for everybody and None, or None and a stacked one for each client; and so
-    are the extras, which the optimiser is given.
-    """
-    arrays = ((start, extras), federation, key, (0, epochs, epochs))
-    found = _run(local, layout, _capacity(epochs), None, *arrays)
-    (params, kept), loss = in_order(found, layout.mesh)
+def train_cohort(cohort: Cohort) -> Trained:
+    """Train clients to the end, as `train` does, without checks."""
+    (params, kept), loss = in_order(_run(*cohort.to_the_end()), cohort.layout.mesh)
     # [M, capacity] to [M, epochs]: the room that is left over is cut off.
-    return _trained(local, start, params, loss[:, :epochs], kept, federation)
+    return _trained(cohort, params, loss[:, : cohort.epochs], kept)
 
 
-def cohort_memory(
+def cohort_memory(cohort: Cohort) -> Memory:
+    """Predict the bytes that `train_cohort` needs on each device, as `train_memory` does."""
+    return devices.memory(_run, *cohort.to_the_end())
+
+
+def _from_one_start(
     local: LocalTraining,
-    layout: Layout,
-    start: tuple[Params | None, Params | None],
-    extras: tuple[Any, Any],
+    params: Params,
+    extras: Any,
     federation: Federation,
     key: Key,
     epochs: int,
-) -> Memory:
-    """Predict the bytes that `train_cohort` needs on each device, as `train_memory` does."""
-    arrays = ((start, extras), federation, key, (0, epochs, epochs))
-    return devices.memory(_run, local, layout, _capacity(epochs), None, *arrays)
+    clients_per_chunk: int | None,
+) -> Cohort:
+    layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
+    # The clients may be spread over a mesh: what jit takes together must lie on the same devices.
+    params, key = replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
+    return Cohort(local, layout, (params, None), (None, extras), federation, key, epochs)
 
 
-def _capacity(epochs: int) -> int:
-    """Round a number of epochs up to one that programs are compiled for."""
-    return max(_EPOCHS, 1 << (int(epochs) - 1).bit_length())
+def _trained(cohort: Cohort, params: Params, loss: Array, kept: Any) -> Trained:
+    common, own = cohort.start
+    batches = clients.num_batches(cohort.federation.sizes, cohort.local.batch_size)
+    return Trained(params, common if own is None else own, loss.shape[1] * batches, loss, kept)
 
 
-def _trained(
-    local: LocalTraining,
-    start: tuple[Params | None, Params | None],
-    params: Params,
-    loss: Array,
-    kept: Any,
-    federation: Federation,
-) -> Trained:
-    common, own = start
-    steps = loss.shape[1] * clients.num_batches(federation.sizes, local.batch_size)
-    return Trained(params, common if own is None else own, steps, loss, kept)
-
-
-def _epoch_by_epoch(
-    local: LocalTraining,
-    layout: Layout,
-    arrays: tuple,
-    epochs: int,
-    progress: Callable[[int, Array], None],
-) -> Trained:
+def _epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> Trained:
     """Train all clients for an epoch before the next, so that something can be shown after each."""
-    (start, _), federation, _ = arrays
-    states = _first_states(local, federation.num_clients, start[0])
+    mesh = cohort.layout.mesh
+    states = _first_states(cohort.local, cohort.federation.num_clients, cohort.start[0])
     # Where results are put: the first epoch must not compile another program than the second.
-    states = in_order(Spread(states), layout.mesh)
+    states = in_order(Spread(states), mesh)
     losses = []
-    for epoch in range(epochs):
+    for epoch in range(cohort.epochs):
         # The number of the epoch is traced: every epoch runs the same program.
-        found = _run(local, layout, 1, states, *arrays, (epoch, epoch + 1, epochs))
-        states, loss = in_order(found, layout.mesh)
+        found = _run(*cohort.program(1, states, (epoch, epoch + 1)))
+        states, loss = in_order(found, mesh)
         losses.append(loss)
         progress(epoch, loss[:, 0])
     # Each [M, 1], as there was room for one epoch; together [M, epochs].
     loss = jnp.concatenate(losses, axis=1)
-    return _trained(local, start, states.params, loss, local_update.kept(states), federation)
+    return _trained(cohort, states.params, loss, local_update.kept(states))
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -22,7 +22,7 @@ from experiments.harness.config import STUDENT
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
 from fisherjax.parallel import Layout, chunk_size
-from fisherjax.training import Trained
+from fisherjax.training import Cohort, Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 NAME = "fedov"
@@ -139,14 +139,14 @@ def trained(
     The options are epochs, batch_size and clients_per_chunk.
     """
     cohort = _cohort(voting, federation, keys, **options)
-    return jax.block_until_ready(fj.training.train_cohort(*cohort))
+    return jax.block_until_ready(fj.training.train_cohort(cohort))
 
 
 def memory(
     voting: Voting, federation: Federation, keys: tuple[Key, Key], **options: int | None
 ) -> Memory:
     """Predict the bytes that `trained` needs on each device."""
-    return fj.training.cohort_memory(*_cohort(voting, federation, keys, **options))
+    return fj.training.cohort_memory(_cohort(voting, federation, keys, **options))
 
 
 def _cohort(
@@ -157,8 +157,8 @@ def _cohort(
     epochs: int,
     batch_size: int,
     clients_per_chunk: int | None,
-) -> tuple[Any, ...]:
-    """Make the arguments of `training.train_cohort`."""
+) -> Cohort:
+    """Give each client an initial model of its own."""
     start_key, train_key = keys
     starts = jax.vmap(voting.init)(jax.random.split(start_key, federation.num_clients))
     start = jax.tree.map(lambda leaf: leaf[0], starts)
@@ -166,7 +166,7 @@ def _cohort(
         voting.opened, start, federation, train_key, _ADAM, epochs, batch_size
     )
     layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    return local, layout, (None, starts), (None, ()), federation, train_key, epochs
+    return Cohort(local, layout, (None, starts), (None, ()), federation, train_key, epochs)
 
 
 def taught(voting: Voting, stacked: Params, inputs: Array, key: Key, **changes: int) -> Params:
