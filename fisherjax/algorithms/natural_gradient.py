@@ -8,7 +8,6 @@ read off the exact curvature of the few numbers that this leaves, and what comes
 that were held aside.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,21 +15,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, fisher, likelihoods, linalg
+from fisherjax import checks, fisher, likelihoods
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
+from fisherjax.algorithms.rescaling import best_way, exact_products, regression
 from fisherjax.clients import draw, hold_out
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, passes
-from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.kinds import Kind
-from fisherjax.fisher.layers import Layer, matrix, unpack
-from fisherjax.fisher.operators import PRECISION, Template
-from fisherjax.fisher.trace import output_layer, trace
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 _HELD = 10  # one of so many examples is held aside
-_RIDGE = 1e-2  # of the coefficients and of the head, in units of the mean eigenvalue
 
 
 class Slopes(NamedTuple):
@@ -45,30 +40,6 @@ class Slopes(NamedTuple):
     loss: Array
     gradient: Params
     fisher: Kronecker
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Products:
-    """The exact quadratic of what K directions and the inputs a of the head do to the outputs.
-
-    Means over examples, of J_k, the derivative of the outputs along direction k, and r = z - y.
-
-    Attributes:
-        directions: E[J_j . J_k], [K, K].
-        crossed: E[a J_k^T], [K, a, C].
-        inputs: E[a a^T], [a, a].
-        steepness: E[r . J_k], [K].
-        gradient: E[a r^T], [a, C].
-        head: Which layer makes the outputs, static.
-    """
-
-    directions: Array
-    crossed: Array
-    inputs: Array
-    steepness: Array
-    gradient: Array
-    head: Layer = dataclasses.field(metadata={"static": True})
 
 
 class Course(NamedTuple):
@@ -191,12 +162,13 @@ def natural_gradient(
         params, directions = trained.start
         parts = zip(("used", "held"), hold_out(examples, _HELD), strict=True)
         parts = {name: draw(key, part, plan.at_most(8)) for name, part in parts}
-        own = {name: _products(plan, params, directions, part) for name, part in parts.items()}
+        size = plan.batch_size
+        own = {k: exact_products(model, size, params, directions, v) for k, v in parts.items()}
         return {"products": own}, private
 
     def turn(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort
-        step, predicted = _solved(state.directions, params, **sums.mean())
+        step, predicted = best_way(state.directions, params, **sums.mean())
         return params, state._replace(step=step, predicted=predicted), ()
 
     def losses(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
@@ -263,13 +235,8 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
 def _squared_error(model: Model, x: Array, y: Array, w: Array, params: Params) -> Array:
     """Sum w_n 1/2 |z_n - y_n|^2."""
     z = model.apply(params, x)
-    own = likelihoods.gaussian.negative_log_likelihood(z, _targets(model, z, y))
+    own = likelihoods.gaussian.negative_log_likelihood(z, regression(model, z, y))
     return jnp.vdot(w.astype(own.dtype), own)
-
-
-def _targets(model: Model, z: Array, y: Array) -> Array:
-    y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
-    return y.astype(z.dtype).reshape(z.shape)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -283,89 +250,6 @@ def _directions(slopes: Slopes, damping: tuple[float, ...]) -> Params:
         return own.restore({name: jnp.where(means[name] > 0, -x, 0) for name, x in found.items()})
 
     return jax.lax.map(direction, jnp.array(damping))
-
-
-def _but(head: Layer, params: Params) -> Params:
-    """Put zeros for the leaves of the head."""
-    template = Template.of(params)
-    return template.restore(
-        {
-            name: jnp.zeros_like(leaf) if name in (head.leaf, head.bias) else leaf
-            for name, leaf in template.by_name(params).items()
-        }
-    )
-
-
-@partial(jax.jit, static_argnums=0)
-def _products(plan: _Plan, params: Params, directions: Params, examples: Examples) -> Products:
-    def batch_sums(x: Array, y: Array, w: Array, key: None) -> Products:
-        del key
-        seen = trace(plan.model.apply, params, x)
-        place = output_layer(seen)
-        head, a = seen.layers[place], seen.activations[place]
-        _, derivative = jax.linearize(lambda params: plan.model.apply(params, x), params)
-        changes = jax.vmap(derivative)(_but(head, directions))
-        residual = seen.outputs - _targets(plan.model, seen.outputs, y)
-        # Both sides of a product carry the root of the weight; [B, T, ...].
-        root, places = jnp.sqrt(w)[:, None, None].astype(a.dtype), (*a.shape[:2], -1)
-        a, residual = root * a, root * residual.reshape(places)
-        changes = root * changes.reshape(-1, *residual.shape)
-        dot = partial(jnp.einsum, precision=PRECISION)
-        return Products(
-            dot("jntc,kntc->jk", changes, changes),
-            dot("nta,kntc->kac", a, changes),
-            second_moment(a),
-            dot("kntc,ntc->k", changes, residual),
-            dot("nta,ntc->ac", a, residual),
-            head,
-        )
-
-    return passes.weighted_mean(batch_sums, examples, key=None, batch_size=plan.batch_size)
-
-
-@jax.jit
-def _solved(
-    directions: Params, params: Params, used: Products, held: Products
-) -> tuple[Params, Array]:
-    """Find the way on which examples held aside gain most, and what the quadratic promises."""
-    head, template = used.head, Template.of(params)
-    value, number = matrix(head, template.by_name(params)), len(used.steepness)
-    # Too few to hold any aside.
-    held = jax.tree.map(partial(jnp.where, jnp.trace(held.inputs) > 0), held, used)
-    # U_k = -(A + r I)^-1 E[a J_k^T], and U_0 = -(A + r I)^-1 (E[a r^T] + r V) for staying there.
-    size = len(value)
-    ridge = _RIDGE * jnp.trace(used.inputs) / size
-    pull = (used.gradient + ridge * value)[None]
-    sides = jnp.concatenate([used.crossed, pull])
-    flat = sides.swapaxes(0, 1).reshape(size, -1)
-    heads = -linalg.definite(used.inputs + ridge * jnp.eye(size), flat)
-    heads = heads.reshape(size, *sides.shape[::2]).swapaxes(0, 1)
-    # Each way as coefficients [P, K] of directions and a move of the head [P, a, C].
-    one = jnp.eye(number)
-    ways = jnp.concatenate([one, one, jnp.zeros((1, number))])
-    heads = jnp.concatenate([jnp.zeros_like(used.crossed), heads])
-    # Of length one on the other examples: those of small damping are far longer.
-    length = jnp.sqrt(jnp.diagonal(_curvature(used, ways, heads)))
-    unit = jnp.where(length > 0, 1 / jnp.where(length > 0, length, 1), 0)
-    ways, heads = unit[:, None] * ways, unit[:, None, None] * heads
-    curvature = _curvature(held, ways, heads)
-    slope = ways @ held.steepness + jnp.einsum("pac,ac->p", heads, held.gradient)
-    shift = jnp.where(unit > 0, _RIDGE * jnp.trace(curvature) / len(unit), 1)
-    share = -linalg.definite(curvature + jnp.diag(shift), slope)
-    predicted = share @ slope + share @ curvature @ share / 2
-    step = jax.tree.map(lambda d: jnp.tensordot(share @ ways, d, 1), _but(head, directions))
-    leaves = template.by_name(step) | unpack(head, jnp.tensordot(share, heads, 1))
-    # Rounding may leave no definite system: then nobody moves.
-    sound = jnp.isfinite(predicted)
-    return template.restore({k: jnp.where(sound, x, 0) for k, x in leaves.items()}), predicted
-
-
-def _curvature(products: Products, ways: Array, heads: Array) -> Array:
-    """Give E[J p . J q] of ways p, q that move along directions and move the head."""
-    dot = partial(jnp.einsum, precision=PRECISION)
-    crossed = dot("pk,kac,qac->pq", ways, products.crossed, heads)
-    own = dot("pac,ab,qbc->pq", heads, products.inputs, heads)
-    return dot("pj,jk,qk->pq", ways, products.directions, ways) + crossed + crossed.T + own
 
 
 @partial(jax.jit, static_argnums=(0, 1))
