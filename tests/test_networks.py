@@ -220,20 +220,55 @@ def test_the_transformer_computes_what_it_says(x64, key, tokens):
 def plain_transformer(params, tokens):
     """Return the logits [L, C] of one sequence, each position and head on its own."""
     hidden = params["tokens"]["embedding"][tokens] + params["positions"]["embedding"]
+    hidden = plain_blocks(params, hidden, lambda t: t + 1)
+    return affine(params["head"], plain_norm(params["norm"], hidden))
+
+
+def plain_blocks(params, hidden, seen):
+    """Let each position t and head attend to the first seen(t) positions, in two blocks."""
     for block in (params["block1"], params["block2"]):
         normed = plain_norm(block["norm1"], hidden)
         query, key, value = (affine(block[name], normed) for name in ("query", "key", "value"))
         mixed = []
-        for t in range(6):
+        for t in range(len(hidden)):
             heads = []
             for head in (slice(0, 8), slice(8, 16)):
-                scores = np.exp(key[: t + 1, head] @ query[t, head] / 8**0.5)
-                heads.append(scores / scores.sum() @ value[: t + 1, head])
+                scores = np.exp(key[: seen(t), head] @ query[t, head] / 8**0.5)
+                heads.append(scores / scores.sum() @ value[: seen(t), head])
             mixed.append(np.concatenate(heads))
         hidden = hidden + affine(block["mix"], np.stack(mixed))
         inner = np.maximum(affine(block["dense1"], plain_norm(block["norm2"], hidden)), 0)
         hidden = hidden + affine(block["dense2"], inner)
-    return affine(params["head"], plain_norm(params["norm"], hidden))
+    return hidden
+
+
+@pytest.mark.long
+def test_the_vision_transformer_computes_what_it_says(x64, key):
+    network = networks.VisionTransformer(num_classes=3, patch=2, width=16, num_heads=2)
+    draw = np.random.default_rng(1).normal
+    images = draw(size=(2, 4, 6, 3))
+    params = init(network, key, images)
+    params = jax.tree.map(lambda x: x + 0.1 * draw(size=x.shape), jax.device_get(params))
+    logits = np.asarray(jax.jit(networks.apply_fn(network))(params, images))
+    for image, expected in zip(images, logits, strict=True):
+        corners = [(row, column) for row in (0, 2) for column in (0, 2, 4)]
+        patches = np.stack([image[r : r + 2, c : c + 2].reshape(-1) for r, c in corners])
+        hidden = affine(params["patches"], patches) + params["positions"]
+        hidden = plain_norm(params["norm"], plain_blocks(params, hidden, lambda t: 6))
+        np.testing.assert_allclose(affine(params["head"], hidden.mean(0)), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "message"),
+    [
+        (networks.VisionTransformer(width=6), (2, 8, 8, 1), "width is 6 and num_heads 4"),
+        (networks.VisionTransformer(), (2, 8, 6, 1), "8, 6, 1.*patch=4 divides"),
+        (networks.VisionTransformer(), (2, 64), "expected images"),
+    ],
+)
+def test_images_without_whole_patches_are_refused(key, network, shape, message):
+    with pytest.raises(ValueError, match=message):
+        networks.init(network, key, np.zeros(shape))
 
 
 def affine(layer, hidden):

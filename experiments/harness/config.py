@@ -21,6 +21,7 @@ MODELS = {
     "simple_cnn": fj.networks.SimpleCNN,
     "simple_cnn_mnist": fj.networks.SimpleCNNMNIST,
     "normed_cnn": fj.networks.NormedCNN,
+    "vision_transformer": fj.networks.VisionTransformer,
     "transformer": fj.networks.Transformer,
 }
 METHODS = fj.algorithms.TABLE | fj.algorithms.WIDER | fj.algorithms.DISTILLED

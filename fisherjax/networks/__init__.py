@@ -6,7 +6,7 @@ Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024 (LeNet for MNIST-like
 CNN for 32 x 32 images, both without biases); Li, Diao, Chen, He, Federated Learning on Non-IID Data
 Silos, ICDE 2022, and its code, NIID-Bench (SimpleCNN and SimpleCNNMNIST); Huang, Shi, Cai, Suzuki,
 ICLR 2024 (NormedCNN). Deviation: images are [H, W, C] and are flattened in that order. ResidualMLP
-and Transformer name their own.
+and the transformers name their own.
 """
 
 from fisherjax.networks.functions import apply_fn, augmented, init, model
@@ -19,7 +19,7 @@ from fisherjax.networks.images import (
     SimpleCNN,
     SimpleCNNMNIST,
 )
-from fisherjax.networks.transformer import Transformer
+from fisherjax.networks.transformer import Transformer, VisionTransformer
 
 __all__ = [
     "CNN",
@@ -30,6 +30,7 @@ __all__ = [
     "SimpleCNN",
     "SimpleCNNMNIST",
     "Transformer",
+    "VisionTransformer",
     "apply_fn",
     "augmented",
     "init",

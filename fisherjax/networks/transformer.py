@@ -1,4 +1,4 @@
-"""A decoder-only transformer, for text."""
+"""Transformers: a decoder, for text, and one over the patches of an image."""
 
 from functools import partial
 
@@ -53,11 +53,7 @@ class Transformer(flax.linen.Module):
         return _dense(self.num_classes, "head")(_norm("norm")(hidden))
 
     def _check(self, tokens: Array) -> None:
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"width is {self.width} and num_heads {self.num_heads}; expected a width that the "
-                "heads share equally."
-            )
+        _check_heads(self.width, self.num_heads)
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(
                 f"Transformer got inputs of dtype {tokens.dtype}; expected tokens, integers from 0 "
@@ -70,10 +66,64 @@ class Transformer(flax.linen.Module):
             )
 
 
+class VisionTransformer(flax.linen.Module):
+    """Classify images by a transformer over their patches.
+
+        h_t = W_0 x_t + p_t,    blocks as in `Transformer`,    z = W mean_t norm(h_t)
+
+    with x_t the pixels of patch t; every position attends to all.
+
+    Args:
+        num_classes: C.
+        patch: Its sides in pixels, which divide those of the images.
+        width: Of the hidden vectors, a multiple of num_heads.
+        num_layers: Blocks of attention and of two dense layers, the first 4 width wide.
+        num_heads: Of the attention.
+
+    Example:
+        >>> import jax, fisherjax as fj
+        >>> network, images = VisionTransformer(), jnp.zeros((2, 28, 28, 1))
+        >>> params = fj.networks.init(network, jax.random.key(0), images)
+        >>> params["positions"].shape, fj.networks.apply_fn(network)(params, images).shape
+        ((49, 32), (2, 10))
+
+    Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021. Deviations: as those of
+    `Transformer`, and the mean over positions in place of a class token.
+    """
+
+    num_classes: int = 10
+    patch: int = 4
+    width: int = 32
+    num_layers: int = 2
+    num_heads: int = 4
+
+    @flax.linen.compact
+    def __call__(self, images: Array) -> Array:
+        """Return the logits [B, num_classes] of images [B, H, W, channels]."""
+        _check_heads(self.width, self.num_heads)
+        if images.ndim != 4 or images.shape[1] % self.patch or images.shape[2] % self.patch:
+            raise ValueError(
+                f"VisionTransformer got inputs of shape {images.shape}; expected images [B, H, W, "
+                f"channels] with sides that patch={self.patch} divides. Choose another patch."
+            )
+        batch, high, wide, channels = images.shape
+        rows, columns = high // self.patch, wide // self.patch
+        pixels = images.reshape(batch, rows, self.patch, columns, self.patch, channels)
+        pixels = pixels.swapaxes(2, 3).reshape(batch, rows * columns, -1)
+        draw = flax.linen.initializers.normal(0.02)
+        where = (rows * columns, self.width)
+        hidden = _dense(self.width, "patches")(pixels)
+        hidden = hidden + self.param("positions", draw, where, jnp.result_type(float))
+        for number in range(1, self.num_layers + 1):
+            hidden = _Block(self.num_heads, causal=False, name=f"block{number}")(hidden)
+        return _dense(self.num_classes, "head")(_norm("norm")(hidden).mean(1))
+
+
 class _Block(flax.linen.Module):
     """One layer of a transformer."""
 
     num_heads: int
+    causal: bool = True
 
     @flax.linen.compact
     def __call__(self, hidden: Array) -> Array:
@@ -84,11 +134,19 @@ class _Block(flax.linen.Module):
             _dense(width, name)(normed).reshape(-1, length, self.num_heads, width // self.num_heads)
             for name in ("query", "key", "value")
         )
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        heads = flax.linen.dot_product_attention(query, key, value, mask=causal)
+        before = jnp.tril(jnp.ones((length, length), bool)) if self.causal else None
+        heads = flax.linen.dot_product_attention(query, key, value, mask=before)
         hidden = hidden + _dense(width, "mix")(heads.reshape(hidden.shape))
         inner = flax.linen.relu(_dense(4 * width, "dense1")(_norm("norm2")(hidden)))
         return hidden + _dense(width, "dense2")(inner)
+
+
+def _check_heads(width: int, num_heads: int) -> None:
+    if width % num_heads:
+        raise ValueError(
+            f"width is {width} and num_heads {num_heads}; expected a width that the heads share "
+            "equally."
+        )
 
 
 def _dense(features: int, name: str) -> flax.linen.Dense:
