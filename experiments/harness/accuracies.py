@@ -115,12 +115,12 @@ def curves(rows: Sequence[Row], algorithms: Sequence[str]) -> Curves:
 
 
 def curve_table(found: Curves) -> tables.Table:
-    """Lay curves out, means in percent."""
+    """Lay curves out, means in percent, and a dash where one is over before another."""
     longest = max(map(len, found.values()))
-    lines = [
-        (name, *(f"{statistics.fmean(values):.1f}" for values in own))
-        for name, own in found.items()
-    ]
+    lines = []
+    for name, own in found.items():
+        means = [f"{statistics.fmean(values):.1f}" for values in own]
+        lines.append((name, *means, *["-"] * (longest - len(means))))
     headings = ("first round", *map(str, range(1, longest + 1)))
     return tables.Table("Mean accuracy in % after each round", headings, lines)
 

@@ -74,6 +74,9 @@ def test_of_several_exchanges_the_table_has_the_last_and_the_curves_have_all(row
     assert exchanged[0] == averaged[0]
     assert [set(values) for values in exchanged[1:]] == [{20.0}, {30.0}, {40.0}, {50.0}]
     assert list(accuracies.curves(more, NAMES)) == ["fedlpa+natural_gradient"]
+    shown = accuracies.curve_table(curves)
+    assert {len(line) for line in shown.lines} == {len(shown.headings)} == {6}
+    assert next(line for line in shown.lines if line[0] == "fedlpa")[-2:] == ("-", "-")
 
 
 def test_the_table_averages_local_models_over_clients_and_everything_over_runs(rows_of):
