@@ -56,7 +56,8 @@ ORDER = [
     "__main__",
 ]
 FISHER = [
-    *("columns", "kinds", "inline", "views", "uses", "layers", "feeders", "trace", "wiring"),
+    *("columns", "kinds", "inline", "views", "forms", "uses"),
+    *("layers", "feeders", "trace", "wiring"),
     *("operators", "kronecker", "coarse", "terms", "passes", "diagonal", "full", "kfac"),
 ]
 # What the other files of a folder may import, and these in this order.

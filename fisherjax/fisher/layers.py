@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from fisherjax.fisher import uses
-from fisherjax.fisher.uses import Use
+from fisherjax.fisher import forms, uses
+from fisherjax.fisher.forms import Use
 from fisherjax.typing import Array
 
 
@@ -144,8 +144,8 @@ def grouped(
 
 
 def _way(use: Use) -> tuple[str, tuple[int, ...]]:
-    forms = {uses.CONVOLUTION: "product", uses.LOOKUP: "table", uses.SHIFT: "table"}
-    return forms.get(use.form, use.form), use.outputs
+    alike = {forms.CONVOLUTION: "product", forms.LOOKUP: "table", forms.SHIFT: "table"}
+    return alike.get(use.form, use.form), use.outputs
 
 
 def _partners(reading: uses.Reading, held: dict, leaves: list[Array]) -> dict:
@@ -158,7 +158,7 @@ def _partners(reading: uses.Reading, held: dict, leaves: list[Array]) -> dict:
 
     for key, ways in held.items():
         [own, *others] = ways.values()
-        if others or own[0].form not in (uses.PRODUCT, uses.CONVOLUTION):
+        if others or own[0].form not in (forms.PRODUCT, forms.CONVOLUTION):
             continue
         numbers = [reading.uses.index(use) for use in own]
         for other, shifts in free.items():
@@ -168,7 +168,7 @@ def _partners(reading: uses.Reading, held: dict, leaves: list[Array]) -> dict:
         free.pop(other, None)
     for key, ways in held.items():
         [own, *_] = ways.values()
-        if own[0].form != uses.SCALE:
+        if own[0].form != forms.SCALE:
             continue
         # Any leaf of the same size would do: the block of two is exact for whatever pair.
         later = [
@@ -191,7 +191,7 @@ def _every(ways: dict) -> list[Use]:
 def _shifts(ways: dict) -> list[Use]:
     """Give the uses of a leaf that is only added, all of it."""
     every = _every(ways)
-    return every if all(u.form == uses.SHIFT and u.inputs is None for u in every) else []
+    return every if all(u.form == forms.SHIFT and u.inputs is None for u in every) else []
 
 
 def _slice(leaf: Array, layer: Layer) -> Array:

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import compat, nn, tree
-from fisherjax.fisher import inline, uses
+from fisherjax.fisher import forms, inline, uses
 from fisherjax.fisher.feeders import Feeders, feeders
+from fisherjax.fisher.forms import Use
 from fisherjax.fisher.layers import Layer, Part, grouped
-from fisherjax.fisher.uses import Use
 from fisherjax.fisher.views import MANY, Place
 from fisherjax.typing import Apply, Array, Params
 
@@ -95,7 +95,7 @@ def network_of(
 
 def inputs_of_use(use: Use, equation: Any, value: Array) -> Array:
     """Arrange what a product or convolution reads as [B, T, inputs in the leaf's order]."""
-    if use.form == uses.CONVOLUTION:
+    if use.form == forms.CONVOLUTION:
         return _patches(use, equation, value)
     return _arranged(value, use.input_axes)
 
@@ -181,7 +181,7 @@ def _tagged(
                 if (number, i) in tags:
                     whole = jnp.broadcast_to(x, one.outvars[0].aval.shape)
                     operands[i] = register((number, i), whole)
-            is_layer = (number, None) in tags and every[number, None].form == uses.CONVOLUTION
+            is_layer = (number, None) in tags and every[number, None].form == forms.CONVOLUTION
             results = [_convolved(one, *operands)] if is_layer else compat.evaluate(one, operands)
             return [register((number, None), results[0]), *results[1:]]
 
@@ -234,7 +234,7 @@ def _tangents(part: Part, tangents: dict[Place, Array], read: dict) -> Array:
 def _summed(tangents: dict[Place, Array], use: Use) -> Array:
     """Sum tangents over the positions that share an entry of the leaf, [B, rows, o]."""
     value = _arranged(tangents[use.tangent], use.tangent_axes)
-    return value if use.form == uses.LOOKUP else value.sum(2)
+    return value if use.form == forms.LOOKUP else value.sum(2)
 
 
 def _factor(use: Use, read: dict[Place, Array]) -> Array | int:
@@ -250,12 +250,12 @@ def _rows(
         return jnp.broadcast_to(jnp.array(rows), (batch, len(rows)))
     gather = network.equations[use.inputs[0]].params["dimension_numbers"]
     rows = read[use.inputs][..., gather.start_index_map.index(0)]
-    if use.form == uses.LOOKUP:
+    if use.form == forms.LOOKUP:
         return _arranged(rows, use.input_axes)
     return jnp.broadcast_to(rows.ravel(), (batch, rows.size))
 
 
-def _arranged(value: Array, groups: uses.Groups) -> Array:
+def _arranged(value: Array, groups: forms.Groups) -> Array:
     """Transpose and merge axes, one group into each axis of the result."""
     sizes = [math.prod(value.shape[a] for a in group) for group in groups]
     return value.transpose(sum(groups, ())).reshape(sizes)

@@ -12,43 +12,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from fisherjax.fisher import views
+from fisherjax.fisher import forms, views
+from fisherjax.fisher.forms import SHIFT, Use
 from fisherjax.fisher.inline import Flat, variables
-from fisherjax.fisher.views import MANY, Axes, Obstacle, Place, View
-
-# Forms of a use.
-PRODUCT, CONVOLUTION, LOOKUP = "product", "convolution", "lookup"
-SHIFT, SCALE = "shift", "scale"
-
-Groups = tuple[tuple[int, ...], ...]
-"""Axes of a value: that of the examples, positions, (of sums: summed positions,) features."""
-
-
-class Use(NamedTuple):
-    """An equation where a leaf, or a slice of one, meets the examples.
-
-    Attributes:
-        form: What the equation is.
-        leaf: Number of the leaf.
-        index: Place of the slice in a stack of layers; () is the whole leaf.
-        outputs: Axes of the slice that are outputs.
-        tangent: Whose tangent g is.
-        tangent_axes: How its axes are arranged.
-        inputs: What the inputs a are made of: of a product its other operand, of a table the rows,
-            of a scale a factor. None where there is nothing.
-        input_axes: How its axes are arranged.
-        after: Of a sum: the number of the product it follows, as that layer's bias.
-    """
-
-    form: str
-    leaf: int
-    index: tuple[int, ...]
-    outputs: tuple[int, ...]
-    tangent: Place
-    tangent_axes: Groups
-    inputs: Place | range | None = None
-    input_axes: Groups = ()
-    after: int | None = None
+from fisherjax.fisher.views import MANY, Axes, Obstacle, View
 
 
 class Reading(NamedTuple):
@@ -179,76 +146,23 @@ def _use(
     if operand is None or name in ("add", "add_any"):
         return _sum(walk, number, operand, equation, view), ()
     if name == "mul":
-        return _scale(number, operand, equation, view), ()
+        return forms.scale(number, operand, equation, view), ()
     if name == "dot_general":
-        return _product(number, operand, equation, views.whole(view))
+        return forms.product(number, operand, equation, views.whole(view))
     if name == "conv_general_dilated" and operand == 1:
-        return _convolution(number, equation, views.whole(view))
+        return forms.convolution(number, equation, views.whole(view))
     if name == "gather" and operand == 0:
-        return _lookup(number, equation, views.whole(view)), ()
+        return forms.lookup(number, equation, views.whole(view)), ()
     if name == "sub":
         raise Obstacle("it is subtracted, as a running mean")
     raise Obstacle(_inside(name) or f"it is used by {name}, which is not a layer")
-
-
-def _product(number: int, operand: int, equation: Any, view: View) -> tuple[Use, Axes]:
-    contracted, batched = equation.params["dimension_numbers"]
-    mine, theirs = contracted[operand], contracted[1 - operand]
-    if any(view.axes[axis] for axis in batched[operand]):
-        raise Obstacle("there is a matrix of it for each group of its inputs")
-    shape, batch = equation.invars[1 - operand].aval.shape, batched[1 - operand]
-    rest = [a for a in range(len(shape)) if a not in (*theirs, *batch)]
-    own = [a for a in range(len(view.axes)) if a not in (*mine, *batched[operand])]
-    if any(view.axes[axis] is None for axis in (*mine, *own)):
-        raise Obstacle("its entries are repeated before it is used")
-    # Axes of the result: batched ones first, then what is left of either side; ~a is our own.
-    ours = [~a for a in own]
-    result = [*batch, *rest, *ours] if operand == 1 else [*batch, *ours, *rest]
-    example, positions = views.examples(shape, [*batch, *rest])
-    rows, row_axes = views.ordered(zip((view.axes[a] for a in mine), theirs, strict=True))
-    outputs, columns = views.ordered((view.axes[a], result.index(~a)) for a in own)
-    views.whole(view, rows + outputs)
-    places = tuple(map(result.index, positions))
-    tangent = (number, None), ((result.index(*example),), places, columns)
-    inputs = (number, 1 - operand), (example, positions, row_axes)
-    labels = tuple(view.axes[~a] if a < 0 else None for a in result)
-    return Use(PRODUCT, view.leaf, view.index, outputs, *tangent, *inputs), labels
-
-
-def _convolution(number: int, equation: Any, view: View) -> tuple[Use, Axes]:
-    how = equation.params
-    if how["feature_group_count"] != 1 or how["batch_group_count"] != 1:
-        raise Obstacle("it belongs to a grouped convolution")
-    if None in view.axes or any(len(axes) > 1 for axes in view.axes):
-        raise Obstacle("its entries are repeated or merged before it is used")
-    layout, ndim = how["dimension_numbers"], len(view.axes)
-    example, _ = views.examples(equation.outvars[0].aval.shape, [layout.out_spec[0]])
-    channel, outputs = layout.out_spec[1], view.axes[layout.rhs_spec[0]]
-    tangent = (number, None), (example, tuple(layout.out_spec[2:]), (channel,))
-    # Patches have the kernel's axes but that of the outputs, places before channels.
-    rows = tuple(view.axes[axis] for axis in (*layout.rhs_spec[2:], layout.rhs_spec[1]))
-    labels = tuple(outputs if axis == channel else None for axis in range(ndim))
-    return Use(CONVOLUTION, view.leaf, view.index, outputs, *tangent, (number, 0), rows), labels
-
-
-def _lookup(number: int, equation: Any, view: View) -> Use:
-    axes, shape = views.looked_up(equation, view), equation.outvars[0].aval.shape
-    if axes is None:
-        raise Obstacle("it is used by gather, which is not a look-up of rows")
-    places = [a for a, axis in enumerate(axes) if axis is None]
-    example, positions = views.examples(shape, places)
-    outputs, columns = views.ordered((x, a) for a, x in enumerate(axes) if x is not None)
-    tangent = (number, None), (example, positions, columns)
-    # The indices have the places in the same order, and one more axis.
-    order = (places.index(*example),), tuple(map(places.index, positions))
-    return Use(LOOKUP, view.leaf, view.index, outputs, *tangent, (number, 1), order)
 
 
 def _sum(walk: _Walk, number: int, operand: int | None, equation: Any, view: View) -> Use:
     if view.factor is not None:
         raise Obstacle("it is multiplied by something before it is used")
     shape = equation.outvars[0].aval.shape
-    example, held, summed = _elementwise(operand, equation, view)
+    example, held, summed = forms.elementwise(operand, equation, view)
     # The last axis is that of the outputs; those of size one do not matter.
     wide = [pair for pair in held if shape[pair[1]] > 1] or held
     outputs, columns = views.ordered(wide[-1:])
@@ -263,33 +177,6 @@ def _sum(walk: _Walk, number: int, operand: int | None, equation: Any, view: Vie
     after = after if is_bias and walk.consumers[other] == 1 else None
     tangent = (number, operand), (example, rows, summed, columns)
     return Use(SHIFT, view.leaf, view.index, outputs, *tangent, view.rows, (), after)
-
-
-def _scale(number: int, operand: int, equation: Any, view: View) -> Use:
-    factor, axes = view.factor or (None, ())
-    views.whole(view._replace(factor=None))
-    if None in axes:
-        raise Obstacle("its entries are repeated before it is used")
-    example, held, summed = _elementwise(operand, equation, view)
-    _, columns = views.ordered(held)
-    tangent = (number, operand), (example, (), summed, columns)
-    # What the factor's other axes have is one entry: it was not larger than what it multiplied.
-    single = tuple(a for a, axis in enumerate(axes) if not axis)
-    _, own = views.ordered((axis, a) for a, axis in enumerate(axes) if axis)
-    every = tuple(range(len(view.shape)))
-    return Use(SCALE, view.leaf, view.index, every, *tangent, factor, (single, own))
-
-
-def _elementwise(
-    operand: int | None, equation: Any, view: View
-) -> tuple[tuple[int], list[tuple[tuple[int, ...], int]], tuple[int, ...]]:
-    """Split a result's axes: examples, those that the view has (with its labels), the others."""
-    shape = equation.outvars[0].aval.shape
-    own = shape if operand is None else equation.invars[operand].aval.shape
-    labels = views.along(view.axes, own, shape)
-    example, others = views.examples(shape, range(len(shape)))
-    held = sorted((labels[axis], axis) for axis in others if labels[axis])
-    return example, held, tuple(axis for axis in others if not labels[axis])
 
 
 def _give_up(walk: _Walk, variable: Any, reason: str = "it is used by something else too") -> None:
