@@ -279,8 +279,8 @@ def _clients(
     key, cohort, chosen, private, given = _begun(experiment, state, federation, key)
     length = min(experiment.batch_size, federation.indices.shape[1])
     local = LocalTraining(experiment.model, algorithm.optimizer(experiment.optimizer), length)
-    training_clients = training.Cohort(local, layout, *given, chosen, key, experiment.epochs)
-    trained = training.train_cohort(training_clients)
+    ready = training.Cohort(local, layout, *given, chosen, key, experiment.epochs)
+    trained = training.train_cohort(ready)
     sent = merging.summarize_cohort(algorithm, layout, trained, private, chosen, key)
     return _Sent(key, cohort, chosen.sizes, private, trained, *sent)
 

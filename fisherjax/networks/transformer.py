@@ -110,10 +110,9 @@ class VisionTransformer(flax.linen.Module):
         rows, columns = high // self.patch, wide // self.patch
         pixels = images.reshape(batch, rows, self.patch, columns, self.patch, channels)
         pixels = pixels.swapaxes(2, 3).reshape(batch, rows * columns, -1)
-        draw = flax.linen.initializers.normal(0.02)
-        where = (rows * columns, self.width)
         hidden = _dense(self.width, "patches")(pixels)
-        hidden = hidden + self.param("positions", draw, where, jnp.result_type(float))
+        draw, shape = flax.linen.initializers.normal(0.02), hidden.shape[1:]
+        hidden = hidden + self.param("positions", draw, shape, jnp.result_type(float))
         for number in range(1, self.num_layers + 1):
             hidden = _Block(self.num_heads, causal=False, name=f"block{number}")(hidden)
         return _dense(self.num_classes, "head")(_norm("norm")(hidden).mean(1))
