@@ -209,6 +209,14 @@ def test_nothing_computed_is_a_table_of_theirs():
     assert niid.extrapolation({cell: Measured({}, None, None)}, 10, 3) == ""
 
 
+def test_a_table_whose_students_were_chosen_on_test_data_says_so():
+    said = {how: niid.footnote(("dense",), 10, 3, how) for how in ("last", "validation", "test")}
+    assert "ours are not chosen" in said["last"]
+    assert "training images" in said["validation"]
+    assert "not chosen" not in said["validation"]
+    assert "on the test data of several candidates, so are ours" in said["test"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
