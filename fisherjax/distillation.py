@@ -66,6 +66,8 @@ class Distilling(NamedTuple):
         student: Its params.
         optimizer: The state of its optimiser.
         images: [epochs * images, H, W, C], bytes; those of epochs to come are zero.
+        told: [epochs * images, 2, classes], what the teacher says of each and of its mirror image;
+            nothing, [epochs * images, 0, classes], where images are cropped and it is asked anew.
         best: The params of the best score, or where there is none of the first epoch.
         score: The best score.
         losses: [epochs, 2], of the images that were kept and of the student on all until then.
@@ -76,6 +78,7 @@ class Distilling(NamedTuple):
     student: Params
     optimizer: Any
     images: Array
+    told: Array
     best: Params
     score: Array
     losses: Array
@@ -91,14 +94,19 @@ class Fixed(NamedTuple):
     crop: bool
 
 
-def begin(how: Distillation, key: Key, student: Params, epochs: int, shape: tuple) -> Distilling:
+def begin(fixed: Fixed, key: Key, student: Params, epochs: int) -> Distilling:
     """Give the work before the first epoch."""
+    how = fixed.how
+    one = jnp.zeros((1, *fixed.shape), jnp.result_type(float))
+    said = jax.eval_shape(lambda w, x: fixed.model.apply(w, fixed.normalize(x)), student, one)
+    number, ways = epochs * how.images, 0 if fixed.crop else 2
     return Distilling(
         key=key,
         epoch=jnp.zeros((), jnp.int32),
         student=student,
         optimizer=_optimizer(how).init(student),
-        images=jnp.zeros((epochs * how.images, *shape), jnp.uint8),
+        images=jnp.zeros((number, *fixed.shape), jnp.uint8),
+        told=jnp.zeros((number, ways, said.shape[-1]), said.dtype),
         best=student,
         score=jnp.full((), -jnp.inf, jnp.float32),
         losses=jnp.zeros((epochs, 2), jnp.float32),
@@ -144,8 +152,11 @@ def _epoch(
         return jnp.tensordot(votes.astype(outputs.dtype), outputs, 1)
 
     images, kept = _synthesized(fixed, synthesis_key, teacher, work.student)
-    images = jax.lax.dynamic_update_slice_in_dim(work.images, images, number * how.images, 0)
-    work = work._replace(images=images, epoch=number + 1)
+    put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=number * how.images, axis=0)
+    work = work._replace(images=put(work.images, images), epoch=number + 1)
+    if not fixed.crop:
+        ways = [teacher(_shown(fixed, images, jnp.full(len(images), way))) for way in (False, True)]
+        work = work._replace(told=put(work.told, jnp.stack(ways, 1).astype(work.told.dtype)))
     student, optimizer, loss = _distilled(fixed, student_key, teacher, work)
     value = jnp.zeros((), work.score.dtype)
     if evaluate is not None:
@@ -202,10 +213,18 @@ def _distilled(
     """Teach the student all images; give it, its optimiser and the last pass's mean loss."""
     how, optimizer = fixed.how, _optimizer(fixed.how)
     mask = checks.mask(fixed.model, work.student)
-    view = crop_and_flip(fixed.normalize, padding=_BORDER if fixed.crop else 0)
     # Those to come are last in every order, and no step comes to them.
     drawn = jnp.arange(len(work.images)) < work.epoch * how.images
     steps = work.epoch * how.images // how.batch_size
+
+    def lesson(key: Key, rows: Array) -> tuple[Array, Array]:
+        images = work.images[rows]
+        if fixed.crop:
+            x = crop_and_flip(fixed.normalize, padding=_BORDER)(key, _pixels(images))
+            return x, teacher(x)
+        # All clients together are much larger than the student: what they said is looked up.
+        mirrored = jax.random.bernoulli(key, 0.5, rows.shape)
+        return _shown(fixed, images, mirrored), work.told[rows, mirrored.astype(int)]
 
     def loss(student: Params, x: Array, t: Array) -> Array:
         s = fixed.model.apply(student, x)
@@ -218,9 +237,8 @@ def _distilled(
         def step(number: Array, carry: tuple) -> tuple:
             student, state, total = carry
             rows = jax.lax.dynamic_slice_in_dim(order, number * how.batch_size, how.batch_size)
-            images = work.images[rows].astype(jnp.result_type(float)) / _WHITE
-            x = view(jax.random.fold_in(view_key, number), images)
-            value, gradient = jax.value_and_grad(loss)(student, x, teacher(x))
+            x, told = lesson(jax.random.fold_in(view_key, number), rows)
+            value, gradient = jax.value_and_grad(loss)(student, x, told)
             gradient = select_leaves(mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
             updates, state = optimizer.update(gradient, state, student)
             return optax.apply_updates(student, updates), state, total + value
@@ -232,6 +250,17 @@ def _distilled(
     carry = work.student, work.optimizer, jnp.zeros((), jnp.result_type(float))
     student, state, total = jax.lax.fori_loop(0, how.passes, once, carry)
     return student, state, total / steps
+
+
+def _pixels(images: Array) -> Array:
+    """Give numbers from 0 to 1 for bytes."""
+    return images.astype(jnp.result_type(float)) / _WHITE
+
+
+def _shown(fixed: Fixed, images: Array, mirrored: Array) -> Array:
+    """Give what the network takes for images, as they are or left to right."""
+    images = _pixels(images)
+    return fixed.normalize(jnp.where(mirrored[:, None, None, None], images[:, :, ::-1], images))
 
 
 def _divergence(t: Array, s: Array) -> Array:

@@ -109,7 +109,7 @@ def dense(
             sums = received if merge.reduce is None else merge.reduce(values, weights)
             student, _, _ = merge.aggregate(key, sums, params, state, cohort)
         student = jax.tree.map(lambda x, w: jnp.asarray(x, jnp.result_type(w)), student, params)
-        return distillation.begin(how, key, student, epochs, shape)
+        return distillation.begin(fixed, key, student, epochs)
 
     def advance(received: Any, work: Distilling) -> Distilling:
         values, weights = received
