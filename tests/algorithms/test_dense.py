@@ -128,6 +128,27 @@ def test_killed_and_resumed_it_ends_equal_in_every_bit(world):
     same(run(algorithm, world)[0], whole[0], atol=1e-4)
 
 
+@pytest.mark.parametrize("crop", [False, True])
+def test_what_the_teacher_says_is_kept_for_each_image_and_its_mirror(world, crop):
+    sent, _, _ = world
+    works, how = [], FEW._replace(weighted=False)
+    algorithm = method(epochs=2, how=how, crop=crop, normalize=halved)
+    run(in_stages(algorithm, lambda _, work: works.append(work)), world)
+    first, last = works
+    if crop:  # a crop is another image in every pass
+        assert last.told.shape == (64, 0, 10)
+        return
+    images, apply = last.images / 255, jax.vmap(MODEL.apply, (0, None))
+    for way, x in enumerate([images, images[:, :, ::-1]]):
+        said = apply(sent.values["params"], halved(x)).mean(0)
+        np.testing.assert_allclose(last.told[:, way], said, atol=1e-4)
+    np.testing.assert_array_equal(first.told[32:], 0)
+
+
+def halved(images):
+    return images / 2
+
+
 @pytest.mark.long
 def test_seeds_run_side_by_side(world):
     sent, weights, start = world
