@@ -2,8 +2,10 @@
 
 import csv
 import re
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -233,24 +235,32 @@ def test_the_probe_compiles_what_the_runs_need(ready, compilations):
     assert count() == 0
 
 
-def test_a_merge_in_stages_is_foretold_from_two_of_them(ready, monkeypatch):
-    played = []
+class Work(NamedTuple):
+    params: Any
+    epoch: jax.Array
+
+
+def test_a_merge_in_stages_is_foretold_from_the_first_of_them_and_the_last(ready, monkeypatch):
+    now, played = [0.0], []
+
+    def begin(_, received, params, *rest):
+        return Work(params, jnp.zeros((), jnp.int32))
 
     def advance(_, work):
-        played.append(work)
-        return work
+        played.append(int(work.epoch))
+        now[0] += 1.0 + played[-1]  # as images gather, an epoch takes longer
+        return work._replace(epoch=work.epoch + 1)
 
     def finish(work, state):
-        return work, state, ()
+        return work.params, state, ()
 
-    stages = fj.algorithms.base.Stages(20, lambda _, received, *rest: rest[0], advance, finish)
+    stages = fj.algorithms.base.Stages(20, begin, advance, finish)
     fedavg = ready[0].methods["fedavg"]
     slow = fedavg.clients._replace(reduce=None, aggregate=stages.aggregate, stages=stages)
-    clock = iter(range(1000))
-    monkeypatch.setattr(forecast.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(forecast.time, "perf_counter", lambda: now[0])
     task = ready[0]._replace(methods={"fedavg": fedavg._replace(server=lambda _: slow)})
-    assert forecast.probe([task, ready[1]]).distillation == 2 * 20 * 1.0
-    assert len(played) == 2
+    assert forecast.probe([task, ready[1]]).distillation == 2 * sum(range(1, 21))
+    assert played == [0, 1, 19]
 
 
 @pytest.fixture(scope="module")
