@@ -52,7 +52,7 @@ def _write(grid: grids.Grid, done: grid_runs.Done) -> tuple[list[Table], str]:
         found.append(niid.table(title, own, names, grid.epochs))
         results |= own
     how_long = grid.epochs, len(grid.seeds)
-    what = niid.footnote(names, *how_long, grid.merging.choose)
+    what = niid.footnote(found, names, *how_long, grid.merging.choose)
     notes = f"{what}\n\n{niid.extrapolation(results, *how_long)}"
     parts = [markdown(table, 2) for table in found]
     records.write_text(grid.out / "table.md", "\n".join([*parts, notes, ""]))

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from experiments.harness.grid_runs import WALL
 from experiments.harness.grids import Cell, Grid
 from experiments.harness.niid import Measured
 from experiments.harness.records import ONE_SHOT, Row
+from experiments.harness.tables import Table
 
 TINY = [
     *("--datasets", "digits", "--num-clients", "3", "--betas", "0.5", "--classes", "2"),
@@ -209,8 +211,15 @@ def test_nothing_computed_is_a_table_of_theirs():
     assert niid.extrapolation({cell: Measured({}, None, None)}, 10, 3) == ""
 
 
+def test_a_column_of_theirs_alone_is_named_where_it_stands():
+    for headings, named in ((("FedAvg", "DENSE", "FedOV"), True), (("FedAvg", "DENSE"), False)):
+        said = niid.footnote([Table("", headings, [])], ("fedavg", "dense"), 10, 3, "last")
+        assert ("FedOV" in said) == named
+
+
 def test_a_table_whose_students_were_chosen_on_test_data_says_so():
-    said = {how: niid.footnote(("dense",), 10, 3, how) for how in ("last", "validation", "test")}
+    told = partial(niid.footnote, (), ("dense",), 10, 3)
+    said = {how: told(how) for how in ("last", "validation", "test")}
     assert "ours are not chosen" in said["last"]
     assert "training images" in said["validation"]
     assert "not chosen" not in said["validation"]

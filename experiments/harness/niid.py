@@ -96,9 +96,12 @@ def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) 
     return Table(title, headings, body)
 
 
-def footnote(algorithms: Sequence[str], epochs: int, num_seeds: int, choose: str) -> str:
-    """Say what the table holds; `choose` is how ours were, as in `config.Merging`."""
-    theirs = [heading for name, heading in _THEIRS.items() if name not in algorithms]
+def footnote(
+    tables: Sequence[Table], algorithms: Sequence[str], epochs: int, num_seeds: int, choose: str
+) -> str:
+    """Say what the tables hold; `choose` is how ours were, as in `config.Merging`."""
+    shown = {heading for table in tables for heading in table.headings}
+    theirs = [own for name, own in _THEIRS.items() if name not in algorithms and own in shown]
     only = f"Columns of {' and '.join(theirs)} are the paper's only. " if theirs else ""
     if any(name.rpartition("+")[2] in _EXCHANGES for name in algorithms):
         only += "What follows a + came after the merge, by exchanges without training. "
@@ -124,9 +127,10 @@ def extrapolation(results: Results, epochs: int, num_seeds: int) -> str:
         return ""
     seconds, training = (sum(own[i] for own in timed) for i in (1, 2))
     longer = seconds + (_MOST_EPOCHS / epochs - 1) * training
+    what = "1 cell" if len(timed) == 1 else f"{len(timed)} cells"
     return (
-        f"{len(timed)} cells took {seconds:.0f} s a seed, {training:.0f} s of it training: by "
-        f"extrapolation at {_MOST_EPOCHS} epochs {longer / 3600:.1f} h a seed, "
+        f"{what} took {seconds:.0f} s a seed, {training:.0f} s of it training: by extrapolation "
+        f"at {_MOST_EPOCHS} epochs {longer / 3600:.1f} h a seed, "
         f"{num_seeds * longer / 3600:.1f} h for {num_seeds}."
     )
 
