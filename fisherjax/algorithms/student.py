@@ -76,7 +76,8 @@ def distilled(
         >>> bool(info.after < info.before)
         True
 
-    Source: the paper above, the variant of the same model size as FedAvg's.
+    Source: Diao, Li, He, Towards addressing label skews in one-shot federated learning, ICLR 2023,
+        the variant of the same model size as FedAvg's.
     """
     checks.model(voters)
     checks.model(student)
