@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fisherjax import checks, distillation, likelihoods, tree
 from fisherjax.algorithms.base import Algorithm, Stages, averaging, check_algorithm
@@ -68,7 +69,8 @@ def dense(
 
     Raises:
         ValueError: If an argument is out of range, the likelihood is another, or updates hold no
-            params; on merge, if the network has running statistics.
+            params; on merge, if the network has running statistics, or the student diverges and
+            there is no score.
 
     Example:
         >>> import fisherjax as fj
@@ -116,6 +118,8 @@ def dense(
         return distillation.epoch(fixed, evaluate, values["params"], weights, work)
 
     def finish(work: Distilling, state: Any) -> tuple[Params, Any, Distilled]:
+        if score is None:
+            _check_learnt(work, how)
         params = work.student if score is None else work.best
         return params, state, Distilled(work.images, *work.losses.T, work.score)
 
@@ -155,6 +159,19 @@ def _check(model: Model, shape: Any, start: Algorithm, how: Distillation) -> Non
         )
     checks.number("how.adversarial", how.adversarial)
     checks.positive("how.learning_rate", how.learning_rate)
+
+
+def _check_learnt(work: Distilling, how: Distillation) -> None:
+    if checks.is_traced(work):
+        return
+    losses = np.asarray(work.losses[:, 1])
+    diverged = np.flatnonzero(~np.isfinite(losses))
+    if diverged.size:
+        raise ValueError(
+            f"DENSE's student diverged in epoch {diverged[0] + 1} of {len(losses)}: its loss is "
+            f"{losses[diverged[0]]}. Lower how.learning_rate (now {how.learning_rate:g}), or give "
+            "a score, by which the best student of all epochs is the answer."
+        )
 
 
 def _check_sent(values: dict[str, Any], params: Params) -> None:

@@ -196,6 +196,12 @@ def test_leaves_that_are_not_trained_stay(world):
     assert not leaves_equal(merged["dense1"], mean["dense1"])
 
 
+def test_a_student_that_diverges_is_told_of_with_its_epoch_and_rate(world):
+    wild = method(how=FEW._replace(learning_rate=1e9))
+    with pytest.raises(ValueError, match=r"diverged in epoch 1 of 3: .*learning_rate \(now 1e\+09"):
+        run(in_stages(wild, lambda *_: None), world)
+
+
 def test_another_merge_compiles_nothing(world):
     algorithm = method()
     run(in_stages(algorithm, lambda *_: None), world)
