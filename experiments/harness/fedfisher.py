@@ -218,12 +218,13 @@ def costs(grid: Grid, dataset: str, num_clients: int, done: grid_runs.Done) -> T
 
 def footnote(grid: Grid) -> str:
     """Say what the tables hold."""
+    number = len(grid.seeds)
+    several = f"Mean ± standard deviation over up to {number} seeds of training, on one split"
     return (
-        f"Mean ± standard deviation over up to {len(grid.seeds)} seeds of training, on one split; "
-        "in brackets the paper's mean of 5 seeds, after 30 epochs and with uploads compressed to "
-        "the size of FedAvg's. An upload is one client's. Seconds are of all clients together and "
-        "of the server, medians over rows and seeds; those of algorithms leave the clients' "
-        "training out, unless they train their own. The first run of a process includes "
+        f"{'One seed' if number == 1 else several}; in brackets the paper's mean of 5 seeds, after "
+        "30 epochs and with uploads compressed to the size of FedAvg's. An upload is one client's. "
+        "Seconds are of all clients together and of the server, medians over rows and seeds; those "
+        "of algorithms leave the clients' training out, unless they train their own. The first run of a process includes "
         "compilation. A dash is what was not measured."
     )
 

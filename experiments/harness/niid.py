@@ -110,11 +110,12 @@ def footnote(
         "validation": "ours of DENSE and OTFusion on 500 training images",
         "test": "so are ours of DENSE and OTFusion",
     }[choose]
+    several = f"mean ± standard deviation over up to {num_seeds} seeds, each with its own split"
     return (
-        f"Test accuracy in %, mean ± standard deviation over up to {num_seeds} seeds, each with "
-        "its own split; in brackets the paper's mean of 3 seeds, marked * where it has none after "
-        f"{epochs} epochs and this is the one after {_MOST_EPOCHS}. {only}The "
-        f"paper's FedLPA and DENSE are the best on the test data of several candidates, {ours}. "
+        f"Test accuracy in %, {'one seed' if num_seeds == 1 else several}; in brackets the paper's "
+        f"mean of 3 seeds, marked * where it has none after {epochs} epochs and this is the one "
+        f"after {_MOST_EPOCHS}. {only}The paper's FedLPA and DENSE are the best on the test data "
+        f"of several candidates, {ours}. "
         "Seconds are of all algorithms of one seed together, the median over seeds; the first cell "
         "of a process includes compilation."
     )
