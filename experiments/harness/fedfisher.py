@@ -224,8 +224,8 @@ def footnote(grid: Grid) -> str:
         f"{'One seed' if number == 1 else several}; in brackets the paper's mean of 5 seeds, after "
         "30 epochs and with uploads compressed to the size of FedAvg's. An upload is one client's. "
         "Seconds are of all clients together and of the server, medians over rows and seeds; those "
-        "of algorithms leave the clients' training out, unless they train their own. The first run of a process includes "
-        "compilation. A dash is what was not measured."
+        "of algorithms leave the clients' training out, unless they train their own. The "
+        "first run of a process includes compilation. A dash is what was not measured."
     )
 
 
