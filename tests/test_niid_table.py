@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import niid_table, one_shot
-from experiments.harness import grids, niid, records
+from experiments.harness import fedfisher, grids, niid, records
 from experiments.harness.grid_runs import WALL
 from experiments.harness.grids import Cell, Grid
 from experiments.harness.niid import Measured
@@ -215,6 +215,15 @@ def test_a_column_of_theirs_alone_is_named_where_it_stands():
     for headings, named in ((("FedAvg", "DENSE", "FedOV"), True), (("FedAvg", "DENSE"), False)):
         said = niid.footnote([Table("", headings, [])], ("fedavg", "dense"), 10, 3, "last")
         assert ("FedOV" in said) == named
+
+
+def test_a_table_of_one_seed_promises_no_deviation():
+    for seeds, deviation in ((1, False), (3, True)):
+        said = (
+            niid.footnote((), ("dense",), 10, seeds, "last"),
+            fedfisher.footnote(fedfisher.Grid(seeds=tuple(range(seeds)))),
+        )
+        assert all(("deviation over" in own) == deviation for own in said)
 
 
 def test_a_table_whose_students_were_chosen_on_test_data_says_so():

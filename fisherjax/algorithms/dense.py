@@ -118,9 +118,10 @@ def dense(
         return distillation.epoch(fixed, evaluate, values["params"], weights, work)
 
     def finish(work: Distilling, state: Any) -> tuple[Params, Any, Distilled]:
+        params = work.best
         if score is None:
             _check_learnt(work, how)
-        params = work.student if score is None else work.best
+            params = work.student
         return params, state, Distilled(work.images, *work.losses.T, work.score)
 
     stages = Stages(epochs, begin, advance, finish)
