@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import checks, nn, parallel, tree
+from fisherjax.compiler import jit
 from fisherjax.datasets import crop_and_flip
 from fisherjax.local_update import select_leaves
 from fisherjax.typing import Array, Key, Model, Params
@@ -129,7 +130,7 @@ def epoch(
     return _epoch(fixed._replace(how=plain), evaluate, stacked, votes, rates, work)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _epoch(
     fixed: Fixed,
     evaluate: Callable | None,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from fisherjax import checks, clients, tree
 from fisherjax.clients import Federation, minibatches, view
+from fisherjax.compiler import jit
 from fisherjax.likelihoods import categorical
 from fisherjax.parallel import Layout, Spread, chunk_size, in_order, spread_clients
 from fisherjax.typing import Array, Examples, Model, Params
@@ -208,7 +209,7 @@ def client_server_barrier(
     return Barrier(mean.loss, mean.accuracy)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@partial(jit, static_argnums=(0, 1, 2, 3))
 def _performance(
     model: Model,
     layout: Layout,
@@ -262,7 +263,7 @@ def _shares(outputs: Array, targets: Array) -> Array:
     return hits.reshape(hits.shape[0], -1).mean(1)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _logits(model: Model, batch_size: int, params: Params, inputs: Array) -> Array:
     # Row numbers are padded, never inputs. Padding runs row 0 again, and is cut off at the end.
     rows = jnp.pad(jnp.arange(inputs.shape[0]), (0, -inputs.shape[0] % batch_size))
@@ -271,7 +272,7 @@ def _logits(model: Model, batch_size: int, params: Params, inputs: Array) -> Arr
     return outputs.reshape(-1, *outputs.shape[2:])[: inputs.shape[0]]
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _map_logits(model: Model, batch_size: int, stacked: Params, inputs: Array) -> Array:
     # In turn, so that the activations of one model only are in memory.
     return jax.lax.map(lambda params: _logits(model, batch_size, params, inputs), stacked)

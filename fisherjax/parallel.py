@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from fisherjax import checks
+from fisherjax.compiler import eval_shape, jit
 from fisherjax.devices import AXIS, by_client, by_numpy, share_memory
 from fisherjax.typing import Array
 
@@ -131,7 +132,7 @@ def in_order(spread: Spread, mesh: Mesh | None) -> Any:
     return spread.results if spread.places is None else _in_order(mesh, *spread)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _in_order(mesh: Mesh, results: Any, places: Array) -> Any:
     ordered = jax.tree.map(lambda x: x[places], results)
     return jax.lax.with_sharding_constraint(ordered, by_client(mesh, places.shape[0]))
@@ -260,7 +261,7 @@ def _compute(
         return jax.tree.map(lambda all_, own: all_.at[rows[number]].set(own), results, new)
 
     # Written in place, so that the results are never held twice.
-    shapes = jax.eval_shape(one_chunk, chunks[0])
+    shapes = eval_shape(one_chunk, chunks[0])
     room = room or rows.size
     results = jax.tree.map(lambda s: jnp.zeros((room, *s.shape[1:]), s.dtype), shapes)
     return jax.lax.fori_loop(0, count, body, results)

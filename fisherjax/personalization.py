@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from fisherjax import checks, clients, metrics, training
 from fisherjax.clients import SPLIT, Federation, client_key, ids, shuffled, view
+from fisherjax.compiler import jit
 from fisherjax.metrics import Performance
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -66,7 +67,7 @@ def personalize(
     return found
 
 
-@jax.jit
+@jit
 def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
     """Split every client's examples at random into halves, two federations of the same data.
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fisherjax import tree
+from fisherjax.compiler import jit
 from fisherjax.fisher import Diagonal, Kronecker, KroneckerSum, Operator, coarse
 from fisherjax.typing import Array
 
@@ -49,12 +50,12 @@ def of_sums(fisher: Operator, strengths: Any) -> Partial | None:
     return None
 
 
-@jax.jit
+@jit
 def _summed(fishers: Diagonal, votes: Any) -> Diagonal:
     return Diagonal(jax.tree.map(tree.weighted_sum, fishers.entries, votes))
 
 
-@jax.jit
+@jit
 def _approximate_inverse(
     fishers: Kronecker, votes: Any, strengths: Any
 ) -> tuple[Kronecker, dict[str, coarse.Coarse]]:
@@ -73,7 +74,7 @@ def _approximate_inverse(
     return mean.inverse(strengths), wide
 
 
-@jax.jit
+@jit
 def _leading_inverse(fisher: KroneckerSum, strengths: Any) -> Kronecker:
     first, strengths = jax.lax.stop_gradient((fisher.leading(), strengths))
     return first.inverse(strengths)

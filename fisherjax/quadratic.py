@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fisherjax import checks, preconditioning, tree
+from fisherjax.compiler import jit
 from fisherjax.fisher import Diagonal, Kronecker, Operator, coarse
 from fisherjax.typing import Array, Params
 
@@ -188,7 +189,7 @@ def _system(operator: Operator, damping: Array, product: Any, **system: Any) -> 
     return system | {"rhs": _pull(product, strengths, system["init"]), "strengths": strengths}
 
 
-@jax.jit
+@jit
 def _scaled_clients(
     fishers: Operator, params: Params, weights: Array, damping: Array
 ) -> tuple[Operator, Any, dict[str, Any]]:
@@ -210,7 +211,7 @@ def _scaled_clients(
     return fishers, votes, _system(fishers, damping, product, **system)
 
 
-@partial(jax.jit, static_argnums=2)
+@partial(jit, static_argnums=2)
 def _scaled_sums(totals: Sums, damping: Array, damped: bool) -> tuple[Operator, dict[str, Any]]:
     def divide(x: Array) -> Array:
         # Sums without any weight are zero, and stay zero in place of 0 / 0.
@@ -275,7 +276,7 @@ def _weighted_sums(computed: Any, votes: Any) -> Any:
     return jax.tree.map(lambda x, v: tree.weighted_sum(tree.keep(v != 0, x), v), computed, votes)
 
 
-@jax.jit
+@jit
 def _pull(values: Any, strengths: Any, blocks: Any) -> Any:
     # A product gets lambda x, the right-hand side lambda Wbar: the pull is towards Wbar.
     return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, strengths, blocks)

@@ -17,6 +17,7 @@ import optax
 from fisherjax import checks, clients, devices, merging, parallel, training, tree
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
+from fisherjax.compiler import eval_shape, jit
 from fisherjax.local_update import LocalTraining
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.training import Trained
@@ -101,7 +102,7 @@ class Federated(NamedTuple):
                 "clients; expected at most all of them."
             )
         init = partial(self.init, num_clients=federation.num_clients)
-        _check_fits(state, jax.eval_shape(init, state.params))
+        _check_fits(state, eval_shape(init, state.params))
         if not tree.finite_leaves(state.params).all():
             raise ValueError(
                 "state.params are not finite: the model has diverged. Start from a state before "
@@ -135,7 +136,7 @@ class Federated(NamedTuple):
 
     def traffic(self, params: Params, federation: Federation) -> Traffic:
         """Count what one client receives and sends; nothing is computed."""
-        state = jax.eval_shape(partial(self.init, num_clients=federation.num_clients), params)
+        state = eval_shape(partial(self.init, num_clients=federation.num_clients), params)
 
         def sent(state: State) -> Any:
             return _message(self.algorithm, state, jnp.arange(1))[0]
@@ -145,8 +146,8 @@ class Federated(NamedTuple):
             one = self._replace(cohort=1, epochs=1)
             return _clients(one, Layout(1), state, federation, jax.random.key(0)).updates
 
-        up = jax.eval_shape(update, state, federation)
-        return Traffic(*map(_bytes, (jax.eval_shape(sent, state), up)))
+        up = eval_shape(update, state, federation)
+        return Traffic(*map(_bytes, (eval_shape(sent, state), up)))
 
 
 def federated(
@@ -263,7 +264,7 @@ class _Sent(NamedTuple):
     kept: Any
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _round(
     experiment: Federated, layout: Layout, state: State, federation: Federation, key: Key
 ) -> tuple[State, Round]:
@@ -285,7 +286,7 @@ def _clients(
     return _Sent(key, cohort, chosen.sizes, private, trained, *sent)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _begun(experiment: Federated, state: State, federation: Federation, key: Key) -> tuple:
     """Draw a cohort; give the round's key, its clients, what they kept, and what they receive."""
     # By the number in the state: a run that goes on from an old state draws what it drew then.
@@ -297,7 +298,7 @@ def _begun(experiment: Federated, state: State, federation: Federation, key: Key
     return key, cohort, clients.select(federation, cohort), private, given
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Round]:
     """Play the server's half of a round."""
     algorithm, cohort, trained = experiment.algorithm, sent.cohort, sent.trained

@@ -17,6 +17,7 @@ import optax
 
 from fisherjax import checks, clients, devices, local_update, parallel
 from fisherjax.clients import Federation
+from fisherjax.compiler import eval_shape, jit
 from fisherjax.devices import Memory, replicate
 from fisherjax.local_update import LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Spread, in_order
@@ -195,7 +196,7 @@ def train_memory(
     cohort = _from_one_start(local, params, extras, federation, key, epochs, clients_per_chunk)
     if progress is None:
         return cohort_memory(cohort)
-    states = jax.eval_shape(partial(first_state, local), cohort.start[0])
+    states = eval_shape(partial(first_state, local), cohort.start[0])
     states = devices.stacked_shapes(states, federation.num_clients, federation.mesh)
     return devices.memory(_run, *cohort.program(1, states, (0, epochs)))
 
@@ -276,13 +277,13 @@ def _epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> T
     return _trained(cohort, states.params, loss, local_update.kept(states))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _first_states(local: LocalTraining, num_clients: int, params: Params) -> State:
     return jax.vmap(lambda _: first_state(local, params))(jnp.arange(num_clients))
 
 
 # The states are donated: between epochs those of all clients are not held twice.
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+@partial(jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _run(
     local: LocalTraining,
     layout: Layout,

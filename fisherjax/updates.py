@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fisherjax import checks, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.compiler import jit
 from fisherjax.devices import mesh_of
 from fisherjax.fisher import Diagonal, Operator
 from fisherjax.typing import Array
@@ -156,7 +157,7 @@ def suspect(values: Any = None, weights: Array | None = None) -> str:
     )
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _finite(mesh: Mesh | None, updates: Any) -> Array:
     """Say of every leaf and client whether it is finite, [leaves, M], on every device."""
     table = tree.finite(updates)

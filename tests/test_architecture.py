@@ -22,6 +22,7 @@ ORDER = [
     "typing",
     "configuration",
     "compat",
+    "compiler",
     "tree",
     "linalg",
     "checks",
@@ -70,7 +71,7 @@ SHARED = [
 ]
 
 LATER = {"networks"}  # imported when it is first used
-INSIDE = {"compat", "cinic10", "preconditioning", "__main__"}  # not for users
+INSIDE = {"compat", "compiler", "cinic10", "preconditioning", "__main__"}  # not for users
 
 ALONE = {  # who may import what the rest must not see
     "kfac_jax": {"compat"},

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from fisherjax import checks, linalg
 from fisherjax.algorithms.base import Algorithm, WeightedSum
 from fisherjax.algorithms.heads import HeadSums, head_mean, head_summary
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher.layers import unpack
 from fisherjax.fisher.operators import PRECISION, Template
@@ -99,7 +100,7 @@ def analytic_head(
     return head_summary(model, aggregate, batch_size, max_examples)
 
 
-@jax.jit
+@jit
 def _solved(sums: HeadSums, ridge: Array | None) -> tuple[Array, Ridge]:
     inputs, mean = sums.inputs, jnp.trace(sums.inputs) / len(sums.inputs)
     eigenvalues, vectors = jax.lax.stop_gradient(linalg.eigh(inputs))

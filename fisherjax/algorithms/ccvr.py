@@ -15,6 +15,7 @@ import optax
 from fisherjax import checks, likelihoods, linalg
 from fisherjax.algorithms.base import Algorithm, WeightedSum
 from fisherjax.algorithms.heads import HeadSums, head_mean, head_summary
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher.layers import matrix, unpack
 from fisherjax.fisher.operators import PRECISION, Template
@@ -109,7 +110,7 @@ def ccvr(
     return head_summary(model, aggregate, batch_size, max_examples)
 
 
-@partial(jax.jit, static_argnums=2)
+@partial(jit, static_argnums=2)
 def _drawn(key: Key, sums: HeadSums, draws: int) -> tuple[Array, Array]:
     """Draw features [draws, a] and their classes."""
     which, noise = jax.random.split(jax.random.fold_in(key, 0))
@@ -129,7 +130,7 @@ def _drawn(key: Key, sums: HeadSums, draws: int) -> tuple[Array, Array]:
     return features, labels
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _tuned(
     optimizer: optax.GradientTransformation,
     epochs: int,

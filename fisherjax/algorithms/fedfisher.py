@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from fisherjax import checks, solvers
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary, fisher_sums, solve_sums
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal, Operator, automatic, kfac
 from fisherjax.fisher.kinds import Kind
@@ -141,7 +142,7 @@ def paper_adam(
     return solve
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jit, static_argnums=(0, 1, 2))
 def _paper_adam(
     epsilon_inside_root: bool,
     steps: int,

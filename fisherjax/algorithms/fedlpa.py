@@ -16,6 +16,7 @@ from jax.tree_util import Partial
 
 from fisherjax import checks, linalg, quadratic, solvers, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, empirical, kfac, zero
 from fisherjax.fisher.kinds import Kind
@@ -134,7 +135,7 @@ def _authors_split(fisher: Kronecker, apply: Apply, params: Params, inputs: Arra
     return dataclasses.replace(fisher, factors=factors)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Array) -> Kronecker:
     """Add the damping to every client's factors."""
 
@@ -160,7 +161,7 @@ def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Arr
     return jax.vmap(one)(fishers)
 
 
-@jax.jit
+@jit
 def _expectation(fishers: Kronecker, weights: Array) -> Kronecker:
     """Invert (sum_i p_i A_i) (x) (sum_i p_i G_i), or what of it is not singular."""
     mean = tree.weighted_sum(fishers, weights)
@@ -246,7 +247,7 @@ def residual_descent(
     return solve
 
 
-@jax.jit
+@jit
 def _descend(problem: Quadratic, steps: Array, rate: Array, power_iterations: Array) -> Any:
     matvec, rhs, start, *_ = problem
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from fisherjax import checks, likelihoods, tree
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.clients import draw
+from fisherjax.compiler import jit
 from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.layers import Layer
@@ -70,7 +71,7 @@ def head_mean(sums: WeightedSum) -> HeadSums:
     return dataclasses.replace(sums.mean(), count=sums.total.count)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def head_sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
     """Compute what a client knows of its last layer, by minibatches."""
 

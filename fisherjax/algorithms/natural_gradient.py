@@ -19,6 +19,7 @@ from fisherjax import checks, fisher, likelihoods
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.algorithms.rescaling import best_way, exact_products, regression
 from fisherjax.clients import draw, hold_out
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, passes
 from fisherjax.fisher.kinds import Kind
@@ -212,7 +213,7 @@ class _Plan(NamedTuple):
         return None if self.max_examples is None else -(-self.max_examples // part)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes:
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
     examples = draw(rows, examples, plan.max_examples)
@@ -239,7 +240,7 @@ def _squared_error(model: Model, x: Array, y: Array, w: Array, params: Params) -
     return jnp.vdot(w.astype(own.dtype), own)
 
 
-@partial(jax.jit, static_argnums=1)
+@partial(jit, static_argnums=1)
 def _directions(slopes: Slopes, damping: tuple[float, ...]) -> Params:
     own, means = slopes.fisher, slopes.fisher.block_means()
 
@@ -252,7 +253,7 @@ def _directions(slopes: Slopes, damping: tuple[float, ...]) -> Params:
     return jax.lax.map(direction, jnp.array(damping))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _losses(
     plan: _Plan, scales: tuple[float, ...], params: Params, step: Params, held: Examples
 ) -> Array:

@@ -13,6 +13,7 @@ from optax import assignment
 
 from fisherjax import checks, tree
 from fisherjax.algorithms.base import Algorithm
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher.layers import assemble, matrix
 from fisherjax.fisher.operators import PRECISION, Template
@@ -144,7 +145,7 @@ class _How(NamedTuple):
     fix_last_layer: bool
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _fused(how: _How, wires: Wiring, stacked: Params, weights: Array) -> tuple[Params, Transported]:
     present = weights > 0
     # Who has no weight is not asked, however large it is.
@@ -160,7 +161,7 @@ def _fused(how: _How, wires: Wiring, stacked: Params, weights: Array) -> tuple[P
     return template.restore(merged), Transported(transports)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _chosen(
     how: _How, evaluate: Callable, wires: Wiring, stacked: Params, weights: Array
 ) -> tuple[Params, Transported]:

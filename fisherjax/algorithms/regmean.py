@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from fisherjax import checks, linalg, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, weighted_sum
 from fisherjax.clients import draw
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import input_moments
@@ -97,7 +98,7 @@ def regmean(
     return Algorithm(summarize, aggregate, reduce, kind="params and Gram matrices", model=model)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) -> dict[str, Array]:
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
@@ -121,7 +122,7 @@ def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) ->
     return passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
 
 
-@jax.jit
+@jit
 def _solved(sums: Any) -> Params:
     mean = sums["plain"].mean()
     template = Template.of(mean)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import likelihoods, linalg
+from fisherjax.compiler import jit
 from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.layers import Layer, matrix, unpack
@@ -51,7 +52,7 @@ def regression(model: Model, z: Array, y: Array) -> Array:
     return y.astype(z.dtype).reshape(z.shape)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def exact_products(
     model: Model, batch_size: int, params: Params, directions: Params, examples: Examples
 ) -> Products:
@@ -82,7 +83,7 @@ def exact_products(
     return passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
 
 
-@jax.jit
+@jit
 def best_way(
     directions: Params, params: Params, used: Products, held: Products
 ) -> tuple[Params, Array]:

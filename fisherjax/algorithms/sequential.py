@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from fisherjax import checks, quadratic, solvers, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
 from fisherjax.fisher.kinds import Kind
@@ -138,7 +139,7 @@ def fedfisher_sequential(
     return Algorithm(summarize, aggregate, kind=sent, model=model)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _merged(
     settings: _Settings, fishers: Kronecker, params: Params, weights: Array, sizes: _Sizes
 ) -> tuple[Params, Any]:

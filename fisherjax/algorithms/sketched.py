@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from fisherjax import checks, linalg, quadratic, solvers, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, KroneckerSum, automatic, kfac
 from fisherjax.fisher.kinds import Kind
@@ -140,7 +141,7 @@ def fedfisher_sketched(
     return Algorithm(summarize, aggregate, reduce, kind=sent, model=model)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _sketched(terms: int, seed: int, fisher: Kronecker, params: Params, weights: Array) -> Sketches:
     dtype = jnp.result_type(jnp.float32, *jax.tree.leaves((fisher, params)))
     # Products of a client without weight may overflow, and zero times infinity is NaN.
@@ -159,7 +160,7 @@ def _sketched(terms: int, seed: int, fisher: Kronecker, params: Params, weights:
     return Sketches(columns, rows, *added, weights.sum(), fisher.layers, fisher.template)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _recovered(seed: int, sums: Sketches) -> Sums:
     weight = jnp.where(sums.weight > 0, sums.weight, 1)
 

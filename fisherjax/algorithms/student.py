@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from fisherjax import checks, clients, likelihoods, training
+from fisherjax.compiler import jit
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 _ADAM = optax.adam(1e-3)
@@ -103,7 +104,7 @@ def distilled(
     return params, Taught(*losses)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _over_inputs(apply: Apply, length: int, params: Params, inputs: Array) -> Array:
     """Run a network over all inputs, so many at a time: [N, ...] to [N, C]."""
     rows = jnp.pad(jnp.arange(len(inputs)), (0, -len(inputs) % length)).reshape(-1, length)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from fisherjax import checks, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher import Dense, Kronecker
 from fisherjax.training import Trained
@@ -160,7 +161,7 @@ def encode(update: Update, codec: Codec, *, start: Params | None = None) -> Upda
     return Update({"update": _encode(codec, update.values, start)}, _kind(update.kind, codec))
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _encode(codec: Codec, values: dict[str, Any], start: Params | None) -> Any:
     return jax.lax.map(lambda own: codec.encode(own, start), values)
 

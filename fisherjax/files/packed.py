@@ -12,6 +12,7 @@ import numpy as np
 
 from fisherjax import compression, tree
 from fisherjax.algorithms.base import Update
+from fisherjax.compiler import jit
 from fisherjax.compression import Difference
 from fisherjax.files import uploads
 from fisherjax.files.arrays import load_arrays
@@ -110,4 +111,4 @@ def _write(path: Path, record: Record, start: dict[str, np.ndarray] | None) -> N
 
 
 # Compiled once for uploads of one structure.
-_decode = jax.jit(compression.decode)
+_decode = jit(compression.decode)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from fisherjax import tree
+from fisherjax.compiler import jit
 from fisherjax.fisher import Dense, Diagonal, Kronecker, Operator
 from fisherjax.fisher.operators import Template
 
@@ -102,7 +103,7 @@ def strengths_of(values: dict[str, Any], weight: float) -> dict[str, float]:
     return {x or "all": weight * math.ldexp(float(mean), int(power)) for x, mean, power in named}
 
 
-@jax.jit
+@jit
 def _scales(fisher: Operator) -> tuple[Any, Any]:
     scaled, exponents = fisher.at_scale_one()
     return scaled.block_means(), exponents

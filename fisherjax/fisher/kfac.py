@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, tree
+from fisherjax.compiler import jit
 from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.columns import Columns, over_columns, weighted
@@ -123,7 +124,7 @@ def kfac(
     return _tied(found) if is_tied else found
 
 
-@jax.jit
+@jit
 def _tied(fisher: Kronecker) -> Kronecker:
     """Make one pair of factors of the several that a leaf has which is used either way round.
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fisherjax import checks, tree
 from fisherjax.clients import draw, minibatches
+from fisherjax.compiler import jit
 from fisherjax.configuration import by_value, cached
 from fisherjax.devices import mesh_of, replicate
 from fisherjax.fisher.columns import Columns, values
@@ -100,7 +101,7 @@ def run(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None
     return _mean_over_devices(sums, plan, layout, params, examples, key)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _mean(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None) -> Any:
     model, kind, batch_size, most = plan
     if most is not None and key is not None:
@@ -112,7 +113,7 @@ def _mean(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | No
     return weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jit, static_argnums=(0, 1, 2))
 def _mean_over_devices(
     sums: Sums, plan: Plan, layout: NamedSharding, params: Any, examples: Examples, key: Key | None
 ) -> Any:

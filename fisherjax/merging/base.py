@@ -11,6 +11,7 @@ import numpy as np
 
 from fisherjax import checks, clients, tree
 from fisherjax.algorithms.base import Algorithm, as_sent
+from fisherjax.compiler import jit
 from fisherjax.fisher import passes
 from fisherjax.solvers import Info, Status
 from fisherjax.typing import Array, Key, Params
@@ -22,13 +23,13 @@ def decoded(algorithm: Algorithm, values: Any, params: Params) -> Any:
     return values if algorithm.decode is as_sent else _decode(algorithm.decode, values, params)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _decode(decode: Callable[[Any, Params], Any], values: Any, params: Params) -> Any:
     return decode(values, params)
 
 
 # Compiled once for an algorithm: factories give the same function for equal arguments.
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def reduced(reduce: Callable[[Any, Array], Any], values: Any, weights: Array) -> Any:
     """Add up stacked updates."""
     return reduce(values, weights)
@@ -71,7 +72,7 @@ def server_key(algorithm: Algorithm, key: Key | None) -> Key:
     return key
 
 
-_finite_leaves = jax.jit(tree.finite_leaves)
+_finite_leaves = jit(tree.finite_leaves)
 
 
 def _check_finite(merged: Params, values: Any = None, weights: Array | None = None) -> None:

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
-
 from fisherjax import clients
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
+from fisherjax.compiler import eval_shape
 from fisherjax.devices import Memory
 from fisherjax.merging.merges import merge
 from fisherjax.merging.summaries import summarize, summarize_memory
@@ -117,7 +116,7 @@ def exchange_memory(
 
     # Shapes only: nothing is computed, and of each message only the clients' half compiled.
     needs, following = [], algorithm
-    for start in jax.eval_shape(played, params, federation):
+    for start in eval_shape(played, params, federation):
         needs.append(summarize_memory(following, params, federation, start=start, **how))
         following = following.then
     return tuple(needs)

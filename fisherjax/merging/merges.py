@@ -10,6 +10,7 @@ import numpy as np
 
 from fisherjax import checks
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.compiler import jit
 from fisherjax.devices import mesh_of, replicate
 from fisherjax.merging.base import decoded, finished, reduced, server_key
 from fisherjax.typing import Array, Key, Params
@@ -195,6 +196,6 @@ def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[dict[str, Any
 
 
 # The old totals are donated: a stream holds its sums once.
-@partial(jax.jit, donate_argnums=0)
+@partial(jit, donate_argnums=0)
 def _add(totals: Any, sums: Any) -> Any:
     return jax.tree.map(jnp.add, totals, sums)

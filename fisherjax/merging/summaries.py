@@ -12,6 +12,7 @@ import optax
 from fisherjax import checks, clients, devices, parallel, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
+from fisherjax.compiler import eval_shape, jit
 from fisherjax.devices import Memory, replicate
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.training import Trained
@@ -92,10 +93,10 @@ def summarize_memory(
     layout = Layout(parallel.chunk_size(clients_per_chunk, num_clients), mesh)
     extras, steps = (), None
     if start is None:
-        extras = jax.eval_shape(lambda w: _extras(algorithm, w), params)
+        extras = eval_shape(lambda w: _extras(algorithm, w), params)
         start, steps = params, np.zeros(num_clients, np.int32)
     key, start, steps = replicate((key, start, steps), mesh)
-    private = jax.eval_shape(algorithm.init_client, params)
+    private = eval_shape(algorithm.init_client, params)
     # Shapes only: the compiler is asked before any stack [M, ...] is made.
     stacked, own, extras = devices.stacked_shapes((params, private, extras), num_clients, mesh)
     trained = Trained(stacked, start, steps, None, extras)
@@ -116,7 +117,7 @@ def summarize_cohort(
     return Update(values, algorithm.kind), kept
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1))
 def _summarize(
     algorithm: Algorithm,
     layout: Layout,
@@ -181,7 +182,7 @@ def _check_summary(
         checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _first_private(algorithm: Algorithm, stacked: Params) -> Any:
     return jax.vmap(algorithm.init_client)(stacked)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -194,14 +193,13 @@ def _wide_product_jvp(
 
 def _product_of_patches(lhs: Array, rhs: Array, how: _How) -> Array:
     cut = patches(lhs, rhs.shape[:2], how.window_strides, how.padding)
-    kernel = rhs.reshape(-1, rhs.shape[3]).T
-    # XLA's CPU product is twice as slow where the sum is long and the result small, as in the
-    # kernel's derivative: repeating the kernel splits that sum into groups.
-    groups = math.gcd(8, math.prod(cut.shape[:3]))
+    # The kernel is transposed first: then the product of its derivative, whose sum is long and
+    # whose result is small, takes XLA's CPU half of the time. It is not split into groups that
+    # share the kernel: a product with a broadcast operand is miscompiled (see `compiler`).
     y = jnp.einsum(
-        "gnk,gok->gno",
-        cut.reshape(groups, -1, cut.shape[3]),
-        jnp.broadcast_to(kernel, (groups, *kernel.shape)),
+        "nk,ok->no",
+        cut.reshape(-1, cut.shape[3]),
+        rhs.reshape(-1, rhs.shape[3]).T,
         precision=how.precision,
         preferred_element_type=how.preferred_element_type,
     )

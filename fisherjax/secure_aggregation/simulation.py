@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from fisherjax import checks, merging
 from fisherjax.algorithms.base import Algorithm, Update, as_sent
+from fisherjax.compiler import jit
 from fisherjax.secure_aggregation import fixed_point, protocol
 from fisherjax.secure_aggregation.protocol import Entropy
 from fisherjax.typing import Array, Params
@@ -164,7 +165,7 @@ def contributions(
     ]
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _reduced(reduce: Callable[[Any, Array], Any], own: Any, weight: Array) -> Any:
     return reduce(own, weight[None])
 

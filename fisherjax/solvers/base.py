@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fisherjax import tree
+from fisherjax.compiler import jit
 from fisherjax.quadratic import Quadratic
 from fisherjax.typing import Array, Params
 
@@ -106,7 +107,7 @@ def solution(
     return _judged(problem, x, tolerance, Info(products, None, unsolved), checked)
 
 
-@partial(jax.jit, static_argnums=4)
+@partial(jit, static_argnums=4)
 def _judged(problem: Quadratic, x: Any, tolerance: Array, info: Info, checked: bool) -> Solution:
     # How it went has no derivative.
     found, rhs = jax.lax.stop_gradient((x, problem.rhs))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, as_data, dot, power_iteration, ratio, solution
@@ -45,7 +46,7 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
     return solve
 
 
-@jax.jit
+@jit
 def _gradient_descent(problem: Quadratic, steps: Array, power_iterations: Array) -> Any:
     matvec, rhs, init, *_ = problem
     top = power_iteration(matvec, jax.tree.map(jnp.subtract, rhs, matvec(init)), power_iterations)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, as_data, ratio, solution
@@ -46,7 +47,7 @@ def closed_form(floor: float = 1e-6) -> Solver:
     return solve
 
 
-@jax.jit
+@jit
 def _closed_form(problem: Quadratic, floor: Array) -> Any:
     def leaf(a: Array, b: Array, x: Array) -> Array:
         # Above zero besides, since the floor itself may be zero.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, tree
+from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, Status, as_data, dot, ratio, solution
@@ -48,7 +49,7 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
     return solve
 
 
-@jax.jit
+@jit
 def _conjugate_gradients(problem: Quadratic, tolerance: Array, max_iterations: Array) -> tuple:
     matvec, precondition = problem.matvec, problem.precondition
 

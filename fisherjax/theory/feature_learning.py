@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import checks, parallel
+from fisherjax.compiler import jit
 from fisherjax.theory.signal_noise import Data, signs
 from fisherjax.typing import Array
 
@@ -286,7 +287,7 @@ def _descend(
     return jax.lax.scan(step, tuple(first), None, local_steps)
 
 
-@partial(jax.jit, static_argnums=3)
+@partial(jit, static_argnums=3)
 def _round(
     state: State, data: Data, mixing: Array, local_steps: int, learning_rate: Array
 ) -> tuple[State, tuple[Array, Array]]:
@@ -318,7 +319,7 @@ def _mixed(mixing: Array, leaf: Array) -> Array:
     return jnp.tensordot(mixing.astype(leaf.dtype), leaf, axes=1, precision="highest")
 
 
-@partial(jax.jit, static_argnums=(4, 5))
+@partial(jit, static_argnums=(4, 5))
 def _train(
     state: State,
     data: Data,
