@@ -1,4 +1,4 @@
-"""Merge uploads, and look into them: `python -m fisherjax merge OUT UPLOADS...`, `inspect FILE`."""
+"""Merge uploads, look into them, check this machine: `python -m fisherjax merge|inspect|check`."""
 
 import argparse
 import ast
@@ -7,23 +7,34 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fisherjax import files
+import jax
+import jaxlib
+
+from fisherjax import devices, files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 says that the input is bad, in one line, and that nothing was written."""
+    """Run the command.
+
+    Returns:
+        0, or 1 where the input is bad, which is said in one line, and nothing was written; also 1
+        where `check` found a fault.
+    """
     given = vars(_parser().parse_args(arguments))
     command = given.pop("command")
+    if arguments is None and command is not _check:
+        # The program of a process. `check` checks the process as it is.
+        devices.disable_faulty_fusion()
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            command(**given)
+            found_faults = command(**given)
     except (OSError, TypeError, ValueError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     for line in dict.fromkeys(str(warning.message) for warning in said):
         print("warning:", line, file=sys.stderr)
-    return 0
+    return int(bool(found_faults))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="check a file and print what is in it")
     inspect.set_defaults(command=_inspect)
     inspect.add_argument("file")
+    check = commands.add_parser("check", help="check that this machine computes right")
+    check.set_defaults(command=_check)
     return parser
 
 
@@ -87,6 +100,17 @@ def _inspect(file: str) -> None:
         _table(("client", "share"), ((name, f"{share:.3f}") for name, share in clients.items()))
         print()
     _table(("array", "type"), ((name, str(kind)) for name, kind in found.arrays.items()))
+
+
+def _check() -> bool:
+    versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    print(f"{versions}, {jax.device_count()} {jax.default_backend()} device(s)")
+    found = devices.self_check()
+    for fault in found:
+        print(f"FAULT  {fault}")
+    total = len(devices.IDENTITIES)
+    print(f"{total - len(found)} of {total} identities hold.")
+    return bool(found)
 
 
 def _progress(name: str, number: int, total: int) -> None:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fisherjax import compiler
+from fisherjax.self_check import IDENTITIES, Fault, faults
 from fisherjax.typing import Array
 
 AXIS = "clients"
@@ -52,6 +54,43 @@ def one_per_core() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if number > 1 and "xla_disable_hlo_passes" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_UNDIVIDED}".strip()
+
+
+def disable_faulty_fusion() -> None:
+    """Disable what jaxlib's CPU compiler miscompiles, for every program of this process.
+
+    jaxlib 0.10.2 to 0.11.2 give wrong numbers, without an error, for some products with a broadcast
+    operand and some sums of broadcasts. fisherjax compiles its own programs without such fusions;
+    call this before JAX computes anything if you also compile programs yourself (`jax.jit`), with
+    or without functions of fisherjax in them. It appends a flag to XLA_FLAGS in `os.environ`. On
+    other versions of jaxlib it does nothing, and a value of the flag that you chose stays.
+
+    Raises:
+        RuntimeError: If JAX has begun already, on an affected version.
+
+    Example:
+        import jax, fisherjax as fj
+        fj.devices.disable_faulty_fusion()
+    """
+    compiler.disable_faulty_fusion()
+
+
+def self_check() -> tuple[Fault, ...]:
+    """Check that this machine, backend and jaxlib compute a handful of identities right.
+
+    Each is compared with NumPy in float64: forms that a released compiler has got wrong, and what
+    every merge depends on (products, convolutions, solves, all devices at work at once). It takes
+    less than a minute; `python -m fisherjax check` prints the same.
+
+    Returns:
+        One `Fault` for each identity that does not hold, with what is affected and what to do:
+        nothing, where all is well.
+
+    Example:
+        for fault in fj.devices.self_check():
+            print(fault)
+    """
+    return faults(IDENTITIES)
 
 
 def _forced_devices() -> int:

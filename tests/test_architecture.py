@@ -33,6 +33,7 @@ ORDER = [
     "datasets",
     "partition",
     "text",
+    "self_check",
     "devices",
     "parallel",
     "clients",
@@ -71,7 +72,7 @@ SHARED = [
 ]
 
 LATER = {"networks"}  # imported when it is first used
-INSIDE = {"compat", "compiler", "cinic10", "preconditioning", "__main__"}  # not for users
+INSIDE = {"compat", "compiler", "self_check", "cinic10", "preconditioning", "__main__"}  # not for users
 
 ALONE = {  # who may import what the rest must not see
     "kfac_jax": {"compat"},

@@ -113,6 +113,7 @@ def command(
             if arguments is None:
                 # The program of a process, whose cores clients are spread over.
                 arguments = sys.argv[1:]
+                devices.disable_faulty_fusion()
                 if all_cores(arguments):
                     devices.one_per_core()
             # A log has no width of its own; tables are wide.

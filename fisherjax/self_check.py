@@ -1,0 +1,221 @@
+"""Check that this machine computes a handful of identities right: compilers have faults.
+
+Each identity is a small program in one of the forms that a released compiler has miscompiled, or
+that every merge depends on, and is compared with NumPy in float64. See `devices.self_check`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fisherjax import compiler, nn
+from fisherjax.typing import Array
+
+_LAYOUT = ("NHWC", "HWIO", "NHWC")
+_UPDATE = "install another jaxlib, and please report this with the versions"
+# Sums that threads divide are wrong in some calls only.
+_REPEATS = 100
+
+
+class Fault(NamedTuple):
+    """An identity that does not hold here.
+
+    Attributes:
+        identity: What was computed.
+        error: The largest error, relative to the largest entry of the right result.
+        affected: Which of a user's programs may be wrong.
+        cure: What to do.
+    """
+
+    identity: str
+    error: float
+    affected: str
+    cure: str
+
+    def __str__(self) -> str:
+        """Return one line for a person."""
+        return (
+            f"{self.identity}: wrong by {self.error:.2g} of the largest entry. "
+            f"Affected: {self.affected}. To mend it: {self.cure}."
+        )
+
+
+class Identity(NamedTuple):
+    """What is computed, its right value by NumPy, and the relative error that rounding may make."""
+
+    name: str
+    sides: Callable[[], tuple[Any, Any]]
+    tolerance: float
+    affected: str
+    cure: str
+
+
+def faults(identities: Sequence[Identity]) -> tuple[Fault, ...]:
+    """Compute both sides of each identity, and return those that differ."""
+    errors = [_error(*identity.sides()) for identity in identities]
+    # Not "error > tolerance": a NaN is a fault.
+    return tuple(
+        Fault(identity.name, error, identity.affected, identity.cure)
+        for identity, error in zip(identities, errors, strict=True)
+        if not error <= identity.tolerance
+    )
+
+
+def _error(computed: Any, right: Any) -> float:
+    right = np.asarray(right, np.float64)
+    return float(abs(np.asarray(computed, np.float64) - right).max() / abs(right).max())
+
+
+def _draw(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def _shared_operand(rows: Array, weights: Array) -> Array:
+    shared = jnp.broadcast_to(weights, (len(rows), *weights.shape))
+    return jnp.einsum("gnk,gok->gno", rows, shared).max(1)
+
+
+def _product_then_maximum(compile_: Callable) -> tuple[Any, Any]:
+    rows, weights = _draw(8, 256, 72), _draw(8, 72)
+    right = (np.float64(rows) @ np.float64(weights).T).max(1)
+    return compile_(lambda r, w: _shared_operand(r, w))(rows, weights), right
+
+
+def _sum_of_a_broadcast() -> tuple[Any, Any]:
+    ones = np.ones((1024, 1), np.float32)
+    total = jax.jit(lambda a: jnp.broadcast_to(a, (2, 1024, 1024)).sum())
+    return np.array([total(ones) for _ in range(_REPEATS)]), np.full(_REPEATS, 2.0**21)
+
+
+def _many_vectors() -> tuple[Any, Any]:
+    vectors, matrix = _draw(40_000, 3), _draw(3, 3)
+    run = jax.jit(lambda m, x: jax.vmap(lambda row: jnp.sum((m @ row) ** 2))(x))
+    return run(matrix, vectors), ((np.float64(vectors) @ np.float64(matrix).T) ** 2).sum(1)
+
+
+def _convolution_then_maximum() -> tuple[Any, Any]:
+    images, kernel = _draw(32, 8, 8, 8), _draw(3, 3, 8, 8)
+
+    def pooled(x: Array, k: Array) -> Array:
+        y = nn.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=_LAYOUT)
+        return jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+    padded = np.pad(np.float64(images), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    right = sum(padded[:, i : i + 8, j : j + 8] @ kernel[i, j] for i in range(3) for j in range(3))
+    return jax.jit(pooled)(images, kernel), right.reshape(32, 4, 2, 4, 2, 8).max((2, 4))
+
+
+def _precise_product() -> tuple[Any, Any]:
+    a, b = _draw(256, 512), _draw(512, 64)
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
+    return product(a, b), np.float64(a) @ np.float64(b)
+
+
+def _scaled_affine() -> tuple[Any, Any]:
+    a, b, bias = _draw(32, 15), _draw(100, 15), 100 * _draw(32)
+    run = jax.jit(jax.vmap(lambda s, x: s * (a @ x + bias), in_axes=(None, 0)))
+    with jax.default_matmul_precision("highest"):
+        return run(0.1, b), 0.1 * (np.float64(b) @ np.float64(a).T + bias)
+
+
+def _gradient_of_a_gather() -> tuple[Any, Any]:
+    x, cotangent = _draw(256, 8, 128), _draw(256, 8, 128) + 1
+    _, pullback = jax.vjp(lambda x: x[:, jnp.arange(8), :], jnp.asarray(x))
+    return pullback(jnp.asarray(cotangent))[0], cotangent
+
+
+def _definite_solve() -> tuple[Any, Any]:
+    root, rhs = _draw(5, 60, 60), _draw(5, 60)
+    matrices = root @ root.swapaxes(1, 2) + 60 * np.eye(60, dtype=np.float32)
+
+    def solve(matrix: Array, x: Array) -> Array:
+        return jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(matrix), x)
+
+    # One after another, as everywhere in the library: batched ones may wait for each other.
+    found = jax.jit(lambda m, x: jax.lax.map(lambda both: solve(*both), (m, x)))(matrices, rhs)
+    return found, np.linalg.solve(np.float64(matrices), np.float64(rhs)[..., None])[..., 0]
+
+
+def _long_loop_on_all_devices() -> tuple[Any, Any]:
+    """Multiply scaled identities, which the compiler does not know: every norm is known."""
+
+    def norms(key: Array) -> Array:
+        matrices = jax.random.uniform(key, (24, 1, 1), minval=1) * jnp.eye(400)
+        identities = jnp.tile(jnp.eye(8), (24, 1, 1))
+
+        def turn(x: Array, _: None) -> tuple[Array, Array]:
+            y = jax.vmap(lambda a, b: jnp.linalg.multi_dot([a, x, b]))(matrices, identities).sum(0)
+            return y / jnp.linalg.norm(y), jnp.linalg.norm(y)
+
+        x = jax.random.normal(key, (400, 8))
+        found = jax.lax.scan(turn, x / jnp.linalg.norm(x), length=600)[1]
+        return found / jnp.trace(matrices.sum(0)) * 400
+
+    mesh = Mesh(np.array(jax.local_devices()), ("device",))
+    spec = PartitionSpec("device")
+    keys = jax.vmap(jax.random.key)(jnp.arange(mesh.size))
+    run = jax.shard_map(lambda k: norms(k[0])[None], mesh=mesh, in_specs=spec, out_specs=spec)
+    found = jax.jit(run)(jax.device_put(keys, NamedSharding(mesh, spec)))
+    return found, np.ones(found.shape)
+
+
+_OWN_JIT = "what you compile yourself with jax.jit, fisherjax's functions in it or not"
+_ALL = "everything that fisherjax computes here"
+IDENTITIES = (
+    Identity(
+        "a program of fisherjax with a product whose operand is broadcast, and a maximum",
+        lambda: _product_then_maximum(compiler.jit),
+        *(1e-5, _ALL, _UPDATE),
+    ),
+    Identity(
+        "a convolution of fisherjax.nn and max pooling",
+        _convolution_then_maximum,
+        *(1e-5, "convolutional networks", _UPDATE),
+    ),
+    Identity("a batch of Cholesky solves", _definite_solve, 1e-4, "the server's solves", _UPDATE),
+    Identity(
+        "a float32 product at the highest precision",
+        _precise_product,
+        *(1e-5, "Kronecker factors, Gram matrices and the server's solves", _UPDATE),
+    ),
+    Identity(
+        "the gradient of a gather outside jit",
+        _gradient_of_a_gather,
+        *(1e-6, "gradients of embeddings (https://github.com/jax-ml/jax/issues/39025)", _UPDATE),
+    ),
+    Identity(
+        "a scaled sum of a product and a bias",
+        _scaled_affine,
+        1e-5,
+        "dense layers (https://github.com/jax-ml/jax/issues/39336)",
+        "set XLA_FLAGS=--xla_gpu_autotune_level=3, or install another jaxlib",
+    ),
+    Identity(
+        "a product whose operand is broadcast, and a maximum",
+        lambda: _product_then_maximum(jax.jit),
+        *(1e-5, f"{_OWN_JIT}, such as attention with learned queries", compiler.CURE),
+    ),
+    Identity(
+        "a sum of a broadcast",
+        _sum_of_a_broadcast,
+        1e-5,
+        f"{_OWN_JIT}, such as a mean loss of broadcast terms",
+        compiler.CURE,
+    ),
+    Identity(
+        "a matrix times 40,000 vectors, and a sum",
+        _many_vectors,
+        *(1e-5, f"{_OWN_JIT}, with large batches", compiler.CURE),
+    ),
+    Identity(
+        "a long loop of large products on all devices at once",
+        _long_loop_on_all_devices,
+        1e-4,
+        "clients spread over a CPU's cores (fisherjax.clients.shard), in long solves",
+        "call fisherjax.devices.one_per_core() before JAX computes anything",
+    ),
+)
