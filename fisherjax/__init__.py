@@ -75,7 +75,7 @@ __all__ = [
     "typing",
     "updates",
 ]
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0.dev0"
 
 
 def __getattr__(name: str) -> ModuleType:

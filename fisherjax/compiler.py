@@ -35,16 +35,16 @@ import contextlib
 import contextvars
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jaxlib.version import __version__ as JAXLIB
-from jaxlib.version import __version_info__ as _VERSION
+import jaxlib
 
 # The versions are all released: names in JAX's private modules that this file uses cannot change.
-IS_AFFECTED = (0, 10, 2) <= _VERSION[:3] < (0, 12)
+IS_AFFECTED = (0, 10, 2) <= jaxlib.version.__version_info__[:3] < (0, 12)
 _NAME = "xla_cpu_experimental_ynn_fusion_type"
 FLAG = f"--{_NAME}=individual_dot"
 _OPTIONS = {_NAME: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
@@ -80,7 +80,7 @@ def jit(function: Callable, **settings: Any) -> Callable:
     def chosen() -> Any:
         if _is_outermost() and _is_on_cpu():
             return careful
-        _warn_once()
+        _warn_where_needed()
         return plain
 
     @functools.wraps(function)
@@ -141,17 +141,20 @@ def _is_on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def _warn_once() -> None:
-    if _WITHIN.get() or _NAME in os.environ.get("XLA_FLAGS", "") or not _is_on_cpu():
-        return
-    _say()
+def _warn_where_needed() -> None:
+    if not _WITHIN.get() and _NAME not in os.environ.get("XLA_FLAGS", "") and _is_on_cpu():
+        _warn_once()
 
 
 @functools.cache
-def _say() -> None:
+def _warn_once() -> None:
+    # The line that is named is the first outside this package, where the user called it.
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals["__name__"].startswith("fisherjax."):
+        frame, level = frame.f_back, level + 1
     warnings.warn(
-        f"A function of fisherjax is called inside your own jit, vmap or grad, and jaxlib {JAXLIB} "
-        "miscompiles some programs on a CPU without an error (products with a broadcast operand, "
-        f"sums of broadcasts). To be safe, {CURE}.",
-        stacklevel=5,
+        "A function of fisherjax is called inside your own jit, vmap, grad or loop, and jaxlib "
+        f"{jaxlib.__version__} miscompiles some programs on a CPU without an error (products with "
+        f"a broadcast operand, sums of broadcasts). To be safe, {CURE}.",
+        stacklevel=level,
     )

@@ -37,7 +37,7 @@ def one_per_core() -> None:
     It also tells XLA not to divide elementwise operations among threads. Programs of as many
     devices as threads keep every thread to themselves, pieces that wait for another fill XLA's
     queue, and once that is full, after hundreds of products of large matrices in one loop, results
-    are wrong without a word (seen with jaxlib 0.9.2, 0.10.1 and 0.10.2).
+    are wrong without a word (seen with jaxlib 0.7.0, 0.9.2 to 0.12.0.1).
 
     Raises:
         RuntimeError: If JAX has begun already.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fisherjax import compiler, nn
+from fisherjax import compiler, linalg, nn
 from fisherjax.typing import Array
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -132,11 +132,7 @@ def _definite_solve() -> tuple[Any, Any]:
     root, rhs = _draw(5, 60, 60), _draw(5, 60)
     matrices = root @ root.swapaxes(1, 2) + 60 * np.eye(60, dtype=np.float32)
 
-    def solve(matrix: Array, x: Array) -> Array:
-        return jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(matrix), x)
-
-    # One after another, as everywhere in the library: batched ones may wait for each other.
-    found = jax.jit(lambda m, x: jax.lax.map(lambda both: solve(*both), (m, x)))(matrices, rhs)
+    found = jax.jit(jax.vmap(linalg.solve_definite))(matrices, rhs)
     return found, np.linalg.solve(np.float64(matrices), np.float64(rhs)[..., None])[..., 0]
 
 

@@ -153,14 +153,17 @@ def test_what_the_theorem_asks_for_counts_similar_clients_only():
     assert np.isclose(signal_noise.strength(20, 1, 1, snr, 400), whole / 10)
 
 
-def test_equal_shapes_compile_once():
+def test_equal_shapes_compile_once(compilations):
     _, test, start = draw()
-    mixing = MIXINGS["average"]
-    before = feature_learning._train._cache_size()
-    for rate in (0.3, 0.4):
-        other = draw(seed=int(10 * rate))
-        feature_learning.train(start, other[0], test, mixing, rounds=2, learning_rate=rate)
-    assert feature_learning._train._cache_size() <= before + 1
+    others = [draw(seed=seed)[0] for seed in (3, 4)]
+    counts = []
+    for rate, other in zip((0.3, 0.4), others, strict=True):
+        with compilations() as count:
+            feature_learning.train(
+                start, other, test, MIXINGS["average"], rounds=2, learning_rate=rate
+            )
+        counts.append(count())
+    assert counts[1] == 0
 
 
 def refused():

@@ -1,0 +1,132 @@
+"""What jaxlib's CPU compiler gets wrong is kept out of our programs, and told about elsewhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fisherjax import compiler, devices, self_check
+
+ROOT = Path(__file__).resolve().parents[1]
+# Each program runs in a process of its own, fully optimised, with flags that nobody has chosen.
+PROGRAM = """
+import os, warnings
+before = dict(os.environ)
+import jax, jaxlib, jax.numpy as jnp, numpy as np
+import fisherjax as fj
+from fisherjax import compiler
+assert dict(os.environ) == before, "importing fisherjax has changed the environment"
+
+def shared(rows, weights):
+    both = jnp.broadcast_to(weights, (len(rows), *weights.shape))
+    return jnp.einsum("gnk,gok->gno", rows, both).max(1)
+
+draw = np.random.default_rng(0).normal
+rows, weights = draw(size=(8, 256, 72)), draw(size=(8, 72))
+right = (rows @ weights.T).max(1)
+ours = compiler.jit(shared)
+
+def assert_right(found):
+    np.testing.assert_allclose(found, right, rtol=1e-4)
+"""
+
+
+def run(program, **environment):
+    unset = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+    own = {name: value for name, value in os.environ.items() if name not in unset}
+    own |= {"JAX_PLATFORMS": "cpu", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, cwd=ROOT, env=own
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.long
+def test_programs_of_the_library_are_right_without_any_flag():
+    run(
+        """
+warnings.simplefilter("error")  # nor is there anything to warn of
+assert_right(ours(rows, weights))
+assert_right(ours.lower(rows, weights).compile()(rows, weights))
+assert_right(compiler.jit(lambda r, w: ours(r, w) * 1)(rows, weights))  # one within another
+assert compiler.eval_shape(ours, rows, weights).shape == right.shape
+assert dict(os.environ) == before
+"""
+    )
+
+
+@pytest.mark.long
+def test_a_program_of_the_user_is_warned_of_once_where_it_may_be_wrong():
+    run(
+        """
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        jax.jit(lambda r, w: ours(r, w))(rows, weights)
+    jax.vmap(ours)(rows[None], weights[None])
+    jax.grad(lambda w: ours(rows, w).sum())(weights)
+told = [str(w.message) for w in said if "disable_faulty_fusion" in str(w.message)]
+assert len(told) == compiler.IS_AFFECTED, said
+assert {w.filename for w in said} <= {"<string>"}  # where the user called it
+assert all(jaxlib.__version__ in text and compiler.FLAG in text for text in told)
+"""
+    )
+
+
+@pytest.mark.long
+def test_one_call_makes_the_programs_of_the_user_right():
+    run(
+        """
+warnings.simplefilter("error")
+fj.devices.disable_faulty_fusion()
+fj.devices.disable_faulty_fusion()
+assert os.environ.get("XLA_FLAGS", "").count(compiler.FLAG) == compiler.IS_AFFECTED
+assert_right(jax.jit(lambda r, w: ours(r, w))(rows, weights))
+assert_right(jax.jit(shared)(rows, weights))
+"""
+    )
+
+
+@pytest.mark.skipif(not compiler.IS_AFFECTED, reason="this jaxlib needs no flag")
+def test_a_call_that_comes_too_late_says_so(monkeypatch):
+    np.asarray(compiler.jit(lambda x: x)(1.0))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=individual_dot")
+    devices.disable_faulty_fusion()  # chosen already
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.raises(RuntimeError, match=r"begun already.*before JAX computes anything"):
+        devices.disable_faulty_fusion()
+
+
+def test_a_planted_fault_is_one_line_that_says_what_to_do():
+    def identity(name, computed):
+        return self_check.Identity(name, lambda: (computed, [2.0, -4.0]), 1e-5, "all", "reboot")
+
+    right = identity("right", [2.0, -4.00001])
+    wrong, lost = identity("wrong", [2.0, -3.0]), identity("lost", [2.0, np.nan])
+    assert self_check.faults([right]) == ()
+    first, second = self_check.faults([right, wrong, lost])
+    assert str(first) == (
+        "wrong: wrong by 0.25 of the largest entry. Affected: all. To mend it: reboot."
+    )
+    assert second.identity == "lost"
+
+
+@pytest.mark.long
+def test_the_check_finds_nothing_once_its_cures_are_taken():
+    program = "fj.devices.one_per_core(); fj.devices.disable_faulty_fusion()\n"
+    program += "from fisherjax.__main__ import main; raise SystemExit(main(['check']))"
+    lines = run(program).stdout.splitlines()
+    number = len(self_check.IDENTITIES)
+    assert lines[-1] == f"{number} of {number} identities hold."
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not compiler.IS_AFFECTED, reason="this jaxlib has none of the three")
+def test_the_check_finds_what_is_known_of_this_version():
+    found = run("print(*(fault.identity for fault in fj.devices.self_check()), sep='\\n')").stdout
+    known = {"a product whose operand is broadcast, and a maximum", "a sum of a broadcast"}
+    assert known <= set(found.splitlines())
