@@ -46,6 +46,9 @@ import optax
 
 import fisherjax as fj
 
+# For this notebook's own programs on jaxlib 0.10.2 to 0.11.2; on others it does nothing.
+fj.devices.disable_faulty_fusion()
+
 plt.rcParams.update({"figure.constrained_layout.use": True, "legend.frameon": False})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"axes.titlelocation": "left", "axes.titlesize": "medium"})

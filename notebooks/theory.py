@@ -43,6 +43,9 @@ import numpy as np
 import fisherjax as fj
 from fisherjax.theory import feature_learning, laplace, signal_noise, two_layer
 
+# For this notebook's own programs on jaxlib 0.10.2 to 0.11.2; on others it does nothing.
+fj.devices.disable_faulty_fusion()
+
 jax.config.update("jax_enable_x64", True)  # inputs on a circle: Gram matrices close to singular
 plt.rcParams.update({"figure.constrained_layout.use": True, "legend.frameon": False})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
