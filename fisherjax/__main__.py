@@ -11,6 +11,7 @@ import jax
 import jaxlib
 
 from fisherjax import devices, files
+from fisherjax.self_check import IDENTITIES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("file")
     check = commands.add_parser("check", help="check that this machine computes right")
     check.set_defaults(command=_check)
+    about = "with every core of a CPU a device, as devices.one_per_core makes them"
+    check.add_argument("--one-per-core", action="store_true", help=about)
     return parser
 
 
@@ -102,13 +105,15 @@ def _inspect(file: str) -> None:
     _table(("array", "type"), ((name, str(kind)) for name, kind in found.arrays.items()))
 
 
-def _check() -> bool:
+def _check(one_per_core: bool) -> bool:
+    if one_per_core:
+        devices.one_per_core()
     versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
     print(f"{versions}, {jax.device_count()} {jax.default_backend()} device(s)")
     found = devices.self_check()
     for fault in found:
         print(f"FAULT  {fault}")
-    total = len(devices.IDENTITIES)
+    total = len(IDENTITIES)
     print(f"{total - len(found)} of {total} identities hold.")
     return bool(found)
 

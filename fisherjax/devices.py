@@ -80,7 +80,8 @@ def self_check() -> tuple[Fault, ...]:
 
     Each is compared with NumPy in float64: forms that a released compiler has got wrong, and what
     every merge depends on (products, convolutions, solves, all devices at work at once). It takes
-    less than a minute; `python -m fisherjax check` prints the same.
+    less than a minute; `python -m fisherjax check` prints the same, with `--one-per-core` for a CPU
+    whose every core is a device.
 
     Returns:
         One `Fault` for each identity that does not hold, with what is affected and what to do:

@@ -117,8 +117,8 @@ def test_a_planted_fault_is_one_line_that_says_what_to_do():
 
 @pytest.mark.long
 def test_the_check_finds_nothing_once_its_cures_are_taken():
-    program = "fj.devices.one_per_core(); fj.devices.disable_faulty_fusion()\n"
-    program += "from fisherjax.__main__ import main; raise SystemExit(main(['check']))"
+    program = "fj.devices.disable_faulty_fusion(); from fisherjax.__main__ import main\n"
+    program += "raise SystemExit(main(['check', '--one-per-core']))"
     lines = run(program).stdout.splitlines()
     number = len(self_check.IDENTITIES)
     assert lines[-1] == f"{number} of {number} identities hold."
