@@ -36,6 +36,7 @@ class _Walk(NamedTuple):
     """What is known so far, filled in from equation to equation."""
 
     consumers: Counter
+    added: dict  # {variable whose only use is a sum: what it is added to}
     data: set  # variables that depend on the inputs
     views: dict[Any, View]  # variables that have the entries of a leaf
     changed: dict[Any, dict[int, str]]  # made of params by anything else: {leaf: what was done}
@@ -52,7 +53,10 @@ def read(network: Flat) -> Reading:
     shapes = [v.aval.shape for v in leaves]
     plain = [View(i, s, tuple((a,) for a in range(len(s)))) for i, s in enumerate(shapes)]
     consumers = Counter(v for e in network.equations for v in variables(e.invars))
-    walk = _Walk(consumers, data, dict(zip(leaves, plain, strict=True)), {}, {}, [], {})
+    sums = [variables(e.invars) for e in network.equations if e.primitive.name == "add"]
+    pairs = [pair for v in sums if len(v) == 2 for pair in (v, v[::-1])]
+    added = {v: other for v, other in pairs if consumers[v] == 1}
+    walk = _Walk(consumers, added, data, dict(zip(leaves, plain, strict=True)), {}, {}, [], {})
     mixes = False
     for number, equation in enumerate(network.equations):
         if walk.data.isdisjoint(variables(equation.invars)):
@@ -101,7 +105,10 @@ def _prepare(walk: _Walk, number: int, equation: Any) -> None:
     is_only_one = view is not None and sum(v in walk.views for v in operands) == 1
     if is_only_one and len(operands) == 1 and place == 0:
         followed = views.followed(number, equation, view)
-        if followed is not None and MANY in result.aval.shape:
+        # Repeated for each example and then added to what depends on the inputs, as haiku's
+        # biases are: the sum is its use.
+        is_added = walk.added.get(result) in walk.data
+        if followed is not None and MANY in result.aval.shape and not is_added:
             walk.data.add(result)
             _try(walk, number, None, equation, followed)
             return

@@ -4,6 +4,7 @@ from functools import partial
 
 import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,6 +24,12 @@ class FlaxCNN(nn.Module):
         x = nn.avg_pool(nn.relu(nn.Conv(64, (3, 3))(x)), (2, 2), (2, 2))
         x = nn.relu(nn.Dense(256)(x.reshape((x.shape[0], -1))))
         return nn.Dense(10)(x)
+
+
+def haiku_cnn(x):
+    """Haiku's layers, which repeat each bias for every example before they add it."""
+    x = hk.max_pool(jax.nn.relu(hk.Conv2D(4, 3)(x)), (2, 2, 1), (2, 2, 1), "VALID")
+    return hk.Linear(10)(hk.Flatten()(x))
 
 
 class EquinoxCNN(eqx.Module):
@@ -183,6 +190,14 @@ def newer(make):
     return build
 
 
+def haiku(function):
+    def build(x):
+        network = hk.without_apply_rng(hk.transform(function))
+        return network.apply, jax.eval_shape(network.init, KEYS[0], x)
+
+    return build
+
+
 IMAGES, TOKENS = jnp.ones((2, 28, 28, 1)), jnp.zeros((2, 7), int)
 MODELS = {
     "flax's MNIST CNN": (linen(FlaxCNN()), IMAGES),
@@ -196,6 +211,7 @@ MODELS = {
     "ResNet-18 with BatchNorm": (linen(ResNet18()), IMAGES),
     "ResNet-18 with GroupNorm": (linen(ResNet18(partial(nn.GroupNorm, 2))), IMAGES),
     "nnx attention": (newer(NnxBlock), TOKENS),
+    "haiku's CNN": (haiku(haiku_cnn), IMAGES),
 }
 
 
@@ -218,6 +234,19 @@ def test_no_leaf_is_uncovered(name):
     }
     names = {leaf for leaf, _ in parts}
     assert len(names) == len(jax.tree.leaves(params))
+
+
+def test_a_bias_repeated_for_each_example_belongs_to_its_layer():
+    apply, params = haiku(haiku_cnn)(IMAGES)
+    found = []
+
+    def run(params, x):
+        seen = trace.trace(apply, params, x)
+        found.extend(seen.layers)
+        return seen.outputs
+
+    jax.eval_shape(run, params, IMAGES)
+    assert [layer.bias for layer in found] == ["conv2_d/b", "linear/b"]
 
 
 @pytest.mark.long
