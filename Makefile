@@ -16,6 +16,9 @@ NEWEST_PYTHON ?= $(shell for python in python3.13 python3.12 python3 \
 VENV := .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+PREVIOUS := .venv-previous
+# The newest release before the newest minor version of jax.
+PREVIOUS_JAX := jax<0.12
 WHEEL := build/wheel
 WORKERS ?= 2
 DEMO_OUT ?= runs/demo
@@ -23,6 +26,7 @@ NOTEBOOKS := notebooks/one_shot notebooks/your_model notebooks/theory
 
 # Tests of a file share what they compile: each file goes to one process.
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
+FOREIGN := tests/test_foreign.py tests/test_compiler.py -m ""
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
 help: ## Say what can be made
@@ -46,12 +50,11 @@ test-oldest: $(OLDEST)/.test ## Run the fast tests on the oldest supported versi
 	$(OLDEST)/bin/python $(PYTEST)
 
 test-newest: ## Run the fast tests nearest to JAX's inside on its newest version, optimised
-	@python="$(NEWEST_PYTHON)"; if [ -z "$$python" ]; then \
-	    echo "SKIPPED: no Python 3.12 or later with the venv module, which jax 0.11 and later need." >&2; \
-	    echo "Install one, or: make $@ NEWEST_PYTHON=/path/to/python3.13" >&2; exit 0; fi; \
-	$(MAKE) --no-print-directory $(NEWEST)/.test PYTHON="$$python" && \
-	$(NEWEST)/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "jax", jax.__version__)' && \
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(NEWEST)/bin/python $(PYTEST) tests/fisher tests/test_compat.py
+	$(call on_newest,$(NEWEST),tests/fisher tests/test_compat.py)
+
+test-foreign: ## Verify compiled programs of other people's networks on the newest two jax
+	$(call on_newest,$(NEWEST),$(FOREIGN))
+	$(call on_newest,$(PREVIOUS),$(FOREIGN))
 
 lint: $(VENV)/.dev ## Check style and formatting
 	$(VENV)/bin/ruff check
@@ -80,7 +83,7 @@ wheel: ## Build the wheel, install it into an empty environment and use it there
 	cd $(WHEEL) && env/bin/python $(CURDIR)/.ci/wheel.py
 
 clean: ## Remove the environments, caches and build products; results under runs/ stay
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(PREVIOUS) .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file an environment: nothing is installed again until pyproject.toml changes.
@@ -103,6 +106,21 @@ $(NEWEST)/.test: pyproject.toml
 	$(NEWEST)/bin/python $(INSTALL) --upgrade --editable ".[test]"
 	@touch $@
 
+$(PREVIOUS)/.test: pyproject.toml Makefile
+	$(call environment,$(PREVIOUS))
+	$(PREVIOUS)/bin/python $(INSTALL) "$(PREVIOUS_JAX)" --editable ".[test]"
+	@touch $@
+
+# $(call on_newest,ENVIRONMENT,TESTS): fully optimised, in an environment of the newest Python.
+define on_newest
+@if [ -z "$(NEWEST_PYTHON)" ]; then \
+    echo "SKIPPED: no Python 3.12 or later with the venv module, which jax 0.11 and later need." >&2; \
+    echo "Install one, or: make $@ NEWEST_PYTHON=/path/to/python3.13" >&2; exit 0; fi; \
+$(MAKE) --no-print-directory $(1)/.test PYTHON="$(NEWEST_PYTHON)" && \
+$(1)/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "jax", jax.__version__)' && \
+JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(1)/bin/python $(PYTEST) $(2)
+endef
+
 define environment
 @if [ -z "$(PYTHON)" ]; then \
 	echo "fisherjax needs Python 3.11 to 3.13 with the venv module; found: $$(python3 --version 2>&1)." >&2; \
@@ -111,4 +129,4 @@ define environment
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help demo test test-long test-slow test-oldest test-newest lint format notebook notebook-update wheel clean
+.PHONY: help demo test test-long test-slow test-oldest test-newest test-foreign lint format notebook notebook-update wheel clean
