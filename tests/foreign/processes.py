@@ -100,6 +100,7 @@ def _run(names: list[str], devices: str) -> Iterator[Answer]:
     finally:
         if not is_done:  # an interrupt, or nobody reads on
             child.kill()
+        child.stdout.close()
         status = child.wait()
     if status:
         raise RuntimeError(f"The process of {devices} device(s) ended with status {status}.")
