@@ -28,7 +28,9 @@ What is done about it, and why:
    such call warns. `disable_faulty_fusion` then makes the choice for the whole process.
 
 Excluding the versions would have been simpler. But 0.10.2 is the newest that Python 3.11 has, so
-that most environments hold one of them, and the option costs nothing that was measurable.
+that most environments hold one of them. And the option costs nothing: with and without it in turn,
+on jaxlib 0.10.2, training, the K-FAC pass, the merge and the accuracies of LeNet and the training
+of the CNN took 0.95 to 1.01 times as long.
 """
 
 import contextlib

@@ -80,30 +80,25 @@ def run(chosen: list[Cell], at_once: int = 2) -> Iterator[Answer]:
 
 
 def _run(names: list[str], devices: str) -> Iterator[Answer]:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.foreign.child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(devices),
-    )
-    is_done = False
-    try:
-        child.stdin.write("\n".join(names))
-        child.stdin.close()
-        for line in child.stdout:
-            answer = json.loads(line)
-            found = [Finding(*finding) for finding in answer["findings"]]
-            yield Answer(answer["cell"], answer["seconds"], found)
-        is_done = True
-    finally:
-        if not is_done:  # an interrupt, or nobody reads on
-            child.kill()
-        child.stdout.close()
-        status = child.wait()
-    if status:
-        raise RuntimeError(f"The process of {devices} device(s) ended with status {status}.")
+    command = [sys.executable, "-m", "tests.foreign.child"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment(devices), **pipes) as child:
+        is_done = False
+        try:
+            child.stdin.write("\n".join(names))
+            child.stdin.close()
+            for line in child.stdout:
+                answer = json.loads(line)
+                found = [Finding(*finding) for finding in answer["findings"]]
+                yield Answer(answer["cell"], answer["seconds"], found)
+            is_done = True
+        finally:
+            if not is_done:  # an interrupt, or nobody reads on
+                child.kill()
+    if child.returncode:
+        raise RuntimeError(
+            f"The process of {devices} device(s) ended with status {child.returncode}."
+        )
 
 
 def environment(devices: str) -> dict[str, str]:
