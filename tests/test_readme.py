@@ -53,7 +53,7 @@ NIID = {
 def test_the_tables_of_niid_bench_hold_the_means_that_were_measured():
     text = (ROOT / "docs/accuracy.md").read_text()
     rows = re.findall(r"^\| (β|#C) = (\S+) \|(.*)\|$", text, re.MULTILINE)
-    assert len(rows) == 9 * len(NIID)
+    assert len(rows) >= 9 * len(NIID)  # CIFAR-10's come last
     for place, (folder, algorithms) in enumerate(NIID.items()):
         with open(ROOT / "experiments/results" / folder / "table.csv", newline="") as file:
             measured = {

@@ -1,10 +1,11 @@
 """The one-shot table of the FedLPA paper, ours beside theirs, and what it takes to compute it.
 
 Their numbers, from Liu, Liu, Ye, Shen, Li, Jiang, Li, "FedLPA: One-shot Federated Learning with
-Layer-Wise Posterior Aggregation", NeurIPS 2024, are in fedlpa_paper.csv: all methods at 200 epochs
-(Table 1), FedLPA, FedAvg and DENSE at 10 to 100 (Tables 5 to 8), FedOV with two classes of MNIST a
-client at 10 to 200 (Table 11). Each is a mean of 3 seeds in percent; FedLPA's and DENSE's are the
-best on the test data of several candidates.
+Layer-Wise Posterior Aggregation", NeurIPS 2024, are in fedlpa_paper.csv: six methods after 200
+epochs (Table 1) and after 10, 20, 50 and 100 (Tables 5 to 8), and FedOV with two classes of MNIST
+a client (Table 11). Each is a mean of 3 seeds in percent with a spread behind its ±, of which the
+paper does not say what it is; FedLPA's and DENSE's are the best on the test data of several
+candidates.
 """
 
 import csv
@@ -32,10 +33,10 @@ _NO_MORE: Mapping[str, int] = {}
 
 
 class Published(NamedTuple):
-    """What the paper reports: accuracy in percent, after how many epochs."""
+    """What the paper reports, in percent: a mean of 3 seeds, and what stands behind its ±."""
 
     accuracy: float
-    epochs: int
+    spread: float
 
 
 class Measured(NamedTuple):
@@ -50,15 +51,14 @@ Results = dict[grids.Cell, Measured]
 
 
 def published(epochs: int) -> dict[tuple[grids.Cell, str], Published]:
-    """Read the paper's numbers; where it has none after so many epochs, those after 200."""
-    found = {}
+    """Read the paper's numbers after so many epochs: 10, 20, 50, 100 or 200, none after others."""
     with open(_PAPER, newline="") as file:
         _, *lines = csv.reader(file)
-    for wanted in (_MOST_EPOCHS, epochs):  # the second replaces the first
-        for *cell, after, algorithm, accuracy in lines:
-            if int(after) == wanted:
-                found[grids.Cell(*cell), algorithm] = Published(float(accuracy), wanted)
-    return found
+    return {
+        (grids.Cell(*cell), algorithm): Published(float(accuracy), float(spread_))
+        for *cell, after, algorithm, accuracy, spread_ in lines
+        if int(after) == epochs
+    }
 
 
 def measured(rows: Sequence[records.Row], last: Mapping[str, int] = _NO_MORE) -> Measured:
@@ -84,14 +84,14 @@ def _columns(algorithms: Sequence[str], paper: Iterable[str]) -> list[str]:
 
 
 def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) -> Table:
-    """Lay out the table of one data set, "ours ± deviation (theirs)"; * is theirs at 200 epochs."""
+    """Lay out the table of one data set, "ours ± deviation (theirs)"."""
     paper = published(epochs)
     names = _columns(algorithms, [name for cell, name in paper if cell in results])
     headings = ("", *(_THEIRS.get(name) or label(name) for name in names), "seconds")
     body = []
     for cell, own in results.items():
         seconds = "-" if own.seconds is None else f"{own.seconds:.0f}"
-        cells = [_cell(own.accuracies.get(n, ()), paper.get((cell, n)), epochs) for n in names]
+        cells = [_cell(own.accuracies.get(n, ()), paper.get((cell, n))) for n in names]
         body.append([cell.label, *cells, seconds])
     return Table(title, headings, body)
 
@@ -102,7 +102,8 @@ def footnote(
     """Say what the tables hold; `choose` is how ours were, as in `config.Merging`."""
     shown = {heading for table in tables for heading in table.headings}
     theirs = [own for name, own in _THEIRS.items() if name not in algorithms and own in shown]
-    only = f"Columns of {' and '.join(theirs)} are the paper's only. " if theirs else ""
+    verb = "is" if len(theirs) == 1 else "are"
+    only = f"{' and '.join(theirs)} {verb} the paper's only. " if theirs else ""
     if any(name.rpartition("+")[2] in _EXCHANGES for name in algorithms):
         only += "What follows a + came after the merge, by exchanges without training. "
     ours = {
@@ -111,11 +112,15 @@ def footnote(
         "test": "so are ours of DENSE and OTFusion",
     }[choose]
     several = f"mean ± standard deviation over up to {num_seeds} seeds, each with its own split"
+    brackets = (
+        f"in brackets the paper's mean of 3 seeds after {epochs} epochs, where it has one (its "
+        "spreads are in table.csv)"
+        if published(epochs)
+        else f"the paper has no numbers after {epochs} epochs"
+    )
     return (
-        f"Test accuracy in %, {'one seed' if num_seeds == 1 else several}; in brackets the paper's "
-        f"mean of 3 seeds, marked * where it has none after {epochs} epochs and this is the one "
-        f"after {_MOST_EPOCHS}. {only}The paper's FedLPA and DENSE are the best on the test data "
-        f"of several candidates, {ours}. "
+        f"Test accuracy in %, {'one seed' if num_seeds == 1 else several}; {brackets}. {only}The "
+        f"paper's FedLPA and DENSE are the best on the test data of several candidates, {ours}. "
         "Seconds are of all algorithms of one seed together, the median over seeds; the first cell "
         "of a process includes compilation."
     )
@@ -146,11 +151,9 @@ def as_csv(results: Results, algorithms: Sequence[str], epochs: int) -> str:
             deviation = round(statistics.stdev(values), 2) if len(values) > 1 else None
             theirs = paper.get((cell, name), (None, None))
             lines.append((*cell, name, epochs, mean, deviation, len(values), *theirs))
-    more = ("algorithm", "epochs", "mean", "std", "runs", "paper", "paper_epochs")
+    more = ("algorithm", "epochs", "mean", "std", "runs", "paper", "paper_spread")
     return csv_text((*grids.Cell._fields, *more), lines)
 
 
-def _cell(values: Sequence[float], theirs: Published | None, epochs: int) -> str:
-    if theirs is None:
-        return spread(values)
-    return f"{spread(values)} ({theirs.accuracy:.1f}{'' if theirs.epochs == epochs else '*'})"
+def _cell(values: Sequence[float], theirs: Published | None) -> str:
+    return spread(values) + (f" ({theirs.accuracy:.1f})" if theirs else "")
