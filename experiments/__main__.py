@@ -17,10 +17,6 @@ def commands() -> dict[str, str]:
 
     Commands are the modules of this folder, and its folders that can be run. Nothing is imported:
     JAX would take seconds to load.
-
-    Example:
-        >>> commands()["knee"].split(":")[0]
-        'Measure how many examples of a client its Fisher information needs'
     """
     found = {}
     for path in sorted(importlib.resources.files("experiments").iterdir(), key=lambda x: x.name):
