@@ -90,6 +90,19 @@ def test_the_table_over_splits_holds_the_means_of_its_records():
                 assert not own
 
 
+def test_the_shares_of_the_toy_are_those_of_its_records():
+    text = (ROOT / "docs/rounds.md").read_text()
+    rows = re.findall(
+        r"^\| (FedFish, mini.*?results/(\w+)/.*|Fisher merging) ((?:\| \d+ ){3})\|$", text, re.M
+    )
+    assert len(rows) == 3
+    for name, folder, shares in rows:
+        record = ROOT / "experiments/results" / (folder or "function_space") / "summary.md"
+        label = "FedFish" if folder else name
+        found = re.findall(rf"^\| \w+ \| {label} \|.*\| (\d+) \| \S+ \|$", record.read_text(), re.M)
+        assert found == re.findall(r"\d+", shares), name
+
+
 WRONG = [
     r"no validation or test data choose",
     r"never chosen on test data",
