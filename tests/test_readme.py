@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import fisherjax as fj
+from experiments.pictures import headline
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -101,6 +102,38 @@ def test_the_shares_of_the_toy_are_those_of_its_records():
         label = "FedFish" if folder else name
         found = re.findall(rf"^\| \w+ \| {label} \|.*\| (\d+) \| \S+ \|$", record.read_text(), re.M)
         assert found == re.findall(r"\d+", shares), name
+
+
+def anchors(text):
+    """The anchors that GitHub gives the headings of a page."""
+    lines = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", lines, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_heading_that_a_link_names_exists(page):
+    for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
+        target = page.parent / name if name else page
+        assert anchor in anchors(target.read_text()), f"{target}#{anchor}"
+
+
+def test_the_readmes_figure_shows_few_bars_and_its_words_have_their_numbers(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(headline.accuracies, "figure", lambda *given: drawn.append(given))
+    headline.main(ROOT / headline.RECORD)
+    ((found, title, path, names),) = drawn
+    assert path.exists()
+    assert len(found) < 10
+    assert set(names) == {line.algorithm for line in found}
+    assert len(title) < 60
+    (words,) = re.findall(
+        r"!\[(test accuracy[^]]*)\]\(experiments/results/mnist_lenet/headline", README
+    )
+    means = [f"{line.mean:.1f}" for line in found]
+    said = re.findall(r"(\d+\.\d) %", words)
+    assert len(said) == 5
+    assert set(said) <= set(means)
 
 
 WRONG = [
