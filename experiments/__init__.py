@@ -1,1 +1,4 @@
-"""Commands that run the library on real data and write tables, figures and CSV files."""
+"""Commands that run the library on real data and write tables, figures and CSV files.
+
+`python -m experiments` lists them.
+"""

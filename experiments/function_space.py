@@ -1,11 +1,11 @@
-"""Draw what FedFish is for: merge two networks that learned pieces of one curve.
+"""Draw two networks that learned pieces of one curve, and what merging makes of them.
 
     python -m experiments.function_space --out runs/function_space
 
 Two clients learn y = sin(2 pi x) on inputs that overlap fully, partly or not at all, and are merged
-in one round by FedAvg, by the Fisher-weighted mean of FedFish, and by FedFisher. The client-server
-barrier is how much larger the merged model's mean squared error on a client's own points is than
-that of the client's own model, mean over the clients.
+in one round by FedAvg, by Fisher merging, by FedFish, and by FedFisher. The client-server barrier
+is how much larger the merged model's mean squared error on a client's own points is than that of
+the client's own model, mean over the clients.
 
 functions.png: the functions of one seed. barriers.png: the barriers of all seeds. barriers.csv:
 every error and barrier. summary.md: the table.
@@ -34,7 +34,7 @@ class Config:
     """What to compute."""
 
     others: tuple[Other, ...] = ("fedfisher_kfac", "fedfisher_full")
-    """Besides FedAvg and FedFish; the full Fisher's memory grows with the fourth power of width."""
+    """Besides the others; the full Fisher's memory grows with the fourth power of width."""
     num_seeds: int = 20
     """How many seeds, 0, 1, ..., of data and initial models."""
     drawn_seed: int = 0
@@ -62,8 +62,10 @@ clients' own models, median. For scale, the function that is zero everywhere has
 y = sin(2πx) + {setting.noise:g} N(0, 1), {setting.num_points} points a client. Inputs of the two \
 clients, {spans}. MLP 1-{setting.width}-{setting.width}-1 with tanh, {setting.steps} full-batch \
 steps of {setting.optimizer}, learning rate {setting.learning_rate:g}, on both clients from one \
-initial model ({setting.start.replace("_", " ")}). FedFish: the mean weighted by the diagonal \
-Fisher of the squared loss, in one round.
+initial model ({setting.start.replace("_", " ")}). Fisher merging: the mean weighted by the \
+diagonal Fisher, mean (df/dw)^2 over a client's points. FedFish: the mean weighted by squared \
+gradients of the mean loss of minibatches of {min(setting.fedfish_batch, setting.num_points)} \
+points, at the final weights.
 
 ![functions of seed {config.drawn_seed}](functions.png)
 
@@ -84,9 +86,9 @@ def main(arguments: Sequence[str], console: Console) -> None:
         with console.status("training"):
             runs = toy_regression.train(setting, range(config.num_seeds))
         merged = {}
-        for name in ("fedavg", "fedfish", *config.others):
+        for name in ("fedavg", "fisher_merge", "fedfish", *config.others):
             with console.status(figures.label(name)):
-                method = toy_regression.algorithm(name, setting.width)
+                method = toy_regression.algorithm(name, setting)
                 merged[name] = toy_regression.merge(method, runs)
         errors = barriers.measure(setting.width, runs, merged)
         records.write_text(out / "barriers.csv", barriers.csv(runs, errors))
@@ -102,7 +104,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
 def _check(config: Config) -> None:
     setting, last = config.setting, config.num_seeds - 1
     commands.check(config, "num_seeds", "1 or more", lambda x: x >= 1)
-    for option in ("num_points", "width", "steps"):
+    for option in ("num_points", "width", "steps", "fedfish_batch"):
         commands.check(setting, option, "1 or more", lambda x: x >= 1)
     seeds = f"one of the --num-seeds {config.num_seeds} seeds, 0 to {last}"
     commands.check(config, "drawn_seed", seeds, lambda x: 0 <= x <= last)

@@ -6,7 +6,8 @@
 Table 1 (cifar10): 20 clients with 8 of the 10 classes each, or with Dirichlet shares of them.
 Table 2 (digits): five clients with digits of five looks; and table 3, FedAvg with more local
 epochs. Everybody is judged on test data like its own training data, and clients count the same.
-Temperatures of the weighted methods are chosen on training data held aside, before any test.
+Temperatures of the weighted methods are chosen for all runs on training data held aside, of the
+first split with the first seed, before any test.
 
 results.csv: the mean over clients in the course of the rounds, and each client's at the end;
 weights.csv: how weighted methods mix clients; personalized.png, temperatures.png, weights.png,

@@ -123,7 +123,7 @@ for axes, names in zip(panels, (list(found)[:3], list(found)[3:]), strict=True):
     axes.set_yscale("log")
 panels[0].set_title("wider: the network is more nearly linear")
 panels[1].set_title("longer: clients fit, and the networks part")
-panels[1].legend()
+figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
 plt.show()
 
 # %% [markdown]

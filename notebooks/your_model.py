@@ -22,7 +22,7 @@
 #
 # Here it is computed for a stock equinox network and for a small vision transformer in flax, on
 # 8 × 8 images of digits, without any clients; and then two transformers that were trained apart
-# and written to two files become one. It runs in less than a minute on two CPU cores.
+# and written to two files become one. It runs in one to two minutes on two CPU cores.
 
 # %%
 import sys

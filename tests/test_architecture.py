@@ -2,7 +2,7 @@
 
 A module imports only modules above it: `ORDER` is the architecture. A folder is one line of it.
 `FISHER` is the order inside the only folder whose files build on one another; the files of other
-folders share one file of it (`base`, `checks`) and know nothing of each other.
+folders import only those of them that `SHARED` has, in that order, and know nothing of each other.
 """
 
 import ast

@@ -7,10 +7,13 @@ imports only modules above it. `ORDER` is what the harness's own docstring says.
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from experiments import __main__ as listing
 from experiments import harness
 
 ROOT = Path(__file__).resolve().parents[1] / "experiments"
@@ -33,7 +36,7 @@ FILES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in ROO
 HARNESS = [name for name in FILES if name.startswith("harness/") and not name.endswith("__init__")]
 PICTURES = [name for name in FILES if name.startswith("pictures/")]
 BENCHMARK = [name for name in FILES if name.startswith("benchmark/")]
-COMMANDS = [name for name in FILES if "/" not in name and name != "__init__"]
+COMMANDS = [name for name in FILES if "/" not in name and not name.startswith("__")]
 MAINS = [*COMMANDS, "benchmark/__main__"]
 
 
@@ -88,6 +91,64 @@ def test_pictures_and_the_benchmark_import_the_harness_and_themselves(name):
 @pytest.mark.parametrize("name", MAINS)
 def test_a_command_is_short(name):
     assert len(FILES[name].read_text().splitlines()) <= MOST_LINES
+
+
+# The list of commands
+
+
+def test_the_list_has_every_command_with_the_first_line_of_its_docstring(capsys):
+    assert listing.main([]) == 0
+    shown = [re.fullmatch(r"  (\w+) +(\S.*)", x) for x in capsys.readouterr().out.splitlines()[2:]]
+    expected = {
+        name.removesuffix("/__main__"): module_of(name).__doc__.splitlines()[0] for name in MAINS
+    }
+    assert {match[1]: match[2] for match in shown} == expected
+    assert [match[1] for match in shown] == sorted(expected)
+
+
+def test_each_line_of_the_list_is_a_sentence_that_begins_with_a_verb_of_the_field():
+    verbs = "Attack|Compare|Draw|List|Measure|Merge|Run|Train"
+    for name, told in listing.commands().items():
+        assert re.fullmatch(rf"({verbs}) .*\.", told), f"{name}: {told}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [("one_sot", "one_shot"), ("fedlpa_picture", "fedlpa_pictures"), ("secured", "secure")],
+)
+def test_a_command_that_does_not_exist_is_refused_with_the_three_nearest(asked, nearest, capsys):
+    assert listing.main([asked]) == 2
+    told = capsys.readouterr()
+    assert not told.out
+    names = re.search(r"the nearest are (\w+), (\w+), (\w+);", told.err).groups()
+    assert names[0] == nearest
+    assert set(names) < set(listing.commands())
+    assert len(set(names)) == 3
+
+
+def test_the_name_of_a_command_alone_is_answered_with_how_to_run_it(capsys):
+    for name in listing.commands():
+        assert listing.main([name]) == 2
+        assert f"python -m experiments.{name}\n" in capsys.readouterr().err
+
+
+def test_python_itself_runs_the_list_and_refuses_a_module_that_does_not_exist():
+    def run(*words):
+        return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+
+    shown = run("experiments")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "one_shot" in shown.stdout
+    assert run("experiments", "nothing").returncode == 2
+    missing = run("experiments.nothing")
+    assert missing.returncode == 1
+    assert "No module named experiments.nothing" in missing.stderr
+
+
+def test_the_page_on_commands_names_every_command():
+    page = (ROOT.parent / "docs/commands.md").read_text()
+    rows = re.findall(r"^\| `python -m experiments\.(\w+)` \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted(listing.commands())
 
 
 # Help

@@ -2,10 +2,15 @@
 
 import csv
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
+
+import fisherjax as fj
+from experiments.pictures import headline
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -42,6 +47,167 @@ def test_each_table_is_the_one_of_its_experiment():
     for folder, table in tables:
         found = [page.read_text() for page in (ROOT / folder).glob("*.md")]
         assert any(table in text for text in found), folder
+
+
+def numbers(text):
+    """Every decimal number of a text, with its digits after the point."""
+    found = re.findall(r"(?<![\w.])[+-]?\d+(?:\.(\d+))?(?![\w.]*[a-z])", text)
+    whole = re.findall(r"(?<![\w.])[+-]?\d+(?:\.\d+)?(?![\w.]*[a-z])", text)
+    return [(float(x), len(digits)) for x, digits in zip(whole, found, strict=True) if digits]
+
+
+def test_each_number_of_a_table_that_names_its_records_is_in_them():
+    text = "\n\n".join(page.read_text() for page in PAGES) + "\n\n"
+    tables = re.findall(r"<!-- numbers: (.*?) -->\n\n(.*?)\n\n", text, re.DOTALL)
+    assert len(tables) >= 10
+    for folders, table in tables:
+        pages = [page for name in folders.split() for page in sorted((ROOT / name).glob("*.md"))]
+        assert len(pages) >= len(folders.split()), folders
+        known = [value for page in pages for value, _ in numbers(page.read_text())]
+        for value, digits in numbers(table):
+            error = min(abs(value - other) for other in known)
+            assert error <= 0.5001 * 10.0**-digits, f"{value} is not in {folders}"
+
+
+def test_the_table_over_splits_holds_the_means_of_its_records():
+    runs = defaultdict(list)
+    for name in ("mnist_lenet", "mnist_confirmation", "mnist_fresh"):
+        with open(ROOT / "experiments/results" / name / "results.csv", newline="") as file:
+            for row in csv.DictReader(file):
+                if row["metric"] == "accuracy":
+                    runs[row["algorithm"], row["partition_seed"]].append(float(row["value"]))
+    text = (ROOT / "docs/accuracy.md").read_text()
+    _, rest = text.split("| partition seed |", 1)
+    first, _, seeds, *rows = [
+        line.strip("| ").split(" | ") for line in rest.split("\n\n")[0].split("\n")
+    ]
+    for name, *means in rows:
+        for split, number, mean in zip(first, seeds[1:], means, strict=True):
+            own = runs.get((name, split), [])
+            if mean != "-":
+                assert len(own) == int(number)
+                assert abs(100 * sum(own) / len(own) - float(mean)) < 0.0501, (name, split)
+            else:
+                assert not own
+
+
+def test_the_shares_of_the_toy_are_those_of_its_records():
+    text = (ROOT / "docs/rounds.md").read_text()
+    rows = re.findall(
+        r"^\| (FedFish, mini.*?results/(\w+)/.*|Fisher merging) ((?:\| \d+ ){3})\|$", text, re.M
+    )
+    assert len(rows) == 3
+    for name, folder, shares in rows:
+        record = ROOT / "experiments/results" / (folder or "function_space") / "summary.md"
+        label = "FedFish" if folder else name
+        found = re.findall(rf"^\| \w+ \| {label} \|.*\| (\d+) \| \S+ \|$", record.read_text(), re.M)
+        assert found == re.findall(r"\d+", shares), name
+
+
+def anchors(text):
+    """The anchors that GitHub gives the headings of a page."""
+    lines = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", lines, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_heading_that_a_link_names_exists(page):
+    for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
+        target = page.parent / name if name else page
+        assert anchor in anchors(target.read_text()), f"{target}#{anchor}"
+
+
+def test_the_readmes_figure_shows_few_bars_and_its_words_have_their_numbers(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(headline.accuracies, "figure", lambda *given: drawn.append(given))
+    headline.main(ROOT / headline.RECORD)
+    ((found, title, path, names),) = drawn
+    assert path.exists()
+    assert len(found) < 10
+    assert set(names) == {line.algorithm for line in found}
+    assert len(title) < 60
+    (words,) = re.findall(
+        r"!\[(test accuracy[^]]*)\]\(experiments/results/mnist_lenet/headline", README
+    )
+    means = [f"{line.mean:.1f}" for line in found]
+    said = re.findall(r"(\d+\.\d) %", words)
+    assert len(said) == 5
+    assert set(said) <= set(means)
+
+
+WRONG = [
+    r"no validation or test data choose",
+    r"never chosen on test data",
+    r"nothing is chosen on test data",
+    r"no (other )?paper (has|does|sends)",
+    r"on a gpu( or tpu)? nothing",
+    r"adds up as it is \(twice",
+    r"less than a minute on two cpu",
+    r"every personal method beats",
+    r"both stand in the table",
+]
+"""What was said and is not so, or is not known."""
+
+
+def test_nothing_repeats_a_claim_that_was_found_wrong():
+    sources = [*PAGES, *(ROOT / "notebooks").glob("*.py")]
+    for folder in ("fisherjax", "experiments"):
+        sources += [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]
+    for source in sources:
+        text = " ".join(re.sub(r"[#*\\\"]", " ", source.read_text()).split()).lower()
+        for claim in WRONG:
+            assert not re.search(claim, text), f"{source}: {claim}"
+
+
+@pytest.mark.parametrize("name", ["accuracy", "comparators", "compression", "personal", "rounds"])
+def test_a_page_with_accuracies_of_cifar10_says_that_its_images_were_jpegs(name):
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    assert "CIFAR-10" in text
+    assert re.search(r"passed\s+through JPEG", text)
+
+
+@pytest.mark.long
+def test_masked_sums_of_the_diagonal_are_three_times_those_of_fedavg():
+    model = fj.Model(lambda w, x: x @ w["w"], fj.likelihoods.categorical)
+    federation = fj.clients.federation((jnp.eye(4), jnp.arange(4) % 2), [[0, 1], [2, 3]])
+    start = {"w": jnp.zeros((4, 2))}
+    lengths = []
+    for method in (
+        fj.algorithms.fedavg(),
+        fj.algorithms.fedfisher(model, fisher=fj.fisher.diagonal),
+    ):
+        sent = fj.merging.summarize(method, [start, start], federation, key=jax.random.key(0))
+        own, *_ = fj.secure_aggregation.contributions(method, start, sent)
+        lengths.append(sum(leaf.size for leaf in jax.tree.leaves(own)))
+    size = start["w"].size
+    assert lengths == [size + 1, 3 * size + 1]
+    lenet = 44_190
+    said = " ".join((ROOT / "docs/secure.md").read_text().split())
+    assert f"{3 * lenet + 1:,} masked numbers for LeNet where FedAvg has {lenet + 1:,}" in said
+
+
+def test_the_page_on_models_lists_every_field_of_an_algorithm():
+    _, rest = (ROOT / "docs/models.md").read_text().split("| field |", 1)
+    fields = [line.split("|")[1] for line in rest.split("\n\n")[0].splitlines()[2:]]
+    names = [name for cell in fields for name in re.findall(r"`(\w+)", cell)]
+    assert sorted(names) == sorted(fj.algorithms.Algorithm._fields)
+
+
+def test_each_method_that_the_readme_names_is_a_function():
+    rows = re.findall(r"^\| (`.*?) \|", README, re.MULTILINE)
+    names = re.findall(r"`(\w+)`", " ".join(rows))
+    assert len(names) > 20
+    for name in names:
+        assert callable(getattr(fj.algorithms, name)), name
+
+
+def test_the_readme_installs_what_its_first_example_needs():
+    (first, *_), (example, *_) = (
+        re.findall(rf"```{kind}\n(.*?)```", README, re.DOTALL) for kind in ("", "python")
+    )
+    assert 'load("digits")' in example
+    assert "fisherjax[experiments]" in first
 
 
 NIID = {

@@ -1,7 +1,7 @@
 """What an experiment in one round shows: who owns which label, accuracies, rounds that follow."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,8 +200,11 @@ def write_labels(out: Path, label_counts: dict[int, np.ndarray]) -> None:
     records.write_text(out / _LABELS, text)
 
 
-def figure(found: Sequence[Line], heading: str, path: Path) -> None:
-    """Draw a dot for each run, and the mean of each algorithm."""
+def figure(
+    found: Sequence[Line], heading: str, path: Path, names: Mapping[str, str] | None = None
+) -> None:
+    """Draw a dot for each run, and the mean of each algorithm, by other names where given."""
+    names = {line.algorithm: label(line.algorithm) for line in found} | dict(names or {})
     # Names of exchanges that follow a merge are long.
     width = 8.4 if any("+" in line.algorithm for line in found) else 7.2
     drawn, axes = canvas(width, 0.9 + 0.42 * len(found))
@@ -217,7 +220,7 @@ def figure(found: Sequence[Line], heading: str, path: Path) -> None:
         # In a column of its own beside the axes, where no dot can lie.
         beside = {"transform": axes.get_yaxis_transform(), "va": "center", "color": INK}
         axes.text(1.02, place, f"{line.mean:.1f}", **beside)
-    axes.set_yticks(range(len(found)), [label(line.algorithm) for line in found])
+    axes.set_yticks(range(len(found)), [names[line.algorithm] for line in found])
     axes.set(xlim=(0, 100), ylim=(len(found) - 0.5, -0.5))
     axes.set_xlabel("test accuracy, %: a dot is one run, the bar their mean")
     axes.set_title(heading, fontsize="medium", loc="left")

@@ -1,1 +1,1 @@
-"""What function_space and fedlpa_pictures compute and draw."""
+"""What commands compute for their pictures, and how these are drawn; the README's figure."""

@@ -3,8 +3,9 @@
 One program trains all runs: side by side on an accelerator, in turn on a CPU, which is faster.
 
 Source: Dhawan, Mitchell, Charles, Garrett, Dziugaite, "Leveraging Function Space Aggregation for
-    Federated Learning at Scale", TMLR 2024, figure 2, which gives no numbers. FedFish's Fisher is
-    that of the squared loss, mean_n (df/dw)^2, which does not vanish where the fit is perfect.
+    Federated Learning at Scale", TMLR 2024, figure 2, which gives no numbers and draws FedFish.
+    Fisher merging is drawn beside it, weighted by mean_n (df/dw)^2: FedFish's squared gradients of
+    the loss vanish where a client fits its points, these do not.
 """
 
 import dataclasses
@@ -45,6 +46,8 @@ class Setting:
     """Optimiser of the clients."""
     learning_rate: float = 1e-3
     """Learning rate of the clients."""
+    fedfish_batch: int = 128
+    """Points of a minibatch whose mean gradient FedFish squares."""
     start: Literal["zero_biases", "uniform"] = "zero_biases"
     """Initial model: LeCun's normal kernels and no biases, or PyTorch's uniform ones and biases."""
 
@@ -85,13 +88,15 @@ def model(width: int) -> Model:
     return Model(fj.networks.apply_fn(Network(width)), fj.likelihoods.gaussian)
 
 
-def algorithm(name: str, width: int) -> fj.algorithms.Algorithm:
-    """Return a way to merge networks of a width."""
-    if name == "fedfish":
-        # In one round and with a server step of 1 it is the mean weighted by the diagonal Fisher.
+def algorithm(name: str, setting: Setting) -> fj.algorithms.Algorithm:
+    """Return a way to merge the networks of a setting."""
+    network = model(setting.width)
+    if name == "fisher_merge":
         # As good as no floor: only parameters that no client's function depends on fall back.
-        return fj.algorithms.fisher_merge(model(width), floor=1e-12)
-    return fj.algorithms.make(name, model(width))
+        return fj.algorithms.fisher_merge(network, floor=1e-12)
+    if name == "fedfish":
+        return fj.algorithms.fedfish(network, batch_size=setting.fedfish_batch)
+    return fj.algorithms.make(name, network)
 
 
 def draw(key: Key, supports: Array, num_points: int, noise: float) -> fj.clients.Federation:
@@ -129,7 +134,7 @@ def merge(method: fj.algorithms.Algorithm, runs: Runs) -> Params:
     """Merge the two clients of every run, each counting one half; leaves [R, ...]."""
 
     def one(run: Runs) -> Params:
-        # No method here draws anything.
+        # Only FedFish draws, the order of the points.
         trained, key = fj.training.Trained(run.locals), jax.random.key(0)
         updates = fj.merging.summarize(method, trained, run.federations, key=key)
         return fj.merging.merge(method, run.starts, updates)[0]

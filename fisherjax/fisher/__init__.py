@@ -1,4 +1,4 @@
-"""One client's curvature as data: a structure (diagonal, K-FAC, full) of one of three kinds."""
+"""One client's curvature as data: a structure (diagonal, K-FAC, full) of one of five kinds."""
 
 from fisherjax.fisher.diagonal import diagonal
 from fisherjax.fisher.full import full, vector_product

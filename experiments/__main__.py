@@ -1,0 +1,54 @@
+"""List the commands: what each does in one line, the first of its module's docstring.
+
+    python -m experiments
+
+A name that is no command is refused with the three nearest.
+"""
+
+import ast
+import difflib
+import importlib.resources
+import sys
+from collections.abc import Sequence
+
+
+def commands() -> dict[str, str]:
+    """Return the first line of each command's docstring, by the command's name, sorted.
+
+    Commands are the modules of this folder, and its folders that can be run. Nothing is imported:
+    JAX would take seconds to load.
+    """
+    found = {}
+    for path in sorted(importlib.resources.files("experiments").iterdir(), key=lambda x: x.name):
+        source = path / "__main__.py" if path.is_dir() else path
+        if source.is_file() and source.name.endswith(".py") and not path.name.startswith("_"):
+            told = ast.get_docstring(ast.parse(source.read_text()))
+            found[path.name.removesuffix(".py")] = told.splitlines()[0]
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the list of commands; return 2 if anything was asked for."""
+    found = commands()
+    if arguments and arguments[0] not in ("-h", "--help"):
+        print(_refusal(arguments[0], list(found)), file=sys.stderr)
+        return 2
+    print("python -m experiments.NAME runs a command; with --help it prints the options.\n")
+    width = max(map(len, found))
+    for name, told in found.items():
+        print(f"  {name:{width}}  {told}")
+    return 0
+
+
+def _refusal(name: str, names: Sequence[str]) -> str:
+    if name in names:
+        return f"error: to run {name}: python -m experiments.{name}"
+    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
+    return (
+        f"error: no command is called {name!r}, the nearest are {', '.join(nearest)}; "
+        "python -m experiments lists all of them"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
