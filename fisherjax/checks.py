@@ -46,8 +46,9 @@ def number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> 
         is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating))
     if not is_real:
         raise TypeError(f"{name} is {value!r}; expected {expected}.")
-    # Negated, because NaN compares false. Python's integers go beyond every floating number.
-    if not low <= value < below or value > sys.float_info.max:
+    # Python's integers go beyond every floating-point number.
+    is_huge = isinstance(value, numbers.Rational) and value > sys.float_info.max
+    if is_huge or not low <= value < below:  # negated, because NaN compares false
         raise ValueError(f"{name} is {value}; expected {expected}.")
 
 
