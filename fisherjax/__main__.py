@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jaxlib
 
-from fisherjax import devices, files
+from fisherjax import checks, devices, files
+from fisherjax.files import claims
 from fisherjax.self_check import IDENTITIES
 
 
@@ -53,9 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--weights", type=float, nargs="+", help="default: numbers of examples")
     merge.add_argument("--start", help="what clients started from, arrays by leaf name")
     merge.add_argument("--on-nonfinite", choices=("raise", "drop"), default="raise")
+    limit = {"type": _option, "action": "append", "default": [], "dest": "limits"}
+    known = ", ".join(f"{name}={value}" for name, value in files.Limits()._asdict().items())
+    about = f"how large an upload may be, by default {known}; may be repeated"
+    merge.add_argument("--limit", **limit, metavar="NAME=VALUE", help=about)
     inspect = commands.add_parser("inspect", help="check a file and print what is in it")
     inspect.set_defaults(command=_inspect)
     inspect.add_argument("file")
+    inspect.add_argument("--limit", **limit, metavar="NAME=VALUE", help=about)
     check = commands.add_parser("check", help="check that this machine computes right")
     check.set_defaults(command=_check)
     about = "with every core of a CPU a device, as devices.one_per_core makes them"
@@ -74,9 +80,17 @@ def _option(text: str) -> tuple[str, Any]:
         ) from error
 
 
+def _limits(given: list[tuple[str, Any]]) -> files.Limits:
+    for name, value in given:
+        checks.one_of("limit", name, files.Limits._fields)
+        checks.count(f"limit {name}", value)
+    return files.Limits(**dict(given))
+
+
 def _merge(
     out: str, uploads: list[str], damping: float | None, options: list[tuple[str, Any]], **how: Any
 ) -> None:
+    how["limits"] = _limits(how["limits"])
     given = dict(options) | ({} if damping is None else {"damping": damping})
     progress = _progress if sys.stderr.isatty() else None
     merged = files.merge_files(out, uploads, progress=progress, **how, **given)
@@ -92,8 +106,10 @@ def _merge(
     print(f"\n{merged.algorithm} of {len(merged.records)} clients is in {out}")
 
 
-def _inspect(file: str) -> None:
-    found = files.unseal(file)
+def _inspect(file: str, limits: list[tuple[str, Any]]) -> None:
+    found = files.unseal(file, _limits(limits))
+    if found.about.get("what") == "upload":
+        claims.check(found, _limits(limits))
     about = {name: x for name, x in found.about.items() if name != "values"}
     clients = about.pop("clients", {})
     about |= {"bytes": found.nbytes, "sha256": found.digest}

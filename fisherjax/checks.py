@@ -7,6 +7,7 @@ pass. Names of arguments come first, so that the messages read alike.
 import difflib
 import math
 import numbers
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,10 +39,16 @@ def number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> 
     expected = f"{low:g} <= {name} < {below:g}"
     if below == math.inf:
         expected = "a finite number, " + ("zero or more" if low == 0 else f"at least {low:g}")
-    # An array of shape () is one number too, as JAX returns them.
-    if not isinstance(value, (numbers.Real, np.ndarray, jax.Array)) or jnp.shape(value):
+    # An array of shape () is one number too, as JAX returns them; True is one to Python only.
+    is_array = isinstance(value, (np.ndarray, jax.Array)) and not jnp.shape(value)
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_array:
+        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating))
+    if not is_real:
         raise TypeError(f"{name} is {value!r}; expected {expected}.")
-    if not low <= value < below:  # negated, because NaN compares false
+    # Python's integers go beyond every floating-point number.
+    is_huge = isinstance(value, numbers.Rational) and value > sys.float_info.max
+    if is_huge or not low <= value < below:  # negated, because NaN compares false
         raise ValueError(f"{name} is {value}; expected {expected}.")
 
 

@@ -64,7 +64,8 @@ FISHER = [
 ]
 # What the other files of a folder may import, and these in this order.
 SHARED = [
-    *("base", "checks", "heads", "rescaling", "private", "arrays", "values", "uploads", "packed"),
+    *("base", "checks", "heads", "rescaling", "private", "arrays", "values"),
+    *("claims", "uploads", "packed"),
     "parts",
     *("fixed_point", "shares", "keys", "messages", "protocol", "quantized", "matrices", "stream"),
     *("reads", "summaries", "merges", "repair", "two_layer", "signal_noise", "destroyed"),

@@ -1,14 +1,18 @@
 """Nobody moves private sums by more than the clip, and what the noise costs is what is said."""
 
+import itertools
 import math
 import re
 import sys
+import time
+import tracemalloc
 from functools import partial
 from types import SimpleNamespace
 
 import chex
 import jax
 import jax.numpy as jnp
+import mpmath
 import numpy as np
 import optax
 import pytest
@@ -363,22 +367,44 @@ def test_a_round_is_private_and_its_second_does_not_compile_again(world, compila
 # What it costs
 
 
-def analytic(sigma, delta):
-    """Balle and Wang, Improving the Gaussian mechanism, ICML 2018, theorem 8, by bisection."""
-    normal = scipy.stats.norm.cdf
+def exact(moved, delta):
+    """Invert Balle and Wang's theorem 8 as it stands there, in numbers of hundreds of digits."""
+    with mpmath.workdps(60 + max(0, int(2.2 * math.log10(moved)))):
+        moved, delta, low = mpmath.mpf(moved), mpmath.mpf(delta), mpmath.mpf(0)
 
-    def excess(eps):
-        tail = normal(-0.5 / sigma - eps * sigma) * math.exp(eps)
-        return normal(0.5 / sigma - eps * sigma) - tail - delta
+        def is_enough(eps):
+            tail = mpmath.exp(eps) * mpmath.ncdf(-moved / 2 - eps / moved)
+            return mpmath.ncdf(moved / 2 - eps / moved) - tail <= delta
 
-    return scipy.optimize.brentq(excess, 0, 500)
+        if is_enough(low):
+            return 0.0
+        high = moved * (moved / 2 + 40)
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (low, middle) if is_enough(middle) else (middle, high)
+        return float(high)
 
 
-@pytest.mark.parametrize(("sigma", "rounds"), [(0.4, 1), (1.0, 1), (5.0, 1), (3.0, 7)])
-def test_epsilon_is_that_of_the_analytic_gaussian_mechanism(sigma, rounds):
+NOISE = [1e-6, 0.005, 0.02, 0.05, 0.4, 1.0, 5.0, 500.0, 1e6]
+
+
+@pytest.mark.parametrize("sigma", NOISE)
+def test_epsilon_is_that_of_the_analytic_gaussian_mechanism(sigma):
     """The rounds of a Gaussian mechanism are one with the noise divided by their root."""
-    found = privacy.epsilon(sigma, delta=1e-5, rounds=rounds)
-    assert found == pytest.approx(analytic(sigma / math.sqrt(rounds), 1e-5), rel=1e-3, abs=1e-4)
+    for delta, rounds in itertools.product((1e-15, 1e-5, 0.5), (1, 7, 10**6)):
+        found = privacy.epsilon(sigma, delta=delta, rounds=rounds)
+        expected = exact(math.sqrt(rounds) / sigma, delta)
+        assert found == pytest.approx(expected, rel=1e-12, abs=0), (delta, rounds)
+
+
+@pytest.mark.parametrize(("sigma", "rounds"), [(1e-6, 1), (0.005, 1), (1.0, 10**9), (1e-300, 1)])
+def test_epsilon_of_extreme_noise_takes_no_time_and_no_memory(sigma, rounds):
+    tracemalloc.start()
+    before = time.process_time()
+    assert privacy.epsilon(sigma, delta=1e-5, rounds=rounds) > 1e4
+    assert time.process_time() - before < 1
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()
 
 
 def ledger_of(rounds, **multipliers):
@@ -403,9 +429,31 @@ def test_cohorts_drawn_in_secret_cost_less_and_whole_ones_a_replaced_client():
     cost = partial(privacy.epsilon, 2.0, delta=1e-5, rounds=20)
     few, whole = cost(cohort=(10, 1000)), cost(cohort=(1000, 1000))
     assert few < whole / 10
-    # Without sampling, replacing a client doubles the sensitivity; Rényi's bound is looser.
-    doubled = privacy.epsilon(1.0, delta=1e-5, rounds=20)
-    assert doubled <= whole <= 1.1 * doubled
+    # Without sampling, replacing a client doubles the sensitivity.
+    assert whole == privacy.epsilon(1.0, delta=1e-5, rounds=20)
+
+
+def least(sigma, share, delta):
+    """Bound the epsilon of one secret cohort from below: everybody else has zeros, in one round."""
+    z = np.linspace(-1 - 12 * sigma, 1 + 12 * sigma, 200_001)
+    normal = partial(scipy.stats.norm.pdf, z, scale=sigma)
+    one, other = (share * normal(m) + (1 - share) * normal(0) for m in (1, -1))
+
+    def excess(eps):
+        return scipy.integrate.trapezoid(np.maximum(one - math.exp(eps) * other, 0), z) - delta
+
+    return scipy.optimize.brentq(excess, 0, 300) if excess(0) > 0 else 0.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sigma", [0.1, 2.0, 30.0, 1e3, 1e6, 1e9])
+def test_the_bound_of_cohorts_lies_between_the_least_and_what_it_costs_without_sampling(sigma):
+    for cohort, delta in (((1, 1000), 1e-8), ((10, 1000), 1e-5), ((1, 2), 1e-12)):
+        found = privacy.epsilon(sigma, delta=delta, cohort=cohort)
+        whole = privacy.epsilon(sigma / 2, delta=delta)
+        assert least(sigma, cohort[0] / cohort[1], delta) <= found <= whole
+    # Noise that hides one round does not hide as many as undo it: a divergence that vanishes would.
+    assert privacy.epsilon(sigma, delta=1e-5, rounds=int(sigma**2) + 1, cohort=(1, 2)) > 0.1
 
 
 # Gradients
@@ -557,6 +605,24 @@ def test_a_leaf_that_is_called_weight_is_clipped_too():
         ({"spent": (-1.0,)}, ValueError, "noise_multiplier is -1.0"),
         ({"spent": ()}, ValueError, "Nothing was spent"),
         ({"cohort": (20, 10)}, ValueError, "cohort is \\(20, 10\\)"),
+        ({"cohort": (2.5, 5)}, ValueError, "cohort is \\(2.5, 5\\); expected .* integers"),
+        ({"cohort": (True, 5)}, ValueError, "cohort is"),
+        ({"cohort": (0, 5)}, ValueError, "cohort is"),
+        ({"cohort": 5}, ValueError, "cohort is 5"),
+        ({"cohort": (1, 2, 3)}, ValueError, "cohort is"),
+        ({"delta": math.nan}, ValueError, "delta is nan"),
+        ({"delta": True}, TypeError, "delta is True"),
+        ({"rounds": 1e9}, ValueError, "rounds is 1000000000.0; expected an integer"),
+        ({"rounds": 10**400}, ValueError, "rounds is 1000"),
+        ({"spent": (True,)}, TypeError, "noise_multiplier is True"),
+        ({"spent": (math.nan,)}, ValueError, "noise_multiplier is nan"),
+        ({"spent": (math.inf,)}, ValueError, "noise_multiplier is inf"),
+        ({"spent": (jnp.ones(2),)}, TypeError, "noise_multiplier is"),
+        ({"spent": ("1",)}, TypeError, "noise_multiplier is '1'"),
+        ({"spent": (ledger_of(1),)}, ValueError, "no groups of sums"),
+        ({"spent": (ledger_of(1, a=-1.0),)}, ValueError, "noise_multiplier of 'a' is -1"),
+        ({"spent": (ledger_of(-1, a=1.0),)}, ValueError, "rounds of a ledger is -1"),
+        ({"spent": (ledger_of([1, 2], a=1.0),)}, TypeError, "rounds of a ledger is"),
     ],
 )
 def test_costs_that_make_no_sense_are_refused(options, error, said):
@@ -566,9 +632,16 @@ def test_costs_that_make_no_sense_are_refused(options, error, said):
 
 
 def test_epsilon_says_what_to_install(monkeypatch):
+    """Of cohorts; without them nothing has to be installed."""
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    assert privacy.epsilon(1.0, delta=1e-5) > 0
     with pytest.raises(ImportError, match=r"pip install 'fisherjax\[privacy\]'"):
-        privacy.epsilon(1.0, delta=1e-5)
+        privacy.epsilon(1.0, delta=1e-5, cohort=(1, 2))
+
+
+def test_epsilon_of_what_is_traced_is_refused():
+    with pytest.raises(TypeError, match="call it outside"):
+        jax.jit(lambda sigma: privacy.epsilon(sigma, delta=1e-5))(1.0)
 
 
 def test_gradients_that_cannot_be_private_are_refused(world):

@@ -1,5 +1,6 @@
 """Sums under masks: exact, whatever the order and whoever drops out; nothing but the sum shows."""
 
+import math
 import subprocess
 import sys
 from functools import partial
@@ -18,6 +19,7 @@ from fisherjax import algorithms, merging, secure_aggregation
 from fisherjax.secure_aggregation import (
     fixed_point,
     keys,
+    messages,
     protocol,
     secure_merge,
     secure_sum,
@@ -200,10 +202,11 @@ class Views:
         setting = protocol.setting(number, threshold, len(given[0]), 32, session)
         states, sent = pairs(protocol.advertise(setting, u, source) for u in range(number))
         self.setting, self.roster = setting, protocol.roster(setting, sent)
-        self.states, sent = pairs(
+        self.advertised = states
+        self.states, self.sealed = pairs(
             protocol.share(setting, own, self.roster, source) for own in states
         )
-        boxes = protocol.delivered(setting, sent)
+        boxes = protocol.delivered(setting, self.sealed)
         states, self.masked = pairs(
             protocol.mask(setting, own, boxes[own.place], given[own.place]) for own in self.states
         )
@@ -360,7 +363,7 @@ def test_a_duplicated_client_is_named(played):
         ),
         (
             lambda p: protocol.mask(p.setting, p.states[0], {1: b"", 7: b""}, p.masked[0].values),
-            r"clients \[7\], who advertised no keys",
+            "got a box of client 7; expected an integer of 0 to 2",
         ),
         (
             lambda p: protocol.mask(p.setting, p.after[0], {1: b""}, p.masked[0].values),
@@ -372,7 +375,7 @@ def test_a_duplicated_client_is_named(played):
         ),
         (
             lambda p: protocol.unmask(p.setting, p.after[0]._replace(answered=False), (0, 9)),
-            r"Clients \[0, 9\] are said",
+            "was told of client 9; expected an integer of 0 to 2",
         ),
         (lambda p: protocol.survivors(p.setting, p.masked[:1]), "1 clients are left"),
         (
@@ -400,6 +403,221 @@ def test_a_duplicated_client_is_named(played):
 def test_what_does_not_belong_to_the_protocol_is_refused(played, act, said):
     with pytest.raises((ValueError, TypeError), match=said):
         act(played)
+
+
+def strange(entry):
+    """Give a roster of three with one more entry, or with one that is another."""
+    return lambda p: {**p.roster, **entry(p)}
+
+
+def drawn(place, seed=9):
+    """Keys that somebody drew for a place."""
+    source = entropy(seed)
+    return keys_of(place, *(keys.pair(source)[1] for _ in range(2)))
+
+
+def keys_of(place, box, mask):
+    return messages.Keys(place, box, mask)
+
+
+def set_bit(public):
+    """Set the bit that X25519 ignores: the same key in other bytes."""
+    return public[:-1] + bytes([public[-1] | 128])
+
+
+ORDERS = [0, 1, keys._FIELD - 1, *keys._EIGHT]
+STRANGE_ROSTERS = {
+    "place -1, whose share is the secret": (strange(lambda p: {-1: drawn(-1)}), "client -1"),
+    "place 3 of three": (strange(lambda p: {3: drawn(3)}), "client 3; expected an integer"),
+    "half a place": (strange(lambda p: {1.5: drawn(1.5)}), "client 1.5; expected an integer"),
+    "True for a place": (lambda p: {0: p.roster[0], True: p.roster[1]}, "client True"),
+    "a word for a place": (strange(lambda p: {"2": drawn("2")}), "client '2'"),
+    "another's entry": (strange(lambda p: {2: drawn(1)}), "client 1 at the place of client 2"),
+    "an entry of place -1": (strange(lambda p: {2: drawn(-1)}), "keys of client -1"),
+    "other keys of one's own": (strange(lambda p: {0: drawn(0)}), "client 0 got has other keys"),
+    "another mask key of one's own": (
+        strange(lambda p: {0: p.roster[0]._replace(mask=drawn(0).mask)}),
+        "client 0 got has other keys",
+    ),
+    "no keys of one's own": (lambda p: {k: p.roster[k] for k in (1, 2)}, "has no keys of its own"),
+    "one key twice": (
+        strange(lambda p: {2: p.roster[2]._replace(mask=p.roster[1].mask)}),
+        "Clients 1 and 2 have the same key",
+    ),
+    "one's own key as another's": (
+        strange(lambda p: {2: p.roster[2]._replace(box=p.roster[0].mask)}),
+        "Clients 0 and 2 have the same key",
+    ),
+    "the unused bit": (
+        strange(lambda p: {2: p.roster[2]._replace(mask=set_bit(p.roster[1].mask))}),
+        "mask key of client 2 is not canonical",
+    ),
+    "a number beyond the field": (
+        strange(lambda p: {2: p.roster[2]._replace(box=(2**255 - 10).to_bytes(32, "little"))}),
+        "box key of client 2 is not canonical",
+    ),
+    "a short key": (strange(lambda p: {2: keys_of(2, b"x", b"y")}), "box key of client 2 is b'x'"),
+    "no key": (strange(lambda p: {2: keys_of(2, None, None)}), "box key of client 2 is None"),
+    "no entry": (strange(lambda p: {2: None}), "entry of client 2 is a NoneType"),
+} | {
+    f"low order {number % 1000}": (
+        lambda p, n=number: {
+            **p.roster,
+            2: p.roster[2]._replace(mask=n.to_bytes(32, "little")),
+        },
+        "mask key of client 2 is of low order",
+    )
+    for number in ORDERS
+}
+
+
+@pytest.mark.parametrize("case", STRANGE_ROSTERS)
+def test_a_strange_roster_is_refused_before_a_box_is_made(played, case):
+    """By a client that shares, and by the server that takes the masks off the sum."""
+    make, said = STRANGE_ROSTERS[case]
+    roster = make(played)
+    with pytest.raises((ValueError, TypeError), match=said):
+        protocol.share(played.setting, played.advertised[0], roster, entropy())
+    if "client 0 got" not in said and "its own" not in said:
+        with pytest.raises((ValueError, TypeError), match=said):
+            protocol.finish(played.setting, roster, played.masked, played.answers)
+
+
+def test_what_the_roster_refuses_is_dangerous(played):
+    """Another writing of a key is that key, and what is agreed on with a low order is known."""
+    own, other = keys.pair(entropy(1))[0], played.roster[1].mask
+    assert keys.agreed(own, set_bit(other)) == keys.agreed(own, other)
+    for number in ORDERS:
+        with pytest.raises(ValueError, match="shared key"):
+            keys.agreed(own, number.to_bytes(32, "little"))
+    # The polynomial at zero, which is where a share of place -1 would be.
+    split = shares.split(b"secret", 2, [0, 1], entropy())
+    first, second = (int.from_bytes(split[place]) for place in (0, 1))
+    assert (2 * first - second) % shares.PRIME == int.from_bytes(b"secret")
+
+
+def test_numpys_places_are_places(played):
+    """They count as Python's, whatever their width."""
+    roster = {np.uint8(k): x._replace(client=np.int64(k)) for k, x in played.roster.items()}
+    source = entropy(3), entropy(3)
+    own = played.advertised[0]
+    expected = protocol.share(played.setting, own, played.roster, source[0])
+    assert protocol.share(played.setting, own, roster, source[1]) == expected
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda p: protocol.advertise(p.setting, 1.5, entropy()), "place is 1.5"),
+        (lambda p: protocol.advertise(p.setting, True, entropy()), "place is True"),
+        (lambda p: protocol.advertise(p.setting, math.nan, entropy()), "place is nan"),
+        (
+            lambda p: protocol.share(
+                p.setting._replace(threshold=1), p.advertised[0], p.roster, entropy()
+            ),
+            "threshold is 1 with 3 clients",
+        ),
+        (
+            lambda p: protocol.unmask(p.setting._replace(threshold=0), p.after[0], [0]),
+            "threshold is 0",
+        ),
+        (
+            lambda p: protocol.roster(p.setting, [p.roster[0], p.roster[1]._replace(client=1.5)]),
+            "message of client 1.5",
+        ),
+        (lambda p: protocol.roster(p.setting, [None, None]), "'advertise' is a NoneType"),
+        (lambda p: protocol.roster(p.setting, p.masked), "'advertise' is a Masked"),
+        (
+            lambda p: protocol.delivered(
+                p.setting, [p.sealed[0], p.sealed[1]._replace(boxes={0: b"", -1: b""})]
+            ),
+            "Client 1 sent a box for client -1",
+        ),
+        (
+            lambda p: protocol.delivered(p.setting, [p.sealed[0]._replace(boxes={}), p.sealed[1]]),
+            r"Client 0 sent no box for clients \[1\]",
+        ),
+        (
+            lambda p: protocol.mask(
+                p.setting, p.states[0], {1: b"", True + 1.5: b""}, p.masked[0].values
+            ),
+            "got a box of client 2.5",
+        ),
+        (
+            lambda p: protocol.mask(p.setting, p.states[0], {0: b"", 1: b""}, p.masked[0].values),
+            r"got boxes of clients \[0, 1\]; expected bytes, of others",
+        ),
+        (
+            lambda p: protocol.mask(p.setting, p.states[0], {1: 1, 2: 2}, p.masked[0].values),
+            "expected bytes, of others",
+        ),
+        (
+            lambda p: protocol.unmask(
+                p.setting, p.after[0]._replace(answered=False), [0, 1, 2, -1]
+            ),
+            "told of client -1",
+        ),
+        (
+            lambda p: protocol.finish(
+                p.setting, p.roster, p.masked, with_keys(p.answers, {-1: bytes(shares.SIZE)})
+            ),
+            "answers tell of client -1",
+        ),
+        (
+            lambda p: protocol.finish(
+                p.setting, p.roster, p.masked, with_keys(p.answers, {1: bytes(shares.SIZE)})
+            ),
+            r"keys of clients \[1\], whose vectors arrived",
+        ),
+        (
+            lambda p: protocol.finish(
+                p.setting, {k: p.roster[k] for k in (0, 1)}, p.masked, p.answers
+            ),
+            r"Clients \[2\] are in messages without",
+        ),
+        (
+            lambda p: protocol.finish(
+                p.setting, p.roster, p.masked, [x._replace(seeds=cut(x.seeds)) for x in p.answers]
+            ),
+            "share of place 0 is no number of 66 bytes",
+        ),
+        (lambda p: shares.split(b"s", 2, [-1, 0], entropy()), "A place is -1"),
+        (lambda p: shares.split(b"s", 2, [shares.PRIME - 1, 0], entropy()), "A place is 68"),
+        (lambda p: shares.split(b"s", 2, [0.5, 0], entropy()), "A place is 0.5"),
+        (lambda p: shares.split(b"s", 2, [0, 0, 1], entropy()), "each only once"),
+        (lambda p: shares.split(b"s", 0, [0, 1], entropy()), "threshold is 0"),
+        (lambda p: shares.split(b"s", 3, [0, 1], entropy()), "threshold is 3 for 2 places"),
+        (lambda p: shares.split(bytes(65), 2, [0, 1], entropy()), "A secret has 65 bytes"),
+        (lambda p: shares.interpolation([0, 0]), "each only once"),
+        (lambda p: shares.combine({-1: bytes(shares.SIZE)}, 32), "A place is -1"),
+        (lambda p: shares.combine({0: b"\xff" * shares.SIZE, 1: bytes(66)}, 32), "place 0 is no"),
+        (
+            lambda p: shares.combine({0: bytes(66)}, 32, shares.interpolation([0, 1])),
+            r"of places \[0, 1\] for shares of \[0\]",
+        ),
+    ],
+)
+def test_a_place_that_is_none_and_a_share_that_is_none_are_refused(played, act, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        act(played)
+
+
+def with_keys(answers, more):
+    return [x._replace(keys={**x.keys, **more}) for x in answers]
+
+
+def cut(found):
+    return {place: share[1:] for place, share in found.items()}
+
+
+def test_a_box_of_other_bytes_is_refused_by_its_sender(played):
+    """One that opens and holds something else than two shares."""
+    own, (other, _) = played.after[0], played.states[1:]
+    key, header = protocol._box_key(played.setting, other, played.roster[0], 1, 0)
+    short = keys.seal(key, b"short", header, entropy())
+    own = own._replace(answered=False, boxes={**own.boxes, 1: short})
+    with pytest.raises(ValueError, match="box of client 1 for client 0 holds 5 bytes"):
+        protocol.unmask(played.setting, own, (0, 1, 2))
 
 
 @pytest.mark.long

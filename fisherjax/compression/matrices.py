@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, linalg
-from fisherjax.compression.base import Codec, Encoded, Leaves, change_matrices
+from fisherjax.compression.base import Codec, Encoded, Leaves, change_matrices, check_field
 from fisherjax.configuration import cached
 from fisherjax.fisher.operators import PRECISION
 from fisherjax.typing import Array, Params
@@ -26,6 +26,16 @@ class Triangle(Encoded):
         """Fill both triangles."""
         del leaves
         return linalg.unfolded(inner(self.entries))
+
+    def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
+        """Say how large the matrix is."""
+        found = check_field("entries of a triangle", inner(self.entries), 2)
+        rows, columns = found.shape
+        size = columns if columns < 2 * rows else columns - 1
+        # Of n odd [(n + 1) / 2, n], of n even [n / 2, n + 1].
+        if size < 1 or rows != (size + 1) // 2:
+            raise ValueError(f"A triangle came as {list(found.shape)}, which no matrix folds to")
+        return jax.ShapeDtypeStruct((size, size), found.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +54,19 @@ class Truncated(Encoded):
             inner(self.left) * inner(self.values), inner(self.right), precision=PRECISION
         )
 
+    def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
+        """Say how large the matrix is."""
+        left = check_field("left vectors", inner(self.left), 2)
+        values = check_field("singular values", inner(self.values), 1)
+        right = check_field("right vectors", inner(self.right), 2)
+        if not left.shape[1] == values.shape[0] == right.shape[0]:
+            raise ValueError(
+                f"Singular triplets have shapes {list(left.shape)}, {list(values.shape)} and "
+                f"{list(right.shape)}; expected [n, r], [r] and [r, n]"
+            )
+        dtype = jnp.result_type(left.dtype, values.dtype, right.dtype)
+        return jax.ShapeDtypeStruct((left.shape[0], right.shape[1]), dtype)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +80,11 @@ class Root(Encoded):
         del leaves
         columns = inner(self.columns)
         return jnp.matmul(columns, columns.T, precision=PRECISION)
+
+    def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
+        """Say how large the matrix is."""
+        found = check_field("columns of a root", inner(self.columns), 2)
+        return jax.ShapeDtypeStruct((found.shape[0],) * 2, found.dtype)
 
 
 @cached

@@ -1,15 +1,23 @@
 """The uniform quantiser, and differences in place of weights."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fisherjax import checks, tree
-from fisherjax.compression.base import Codec, Encoded, Leaves, change_params, is_number
+from fisherjax.compression.base import (
+    Codec,
+    Encoded,
+    Leaves,
+    change_params,
+    check_field,
+    check_shape,
+    is_number,
+)
 from fisherjax.configuration import cached
 from fisherjax.typing import Array, Params
 
@@ -38,20 +46,31 @@ class Codes(Encoded):
     def decode(self, inner: Callable[[Any], Any], leaves: Leaves) -> Array:
         """Give largest * code / levels."""
         del inner, leaves
+        self.declared(lambda x: x)
         levels = 2 ** (self.bits - 1) - 1
-        count = int(np.prod(self.shape))
-        # Missing bits would be read as zeros.
-        if self.packed.size != -(-count * self.bits // 8):
-            raise ValueError(
-                f"An array {self.shape} of {self.bits} bits came as {self.packed.size} bytes; "
-                f"expected {-(-count * self.bits // 8)}."
-            )
+        count = math.prod(self.shape)
         bits = jnp.unpackbits(self.packed, count=count * self.bits).reshape(count, self.bits)
         place = jnp.arange(self.bits - 1, -1, -1)
         codes = (bits.astype(jnp.int32) << place).sum(1) - levels
         # The quotient first: XLA would divide `largest`, and find a level too small for float32.
         values = self.largest * jax.lax.optimization_barrier(codes / levels)
         return values.astype(self.dtype).reshape(self.shape)
+
+    def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
+        """Say how large the array is, for which as many bytes came as its codes take."""
+        del inner
+        if type(self.bits) is not int or not 2 <= self.bits <= _MOST:
+            raise ValueError(f"Codes have {self.bits!s:.80} bits; expected 2 to {_MOST}")
+        found = check_shape(self.shape, self.dtype)
+        came = check_field("packed", self.packed, 1, jnp.uint8).shape[0]
+        check_field("largest", self.largest, 0)
+        # Missing bits would be read as zeros.
+        if came != (expected := -(-math.prod(self.shape) * self.bits // 8)):
+            raise ValueError(
+                f"An array {self.shape} of {self.bits} bits came as {came} bytes; expected "
+                f"{expected}."
+            )
+        return found
 
 
 @jax.tree_util.register_dataclass
@@ -71,6 +90,12 @@ class Difference(Encoded):
         """Add the start."""
         difference = inner(self.value)
         return difference + leaves[self.leaf].astype(difference.dtype)
+
+    def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
+        """Say how large the leaf is."""
+        if not isinstance(self.leaf, str):
+            raise ValueError(f"A difference is of {self.leaf!r:.80}; expected the name of a leaf")
+        return check_field(f"the difference of '{self.leaf}'", inner(self.value), None, jnp.number)
 
 
 @cached

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fisherjax.compression.base import Encoded, Leaves
+from fisherjax import checks
+from fisherjax.compression.base import Encoded, Leaves, at, check_field, check_shape
 from fisherjax.typing import Array
 
 _WIDEST = 15  # bits of a code: four bits say how many
+_MOST = -(-(2**31) // _WIDEST)  # numbers whose bits an int32 counts
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +39,25 @@ class Slot:
     widths: Array
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
+
+    def declared(self) -> jax.ShapeDtypeStruct:
+        """Say how large the array is; refuse widths that are not those of its columns."""
+        found = check_shape(self.shape, self.dtype)
+        check_field("step", self.step, 0)
+        came = check_field("widths", self.widths, 1, jnp.uint8).shape[0]
+        if not math.prod(self.shape) or came != (_column_shape(self.shape)[1] + 1) // 2:
+            raise ValueError(
+                f"An array {self.shape} in a stream has widths of {came} bytes; expected an array "
+                "with entries, and half a byte for each of its columns"
+            )
+        return found
+
+    def bits(self) -> int:
+        """Count the bits of its codes, as far as widths are known: none of a shape alone."""
+        if not isinstance(self.widths, np.ndarray | jax.Array) or checks.is_traced(self.widths):
+            return 0
+        widths = np.asarray(self.widths)
+        return _column_shape(self.shape)[0] * int((widths >> 4).sum() + (widths & 15).sum())
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +83,33 @@ class Stream(Encoded):
             slots[place] = array
         return inner(jax.tree.unflatten(structure, slots))
 
+    def declared(self, inner: Callable[[Any], Any]) -> Any:
+        """Say how large all arrays are; refuse them if they have more bits than there are."""
+
+        def one(node: Any) -> Any:
+            if not isinstance(node, Slot):
+                return node
+            if (entries := math.prod((found := node.declared()).shape)) >= _MOST:
+                raise ValueError(f"It has {entries} numbers in a stream; expected below {_MOST}")
+            return found
+
+        is_slot = {"is_leaf": lambda x: isinstance(x, Slot)}
+        own = jax.tree_util.tree_map_with_path(
+            lambda path, node: at(path, one, node), self.values, **is_slot
+        )
+        found = inner(own)
+        nodes = jax.tree.leaves(self.values, **is_slot)
+        slots = [node for node in nodes if isinstance(node, Slot)]
+        came = 8 * check_field("bits", self.bits, 1, jnp.uint8).shape[0]
+        entries = sum(math.prod(slot.shape) for slot in slots)
+        needed = sum(slot.bits() for slot in slots)
+        if entries >= _MOST or needed > came or (slots and not came):
+            raise ValueError(
+                f"A stream of {entries} numbers needs {needed} bits and came as {came}; expected "
+                f"as many, and fewer than {_MOST} numbers"
+            )
+        return found
+
 
 class Priced(NamedTuple):
     """An array that is to be rounded, and what a squared error of one of its entries costs."""
@@ -84,10 +133,10 @@ def filled(values: Any, budget: int) -> Stream:
             f"size is {budget // 8} bytes for an update whose tables of steps and widths take "
             f"{budget // 8 - room}; expected more."
         )
-    if entries * _WIDEST >= 2**31:
+    if entries >= _MOST:
         raise ValueError(
-            f"An update of {entries} numbers has more bits than an int32 counts; expected at most "
-            f"{2**31 // _WIDEST}. Use compose(triangles(), quantized(8))."
+            f"An update of {entries} numbers has more bits than an int32 counts; expected fewer "
+            f"than {_MOST}. Use compose(triangles(), quantized(8))."
         )
     steps, widths = divided(columns, [nodes[place].cost for place in places], 8 * room)
     bits = _written(columns, steps, widths, 8 * room)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, linalg, tree
-from fisherjax.compression.base import Codec, Encoded, Leaves
+from fisherjax.compression.base import Codec, Encoded, Leaves, check_field
 from fisherjax.compression.matrices import Root
 from fisherjax.compression.quantized import Difference, codes
 from fisherjax.compression.stream import Priced, filled
@@ -40,6 +40,10 @@ class Squares(Encoded):
         """Square: not negative whatever was done to the roots."""
         del leaves
         return jnp.square(inner(self.roots))
+
+    def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
+        """Say how large the array is."""
+        return check_field("roots", inner(self.roots))
 
 
 @cached

@@ -20,6 +20,8 @@ import jax
 import numpy as np
 from safetensors import safe_open
 
+from fisherjax import checks
+
 FORMAT = 1
 """The version of what the metadata mean; later ones are refused."""
 
@@ -32,6 +34,45 @@ CODES = {
 
 _ABOUT, _DIGEST, _LENGTH = "fisherjax", "sha256", 8
 _UNKNOWN = "0" * 64
+
+
+class Limits(NamedTuple):
+    """How large uploads may be; more is refused before anything takes memory for it.
+
+    Attributes:
+        header: Bytes of a file's header, which says what the arrays are.
+        arrays: How many arrays a file has.
+        name: Characters of an array's name.
+        nesting: How deep values are nested, in dicts, operators and codes.
+        expansion: Bytes that an upload may decode to, in units of the bytes of its file.
+    """
+
+    header: int = 1 << 22
+    arrays: int = 10_000
+    name: int = 1_000
+    nesting: int = 32
+    expansion: int = 1_000
+
+    def check(self, path: Path, which: str, found: int) -> None:
+        """Refuse what is beyond a limit, and say how to raise it."""
+        most = checks.count(f"the limit of {which}", getattr(self, which))
+        if found > most:
+            raise ValueError(
+                f"{str(path)!r} is beyond a limit for uploads, {_LIMITED[which]}: {found}, and at "
+                f"most {most}. If you trust its sender, raise it: limits=files.Limits({which}="
+                f"{found}), or --limit {which}={found}"
+            )
+
+
+LIMITS = Limits()
+"""What is read unless a caller says otherwise."""
+_LIMITED = {
+    "header": "the bytes of the header",
+    "arrays": "the number of arrays",
+    "name": "the characters of a name",
+    "nesting": "how deep values are nested",
+    "expansion": "the bytes that it decodes to over its own",
+}
 
 
 class Kind(NamedTuple):
@@ -128,21 +169,28 @@ def sealing(
         file.write(digest.encode())
 
 
-def unseal(path: str | os.PathLike) -> Sealed:
+def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
     """Read what a sealed file says of itself, once all of it was checked.
 
     Raises:
-        ValueError: If the file is truncated, changed, of another program or of a later version.
+        ValueError: If the file is truncated, changed, of another program or of a later version, or
+            its header is beyond the limits.
         FileNotFoundError: If there is none.
     """
     path = checked_path(path, ".safetensors")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}")
+    nbytes = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(_LENGTH), "little")
+        # One that says it is longer than the file is damaged, and is said to be so below.
+        limits.check(path, "header", length if length <= nbytes else 0)
     try:
         with safe_open(path, framework="np"):  # which checks the header
             pass
         with open(path, "rb") as file:
-            header = file.read(int.from_bytes(file.read(_LENGTH), "little"))
+            file.seek(_LENGTH)
+            header = file.read(length)
         entries = json.loads(header)
         metadata = entries.pop("__metadata__", {})
         about = json.loads(metadata.get(_ABOUT, "null"))
@@ -161,9 +209,25 @@ def unseal(path: str | os.PathLike) -> Sealed:
             f"{about.get('version')}; this is {version()}, which reads format {FORMAT}: update it"
         )
     _check_digest(path, header, metadata.get(_DIGEST, ""))
+    limits.check(path, "arrays", len(entries))
+    limits.check(path, "name", max(map(len, entries), default=0))
+    arrays = {name: _kind(path, name, entry) for name, entry in entries.items()}
+    # An array without entries takes no bytes, however long its other axes are.
+    limits.check(path, "expansion", max(map(_longest, arrays.values()), default=0) // nbytes)
+    return Sealed(path, about, arrays, nbytes, metadata[_DIGEST])
+
+
+def _kind(path: Path, name: str, entry: Mapping[str, Any]) -> Kind:
     names = {code: name for name, code in CODES.items()}
-    arrays = {n: Kind(names[x["dtype"]], tuple(x["shape"])) for n, x in entries.items()}
-    return Sealed(path, about, arrays, path.stat().st_size, metadata[_DIGEST])
+    if entry["dtype"] not in names:
+        raise ValueError(
+            f"{str(path)!r}: {name} has type {entry['dtype']}; expected one of {', '.join(names)}"
+        )
+    return Kind(names[entry["dtype"]], tuple(entry["shape"]))
+
+
+def _longest(kind: Kind) -> int:
+    return max(kind.shape, default=0)
 
 
 def read(path: Path, names: Iterable[str]) -> Iterator[np.ndarray]:

@@ -15,7 +15,7 @@ import numpy as np
 from fisherjax import algorithms, checks, merging
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.files import base, uploads
-from fisherjax.files.base import Kind
+from fisherjax.files.base import LIMITS, Kind, Limits
 from fisherjax.files.packed import unpacked
 from fisherjax.files.parts import Part, split, strengths_of
 from fisherjax.files.reads import check_clients, common, method_of
@@ -52,6 +52,7 @@ def merge_files(
     start: Any = None,
     on_nonfinite: str = "raise",
     progress: Callable[[str, int, int], None] | None = None,
+    limits: Limits = LIMITS,
     **options: Any,
 ) -> Merge:
     """Merge uploads to one model, which needs neither the network nor data.
@@ -76,12 +77,14 @@ def merge_files(
             file of arrays by leaf name.
         on_nonfinite: "raise" or "drop", what to do about a client that diverged.
         progress: Called with (name, number, how many) before each layer.
+        limits: How large uploads may be, and what their codes may decode to: more is refused
+            before it is made.
         **options: Of the method, `algorithms.options(algorithm)`, such as damping.
 
     Raises:
-        ValueError: If an upload is damaged, of a later version or another program, does not fit the
-            others or the method, is not finite or has an indefinite Fisher, a client is there
-            twice, or weights do not fit; it says which.
+        ValueError: If an upload is damaged, of a later version or another program, beyond the
+            limits, or does not fit the others or the method, is not finite or has an indefinite
+            Fisher, a client is there twice, or weights do not fit; it says which.
         TypeError: If the method has no such option.
         OSError: If a file cannot be read, or the merged one not written.
 
@@ -101,8 +104,8 @@ def merge_files(
     out, paths = base.checked_path(out, ".safetensors"), list(paths)
     if not paths:
         raise ValueError("There are no uploads to merge; expected at least one file.")
-    found = [uploads.opened(path) for path in paths]
-    records, specs = [record for record, _ in found], [spec for _, spec in found]
+    found = [uploads.opened(path, limits) for path in paths]
+    records, specs = [record for record, *_ in found], [spec for _, spec, _ in found]
     if out.exists() and any(out.samefile(record.path) for record in records):
         raise ValueError(f"{str(out)!r} is one of the uploads: write the model to another file.")
     name, method = method_of(records, algorithm, options)
@@ -112,7 +115,9 @@ def merge_files(
     check_clients(records)
     if any(record.codec != "none" for record in records):
         how = {"algorithm": algorithm, "on_nonfinite": on_nonfinite, "progress": progress}
-        with unpacked(found, start, out.parent) as ready:
+        # Of what was decoded, whose headers are longer.
+        how["limits"] = limits._replace(header=1 << 62, name=1 << 62)
+        with unpacked(found, start, out.parent, limits) as ready:
             merged = merge_files(out, ready, weights=weights, **how, **options)
         return merged._replace(records=tuple(records))
     abstract = common(records, specs, name)

@@ -16,34 +16,38 @@ from fisherjax.compiler import jit
 from fisherjax.compression import Difference
 from fisherjax.files import uploads
 from fisherjax.files.arrays import load_arrays
+from fisherjax.files.base import LIMITS, Kind, Limits
 from fisherjax.files.uploads import Record
 from fisherjax.updates import screen
 
-Opened = Sequence[tuple[Record, dict[str, Any]]]
-"""What each upload says of itself, and how its values are made of its arrays."""
+Opened = Sequence[tuple[Record, dict[str, Any], dict[str, Kind]]]
+"""What each upload says of itself, how its values are made of its arrays, and what they are."""
 
 
 @contextlib.contextmanager
-def unpacked(found: Opened, start: Any, folder: Path) -> Iterator[list[Path]]:
+def unpacked(
+    found: Opened, start: Any, folder: Path, limits: Limits = LIMITS
+) -> Iterator[list[Path]]:
     """Undo codecs, one client after another, in files that are there as long as the context.
 
     Columns of a stream are read together: a layer alone cannot be. What is wrong in such a file is
     told of the upload that it was made of.
     """
     named = _named(start)
-    for record, spec in found:
+    for record, spec, sizes in found:
         _check(record, spec, named)
+        _check_sizes(record, sizes, named, *found[0][::2])
     with tempfile.TemporaryDirectory(prefix=".unpacked-", dir=folder) as place:
-        paths = [record.path for record, _ in found]
+        paths = [record.path for record, *_ in found]
         try:
-            for number, (record, _) in enumerate(found):
+            for number, (record, *_) in enumerate(found):
                 if record.codec != "none":
                     paths[number] = Path(place) / f"{number}.safetensors"
-                    _write(paths[number], record, named)
+                    _write(paths[number], record, named, limits)
             yield paths
         except ValueError as error:
             text = str(error)
-            for path, (record, _) in zip(paths, found, strict=True):
+            for path, (record, *_) in zip(paths, found, strict=True):
                 text = text.replace(str(path), str(record.path))
             raise ValueError(text) from error
 
@@ -90,9 +94,30 @@ def _nodes(spec: Any, kind: str) -> Iterator[dict[str, Any]]:
             yield from _nodes(inner, kind)
 
 
-def _write(path: Path, record: Record, start: dict[str, np.ndarray] | None) -> None:
+def _check_sizes(
+    record: Record,
+    sizes: dict[str, Kind],
+    start: dict[str, np.ndarray] | None,
+    first: Record,
+    others: dict[str, Kind],
+) -> None:
+    """Refuse what decodes to other shapes than the start's, or the first client's, have."""
+    expected = {name: (kind.shape, repr(str(first.path))) for name, kind in others.items()}
+    for name, array in ({} if start is None else start).items():
+        expected[f"params/{name}"] = array.shape, "the start"
+    for name in sizes.keys() & expected.keys():
+        shape, whose = expected[name]
+        if sizes[name].shape != shape:
+            raise ValueError(
+                f"{str(record.path)!r} of client {record.client!r} decodes to other layers than "
+                f"{whose}: {name} is {sizes[name]}, expected {list(shape)}. All clients must have "
+                "trained the same network."
+            )
+
+
+def _write(path: Path, record: Record, start: dict[str, np.ndarray] | None, limits: Limits) -> None:
     """Decode one client's upload, and write that as an upload that is not packed."""
-    update, _ = uploads.load_update(record.path)
+    update, _ = uploads.load_update(record.path, limits=limits)
     try:
         values = _decode(update.values["update"], {} if start is None else start)
         if all(np.isfinite(x).all() for x in jax.tree.leaves(values)):

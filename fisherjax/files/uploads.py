@@ -13,12 +13,12 @@ import jax
 from fisherjax import algorithms, checks
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
-from fisherjax.files.base import Kind, Sealed
+from fisherjax.files.base import LIMITS, Kind, Limits, Sealed
+from fisherjax.files.claims import SAYS, check, check_sizes
 from fisherjax.files.values import check_single, decode, encode, flat, joined, shape_of
 
 THEN = "; "
 """Between what was sent and the codec's name, in the kind of a compressed update."""
-_SAYS = ("algorithm", "kind", "client", "examples", "codec")
 
 
 class Record(NamedTuple):
@@ -103,7 +103,7 @@ def save_update(
     arrays: dict[str, Any] = {}
     spec = encode(values, "", arrays)
     examples = examples if isinstance(examples, int) else float(examples)
-    said = dict(zip(_SAYS, (algorithm, update.kind, client, examples, codec), strict=True))
+    said = dict(zip(SAYS, (algorithm, update.kind, client, examples, codec), strict=True))
     about = {"what": "upload"} | said | {"values": spec}
     kinds = {name: Kind.of(array) for name, array in arrays.items()}
     with base.sealing(path, kinds, about) as put:
@@ -111,21 +111,29 @@ def save_update(
             put(name, array)
 
 
-def load_update(path: str | os.PathLike) -> tuple[Update, Record]:
+def load_update(path: str | os.PathLike, *, limits: Limits = LIMITS) -> tuple[Update, Record]:
     """Read an upload, with params as a dict by leaf name and operators that act on that.
+
+    Args:
+        path: Of a file that `save_update` wrote.
+        limits: How large it may be, and what its codes may decode to.
 
     Returns:
         The update, of NumPy's arrays, and what the file says of itself.
 
     Raises:
-        ValueError: If the file is truncated, changed, of another program or of a later version.
+        ValueError: If the file is truncated, changed, of another program or of a later version, or
+            beyond the limits.
         FileNotFoundError: If there is none.
 
     Example: see `save_update`.
     """
-    record, spec = opened(path)
+    record, spec, _ = opened(path, limits)
     arrays = dict(zip(record.arrays, base.read(record.path, record.arrays), strict=True))
-    return Update(decode(record.path, spec, arrays.__getitem__), record.kind), record
+    values = decode(record.path, spec, arrays.__getitem__)
+    # Once more, of arrays: how many bits a stream needs is among them.
+    check_sizes(record.path, record.client, values, record.nbytes, limits)
+    return Update(values, record.kind), record
 
 
 def of_client(updates: Update, client: int) -> Update:
@@ -139,15 +147,23 @@ def of_client(updates: Update, client: int) -> Update:
     return jax.tree.map(lambda x: x[client], updates)
 
 
-def opened(path: str | os.PathLike) -> tuple[Record, dict[str, Any]]:
-    """Check an upload, and read its record and how its values are made of its arrays."""
-    file = base.unseal(path)
+def opened(
+    path: str | os.PathLike, limits: Limits = LIMITS
+) -> tuple[Record, dict[str, Any], dict[str, Kind]]:
+    """Check an upload, and read its record and how its values are made of its arrays.
+
+    Returns:
+        The record, the description of the values, and type and shape by name of what they decode
+        to.
+    """
+    file = base.unseal(path, limits)
     if file.about.get("what") != "upload":
         raise ValueError(
             f"{str(file.path)!r} is a {file.about.get('what')}; expected an upload, as "
             "files.save_update writes them. files.load_arrays reads its arrays"
         )
-    return record_of(file), file.about["values"]
+    sizes = check(file, limits)
+    return record_of(file), file.about["values"], sizes
 
 
 def record_of(file: Sealed) -> Record:
@@ -161,6 +177,6 @@ def record_of(file: Sealed) -> Record:
             values, place = inner[key], joined(place, key)
     params = values.get("dict", values.get("ordered", {})) if place.endswith("params") else {}
     layers = {x: shape_of(spec, joined(place, x), arrays) for x, spec in params.items()}
-    said = {name: about[name] for name in _SAYS}
+    said = {name: about[name] for name in SAYS}
     of_file = {"nbytes": file.nbytes, "version": about["version"], "sha256": file.digest}
     return Record(file.path, layers=layers, arrays=arrays, **said, **of_file)

@@ -11,12 +11,49 @@ from typing import Any
 SECRET = 32
 """Bytes of every key and seed."""
 _NONCE = 12
+_FIELD = 2**255 - 19
+_EIGHT = (
+    325606250916557431795983626356110631294008115727848805560023387167927233504,
+    39382357235489614581723060781553021112529911719440698176882885853963445705823,
+)
+_LOW_ORDER = {0, 1, _FIELD - 1, *_EIGHT}
+"""Coordinates of order 1, 2, 4 and 8: what is agreed on with their owners is zero for everybody."""
 
 
 def pair(entropy: Callable[[int], bytes]) -> tuple[bytes, bytes]:
     """Draw a private key, and give its public one too."""
     private = _exchange().X25519PrivateKey.from_private_bytes(entropy(SECRET))
     return private.private_bytes_raw(), private.public_key().public_bytes_raw()
+
+
+def public(private: bytes) -> bytes:
+    """Compute the public key of a private one."""
+    own = _exchange().X25519PrivateKey.from_private_bytes(private)
+    return own.public_key().public_bytes_raw()
+
+
+def check_public(name: str, value: Any) -> None:
+    """Refuse what is no public key, or one of several ways to write the same.
+
+    X25519 ignores the highest bit and takes numbers modulo 2^255 - 19: were they accepted, one
+    client's key could come back under another's name, and look like another key.
+
+    Raises:
+        ValueError: If it is not 32 bytes, no canonical coordinate, or of low order.
+    """
+    if not isinstance(value, bytes) or len(value) != SECRET:
+        raise ValueError(f"{name} is {value!r}; expected the {SECRET} bytes of an X25519 key.")
+    coordinate = int.from_bytes(value, "little")
+    if coordinate >= _FIELD:
+        raise ValueError(
+            f"{name} is not canonical: its number is not below 2^255 - 19, which another writing "
+            "of the same key is. Expected the bytes that X25519 gives."
+        )
+    if coordinate in _LOW_ORDER:
+        raise ValueError(
+            f"{name} is of low order: what anybody agrees on with its owner is zero. Expected a "
+            "key that was drawn."
+        )
 
 
 def agreed(private: bytes, public: bytes) -> bytes:

@@ -1,9 +1,13 @@
 """What clients and the server send one another and keep: nouns of `protocol`."""
 
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from fisherjax import checks
+from fisherjax.secure_aggregation import keys
 
 
 class Setting(NamedTuple):
@@ -54,6 +58,9 @@ class Shares(NamedTuple):
     keys: dict[int, bytes]
 
 
+_KINDS = {"advertise": Keys, "share": Sealed, "mask": Masked, "unmask": Shares}
+
+
 class Client(NamedTuple):
     """What a client keeps between messages, and never sends.
 
@@ -77,21 +84,31 @@ class Client(NamedTuple):
     answered: bool = False
 
 
+def check_place(agreed: Setting, place: Any, said: str) -> int:
+    """Return a client's place as Python's integer; refuse any other than 0 to num_clients - 1.
+
+    A share of place u is a polynomial at u + 1: who is given another place, such as -1, may be
+    given the secret itself.
+    """
+    is_integer = isinstance(place, numbers.Integral) and not isinstance(place, bool)
+    if not is_integer or not 0 <= place < agreed.num_clients:
+        last = agreed.num_clients - 1
+        raise ValueError(f"{said} {place!r}; expected an integer of 0 to {last}, a client's place.")
+    return int(place)
+
+
 def by_client(agreed: Setting, messages: Iterable[Any], stage: str) -> dict[int, Any]:
     """Sort messages by sender; refuse strangers, two of one client, and too few."""
     found: dict[int, Any] = {}
+    kind = _KINDS[stage]
     for message in messages:
-        if message.client in found:
+        checks.instance(f"A message of stage '{stage}'", message, kind, kind.__name__)
+        place = check_place(agreed, message.client, f"Stage '{stage}' has a message of client")
+        if place in found:
             raise ValueError(
-                f"Client {message.client} sent two messages of stage '{stage}'; expected one of "
-                "each client."
+                f"Client {place} sent two messages of stage '{stage}'; expected one of each client."
             )
-        if not 0 <= message.client < agreed.num_clients:
-            raise ValueError(
-                f"Stage '{stage}' has a message of client {message.client}; expected 0 to "
-                f"{agreed.num_clients - 1}."
-            )
-        found[message.client] = message
+        found[place] = message._replace(client=place)
     check_enough(agreed, len(found), stage)
     return dict(sorted(found.items()))
 
@@ -104,3 +121,28 @@ def check_enough(agreed: Setting, number: int, stage: str) -> None:
             f"{agreed.threshold}: the sum cannot be unmasked, and nothing is revealed. Start anew "
             "with those who are there."
         )
+
+
+def checked_roster(agreed: Setting, roster: Mapping[int, Keys]) -> dict[int, Keys]:
+    """Refuse places that are none or not their senders', and keys that are none or there twice."""
+    found: dict[int, Keys] = {}
+    owners: dict[bytes, int] = {}
+    for place, own in roster.items():
+        place = check_place(agreed, place, "The roster has an entry of client")
+        checks.instance(f"The roster's entry of client {place}", own, Keys, "protocol's Keys")
+        if check_place(agreed, own.client, "The roster has keys of client") != place:
+            raise ValueError(
+                f"The roster has keys of client {own.client} at the place of client {place}; "
+                "expected each at its own."
+            )
+        for use, public in (("box", own.box), ("mask", own.mask)):
+            keys.check_public(f"The {use} key of client {place}", public)
+            if public in owners:
+                raise ValueError(
+                    f"Clients {owners[public]} and {place} have the same key: one is duplicated. "
+                    "Each has to draw its own."
+                )
+            owners[public] = place
+        found[place] = own._replace(client=place)
+    check_enough(agreed, len(found), "advertise")
+    return found

@@ -34,6 +34,8 @@ from fisherjax.secure_aggregation.messages import (
     Shares,
     by_client,
     check_enough,
+    check_place,
+    checked_roster,
 )
 
 Entropy = Callable[[int], bytes]
@@ -64,15 +66,14 @@ def setting(num_clients: int, threshold: int, length: int, bits: int, session: b
 
 def advertise(agreed: Setting, place: int, entropy: Entropy) -> tuple[Client, Keys]:
     """Draw a client's keys."""
-    if not 0 <= place < agreed.num_clients:
-        raise ValueError(f"place is {place}; expected 0 to {agreed.num_clients - 1}.")
+    place = check_place(setting(*agreed), place, "place is")
     (box, public_box), (mask, public_mask) = keys.pair(entropy), keys.pair(entropy)
     return Client(place, (box, mask)), Keys(place, public_box, public_mask)
 
 
 def roster(agreed: Setting, messages: Iterable[Keys]) -> dict[int, Keys]:
     """Collect everybody's public keys, which the server sends to each of them."""
-    return _checked_roster(agreed, by_client(agreed, messages, "advertise"))
+    return checked_roster(agreed, by_client(agreed, messages, "advertise"))
 
 
 # Round 1
@@ -81,8 +82,20 @@ def roster(agreed: Setting, messages: Iterable[Keys]) -> dict[int, Keys]:
 def share(
     agreed: Setting, own: Client, roster: Mapping[int, Keys], entropy: Entropy
 ) -> tuple[Client, Sealed]:
-    """Share a client's secrets among all, each share in a box that only its receiver can open."""
-    roster = _checked_roster(agreed, roster)
+    """Share a client's secrets among all, each share in a box that only its receiver can open.
+
+    Raises:
+        ValueError: If the roster has a place that is none or not its sender's, a key that is none
+            or there twice, or not the client's own keys: whoever sent it could read secrets.
+    """
+    roster = checked_roster(setting(*agreed), roster)
+    mine = tuple(map(keys.public, own.private))
+    listed = roster.get(own.place)
+    if listed is None or (listed.box, listed.mask) != mine:
+        raise ValueError(
+            f"The roster that client {own.place} got has {'no' if listed is None else 'other'} "
+            "keys of its own; expected those that it advertised: do not go on with this server."
+        )
     seed, places = entropy(keys.SECRET), sorted(roster)
     how = (agreed.threshold, places, entropy)
     seeds, masks = shares.split(seed, *how), shares.split(own.private[1], *how)
@@ -98,6 +111,14 @@ def share(
 def delivered(agreed: Setting, messages: Iterable[Sealed]) -> dict[int, dict[int, bytes]]:
     """Sort the boxes by receiver, among those who sent some, and then by sender."""
     sent = by_client(agreed, messages, "share")
+    for sender, sealed in sent.items():
+        for to in sealed.boxes:
+            check_place(agreed, to, f"Client {sender} sent a box for client")
+        if missing := sorted(sent.keys() - sealed.boxes.keys() - {sender}):
+            raise ValueError(
+                f"Client {sender} sent no box for clients {missing}; expected one for everybody "
+                "in the roster."
+            )
     return {to: {u: sent[u].boxes[to] for u in sent if u != to} for to in sent}
 
 
@@ -108,8 +129,14 @@ def mask(
     agreed: Setting, own: Client, boxes: Mapping[int, bytes], values: np.ndarray
 ) -> tuple[Client, Masked]:
     """Add a client's masks to its vector, those with the senders of its boxes and its own."""
-    others = sorted(set(boxes) - {own.place})
-    check_enough(agreed, len(others) + 1, "share")
+    said = f"Client {own.place} got a box of client"
+    boxes = {check_place(agreed, other, said): box for other, box in boxes.items()}
+    others = sorted(boxes)
+    if own.place in boxes or not all(isinstance(box, bytes) for box in boxes.values()):
+        raise ValueError(
+            f"Client {own.place} got boxes of clients {others}; expected bytes, of others only."
+        )
+    check_enough(setting(*agreed), len(others) + 1, "share")
     if strangers := set(others) - set(own.roster):
         raise ValueError(f"Boxes came from clients {sorted(strangers)}, who advertised no keys.")
     if own.boxes:
@@ -124,7 +151,7 @@ def mask(
     for other in others:
         key = pair_key(agreed, own.private[1], own.place, own.roster[other])
         _add_pair(agreed, masked, key, own.place, other)
-    return own._replace(boxes=dict(boxes)), Masked(own.place, masked)
+    return own._replace(boxes=boxes), Masked(own.place, masked)
 
 
 def survivors(agreed: Setting, messages: Iterable[Masked]) -> tuple[int, ...]:
@@ -137,8 +164,9 @@ def survivors(agreed: Setting, messages: Iterable[Masked]) -> tuple[int, ...]:
 
 def unmask(agreed: Setting, own: Client, stayed: Iterable[int]) -> tuple[Client, Shares]:
     """Give a client's shares of the seeds of who stayed, and of the keys of who did not."""
-    stayed, known = set(stayed), set(own.boxes) | {own.place}
-    check_enough(agreed, len(stayed), "mask")
+    known = set(own.boxes) | {own.place}
+    stayed = {check_place(agreed, x, f"Client {own.place} was told of client") for x in stayed}
+    check_enough(setting(*agreed), len(stayed), "mask")
     if own.answered:
         raise ValueError(f"Client {own.place} has given its shares away; it does so once.")
     if not {own.place} <= stayed <= known:
@@ -150,6 +178,11 @@ def unmask(agreed: Setting, own: Client, stayed: Iterable[int]) -> tuple[Client,
     for other, box in own.boxes.items():
         key, header = _box_key(agreed, own, own.roster[other], other, own.place)
         found[other] = keys.unseal(key, box, header)
+        if len(found[other]) != 2 * shares.SIZE:
+            raise ValueError(
+                f"The box of client {other} for client {own.place} holds {len(found[other])} "
+                f"bytes; expected {2 * shares.SIZE}, two shares."
+            )
     seeds = {u: found[u][: shares.SIZE] for u in sorted(stayed)}
     masks = {u: found[u][shares.SIZE :] for u in sorted(known - stayed)}
     return own._replace(answered=True), Shares(own.place, seeds, masks)
@@ -164,8 +197,10 @@ def finish(
     """Take the masks off the sum of all vectors that arrived, modulo 2^bits.
 
     Raises:
-        ValueError: If fewer than the threshold answered: then nothing can be computed.
+        ValueError: If fewer than the threshold answered: then nothing can be computed. If a
+            message is of a client, or tells of one, that it cannot be of.
     """
+    roster = checked_roster(agreed, roster)
     arrived = by_client(agreed, masked, "mask")
     answered = by_client(agreed, answers, "unmask")
     places, anyone = list(answered), next(iter(answered.values()))
@@ -175,6 +210,17 @@ def finish(
                 f"Client {place} answered for others than the vectors of {sorted(arrived)}; "
                 "expected shares of the seeds of those, and of the keys of all who were lost."
             )
+    lost = {check_place(agreed, x, "The answers tell of client") for x in anyone.keys}
+    if strangers := sorted(((lost | set(arrived)) - set(roster)) | (set(answered) - set(arrived))):
+        raise ValueError(
+            f"Clients {strangers} are in messages without having been in those before; expected "
+            f"those of the roster {sorted(roster)}, and answers of who sent a vector."
+        )
+    if both := sorted(lost & set(arrived)):
+        raise ValueError(
+            f"The answers hold shares of the keys of clients {both}, whose vectors arrived; "
+            "expected only those of who was lost."
+        )
     coefficients = shares.interpolation(places)
 
     def secret(kind: str, of: int) -> bytes:
@@ -186,12 +232,12 @@ def finish(
         total += message.values
     for stayed in arrived:
         total -= _stretched(agreed, self_key(agreed, secret("seeds", stayed)))
-    for lost in anyone.keys:
-        private = secret("keys", lost)
+    for place in sorted(lost):
+        private = secret("keys", place)
         for stayed in arrived:
             # What the one that was lost would have sent cancels what the other has added.
-            key = pair_key(agreed, private, lost, roster[stayed])
-            _add_pair(agreed, total, key, lost, stayed)
+            key = pair_key(agreed, private, place, roster[stayed])
+            _add_pair(agreed, total, key, place, stayed)
     return total
 
 
@@ -204,20 +250,6 @@ def pair_key(agreed: Setting, private: bytes, place: int, other: Keys) -> bytes:
     """Derive the key of the mask that two clients share; the same from either side."""
     use = "pair mask {} {}".format(*sorted((place, other.client)))
     return keys.derived(keys.agreed(private, other.mask), agreed.session, use)
-
-
-def _checked_roster(agreed: Setting, roster: Mapping[int, Keys]) -> dict[int, Keys]:
-    check_enough(agreed, len(roster), "advertise")
-    owners: dict[bytes, int] = {}
-    for place, own in roster.items():
-        for public in (own.box, own.mask):
-            if public in owners:
-                raise ValueError(
-                    f"Clients {owners[public]} and {place} have the same key: one is duplicated. "
-                    "Each has to draw its own."
-                )
-            owners[public] = place
-    return dict(roster)
 
 
 def _box_key(
