@@ -19,6 +19,7 @@ from fisherjax.networks.images import (
     SimpleCNN,
     SimpleCNNMNIST,
 )
+from fisherjax.networks.statistics import from_flax, to_flax
 from fisherjax.networks.transformer import Transformer, VisionTransformer
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "VisionTransformer",
     "apply_fn",
     "augmented",
+    "from_flax",
     "init",
     "model",
+    "to_flax",
 ]
