@@ -59,7 +59,7 @@ ORDER = [
 ]
 FISHER = [
     *("columns", "kinds", "inline", "views", "forms", "uses"),
-    *("layers", "feeders", "trace", "wiring"),
+    *("normalization", "layers", "feeders", "trace", "wiring"),
     *("operators", "kronecker", "coarse", "terms", "passes", "diagonal", "full", "kfac"),
 ]
 # What the other files of a folder may import, and these in this order.

@@ -36,6 +36,7 @@ from fisherjax.algorithms.sketched import fedfisher_sketched
 from fisherjax.algorithms.student import distilled
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.distillation import FEDLPA_DISTILLATION, Distillation
+from fisherjax.fisher.normalization import normalizations
 from fisherjax.typing import Model
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "keep_private",
     "make",
     "natural_gradient",
+    "normalizations",
     "open_set",
     "options",
     "otfusion",
