@@ -139,9 +139,11 @@ TABLE = {
 """Every method that makes one model, by the name that commands know it by."""
 
 
-def weighted_fedbn(model: Model, **options: Any) -> Algorithm:
-    """Make Weighted FedAvg with personal BatchNorm, `fedbn(weighted_fedavg(model, **options))`."""
-    return fedbn(weighted_fedavg(model, **options))
+def weighted_fedbn(
+    model: Model, *, where: Callable[[str], bool] | frozenset[str] | None = None, **options: Any
+) -> Algorithm:
+    """Make Weighted FedAvg with personal BatchNorm, `fedbn(weighted_fedavg(model, ...), where)`."""
+    return fedbn(weighted_fedavg(model, **options), where)
 
 
 PERSONAL = {
