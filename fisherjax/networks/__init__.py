@@ -19,7 +19,7 @@ from fisherjax.networks.images import (
     SimpleCNN,
     SimpleCNNMNIST,
 )
-from fisherjax.networks.statistics import from_flax, to_flax
+from fisherjax.networks.statistics import from_flax, from_moments, to_flax, to_moments
 from fisherjax.networks.transformer import Transformer, VisionTransformer
 
 __all__ = [
@@ -35,7 +35,9 @@ __all__ = [
     "apply_fn",
     "augmented",
     "from_flax",
+    "from_moments",
     "init",
     "model",
     "to_flax",
+    "to_moments",
 ]

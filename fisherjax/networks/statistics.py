@@ -52,7 +52,7 @@ def to_flax(params: Params) -> dict[str, Any]:
         >>> network, images = fj.networks.NormedCNN(), jnp.zeros((1, 28, 28, 1))
         >>> params = fj.networks.init(network, jax.random.key(0), images)
         >>> jax.tree.map(jnp.shape, to_flax(params)["batch_stats"]["norm1"])
-        {'mean': (6,), 'var': (6,)}
+        {'mean': (16,), 'var': (16,)}
     """
     variables = collections(params)
     if "batch_stats" not in variables:
@@ -90,6 +90,30 @@ def from_flax(module: flax.linen.Module, variables: dict[str, Any], inputs: Arra
     with flax.linen.intercept_methods(_placing(_running)):
         placed = module.apply(given, inputs[:1], mutable=["batch_stats"])[1]["batch_stats"]
     return {"params": variables["params"], "moments": _each(placed, _counted_from_shift)}
+
+
+def to_moments(stats: Any) -> Any:
+    """Turn running statistics into moments that add up over clients, for an `apply_train` by hand.
+
+    Every dict with a `mean` and a `var`, wherever it lies in nested ones, becomes one with `mean`,
+    `second_moment` and `within`, all counted from zero.
+
+    Example:
+        >>> to_moments({"norm": {"mean": jnp.array(2.0), "var": jnp.array(9.0)}})["norm"].keys()
+        dict_keys(['mean', 'second_moment', 'within'])
+    """
+    return _each(stats, lambda own: _moments({"within": ()}, own))
+
+
+def from_moments(moments: Any) -> Any:
+    """Turn moments, or their means over clients, into running statistics: `to_moments` undone.
+
+    Example:
+        >>> stats = {"mean": jnp.array([-1.0, 1.0]), "var": jnp.zeros(2)}
+        >>> from_moments(jax.tree.map(jnp.mean, to_moments(stats)))["var"].item()
+        1.0
+    """
+    return _each(_each(moments, _stats), _absolute)
 
 
 def first(
