@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fisherjax import checks, clients, tree
 from fisherjax.clients import Federation, minibatches, view
 from fisherjax.compiler import jit
-from fisherjax.likelihoods import categorical
+from fisherjax.likelihoods import bernoulli, categorical, gaussian
 from fisherjax.parallel import Layout, Spread, chunk_size, in_order, spread_clients
 from fisherjax.typing import Array, Examples, Model, Params
 
@@ -45,12 +45,15 @@ def accuracy(
     stacked: bool = False,
     batch_size: int = 500,
 ) -> Array:
-    """Compute top-1 accuracy, mean_n 1{argmax z_n = y_n}, of one model or of each of M.
+    """Compute the share of right labels of one model or of each of M.
+
+    Of classes it is top-1 accuracy, mean_n 1{argmax z_n = y_n}. Of independent bits, the Bernoulli
+    likelihood, every bit counts: mean_nc 1{(z_nc > 0) = (y_nc > 1/2)}.
 
     Args:
         model: The network.
         params: One model, or with `stacked` M models, leaves [M, ...].
-        examples: Their targets are class labels; rows count by their weights.
+        examples: Their targets are class labels, or bits; rows count by their weights.
         stacked: Whether there are M models.
         batch_size: Examples of a minibatch.
 
@@ -58,8 +61,9 @@ def accuracy(
         A fraction, or M of them; NaN for a model whose outputs are NaN.
 
     Raises:
-        ValueError: If the targets are not one class label for each output vector.
-        TypeError: If the targets are not integers.
+        ValueError: If the targets are not one class label for each output vector, or one bit for
+            each output, or if the model's outputs are means of a Gaussian.
+        TypeError: If class labels are not integers.
 
     Example:
         >>> import fisherjax as fj
@@ -70,14 +74,14 @@ def accuracy(
     inputs, targets, weights = _in_use(examples)
     outputs = logits(model, params, inputs, stacked=stacked, batch_size=batch_size)
     if not stacked:
-        return _share_right(outputs, targets, weights)
-    return jnp.stack([_share_right(own, targets, weights) for own in outputs])
+        return _share_right(model, outputs, targets, weights)
+    return jnp.stack([_share_right(model, own, targets, weights) for own in outputs])
 
 
 def ensemble_accuracy(
     model: Model, stacked: Params, weights: Array, examples: Examples, *, batch_size: int = 500
 ) -> Array:
-    """Compute the accuracy of the logit ensemble, argmax sum_i p_i z_i: M models, not one.
+    """Compute the accuracy of the logit ensemble, sum_i p_i z_i in place of z: M models, not one.
 
     The weights are p_i [M]; the other arguments are those of `accuracy`.
 
@@ -99,7 +103,7 @@ def ensemble_accuracy(
             "model."
         )
     # Logits are averaged over the models, [M, N, ..., C] to [N, ..., C], before anyone decides.
-    return _share_right(tree.weighted_sum(outputs, jnp.asarray(weights)), targets, counts)
+    return _share_right(model, tree.weighted_sum(outputs, jnp.asarray(weights)), targets, counts)
 
 
 class Performance(NamedTuple):
@@ -107,7 +111,7 @@ class Performance(NamedTuple):
 
     Attributes:
         loss: [M] mean negative log-likelihood of an example in nats; 0 without examples.
-        accuracy: [M] fraction of targets that are the largest output; NaN if they are not labels.
+        accuracy: [M] fraction of right labels, as `accuracy` has it; NaN if targets are no labels.
         sizes: [M] examples that this is measured on.
     """
 
@@ -229,7 +233,7 @@ def _performance(
             inputs, targets, weights = batch(step)
             outputs = model.apply(params, inputs)
             losses = model.likelihood.negative_log_likelihood(outputs, targets)
-            both = losses, _shares(outputs, targets)
+            both = losses, _shares(model, outputs, targets)
             return tuple(
                 # The rows that fill up do not count; a loop's state keeps its dtypes.
                 total + jnp.where(weights > 0, x, 0).sum().astype(total.dtype)
@@ -254,11 +258,13 @@ def _performance(
     )
 
 
-def _shares(outputs: Array, targets: Array) -> Array:
+def _shares(model: Model, outputs: Array, targets: Array) -> Array:
     """Say which share of an example's targets is right, [B]; NaN where they are not labels."""
-    if not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != outputs.shape[:-1]:
+    are_classes = jnp.issubdtype(targets.dtype, jnp.integer)
+    expected = outputs.shape if _is_of_bits(model) else outputs.shape[:-1]
+    if targets.shape != expected or not (are_classes or _is_of_bits(model)):
         return jnp.full(outputs.shape[0], jnp.nan)
-    hits = _hits(outputs, targets)
+    hits = _hits(model, outputs, targets)
     # [B, ...] to [B]: an example may be a sequence of several targets.
     return hits.reshape(hits.shape[0], -1).mean(1)
 
@@ -287,25 +293,43 @@ def _in_use(examples: Examples) -> tuple[Array, Array, Array | None]:
     return inputs[indices], None if targets is None else targets[indices], weights
 
 
-def _share_right(outputs: Array, targets: Array, weights: Array | None) -> Array:
+def _share_right(
+    model: Model, outputs: Array, targets: Array | None, weights: Array | None
+) -> Array:
+    if model.likelihood.factor is gaussian.factor:
+        raise ValueError(
+            "The outputs of this model are means of a Gaussian, which are right or wrong by a "
+            "distance; expected classes or bits. Use metrics.performance(...).loss, half the sum "
+            "of an example's squared errors, or metrics.logits and a measure of your own."
+        )
     if targets is None:
-        raise ValueError("targets are None; accuracy needs one class label for each output vector.")
+        meaning = "bit for each output" if _is_of_bits(model) else "class label for each output"
+        raise ValueError(f"targets are None; accuracy needs one {meaning}.")
     # Checked, because a shape that merely broadcasts would compare every output with every target.
     targets = jnp.asarray(targets)
-    categorical.check(outputs.shape, targets)
-    hits = _hits(outputs, targets)
+    (bernoulli if _is_of_bits(model) else categorical).check(outputs.shape, targets)
+    hits = _hits(model, outputs, targets)
     if weights is None:
         return hits.mean()
-    # An example may be a sequence of several targets, all of its weight.
+    # An example may have several targets, all of its weight.
     weights = weights.reshape(-1, *(1,) * (hits.ndim - 1)) * jnp.ones_like(hits)
     # Selected, because the hit of a row that does not count may be NaN.
     return jnp.where(weights > 0, hits * weights, 0).sum() / weights.sum()
 
 
-def _hits(outputs: Array, targets: Array) -> Array:
-    """Say where the largest output is the target's; NaN where an output is, whose argmax is 0."""
-    right = (outputs.argmax(-1) == targets).astype(jnp.result_type(float))
-    return jnp.where(jnp.isnan(outputs).any(-1), jnp.nan, right)
+def _hits(model: Model, outputs: Array, targets: Array) -> Array:
+    """Say where targets are right; NaN where an output is, of classes where any output is."""
+    if _is_of_bits(model):
+        right, broken = (outputs > 0) == (targets > 0.5), jnp.isnan(outputs)
+    else:
+        # The argmax of NaN is 0.
+        right, broken = outputs.argmax(-1) == targets, jnp.isnan(outputs).any(-1)
+    return jnp.where(broken, jnp.nan, right.astype(jnp.result_type(float)))
+
+
+def _is_of_bits(model: Model) -> bool:
+    # By what the outputs mean: the loss may be the user's own.
+    return model.likelihood.factor is bernoulli.factor
 
 
 def _shapes(stacked: Params) -> Params:
@@ -321,5 +345,5 @@ def _bare(model: Model) -> Model:
 def _batch_size(batch_size: int, inputs: Array) -> int:
     batch_size = checks.count("batch_size", batch_size)
     if len(inputs) == 0:
-        raise ValueError("There are no inputs: accuracy needs at least one example.")
+        raise ValueError("There are no inputs; expected at least one example.")
     return min(batch_size, len(inputs))

@@ -59,7 +59,7 @@ ORDER = [
 ]
 FISHER = [
     *("columns", "kinds", "inline", "views", "forms", "uses"),
-    *("layers", "feeders", "trace", "wiring"),
+    *("normalization", "layers", "feeders", "trace", "wiring"),
     *("operators", "kronecker", "coarse", "terms", "passes", "diagonal", "full", "kfac"),
 ]
 # What the other files of a folder may import, and these in this order.
@@ -68,6 +68,7 @@ SHARED = [
     *("claims", "uploads", "packed"),
     "parts",
     *("fixed_point", "shares", "keys", "messages", "protocol", "quantized", "matrices", "stream"),
+    "statistics",
     *("reads", "summaries", "merges", "repair", "two_layer", "signal_noise", "destroyed"),
     "student",
 ]
@@ -84,7 +85,7 @@ INSIDE = {
 
 ALONE = {  # who may import what the rest must not see
     "kfac_jax": {"compat"},
-    "flax": {"networks.functions", "networks.images", "networks.transformer"},
+    "flax": {f"networks.{name}" for name in ("functions", "images", "statistics", "transformer")},
     "safetensors": {"files.base", "files.arrays"},
     "dp_accounting": {"privacy.base"},
     "tensorflow_datasets": {"cinic10", "datasets"},

@@ -260,6 +260,77 @@ def test_accuracy_of_numbers_is_not_defined_and_of_sequences_counts_positions(wo
     assert found.accuracy[0] == pytest.approx(2 / 3)
 
 
+BITS = fj.Model(regress, fj.likelihoods.bernoulli)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32, bool])
+def test_accuracy_of_bits_is_the_share_of_right_ones(world, kind):
+    """As scikit-learn's of all bits in a row."""
+    sklearn = pytest.importorskip("sklearn.metrics")
+    models, x, _ = world
+    bits = (np.random.default_rng(3).random((17, 5)) < 0.4).astype(kind)
+    outputs = np.stack([x @ w for w in models["w"]])
+    examples = Examples(x, bits)
+
+    def expected(z, weights=None):
+        weights = None if weights is None else np.repeat(weights, 5)
+        return sklearn.accuracy_score(bits.ravel(), (z > 0).ravel(), sample_weight=weights)
+
+    first = {"w": models["w"][0]}
+    assert metrics.accuracy(BITS, first, examples) == pytest.approx(expected(outputs[0]))
+    found = metrics.accuracy(BITS, models, examples, stacked=True, batch_size=4)
+    np.testing.assert_allclose(found, [expected(z) for z in outputs], rtol=1e-6)
+    weights = np.array([0.5, 0.2, 0.3], np.float32)
+    found = metrics.ensemble_accuracy(BITS, models, weights, examples)
+    assert found == pytest.approx(expected(np.tensordot(weights, outputs, 1)))
+    rows = np.random.default_rng(4).random(17).astype(np.float32)
+    weighted = examples._replace(weights=jnp.asarray(rows))
+    found = metrics.accuracy(BITS, first, weighted)
+    assert found == pytest.approx(expected(outputs[0], rows))
+    parts = fj.clients.federation((x, bits), [np.arange(5), [], np.arange(5, 17)])
+    found = metrics.performance(BITS, first, parts).accuracy
+    right = (outputs[0] > 0) == (bits > 0)
+    np.testing.assert_allclose(found[np.array([0, 2])], [right[:5].mean(), right[5:].mean()])
+
+
+def test_accuracy_of_bits_with_a_loss_of_ones_own_and_with_nan(world):
+    models, x, _ = world
+    bits = np.ones((17, 5), np.float32)
+    own = fj.likelihoods.bernoulli._replace(negative_log_likelihood=lambda z, y: (z - y).sum(1))
+    examples, first = Examples(x, bits), {"w": models["w"][0]}
+    found = metrics.accuracy(fj.Model(regress, own), first, examples)
+    assert found == metrics.accuracy(BITS, first, examples)
+    broken = {"w": first["w"] * np.array([1, 1, np.nan, 1, 1], np.float32)}
+    assert np.isnan(metrics.accuracy(BITS, broken, examples))
+
+
+def test_accuracy_of_numbers_is_refused_with_what_to_use(world):
+    models, x, _ = world
+    numbers = fj.Model(regress, fj.likelihoods.gaussian)
+    examples, first = Examples(x, x @ models["w"][0]), {"w": models["w"][0]}
+    words = r"means of a Gaussian.*performance\(\.\.\.\)\.loss"
+    with pytest.raises(ValueError, match=words):
+        metrics.accuracy(numbers, first, examples)
+    with pytest.raises(ValueError, match=words):
+        metrics.accuracy(numbers, models, examples, stacked=True)
+    with pytest.raises(ValueError, match=words):
+        metrics.ensemble_accuracy(numbers, models, np.ones(3) / 3, examples)
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (np.zeros(17, int), r"bernoulli likelihood expected targets of shape \(17, 5\)"),
+        (np.full((17, 5), 2), "Bernoulli targets between 0 and 1"),
+        (None, "one bit for each output"),
+    ],
+)
+def test_targets_that_are_no_bits_are_refused(world, targets, words):
+    models, x, _ = world
+    with pytest.raises(ValueError, match=words):
+        metrics.accuracy(BITS, {"w": models["w"][0]}, Examples(x, targets))
+
+
 def test_stacked_models_that_are_not_as_many_as_the_clients_are_refused(world, shared_out):
     models, _, _ = world
     two = fj.clients.select(shared_out, [0, 1])

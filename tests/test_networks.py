@@ -31,7 +31,7 @@ def count(params):
         (networks.SimpleCNNMNIST(), (28, 28, 1), 44_426),
         (networks.SimpleCNN(), (32, 32, 3), 62_006),
         (networks.CNN(), (32, 32, 3), 939_616),
-        (networks.NormedCNN(), (32, 32, 3), 121_686 + 2 * (16 + 32 + 120 + 84)),
+        (networks.NormedCNN(), (32, 32, 3), 121_686 + 4 * (16 + 32 + 120 + 84)),
         (networks.MLP((254, 64), use_bias=True), (28, 28, 1), 216_360),
         (networks.MLP(), (64,), 64 * 64 + 64 * 64 + 64 * 10),
         (networks.ResidualMLP(32, 3), (8, 8, 1), 64 * 32 + 6 * 32 * 32 + 32 * 10),

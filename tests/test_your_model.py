@@ -35,6 +35,32 @@ def test_every_framework_is_covered(page):
     assert 0.9 < page.normed_kfac.coverage < 1
 
 
+def test_names_of_nnx_are_those_of_its_attributes(page):
+    names = page.fj.tree.names(page.nnx_params)
+    assert names == ("first/bias", "first/kernel", "last/bias", "last/kernel")
+    kept = page.fj.algorithms.normalizations(page.stateful_model, page.stateful_params, page.images)
+    found = {f"moments/norm/{name}" for name in ("mean", "second_moment", "within")}
+    assert kept == found | {"params/norm/scale", "params/norm/bias"}
+
+
+def test_nnx_trains_what_it_changes_when_it_is_called(page):
+    """BatchNorm, dropout and a recurrent layer: as nnx alone, and as the key says."""
+    assert (page.trained_nnx.loss[:, 1] < page.trained_nnx.loss[:, 0]).all()
+    model, params, key = page.stateful_model, page.stateful_params, page.jax.random.key
+    x, few = page.images[:8], np.float32([1, 1, 1, 1, 1, 0, 0, 0])
+    step = page.jax.jit(model.apply_train)
+    (first, new), (again, _), (other, _) = (step(params, x, key(i), few) for i in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert np.any(np.asarray(first) != other)
+    # Rows without weight do not count.
+    module = page.merged_module(params)
+    module.train()
+    hidden = np.asarray(module.rows(x[..., 0])[:5, -1], float)
+    statistics = page.fj.networks.from_moments(new["moments"])["norm"]
+    np.testing.assert_allclose(statistics["mean"], 0.01 * hidden.mean(0), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(statistics["var"], 0.99 + 0.01 * hidden.var(0), rtol=1e-5)
+
+
 def test_the_merges_are_as_good_as_the_page_says(page):
     said = re.search(r"It prints (0\.\d+), (0\.\d+) and (0\.\d+)", PAGE.read_text()).groups()
     fj, model = page.fj, page.linen_model

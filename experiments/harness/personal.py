@@ -25,21 +25,14 @@ def _by_fisher(structure: Callable, model: Model, temperature: float = 1.0) -> A
     return fj.algorithms.weighted_fedavg(model, fisher=fisher, **how)
 
 
-def _fedfisher_bn(model: Model) -> Algorithm:
-    return fj.algorithms.fedbn(fj.algorithms.fedfisher(model, **_CHEAP))
+def _fedfisher_bn(model: Model, where: frozenset[str] | None = None) -> Algorithm:
+    return fj.algorithms.fedbn(fj.algorithms.fedfisher(model, **_CHEAP), where)
 
 
-def _is_statistic(name: str) -> bool:
-    return name.startswith("moments")
-
-
-def _is_scale(name: str) -> bool:
-    return name.startswith("params/norm")
-
-
-def _part_of_fedbn(where: Callable[[str], bool], model: Model) -> Algorithm:
+def _part_of_fedbn(statistics: bool, model: Model, where: frozenset[str]) -> Algorithm:
     del model
-    return fj.algorithms.fedbn(where=where)
+    chosen = (name for name in where if name.startswith("moments/") == statistics)
+    return fj.algorithms.fedbn(where=frozenset(chosen))
 
 
 BEYOND = {
@@ -49,12 +42,13 @@ BEYOND = {
     "weighted_kfac": Row("Weighted FedAvg (K-FAC)", partial(_by_fisher, fj.fisher.kfac), ()),
     "fedfisher_bn": Row("FedFisher (K-FAC) + personal BN", _fedfisher_bn, ()),
     # Two halves of FedBN, to see which does what; the first is SiloBN (Andreux et al., 2020).
-    "fedbn_statistics": Row("FedBN, scales averaged", partial(_part_of_fedbn, _is_statistic), ()),
-    "fedbn_scales": Row("FedBN, statistics averaged", partial(_part_of_fedbn, _is_scale), ()),
+    "fedbn_statistics": Row("FedBN, scales averaged", partial(_part_of_fedbn, True), ()),
+    "fedbn_scales": Row("FedBN, statistics averaged", partial(_part_of_fedbn, False), ()),
 }
 """What the paper does not have."""
 METHODS = {"single_set": PERSONAL["single_set"], "fedavg": TABLE["fedavg"]}
 METHODS |= PERSONAL | BEYOND
+_NORMED = ("fedbn", "weighted_fedbn", "fedfisher_bn", "fedbn_statistics", "fedbn_scales")
 _PAPERS = ("single_set", "fedavg", "fedper", "fedbn", "weighted_fedavg", "weighted_fedbn")
 SPLITS = ("pathological", "dirichlet", "domains")
 
@@ -213,9 +207,9 @@ def judging(asked: Config, temperatures: dict[str, float]) -> list[Unit]:
     return units
 
 
-def method(unit: Unit, model: Model) -> Algorithm:
-    """Make what a unit trains by."""
-    options: dict[str, Any] = {}
+def method(unit: Unit, model: Model, norms: frozenset[str]) -> Algorithm:
+    """Make what a unit trains by; `norms` are the leaves of normalisations."""
+    options: dict[str, Any] = {"where": norms} if unit.algorithm in _NORMED else {}
     if unit.temperature is not None:
         options["temperature"] = unit.temperature
     if unit.algorithm in BEYOND:

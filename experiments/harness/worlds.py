@@ -21,6 +21,7 @@ class World(NamedTuple):
 
     model: Model
     init: Callable[[Any], Params]
+    norms: frozenset[str]  # leaves of normalisations
     train: Federation
     test: Federation
     names: Sequence[str]
@@ -61,7 +62,8 @@ def world(asked: Config, split: str, held: bool) -> World:
     shapes = jax.eval_shape(init, jax.random.key(0))
     model = fj.networks.model(network, shapes, fj.likelihoods.categorical, normalize=normalize)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    return World(model, init, *sides, names, shares, looks)
+    norms = fj.algorithms.normalizations(model, shapes, pairs[0][0])
+    return World(model, init, norms, *sides, names, shares, looks)
 
 
 def _centred(pixels: Any) -> Any:
@@ -92,7 +94,7 @@ def measured(asked: Config, unit: Unit, of: World) -> Iterator[tuple[Point | Non
     number = of.train.num_clients
     experiment = fj.rounds.federated(
         of.model,
-        personal.method(unit, of.model),
+        personal.method(unit, of.model, of.norms),
         cohort=number,
         optimizer=_sgd(asked.learning_rate, asked.momentum),
         epochs=unit.epochs,

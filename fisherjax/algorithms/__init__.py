@@ -36,6 +36,7 @@ from fisherjax.algorithms.sketched import fedfisher_sketched
 from fisherjax.algorithms.student import distilled
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.distillation import FEDLPA_DISTILLATION, Distillation
+from fisherjax.fisher.normalization import normalizations
 from fisherjax.typing import Model
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "keep_private",
     "make",
     "natural_gradient",
+    "normalizations",
     "open_set",
     "options",
     "otfusion",
@@ -137,9 +139,11 @@ TABLE = {
 """Every method that makes one model, by the name that commands know it by."""
 
 
-def weighted_fedbn(model: Model, **options: Any) -> Algorithm:
-    """Make Weighted FedAvg with personal BatchNorm, `fedbn(weighted_fedavg(model, **options))`."""
-    return fedbn(weighted_fedavg(model, **options))
+def weighted_fedbn(
+    model: Model, *, where: Callable[[str], bool] | frozenset[str] | None = None, **options: Any
+) -> Algorithm:
+    """Make Weighted FedAvg with personal BatchNorm, `fedbn(weighted_fedavg(model, ...), where)`."""
+    return fedbn(weighted_fedavg(model, **options), where)
 
 
 PERSONAL = {

@@ -6,7 +6,7 @@ who sit a round out keep theirs, and they are sharded and saved like any state.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -38,8 +38,8 @@ class Private:
 
 
 @cached
-def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorithm:
-    """Let every client keep the leaves whose names a predicate picks out; the rest is merged.
+def keep_private(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[str]) -> Algorithm:
+    """Let every client keep the leaves that are picked out by name; the rest is merged.
 
     The server runs the algorithm on the shared leaves alone, and hands on the private ones of
     params as they are: what a client starts from that has not trained yet. A merge by curvature
@@ -48,7 +48,8 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
     Args:
         algorithm: Any whose clients answer once. A server's optimiser is wrapped around the result,
             `with_server_optimizer(keep_private(...), ...)`.
-        where: Name of a leaf, as `tree.names` gives it, -> whether it is private.
+        where: Name of a leaf, as `tree.names` gives it, -> whether it is private; or the names of
+            the private ones.
 
     Returns:
         The algorithm. Its updates are those of the wrapped one, of the shared leaves by name.
@@ -77,9 +78,16 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
         2019; Li, Jiang, Zhang, Kamp, Dou, FedBN, ICLR 2021; here for any algorithm. Pulls towards
         the start, as FedProx has, pull private leaves towards the client's own last ones.
     """
+    if not isinstance(where, frozenset):
+        checks.function("where", where, "lambda name: name.startswith('head')")
+    return keep_chosen(algorithm, _by_name(where))
+
+
+@cached
+def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]]) -> Algorithm:
+    """Make `keep_private` of the leaves that a function of params, or of their shapes, names."""
     check_algorithm(algorithm)
     check_same_shapes(algorithm)
-    checks.function("where", where, "lambda name: name.startswith('head')")
     if algorithm.then is not None:
         raise ValueError(
             "This method has several messages, as natural_gradient has; expected one whose clients "
@@ -87,10 +95,10 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
         )
 
     def shared(params: Params) -> dict[str, Array]:
-        return _split(where, params)[0]
+        return _split(choose, params)[0]
 
     def own(params: Params) -> dict[str, Array]:
-        return _split(where, params)[1]
+        return _split(choose, params)[1]
 
     def init(params: Params, num_clients: int) -> Any:
         return algorithm.init(shared(params), num_clients)
@@ -144,9 +152,25 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool]) -> Algorith
     )
 
 
-def _split(where: Callable[[str], bool], params: Params) -> tuple[dict, dict]:
-    names = tree.names(params)
-    chosen = [bool(where(name)) for name in names]
+@cached
+def _by_name(where: Callable[[str], bool] | frozenset[str]) -> Callable:
+    # One object for one `where`: the algorithm is known by it.
+    def choose(params: Params) -> set[str]:
+        names = tree.names(params)
+        if not isinstance(where, frozenset):
+            return {name for name in names if where(name)}
+        if unknown := sorted(where.difference(names)):
+            raise ValueError(
+                f"`where` lists {unknown}, which are no leaves; expected some of {list(names)}."
+            )
+        return set(where)
+
+    return choose
+
+
+def _split(choose: Callable[[Params], Collection[str]], params: Params) -> tuple[dict, dict]:
+    names, kept = tree.names(params), choose(params)
+    chosen = [name in kept for name in names]
     if all(chosen) or not any(chosen):
         raise ValueError(
             f"`where` picks out {'every leaf' if all(chosen) else 'no leaf'} of {list(names)}; "

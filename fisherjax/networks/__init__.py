@@ -19,6 +19,7 @@ from fisherjax.networks.images import (
     SimpleCNN,
     SimpleCNNMNIST,
 )
+from fisherjax.networks.statistics import from_flax, from_moments, to_flax, to_moments
 from fisherjax.networks.transformer import Transformer, VisionTransformer
 
 __all__ = [
@@ -33,6 +34,10 @@ __all__ = [
     "VisionTransformer",
     "apply_fn",
     "augmented",
+    "from_flax",
+    "from_moments",
     "init",
     "model",
+    "to_flax",
+    "to_moments",
 ]

@@ -1,9 +1,8 @@
 """Pure functions of flax's modules: their parameters, `apply`, and how they train.
 
 Running statistics of BatchNorm are leaves like others, that no gradient trains. They are kept as
-moments, E[x] and E[x^2]: those of several clients together are the means of theirs, weighted by
-examples, so that whatever averages leaves computes the statistics of the mixture. A mean of
-variances would lack the variance between clients.
+moments: those of several clients together are the means of theirs, weighted by examples, so that
+whatever averages leaves computes the statistics of the mixture; see `statistics`.
 """
 
 import contextlib
@@ -16,15 +15,31 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax.configuration import cached
+from fisherjax.networks import statistics
 from fisherjax.typing import Apply, ApplyTrain, Array, Key, Likelihood, Model, Params
 
 
-def init(module: flax.linen.Module, key: Key, inputs: Array) -> Params:
+def init(
+    module: flax.linen.Module,
+    key: Key,
+    inputs: Array,
+    *,
+    normalize: Callable[[Array], Array] | None = None,
+) -> Params:
     """Draw a network's parameters: the content of flax's "params" collection, nested dicts.
 
     With BatchNorm it is {"params": ..., "moments": ...}: of flax's "batch_stats" each mean and
-    variance, here as `mean` and `second_moment` = variance + mean^2, which add up over clients.
-    Of the inputs, a batch [B, ...] of NumPy or JAX, only the shape and dtype are used.
+    variance, as moments that add up over clients. A channel whose mean over the first 32 inputs is
+    more than 8 of its standard deviations from zero, as that of a year, has its moments counted
+    from that mean, in a leaf `shift` which every client gets and nobody changes. These means are
+    not private: take them of public inputs, or of zeros.
+
+    Args:
+        module: The network.
+        key: Of the initialisers.
+        inputs: A batch [B, ...] of NumPy or JAX, or its shape and dtype; only these are used
+            unless the network has BatchNorm.
+        normalize: What `model` is given: the network sees normalised inputs.
 
     Raises:
         ValueError: If the network keeps anything besides parameters and running statistics.
@@ -37,15 +52,17 @@ def init(module: flax.linen.Module, key: Key, inputs: Array) -> Params:
     dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
     # Lazily: nothing but the initialisers runs.
     variables = module.lazy_init(key, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), dtype))
-    if others := sorted(set(variables) - {"params", "batch_stats"}):
-        raise ValueError(
-            f"{type(module).__name__} keeps the collections {others} besides its parameters; "
-            "expected parameters, and batch_stats, only. Call module.init yourself, put all into "
-            "one pytree, and give fisherjax.Model a mask and apply_train."
-        )
+    statistics.check_collections(module, variables)
     if "batch_stats" not in variables:
         return variables["params"]
-    return {"params": variables["params"], "moments": _moments(variables["batch_stats"])}
+    seen = None
+    if not isinstance(inputs, jax.ShapeDtypeStruct) and _takes_train(module):
+        # What is known stays known under `jit`.
+        with jax.ensure_compile_time_eval():
+            few = inputs[: statistics.ENOUGH]
+            few = jnp.asarray(few) if normalize is None else normalize(few)
+            seen = _cast(few, variables["params"])
+    return statistics.first(module, key, variables, seen)
 
 
 @cached
@@ -73,8 +90,10 @@ def apply_fn(
     def apply(params: Params, inputs: Array) -> Array:
         inputs = inputs if normalize is None else normalize(inputs)
         wide = flax.linen.intercept_methods(_as_wide_as_its_leaves)
-        with wide if any_width else contextlib.nullcontext():
-            return module.apply(_variables(params), _cast(inputs, params))
+        centred = flax.linen.intercept_methods(statistics.centred)
+        none = contextlib.nullcontext()
+        with wide if any_width else none, centred if statistics.has_moments(params) else none:
+            return module.apply(statistics.collections(params), _cast(inputs, params))
 
     return apply
 
@@ -156,12 +175,12 @@ def model(
     Source: Ioffe and Szegedy, Batch normalization, ICML 2015, as flax has it.
     """
     apply = apply_fn(module, normalize, any_width=any_width)
-    if not _has_moments(params):
+    if not statistics.has_moments(params):
         train = (
             None if augment is None else augmented(apply_fn(module, any_width=any_width), augment)
         )
         return Model(apply, likelihood, train)
-    if "train" not in inspect.signature(type(module).__call__).parameters:
+    if not _takes_train(module):
         raise ValueError(
             f"{type(module).__name__} keeps running statistics, but its __call__ takes no `train`; "
             "expected def __call__(self, inputs, train=False), with "
@@ -184,24 +203,13 @@ def _by_minibatch(
             inputs = augment(_augment_key(key), inputs)
         elif normalize is not None:
             inputs = normalize(inputs)
-        variables, inputs = _variables(params), _cast(inputs, params)
-        with flax.linen.intercept_methods(_counting(weights)):
-            outputs, new = module.apply(variables, inputs, train=True, mutable=["batch_stats"])
-        return outputs, {"params": params["params"], "moments": _moments(new["batch_stats"])}
+        given, inputs = statistics.collections(params), _cast(inputs, params)
+        with flax.linen.intercept_methods(statistics.counting(weights)):
+            outputs, new = module.apply(given, inputs, train=True, mutable=["batch_stats"])
+        moments = statistics.updated(params["moments"], new["batch_stats"])
+        return outputs, {"params": params["params"], "moments": moments}
 
     return apply_train
-
-
-def _counting(weights: Array) -> Callable:
-    """Tell every BatchNorm which rows of the minibatch count."""
-
-    def interceptor(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-        if isinstance(context.module, flax.linen.BatchNorm) and context.method_name == "__call__":
-            rows = weights.reshape(-1, *(1,) * (args[0].ndim - 1)) > 0
-            kwargs = {"mask": rows} | kwargs
-        return call(*args, **kwargs)
-
-    return interceptor
 
 
 def _augment_key(key: Key) -> Key:
@@ -215,33 +223,5 @@ def _cast(inputs: Array, params: Params) -> Array:
     return inputs.astype(dtype) if jnp.issubdtype(inputs.dtype, jnp.floating) else inputs
 
 
-def _has_moments(params: Params) -> bool:
-    return isinstance(params, dict) and set(params) == {"params", "moments"}
-
-
-def _variables(params: Params) -> dict[str, Any]:
-    """Give flax's collections."""
-    if not _has_moments(params):
-        return {"params": params}
-    return {"params": params["params"], "batch_stats": _batch_stats(params["moments"])}
-
-
-def _moments(stats: Any) -> Any:
-    """Turn every variance that has its mean beside it into a second moment."""
-    if not isinstance(stats, dict):
-        return stats
-    if {"mean", "var"} <= set(stats):
-        stats = dict(stats)
-        stats["second_moment"] = stats.pop("var") + jnp.square(stats["mean"])
-    return {name: _moments(x) for name, x in stats.items()}
-
-
-def _batch_stats(moments: Any) -> Any:
-    if not isinstance(moments, dict):
-        return moments
-    if {"mean", "second_moment"} <= set(moments):
-        moments = dict(moments)
-        # Rounding may leave less than nothing of a channel that is constant.
-        variance = moments.pop("second_moment") - jnp.square(moments["mean"])
-        moments["var"] = jnp.maximum(variance, 0)
-    return {name: _batch_stats(x) for name, x in moments.items()}
+def _takes_train(module: flax.linen.Module) -> bool:
+    return "train" in inspect.signature(type(module).__call__).parameters

@@ -132,8 +132,8 @@ class NormedCNN(LeNet):
     Example:
         >>> import jax, fisherjax as fj
         >>> variables = fj.networks.init(NormedCNN(), jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
-        >>> list(variables), list(variables["moments"]["norm1"])
-        (['params', 'moments'], ['mean', 'second_moment'])
+        >>> list(variables), sorted(variables["moments"]["norm1"])
+        (['params', 'moments'], ['mean', 'second_moment', 'shift', 'within'])
     """
 
     use_bias: bool = True

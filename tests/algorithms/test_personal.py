@@ -236,10 +236,60 @@ def test_a_layer_is_its_own_leaves_and_no_others():
     assert list(fedper("dense1").init_client(params).leaves) == ["dense1/kernel"]
 
 
-def test_normalisations_are_known_by_name():
-    norms = ("BatchNorm_0/scale", "params/bn2/bias", "LayerNorm_1/scale", "moments/layer3/mean")
-    assert all(map(algorithms.is_normalization, norms))
-    assert not any(map(algorithms.is_normalization, ("dense1/kernel", "params/cabn/bias", "bnd/w")))
+NORMS = (
+    *("BatchNorm_0/scale", "params/bn2/bias", "LayerNorm_1/scale", "moments/layer3/mean"),
+    *(
+        "features/1/running_var",
+        "layers/1/scale",
+        "post_ln/scale",
+        "bn1/scale",
+        "embed_norm/weight",
+    ),
+    *("encoder/input_layernorm/weight", "ln_f/bias", "BatchNorm2d_3/weight", "b/norm/scale/value"),
+    *("batch_norm/~/offset", "q_norm/scale", "bn1_scale", "GroupNorm_0/bias", "RMSNorm_4/scale"),
+)
+OTHERS = (
+    *("dense1/kernel", "params/cabn/bias", "bnd/w", "encoder/normal_map/kernel", "normal_map/bias"),
+    *("abnormality_head/kernel", "WeightNorm_0/Dense_0/kernel/scale", "norm_head/bias"),
+    *("norm1/linear/weight", "bn_embed/bias", "weight_norm/g", "logit_scale", "SpectralNorm_0/u"),
+)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_normalisations_are_known_by_name(name):
+    assert algorithms.is_normalization(name)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_leaves_are_known_by_name(name):
+    assert not algorithms.is_normalization(name)
+
+
+def test_names_that_say_nothing_are_refused_and_the_equations_are_named():
+    """A vector that may be a scale is neither kept nor averaged by a guess."""
+    size = jnp.ones(2)
+    dense, norm = {"kernel": jnp.ones((2, 2)), "bias": size}, {"scale": size, "bias": size}
+    kept = fedbn().init_client({"normal_head": dense, "post": norm}).leaves
+    assert list(kept) == ["post/bias", "post/scale"]
+    shortcut = {"0": {"weight": jnp.ones((2, 2))}, "1": {"weight": size}}
+    unclear = {"bn1": norm, "downsample": shortcut}
+    with pytest.raises(ValueError, match=r"\['downsample/1/weight'\].*normalizations\(model"):
+        fedbn().init_client(unclear)
+    names = frozenset({"bn1/scale", "bn1/bias", "downsample/1/weight"})
+    method = fedbn(where=names)
+    assert set(method.init_client(unclear).leaves) == names
+    assert method is fedbn(where=frozenset(names))
+    with pytest.raises(ValueError, match=r"lists \['bn2/scale'\], which are no leaves"):
+        fedbn(where=frozenset({"bn2/scale"})).init_client(unclear)
+
+
+@pytest.mark.long
+def test_what_equations_find_is_kept_and_the_rest_is_merged(world):
+    federation, start, model = world
+    names = algorithms.normalizations(model, start, federation.inputs)
+    assert set(fedbn().init_client(start).leaves) == names
+    found, expected = (play(world, m, 2)[1] for m in (fedbn(where=names), fedbn()))
+    chex.assert_trees_all_equal(found, expected)
 
 
 def test_networks_and_names_that_do_not_fit_are_refused(world):
