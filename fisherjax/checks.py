@@ -129,17 +129,33 @@ def mask(value: Model, params: Params) -> tuple[bool, ...]:
 
 
 def floating(params: Params, what: str = "params") -> None:
-    """Refuse a pytree that has no leaves, or leaves that are not floating-point arrays."""
+    """Refuse a pytree that has no leaves, or leaves that are no floating-point numbers."""
     if not jax.tree.leaves(params):
         raise ValueError(f"{what} has no leaves; expected a pytree of floating-point arrays.")
     for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
-        dtype = getattr(leaf, "dtype", None) or np.result_type(type(leaf))
+        # Python's numbers have no dtype; the only ones that count are its floats.
+        dtype = getattr(leaf, "dtype", None)
         # JAX's check, as NumPy does not count bfloat16 among the floating types.
-        if not jnp.issubdtype(dtype, jnp.floating):
+        if not (type(leaf) is float if dtype is None else jnp.issubdtype(dtype, jnp.floating)):
+            given = f"is {_kind(leaf)}" if dtype is None else f"has dtype {dtype}"
             raise TypeError(
-                f"Leaf '{name}' of {what} has dtype {dtype}; expected floating point. Convert it, "
-                "or keep integers out of the pytree (close over them in apply)."
+                f"Leaf '{name}' of {what} {given}; expected floating point. Convert it, or keep "
+                "what is not trained out of the pytree (close over it in apply)."
             )
+
+
+def arrays(params: Params, what: str = "params") -> Params:
+    """Check params where they come in, and give them with arrays for Python's floats.
+
+    Every function that takes params begins with it, so that a float counts as the array of shape ()
+    of JAX's default precision everywhere.
+
+    Example:
+        >>> arrays({"scale": 2.0, "w": jnp.ones(2)})["scale"].shape
+        ()
+    """
+    floating(params, what)
+    return tree.as_arrays(params)
 
 
 def stacked(params: Params, num_clients: int, what: str = "the stacked params") -> None:

@@ -94,7 +94,7 @@ def test_leaves_that_are_not_floating_are_named():
     checks.floating({"w": 1.0, "b": np.ones(2, np.float16), "c": jnp.ones(2, jnp.bfloat16)})
     with pytest.raises(TypeError, match="'count' of params has dtype int32"):
         checks.floating(PARAMS | {"count": jnp.ones((), int)})
-    with pytest.raises(TypeError, match="'flag' of start has dtype bool"):
+    with pytest.raises(TypeError, match="'flag' of start is a bool"):
         checks.floating(PARAMS | {"flag": True}, "start")
     with pytest.raises(ValueError, match="params has no leaves"):
         checks.floating({})

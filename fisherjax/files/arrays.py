@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import numpy as safetensors
 
 from fisherjax.files.base import CODES, appearing, checked_path
+from fisherjax.tree import as_arrays
 
 Place = str | tuple[str, tuple[int, ...]]
 """Their name of a leaf; or that and the axes by which ours is transposed to be theirs."""
@@ -282,7 +283,7 @@ def _some(words: Iterable[str], between: str = ", ") -> str:
 def _named(tree: Any) -> dict[str, Any]:
     """Return the leaves by name, in the order of flattening; a bare array is called "array"."""
     named = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(as_arrays(tree)):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
         if name in named:
             raise ValueError(f"two leaves are called {name!r}: rename a key that holds a '/'")

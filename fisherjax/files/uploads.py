@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fisherjax import algorithms, checks
+from fisherjax import algorithms, checks, tree
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
 from fisherjax.files.base import Kind, Sealed
@@ -98,7 +98,7 @@ def save_update(
     for name, text in (("client", client), ("codec", codec)):
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} is {text!r}; expected its name")
-    values = flat(update.values)
+    values = flat(tree.as_arrays(update.values))
     check_single(values)
     arrays: dict[str, Any] = {}
     spec = encode(values, "", arrays)
