@@ -52,14 +52,33 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value}; expected a positive number.")
 
 
-def one_of(name: str, value: Any, known: Iterable[Any]) -> None:
-    """Refuse what is not among a few known values, and name the nearest."""
+def one_of(name: str, value: Any, known: Iterable[Any], where: str = "") -> None:
+    """Refuse what is not among known values: name them if they are few, else the nearest three.
+
+    `where` says where there is a list of all of them, for names that are many.
+    """
     known = list(known)
-    if value not in known:
-        near = difflib.get_close_matches(str(value), map(str, known), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        expected = " or ".join(map(repr, known))
-        raise ValueError(f"{name} is {value!r}; expected {expected}.{hint}")
+    if value in known:
+        return
+    if not where:
+        raise ValueError(f"{name} is {value!r}; expected {' or '.join(map(repr, known))}.")
+    raise ValueError(
+        f"{name} is {value!r}; expected one of {len(known)} names. Did you mean "
+        f"{nearest(value, known)}? All are in {where}."
+    )
+
+
+def nearest(value: Any, known: Iterable[Any]) -> str:
+    """Name the three names that are nearest to a wrong one, the nearest first, whatever the case.
+
+    Example:
+        >>> nearest("FedAvgg", ["fedavg", "fedprox", "regmean", "scaffold", "fedper"])
+        "'fedavg', 'fedper' or 'fedprox'"
+    """
+    names = {str(name).lower(): str(name) for name in known}
+    found = difflib.get_close_matches(str(value).lower(), names, n=3, cutoff=0.0)
+    *others, last = [repr(names[name]) for name in found]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def instance(name: str, value: Any, kind: type, expected: str) -> None:

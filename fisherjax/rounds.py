@@ -44,7 +44,7 @@ class Round(NamedTuple):
     """What happened in one round.
 
     Attributes:
-        number: From 0.
+        number: From 0; a Python integer in what `run` yields.
         cohort: [K] places of the clients that took part.
         start: The model that was sent to them.
         trained: What they trained, stacked [K, ...].
@@ -53,7 +53,7 @@ class Round(NamedTuple):
         info: What the algorithm reports.
     """
 
-    number: Array
+    number: int | Array
     cohort: Array
     start: Params
     trained: Trained

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from safetensors import numpy as safetensors
 
+from fisherjax.checks import nearest
 from fisherjax.files.base import CODES, appearing, checked_path
 from fisherjax.tree import as_arrays
 
@@ -192,7 +193,8 @@ def _places(ranks: dict[str, int], mapping: Places | None) -> dict[str, _Place]:
     if not callable(mapping) and (unknown := [name for name in mapping if name not in ranks]):
         raise ValueError(
             f"mapping lists {_some(unknown)}, but our leaves are {_some(ranks)}: its keys are our "
-            "names, its values those of the file"
+            f"names, its values those of the file. For {unknown[0]!r}, did you mean "
+            f"{nearest(unknown[0], ranks)}?"
         )
     places: dict[str, _Place] = {}
     owners: dict[str, str] = {}

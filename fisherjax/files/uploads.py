@@ -91,7 +91,8 @@ def save_update(
         ((3, 2), 'ann', 60)
     """
     checks.instance("update", update, Update, "an algorithms.Update, of merging.summarize")
-    checks.one_of("algorithm", algorithm, algorithms.TABLE | algorithms.WIDER)
+    known = algorithms.TABLE | algorithms.WIDER
+    checks.one_of("algorithm", algorithm, known, "algorithms.TABLE, WIDER")
     checks.number("examples", examples)
     if codec is None:
         codec = (update.kind.partition(THEN)[2] if "update" in update.values else "") or "none"
