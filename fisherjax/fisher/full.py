@@ -114,7 +114,7 @@ def vector_product(
     untrained = passes.untrained(model, params)
     point = params, passes.without(untrained, vector)
     product = passes.without(untrained, passes.run(_product_sums, plan, point, examples, key))
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), product, params)
+    return jax.tree.map(lambda x, like: x.astype(jnp.result_type(like)), product, params)
 
 
 def _product_sums(
