@@ -59,14 +59,33 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value}; expected a positive number.")
 
 
-def one_of(name: str, value: Any, known: Iterable[Any]) -> None:
-    """Refuse what is not among a few known values, and name the nearest."""
+def one_of(name: str, value: Any, known: Iterable[Any], where: str = "") -> None:
+    """Refuse what is not among known values: name them if they are few, else the nearest three.
+
+    `where` says where there is a list of all of them, for names that are many.
+    """
     known = list(known)
-    if value not in known:
-        near = difflib.get_close_matches(str(value), map(str, known), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        expected = " or ".join(map(repr, known))
-        raise ValueError(f"{name} is {value!r}; expected {expected}.{hint}")
+    if value in known:
+        return
+    if not where:
+        raise ValueError(f"{name} is {value!r}; expected {' or '.join(map(repr, known))}.")
+    raise ValueError(
+        f"{name} is {value!r}; expected one of {len(known)} names. Did you mean "
+        f"{nearest(value, known)}? All are in {where}."
+    )
+
+
+def nearest(value: Any, known: Iterable[Any]) -> str:
+    """Name the three names that are nearest to a wrong one, the nearest first, whatever the case.
+
+    Example:
+        >>> nearest("FedAvgg", ["fedavg", "fedprox", "regmean", "scaffold", "fedper"])
+        "'fedavg', 'fedper' or 'fedprox'"
+    """
+    names = {str(name).lower(): str(name) for name in known}
+    found = difflib.get_close_matches(str(value).lower(), names, n=3, cutoff=0.0)
+    *others, last = [repr(names[name]) for name in found]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def instance(name: str, value: Any, kind: type, expected: str) -> None:
@@ -136,17 +155,33 @@ def mask(value: Model, params: Params) -> tuple[bool, ...]:
 
 
 def floating(params: Params, what: str = "params") -> None:
-    """Refuse a pytree that has no leaves, or leaves that are not floating-point arrays."""
+    """Refuse a pytree that has no leaves, or leaves that are no floating-point numbers."""
     if not jax.tree.leaves(params):
         raise ValueError(f"{what} has no leaves; expected a pytree of floating-point arrays.")
     for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
-        dtype = getattr(leaf, "dtype", None) or np.result_type(type(leaf))
+        # Python's numbers have no dtype; the only ones that count are its floats.
+        dtype = getattr(leaf, "dtype", None)
         # JAX's check, as NumPy does not count bfloat16 among the floating types.
-        if not jnp.issubdtype(dtype, jnp.floating):
+        if not (type(leaf) is float if dtype is None else jnp.issubdtype(dtype, jnp.floating)):
+            given = f"is {_kind(leaf)}" if dtype is None else f"has dtype {dtype}"
             raise TypeError(
-                f"Leaf '{name}' of {what} has dtype {dtype}; expected floating point. Convert it, "
-                "or keep integers out of the pytree (close over them in apply)."
+                f"Leaf '{name}' of {what} {given}; expected floating point. Convert it, or keep "
+                "what is not trained out of the pytree (close over it in apply)."
             )
+
+
+def arrays(params: Params, what: str = "params") -> Params:
+    """Check params where they come in, and give them with arrays for Python's floats.
+
+    Every function that takes params begins with it, so that a float counts as the array of shape ()
+    of JAX's default precision everywhere.
+
+    Example:
+        >>> arrays({"scale": 2.0, "w": jnp.ones(2)})["scale"].shape
+        ()
+    """
+    floating(params, what)
+    return tree.as_arrays(params)
 
 
 def stacked(params: Params, num_clients: int, what: str = "the stacked params") -> None:

@@ -4,7 +4,6 @@ Images stay uint8 until a batch is used: `normalizer` makes the function that sc
 `crop_and_flip` the one that also augments them, both for the device.
 """
 
-import difflib
 import functools
 import io
 import json
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fisherjax import checks
 from fisherjax.configuration import cached
 from fisherjax.typing import Array, Key
 
@@ -88,9 +88,9 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> tuple[Dataset,
     Source: normalisation of Jhunjhunwala, Wang, Joshi, "FedFisher", AISTATS 2024 (code).
     """
     if name not in NAMES:
-        nearest = difflib.get_close_matches(str(name).lower(), NAMES, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"unknown data set {name!r}: did you mean {nearest!r}? Known: {', '.join(NAMES)}"
+            f"unknown data set {name!r}: did you mean {checks.nearest(name, NAMES)}? All are in "
+            "datasets.NAMES; examples of your own need no name, see clients.federation"
         )
     try:
         read = _read_digits() if name == "digits" else _read_tfds(name, data_dir)

@@ -2,6 +2,10 @@
 
 An epoch draws images by a generator that is trained afresh, and teaches the student all images
 until then. `algorithms.dense` plays as many as it is told.
+
+Source: Zhang et al., DENSE, NeurIPS 2022, and its code. Deviation: images are kept as bytes, as
+there, but a pixel is rounded to the nearest; that code cuts off what is behind the point, by which
+its images are half a level of 255 darker on average than what its generator drew.
 """
 
 import math
@@ -66,7 +70,7 @@ class Distilling(NamedTuple):
         epoch: How many are done.
         student: Its params.
         optimizer: The state of its optimiser.
-        images: [epochs * images, H, W, C], bytes; those of epochs to come are zero.
+        images: [epochs * images, H, W, C], bytes, rounded; those of epochs to come are zero.
         told: [epochs * images, 2, classes], what the teacher says of each and of its mirror image;
             nothing, [epochs * images, 0, classes], where images are cropped and it is asked anew.
         best: The params of the best score, or where there is none of the first epoch.

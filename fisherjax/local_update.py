@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, clients
+from fisherjax import checks, clients, optimizers
 from fisherjax.clients import Federation
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -46,6 +46,18 @@ def first_state(local: LocalTraining, params: Params) -> State:
 def kept(state: State) -> Any:
     """Take what the optimiser lets come back, see `keeping`; () if nothing."""
     return state.optimizer.own if isinstance(state.optimizer, Kept) else ()
+
+
+def trained(model: Model, state: State) -> Params:
+    """Take the params that training has found, see `optimizers.answer`."""
+    found = optimizers.answer(state.params, state.optimizer)
+    # What is not trained is where it is, whatever an optimiser keeps of it.
+    return select_leaves(checks.mask(model, state.params), found, state.params)
+
+
+def hides_the_loss(model: Model) -> bool:
+    """Say whether nothing but gradients may leave an example's loss, as under `privacy.dp_sgd`."""
+    return getattr(model.apply_train, "hides_the_loss", False)
 
 
 def client_epochs(
@@ -97,7 +109,7 @@ def _step(
     model, mask = local.model, checks.mask(local.model, state.params)
     inputs, targets, weights = batch
 
-    def mean_loss(params: Params) -> tuple[Array, tuple[Array, Params | None]]:
+    def measured(params: Params) -> tuple[Array, tuple[Array, Params | None]]:
         if model.apply_train is None:
             outputs, new = model.apply(params, inputs), None
         else:
@@ -107,16 +119,27 @@ def _step(
         total = jnp.where(weights > 0, losses, 0).sum()
         return total / (weights > 0).sum(), (total, new)
 
-    gradient, (total, new) = jax.grad(mean_loss, has_aux=True)(state.params)
+    def mean_loss(params: Params) -> Array:
+        # Leaves that are not trained have no gradient, wherever an optimiser asks for one.
+        return measured(select_leaves(mask, params, jax.lax.stop_gradient(params)))[0]
+
+    (value, (total, new)), gradient = jax.value_and_grad(measured, has_aux=True)(state.params)
     gradient = select_leaves(mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
     # What is not trained is where it started, as far as the optimiser is concerned.
     extra = extra | {"start": select_leaves(mask, extra["start"], state.params)}
-    optimizer = optax.with_extra_args_support(local.optimizer)
-    updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params, **extra)
+    if not hides_the_loss(model):
+        extra |= optimizers.loss_arguments(mean_loss, value, gradient)
+    update = optimizers.supported(local.optimizer).update
+    updates, optimizer_state = update(gradient, state.optimizer, state.params, **extra)
     params = optax.apply_updates(state.params, updates)
     # Even without a gradient an optimiser may move a leaf, by weight decay: that is dropped.
     params = select_leaves(mask, params, state.params if new is None else new)
-    return State(params, optimizer_state), total
+    # The state of a loop keeps its dtypes.
+    return jax.tree.map(_as_before, State(params, optimizer_state), state), total
+
+
+def _as_before(new: Array, old: Array) -> Array:
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def keeping(
@@ -126,13 +149,13 @@ def keeping(
 
     Args:
         transformation: It sees the gradients first, and is given `start`, `extras` and `last_epoch`
-            as extra arguments.
+            as extra arguments; what it returns as gradients must be those of the loss.
         base: The user's optimiser.
 
     Returns:
         The chain of both. `Trained.extras` is the stacked final state of the transformation.
     """
-    first, second = map(optax.with_extra_args_support, (transformation, base))
+    first, second = map(optimizers.supported, (transformation, base))
 
     # Not optax.chain, whose state is a plain tuple: after training `Kept` is known by its type.
     def init(params: Params) -> Kept:

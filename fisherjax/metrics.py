@@ -31,7 +31,7 @@ def logits(
         (3, 1)
     """
     checks.model(model)
-    model, inputs = _bare(model), jnp.asarray(inputs)
+    params, model, inputs = checks.arrays(params), _bare(model), jnp.asarray(inputs)
     checks.outputs(model, _shapes(params) if stacked else params, inputs)
     run = _map_logits if stacked else _logits
     return run(model, _batch_size(batch_size, inputs), params, inputs)
@@ -161,7 +161,7 @@ def performance(
     checks.model(model)
     clients.check(federation)
     batch_size = _batch_size(batch_size, federation.inputs)
-    params = jax.tree.map(jnp.asarray, params)
+    params = jax.tree.map(jnp.asarray, checks.arrays(params))
     if stacked:
         checks.stacked(params, federation.num_clients)
     one = _shapes(params) if stacked else params

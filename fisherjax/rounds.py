@@ -44,7 +44,7 @@ class Round(NamedTuple):
     """What happened in one round.
 
     Attributes:
-        number: From 0.
+        number: From 0; a Python integer in what `run` yields.
         cohort: [K] places of the clients that took part.
         start: The model that was sent to them.
         trained: What they trained, stacked [K, ...].
@@ -53,7 +53,7 @@ class Round(NamedTuple):
         info: What the algorithm reports.
     """
 
-    number: Array
+    number: int | Array
     cohort: Array
     start: Params
     trained: Trained
@@ -82,8 +82,7 @@ class Federated(NamedTuple):
 
     def init(self, params: Params, num_clients: int) -> State:
         """Make the state before the first round, for M clients."""
-        checks.floating(params)
-        params = jax.tree.map(jnp.asarray, params)
+        params = jax.tree.map(jnp.asarray, checks.arrays(params))
         own = self.algorithm.init_client(params)
         private = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
         kept = self.algorithm.init(params, num_clients)
@@ -94,20 +93,29 @@ class Federated(NamedTuple):
     def check(self, state: State, federation: Federation, key: Key) -> None:
         """Refuse a state, data or a key that do not fit, with a ValueError or TypeError."""
         checks.instance("state", state, State, "init(params, M)")
-        numbers = (self.optimizer, self.epochs, self.batch_size)
-        training.check(self.model, state.params, federation, key, *numbers)
+        clients.check(federation)
+        checks.floating(state.params)
+        init = partial(self.init, num_clients=federation.num_clients)
+        _check_fits(state, eval_shape(init, state.params))
+        how = self.algorithm.optimizer(self.optimizer), self.epochs, self.batch_size
+        _, extras = eval_shape(self._received, state)
+        training.check(self.model, state.params, federation, key, *how, extras)
         if self.cohort > federation.num_clients:
             raise ValueError(
                 f"cohort is {self.cohort}, but the federation has {federation.num_clients} "
                 "clients; expected at most all of them."
             )
-        init = partial(self.init, num_clients=federation.num_clients)
-        _check_fits(state, eval_shape(init, state.params))
         if not tree.finite_leaves(state.params).all():
             raise ValueError(
                 "state.params are not finite: the model has diverged. Start from a state before "
                 "that, with smaller learning rates."
             )
+
+    def _received(self, state: State) -> tuple[Params, Any]:
+        """Give what the first client starts from, and what its optimiser is given."""
+        place = jnp.asarray(0) if self.algorithm.personal else None
+        message = self.algorithm.broadcast(state.params, state.algorithm, place)
+        return self.algorithm.receive(message, jax.tree.map(lambda x: x[0], state.private))
 
     def round(self, state: State, federation: Federation, key: Key) -> tuple[State, Round]:
         """Play one round; compiled once for equal experiments and shapes."""
@@ -136,6 +144,8 @@ class Federated(NamedTuple):
 
     def traffic(self, params: Params, federation: Federation) -> Traffic:
         """Count what one client receives and sends; nothing is computed."""
+        params = checks.arrays(params)
+        checks.outputs(self.model, params, federation.inputs, federation.targets)
         state = eval_shape(partial(self.init, num_clients=federation.num_clients), params)
 
         def sent(state: State) -> Any:
@@ -245,9 +255,11 @@ def run(
 
     # The body of a generator waits for the first round: what is checked above is checked at once.
     def going(state: State) -> Iterator[tuple[State, Round]]:
-        for _ in range(rounds):
+        # Counted here: to read it off a state would wait for the round.
+        first = int(state.number)
+        for number in range(first, first + rounds):
             state, done = experiment.round(state, federation, key)
-            yield state, done
+            yield state, done._replace(number=number)
 
     return going(state)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fisherjax import checks, clients, devices, local_update, parallel
+from fisherjax import checks, clients, devices, local_update, optimizers, parallel
 from fisherjax.clients import Federation
 from fisherjax.compiler import eval_shape, jit
 from fisherjax.devices import Memory, replicate
@@ -23,6 +23,7 @@ from fisherjax.local_update import LocalTraining, State, client_epochs, first_st
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.typing import Array, Key, Model, Params
 
+_HIDDEN = "privacy.dp_sgd tells it no loss, by which its steps would show the data."
 # The losses of this many epochs, or of twice as many and so on, have room in the program.
 _EPOCHS = 16
 
@@ -108,8 +109,9 @@ def train(
         params: The common start, floating leaves.
         federation: The clients' data.
         key: Folded by client and epoch; the chunk does not matter.
-        optimizer: Any of optax; its state starts afresh on every client. An algorithm that changes
-            how clients train wraps it: `algorithm.optimizer(optax.sgd(0.1))`.
+        optimizer: Any of optax that moves params, one that asks for the loss, `value_fn` or
+            `grad_fn` too; its state starts afresh on every client. An algorithm that changes how
+            clients train wraps it: `algorithm.optimizer(optax.sgd(0.1))`.
         epochs: Passes over each client's data, at least 1.
         batch_size: B, at least 1.
         extras: Stacked, what such a wrapped optimiser is given besides (SCAFFOLD's correction).
@@ -122,8 +124,8 @@ def train(
 
     Raises:
         TypeError: If params are not floating, or an argument has the wrong kind.
-        ValueError: If the targets do not fit the outputs, the mask does not fit params, or a number
-            is not positive.
+        ValueError: If the targets do not fit the outputs, the mask does not fit params, the
+            optimiser cannot take steps of them, or a number is not positive.
 
     Example:
         >>> import numpy as np, fisherjax as fj
@@ -137,9 +139,9 @@ def train(
     Source: McMahan et al., Communication-efficient learning of deep networks from decentralized
         data, AISTATS 2017, ClientUpdate.
     """
-    local = check(model, params, federation, key, optimizer, epochs, batch_size)
-    if jax.tree.leaves(extras):
-        checks.stacked(extras, federation.num_clients, "extras")
+    params = checks.arrays(params)
+    own = _of_one(extras, federation)
+    local = check(model, params, federation, key, optimizer, epochs, batch_size, own)
     cohort = _from_one_start(local, params, extras, federation, key, epochs, clients_per_chunk)
     if progress is None:
         return train_cohort(cohort)
@@ -154,7 +156,7 @@ def untrained(params: Params, num_clients: int) -> Trained:
         >>> untrained(jnp.zeros(2), num_clients=3).params.shape
         (3, 2)
     """
-    checks.floating(params)
+    params = checks.arrays(params)
     checks.count("num_clients", num_clients)
 
     def stack(x: Array) -> Array:
@@ -192,7 +194,10 @@ def train_memory(
         >>> need.resident > federation.inputs.nbytes
         True
     """
-    local = check(model, params, federation, key, optimizer, epochs, batch_size)
+    params = checks.arrays(params)
+    params = checks.arrays(params)
+    own = _of_one(extras, federation)
+    local = check(model, params, federation, key, optimizer, epochs, batch_size, own)
     cohort = _from_one_start(local, params, extras, federation, key, epochs, clients_per_chunk)
     if progress is None:
         return cohort_memory(cohort)
@@ -209,8 +214,9 @@ def check(
     optimizer: optax.GradientTransformation,
     epochs: int,
     batch_size: int,
+    extras: Any = (),
 ) -> LocalTraining:
-    """Check what clients train with, and put it together."""
+    """Check what clients train with, and put it together; extras are one client's, or shapes."""
     checks.model(model)
     clients.check(federation)
     checks.floating(params)
@@ -223,7 +229,17 @@ def check(
     # No client has more rows than that: the rest of a longer minibatch would be padding.
     batch_size = min(batch_size, federation.indices.shape[1])
     checks.train_outputs(model, params, federation.inputs, batch_size)
+    without = _HIDDEN if local_update.hides_the_loss(model) else ""
+    optimizers.check("optimizer", optimizer, params, without, extras)
     return LocalTraining(model, optimizer, batch_size)
+
+
+def _of_one(extras: Any, federation: Federation) -> Any:
+    """Give the shapes of what one client's optimiser is given."""
+    if jax.tree.leaves(extras):
+        clients.check(federation)
+        checks.stacked(extras, federation.num_clients, "extras")
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), extras)
 
 
 def train_cohort(cohort: Cohort) -> Trained:
@@ -274,7 +290,8 @@ def _epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> T
         progress(epoch, loss[:, 0])
     # Each [M, 1], as there was room for one epoch; together [M, epochs].
     loss = jnp.concatenate(losses, axis=1)
-    return _trained(cohort, states.params, loss, local_update.kept(states))
+    params = jax.vmap(partial(local_update.trained, cohort.local.model))(states)
+    return _trained(cohort, params, loss, local_update.kept(states))
 
 
 @partial(jit, static_argnums=(0, 1))
@@ -316,7 +333,8 @@ def _run(
         # A loop of traced length: another number of epochs need not compile again.
         end, losses = jax.lax.fori_loop(first, last, body, (begin, losses))
         # At the end the optimiser's state is dropped: only those of a chunk are ever in memory.
-        return (end.params, local_update.kept(end)) if state is None else end, losses
+        found = local_update.trained(local.model, end), local_update.kept(end)
+        return found if state is None else end, losses
 
     return parallel.spread_clients(
         one,

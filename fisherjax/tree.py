@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fisherjax.typing import Array
 
@@ -50,6 +51,21 @@ def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
         {'b': (), 'w': (3,)}
     """
     return dict(zip(names(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
+
+
+def as_arrays(tree: Any) -> Any:
+    """Give arrays of shape () for Python's floats; other leaves stay as they are.
+
+    Example:
+        >>> as_arrays({"scale": 2.0, "w": jnp.ones(2)})["scale"].shape
+        ()
+    """
+    # With a dtype, or they would be weakly typed: another program than that of an array.
+    default = jnp.result_type(float)
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, default) if type(x) is float else x,
+        tree,
+    )
 
 
 def inner(left: Any, right: Any) -> Array:
@@ -166,6 +182,7 @@ def stack(trees: Sequence[Any]) -> Any:
 
     Raises:
         ValueError: If the list is empty, or clients differ in structure, a shape or a dtype.
+        TypeError: If a leaf is no number and no array of numbers.
 
     Example:
         >>> stack([{"w": 1.0}, {"w": 2.0}])["w"].shape
@@ -174,9 +191,21 @@ def stack(trees: Sequence[Any]) -> Any:
     if not trees:
         raise ValueError("Nothing to stack: got an empty list, expected one pytree a client.")
     # Checked first, because jnp.stack would promote other dtypes and name no client.
+    trees = [as_arrays(tree) for tree in trees]
     for client, tree in enumerate(trees):
+        _check_numbers(tree, client)
         _check_same(trees[0], tree, client)
     return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *trees)
+
+
+def _check_numbers(tree: Any, client: int) -> None:
+    for name, leaf in by_name(tree).items():
+        # Keys of random numbers are arrays too, which NumPy does not know.
+        if not (hasattr(leaf, "dtype") or np.asarray(leaf).dtype.kind in "biufc"):
+            raise TypeError(
+                f"Leaf '{name}' of client {client} is {leaf!r}; expected an array or a number. "
+                "Keep anything else out of the pytree (close over it in apply)."
+            )
 
 
 def _check_same(first: Any, tree: Any, client: int) -> None:

@@ -37,6 +37,7 @@ ORDER = [
     "devices",
     "parallel",
     "clients",
+    "optimizers",
     "local_update",
     "training",
     "fisher",
@@ -80,6 +81,7 @@ INSIDE = {
     "self_check",
     "cinic10",
     "preconditioning",
+    "optimizers",
     "__main__",
 }  # not for users
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fisherjax import Examples, Model, algorithms, checks, likelihoods
+from fisherjax import Examples, Model, algorithms, checks, datasets, files, likelihoods
 
 
 def linear(params, x):
@@ -75,10 +75,59 @@ def test_numbers_that_are_traced_pass():
 
 
 def test_the_nearest_name_is_suggested():
-    with pytest.raises(ValueError, match=r"algorithm is 'fedfiser_kfac'; .*'fedfisher_kfac'\?$"):
-        algorithms.make("fedfiser_kfac", MODEL)
+    near = r"Did you mean 'fedfisher_kfac', '\w+' or '\w+'\? All are in algorithms.TABLE"
+    for name in ("fedfiser_kfac", "FedFisher_KFAC", "FEDFISHER-KFAC"):
+        with pytest.raises(ValueError, match=f"algorithm is '{name}'; .*{near}"):
+            algorithms.make(name, MODEL)
     with pytest.raises(ValueError, match=r"expected 'a' or 'b'\.$"):
         checks.one_of("letter", ["x"], "ab")
+
+
+def test_the_nearest_three_are_those_of_fewest_changes_whatever_the_case():
+    names = ["mnist", "FashionMNIST", "cifar10", "cifar100", "svhn"]
+    assert checks.nearest("MNIST", names).startswith("'mnist', 'FashionMNIST' or ")
+    assert checks.nearest("CIFAR-10", names).startswith("'cifar10', 'cifar100' or ")
+    assert checks.nearest("fashionmnist", names).startswith("'FashionMNIST', 'mnist' or ")
+    # There is an answer to anything, and to few names all of them.
+    assert checks.nearest("", names).count("'") == 6
+    assert checks.nearest(3, ["a"]) == "'a'"
+    assert sorted(checks.nearest("b", "ab").split(" or ")) == ["'a'", "'b'"]
+
+
+LOOK_UPS = {
+    "options": (lambda: algorithms.options("Fedavg"), r"'fedavg', '\w+' or '\w+'\? All are in"),
+    "a method that there is not": (
+        lambda: algorithms.make("TIES", MODEL),
+        r"expected one of \d+ names\. Did you mean '\w+', '\w+' or '\w+'\?",
+    ),
+    "an option": (
+        lambda: algorithms.make("fedfisher_kfac", MODEL, Dampng=1.0),
+        r"fedfisher_kfac has no option 'Dampng'\. Did you mean 'damping', '\w+' or '\w+'\? algor",
+    ),
+    "an option of none": (
+        lambda: algorithms.make("fedavg", MODEL, mu=1.0),
+        r"fedavg has no option 'mu'\. algorithms\.options\('fedavg'\) gives all",
+    ),
+    "a data set": (
+        lambda: datasets.load("MINST"),
+        r"'mnist', '\w+' or '\w+'\? All are in datasets\.NAMES",
+    ),
+    "a layer": (
+        lambda: algorithms.fedper("Dens2").init_client({"dense1": {"k": 1.0}, "dense2": 1.0}),
+        "No layer is called 'Dens2': did you mean 'dense2', 'dense1' or 'k'",
+    ),
+    "a leaf": (
+        lambda: files.save_arrays("x.safetensors", {"dense": 1.0, "b": 2.0}, mapping={"Dens": "a"}),
+        "For 'Dens', did you mean 'dense' or 'b'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOOK_UPS)
+def test_every_look_up_by_name_says_the_nearest_three_and_where_all_are(what):
+    look_up, words = LOOK_UPS[what]
+    with pytest.raises((ValueError, TypeError), match=words):
+        look_up()
 
 
 def test_a_function_is_asked_for_by_example():
@@ -94,7 +143,7 @@ def test_leaves_that_are_not_floating_are_named():
     checks.floating({"w": 1.0, "b": np.ones(2, np.float16), "c": jnp.ones(2, jnp.bfloat16)})
     with pytest.raises(TypeError, match="'count' of params has dtype int32"):
         checks.floating(PARAMS | {"count": jnp.ones((), int)})
-    with pytest.raises(TypeError, match="'flag' of start has dtype bool"):
+    with pytest.raises(TypeError, match="'flag' of start is a bool"):
         checks.floating(PARAMS | {"flag": True}, "start")
     with pytest.raises(ValueError, match="params has no leaves"):
         checks.floating({})

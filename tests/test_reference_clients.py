@@ -1,5 +1,6 @@
 """The authors' clients, and any file like theirs: Fisher information, accuracies, refusals."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from experiments.harness import reference as harness
 from experiments.harness.config import Merging
 from experiments.harness.methods import methods
 from experiments.harness.reference import LAYERS, Reference, channels, from_torch
+from fisherjax.training import Trained
 from fisherjax.typing import Array, Params
 
 CLIENTS_ALONE = [50.7, 42.2, 78.1, 57.5, 73.2]
@@ -178,6 +180,73 @@ def test_weights_and_factors_are_brought_into_our_layout_alike(name):
     assert np.array_equal(ours, flat[:, input_order(name, flat.shape[1])].T)
 
 
+@pytest.fixture(scope="module")
+def uploads(reference: Reference, shared: Path, model: fj.Model) -> fj.algorithms.Update:
+    """What the authors' clients send: their models and K-FAC factors, all of them of the file."""
+    rows = images(shared, "train", range(5))
+    federation = fj.clients.federation(rows, [[client] for client in range(5)])
+    method, key = fj.algorithms.fedfisher(model), jax.random.key(0)
+    # Of one example a client, for the layers: the factors are replaced.
+    sent = fj.merging.summarize(method, Trained(reference.params), federation, key=key)
+    factors = {}
+    for name, ours in LAYERS.items():
+        sides = {
+            side: np.stack([reference.arrays[f"client{i}/kfac_{side}/{name}"] for i in range(5)])
+            for side in ("input", "output")
+        }
+        order = input_order(name, sides["input"].shape[-1])
+        sides["input"] = sides["input"][:, order][:, :, order]
+        factors[f"{ours}/kernel"] = sides
+    fisher = dataclasses.replace(sent.values["fisher"], factors=factors)
+    return fj.algorithms.Update({"params": reference.params, "fisher": fisher}, sent.kind)
+
+
+# A core takes 15 seconds for the 2,000 steps of each.
+@pytest.mark.long
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.parametrize(("compressed", "theirs"), [(False, 91.36), (True, 91.48)])
+def test_the_papers_adam_has_no_damping(
+    reference, shared, model, held_out, uploads, compressed, theirs
+):
+    """`--solver adam` is what the authors' code does; with its codec, to the digit what it says."""
+    images_of_file = images(shared, "train", reference.validation)
+    method = methods(Merging(("fedfisher_kfac",), solver="adam"), model, 64)["fedfisher_kfac"]
+    server, sent = method.server(images_of_file), uploads
+    if compressed:
+        # The rank rule counts with the text's 8 bits where the code rounds to 9.
+        rounded = fj.compression.quantized({"params": 16, "fisher": 9})
+        codec = fj.compression.compose(fj.compression.truncated(bits=8), rounded)
+        server = fj.compression.compressed(server, codec)
+        sent = fj.compression.encode(sent, codec)
+    start = jax.tree.map(lambda leaf: leaf[0], reference.params)
+    merged, *_ = fj.merging.merge(server, start, sent, reference.arrays["weights"])
+    found = 100 * float(fj.metrics.accuracy(model, merged, held_out))
+    # Two images of 10,000, for other processors' rounding.
+    assert abs(found - theirs) <= 0.021
+    if compressed:
+        assert theirs == reference_clients.AUTHORS["fedfisher_kfac"]
+
+
+@pytest.mark.parametrize("solver", ["gd", "adam"])
+def test_the_papers_solvers_have_no_damping_unless_it_is_asked_for(solver):
+    """On a diagonal in closed form: damping would pull the answer to the mean."""
+    apply = fj.Model(lambda w, x: x @ w["w"], fj.likelihoods.gaussian)
+    matrix = np.eye(2)
+    factors = {"w": {"input": np.stack([matrix, 3 * matrix]), "output": np.ones((2, 1, 1))}}
+    data = np.eye(2, dtype=np.float32), np.ones((2, 1), np.float32)
+    federation = fj.clients.federation(data, [[0], [1]])
+    models = [{"w": np.zeros((2, 1), np.float32)}, {"w": np.full((2, 1), 4, np.float32)}]
+    # sum F_i W_i / sum F_i, and with damping 1, which is of the mean eigenvalue, halfway to Wbar.
+    for options, expected in (((), 3.0), ((("fedfisher_kfac.damping", 1.0),), 2.5)):
+        merging = Merging(("fedfisher_kfac",), solver=solver, options=options)
+        method = methods(merging, apply, 2)["fedfisher_kfac"]
+        sent = fj.merging.summarize(method.clients, models, federation, key=jax.random.key(0))
+        fisher = dataclasses.replace(sent.values["fisher"], factors=factors)
+        sent = fj.algorithms.Update(sent.values | {"fisher": fisher}, sent.kind)
+        merged, *_ = fj.merging.merge(method.server(None), models[0], sent, [1, 1])
+        np.testing.assert_allclose(merged["w"], expected, atol=1e-3)
+
+
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.slow
 def test_merged_reference_clients_are_as_good_as_the_authors(reference, shared):
@@ -192,7 +261,7 @@ def test_merged_reference_clients_are_as_good_as_the_authors(reference, shared):
     assert percent["regmean"] >= 84.5
     assert percent["fedfisher_diag"] >= 86.3
     assert percent["fedfisher_kfac"] >= 92.0
-    assert abs(percent["adam"] - reference_clients.AUTHORS["fedfisher_kfac"]) <= 1
+    assert abs(percent["adam"] - 91.36) <= 0.1
 
 
 @pytest.mark.slow

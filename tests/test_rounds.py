@@ -116,6 +116,16 @@ def test_equal_arguments_are_one_experiment(name):
 
 
 @pytest.mark.long
+def test_the_number_of_a_round_is_an_integer_also_of_a_run_that_goes_on(world):
+    first = play(federated(), world, 2)
+    later = play(federated(), world, 2, start=first[-1][0])
+    numbers = [done.number for _, done in first + later]
+    assert numbers == [0, 1, 2, 3]
+    assert all(type(number) is int for number in numbers)
+    assert f"round {numbers[-1]}" == "round 3"
+
+
+@pytest.mark.long
 def test_descent_at_rate_one_takes_the_merged_model(world):
     plain = play(federated(cohort=3), world)
     method = with_server_optimizer(algorithms.fedavg(), optax.sgd(1.0))

@@ -10,7 +10,8 @@ import pytest
 from jax.tree_util import Partial
 
 from fisherjax import solvers
-from fisherjax.quadratic import Quadratic
+from fisherjax.fisher.operators import Dense, Template
+from fisherjax.quadratic import Quadratic, in_fisher_units, quadratic
 
 SPECTRA = {
     "regular": [1.0, 2.0, 3.5, 4.0, 9.0],
@@ -184,6 +185,103 @@ def test_rounding_does_not_call_a_leaf_that_is_done_out_of_iterations(condition)
     """In float32 the residual that is carried along is not that of the answer."""
     info = solvers.conjugate_gradients(1e-6)(of_condition(condition, jnp.float32)).info
     assert info.status == solvers.Status.CONVERGED
+
+
+# What a residual promises
+
+
+def gain_left(problem, matrix, x, metric=None):
+    """The part of the quadratic's gain that x lacks, and its bound by the residual, in NumPy.
+
+    The metric is the preconditioner's, by which residuals are measured; None is the identity.
+    """
+    matrix, rhs, start, x = (np.asarray(a) for a in (matrix, problem.rhs, problem.init, x))
+    metric = np.eye(len(x)) if metric is None else metric
+    best = start + np.linalg.pinv(matrix, rcond=1e-13, hermitian=True) @ (rhs - matrix @ start)
+    lacking = (x - best) @ matrix @ (x - best) / ((start - best) @ matrix @ (start - best))
+    root = np.linalg.cholesky(metric)
+    eigenvalues = np.linalg.eigvalsh(root.T @ matrix @ root)
+    eigenvalues = eigenvalues[eigenvalues > 1e-13 * eigenvalues[-1]]
+    left, first = rhs - matrix @ x, rhs - matrix @ start
+    squares = (left @ metric @ left) / (first @ metric @ first)
+    far = np.linalg.norm(x - best) / np.linalg.norm(start - best)
+    return lacking, eigenvalues[-1] / eigenvalues[0] * squares, far
+
+
+WIDE = {
+    "definite": np.geomspace(1e-3, 1, 40),
+    "singular": np.r_[np.zeros(15), np.geomspace(1e-2, 1, 25)],
+    "nearly singular": np.geomspace(1e-9, 1, 40),
+    "two scales": np.r_[np.full(20, 1e-6), np.ones(20)],
+}
+
+
+def wide(name, seed):
+    random = np.random.default_rng(seed)
+    basis, _ = np.linalg.qr(random.normal(size=(40, 40)))
+    matrix = basis * WIDE[name] @ basis.T
+    rhs, start = matrix @ random.normal(size=40), random.normal(size=40)
+    return matrix, Quadratic(Partial(jnp.matmul, jnp.asarray(matrix)), rhs, start)
+
+
+@pytest.mark.parametrize("tolerance", [1e-1, 1e-2, 1e-4])
+@pytest.mark.parametrize("name", WIDE)
+def test_what_is_left_of_the_gain_is_bounded_by_the_residual(x64, name, tolerance):
+    """Of a definite system and of a singular one: k |r|^2 / |r_0|^2, whatever solved it."""
+    for seed in range(3):
+        matrix, problem = wide(name, seed)
+        found, info = solvers.conjugate_gradients(tolerance, 1000)(problem)
+        assert info.status == solvers.Status.CONVERGED
+        lacking, bound, _ = gain_left(problem, matrix, found)
+        assert lacking <= bound * (1 + 1e-6)
+        descended = solvers.gradient_descent(steps=20)(problem).params
+        lacking, bound, _ = gain_left(problem, matrix, descended)
+        assert lacking <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["definite", "two scales"])
+def test_with_a_preconditioner_the_bound_is_in_its_norm(x64, name):
+    matrix, problem = wide(name, 0)
+    # Nearly the inverse: the eigenvalues of the preconditioned system are near one.
+    error = 0.1 * np.random.default_rng(9).normal(size=(40, 40)) / np.sqrt(40)
+    root = np.linalg.cholesky(np.linalg.inv(matrix)) @ (np.eye(40) + error)
+    metric = root @ root.T
+    preconditioned = problem._replace(precondition=Partial(jnp.matmul, jnp.asarray(metric)))
+    found = solvers.conjugate_gradients(1e-3)(preconditioned).params
+    lacking, bound, _ = gain_left(problem, matrix, found, metric)
+    _, plain, _ = gain_left(problem, matrix, found)
+    assert lacking <= bound * (1 + 1e-6)
+    assert bound < plain
+
+
+@pytest.mark.parametrize("damping", [0.03, 1.0])
+def test_damping_bounds_what_is_left_whatever_clients_sent(x64, damping):
+    """k <= 1 + d / damping, of clients whose Fishers are singular and of unlike scales."""
+    random = np.random.default_rng(3)
+    size, clients = 12, 3
+    roots = random.normal(size=(clients, size, 2)) * np.array([1e-4, 1.0, 30.0])[:, None, None]
+    fishers = Dense(jnp.asarray(roots @ roots.swapaxes(1, 2)), Template.of(jnp.zeros(size)))
+    models, weights = random.normal(size=(clients, size)), jnp.full(clients, 1 / clients)
+    problem = in_fisher_units(quadratic(fishers, jnp.asarray(models), weights, damping))
+    matrix = jax.vmap(problem.matvec, 1, 1)(jnp.eye(size))
+    eigenvalues = np.linalg.eigvalsh(matrix)
+    assert eigenvalues[-1] / eigenvalues[0] <= 1 + size / damping
+    for steps in (1, 2, 4):
+        found = solvers.conjugate_gradients(0.0, steps)(problem._replace(precondition=None)).params
+        lacking, bound, _ = gain_left(problem, matrix, found)
+        first = np.asarray(problem.rhs - matrix @ problem.init)
+        left = np.asarray(problem.rhs - matrix @ found)
+        assert lacking <= bound * (1 + 1e-6)
+        assert bound <= (1 + size / damping) * (left @ left) / (first @ first) * (1 + 1e-6)
+
+
+def test_without_damping_a_small_residual_leaves_the_unknowns_far(x64):
+    matrix, problem = wide("nearly singular", 0)
+    found, info = solvers.conjugate_gradients(1e-4, 1000)(problem)
+    assert info.status == solvers.Status.CONVERGED
+    lacking, _, far = gain_left(problem, matrix, found)
+    assert lacking < 1e-3
+    assert far > 0.5
 
 
 def test_closed_form_and_conjugate_gradients_agree_on_diagonals(x64):

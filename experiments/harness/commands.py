@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import shlex
 import sys
@@ -13,7 +12,9 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from fisherjax import algorithms, devices
+from fisherjax import algorithms, checks, devices
+
+_FEW = 12  # names that a refusal lists; more are nobody's to read
 
 Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
 FolderOrNone = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
@@ -137,12 +138,11 @@ def command(
 
 
 def check_name(option: str, value: str, known: Collection[str]) -> None:
-    """Refuse a name that an option does not know, with the nearest that it does."""
+    """Refuse a name that an option does not know, with the nearest three that it does."""
     if value not in known:
-        nearest = difflib.get_close_matches(str(value).lower(), known, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"{_told(option, repr(value))}, did you mean {nearest!r}? Known: {', '.join(known)}"
-        )
+        every = ", ".join(known) if len(known) <= _FEW else f"{len(known)}, which --help lists"
+        near = checks.nearest(value, known)
+        raise ValueError(f"{_told(option, repr(value))}, did you mean {near}? Known: {every}")
 
 
 def check(config: Any, option: str, expected: str, accept: Callable[[Any], bool]) -> None:

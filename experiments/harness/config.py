@@ -119,7 +119,7 @@ class Merging:
     max_examples: int = 2000
     """Of a client, drawn at random, for its Fisher information or Gram matrices; 0 is all."""
     solver: Literal["cg", "gd", "adam"] = "cg"
-    """Of fedfisher_*; adam is the paper's, which one_shot gives 500 validation images."""
+    """Of fedfisher_*; gd and the paper's adam without damping, adam with 500 validation images."""
     distillation: Literal["fedfisher", "fedlpa"] = "fedfisher"
     """Of dense: constants, start and weights of the teacher, as in the experiments of a paper."""
     choose: Literal["last", "validation", "test"] = "last"

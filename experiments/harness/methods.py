@@ -135,6 +135,9 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
     # FedFish's squares are of the minibatches that clients train on.
     if "last_epoch" in known:
         asked.setdefault("batch_size", batch_size)
+    if "fisher" in known and merging.solver != "cg":
+        # The paper has none: its solvers stay near the mean because they stop early.
+        asked.setdefault("damping", 0.0)
     if "fisher" in known and merging.solver == "gd":
         asked["solver"] = fj.solvers.gradient_descent()
     make = partial(fj.algorithms.make, name, model, **asked)

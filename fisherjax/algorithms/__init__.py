@@ -4,7 +4,7 @@ A paper is one file and one row of `TABLE`: commands, labels and the battery of 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -188,7 +188,7 @@ def make(name: str, model: Model, **chosen: object) -> Algorithm:
     its `head`, and DENSE the `shape` of images.
 
     Raises:
-        ValueError: If the name is unknown; the message names the nearest.
+        ValueError: If the name is unknown; the message names the nearest three.
         TypeError: If the method has no such option.
 
     Example:
@@ -196,11 +196,33 @@ def make(name: str, model: Model, **chosen: object) -> Algorithm:
         True
     """
     factory = _row(name).factory
-    needs_model = "model" in inspect.signature(factory).parameters
-    return factory(model, **chosen) if needs_model else factory(**chosen)
+    parameters = inspect.signature(factory).parameters
+    check_options(name, chosen)
+    return factory(model, **chosen) if "model" in parameters else factory(**chosen)
+
+
+def check_options(name: str, chosen: Iterable[str]) -> None:
+    """Refuse options that a method does not have, with a TypeError that names the nearest.
+
+    Example:
+        >>> check_options("fedprox", ["mu"])
+    """
+    parameters = inspect.signature(_row(name).factory).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # they are those of another method, which knows them
+    known = sorted(parameters.keys() - {"model"})
+    for option in sorted(set(chosen) - set(known)):
+        hint = f"Did you mean {checks.nearest(option, known)}? " if known else ""
+        raise TypeError(
+            f"{name} has no option {option!r}. {hint}algorithms.options({name!r}) gives all with "
+            "their defaults."
+        )
 
 
 def _row(name: str) -> Row:
     rows = TABLE | PERSONAL | WIDER | DISTILLED | VOTES
-    checks.one_of("algorithm", name, rows)
+    checks.one_of("algorithm", name, rows, f"algorithms.{', '.join(_TABLES)}")
     return rows[name]
+
+
+_TABLES = "TABLE", "PERSONAL", "WIDER", "DISTILLED", "VOTES"

@@ -11,17 +11,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import local_update
+from fisherjax import local_update, optimizers
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.configuration import cached
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
+_ONES = "FedNova measures it on gradients of one, of which there is no loss."
+
 
 class _Length(NamedTuple):
-    """A scalar on which the user's optimiser runs besides the params, and its state there."""
+    """Numbers, one a leaf, on which the user's optimiser runs besides the params, and its state."""
 
-    moved: Array
+    moved: Params
     optimizer: Any
 
 
@@ -31,19 +33,22 @@ def fednova() -> Algorithm:
 
         W + (sum_i p_i a_i) sum_i p_i (W_i - W) / a_i,
 
-    with a_i how far client i's optimiser moves a scalar whose gradient is always one. For gradient
-    descent at rate eta with momentum rho that is the paper's
+    leaf by leaf, with a_i how far client i's optimiser moves a number in place of the leaf whose
+    gradient is always one. For gradient descent at rate eta with momentum rho that is the paper's
 
         a_i = eta [tau_i - rho (1 - rho^tau_i) / (1 - rho)] / (1 - rho)
 
-    of tau_i steps. Any other optimiser is measured likewise; equal a_i make it federated averaging.
+    of tau_i steps. Any other optimiser is measured likewise, one that has a rate for each leaf
+    (`optax.multi_transform`) too; equal a_i make it federated averaging.
 
     Returns:
         The algorithm. Its `optimizer` measures a_i while clients train. Updates are {"change":
-        (W_i - W) / a_i, "length": a_i}, and add up.
+        (W_i - W) / a_i, "length": a_i, like params with a number a leaf}, and add up.
 
     Raises:
-        ValueError: On summarize, of models that `training.train` did not train by its optimiser.
+        ValueError: On training, of an optimiser whose steps depend on the loss, or whose answer is
+            not where it is (`optax.contrib.schedule_free`); on summarize, of models that
+            `training.train` did not train by its optimiser.
 
     Example:
         >>> import fisherjax as fj
@@ -63,22 +68,25 @@ def fednova() -> Algorithm:
                 "FedNova needs what clients started from and how far their optimiser moves: train "
                 "them with training.train(..., optimizer=algorithm.optimizer(base))."
             )
-        # Optimisers move the scalar down, against its gradient of one.
-        length = jnp.abs(trained.extras.moved)
-        safe = jnp.where(length > 0, length, 1)  # a client without steps has not moved
-        moved = jax.tree.map(jnp.subtract, trained.params, trained.start)
-        change = jax.tree.map(lambda x: x / safe.astype(x.dtype), moved)
-        return {"change": change, "length": length}, private
+        # Optimisers move the numbers down, against their gradients of one.
+        length = jax.tree.map(lambda x: jnp.abs(x).reshape(()), trained.extras.moved)
+
+        def change(end: Array, start: Array, length: Array) -> Array:
+            safe = jnp.where(length > 0, length, 1)  # a client without steps has not moved
+            return (end - start) / safe.astype(end.dtype)
+
+        moved = jax.tree.map(change, trained.params, trained.start, length)
+        return {"change": moved, "length": length}, private
 
     def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, cohort
         mean = sums.mean()
 
-        def move(start: Array, change: Array) -> Array:
+        def move(start: Array, change: Array, length: Array) -> Array:
             # The mean length stretches the mean change: both are sums over clients, divided once.
-            return start + mean["length"].astype(change.dtype) * change
+            return start + length.astype(change.dtype) * change
 
-        return jax.tree.map(move, params, mean["change"]), state, ()
+        return jax.tree.map(move, params, mean["change"], mean["length"]), state, ()
 
     kind = "normalised changes"
     return Algorithm(summarize, aggregate, weighted_sum, optimizer=_measured, kind=kind)
@@ -86,20 +94,26 @@ def fednova() -> Algorithm:
 
 @functools.lru_cache(maxsize=64)
 def _measured(base: optax.GradientTransformation) -> optax.GradientTransformation:
-    # Its schedule and momentum act on a scalar whose gradient is one as they act on params.
-    scalar = optax.with_extra_args_support(base)
+    # Its schedule and momentum act on a number whose gradient is one as they act on params.
+    inner = optimizers.supported(base)
 
     def init(params: Params) -> _Length:
-        del params
-        zero = jnp.zeros((), jnp.result_type(float))
-        return _Length(zero, scalar.init(zero))
+        optimizers.check_plain("FedNova", base, params)
+
+        def small(leaf: Array) -> Array:
+            # Of as many axes as the leaf, since optimisers tell matrices from vectors by them.
+            return jnp.zeros((1,) * jnp.ndim(leaf), jnp.result_type(float))
+
+        numbers = jax.tree.map(small, params)
+        optimizers.check("The optimizer that FedNova wraps", base, numbers, _ONES)
+        return _Length(numbers, base.init(numbers))
 
     def measure(gradient: Params, state: _Length, params: Params, **given: Any) -> tuple:
         del params
-        zero, one = jnp.zeros_like(state.moved), jnp.ones_like(state.moved)
-        # The start and extras of params do not have the scalar's shape.
-        given |= {"start": zero, "extras": ()}
-        step, optimizer = scalar.update(one, state.optimizer, state.moved, **given)
-        return gradient, _Length(state.moved + step, optimizer)
+        zeros, ones = (jax.tree.map(f, state.moved) for f in (jnp.zeros_like, jnp.ones_like))
+        # The start and extras of params do not have these shapes, nor is the loss of these numbers.
+        told = {"start": zeros, "extras": (), "last_epoch": given.get("last_epoch", False)}
+        step, optimizer = inner.update(ones, state.optimizer, state.moved, **told)
+        return gradient, _Length(jax.tree.map(jnp.add, state.moved, step), optimizer)
 
     return local_update.keeping(optax.GradientTransformationExtraArgs(init, measure), base)

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks
+from fisherjax import checks, optimizers
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.configuration import cached
 from fisherjax.local_update import select_leaves
 from fisherjax.typing import Array, Key, Model, Params
+
+_NO_LOSS = "The server has no loss, only the difference of two models as a gradient."
 
 
 class ServerState(NamedTuple):
@@ -34,12 +36,14 @@ def with_server_optimizer(
 
     Args:
         algorithm: Any.
-        optimizer: Any of optax, on the pseudo-gradient g; descent at rate 1 replaces W by W'.
+        optimizer: Any of optax that needs gradients only, on the pseudo-gradient g; descent at rate
+            1 replaces W by W'.
         model: Leaves that its mask leaves out take the merged value; None optimises all.
 
     Raises:
         TypeError: If the optimiser is not one of optax.
-        ValueError: If the merged model may have other shapes.
+        ValueError: If the merged model may have other shapes; before the first merge, if the
+            optimiser cannot take steps of the params, or wants a loss, which the server has not.
 
     Example:
         >>> import fisherjax as fj
@@ -53,6 +57,8 @@ def with_server_optimizer(
     checks.optimizer("server_optimizer", optimizer)
 
     def init(params: Params, num_clients: int) -> ServerState:
+        optimizers.check("server_optimizer", optimizer, params, _NO_LOSS)
+        optimizers.check_plain("The server", optimizer, params)
         return ServerState(algorithm.init(params, num_clients), optimizer.init(params))
 
     def broadcast(params: Params, state: ServerState, place: Array | None) -> Any:
@@ -64,7 +70,7 @@ def with_server_optimizer(
         merged, kept, info = algorithm.aggregate(key, received, params, state.algorithm, cohort)
         # Merged leaves are at least float32; the gradient goes back to the dtype of params.
         gradient = jax.tree.map(lambda w, m: jnp.asarray(w) - m.astype(w.dtype), params, merged)
-        step, server = optimizer.update(gradient, state.optimizer, params)
+        step, server = optimizers.supported(optimizer).update(gradient, state.optimizer, params)
         moved = optax.apply_updates(params, step)
         # Leaves that are not trained, such as running statistics, have no gradient to follow.
         if model is not None:

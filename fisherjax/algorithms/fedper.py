@@ -41,4 +41,8 @@ def fedper(head: str, algorithm: Algorithm | None = None) -> Algorithm:
 @cached
 def _part(name: str):
     # One object for one name: the algorithm is known by it.
-    return lambda leaf: name in leaf.split("/")
+    def where(leaf: str) -> bool:
+        return name in leaf.split("/")
+
+    where.part = name  # for the refusal of a name that no leaf has
+    return where

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks
+from fisherjax import checks, optimizers
 from fisherjax.algorithms.base import Algorithm, averaging
 from fisherjax.configuration import cached
 from fisherjax.typing import Array, Params
@@ -41,18 +41,33 @@ def fedprox(mu: float = 1e-3) -> Algorithm:
     """
     checks.number("mu", mu)
 
-    def pull(gradient: Params, state: Any, params: Params, *, start: Params, **_: Any) -> tuple:
+    def pulled(gradient: Params, params: Params, start: Params) -> Params:
         def leaf(g: Array, w: Array, centre: Array) -> Array:
             # In closed form: the derivative of a norm, then squared, is NaN at the start.
             return g + jnp.asarray(mu, g.dtype) * (w - centre)
 
-        return jax.tree.map(leaf, gradient, params, start), state
+        return jax.tree.map(leaf, gradient, params, start)
 
-    pulling = optax.GradientTransformationExtraArgs(optax.identity().init, pull)
+    def pull(params: Params, start: Params) -> Array:
+        squares = jax.tree.map(lambda w, centre: jnp.square(w - centre).sum(), params, start)
+        return mu / 2 * sum(jax.tree.leaves(squares))
 
     # Equal optimisers give one object, or `jit` would compile training again.
     @functools.cache
     def optimizer(base: optax.GradientTransformation) -> optax.GradientTransformation:
-        return optax.chain(pulling, base)
+        inner = optimizers.supported(base)
+
+        def update(gradient: Params, state: Any, params: Params, **given: Any) -> tuple:
+            start = given["start"]
+            # The loss that an optimiser may ask for is what clients minimise, with its pull.
+            if "value_fn" in given:
+                loss, at = given["value_fn"], given["grad_fn"]
+                given["value"] = given["value"] + pull(params, start)
+                given["grad"] = pulled(given["grad"], params, start)
+                given["value_fn"] = lambda w: loss(w) + pull(w, start)
+                given["grad_fn"] = lambda w, *step: pulled(at(w, *step), w, start)
+            return inner.update(pulled(gradient, params, start), state, params, **given)
+
+        return optax.GradientTransformationExtraArgs(base.init, update)
 
     return averaging(optimizer=optimizer)

@@ -63,10 +63,13 @@ def otfusion(
             between them. Where branches are added, as in a residual block, inputs are moved by the
             mean of the branches' transports; a skip that passes by unchanged is not counted.
         correction: Whether a transport is a permutation. Otherwise it is one over the number of
-            units, as of a plan between uniform measures, which shrinks every layer by that.
+            units, as of a plan between uniform measures, which shrinks every layer of every client
+            but the pivot by that.
         past_correction: Whether the averaged layers are those whose inputs were moved. Otherwise
             inputs are as they were, and only matching knows of the move.
-        fix_last_layer: Whether outputs stay in their order. The authors' code moves them as well.
+        fix_last_layer: Whether outputs stay in their order, so that the last layer is not
+            transported: its inputs are moved whatever `past_correction` is, and it is not shrunk.
+            Otherwise it is a layer like the others, as in FedFisher's experiments.
         score: Params -> scalar, higher is better, such as the accuracy on validation data. It
             chooses among all four pairs of `correction` and `past_correction`, which stay as they
             are then, as FedFisher's authors do: the first of the best, and the first where no
@@ -93,10 +96,10 @@ def otfusion(
         >>> print(fj.merging.merge(otfusion(model), one, sent)[0]["a"])
         [[1. 2.]]
 
-    Source: the paper above, and its use in Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024.
-        Deviations: the last layer stays by default; nothing is chosen without a `score`; biases,
-        which neither has, are one more input that nobody moves, and are matched with the rest of
-        their column.
+    Source: the paper above and its code, whose `skip_last_layer` is `fix_last_layer`; and its use
+        in Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024. Deviations: the last layer stays by
+        default; nothing is chosen without a `score`; biases, which neither has, are one more input
+        that nobody moves, and are matched with the rest of their column.
     """
     checks.model(model)
     how = _How(correction, past_correction, fix_last_layer)
@@ -192,14 +195,16 @@ def _aligned(
         before = [transports[wires.layers[source].kernel] for source in sources]
         inputs = _moved_inputs(own, before, span)
         transport = jnp.eye(layer.columns, dtype=own.dtype)
-        if layer != last or not how.fix_last_layer:
+        # Outputs that stay are not transported: the layer has its inputs moved, and that is all.
+        skipped = layer == last and how.fix_last_layer
+        if not skipped:
             found = transport[_matched(inputs, pivot[layer.kernel])]
-            # Units of the pivot that are equal might change places.
+            found = found if how.correction else found / layer.columns
+            # The pivot is what others are moved to, and stays as it is: it is not shrunk, and
+            # units of it that are equal do not change places.
             transport = jnp.where(stays, transport, found)
-        if not how.correction:
-            transport = transport / layer.columns
         transports[layer.kernel] = transport
-        kept = inputs if how.past_correction else own
+        kept = inputs if how.past_correction or skipped else own
         moved[layer.kernel] = jnp.matmul(kept, transport, precision=PRECISION)
     return moved, transports
 

@@ -77,7 +77,9 @@ def pfnm(
         prior_mean: Of a unit's bias; of other weights it is zero.
         concentration: Of the process, gamma: the larger, the cheaper is a new unit.
         sweeps: How often every client is matched anew, in an order drawn by the key of the merge.
-        most_new: A layer that has so many units gets one more from a client at most.
+        most_new: A layer that has so many units gets one more from a client at most. A client that
+            has more units than there are places for is taken with all of them: the widest, which
+            comes first and finds none, and who is matched anew where the others are narrow.
         misplaced_prior: Whether layers after the first have the prior's mean at their first input
             instead of the bias, as the code of both papers has it.
 
@@ -108,7 +110,8 @@ def pfnm(
     Source: the papers above, and their use in Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024.
         Deviations: biases of a network that has none are matched as zeros and left out at the end;
         of a class that nobody has the plain mean is taken; weights of clients do not count, but
-        those of zero are left out.
+        those of zero are left out. The code of both papers takes the first client whole, and later
+        drops units of a client for which `most_new` leaves no place; here none is dropped.
     """
     checks.model(model)
     if not likelihoods.is_categorical(model.likelihood):
@@ -309,7 +312,8 @@ def _assigned(
     counted = np.minimum(popularity, _MOST_COUNTED)
     gain = (squares + 2 * own @ totals.T + sizes) / (1 + strength) - sizes / strength
     gain += np.log(counted / (clients - counted))
-    number = min(len(own), max(prior.most_new - len(totals), 1))
+    # As many as leave no unit of the client without a place.
+    number = min(len(own), max(prior.most_new - len(totals), len(own) - len(totals), 1))
     ranks = np.arange(1, number + 1)
     new = np.square(own + start).sum(1)[:, None] / (1 + precision)
     new = new - np.square(start).sum() / precision

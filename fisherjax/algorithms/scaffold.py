@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import tree
+from fisherjax import optimizers, tree
 from fisherjax.algorithms.base import Algorithm, weighted_sum
 from fisherjax.configuration import cached
 from fisherjax.local_update import Kept
@@ -124,16 +124,17 @@ def scaffold() -> Algorithm:
 @functools.lru_cache(maxsize=64)
 def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformation:
     """Subtract the correction after each step of the user's optimiser, and keep it."""
-    base = optax.with_extra_args_support(base)
+    inner_optimizer = optimizers.supported(base)
 
     def init(params: Params) -> Kept:
+        optimizers.check_plain("SCAFFOLD", base, params)
         return Kept(_zeros(params), base.init(params))
 
     def update(gradient: Params, state: Kept, params: Params, *, extras: Any = (), **given: Any):
         # Without a correction, as in a single round, all controls are zero.
         correction = extras if jax.tree.leaves(extras) else state.own
         # Before the correction, so that momentum does not accumulate it.
-        updates, inner = base.update(gradient, state.base, params, extras=(), **given)
+        updates, inner = inner_optimizer.update(gradient, state.base, params, extras=(), **given)
         updates = jax.tree.map(lambda u, c: u - c.astype(u.dtype), updates, correction)
         return updates, Kept(correction, inner)
 

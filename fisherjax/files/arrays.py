@@ -14,7 +14,9 @@ import jax
 import numpy as np
 from safetensors import numpy as safetensors
 
+from fisherjax.checks import nearest
 from fisherjax.files.base import CODES, appearing, checked_path
+from fisherjax.tree import as_arrays
 
 Place = str | tuple[str, tuple[int, ...]]
 """Their name of a leaf; or that and the axes by which ours is transposed to be theirs."""
@@ -191,7 +193,8 @@ def _places(ranks: dict[str, int], mapping: Places | None) -> dict[str, _Place]:
     if not callable(mapping) and (unknown := [name for name in mapping if name not in ranks]):
         raise ValueError(
             f"mapping lists {_some(unknown)}, but our leaves are {_some(ranks)}: its keys are our "
-            "names, its values those of the file"
+            f"names, its values those of the file. For {unknown[0]!r}, did you mean "
+            f"{nearest(unknown[0], ranks)}?"
         )
     places: dict[str, _Place] = {}
     owners: dict[str, str] = {}
@@ -282,7 +285,7 @@ def _some(words: Iterable[str], between: str = ", ") -> str:
 def _named(tree: Any) -> dict[str, Any]:
     """Return the leaves by name, in the order of flattening; a bare array is called "array"."""
     named = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(as_arrays(tree)):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
         if name in named:
             raise ValueError(f"two leaves are called {name!r}: rename a key that holds a '/'")

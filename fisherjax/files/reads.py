@@ -36,16 +36,14 @@ def method_of(records: list[Record], name: str | None, options: dict) -> tuple[s
     if name is None and len(made_for) > 1:
         raise ValueError(f"The uploads were made for {made_for}: say which algorithm merges them.")
     name = made_for[0] if name is None else name
-    checks.one_of("algorithm", name, _METHODS)
+    checks.one_of("algorithm", name, _METHODS, "algorithms.TABLE, WIDER")
     if name not in _READS:
         why = _WHY_NOT.get(name, "takes more than one message, or more than params and curvature")
         raise ValueError(
             f"{name} {why}, and does not merge files; expected one of {', '.join(_READS)}. "
             "Read the uploads by files.load_update and merge them by merging.merge."
         )
-    known = algorithms.options(name)
-    if unknown := sorted(options.keys() - known.keys()):
-        raise TypeError(f"{name} has no option {unknown}; expected some of {sorted(known)}.")
+    algorithms.check_options(name, options)
     method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
     # Without its model nobody asks which leaves the network leaves alone.
     return name, method._replace(kind=records[0].kind, model=None)

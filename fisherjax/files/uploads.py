@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fisherjax import algorithms, checks
+from fisherjax import algorithms, checks, tree
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
 from fisherjax.files.base import LIMITS, Kind, Limits, Sealed
@@ -91,14 +91,15 @@ def save_update(
         ((3, 2), 'ann', 60)
     """
     checks.instance("update", update, Update, "an algorithms.Update, of merging.summarize")
-    checks.one_of("algorithm", algorithm, algorithms.TABLE | algorithms.WIDER)
+    known = algorithms.TABLE | algorithms.WIDER
+    checks.one_of("algorithm", algorithm, known, "algorithms.TABLE, WIDER")
     checks.number("examples", examples)
     if codec is None:
         codec = (update.kind.partition(THEN)[2] if "update" in update.values else "") or "none"
     for name, text in (("client", client), ("codec", codec)):
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} is {text!r}; expected its name")
-    values = flat(update.values)
+    values = flat(tree.as_arrays(update.values))
     check_single(values)
     arrays: dict[str, Any] = {}
     spec = encode(values, "", arrays)

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from fisherjax import checks
 from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.columns import Columns, over_columns, weighted
@@ -61,6 +62,7 @@ def diagonal(
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, section 4; Matena and Raffel,
         Merging models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
     """
+    params = checks.arrays(params)
     plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
     # By value: another partial of the same must not compile again.
     sums = by_value(partial(_sums, passes.untrained(model, params)))

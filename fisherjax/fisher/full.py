@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from fisherjax import checks
 from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.columns import blocks, over_columns
@@ -41,6 +42,7 @@ def full(
     Source: Martens, New insights and perspectives on the natural gradient method, JMLR 2020,
         section 8.
     """
+    params = checks.arrays(params)
     plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
     sums = by_value(partial(_sums, passes.untrained(model, params)))
     return passes.run(sums, plan, params, examples, key)
@@ -99,7 +101,9 @@ def vector_product(
     Source: Schraudolph, Fast curvature matrix-vector products for second-order gradient descent,
         Neural Computation 2002.
     """
+    params = checks.arrays(params)
     plan = passes.check(model, params, examples, kind, key, batch_size)
+    vector = checks.arrays(vector, "vector")
     given, expected = Template.of(vector), Template.of(params)
     if given != expected:
         raise ValueError(
@@ -110,7 +114,7 @@ def vector_product(
     untrained = passes.untrained(model, params)
     point = params, passes.without(untrained, vector)
     product = passes.without(untrained, passes.run(_product_sums, plan, point, examples, key))
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), product, params)
+    return jax.tree.map(lambda x, like: x.astype(jnp.result_type(like)), product, params)
 
 
 def _product_sums(

@@ -112,6 +112,7 @@ def kfac(
         the scale differently between the factors; the products are equal.
     """
     checks.instance("sharing", sharing, Sharing, "fisher.expand or fisher.reduce")
+    params = checks.arrays(params)
     plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
     if fallback not in (None, diagonal, zero):
         raise ValueError(

@@ -159,7 +159,7 @@ def check(
 ) -> Plan:
     """Refuse bad arguments of a pass over a data set by shapes and dtypes, before it compiles."""
     checks.model(model)
-    checks.floating(params)
+    params = checks.arrays(params)
     checks.examples(examples)
     checks.count("batch_size", batch_size)
     checks.function("kind", kind, "fisher.true, fisher.sampled or fisher.empirical")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fisherjax import clients
+from fisherjax import checks, clients
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
 from fisherjax.compiler import eval_shape
@@ -68,6 +68,7 @@ def messages(
     Example: see `exchange`.
     """
     clients.check(federation)
+    params = checks.arrays(params)
     following: Algorithm | None = algorithm
     while following is not None:
         check_algorithm(following)

@@ -57,7 +57,7 @@ def merge(
         >>> print(merged["w"])
         [0.25 0.75]
     """
-    checks.floating(params)
+    params = checks.arrays(params)
     values = stacked_values(algorithm, updates)
     num_clients = jax.tree.leaves(values)[0].shape[0]
     weights = check_weights(weights, num_clients)
@@ -108,7 +108,7 @@ def merge_stream(
         >>> print(merge_stream(fj.algorithms.fedavg(), {"w": jnp.zeros(1)}, chunks)[0]["w"])
         [2.]
     """
-    checks.floating(params)
+    params = checks.arrays(params)
     check_algorithm(algorithm)
     key = server_key(algorithm, key)
     if algorithm.reduce is None:
@@ -181,7 +181,7 @@ def merge_sums(
         [0.5 0.5]
     """
     # Sums may be spread over a mesh.
-    params = replicate(params, mesh_of(sums))
+    params = replicate(checks.arrays(params), mesh_of(sums))
     return finished(algorithm, sums, params, state, cohort, server_key(algorithm, key))
 
 

@@ -55,7 +55,7 @@ def summarize(
         >>> sent.kind, sent.values["params"]["w"].shape
         ('params', (2, 2))
     """
-    trained = _as_trained(trained)
+    trained = _with_arrays(_as_trained(trained))
     _check_summary(algorithm, trained, federation, key)
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     key, start, steps = replicate((key, trained.start, trained.steps), layout.mesh)
@@ -89,6 +89,7 @@ def summarize_memory(
         >>> need[1].resident - need[0].resident  # two models in, two models out
         16000
     """
+    params = checks.arrays(params)
     num_clients, mesh = federation.num_clients, federation.mesh
     layout = Layout(parallel.chunk_size(clients_per_chunk, num_clients), mesh)
     extras, steps = (), None
@@ -167,13 +168,18 @@ def _as_trained(trained: Any) -> Trained:
     )
 
 
+def _with_arrays(trained: Trained) -> Trained:
+    # A start may be anything that clients were given.
+    start = tree.as_arrays(trained.start)
+    return trained._replace(params=checks.arrays(trained.params), start=start)
+
+
 def _check_summary(
     algorithm: Algorithm, trained: Trained, federation: Federation, key: Key
 ) -> None:
     check_algorithm(algorithm)
     clients.check(federation)
     checks.key(key)
-    checks.floating(trained.params)
     checks.stacked(trained.params, federation.num_clients)
     if algorithm.model is not None:
         checks.model(algorithm.model)

@@ -20,7 +20,8 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
         g = (sum_n min(1, C / |g_n|) g_n + sigma C N(0, I)) / B,    g_n = grad -log p(y_n | x_n),
 
     in place of the mean gradient of a minibatch of B examples, whatever optimiser or algorithm
-    takes it. An epoch shows each example in one minibatch, so that `epochs` of them cost
+    takes it, as long as it goes by gradients alone: one that wants the loss (`optax.lbfgs`) is
+    refused. An epoch shows each example in one minibatch, so that `epochs` of them cost
     `epsilon(noise_multiplier, rounds=epochs, delta=...)`. That is of one client's examples and of
     the models trained; losses that training reports are as they are, and private. So is what a
     client computes of its data besides, such as its Fisher information. Outside of training the
@@ -106,4 +107,6 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
     def apply_train(params: Params, inputs: Array, key: Key, weights: Array) -> tuple[Array, None]:
         return outputs(params, inputs, key, weights), None
 
+    # Only gradients are hidden: an optimiser is told no loss, which would move its steps.
+    apply_train.hides_the_loss = True
     return model._replace(apply_train=apply_train)

@@ -19,7 +19,7 @@ class Status(enum.IntEnum):
     """How the solve of one block ended."""
 
     CONVERGED = 0
-    """The residual is at or below the tolerance."""
+    """The residual is at or below the tolerance; what that promises `fisherjax.solvers` says."""
     OUT_OF_ITERATIONS = 1
     """It is not, after as many iterations as were allowed."""
     NO_CURVATURE = 2

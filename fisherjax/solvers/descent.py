@@ -19,7 +19,8 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
 
     lambda_max of each leaf comes from power iteration started at the first residual: the iterates
     never leave the Krylov space of that residual, so its largest eigenvalue there is the one that
-    counts.
+    counts. Descent takes its steps whatever the residual: along eigenvalues that are small beside
+    lambda_max / steps the unknowns have hardly moved.
 
     Args:
         steps: Descent steps.

@@ -23,7 +23,9 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
 
     Minimises 1/2 x^T A x - b^T x over init + the Krylov space of the first residual, or of the
     preconditioned one, where the problem comes with a preconditioner. A leaf stops when
-    ||A x - b|| <= tolerance ||b||, or when it meets a direction without curvature.
+    ||A x - b|| <= tolerance ||b||, or when it meets a direction without curvature. That bounds how
+    far the quadratic is above its minimum, `fisherjax.solvers` says by how much; of a system
+    without damping that is singular or nearly so, the unknowns may still be far.
 
     Args:
         tolerance: Relative residual at which a leaf stops.

@@ -200,22 +200,66 @@ def test_assignments_are_those_of_scipy_and_layers_their_mean():
     np.testing.assert_allclose(merged["b"], last, atol=1e-5)
 
 
+def transported(models, weights, correction, past_correction, fix_last_layer):
+    """The authors' programs in NumPy: the pivot is what others are moved to, and added as it is.
+
+    Layers are [inputs, outputs]; clients were drawn far apart, so that assignments are unique.
+    """
+    names = list(models[0])
+    merged = {name: weights[0] * models[0][name].astype(float) for name in names}
+    for weight, own in zip(weights[1:], models[1:], strict=True):
+        before = np.eye(len(own[names[0]]))
+        for name in names:
+            moved = before.T @ own[name]
+            if fix_last_layer and name == names[-1]:
+                merged[name] += weight * moved
+                break
+            gaps = ((moved.T[:, None] - models[0][name].T[None]) ** 2).sum(-1)
+            rows, columns = scipy.optimize.linear_sum_assignment(gaps)
+            plan = np.zeros(gaps.shape)
+            plan[rows, columns] = 1 if correction else 1 / len(gaps)
+            merged[name] += weight * (moved if past_correction else own[name]) @ plan
+            before = plan
+    return merged
+
+
 @pytest.mark.long
-def test_options_shrink_leave_inputs_and_move_outputs():
+@pytest.mark.parametrize("fix_last_layer", [True, False])
+@pytest.mark.parametrize("past_correction", [True, False])
+@pytest.mark.parametrize("correction", [True, False])
+def test_options_are_those_of_the_authors_code(correction, past_correction, fix_last_layer):
+    source = np.random.default_rng(4)
+    shapes = {"a": (9, 8), "b": (8, 7), "c": (7, 3)}
+    models = [
+        {k: source.normal(size=v).astype(np.float32) for k, v in shapes.items()} for _ in range(3)
+    ]
+
+    def apply(params, x):
+        x = jax.nn.relu(x.reshape(len(x), -1)[:, :9] @ params["a"])
+        return jax.nn.relu(x @ params["b"]) @ params["c"]
+
+    how = (correction, past_correction, fix_last_layer)
+    options = dict(zip(("correction", "past_correction", "fix_last_layer"), how, strict=True))
+    merged, _ = merge(apply, models, [0.5, 0.2, 0.3], **options)
+    expected = transported(models, [0.5, 0.2, 0.3], *how)
+    for name in shapes:
+        np.testing.assert_allclose(merged[name], expected[name], atol=2e-6)
+
+
+@pytest.mark.long
+def test_options_move_outputs_or_leave_them():
     models = [draw_dense(0), draw_dense(1)]
-    whole, _ = merge(dense, models)
-    shrunk, _ = merge(dense, models, correction=False)
-    # Each client's inputs and outputs by its own transports: one over the units, layer by layer.
-    np.testing.assert_allclose(8 * shrunk["a"], whole["a"], atol=1e-5)
-    left, _ = merge(dense, models, past_correction=False)
-    np.testing.assert_allclose(left["a"], whole["a"], atol=1e-6)
-    np.testing.assert_allclose(left["b"], (models[0]["b"] + models[1]["b"]) / 2, atol=1e-6)
     order = [2, 0, 1]
     other = models[0] | {"b": models[0]["b"][:, order]}
     free, _ = merge(dense, [models[0], other], fix_last_layer=False)
     np.testing.assert_allclose(free["b"], models[0]["b"], atol=1e-6)
     fixed, _ = merge(dense, [models[0], other])
     np.testing.assert_allclose(fixed["b"], (models[0]["b"] + other["b"]) / 2, atol=1e-6)
+    # One client alone is the pivot: it comes back whatever is asked for.
+    for correction in (True, False):
+        alone, _ = merge(dense, models, [1, 0], correction=correction, fix_last_layer=False)
+        for name, leaf in models[0].items():
+            np.testing.assert_allclose(alone[name], leaf, atol=1e-6)
 
 
 def nearness(params, goal, scale):
@@ -250,9 +294,8 @@ def test_a_score_that_is_not_a_number_is_passed_over():
     whole, _ = merge(dense, models)
     shrunk, _ = merge(dense, models, correction=False)
 
-    def score(params):  # the first two have larger weights than the others
-        size = jnp.abs(params["a"]).sum()
-        return jnp.where(size > jnp.abs(whole["a"]).sum() / 2, jnp.nan, -1.0)
+    def score(params):  # the first two are alike in this layer, and so are the others
+        return jnp.where(jnp.allclose(params["a"], whole["a"], atol=1e-4), jnp.nan, -1.0)
 
     merged, _ = merge(dense, models, score=score)
     np.testing.assert_allclose(merged["a"], shrunk["a"], atol=1e-6)

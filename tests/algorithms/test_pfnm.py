@@ -224,6 +224,50 @@ def test_an_assignment_is_the_best_of_all():
     assert max(sums, key=sums.get) == tuple(found)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("units", [700, 701, 760])
+def test_layers_beyond_the_bound_take_every_unit_of_every_client(units):
+    """Two clients with one network, in another order: each unit finds its own, and is known."""
+    source = np.random.default_rng(0)
+    one = {
+        "a": 9 * source.normal(size=(6, units)).astype(np.float32),
+        "b": source.normal(size=(units, 3)).astype(np.float32),
+    }
+    order = source.permutation(units)
+    other = {"a": one["a"][:, order], "b": one["b"][order]}
+    merged, info = merge(dense, [one, other], prior_mean=0.0, prior_precision=0.5)
+    assert merged["a"].shape == (6, units)
+    first, second = info.places["a"]
+    np.testing.assert_array_equal(second, first[order])
+    np.testing.assert_allclose(merged["a"][:, first], one["a"] * 2 / 2.5, rtol=1e-5)
+    np.testing.assert_allclose(merged["b"][first], one["b"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("most_new", [1, 2, 3, 4, 5])
+def test_a_client_beyond_the_bound_is_matched_as_all_ways_of_it_say(most_new):
+    """The first is taken whole; the second by the best of all ways, unit by unit."""
+    source, prior = np.random.default_rng(7), _Prior(0.7, 0.1, 7.0, 5, most_new)
+    own, start = source.normal(size=(4, 3)), 0.7 * np.array([0, 0, 0.1])
+    found = _assigned(prior, start, own, np.zeros((0, 3)), np.zeros(0), 2)
+    assert sorted(found) == [0, 1, 2, 3]
+    # Of a layer of three, as when the widest was taken out to be matched again.
+    totals, popularity = start + source.normal(size=(3, 3)), np.ones(3)
+    found = _assigned(prior, start, own, totals, popularity, 2)
+    places = 3 + max(most_new - 3, 4 - 3, 1)
+
+    def gain(w, place):
+        before, strength, known = start, 0.7, 2 * math.log(7 / 2)
+        if place < 3:
+            before, strength, known = totals[place], 1.7, math.log(1 / (2 - 1))
+        else:
+            known -= 2 * math.log(place - 2)
+        return ((w + before) ** 2 / (1 + strength) - before**2 / strength).sum() + known
+
+    every = itertools.permutations(range(places), 4)
+    sums = {p: sum(gain(w, place) for w, place in zip(own, p, strict=True)) for p in every}
+    assert max(sums, key=sums.get) == tuple(found)
+
+
 def test_what_pfnm_cannot_do_is_refused():
     model = fj.Model(dense, fj.likelihoods.categorical)
     with pytest.raises(ValueError, match="the categorical one"):

@@ -186,8 +186,12 @@ def test_the_data_set_chooses_the_defaults_and_options_override_them():
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(option, value, nearest):
-    with pytest.raises(ValueError, match=f"did you mean '{nearest}'"):
-        limits.check_one_shot(changed(OneShot(), option, value))
+    # Three at most, whatever the case, and where all are.
+    for word in (value, value.upper() if isinstance(value, str) else value):
+        words = rf"did you mean '{nearest}', '\w+' or '\w+'\? Known: "
+        with pytest.raises(ValueError, match=words) as refused:
+            limits.check_one_shot(changed(OneShot(), option, word))
+        assert len(str(refused.value)) < 220
 
 
 @pytest.mark.parametrize(
