@@ -78,7 +78,7 @@ def output_part(network: Flat, parts: list[Part], uncovered: dict[str, str]) -> 
                 return place if reason is None else reason
             reason = f"after layer '{part.layer.kernel}', {changes[-1]}"
     some = [f"'{name}' ({said})" for name, said in uncovered.items()][:3]
-    return f"{reason}; no layer's are {', '.join(some)}" if some else reason
+    return f"{reason}; of no layer are {', '.join(some)}" if some else reason
 
 
 def _alone(parts: list[Part], place: int, shape: tuple[int, ...]) -> str | None:
