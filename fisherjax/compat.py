@@ -9,6 +9,8 @@ import contextlib
 import functools
 import importlib.metadata
 import re
+import sys
+import traceback
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -36,10 +38,18 @@ def is_patch_needed(jax_version: str = jax.__version__, kfac_jax_version: str = 
 
 @functools.cache
 def import_kfac_jax() -> ModuleType:
-    """Import kfac-jax such that it runs on this version of JAX; the same module every time."""
+    """Import kfac-jax such that it runs on this version of JAX; the same module every time.
+
+    Raises:
+        ImportError: If kfac-jax, or a package that it imports, fails; it says which and why.
+    """
     moved = is_patch_needed() and _numbers(jax.__version__) >= (0, 11)
-    with _lend_names() if moved else contextlib.nullcontext():
-        import kfac_jax
+    try:
+        with _lend_names() if moved else contextlib.nullcontext():
+            import kfac_jax
+    # Of any type: what is too old for this jax fails as it looks for names that jax had.
+    except Exception as error:
+        raise ImportError(_import_failure(error)) from error
     if moved:
         _patch_core()
     if is_patch_needed():
@@ -71,6 +81,29 @@ def _evaluate_equation(equation: Any, inputs: list[Any]) -> list[Any]:
     with jex.source_info_util.user_context(equation.source_info.traceback):
         outputs = equation.primitive.bind(*inputs, **parameters)
     return list(outputs) if equation.primitive.multiple_results else [outputs]
+
+
+def _import_failure(error: Exception) -> str:
+    """Say which package of those that kfac-jax imports failed, in which version, and the remedy."""
+    modules = [
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    packages = [module.partition(".")[0] for module in modules]
+    # The innermost that is neither Python's own nor jax, which only lacks what that looks for.
+    others = [
+        p for p in packages if p not in {*sys.stdlib_module_names, "jax", "jaxlib", "fisherjax"}
+    ]
+    name = (isinstance(error, ModuleNotFoundError) and error.name) or (others or ["kfac_jax"])[-1]
+    package = name.partition(".")[0]
+    found = importlib.metadata.packages_distributions().get(package, ())
+    versions = [f"{one} {importlib.metadata.version(one)}" for one in found]
+    install = (found or [package.replace("_", "-")])[0]
+    return (
+        f"kfac-jax {_KFAC_JAX}, which finds the layers of networks, could not be imported: package "
+        f"{package} ({', '.join(versions) or 'of no installed distribution'}) fails on jax "
+        f"{jax.__version__} with {type(error).__name__}: {error}. Try `pip install -U {install}`, "
+        "or install a version of it that was made for this jax."
+    )
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fisherjax import checks, clients, devices, local_update, optimizers, parallel
+from fisherjax import checks, clients, devices, local_update, optimizers, parallel, tree
 from fisherjax.clients import Federation
 from fisherjax.compiler import eval_shape, jit
 from fisherjax.devices import Memory, replicate
@@ -47,6 +47,13 @@ class Trained(NamedTuple):
     steps: Array | None = None
     loss: Array | None = None
     extras: Any = ()
+
+    def __repr__(self) -> str:
+        """Describe the models in one line: which fields there are, how much they hold."""
+        held = [
+            name for name, value in zip(self._fields, self, strict=True) if jax.tree.leaves(value)
+        ]
+        return tree.line("Trained", tuple(self), " and ".join(held))
 
 
 class Cohort(NamedTuple):

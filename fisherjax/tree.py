@@ -1,5 +1,6 @@
 """Pytree algebra: names of leaves, stacking clients, weighted sums over the client axis."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,6 +67,32 @@ def as_arrays(tree: Any) -> Any:
         lambda x: jnp.asarray(x, default) if type(x) is float else x,
         tree,
     )
+
+
+def line(name: str, tree: Any, *facts: str) -> str:
+    """Describe a pytree in one line: facts, how many leaves and numbers it has, of which dtypes.
+
+    Leaves may be anything, tracers and bare shapes included.
+
+    Example:
+        >>> line("Moments", {"w": jnp.ones((1000, 3)), "b": jnp.ones(3)}, "of 2 layers")
+        'Moments(of 2 layers, 2 leaves, 3,003 numbers, float32)'
+    """
+    leaves = jax.tree.leaves(tree)
+    size = sum(math.prod(getattr(leaf, "shape", ())) for leaf in leaves)
+    counts = [count(len(leaves), "leaf", "leaves"), count(size, "number")]
+    return f"{name}({', '.join([*facts, *counts, *dtypes(leaves)])})"
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """Write a number of things in words: "1 leaf", "2,000 leaves"."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def dtypes(leaves: Sequence[Any]) -> list[str]:
+    """List the dtypes of leaves, of what is no array its type, at most three of them."""
+    found = sorted({str(getattr(x, "dtype", type(x).__name__))[:20] for x in leaves})
+    return found if len(found) <= 3 else [*found[:2], f"{len(found) - 2} more dtypes"]
 
 
 def inner(left: Any, right: Any) -> Array:

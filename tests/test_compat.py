@@ -80,6 +80,45 @@ def test_a_failed_import_leaves_jax_as_it_is():
     assert set(vars(jax.core)) == before
 
 
+BROKEN = """
+import sys
+sys.path.insert(0, {folder!r})
+import jax.numpy as jnp
+import fisherjax as fj
+model = fj.Model(lambda w, x: x @ w, fj.likelihoods.gaussian)
+for structure in (fj.fisher.kfac, fj.fisher.diagonal, fj.fisher.full):
+    try:
+        structure(model, jnp.eye(3), fj.Examples(jnp.ones((5, 3))))
+    except ImportError as error:
+        print(error)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("package", "code", "said"),
+    [
+        ("tensorflow_probability", "raise ValueError('too old')", "with ValueError: too old"),
+        ("tensorflow_probability", "import jax; jax.long_gone", "with AttributeError: "),
+        ("distrax", "import not_there", "with ModuleNotFoundError: No module named 'not_there'"),
+    ],
+)
+def test_a_package_that_fails_while_kfac_jax_is_imported_is_named(tmp_path, package, code, said):
+    """It is no fault of the network, and no Fisher falls back to another way without a word."""
+    folder = tmp_path / package
+    folder.mkdir()
+    (folder / "__init__.py").write_text(code)
+    result = run(BROKEN.format(folder=str(tmp_path)))
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3, result.stdout + result.stderr
+    for line in lines:
+        assert "kfac-jax" in line
+        assert said in line
+        assert "pip install -U" in line
+        assert "layers of this network" not in line
+        assert (package in line) or "not_there" in line
+
+
 def test_the_installed_kfac_jax_is_not_mended_yet():
     advice = (
         f"kfac-jax {compat.import_kfac_jax().__version__} needs no patch: make it the lower bound "

@@ -28,7 +28,7 @@ ENOUGH = 2000
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Update:
     """What a client sends, or stacked what many did.
 
@@ -37,13 +37,19 @@ class Update:
         kind: What they are; an algorithm refuses another's. `algorithm.kind` of whoever made it.
 
     Example:
-        >>> jax.tree.map(lambda x: 2 * x, Update({"params": 1.0}, "params"))
-        Update(values={'params': 2.0}, kind='params')
+        >>> twice = jax.tree.map(lambda x: 2 * x, Update({"params": jax.numpy.ones(3)}, "params"))
+        >>> print(twice, twice.values["params"])
+        Update(params, kind params, 1 leaf, 3 numbers, float32) [2. 2. 2.]
     """
 
     values: dict[str, Any]
     # Part of the structure, since a string cannot be a leaf under `vmap`.
     kind: str = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """Describe the update in one line: what it holds, its kind, how much that is."""
+        parts = " and ".join(map(str, self.values)) if isinstance(self.values, dict) else "?"
+        return tree.line("Update", self, parts[:80], f"kind {self.kind}"[:40])
 
 
 def nothing(*_: Any) -> tuple[()]:

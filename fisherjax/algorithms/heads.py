@@ -21,7 +21,7 @@ from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class HeadSums:
     """What a client knows of the layer that makes the outputs; means over its examples.
 
@@ -42,6 +42,12 @@ class HeadSums:
     negative: Array
     count: Array
     layer: Layer = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """Describe the sums in one line, with the layer that they are of."""
+        return tree.line(
+            "HeadSums", self, f"of {str(getattr(self.layer, 'kernel', self.layer))[:60]}"
+        )
 
 
 def head_summary(

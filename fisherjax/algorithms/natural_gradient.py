@@ -23,6 +23,7 @@ from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, passes
 from fisherjax.fisher.kinds import Kind
+from fisherjax.fisher.trace import check_output_layer
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
@@ -215,6 +216,8 @@ class _Plan(NamedTuple):
 
 @partial(jit, static_argnums=0)
 def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes:
+    # Before anything is sent: the next message solves for that layer.
+    check_output_layer(plan.model.apply, params, examples.inputs)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
     examples = draw(rows, examples, plan.max_examples)
 

@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from fisherjax import likelihoods, linalg
+from fisherjax import likelihoods, linalg, tree
 from fisherjax.compiler import jit
 from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import second_moment
@@ -23,7 +23,7 @@ _RIDGE = 1e-2  # of the coefficients and of the head, in units of the mean eigen
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Products:
     """The exact quadratic of what K directions and the inputs a of the head do to the outputs.
 
@@ -44,6 +44,12 @@ class Products:
     steepness: Array
     gradient: Array
     head: Layer = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """Describe the sums in one line, with the layer that they are of."""
+        return tree.line(
+            "Products", self, f"of {str(getattr(self.head, 'kernel', self.head))[:60]}"
+        )
 
 
 def regression(model: Model, z: Array, y: Array) -> Array:

@@ -30,7 +30,7 @@ _MORE = 5
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Sketches:
     """What the server is given, sums over clients with weights w_i; leaves add up.
 
@@ -56,6 +56,10 @@ class Sketches:
     weight: Array
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
     template: Template = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """Describe the sums in one line."""
+        return tree.line("Sketches", self, f"of {tree.count(len(self.layers), 'layer')}")
 
 
 @cached

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -12,12 +13,12 @@ import numpy as np
 from fisherjax import linalg, tree
 from fisherjax.fisher.feeders import Feeders
 from fisherjax.fisher.layers import Layer, assemble, matrix
-from fisherjax.fisher.operators import PRECISION, Blockwise, Template, ravel
+from fisherjax.fisher.operators import PRECISION, Blockwise, Template, ravel, stacked
 from fisherjax.typing import Array, Params
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Kronecker(Blockwise):
     """Kronecker factors for each layer, F V = A V G, and a diagonal for what no layer covers.
 
@@ -47,6 +48,15 @@ class Kronecker(Blockwise):
     adds_up: ClassVar[bool] = False
     # In units of a block's mean eigenvalue, best or close to it on MNIST, CIFAR-10 and digits.
     default_damping: ClassVar[float] = 1.0
+
+    def __repr__(self) -> str:
+        """Describe the operator in one line: leaves, layers by their form, parameters, dtypes."""
+        leaves = jax.tree.leaves((self.factors, self.entries))
+        # A factor of the outputs is a matrix, however the inputs' is kept.
+        first = [x.get("output") for x in _values(self.factors) if isinstance(x, dict)][:1]
+        stack = [said for x in first for said in stacked(x, 2)]
+        facts = [*stack, *self.template.facts(_said(self.layers)), *tree.dtypes(leaves)]
+        return f"Kronecker({', '.join(facts)})"
 
     def map_parts(self, on_matrix: Callable, on_entries: Callable) -> "Kronecker":
         """Change every matrix, and what is diagonal."""
@@ -203,6 +213,23 @@ class Kronecker(Blockwise):
         columns = jax.vmap(lambda e: ravel(self.mv(self.template.unravel(e))))
         dtype = jnp.result_type(*jax.tree.leaves((self.factors, self.entries)))
         return columns(jnp.eye(size, dtype=dtype)).T
+
+
+def _values(factors: Any) -> list[Any]:
+    # While a pytree is rebuilt, anything may stand for the factors.
+    return list(factors.values()) if isinstance(factors, dict) else []
+
+
+def _said(layers: tuple[Layer, ...]) -> str:
+    """Count layers by their form: "2 dense and 1 convolution layers"."""
+    # Kernels of attention have three axes, and so have those of one-dimensional convolutions.
+    kinds = ("dense", "three-axis", "convolution")
+    forms = Counter(
+        kinds[min(max(len(layer.shape), 2), 4) - 2] if layer.form == "product" else layer.form
+        for layer in layers
+    )
+    *before, last = [f"{number:,} {form}" for form, number in forms.items()] or ["no"]
+    return f"{', '.join(before)} and {last} layers" if before else f"{last} layers"
 
 
 def inverse_factors(factor: dict[str, Array], shift: Array) -> dict[str, Array]:

@@ -43,6 +43,12 @@ class Template(NamedTuple):
         # Any leaves will do, the names come from the structure.
         return tree.names(jax.tree.unflatten(self.structure, range(len(self.shapes))))
 
+    def facts(self, *more: str) -> list[str]:
+        """Say how many leaves there are, and parameters, with what is said between them."""
+        size = sum(map(math.prod, self.shapes))
+        leaves = tree.count(len(self.shapes), "leaf", "leaves")
+        return [leaves, *more, tree.count(size, "parameter")]
+
     def by_name(self, params: Params) -> dict[str, Array]:
         """Give the leaves by name."""
         return dict(zip(self.names(), self.structure.flatten_up_to(params), strict=True))
@@ -70,12 +76,22 @@ def ravel(params: Params) -> Array:
     return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
 
+def stacked(leaf: Any, ndim: int) -> list[str]:
+    """Say of how many a leaf is a stack, which alone has so many axes; nothing of one alone."""
+    axes = getattr(leaf, "shape", ())[:-ndim]
+    return [f"{' x '.join(map(str, axes))} stacked"] if axes else []
+
+
 class Blockwise:
     """What follows from an operator's blocks, and from its diagonal."""
 
     adds_up: ClassVar[bool] = True
     coverage: ClassVar[float] = 1.0
     default_damping: ClassVar[float] = 0.0
+
+    def __repr__(self) -> str:
+        """Describe the operator in one line, whatever its leaves are."""
+        return tree.line(type(self).__name__, self)
 
     def mv(self, params: Params) -> Params:
         """Multiply a vector of the shape of params by the operator."""
@@ -101,7 +117,7 @@ class Blockwise:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Diagonal(Blockwise):
     """A diagonal Fisher, F v = f * v.
 
@@ -151,7 +167,7 @@ class Diagonal(Blockwise):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Dense(Blockwise):
     """A full Fisher matrix on the flattened params, F v = matrix @ ravel(v).
 
@@ -162,6 +178,11 @@ class Dense(Blockwise):
 
     matrix: Array
     template: Template = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """Describe the operator in one line, with the stack that its matrix is one of."""
+        facts = [*stacked(self.matrix, 2), *self.template.facts(), *tree.dtypes([self.matrix])]
+        return f"Dense({', '.join(facts)})"
 
     def map_parts(self, on_matrix: Callable, on_entries: Callable) -> "Dense":
         """Change every matrix, and what is diagonal."""

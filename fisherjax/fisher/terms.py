@@ -15,7 +15,7 @@ from fisherjax.typing import Array, Params
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class KroneckerSum(Blockwise):
     """A sum of k Kronecker operators, F V = sum_j A_j V G_j.
 
@@ -34,6 +34,10 @@ class KroneckerSum(Blockwise):
     terms: Kronecker
     adds_up: ClassVar[bool] = False
     default_damping: ClassVar[float] = Kronecker.default_damping
+
+    def __repr__(self) -> str:
+        """Describe the operator in one line, by its stacked terms."""
+        return f"KroneckerSum({self.terms!r})"
 
     def blocks(self, params: Params) -> dict[str, Array]:
         """Split params into blocks, those of each term."""

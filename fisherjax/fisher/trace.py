@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from fisherjax import compat, nn, tree
 from fisherjax.fisher import forms, inline, uses
-from fisherjax.fisher.feeders import Feeders, feeders
+from fisherjax.fisher.feeders import Feeders, feeders, output_part
 from fisherjax.fisher.forms import Use
 from fisherjax.fisher.layers import Layer, Part, grouped
 from fisherjax.fisher.views import MANY, Place
@@ -37,6 +37,7 @@ class Trace(NamedTuple):
             a scale, and shift, the gradients [B, 1 or 2, o].
         uncovered: Leaves that belong to no layer, each with the reason.
         feeders: Whose outputs each layer takes; None where always those of the one before.
+        last: What makes the outputs: the place of a layer, or in words why none does.
     """
 
     outputs: Array
@@ -45,6 +46,7 @@ class Trace(NamedTuple):
     pullback: Callable[[Array], tuple[Array, ...]]
     uncovered: dict[str, str]
     feeders: Feeders | None = None
+    last: int | str = ""
 
 
 class LayersNotFoundError(ValueError):
@@ -75,7 +77,8 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         return tuple(_tangents(part, tangents, inputs_of) for part in found)
 
     layers, sources = tuple(part.layer for part in found), feeders(network, found)
-    return Trace(outputs, layers, activations, pullback, uncovered, sources)
+    last = output_part(network, found, uncovered)
+    return Trace(outputs, layers, activations, pullback, uncovered, sources, last)
 
 
 def network_of(
@@ -101,21 +104,40 @@ def inputs_of_use(use: Use, equation: Any, value: Array) -> Array:
 
 
 def output_layer(seen: Trace) -> int:
-    """Find the place of the layer that makes the outputs.
+    """Return the place of the dense layer whose product, with its bias, is the output.
 
     Raises:
-        ValueError: If the network does not end in a dense layer of its own.
+        ValueError: If anything but a change of shape or dtype follows the last dense layer, or if
+            its kernel is used elsewhere too.
     """
-    positions = seen.outputs.size // (seen.outputs.shape[0] * seen.outputs.shape[-1])
-    if seen.layers:
-        layer, inputs = seen.layers[-1], seen.activations[-1]
-        fits = layer.columns == seen.outputs.shape[-1] and inputs.ndim == 3
-        if layer.is_dense and fits and inputs.shape[1] == positions:
-            return len(seen.layers) - 1
+    if isinstance(seen.last, str):
+        _refuse_output(seen.last, seen.outputs.shape)
+    return seen.last
+
+
+def check_output_layer(apply: Apply, params: Params, inputs: Array) -> None:
+    """Refuse what `output_layer` refuses, from shapes alone."""
+    params, inputs = jax.tree.map(shape_of, (params, inputs))
+    two = jax.ShapeDtypeStruct((2, *inputs.shape[1:]), inputs.dtype)
+    network, found, uncovered = network_of(apply, params, two)
+    last = output_part(network, found, uncovered)
+    if isinstance(last, str):
+        _refuse_output(last, network.output.aval.shape)
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype that a number or an array has as one of jax."""
+    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
+
+
+def _refuse_output(reason: str, shape: tuple[int, ...]) -> None:
     raise ValueError(
         "The last layer of this network is no dense layer with an output vector for each target "
-        f"and leaves of its own (outputs have shape {tuple(seen.outputs.shape[1:])}), so that it "
-        "cannot be solved for. Let the network end in one, or leave out what solves it."
+        f"and leaves of its own (outputs have shape {tuple(shape[1:])}): {reason}. The outputs "
+        "must be those of a dense layer, as they are, for it to be solved for: leave a link such "
+        "as softmax to the likelihood, normalise the targets in place of de-normalising the "
+        "outputs, or use a method that solves for no layer (not analytic_head, ccvr or "
+        "natural_gradient)."
     )
 
 
@@ -126,11 +148,15 @@ def check_examples(apply: Apply, params: Params, inputs: Array) -> None:
 
 
 def _read(apply: Apply, params: Params, inputs: Array) -> tuple[uses.Reading, list[str]]:
+    # Its own failure is none of the network's.
+    compat.import_kfac_jax()
     many = jax.ShapeDtypeStruct((MANY, *inputs.shape[1:]), inputs.dtype)
     try:
         network = inline.flat(apply, params, many)
         reading = uses.read(network)
     except Exception as error:
+        # What apply raises for the inputs themselves is raised as it is.
+        jax.eval_shape(apply, params, inputs)
         raise LayersNotFoundError(
             f"The layers of this network could not be found ({type(error).__name__}: {error}). "
             "Use fisher.diagonal, which then takes gradients of single examples, or write the "
@@ -176,11 +202,13 @@ def _tagged(
             return kfac_jax.register_dense(value, seen.get(every[place].inputs, marker), marker)
 
         def equation(number: int, one: Any, operands: list[Array]) -> list[Array]:
-            seen.update({(number, i): x for i, x in enumerate(operands) if (number, i) in wanted})
+            shape, is_scale = one.outvars[0].aval.shape, one.primitive.name == "mul"
             for i, x in enumerate(operands):
+                # Sums and elementwise products repeat operands, numbers too, to the result's shape.
+                if (number, i) in wanted:
+                    seen[number, i] = jnp.broadcast_to(x, shape) if is_scale else x
                 if (number, i) in tags:
-                    whole = jnp.broadcast_to(x, one.outvars[0].aval.shape)
-                    operands[i] = register((number, i), whole)
+                    operands[i] = register((number, i), jnp.broadcast_to(x, shape))
             is_layer = (number, None) in tags and every[number, None].form == forms.CONVOLUTION
             results = [_convolved(one, *operands)] if is_layer else compat.evaluate(one, operands)
             return [register((number, None), results[0]), *results[1:]]

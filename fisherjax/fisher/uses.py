@@ -177,6 +177,9 @@ def _sum(walk: _Walk, number: int, operand: int | None, equation: Any, view: Vie
     rows = tuple(axis for _, axis in held if axis not in columns)
     other = None if operand is None else equation.invars[1 - operand]
     after, axes = walk.products.get(other, (None, ()))
+    if after is not None:
+        # A sum repeats axes of size one: a score [B, 1] plus thresholds [K] has no bias.
+        axes = views.along(axes, other.aval.shape, shape)
     own = [(axis, a) for a, axis in enumerate(axes) if axis and shape[a] > 1]
     # A bias has the product's outputs in the same order, all of them and nothing else.
     is_bias = [a for _, a in sorted(own)] == [a for _, a in wide if shape[a] > 1]

@@ -14,6 +14,11 @@ Axes = tuple[tuple[int, ...] | None, ...]
 Place = tuple[int, int | None]
 """A value: (number of the equation, which operand); None is the equation's result."""
 
+# What changes no value.
+_SAME = {
+    *("copy", "copy_p", "reduce_precision", "sharding_constraint", "reshard", "mesh_cast"),
+    *("name", "optimization_barrier", "pvary", "pcast"),
+}
 _ELSEWHERE = "parts of it are used in different ways"
 
 
@@ -111,11 +116,14 @@ def moved(equation: Any, axes: Axes) -> Axes | None:
     old, new = equation.invars[0].aval.shape, getattr(result, "shape", ())
     if name == "convert_element_type":
         return axes if jnp.issubdtype(result.dtype, jnp.floating) else None
-    if name in ("copy", "copy_p", "reduce_precision", "sharding_constraint"):
+    if name in _SAME and len(equation.invars) == 1:
         return axes
     if name == "transpose":
         return tuple(axes[a] for a in how["permutation"])
     if name in ("reshape", "squeeze", "expand_dims"):
+        if name == "reshape" and how["dimensions"] is not None:
+            # Transposed first, as by order="F".
+            axes, old = (tuple(x[a] for a in how["dimensions"]) for x in (axes, old))
         return _reshaped(axes, old, new)
     if name == "tile" and all(n in (1, m) for n, m in zip(old, new, strict=True)):
         return along(axes, old, new)

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from fisherjax import compat
 from fisherjax.fisher.inline import Flat
 from fisherjax.fisher.layers import Layer, Part
-from fisherjax.fisher.trace import inputs_of_use, network_of
+from fisherjax.fisher.trace import inputs_of_use, network_of, shape_of
 from fisherjax.typing import Apply, Array, Params
 
 
@@ -75,7 +75,7 @@ def wiring(apply: Apply, params: Params, inputs: Array) -> Wiring:
         >>> [layer.kernel for layer in found.layers], found.sources, found.spans
         (['a', 'b'], ((), (0,)), ((0, 0), (1, 1)))
     """
-    params, inputs = jax.tree.map(_shape, params), _shape(inputs)
+    params, inputs = jax.tree.map(shape_of, params), shape_of(inputs)
     two = jax.ShapeDtypeStruct((2, *inputs.shape[1:]), inputs.dtype)
     network, parts, uncovered = network_of(apply, params, two)
     _check(parts, uncovered)
@@ -87,10 +87,6 @@ def wiring(apply: Apply, params: Params, inputs: Array) -> Wiring:
         sources.append(tuple(sorted(units.sources)))
         spans.append(_span(part, units) if units.sources else (0, 0))
     return Wiring(tuple(part.layer for part in parts), tuple(sources), tuple(spans))
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
 
 
 def _check(parts: list[Part], uncovered: dict[str, str]) -> None:

@@ -143,6 +143,8 @@ def test_sequences_are_solved_position_by_position(x64):
             lambda: bad(lambda p, x: jnp.tanh(x @ p) @ p, ONES),
             "last layer of this network is no dense",
         ),
+        (lambda: bad(lambda p, x: 10 * (x @ p) + 50), "a product.*normalise the targets"),
+        (lambda: bad(lambda p, x: x + x @ p), "a sum .of a skip"),
         (
             lambda: bad(likelihood=likelihoods.gaussian._replace(sample=lambda key, z: z)),
             "this model has another",

@@ -140,3 +140,10 @@ def test_bad_options_are_refused(options, match):
 def test_another_likelihood_is_refused():
     with pytest.raises(ValueError, match="categorical"):
         algorithms.ccvr(fj.Model(linear, likelihoods.gaussian))
+
+
+@pytest.mark.parametrize("link", [jax.nn.softmax, jax.nn.tanh, lambda z: z / 2, lambda z: -z])
+def test_outputs_that_are_not_those_of_the_layer_are_refused(world, link):
+    _, x, y, partition = world
+    with pytest.raises(ValueError, match="The last layer of this network is no dense layer"):
+        sums(lambda p, x: link(linear(p, x)), LINEAR, x, y, partition)

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import fisherjax as fj
 from fisherjax import fisher
 from fisherjax.files import values
-from fisherjax.fisher.trace import trace
+from fisherjax.fisher.layers import matrix
+from fisherjax.fisher.operators import Template
+from fisherjax.fisher.trace import check_output_layer, output_layer, trace
 
 
 def square(*names):
@@ -164,3 +167,162 @@ def test_files_hold_what_feeds_what_and_old_ones_do_not(tmp_path):
     old = values.decode(path, description, arrays.__getitem__)["fisher"]
     assert old.feeders is None
     assert old.layers == operator.layers
+
+
+def body(p, x):
+    return jnp.tanh(x @ p["a"])
+
+
+def head(p, x):
+    return body(p, x) @ p["V"] + p["v"]
+
+
+def then(change):
+    return lambda p, x: change(head(p, x))
+
+
+HEAD = {"a": (4, 6), "V": (6, 3), "v": (3,)}
+BESIDE = HEAD | {"U": (6, 3), "w": (4, 3)}
+SEQUENCE = (6, 4)
+# What leaves the values of a layer's outputs as they are.
+KEPT = {
+    "plain": (head, HEAD, ()),
+    "sequence": (head, HEAD, SEQUENCE[:1]),
+    "no bias": (lambda p, x: body(p, x) @ p["V"], HEAD, ()),
+    "flattened and back": (then(lambda z: z.reshape(-1).reshape(-1, 3)), HEAD, ()),
+    "positions split": (then(lambda z: z.reshape(len(z), 2, 3, 3)), HEAD, (6,)),
+    "positions merged": (then(lambda z: z.reshape(len(z), 6, 3)), HEAD, (2, 3)),
+    "transposed twice": (then(lambda z: z.T.T), HEAD, ()),
+    "order F to the same shape": (
+        then(lambda z: z.reshape(z.shape, order="F")),
+        HEAD,
+        (6,),
+    ),
+    "positions first": (
+        lambda p, x: (body(p, x.swapaxes(0, 1)) @ p["V"] + p["v"]).swapaxes(0, 1),
+        HEAD,
+        (6,),
+    ),
+    "a position squeezed": (lambda p, x: head(p, x[:, None])[:, 0], HEAD, ()),
+    "cast": (then(lambda z: z.astype(jnp.float16).astype(jnp.float32)), HEAD, ()),
+    "named": (lambda p, x: checkpoint_name(body(p, x) @ p["V"], "z") + p["v"], HEAD, ()),
+    "barrier": (then(jax.lax.optimization_barrier), HEAD, ()),
+    "rematerialised": (jax.checkpoint(head), HEAD, ()),
+    "one example at a time": (
+        lambda p, x: jax.vmap(lambda row: p["V"].T @ jnp.tanh(p["a"].T @ row) + p["v"])(x),
+        HEAD,
+        (),
+    ),
+}
+# What the output is besides, or instead.
+CHANGED = {
+    "de-normalised": (then(lambda z: 10 * z + 50), HEAD, "a product"),
+    "offset": (then(lambda z: z - jnp.arange(3.0)), HEAD, "sub"),
+    "softplus": (then(jax.nn.softplus), HEAD, "softplus"),
+    "softmax": (then(jax.nn.softmax), HEAD, "softmax"),
+    "tanh": (then(jnp.tanh), HEAD, "tanh"),
+    "clipped": (then(lambda z: jnp.clip(z, -1, 1)), HEAD, "max"),
+    "temperature": (then(lambda z: z / 0.7), HEAD, "temperature"),
+    "learned temperature": (
+        lambda p, x: head(p, x) * p["s"],
+        HEAD | {"s": ()},
+        "a product",
+    ),
+    "skip": (lambda p, x: x[..., :3] + head(p, x), HEAD, "skip"),
+    "residual": (lambda p, x: (lambda h: h[..., :3] + h @ p["V"])(body(p, x)), HEAD, "skip"),
+    "wide and deep": (lambda p, x: x @ p["w"] + head(p, x), BESIDE, "another branch"),
+    "mean of two heads": (
+        lambda p, x: (head(p, x) + body(p, x) @ p["U"]) / 2,
+        BESIDE,
+        "another branch",
+    ),
+    "head used twice": (lambda p, x: head(p, x) - head(p, -x), HEAD, "sub"),
+    "head used before": (
+        lambda p, x: jnp.tanh(x @ p["V"]) @ p["V"],
+        {"V": (4, 4)},
+        "more than once",
+    ),
+    "tied": (
+        lambda p, x: jnp.tanh(p["V"][jnp.round(x[..., 0]).astype(int) % 6]) @ p["V"].T,
+        {"V": (6, 3)},
+        "more than once",
+    ),
+    "bias used before": (
+        lambda p, x: jnp.tanh(x @ p["w"] + p["v"]) @ p["V"] + p["v"],
+        {"w": (4, 3), "V": (3, 3), "v": (3,)},
+        "a sum",
+    ),
+    "two biases": (lambda p, x: head(p, x) + p["s"], HEAD | {"s": (3,)}, "a sum"),
+    "one score and thresholds": (
+        lambda p, x: x @ p["w"] + p["t"],
+        {"w": (4, 1), "t": (3,)},
+        "a sum",
+    ),
+    "concatenated": (
+        lambda p, x: jnp.concatenate([head(p, x), x], -1),
+        HEAD,
+        "concatenate",
+    ),
+    "permuted": (then(lambda z: z[..., np.array([2, 0, 1])]), HEAD, "permutation"),
+    "reversed": (then(lambda z: z[..., ::-1]), HEAD, "rev"),
+    "masked classes": (then(lambda z: jnp.where(jnp.arange(3) > 0, z, -1e9)), HEAD, "select_n"),
+    "rounded": (then(lambda z: z.astype(int).astype(float)), HEAD, "convert_element_type"),
+    "repeated": (
+        then(lambda z: jnp.broadcast_to(z[:, None], (len(z), 2, 3))),
+        HEAD,
+        "repeated",
+    ),
+    "rearranged": (then(lambda z: z.reshape(len(z), 3, 1)), HEAD, "3 outputs"),
+    "kernel times two": (lambda p, x: body(p, x) @ (2 * p["V"]), HEAD, "'V' .it is multiplied"),
+    "one position's mean": (lambda p, x: head(p, x[:, None]).mean(1), HEAD, "mean over axes"),
+}
+OF_SEQUENCES = {
+    "mean over positions": (then(lambda z: z.mean(1)), "mean over axes"),
+    "last position": (then(lambda z: z[:, -1]), "slice"),
+    "positions reversed": (then(lambda z: z[:, ::-1]), "rev"),
+    "another order": (
+        then(lambda z: z.reshape(len(z), 18, order="F").reshape(len(z), 6, 3)),
+        "changes its outputs",
+    ),
+}
+
+
+def drawn(shapes, seed=0):
+    source = np.random.default_rng(seed)
+    return {n: jnp.asarray(source.normal(size=s), jnp.float32) for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_outputs_of_the_layer_that_is_found_are_its_inputs_times_its_matrix(name):
+    """The promise by itself, position by position: z = [a; 1] V."""
+    apply, shapes, positions = KEPT[name]
+    params, places = drawn(shapes), []
+
+    @jax.jit
+    def both(params, x):
+        seen = trace(apply, params, x)
+        places.append(output_layer(seen))
+        layer, inputs = seen.layers[places[0]], seen.activations[places[0]]
+        value = matrix(layer, Template.of(params).by_name(params))
+        return inputs @ value, apply(params, x)
+
+    x = drawn({"x": (5, *positions, 4)}, 1)["x"]
+    found, z = both(params, x)
+    check_output_layer(apply, params, x)
+    assert z.shape[-1] == 3
+    np.testing.assert_allclose(found, z.reshape(found.shape), atol=2e-2 if name == "cast" else 1e-5)
+
+
+@pytest.mark.parametrize("name", [*CHANGED, *OF_SEQUENCES])
+def test_what_is_not_the_output_of_a_layer_is_refused_and_said(name):
+    if name in CHANGED:
+        apply, shapes, said = CHANGED[name]
+        x = jnp.ones((5, 4))
+    else:
+        (apply, said), shapes, x = OF_SEQUENCES[name], HEAD, jnp.ones((5, *SEQUENCE))
+    for check in (
+        lambda p, x: output_layer(trace(apply, p, x)),
+        lambda p, x: check_output_layer(apply, p, x),
+    ):
+        with pytest.raises(ValueError, match=rf"no dense layer.*{said}.*normalise the targets"):
+            jax.eval_shape(check, drawn(shapes), x)

@@ -363,6 +363,115 @@ NETWORKS = {
         (B, 5, 6, 2),
         ["k"],
     ),
+    "one score and many thresholds": (
+        lambda p, x: jnp.tanh(x @ p["w"] + p["t"]),
+        {"w": (4, 1), "t": (3,)},
+        (B, 4),
+        ["t", "w"],
+    ),
+    "one score squeezed, and thresholds": (
+        lambda p, x: jnp.tanh(p["t"] + (x @ p["w"])[:, None]),
+        {"w": (4,), "t": (3,)},
+        (B, 4),
+        ["t", "w"],
+    ),
+    "one score times gains plus thresholds": (
+        lambda p, x: jnp.tanh((x @ p["w"]) * p["g"] + p["t"]),
+        {"w": (4, 1), "g": (3,), "t": (3,)},
+        (B, 4),
+        ["g", "w"],
+    ),
+    "one vector for all positions, and a bias for each": (
+        lambda p, x: jnp.tanh((x @ p["w"])[:, None] + p["b"]).sum(1),
+        {"w": (4, 3), "b": (L, 3)},
+        (B, 4),
+        ["b", "w"],
+    ),
+    "scale times a number": (lambda p, x: jnp.tanh(x * (p["s"] * 2.0)), {"s": (4,)}, (B, 4), ["s"]),
+    "number times one and a scale": (
+        lambda p, x: jnp.tanh((0.5 * (1 + p["s"])) * normalized(x) + p["b"]),
+        {"s": (4,), "b": (4,)},
+        (B, L, 4),
+        ["s"],
+    ),
+    "scale times a constant of fewer axes": (
+        lambda p, x: jnp.tanh(x * (p["s"] * jnp.arange(1.0, 5.0))),
+        {"s": (L, 4)},
+        (B, L, 4),
+        ["s"],
+    ),
+    "scale times a constant for each row": (
+        lambda p, x: jnp.tanh(x * (p["s"] * jnp.arange(1.0, 6.0)[:, None])),
+        {"s": (L, 4)},
+        (B, L, 4),
+        ["s"],
+    ),
+    "scale times a constant, turned": (
+        lambda p, x: jnp.tanh(x * (p["s"] * jnp.arange(1.0, 6.0)).T),
+        {"s": (4, L)},
+        (B, L, 4),
+        ["s"],
+    ),
+    "scale of one number times a number": (
+        lambda p, x: jnp.tanh(x * (3 * p["s"])),
+        {"s": ()},
+        (B, 4),
+        ["s"],
+    ),
+    "scale times a number of another leaf": (
+        lambda p, x: jnp.tanh(x * (p["s"] * jnp.exp(p["t"]))),
+        {"s": (4,), "t": (1,)},
+        (B, 4),
+        ["s"],
+    ),
+    "rows merged in Fortran's order": (
+        lambda p, x: jnp.tanh(x @ p["w"].reshape(6, 3, order="F")),
+        {"w": (2, 3, 3)},
+        (B, 6),
+        [],
+    ),
+    "outputs in Fortran's order": (
+        lambda p, x: jnp.tanh((x @ p["w"]).reshape(len(x), 6) + p["b"].reshape(6, order="F")),
+        {"w": (4, 6), "b": (2, 3)},
+        (B, 4),
+        ["w"],
+    ),
+    "scale times several numbers": (
+        lambda p, x: jnp.tanh(x * (p["s"] * jnp.arange(1.0, 5.0))),
+        {"s": ()},
+        (B, 4),
+        [],
+    ),
+    **{
+        f"gain changed by {name}": (
+            lambda p, x, change=change: jnp.tanh(x * change(p["s"])),
+            {"s": (4,)},
+            (B, 4),
+            [],
+        )
+        for name, change in {
+            "neg": jnp.negative,
+            "division": lambda g: g / 3,
+            "power": lambda g: g**2,
+            "softplus": jax.nn.softplus,
+            "two constants": lambda g: 2 * (g * jnp.arange(4.0)),
+            "tiling": lambda g: jnp.tile(g[:2], 2),
+        }.items()
+    },
+    **{
+        f"kernel changed by {name}": (
+            lambda p, x, change=change: jnp.tanh(x @ change(p["w"])),
+            {"w": (4, 3)},
+            (B, 4),
+            [],
+        )
+        for name, change in {
+            "equalising": lambda w: w * 0.5**0.5,
+            "mask": lambda w: w * jnp.tri(4, 3),
+            "standardising": lambda w: (w - w.mean(0)) / w.std(0),
+            "weight norm": lambda w: w / jnp.linalg.norm(w, axis=0),
+        }.items()
+    },
     "images of a sequence": (
         lambda p, x: flat(lax_conv(x.reshape(-1, 4, 4, 1), p["k"]).reshape(len(x), -1)),
         {"k": (3, 3, 1, 2)},
@@ -390,6 +499,12 @@ FORMS = [
     "positions",
     "BatchNorm with running statistics",
     "channels first, strides and bias",
+    "one score and many thresholds",
+    "one score times gains plus thresholds",
+    "scale times a number",
+    "scale times a constant for each row",
+    "scale times several numbers",
+    "kernel changed by weight norm",
 ]
 OFTEN = FORMS[:2] + FORMS[4:5] + FORMS[6:]
 # One example is traced as two of it are, whatever the layers.
@@ -520,10 +635,19 @@ def test_what_only_looks_like_mixing_is_not_refused():
 
 def test_a_network_that_cannot_be_read_is_refused():
     def apply(params, x):
-        return x[: params["w"].shape[0]].reshape(B, 4) @ params["w"]  # needs just B examples
+        return x.reshape(B, 4) @ params["w"]  # needs just B examples
 
     with pytest.raises(trace.LayersNotFoundError, match=r"could not be found.*fisher\.diagonal"):
         jax.eval_shape(partial(trace.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
+
+
+def test_what_apply_raises_for_the_inputs_themselves_is_raised_as_it_is():
+    def apply(params, x):
+        raise KeyError("no such leaf")
+
+    for check in (trace.trace, trace.check_output_layer, trace.check_examples):
+        with pytest.raises(KeyError, match="no such leaf"):
+            jax.eval_shape(partial(check, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
 
 
 def test_a_network_that_treats_other_numbers_of_examples_otherwise_is_refused():

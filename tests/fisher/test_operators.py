@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fisherjax import tree
-from fisherjax.fisher import Dense, Diagonal, Kronecker, kronecker
+from fisherjax.fisher import Dense, Diagonal, Kronecker, KroneckerSum, kronecker
 from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.operators import Template, ravel
 
@@ -65,6 +65,49 @@ def vector(x64):
 
 def assert_same(left, right):
     chex.assert_trees_all_close(left, right, rtol=1e-10, atol=1e-12)
+
+
+def in_one_line(value):
+    text = repr(value)
+    return str(value) == text and "\n" not in text and len(text) < 200
+
+
+def test_an_operator_is_printed_in_one_line_whatever_its_leaves_are(operator):
+    """Arrays, stacks, shapes, tracers, and the bare objects of a pytree that is rebuilt."""
+    seen = []
+
+    @jax.jit
+    def inside(operator):
+        seen.append(in_one_line(operator))
+        seen.append("float64" in repr(operator))
+        return operator
+
+    stack = jax.tree.map(lambda x: jnp.stack([x, x, x]), operator)
+    shapes = jax.eval_shape(inside, operator)
+    leaves, structure = jax.tree.flatten(operator)
+    odd = [jax.tree.unflatten(structure, [x] * len(leaves)) for x in (object(), 1, "x" * 500, 1j)]
+    exponents = jax.tree.map(tree.exponent, operator)
+    for value in (inside(operator), shapes, stack, exponents, *odd):
+        assert in_one_line(value)
+    assert all(seen)
+    assert repr(operator) == repr(shapes)
+    # Nothing else changes: equal by identity of leaves as before, and a pytree.
+    assert jax.tree.structure(operator) == structure
+    many = {f"a leaf of a very long name {i}" * 9: jnp.ones(3) for i in range(300)}
+    assert in_one_line(Diagonal(many))
+
+
+def test_a_printed_operator_says_how_much_of_what_it_is(x64):
+    assert repr(make("diagonal")) == "Diagonal(5 leaves, 31 numbers, float64)"
+    assert repr(make("dense")) == "Dense(5 leaves, 31 parameters, float64)"
+    said = "5 leaves, 1 convolution and 1 dense layers, 31 parameters, float64)"
+    assert repr(make("kronecker")) == f"Kronecker({said}"
+    three = jax.tree.map(lambda x: jnp.stack([x, x, x]), make("kronecker"))
+    assert repr(three) == f"Kronecker(3 stacked, {said}"
+    assert repr(KroneckerSum(three)) == f"KroneckerSum(Kronecker(3 stacked, {said})"
+    layers = tuple(Layer(f"{'long' * 99}{i}", None, (2,) * (i % 5)) for i in range(9999))
+    many = Kronecker({}, {}, layers, Template(None, ((2, 2),) * 9999))
+    assert in_one_line(many)
 
 
 def test_mv_is_multiplication_by_the_dense_matrix(operator, vector):
