@@ -114,7 +114,7 @@ LOOK_UPS = {
     ),
     "a layer": (
         lambda: algorithms.fedper("Dens2").init_client({"dense1": {"k": 1.0}, "dense2": 1.0}),
-        "No layer is called 'Dens2': did you mean 'dense2', 'dense1' or 'k'",
+        "No layer is called 'Dens2': did you mean 'dense2' or 'dense1'",
     ),
     "a leaf": (
         lambda: files.save_arrays("x.safetensors", {"dense": 1.0, "b": 2.0}, mapping={"Dens": "a"}),

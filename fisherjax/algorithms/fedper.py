@@ -3,9 +3,13 @@
 Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization layers, 2019.
 """
 
+from collections.abc import Callable
+
+from fisherjax import checks, tree
 from fisherjax.algorithms.base import Algorithm, averaging
-from fisherjax.algorithms.private import keep_private
+from fisherjax.algorithms.private import keep_chosen
 from fisherjax.configuration import cached
+from fisherjax.typing import Params
 
 
 @cached
@@ -35,14 +39,21 @@ def fedper(head: str, algorithm: Algorithm | None = None) -> Algorithm:
     """
     if not isinstance(head, str):
         raise TypeError(f"head is {head!r}; expected the name of a layer, such as 'dense3'.")
-    return keep_private(averaging() if algorithm is None else algorithm, _part(head))
+    return keep_chosen(averaging() if algorithm is None else algorithm, _leaves_of(head))
 
 
 @cached
-def _part(name: str):
+def _leaves_of(layer: str) -> Callable[[Params], set[str]]:
     # One object for one name: the algorithm is known by it.
-    def where(leaf: str) -> bool:
-        return name in leaf.split("/")
+    def choose(params: Params) -> set[str]:
+        parts = {name: name.split("/") for name in tree.names(params)}
+        found = {name for name, own in parts.items() if layer in own}
+        if not found:
+            every = sorted({part for own in parts.values() for part in own[:-1] or own})
+            raise ValueError(
+                f"No layer is called {layer!r}: did you mean {checks.nearest(layer, every)}? "
+                f"The leaves are {list(parts)}."
+            )
+        return found
 
-    where.part = name  # for the refusal of a name that no leaf has
-    return where
+    return choose

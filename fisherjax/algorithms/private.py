@@ -172,13 +172,10 @@ def _split(choose: Callable[[Params], Collection[str]], params: Params) -> tuple
     names, kept = tree.names(params), choose(params)
     chosen = [name in kept for name in names]
     if all(chosen) or not any(chosen):
-        part = getattr(where, "part", None)
-        parts = sorted({part for name in names for part in name.split("/")})
-        hint = f" No layer is called {part!r}: did you mean {checks.nearest(part, parts)}?"
         raise ValueError(
             f"`where` picks out {'every leaf' if all(chosen) else 'no leaf'} of {list(names)}; "
             "expected a predicate on names that is true of those that clients keep, and not of "
-            f"those that are merged.{hint if part and not any(chosen) else ''}"
+            "those that are merged."
         )
     leaves = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
     return tuple({n: leaf for n, c, leaf in leaves if c is kept} for kept in (False, True))
