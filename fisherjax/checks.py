@@ -159,6 +159,7 @@ def floating(params: Params, what: str = "params") -> None:
     if not jax.tree.leaves(params):
         raise ValueError(f"{what} has no leaves; expected a pytree of floating-point arrays.")
     for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
+        _native(f"Leaf '{name}' of {what}", leaf)
         # Python's numbers have no dtype; the only ones that count are its floats.
         dtype = getattr(leaf, "dtype", None)
         # JAX's check, as NumPy does not count bfloat16 among the floating types.
@@ -202,6 +203,7 @@ def examples(value: Examples) -> None:
     for name, x in value._asdict().items():
         if x is not None and not getattr(x, "ndim", 0):
             raise TypeError(f"{name} is {_kind(x)}; expected an array with an axis of examples.")
+        _native(name, x)
     inputs, targets, indices, weights = value
     if inputs is None:
         raise TypeError("inputs is None; expected an array with an axis of examples.")
@@ -276,6 +278,15 @@ def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: A
             f"({type(error).__name__}: {said}). Check that the params and the inputs are those of "
             "this network."
         ) from error
+
+
+def _native(name: str, value: Any) -> None:
+    """Refuse what JAX does not hold, of which `tree.native` makes what it can."""
+    if tree.native(value, name) is not value:
+        raise TypeError(
+            f"{name} has dtype {value.dtype.str}, another byte order than this machine's; expected "
+            "x.astype(x.dtype.newbyteorder('='))."
+        )
 
 
 def _values(name: str, values: Array | None, low: float, high: float, meaning: str) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fisherjax import checks
+from fisherjax import checks, tree
 from fisherjax.devices import client_mesh, mesh_of, replicate
 from fisherjax.parallel import Spread, in_order
 from fisherjax.partition.checks import client_rows
@@ -81,6 +81,7 @@ def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
         raise TypeError(f"data is a {type(data).__name__}; expected Dataset or (inputs, targets).")
     checks.instance("partition", partition, Iterable, "the rows of every client")
     inputs, targets = (x if hasattr(x, "ndim") else np.asarray(x) for x in pair)
+    inputs, targets = tree.native(inputs, "inputs"), tree.native(targets, "targets")
     if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
         raise ValueError(
             f"inputs have shape {inputs.shape} and targets {targets.shape}; expected both to have "

@@ -10,6 +10,7 @@ import numpy as np
 
 from fisherjax.typing import Array
 
+_TOO_WIDE = {"longdouble", "clongdouble", "float96", "float128", "complex192", "complex256"}
 NOTHING = -(2**14)
 """The exponent of zero: below that of any float, and far from the range of integers."""
 
@@ -204,6 +205,37 @@ def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:
     return jax.tree.map(leaf, stacked, otherwise)
 
 
+def native(tree: Any, what: str = "the pytree") -> Any:
+    """Return arrays in this machine's byte order; refuse NumPy's types that JAX does not hold.
+
+    Raises:
+        TypeError: For text, objects, records, dates and floats of more than 64 bits; it names them.
+
+    Example:
+        >>> import numpy as np
+        >>> native({"w": np.ones(1, ">f4")})["w"].dtype
+        dtype('float32')
+    """
+
+    def one(path: Any, leaf: Any) -> Any:
+        dtype = getattr(leaf, "dtype", None)
+        # JAX's keys have a type of another kind.
+        if not isinstance(dtype, np.dtype):
+            return leaf
+        is_number = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
+        # NumPy counts spans of time among the integers.
+        if not is_number or dtype.kind == "m" or dtype.name in _TOO_WIDE:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            leaf_of = f"Leaf '{name}' of {what}" if name else what
+            raise TypeError(
+                f"{leaf_of} has dtype {dtype}, which JAX does not hold; expected numbers of at "
+                "most 64 bits. Convert it, for instance by x.astype('float32')."
+            )
+        return leaf if dtype.isnative else leaf.astype(dtype.newbyteorder("="))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
 def stack(trees: Sequence[Any]) -> Any:
     """Stack M pytrees, one a client, into a single pytree with leaves [M, ...].
 
@@ -217,6 +249,7 @@ def stack(trees: Sequence[Any]) -> Any:
     """
     if not trees:
         raise ValueError("Nothing to stack: got an empty list, expected one pytree a client.")
+    trees = [native(tree, f"client {client}") for client, tree in enumerate(trees)]
     # Checked first, because jnp.stack would promote other dtypes and name no client.
     trees = [as_arrays(tree) for tree in trees]
     for client, tree in enumerate(trees):

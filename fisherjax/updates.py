@@ -41,7 +41,7 @@ def stacked_values(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
         raise ValueError(
             f"The stacked updates have leading axes {lengths}; expected one length, the clients'."
         )
-    return updates.values
+    return tree.native(updates.values, "the stacked updates")
 
 
 def check_weights(weights: Any, num_clients: int) -> Any:

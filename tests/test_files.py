@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import fisherjax as fj
 from fisherjax import files
 
 SUFFIXES = [".safetensors"]
@@ -227,6 +228,88 @@ def test_a_new_file_replaces_the_old_with_the_usual_permissions(tmp_path, suffix
     assert list(files.load_arrays(path)) == ["b"]
     (tmp_path / "usual").touch()
     assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+NUMBERS = ["f2", "f4", "f8", "i2", "i4", "u8", "c8", "c16"]
+
+
+@pytest.mark.parametrize("code", NUMBERS)
+def test_arrays_come_in_the_byte_order_of_this_machine(tmp_path, code):
+    """Whatever the order of the machine that an archive is for, and that of `like`."""
+    native = np.arange(6, dtype=f"={code}").reshape(2, 3)
+    path = tmp_path / "a.npz"
+    for stored in "<>":
+        np.savez(path, w=native.astype(f"{stored}{code}"))
+        likes = [None, *({"w": np.zeros((2, 3), f"{order}{code}")} for order in "<>")]
+        for like in likes:
+            found = files.load_arrays(path, like=like)["w"]
+            assert found.dtype == native.dtype
+            assert found.dtype.isnative
+            np.testing.assert_array_equal(found, native)
+            assert jnp.asarray(found).shape == (2, 3)
+
+
+@pytest.mark.parametrize("wanted", ["f4", "f8"])
+def test_a_cast_is_to_the_byte_order_of_this_machine(tmp_path, wanted):
+    for stored in (">f2", ">f4", "<f8", ">f8", np.longdouble):
+        np.savez(tmp_path / "a.npz", w=np.arange(3).astype(stored))
+        like = {"w": np.zeros(3, f">{wanted}")}
+        found = files.load_arrays(tmp_path / "a.npz", like=like, cast=True)["w"]
+        assert found.dtype == np.dtype(f"={wanted}")
+        np.testing.assert_array_equal(found, np.arange(3))
+
+
+NO_NUMBERS = {
+    "records": np.zeros(2, [("a", ">f4")]),
+    "dates": np.zeros(2, "M8[s]"),
+    "spans": np.zeros(2, "m8[s]"),
+    "text": np.array(["a"]),
+    "bytes": np.array([b"a"]),
+    "nothing": np.zeros(2, "V3"),
+    "objects": np.array([None]),
+}
+if np.dtype(np.longdouble).itemsize > 8:  # elsewhere it is float64 by another name
+    NO_NUMBERS["wide"] = np.zeros(2, np.longdouble)
+
+
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+def test_what_is_no_array_of_numbers_is_refused_by_name(tmp_path, kind):
+    """In files, federations, examples, params and updates."""
+    array = NO_NUMBERS[kind]
+    np.savez(tmp_path / "a.npz", w=array)
+    for like in (None, {"w": np.zeros(array.shape, "float32")}):
+        with pytest.raises(ValueError, match=r"a\.npz' .*[Nn]umbers"):
+            files.load_arrays(tmp_path / "a.npz", like=like)
+    rows, zeros = [np.arange(len(array))], np.zeros(len(array))
+    model = fj.Model(lambda w, x: x * w, fj.likelihoods.gaussian)
+    update = fj.algorithms.Update({"params": {"w": array}}, "params")
+    acts = [
+        lambda: fj.clients.federation((array, zeros), rows),
+        lambda: fj.clients.federation((zeros, array), rows),
+        lambda: fj.metrics.accuracy(model, jnp.ones(1), fj.Examples(array, zeros)),
+        lambda: fj.merging.merge(fj.algorithms.fedavg(), {"w": zeros}, [update, update]),
+    ]
+    for act in acts:
+        with pytest.raises(TypeError, match="which JAX does not hold; expected numbers"):
+            act()
+
+
+def test_arrays_of_another_byte_order_are_taken_or_named():
+    """They are copied where they go to the device; what is passed on as it is says how to mend."""
+    swapped = np.arange(4.0, dtype="float32").astype(">f4")
+    federation = fj.clients.federation((swapped, swapped), [[0, 1], [2, 3]])
+    np.testing.assert_array_equal(federation.inputs, np.arange(4))
+    one = fj.algorithms.Update({"params": {"w": swapped}}, "params")
+    both = fj.algorithms.Update({"params": {"w": np.stack([swapped] * 2)}}, "params")
+    start = {"w": np.zeros(4, "float32")}
+    for updates in ([one, one], both):
+        merged = fj.merging.merge(fj.algorithms.fedavg(), start, updates)[0]
+        np.testing.assert_array_equal(merged["w"], np.arange(4))
+    model = fj.Model(lambda w, x: x * w, fj.likelihoods.gaussian)
+    with pytest.raises(TypeError, match=r"inputs has dtype >f4, .*newbyteorder"):
+        fj.metrics.accuracy(model, jnp.ones(1), fj.Examples(swapped, swapped))
+    with pytest.raises(TypeError, match=r"Leaf 'w' of params has dtype >f4, .*newbyteorder"):
+        fj.merging.merge(fj.algorithms.fedavg(), {"w": swapped}, both)
 
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]

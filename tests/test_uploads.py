@@ -755,6 +755,269 @@ def test_stacked_compressed_updates_are_refused(tmp_path):
     assert files_in(tmp_path) == {}
 
 
+# Claims
+
+
+def node(type, *children, **static):
+    return {"type": type, "children": dict.fromkeys(children, "array"), "static": static}
+
+
+def of_params(leaf):
+    return {"update": {"dict": {"params": {"dict": {"w": leaf}}}}}
+
+
+def nested(depth):
+    spec = "array"
+    for _ in range(depth):
+        spec = {"type": "Root", "children": {"columns": spec}, "static": {}}
+    return spec
+
+
+FLOAT, ONE, NOTHING = np.zeros, np.ones((), "float32"), np.zeros(0, "uint8")
+IN = "update/params/w"
+
+
+def stream(shape, widths, bits=b"\0"):
+    slot = node("Slot", "step", "widths", shape=shape, dtype="float32")
+    children = {"values": {"dict": {"params": {"dict": {"w": slot}}}}, "bits": "array"}
+    arrays = {
+        "update/values/params/w/step": ONE,
+        "update/values/params/w/widths": widths,
+        "update/bits": np.frombuffer(bits, "uint8"),
+    }
+    return {"update": {"type": "Stream", "children": children, "static": {}}}, arrays
+
+
+def coded(packed=NOTHING, **changes):
+    static = {"bits": 8, "shape": [4], "dtype": "float32"} | changes
+    return of_params(node("Codes", "packed", "largest", **static)), {
+        f"{IN}/packed": packed,
+        f"{IN}/largest": ONE,
+    }
+
+
+def vectors(rows, rank, columns, more=0):
+    return of_params(node("Truncated", "left", "values", "right")), {
+        f"{IN}/left": FLOAT((rows, rank), "float32"),
+        f"{IN}/values": FLOAT(rank + more, "float32"),
+        f"{IN}/right": FLOAT((rank, columns), "float32"),
+    }
+
+
+def gram(rows, spec=None, **arrays):
+    spec = spec or node("Root", "columns")
+    values = {"grams": {"dict": {"w": spec}}, "params": {"dict": {"w": "array"}}}
+    arrays = arrays or {"columns": FLOAT((rows, 1), "float32")}
+    named = {f"update/grams/w/{name}": array for name, array in arrays.items()}
+    return {"update": {"dict": values}}, {IN: FLOAT((2, 2), "float32"), **named}
+
+
+BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyte
+    "no bits for 10^9 numbers": (coded(bits=0, shape=[10**9]), "params/w: Codes have 0 bits"),
+    "no bits for 10^12 numbers": (coded(bits=0, shape=[10**12]), "params/w: Codes have 0 bits"),
+    "more bits than a float": (coded(bits=10**6), "params/w: Codes have 1000000 bits"),
+    "bits that are none": (coded(bits=True), "params/w: Codes have True bits"),
+    "bytes that did not come": (
+        coded(shape=[10**12]),
+        r"params/w: An array \(10+,\) .* as 0 bytes",
+    ),
+    "as much as no machine counts": (coded(shape=[10**30]), "params/w: An array of shape"),
+    "a number of 400 digits": (coded(shape=[10**400]), "params/w: An array of shape"),
+    "a negative axis": (coded(shape=[-1, -4]), "params/w: An array of shape"),
+    "axes that are none": (coded(shape=[2.5]), "params/w: An array of shape"),
+    "a thousand axes": (coded(np.zeros(1, "uint8"), shape=[1] * 1000), "params/w: An array of sh"),
+    "text for numbers": (coded(np.zeros(4, "uint8"), dtype="U900000000"), "type U900000000"),
+    "a root": (gram(150_000), r"grams/w: A Root decodes to .*150000, 150000.* bytes"),
+    "a matrix larger than its params": (
+        gram(50),
+        r"grams/w is float32\[50, 50\], expected at most 9",
+    ),
+    "a triangle that is none": (
+        gram(0, node("Triangle", "entries"), entries=FLOAT((7, 3), "float32")),
+        r"grams/w: A triangle came as \[7, 3\]",
+    ),
+    "an outer product": (vectors(90_000, 1, 90_000), r"params/w: A Truncated decodes to .*90000"),
+    "vectors that do not fit": (vectors(3, 2, 3, more=1), r"params/w: Singular triplets"),
+    "columns of no bits": (stream([10**11, 2], np.zeros(1, "uint8")), r"params/w: It has 2\d+"),
+    "fewer columns": (
+        stream([2**20, 60], np.zeros(30, "uint8")),
+        "A Stream decodes",
+    ),
+    "widths of other columns": (
+        stream([4, 60], np.zeros(1, "uint8")),
+        "params/w: An array .* widths",
+    ),
+    "an empty array in a stream": (stream([0, 0], NOTHING), "params/w: An array .* widths"),
+    "bits that are not there": (
+        stream([100, 2], np.full(1, 255, "uint8")),
+        "A stream of 200 numbers needs 3000 bits and came as 8",
+    ),
+    "no bits at all": (stream([1, 2], np.zeros(1, "uint8"), b""), "needs 0 bits and came as 0"),
+    "33 codes in one another": (
+        (of_params(nested(33)), {IN + 33 * "/columns": np.ones((2, 2), "float32")}),
+        "beyond a limit .*nested.*--limit nesting=",
+    ),
+    "300 codes in one another": (
+        (of_params(nested(300)), {IN + 300 * "/columns": np.ones((2, 2), "float32")}),
+        "beyond a limit .*limits=files.Limits",
+    ),
+    "lists in lists": (coded(shape=json.loads(100 * "[" + 100 * "]")), "limit .*nested"),
+    "too many arrays": (
+        (
+            {"update": {"dict": {"params": {"dict": {str(i): "array" for i in range(10_001)}}}}},
+            {f"update/params/{i}": NOTHING for i in range(10_001)},
+        ),
+        "number of arrays: 10001, and at most 10000",
+    ),
+    "a long header": (
+        (of_params("array"), {IN: ONE, **{f"{i}{'x' * 900}": NOTHING for i in range(5000)}}),
+        "bytes of the header: .*--limit header=",
+    ),
+    "a long name": ((of_params("array"), {IN: ONE, "x" * 1001: NOTHING}), "characters of a name"),
+    "an empty array of long axes": (
+        (of_params("array"), {IN: np.zeros((0, 10**9), "float32")}),
+        "beyond a limit",
+    ),
+}
+INSIDE = """
+import resource, sys, time
+from fisherjax.__main__ import main
+with open("/proc/self/statm") as file:
+    now = int(file.read().split()[0]) * resource.getpagesize()
+# What the process has, and 300 MB.
+resource.setrlimit(resource.RLIMIT_AS, (now + 300_000_000, -1))
+for path in sys.argv[2:]:
+    for words in (["merge", sys.argv[1], path], ["inspect", path]):
+        before = time.process_time()
+        print("DONE", words[0], main(words), time.process_time() - before, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def bombs(tmp_path_factory):
+    folder, paths = tmp_path_factory.mktemp("bombs"), {}
+    for number, (case, ((values, arrays), _)) in enumerate(BOMBS.items()):
+        paths[case] = folder / f"{number}.safetensors"
+        said = dict(zip(files.claims.SAYS, ("fedavg", "params", "eve", 5, "a code"), strict=True))
+        about = {"what": "upload", "values": {"dict": values}} | said
+        kinds = {name: files.base.Kind.of(x) for name, x in arrays.items()}
+        with files.base.sealing(paths[case], kinds, about) as put:
+            for name, array in arrays.items():
+                put(name, array)
+    return paths
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_what_an_upload_claims_is_held_against_what_came(bombs, case):
+    """Before anything is made of it: in memory that is counted, and in seconds."""
+    message, path = BOMBS[case][1], bombs[case]
+    for act in (
+        lambda: files.load_update(path),
+        lambda: files.merge_files(path.with_name("merged.safetensors"), [path]),
+    ):
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=message) as error:
+            act()
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+        tracemalloc.stop()
+        assert path.name in str(error.value)
+
+
+@pytest.mark.long
+def test_no_bomb_ends_the_command(bombs, tmp_path):
+    """All of them in one process that may take 300 MB more than it has: it goes on after each."""
+    pytest.importorskip("resource")
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("nothing tells how much memory a process has")
+    words = [str(tmp_path / "merged.safetensors"), *map(str, bombs.values())]
+    done = subprocess.run([sys.executable, "-c", INSIDE, *words], capture_output=True, text=True)
+    results = [line.split()[1:] for line in done.stdout.splitlines() if line[:5] == "DONE "]
+    # How many bits a stream needs is among its arrays, which inspect does not read.
+    seen = [[case, word] for case in BOMBS for word in ("merge", "inspect")]
+    expected = [int(x != ["bits that are not there", "inspect"]) for x in seen]
+    assert [int(code) for _, code, _ in results] == expected, done.stderr
+    assert max(float(seconds) for *_, seconds in results) < 2
+    assert all(line.startswith("error: ") for line in done.stderr.splitlines())
+    assert not (tmp_path / "merged.safetensors").exists()
+
+
+@pytest.mark.long
+def test_claims_are_held_against_the_start_and_the_other_clients(tmp_path):
+    """One client codes a layer of another shape: nothing of anybody is decoded."""
+    paths = save_packed(tmp_path, "fedavg")
+
+    def reshape(about, arrays):
+        leaf = about["values"]["dict"]["update"]["dict"]["params"]["dict"]["scale"]
+        leaf["children"]["value"]["static"]["shape"] = [2, 2]
+
+    rewritten(paths[2], reshape)
+    before = files_in(tmp_path)
+    # The start has the last word, and clients that differ are told apart without one.
+    with pytest.raises(
+        ValueError, match=r"cho.*'scale' .*start has \(4,\)|cho.*start: params/scale"
+    ):
+        files.merge_files(tmp_path / "merged.safetensors", paths, start=START)
+    plain = save_packed(tmp_path, "fedfisher_kfac")
+
+    def widen(about, arrays):
+        leaf = about["values"]["dict"]["update"]["dict"]["params"]["dict"]["scale"]
+        leaf["static"]["shape"] = [2, 2]
+
+    rewritten(plain[1], widen)
+    with pytest.raises(ValueError, match=r"bob.*params/scale is float32\[2, 2\], expected"):
+        files.merge_files(tmp_path / "merged.safetensors", plain)
+    assert set(files_in(tmp_path)) == set(before)
+
+
+@pytest.mark.long
+def test_limits_can_be_raised_and_lowered(tmp_path, capsys):
+    paths, out = save_packed(tmp_path, "fisher_merge"), tmp_path / "merged.safetensors"
+    words = ["merge", str(out), *map(str, paths)]
+    start = ["--start", str(tmp_path / "start.safetensors")]
+    files.save_arrays(start[1], START)
+    for limit, said in (
+        ("arrays=3", "number of arrays: .*--limit arrays="),
+        ("nesting=3", "how deep"),
+        ("name=9", "characters of a name"),
+        ("header=99", "bytes of the header"),
+        ("arrays=0", "limit arrays is 0; expected an integer of at least 1"),
+        ("array=3", "limit is 'array'; expected .*Did you mean 'arrays'"),
+    ):
+        assert main([*words, *start, "--limit", limit]) == 1
+        assert re.search(said, capsys.readouterr().err)
+        assert main(["inspect", str(paths[0]), "--limit", limit]) == 1
+        assert re.search(said, capsys.readouterr().err)
+    assert main([*words, *start, "--limit", "arrays=99999", "--limit", "nesting=99"]) == 0
+
+
+def test_codes_that_stand_for_very_much_are_read_by_who_says_so(tmp_path):
+    """A root of rank one of a wide layer's Gram matrix: 36 MB from 24 kB."""
+    values = {"params": {"w": jnp.ones((3000, 1))}, "grams": {"w": jnp.ones((3000, 3000))}}
+    columns = compression.Root(jnp.ones((3000, 1)))
+    sent = Update({"update": values | {"grams": {"w": columns}}}, "params, grams; rank 1")
+    path = tmp_path / "a.safetensors"
+    files.save_update(path, sent, algorithm="regmean", client="a", examples=1)
+    with pytest.raises(ValueError, match=r"grams/w: A Root decodes .*--limit expansion="):
+        files.load_update(path)
+    found, _ = files.load_update(path, limits=files.Limits(expansion=2000))
+    decoded = compression.decode(found.values["update"], {})
+    assert_equal(decoded["grams"]["w"], values["grams"]["w"])
+
+
+def test_what_is_packed_without_a_codecs_name_is_refused(tmp_path):
+    sent = compression.quantized(8).encode({"params": {"w": jnp.ones((3, 3))}}, None)
+    path = tmp_path / "a.safetensors"
+    files.save_update(path, Update(sent, "params"), algorithm="fedavg", client="a", examples=1)
+    with pytest.raises(ValueError, match=r"'a' says that nothing in it is packed, and holds Codes"):
+        files.merge_files(tmp_path / "merged.safetensors", [path])
+
+
+def test_an_unknown_command_is_answered_by_those_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["mrge"])
+    assert re.search("'mrge'.*merge.*inspect.*check", capsys.readouterr().err)
+
+
 COMMAND = """
 import json, resource, sys
 from fisherjax.__main__ import main

@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors
 
 from fisherjax.checks import nearest
 from fisherjax.files.base import CODES, appearing, checked_path
-from fisherjax.tree import as_arrays
+from fisherjax.tree import as_arrays, native
 
 Place = str | tuple[str, tuple[int, ...]]
 """Their name of a leaf; or that and the axes by which ours is transposed to be theirs."""
@@ -91,7 +91,7 @@ def load_arrays(
         {'bias': array([1., 1.], dtype=float16)}
     """
     path = checked_path(path, ".safetensors", ".npz")
-    arrays = _read(path)
+    arrays = _read(path, cast)
     if like is None:
         if cast or mapping is not None:
             raise ValueError("cast and mapping need `like`, which has our types and names: pass it")
@@ -216,19 +216,28 @@ def _places(ranks: dict[str, int], mapping: Places | None) -> dict[str, _Place]:
     return places
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
+def _read(path: Path, cast: bool) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}")
     try:
         if path.suffix == ".npz":
             # A pickle may run anything: a file from a stranger must not.
             with np.load(path, allow_pickle=False) as archive:
-                return dict(archive)
-        return safetensors.load_file(path)
+                found = dict(archive)
+        else:
+            found = safetensors.load_file(path)
     except Exception as error:  # safetensors, zipfile and zlib each have their own
         raise ValueError(
-            f"{str(path)!r} is damaged or not a {path.suffix} file ({error}): write it again"
+            f"{str(path)!r} is damaged or not a {path.suffix} file ({error}): write it again, of "
+            "arrays of numbers, which Python's objects are not"
         ) from error
+    # Floats of more bits than JAX has are cast to those of `like`.
+    is_cast = {name for name, x in found.items() if cast and x.dtype.type is np.longdouble}
+    try:
+        # Archives keep the byte order of the machine that they are for.
+        return {n: x if n in is_cast else native(x, n) for n, x in found.items()}
+    except TypeError as error:
+        raise ValueError(f"{str(path)!r} holds what is no array of numbers. {error}") from error
 
 
 def _check_same(
@@ -263,7 +272,8 @@ def _cast(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     if array.dtype.name == dtype.name:
         return array
     with np.errstate(over="ignore"):
-        result = array.astype(dtype)
+        # The byte order of `like` is not to be kept.
+        result = array.astype(dtype.newbyteorder("="))
     if (lost := np.isfinite(array) & ~np.isfinite(result)).any():
         raise ValueError(
             f"{name} holds {float(array[lost][0]):.3g}, which is too large for {result.dtype}: "

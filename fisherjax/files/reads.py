@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import jax
+
 from fisherjax import algorithms, checks, likelihoods
 from fisherjax.algorithms.base import Algorithm
+from fisherjax.compression import Encoded, Slot
 from fisherjax.files.uploads import Record
 from fisherjax.files.values import decode
 from fisherjax.fisher import Dense, Diagonal, Kronecker
@@ -71,6 +74,7 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
     for record, spec in zip(records, specs, strict=True):
         where = f"{str(record.path)!r} of client {record.client!r}"
         values = decode(record.path, spec, lambda name: name)
+        _check_not_packed(where, values)
         for key, kind in {"params": dict, **_READS[name]}.items():
             if not isinstance(values.get(key), kind):
                 raise ValueError(
@@ -96,6 +100,15 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
             raise ValueError(f"{where} describes its layers otherwise than {str(first.path)!r}.")
     values = decode(first.path, specs[0], lambda name: name)
     return {key: values[key] for key in needed}
+
+
+def _check_not_packed(where: str, values: dict[str, Any]) -> None:
+    leaves = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, Encoded | Slot))
+    if found := sorted({type(x).__name__ for x in leaves if isinstance(x, Encoded | Slot)}):
+        raise ValueError(
+            f"{where} says that nothing in it is packed, and holds {', '.join(found)}; expected "
+            "what compression.encode or compression.compressed makes, with its codec's name."
+        )
 
 
 def _called(kind: type) -> str:
