@@ -150,8 +150,8 @@ def _warn_where_needed() -> None:
 
 @functools.cache
 def _warn_once() -> None:
-    # The line that is named is the first outside this package, where the user called it. What `exec`
-    # runs may be in no module.
+    # The line that is named is the first outside this package, where the user called it; what
+    # `exec` runs may be in no module.
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("fisherjax."):
         frame, level = frame.f_back, level + 1
