@@ -150,9 +150,10 @@ def _warn_where_needed() -> None:
 
 @functools.cache
 def _warn_once() -> None:
-    # The line that is named is the first outside this package, where the user called it.
+    # The line that is named is the first outside this package, where the user called it; what
+    # `exec` runs may be in no module.
     frame, level = sys._getframe(), 1
-    while frame.f_back and frame.f_globals["__name__"].startswith("fisherjax."):
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("fisherjax."):
         frame, level = frame.f_back, level + 1
     warnings.warn(
         "A function of fisherjax is called inside your own jit, vmap, grad or loop, and jaxlib "

@@ -29,6 +29,8 @@ _INSIDE = {"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custo
 # How many values a factor may lie behind the one that is normalised.
 _LONGEST = 16
 _NONE: frozenset[int] = frozenset()
+# In place of the leaves of a mean that the network holds as a constant.
+_CONSTANT = frozenset({-1})
 
 
 class _Root(NamedTuple):
@@ -171,14 +173,22 @@ def _by_rule(walk: _Walk, name: str, equation: Any, operands: list[_Value]) -> _
         return _rooted(equation.invars[0], operands[0], power)
     if name == "integer_pow" and equation.params["y"] == -1:
         return _inverse(operands[0])
-    if name == "mul":
+    if name == "mul" or (name == "dot_general" and _is_elementwise(equation)):
         return _product(walk, operands, result)
     if name == "div":
-        below = _inverse(operands[1])
+        below = _divisor(equation, *operands)
         return None if below is None else _product(walk, [operands[0], below], result)
     if name in ("add", "add_any", "sub", "max"):
-        return _sum(walk, name, operands, result)
+        is_array = any(getattr(equation.invars[1].aval, "shape", ()))
+        return _sum(walk, name, operands, result, is_array)
     return None
+
+
+def _is_elementwise(equation: Any) -> bool:
+    """Whether a product sums nothing and has no entry of one side with several of the other."""
+    (contracted, _), (left, right) = equation.params["dimension_numbers"]
+    ranks = [len(v.aval.shape) for v in equation.invars]
+    return not contracted and (len(left) == ranks[0] or len(right) == ranks[1])
 
 
 def _plain(equation: Any, operands: list[_Value], result: Any) -> _Value:
@@ -188,7 +198,7 @@ def _plain(equation: Any, operands: list[_Value], result: Any) -> _Value:
     # One that makes entries of several others, such as a sum over a kernel, has another shape.
     shape = getattr(result.aval, "shape", ())
     sizes = [getattr(v.aval, "shape", ()) for v in equation.invars]
-    is_apart = equation.primitive.name not in _REDUCTIONS and shape in sizes
+    is_apart = equation.primitive.name not in _REDUCTIONS and (shape in sizes or not sizes)
     apart = is_apart and all(x.apart for x in operands)
     return _Value(leaves=_union(x.leaves for x in operands), apart=apart)
 
@@ -204,6 +214,15 @@ def _rooted(under: Any, value: _Value, power: int) -> _Value | None:
         return _Value(data=True, root=_Root(under, power))
     shape = getattr(under.aval, "shape", ())
     return _Value(leaves=value.leaves, root=_Root(under, power)) if value.apart and shape else None
+
+
+def _divisor(equation: Any, value: _Value, below: _Value) -> _Value | None:
+    is_kept = not below.data and below.leaves and below.apart and below.root is None
+    if is_kept and any(base.centers for base in value.bases):
+        # After a kept mean, a leaf that divides is a kept deviation.
+        root = _Root(equation.invars[1], -1)
+        return below._replace(root=root, scales=_NONE, view=None)
+    return _inverse(below)
 
 
 def _inverse(value: _Value) -> _Value | None:
@@ -253,12 +272,16 @@ def _normalized(walk: _Walk, left: _Value, right: _Value, result: Any) -> _Value
     # By a kept variance: the newest value that all of a kept mean was subtracted from.
     most = max((len(b.centers) for b in left.bases), default=0)
     first = next((b for b in left.bases if most and len(b.centers) == most), _Base(None))
-    scales, kept = first.scales | right.scales, under.leaves | first.centers
+    if not under.leaves and not most:
+        return None  # a number for each channel that is none of its statistics
+    scales, kept = first.scales | right.scales, under.leaves | (first.centers - _CONSTANT)
     walk.found.update(scales | kept)
     return _Value(True, kept, bases=(_Base(result),), scales=scales, normal=True)
 
 
-def _sum(walk: _Walk, name: str, operands: list[_Value], result: Any) -> _Value | None:
+def _sum(
+    walk: _Walk, name: str, operands: list[_Value], result: Any, is_array: bool
+) -> _Value | None:
     left, right = operands
     if name != "sub" and not left.data and (right.data or right.leaves):
         left, right = right, left
@@ -280,7 +303,8 @@ def _sum(walk: _Walk, name: str, operands: list[_Value], result: Any) -> _Value 
         return _Value(data=True, bases=(_Base(result), *older)[:_LONGEST])
     if name != "sub":
         return None
-    own = tuple(b._replace(centers=b.centers | right.leaves) for b in left.bases)
+    center = right.leaves or (_CONSTANT if is_array else _NONE)
+    own = tuple(b._replace(centers=b.centers | center) for b in left.bases)
     return _Value(data=True, bases=(_Base(result), *own)[:_LONGEST])
 
 

@@ -111,6 +111,22 @@ WRITTEN = {
         {"b"},
         lambda p, x: jnp.where(x > 0, x, p["a"] * x) + 0 * layer(x) * p["b"],
     ),
+    "by an einsum": ({"a"}, lambda p, x: jnp.einsum("bi,i->bi", layer(x), p["a"]) @ p["w"]),
+    "an outer product": (set(), lambda p, x: jnp.einsum("bi,j->bij", layer(x), p["a"]).sum(1)),
+    "a kept deviation": (
+        {"a", "mean", "raw"},
+        lambda p, x: (x @ p["w"] - p["mean"]) / p["raw"] * p["a"],
+    ),
+    "a number for each channel": (
+        set(),
+        lambda p, x: (x @ p["w"]) / jnp.sqrt(jnp.arange(6.0) + 1) * p["a"] + p["b"],
+    ),
+    "statistics that are constants": (
+        {"a", "b"},
+        lambda p, x: (
+            (x @ p["w"] - np.arange(6.0)) / jnp.sqrt(jnp.arange(6.0) + 1) * p["a"] + p["b"]
+        ),
+    ),
     "a residual": ({"a", "b"}, lambda p, x: x + (layer(x @ p["w"]) * p["a"] + p["b"])),
     "a shift after a residual": ({"a"}, lambda p, x: x + layer(x @ p["w"]) * p["a"] + p["b"]),
 }
