@@ -152,7 +152,7 @@ def _warn_where_needed() -> None:
 def _warn_once() -> None:
     # The line that is named is the first outside this package, where the user called it.
     frame, level = sys._getframe(), 1
-    while frame.f_back and frame.f_globals["__name__"].startswith("fisherjax."):
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("fisherjax."):
         frame, level = frame.f_back, level + 1
     warnings.warn(
         "A function of fisherjax is called inside your own jit, vmap, grad or loop, and jaxlib "
