@@ -61,6 +61,26 @@ def test_nnx_trains_what_it_changes_when_it_is_called(page):
     np.testing.assert_allclose(statistics["var"], 0.99 + 0.01 * hidden.var(0), rtol=1e-5)
 
 
+def test_a_dense_layer_after_pytorchs_flatten_gives_what_pytorch_gives(page):
+    """Channels first throughout, in NumPy's float64: nothing of the page's way."""
+    images = np.asarray(page.images[:7], np.float64).transpose(0, 3, 1, 2)
+    params = {name: np.asarray(leaf, np.float64) for name, leaf in page.torch_params.items()}
+    # Bias and kernel of zeros would hide an order of the channels.
+    params["conv.bias"] = np.array([0.3, -0.2, 0.1])
+    params["fc.bias"] = np.arange(10.0)
+    windows = np.lib.stride_tricks.sliding_window_view(images, (3, 3), (2, 3))
+    maps = np.einsum("bchwij,ocij->bohw", windows, params["conv.weight"])
+    maps = np.maximum(maps + params["conv.bias"][:, None, None], 0)
+    expected = maps.reshape(7, -1) @ params["fc.weight"].T + params["fc.bias"]
+    found = page.torch_apply({k: np.float32(v) for k, v in params.items()}, page.images[:7])
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    layers = {(layer.leaf, layer.bias) for layer in page.torch_kfac.layers}
+    assert layers == {("conv.weight", "conv.bias"), ("fc.weight", "fc.bias")}
+    assert page.torch_kfac.coverage == 1
+    said = re.search(r"It prints `(Kronecker\(.*?\))`", PAGE.read_text()).group(1)
+    assert repr(page.kfac) == said
+
+
 def test_the_merges_are_as_good_as_the_page_says(page):
     said = re.search(r"It prints (0\.\d+), (0\.\d+) and (0\.\d+)", PAGE.read_text()).groups()
     fj, model = page.fj, page.linen_model

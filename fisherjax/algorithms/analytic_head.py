@@ -67,8 +67,9 @@ def analytic_head(
         `Ridge`.
 
     Raises:
-        ValueError: If ridge is negative; on summarize, if the network does not end in a dense layer
-            of its own, or its likelihood is another than those.
+        ValueError: If ridge is negative; on summarize, if the outputs are not those of a dense
+            layer as they are (a link, a skip or a de-normalisation follows, or its kernel is used
+            elsewhere too), or the likelihood is another than those.
 
     Example:
         >>> import fisherjax as fj

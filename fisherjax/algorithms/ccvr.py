@@ -73,7 +73,8 @@ def ccvr(
 
     Raises:
         ValueError: If a number is out of range or the likelihood is another; on summarize, if the
-            network does not end in a dense layer of its own.
+            outputs are not those of a dense layer as they are (a softmax or a temperature follows,
+            or its kernel is used elsewhere too).
 
     Example:
         >>> import fisherjax as fj

@@ -101,7 +101,9 @@ def natural_gradient(
     of others; the losses, one number for each s. See `merging.exchange`.
 
     Chosen on the examples that g is of, the step would be that of the least damping, which fits
-    those and no others.
+    those and no others. Both least squares have a ridge of 1e-2: U_k that of the mean eigenvalue of
+    E[a a^T], and c, d, e that of the mean eigenvalue of their quadratic, where every direction has
+    been scaled to E|J D|^2 = 1 over the examples that g is of. docs/merging.md has a sweep of it.
 
     Args:
         model: The network, whose outputs are those of a dense layer, and what they mean.
@@ -117,8 +119,9 @@ def natural_gradient(
         The algorithm. Updates of each message add up over clients; it reports a `Step`.
 
     Raises:
-        ValueError: If a number is out of range; on summarize, if the network does not end in a
-            dense layer of its own, or its likelihood is another than `analytic_head` takes.
+        ValueError: If a number is out of range; on summarize, if the outputs are not those of a
+            dense layer as they are (a link, a skip or a de-normalisation follows, or its kernel is
+            used elsewhere too), or the likelihood is another than `analytic_head` takes.
 
     Example:
         >>> import fisherjax as fj
