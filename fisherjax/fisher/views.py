@@ -116,7 +116,8 @@ def moved(equation: Any, axes: Axes) -> Axes | None:
     old, new = equation.invars[0].aval.shape, getattr(result, "shape", ())
     if name == "convert_element_type":
         return axes if jnp.issubdtype(result.dtype, jnp.floating) else None
-    if name in _SAME and len(equation.invars) == 1:
+    # A slice of everything is what older versions make of an axis of size one that is indexed.
+    if (name in _SAME or (name == "slice" and old == new)) and len(equation.invars) == 1:
         return axes
     if name == "transpose":
         return tuple(axes[a] for a in how["permutation"])

@@ -162,3 +162,17 @@ def bad(apply=lambda p, x: x @ p, params=None, likelihood=likelihoods.gaussian, 
     method = algorithms.analytic_head(fj.Model(apply, likelihood), **options)
     federation = fj.clients.federation((np.ones((4, 3), np.float32), y), [range(4)])
     return merging.exchange(method, params, federation, key=KEY)
+
+
+def test_what_clients_send_is_printed_in_one_line(world):
+    params, x, labels = world
+    method = algorithms.analytic_head(fj.Model(apply, likelihoods.categorical))
+    federation = fj.clients.federation((x, labels), SPLITS[1])
+    same = fj.training.untrained(params, 3)
+    sent = merging.summarize(method, same, federation, key=KEY)
+    for value in (sent, sent.values["head"], same, jax.eval_shape(lambda x: x, same)):
+        assert "\n" not in repr(value)
+        assert len(repr(value)) < 200
+    assert repr(sent).startswith("Update(head, kind sums of the last layer, 6 leaves, ")
+    assert repr(sent.values["head"]).startswith("HeadSums(of head/kernel, 6 leaves, ")
+    assert repr(same).startswith("Trained(params, 3 leaves, ")
