@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, likelihoods, linalg
+from fisherjax import checks, likelihoods, linalg, optimizers
 from fisherjax.algorithms.base import Algorithm, WeightedSum
 from fisherjax.algorithms.heads import HeadSums, head_mean, head_summary
 from fisherjax.compiler import jit
@@ -104,6 +104,7 @@ def ccvr(
         del cohort
         template, layer = Template.of(params), sums.total.layer
         leaves = template.by_name(params)
+        optimizers.check("optimizer", optimizer, matrix(layer, leaves))
         features, labels = _drawn(key, head_mean(sums), draws)
         found, info = _tuned(optimizer, epochs, matrix(layer, leaves), features, labels, key)
         return template.restore(leaves | unpack(layer, found)), state, info
@@ -146,8 +147,10 @@ def _tuned(
 
     def step(carry: tuple, batch: Array) -> tuple[tuple, None]:
         value, state = carry
-        gradient = jax.grad(loss)(value, features[batch], labels[batch])
-        updates, state = optimizer.update(gradient, state, value)
+        of = partial(loss, features=features[batch], labels=labels[batch])
+        told = optimizers.loss_arguments(of, *jax.value_and_grad(of)(value))
+        update = optimizers.supported(optimizer).update
+        updates, state = update(told["grad"], state, value, **told)
         return (optax.apply_updates(value, updates), state), None
 
     length = min(_BATCH, len(labels))
@@ -160,5 +163,6 @@ def _tuned(
         [order[: number * length].reshape(number, length) for order in orders]
     )
     before = loss(value, features, labels)
-    (value, _), _ = jax.lax.scan(step, (value, optimizer.init(value)), batches)
+    (value, state), _ = jax.lax.scan(step, (value, optimizer.init(value)), batches)
+    value = optimizers.answer(value, state)
     return value, Tuned(before, loss(value, features, labels))

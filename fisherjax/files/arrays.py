@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors
 
 from fisherjax.checks import nearest
 from fisherjax.files.base import CODES, appearing, checked_path
-from fisherjax.tree import as_arrays, native
+from fisherjax.tree import native
 
 Place = str | tuple[str, tuple[int, ...]]
 """Their name of a leaf; or that and the axes by which ours is transposed to be theirs."""
@@ -98,6 +98,11 @@ def load_arrays(
         return arrays
     leaves = _named(like)
     places = _places({name: len(leaf.shape) for name, leaf in leaves.items()}, mapping)
+    # Python's floats, which have no dtype of their own, are of whatever precision the file has.
+    for name, is_python in _named(jax.tree.map(lambda x: np.array(type(x) is float), like)).items():
+        found = arrays.get(places[name].name)
+        if is_python and found is not None and not found.shape and _is_float(found):
+            leaves[name] = found
     expected = {
         place.name: jax.ShapeDtypeStruct(
             [leaves[name].shape[i] for i in place.axes], leaves[name].dtype
@@ -295,7 +300,7 @@ def _some(words: Iterable[str], between: str = ", ") -> str:
 def _named(tree: Any) -> dict[str, Any]:
     """Return the leaves by name, in the order of flattening; a bare array is called "array"."""
     named = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(as_arrays(tree)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
         if name in named:
             raise ValueError(f"two leaves are called {name!r}: rename a key that holds a '/'")
