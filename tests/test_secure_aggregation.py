@@ -425,7 +425,15 @@ def set_bit(public):
     return public[:-1] + bytes([public[-1] | 128])
 
 
-ORDERS = [0, 1, keys._FIELD - 1, *keys._EIGHT]
+# Of orders 4, 1 and 2, and both of order 8 (Langley, Hamburg and Turner, RFC 7748, section 6.1, ask
+# to refuse what they lead to); `test_what_the_roster_refuses_is_dangerous` sees that they do.
+ORDERS = [
+    0,
+    1,
+    2**255 - 20,
+    325606250916557431795983626356110631294008115727848805560023387167927233504,
+    39382357235489614581723060781553021112529911719440698176882885853963445705823,
+]
 STRANGE_ROSTERS = {
     "place -1, whose share is the secret": (strange(lambda p: {-1: drawn(-1)}), "client -1"),
     "place 3 of three": (strange(lambda p: {3: drawn(3)}), "client 3; expected an integer"),

@@ -830,7 +830,7 @@ BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyt
     "a root": (gram(150_000), r"grams/w: A Root decodes to .*150000, 150000.* bytes"),
     "a matrix larger than its params": (
         gram(50),
-        r"grams/w is float32\[50, 50\], expected at most 9",
+        r"grams/w is float32\[50, 50\], expected \[2, 2\]",
     ),
     "a triangle that is none": (
         gram(0, node("Triangle", "entries"), entries=FLOAT((7, 3), "float32")),
@@ -967,6 +967,26 @@ def test_claims_are_held_against_the_start_and_the_other_clients(tmp_path):
     with pytest.raises(ValueError, match=r"bob.*params/scale is float32\[2, 2\], expected"):
         files.merge_files(tmp_path / "merged.safetensors", plain)
     assert set(files_in(tmp_path)) == set(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("fisher_merge", "fisher/entries/layers/2/bias"),
+        ("fedfisher_kfac", "fisher/factors/layers/10/kernel/output"),
+        ("fedfisher_kfac", "fisher/entries/scale"),
+        ("fedfisher_full", "fisher/matrix"),
+        ("regmean", "grams/layers/2/kernel"),
+    ],
+)
+def test_curvature_of_other_shapes_than_its_params_is_refused(tmp_path, name, array):
+    """One number would be broadcast to all of a leaf."""
+    [path, *_] = save(tmp_path, name)
+    if array not in files.load_update(path)[1].arrays:
+        pytest.skip("this network has no such block")
+    rewritten(path, lambda about, arrays: arrays.update({array: np.ones((), "float32")}))
+    with pytest.raises(ValueError, match=r"ann.* cannot be decoded \(.*float32\[\], expected \["):
+        files.merge_files(tmp_path / "merged.safetensors", [path])
 
 
 @pytest.mark.long

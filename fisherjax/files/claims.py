@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from fisherjax import checks, compression, tree
 from fisherjax.files.base import Kind, Limits, Sealed
 from fisherjax.files.values import KNOWN, decode, joined
-from fisherjax.fisher import Dense, Diagonal, Kronecker
+from fisherjax.fisher import Dense, Diagonal, Kronecker, Operator
 from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.wiring import Wiring
 
@@ -76,9 +76,10 @@ def check_sizes(
         found = compression.declared(values.get("update", values), limits.expansion * nbytes)
         if not isinstance(found, Mapping):
             raise ValueError(f"an update is a {type(found).__name__}; expected a dict of values")
-        for name, kind, most in _bounds(found):
-            if math.prod(kind.shape) > most:
-                raise ValueError(f"{name} is {Kind.of(kind)}, expected at most {most} entries")
+        for name, kind, *expected in _expected(found):
+            if tuple(kind.shape) not in expected:
+                words = " or ".join(str(list(shape)) for shape in expected)
+                raise ValueError(f"{name} is {Kind.of(kind)}, expected {words} beside its params")
         if isinstance(found.get("wiring"), Wiring):
             _check_wiring(found["wiring"], found["params"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -174,12 +175,12 @@ def _is_shape(value: Any) -> bool:
     return is_list and all(type(x) is int and 0 <= x < 2**60 for x in value)
 
 
-def _bounds(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:
-    """Yield what belongs to params, by name, and how many entries it may have beside them."""
+def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield what belongs to params, by name, and the shapes that it may have beside them."""
     params, fisher = values.get("params"), values.get("fisher")
     if not isinstance(params, Mapping):
         return
-    shapes = {name: x.shape for name, x in params.items() if hasattr(x, "shape")}
+    shapes = {name: tuple(x.shape) for name, x in params.items() if hasattr(x, "shape")}
     if isinstance(fisher, Dense | Kronecker):
         own = dict(zip(fisher.template.names(), fisher.template.shapes, strict=True))
         for name in own.keys() & shapes.keys():
@@ -187,24 +188,26 @@ def _bounds(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:
                 kind = Kind.of(params[name])
                 expected = kind._replace(shape=own[name])
                 raise ValueError(f"params/{name} is {kind}, expected {expected} as in its Fisher")
-        shapes = own | shapes
-    total = sum(map(math.prod, shapes.values()))
+        known, shapes = own, own | shapes
     if isinstance(fisher, Dense):
-        yield "fisher/matrix", fisher.matrix, total**2
-    if isinstance(fisher, Diagonal):
-        yield from ((f"fisher/{n}", x, total) for n, x in tree.by_name(fisher.entries).items())
+        total = sum(map(math.prod, own.values()))
+        yield "fisher/matrix", fisher.matrix, (total, total)
     if isinstance(fisher, Kronecker):
-        yield from _factors(fisher, shapes, total)
+        yield from _factors(fisher, shapes)
+    if isinstance(fisher, Diagonal):
+        known = tree.by_name(fisher.entries)
+        yield from ((f"fisher/{n}", x, shapes[n]) for n, x in known.items() if n in shapes)
+    if isinstance(fisher, Operator) and (missing := sorted(params.keys() - known.keys())):
+        raise ValueError(f"its Fisher has nothing of {reprlib.repr(missing)}")
     grams = values.get("grams")
     if isinstance(grams, Mapping):
         for name, gram in grams.items():
             leaf = shapes[name.removesuffix("^T")]
-            yield f"grams/{name}", gram, (math.prod(leaf) // max(min(leaf, default=1), 1) + 1) ** 2
+            sizes = {math.prod(leaf[:-1]), math.prod(leaf[1:])}
+            yield (f"grams/{name}", gram, *((n, n) for n in sizes))
 
 
-def _factors(
-    fisher: Kronecker, shapes: dict[str, tuple[int, ...]], total: int
-) -> Iterator[tuple[str, Any, int]]:
+def _factors(fisher: Kronecker, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[Any, ...]]:
     layers = {layer.kernel: layer for layer in fisher.layers}
     leaves = {name for layer in fisher.layers for name in (layer.leaf, layer.bias)}
     expected = {name for name, layer in layers.items() if layer.form != "scale"}
@@ -215,16 +218,19 @@ def _factors(
             f"{reprlib.repr(sorted(fisher.entries))}; expected {reprlib.repr(sorted(expected))} "
             f"and {reprlib.repr(sorted(alone))}"
         )
-    for name, factor in fisher.factors.items():
-        layer = layers[name]
+    for name, layer in layers.items():
         if math.prod(layer.shape) > math.prod(shapes[layer.leaf]):
             raise ValueError(
                 f"layer '{name}' has shape {layer.shape}, but its leaf {shapes[layer.leaf]}"
             )
-        yield f"fisher/{name}/input", factor["input"], (layer.rows + 1) ** 2
-        yield f"fisher/{name}/output", factor["output"], layer.columns**2
-    # Of a scale and a shift 2 x 2 blocks.
-    yield from ((f"fisher/{name}", x, 4 * total) for name, x in fisher.entries.items())
+        rows, columns = layer.rows + (layer.bias is not None), layer.columns
+        if layer.form == "scale":
+            yield f"fisher/{name}", fisher.entries[name], (rows, rows, columns)
+            continue
+        for side, size in (("input", rows), ("output", columns)):
+            yield f"fisher/{name}/{side}", fisher.factors[name][side], (size,), (size, size)
+    for name in alone - fisher.scales:
+        yield f"fisher/{name}", fisher.entries[name], shapes[name]
 
 
 def _check_wiring(wiring: Wiring, params: Mapping[str, Any]) -> None:
