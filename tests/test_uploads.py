@@ -822,6 +822,7 @@ BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyt
         r"params/w: An array \(10+,\) .* as 0 bytes",
     ),
     "as much as no machine counts": (coded(shape=[10**30]), "params/w: An array of shape"),
+    "nothing at all": (({"update": {"dict": {}}}, {"x": ONE}), "an update has no arrays"),
     "a number of 400 digits": (coded(shape=[10**400]), "params/w: An array of shape"),
     "a negative axis": (coded(shape=[-1, -4]), "params/w: An array of shape"),
     "axes that are none": (coded(shape=[2.5]), "params/w: An array of shape"),
