@@ -899,7 +899,8 @@ def bombs(tmp_path_factory):
     folder, paths = tmp_path_factory.mktemp("bombs"), {}
     for number, (case, ((values, arrays), _)) in enumerate(BOMBS.items()):
         paths[case] = folder / f"{number}.safetensors"
-        said = dict(zip(files.claims.SAYS, ("fedavg", "params", "eve", 5, "a code"), strict=True))
+        said = {"algorithm": "fedavg", "kind": "params", "client": "eve", "examples": 5}
+        said["codec"] = "a code"
         about = {"what": "upload", "values": {"dict": values}} | said
         kinds = {name: files.base.Kind.of(x) for name, x in arrays.items()}
         with files.base.sealing(paths[case], kinds, about) as put:
