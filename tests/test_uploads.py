@@ -822,6 +822,7 @@ BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyt
         r"params/w: An array \(10+,\) .* as 0 bytes",
     ),
     "as much as no machine counts": (coded(shape=[10**30]), "params/w: An array of shape"),
+    "nothing at all": (({"update": {"dict": {}}}, {"x": ONE}), "an update has no arrays"),
     "a number of 400 digits": (coded(shape=[10**400]), "params/w: An array of shape"),
     "a negative axis": (coded(shape=[-1, -4]), "params/w: An array of shape"),
     "axes that are none": (coded(shape=[2.5]), "params/w: An array of shape"),
@@ -898,7 +899,8 @@ def bombs(tmp_path_factory):
     folder, paths = tmp_path_factory.mktemp("bombs"), {}
     for number, (case, ((values, arrays), _)) in enumerate(BOMBS.items()):
         paths[case] = folder / f"{number}.safetensors"
-        said = dict(zip(files.claims.SAYS, ("fedavg", "params", "eve", 5, "a code"), strict=True))
+        said = {"algorithm": "fedavg", "kind": "params", "client": "eve", "examples": 5}
+        said["codec"] = "a code"
         about = {"what": "upload", "values": {"dict": values}} | said
         kinds = {name: files.base.Kind.of(x) for name, x in arrays.items()}
         with files.base.sealing(paths[case], kinds, about) as put:

@@ -76,6 +76,8 @@ def check_sizes(
         found = compression.declared(values.get("update", values), limits.expansion * nbytes)
         if not isinstance(found, Mapping):
             raise ValueError(f"an update is a {type(found).__name__}; expected a dict of values")
+        if "update" in values and not jax.tree.leaves(found):
+            raise ValueError("an update has no arrays")
         for name, kind, *expected in _expected(found):
             if tuple(kind.shape) not in expected:
                 words = " or ".join(str(list(shape)) for shape in expected)
