@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import fisherjax as fj
-from fisherjax import algorithms, optimizers
+from fisherjax import algorithms, checks, optimizers
 
 SIZES, EPOCHS = (9, 6), 5
 SOURCE = np.random.default_rng(0)
@@ -204,7 +204,10 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_train_is_refused_before_anything_is_compiled(world, name, compilations):
     optimizer, words = REFUSED[name]
-    jax.random.key(0)  # keys and the like are made by small programs
+    # Small programs make keys, and find the range of the labels.
+    federation, start = world
+    jax.random.key(0)
+    checks.outputs(MODEL, start, federation.inputs, federation.targets)
     for method in (algorithms.fedavg(), algorithms.fedprox()):
         with compilations() as count, pytest.raises(ValueError, match=words):
             train(world, method.optimizer(optimizer))

@@ -142,8 +142,8 @@ def of_client(updates: Update, client: int) -> Update:
 
     Example:
         >>> import numpy as np
-        >>> of_client(Update({"params": np.array([[1.0], [2.0]])}, "params"), 1)
-        Update(values={'params': array([2.])}, kind='params')
+        >>> of_client(Update({"params": np.array([[1.0], [2.0]])}, "params"), 1).values
+        {'params': array([2.])}
     """
     return jax.tree.map(lambda x: x[client], updates)
 
