@@ -409,6 +409,28 @@ def test_statistics_of_the_last_edition_go_on_as_they_were(x64, key):
     np.testing.assert_allclose(model.apply(old, inputs), model.apply(start, inputs), rtol=1e-9)
 
 
+class Counting(flax.linen.Module):
+    """A BatchNorm, and a statistic that is none of a normalisation."""
+
+    @flax.linen.compact
+    def __call__(self, inputs, train=False):
+        count = self.variable("batch_stats", "count", jnp.zeros, ())
+        if train:
+            count.value += 1
+        hidden = WIDE(not train, momentum=0.8)(inputs)
+        return flax.linen.Dense(3, param_dtype=float)(hidden)
+
+
+def test_other_statistics_are_what_the_network_makes_of_them(x64, key):
+    inputs = np.random.default_rng(0).normal(size=(8, 5))
+    params = networks.init(Counting(), key, inputs)
+    model = _model(params, Counting())
+    for step in (1, 2):
+        _, params = model.apply_train(params, inputs, key, jnp.ones(8))
+        assert params["moments"]["count"] == step
+    assert networks.to_flax(params)["batch_stats"]["count"] == 2
+
+
 class Deep(flax.linen.Module):
     """Layers in a scan, each with a BatchNorm of its own."""
 

@@ -56,7 +56,6 @@ class _Value(NamedTuple):
         leaves: Of what does not: all that it is made of. Of what is normalised: its statistics.
         apart: Of what does not: whether its entries are those of leaves or of constants, changed
             each by itself.
-        view: The one leaf whose entries it has, perhaps with a constant added.
         bases: Of what depends on the inputs: newest first.
         scales: Leaves among its factors, where it has no bases or is normalised.
         root: The root among its factors.
@@ -66,7 +65,6 @@ class _Value(NamedTuple):
     data: bool = False
     leaves: frozenset[int] = _NONE
     apart: bool = True
-    view: int | None = None
     bases: tuple[_Base, ...] = ()
     scales: frozenset[int] = _NONE
     root: _Root | None = None
@@ -117,7 +115,7 @@ def normalizations(model: Model, params: Params, inputs: Array) -> frozenset[str
     checks.outputs(model, params, inputs)
     network, names = _flat(model, params, inputs), tree.names(params)
     *leaves, data = network.arguments
-    values = {v: _Value(leaves=frozenset({i}), view=i) for i, v in enumerate(leaves)}
+    values = {v: _Value(leaves=frozenset({i})) for i, v in enumerate(leaves)}
     values[data] = _data(data)
     # What has the axis of the examples is theirs, such as a recurrent network's first state.
     values |= {v: _data(v) if _has_examples(v) else _Value() for v, _ in network.constants}
@@ -221,7 +219,7 @@ def _divisor(equation: Any, value: _Value, below: _Value) -> _Value | None:
     if is_kept and any(base.centers for base in value.bases):
         # After a kept mean, a leaf that divides is a kept deviation.
         root = _Root(equation.invars[1], -1)
-        return below._replace(root=root, scales=_NONE, view=None)
+        return below._replace(root=root, scales=_NONE)
     return _inverse(below)
 
 
@@ -243,9 +241,8 @@ def _product(walk: _Walk, operands: list[_Value], result: Any) -> _Value | None:
         data, leaves = _is_data(operands), left.leaves | right.leaves
         both = _factors(left) | scales
         root = left.root or right.root
-        view = left.view if not right.leaves else right.view if not left.leaves else None
         apart = left.apart and right.apart
-        return _Value(data, leaves, apart, view if root is None else None, (), both, root)
+        return _Value(data, leaves, apart, (), both, root)
     if left.normal:
         # One scale; what else follows is another layer's.
         if right.root is not None or (scales and left.scales):
@@ -289,9 +286,7 @@ def _sum(
     if left.root is not None and not left.bases:
         # A deviation, and a small number.
         return left if is_number and name != "sub" else None
-    if not left.data:
-        return left if left.view is not None and is_number and name != "max" else None
-    if not left.bases or right.root is not None or name == "max":
+    if not left.data or not left.bases or right.root is not None or name == "max":
         return None
     if left.normal:
         if not right.data:
