@@ -127,6 +127,14 @@ WRITTEN = {
             (x @ p["w"] - np.arange(6.0)) / jnp.sqrt(jnp.arange(6.0) + 1) * p["a"] + p["b"]
         ),
     ),
+    "a concatenation": (
+        set(),
+        lambda p, x: jnp.concatenate([layer(x @ p["w"]), x @ p["w"]], -1) * jnp.tile(p["a"], 2),
+    ),
+    "chosen by the data": (
+        set(),
+        lambda p, x: jnp.take_along_axis(layer(x), jnp.argsort(x), axis=-1) * p["a"] + p["b"],
+    ),
     "a residual": ({"a", "b"}, lambda p, x: x + (layer(x @ p["w"]) * p["a"] + p["b"])),
     "a shift after a residual": ({"a"}, lambda p, x: x + layer(x @ p["w"]) * p["a"] + p["b"]),
 }
