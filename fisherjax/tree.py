@@ -92,7 +92,7 @@ def count(number: int, one: str, many: str | None = None) -> str:
 
 def dtypes(leaves: Sequence[Any]) -> list[str]:
     """List the dtypes of leaves, of what is no array its type, at most three of them."""
-    found = sorted({str(getattr(x, "dtype", type(x).__name__))[:20] for x in leaves})
+    found = sorted({str(getattr(x, "dtype", type(x).__name__)) for x in leaves})
     return found if len(found) <= 3 else [*found[:2], f"{len(found) - 2} more dtypes"]
 
 
