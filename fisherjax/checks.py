@@ -231,7 +231,7 @@ def examples(value: Examples) -> None:
 def outputs(model: Model, params: Params, inputs: Array, targets: Array | None = None) -> Any:
     """Give the outputs' shape and dtype; refuse a network that fails or targets that do not fit."""
     # Shapes only: nothing is computed, however large the data set.
-    z = _traced("apply", model.apply, params, jax.ShapeDtypeStruct(inputs.shape, inputs.dtype))
+    z = _traced("apply", model.apply, params, tree.shape_of(inputs))
     if getattr(z, "ndim", 0) < 1:
         raise ValueError(f"apply returned {z}; expected outputs [B, C], an array.")
     if targets is not None:
@@ -244,7 +244,7 @@ def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) 
     if model.apply_train is None:
         return
     # A minibatch, because `apply_train` never sees the whole data set.
-    batch = jax.ShapeDtypeStruct((batch_size, *inputs.shape[1:]), inputs.dtype)
+    batch = tree.shape_of(inputs, batch_size)
     z = _traced("apply", model.apply, params, batch)
     # The shapes of a key and of weights: nothing is drawn, and nothing runs.
     key = jax.eval_shape(jax.random.key, 0)

@@ -140,12 +140,8 @@ def check(
         Traceback (most recent call last):
         fisherjax.optimizers.Refused: optimizer cannot take a step (TypeError: ...
     """
-    leaves, structure = jax.tree.flatten(jax.tree.map(_shape, (params, extras)))
+    leaves, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, extras)))
     _checked(name, optimizer, structure, tuple(leaves), without)
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
 
 # Equal optimisers and shapes are traced once.

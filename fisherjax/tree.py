@@ -55,6 +55,19 @@ def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return dict(zip(names(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
 
 
+def shape_of(x: Any, size: int | None = None) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype that JAX gives a number or an array; of `size` rows, if given.
+
+    Example:
+        >>> import numpy as np
+        >>> found = shape_of(np.ones((3, 2)), 5)
+        >>> found.shape, found.dtype
+        ((5, 2), dtype('float32'))
+    """
+    shape = jnp.shape(x) if size is None else (size, *jnp.shape(x)[1:])
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+
 def as_arrays(tree: Any) -> Any:
     """Give arrays of shape () for Python's floats; other leaves stay as they are.
 

@@ -119,7 +119,7 @@ def fedlpa(
 
 
 def _authors_split(fisher: Kronecker, apply: Apply, params: Params, inputs: Array) -> Kronecker:
-    one = jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype)
+    one = tree.shape_of(inputs, 1)
 
     def activations(params: Params, inputs: Array) -> dict[str, Array]:
         seen = trace(apply, params, inputs)

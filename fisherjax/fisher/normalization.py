@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend.core import Literal
 
 from fisherjax import checks, tree
@@ -135,7 +134,7 @@ def normalizations(model: Model, params: Params, inputs: Array) -> frozenset[str
 
 
 def _flat(model: Model, params: Params, inputs: Array) -> inline.Flat:
-    many = jax.ShapeDtypeStruct((MANY, *inputs.shape[1:]), inputs.dtype)
+    many = tree.shape_of(inputs, MANY)
     try:
         return inline.flat(model.apply, params, many)
     except Exception as error:

@@ -176,18 +176,14 @@ def check(
     # Without how it trains: networks that differ in that only share a program. By value: an inline
     # `partial(fisher.sampled, ...)` must not compile again.
     plan = Plan(model._replace(apply_train=None, mask=None), by_value(kind), int(batch_size))
-    leaves, structure = jax.tree.flatten(jax.tree.map(_shape, (params, examples.inputs)))
+    leaves, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, examples.inputs)))
     z = _outputs(plan.model, structure, tuple(leaves))
     # These kinds read no targets, whatever they are.
     if examples.targets is not None and kind not in (automatic, true):
         model.likelihood.check((examples.targets.shape[0], *z.shape[1:]), examples.targets)
-    y = None if examples.targets is None else _shape(examples.targets[:1])
+    y = None if examples.targets is None else tree.shape_of(examples.targets[:1])
     _columns(model.likelihood, plan.kind, z, y, key is None)
     return plan._replace(max_examples=max_examples)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 # Tracing a network takes longer than many a product: equal shapes are checked once.
@@ -195,8 +191,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 def _outputs(model: Model, structure: Any, leaves: tuple) -> Any:
     """Give the shape of one example's outputs; refuse a network that does not fit."""
     params, inputs = jax.tree.unflatten(structure, leaves)
-    one = jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype)
-    z = checks.outputs(model, params, one)
+    z = checks.outputs(model, params, tree.shape_of(inputs, 1))
     if z.ndim < 2:
         raise ValueError(
             f"apply returned outputs of shape {z.shape} for one example; expected [1, C]. Keep the "

@@ -117,17 +117,11 @@ def output_layer(seen: Trace) -> int:
 
 def check_output_layer(apply: Apply, params: Params, inputs: Array) -> None:
     """Refuse what `output_layer` refuses, from shapes alone."""
-    params, inputs = jax.tree.map(shape_of, (params, inputs))
-    two = jax.ShapeDtypeStruct((2, *inputs.shape[1:]), inputs.dtype)
-    network, found, uncovered = network_of(apply, params, two)
+    params = jax.tree.map(tree.shape_of, params)
+    network, found, uncovered = network_of(apply, params, tree.shape_of(inputs, 2))
     last = output_part(network, found, uncovered)
     if isinstance(last, str):
         _refuse_output(last, network.output.aval.shape)
-
-
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype that a number or an array has as one of jax."""
-    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
 
 
 def _refuse_output(reason: str, shape: tuple[int, ...]) -> None:
@@ -150,7 +144,7 @@ def check_examples(apply: Apply, params: Params, inputs: Array) -> None:
 def _read(apply: Apply, params: Params, inputs: Array) -> tuple[uses.Reading, list[str]]:
     # Its own failure is none of the network's.
     compat.import_kfac_jax()
-    many = jax.ShapeDtypeStruct((MANY, *inputs.shape[1:]), inputs.dtype)
+    many = tree.shape_of(inputs, MANY)
     try:
         network = inline.flat(apply, params, many)
         reading = uses.read(network)

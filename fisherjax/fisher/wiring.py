@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from fisherjax import compat
+from fisherjax import compat, tree
 from fisherjax.fisher.inline import Flat
 from fisherjax.fisher.layers import Layer, Part
-from fisherjax.fisher.trace import inputs_of_use, network_of, shape_of
+from fisherjax.fisher.trace import inputs_of_use, network_of
 from fisherjax.typing import Apply, Array, Params
 
 
@@ -75,9 +75,8 @@ def wiring(apply: Apply, params: Params, inputs: Array) -> Wiring:
         >>> [layer.kernel for layer in found.layers], found.sources, found.spans
         (['a', 'b'], ((), (0,)), ((0, 0), (1, 1)))
     """
-    params, inputs = jax.tree.map(shape_of, params), shape_of(inputs)
-    two = jax.ShapeDtypeStruct((2, *inputs.shape[1:]), inputs.dtype)
-    network, parts, uncovered = network_of(apply, params, two)
+    params = jax.tree.map(tree.shape_of, params)
+    network, parts, uncovered = network_of(apply, params, tree.shape_of(inputs, 2))
     _check(parts, uncovered)
     # Numbers are known now, even where the params are traced.
     with jax.ensure_compile_time_eval():

@@ -14,6 +14,7 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 
+from fisherjax import tree
 from fisherjax.configuration import cached
 from fisherjax.networks import statistics
 from fisherjax.typing import Apply, ApplyTrain, Array, Key, Likelihood, Model, Params
@@ -49,9 +50,8 @@ def init(
         >>> init(LeNet(), jax.random.key(0), jnp.zeros((1, 28, 28, 1)))["conv2"]["kernel"].shape
         (5, 5, 6, 16)
     """
-    dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
     # Lazily: nothing but the initialisers runs.
-    variables = module.lazy_init(key, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), dtype))
+    variables = module.lazy_init(key, tree.shape_of(inputs, 1))
     statistics.check_collections(module, variables)
     if "batch_stats" not in variables:
         return variables["params"]

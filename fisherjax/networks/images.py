@@ -21,7 +21,7 @@ class MLP(flax.linen.Module):
     Example:
         >>> import jax, fisherjax as fj
         >>> params = fj.networks.init(MLP(), jax.random.key(0), jnp.zeros((1, 64)))
-        >>> {name: layer["kernel"].shape for name, layer in params.items()}
+        >>> {name: params[name]["kernel"].shape for name in sorted(params)}
         {'dense1': (64, 64), 'dense2': (64, 64), 'dense3': (64, 10)}
     """
 
@@ -44,7 +44,7 @@ class ResidualMLP(flax.linen.Module):
         >>> import jax, fisherjax as fj
         >>> network, inputs = ResidualMLP(blocks=1), jnp.zeros((1, 64))
         >>> params = fj.networks.init(network, jax.random.key(0), inputs)
-        >>> {name: layer["kernel"].shape for name, layer in params.items()}
+        >>> {name: params[name]["kernel"].shape for name in sorted(params)}
         {'head': (64, 10), 'in1': (64, 64), 'out1': (64, 64), 'stem': (64, 64)}
 
     Source: He, Zhang, Ren, Sun, Identity mappings in deep residual networks, ECCV 2016: nothing
