@@ -30,7 +30,9 @@ def factors(case: Case) -> Quantities:
 
     every = jax.vmap(derivatives)(x)
     p = softmax(np.asarray(network.apply(network.params, x), np.float64))
-    h = np.eye(p.shape[1]) * p[:, None] - p[:, None] * p[:, :, None]
+    # Not diag(p) - p p^T: 1 - p cancels where an example is sure.
+    same = np.eye(p.shape[1])
+    h = same * (p * (p @ (1 - same)))[:, None] - (1 - same) * p[:, None] * p[:, :, None]
     if programs.is_gaussian(case):
         h = np.eye(p.shape[1])
 
