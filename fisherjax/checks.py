@@ -260,11 +260,17 @@ def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) 
         raise ValueError(
             f"apply_train returned outputs of shape {given}; expected {z.shape}, as apply does."
         )
-    if new is not None and tree.shapes(new) != tree.shapes(params):
+    given, own = ({} if x is None else tree.shapes(x) for x in (new, params))
+    # Leaves that it leaves alone may be missing: None stands there.
+    if not given.items() <= own.items() or (new is not None and not _same_places(new, params)):
         raise ValueError(
-            f"apply_train returned new leaves {tree.shapes(new)}; expected None, or those of "
-            f"params, {tree.shapes(params)}."
+            f"apply_train returned new leaves {given}; expected None, or those of params, {own}."
         )
+
+
+def _same_places(new: Any, params: Params) -> bool:
+    both = (jax.tree.leaves(x, is_leaf=lambda leaf: leaf is None) for x in (new, params))
+    return len(next(both)) == len(next(both))
 
 
 def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: Any) -> Any:

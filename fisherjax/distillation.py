@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, nn, parallel, tree
+from fisherjax import leaves, nn, parallel, tree
 from fisherjax.compiler import jit
 from fisherjax.datasets import crop_and_flip
-from fisherjax.local_update import select_leaves
 from fisherjax.typing import Array, Key, Model, Params
 
 _NOISE = 256
@@ -109,7 +108,7 @@ def begin(fixed: Fixed, key: Key, student: Params, epochs: int) -> Distilling:
         key=key,
         epoch=jnp.zeros((), jnp.int32),
         student=student,
-        optimizer=_optimizer(how).init(student),
+        optimizer=_optimizer(how).init(leaves.trained(fixed.model, student)),
         images=jnp.zeros((number, *fixed.shape), jnp.uint8),
         told=jnp.zeros((number, ways, said.shape[-1]), said.dtype),
         best=student,
@@ -150,10 +149,13 @@ def _epoch(
     stacked = tree.keep(votes > 0, stacked)
 
     # In turn on a CPU, where that takes two thirds of the time.
-    chunk = parallel.chunk_size(None, len(votes))
+    chunk, still = parallel.chunk_size(None, len(votes)), work.student
 
     def teacher(x: Array) -> Array:
-        outputs = jax.lax.map(lambda own: fixed.model.apply(own, x), stacked, batch_size=chunk)
+        # What nobody trains is the student's.
+        outputs = jax.lax.map(
+            lambda own: fixed.model.apply(leaves.join(own, still), x), stacked, batch_size=chunk
+        )
         return jnp.tensordot(votes.astype(outputs.dtype), outputs, 1)
 
     images, kept = _synthesized(fixed, synthesis_key, teacher, work.student)
@@ -217,7 +219,7 @@ def _distilled(
 ) -> tuple[Params, Any, Array]:
     """Teach the student all images; give it, its optimiser and the last pass's mean loss."""
     how, optimizer = fixed.how, _optimizer(fixed.how)
-    mask = checks.mask(fixed.model, work.student)
+    apply, trained = leaves.opened(fixed.model, work.student)
     # Those to come are last in every order, and no step comes to them.
     drawn = jnp.arange(len(work.images)) < work.epoch * how.images
     steps = work.epoch * how.images // how.batch_size
@@ -232,7 +234,7 @@ def _distilled(
         return _shown(fixed, images, mirrored), work.told[rows, mirrored.astype(int)]
 
     def loss(student: Params, x: Array, t: Array) -> Array:
-        s = fixed.model.apply(student, x)
+        s = apply(student, x)
         return _TEMPERATURE**2 * _divergence(t / _TEMPERATURE, s / _TEMPERATURE).mean()
 
     def once(number: Array, carry: tuple) -> tuple:
@@ -244,7 +246,6 @@ def _distilled(
             rows = jax.lax.dynamic_slice_in_dim(order, number * how.batch_size, how.batch_size)
             x, told = lesson(jax.random.fold_in(view_key, number), rows)
             value, gradient = jax.value_and_grad(loss)(student, x, told)
-            gradient = select_leaves(mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
             updates, state = optimizer.update(gradient, state, student)
             return optax.apply_updates(student, updates), state, total + value
 
@@ -252,9 +253,9 @@ def _distilled(
         zero = jnp.zeros((), jnp.result_type(float))
         return jax.lax.fori_loop(0, steps, step, (student, state, zero))
 
-    carry = work.student, work.optimizer, jnp.zeros((), jnp.result_type(float))
+    carry = trained, work.optimizer, jnp.zeros((), jnp.result_type(float))
     student, state, total = jax.lax.fori_loop(0, how.passes, once, carry)
-    return student, state, total / steps
+    return leaves.join(student, work.student), state, total / steps
 
 
 def _pixels(images: Array) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, clients, optimizers
+from fisherjax import clients, leaves, optimizers
 from fisherjax.clients import Federation
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -28,18 +28,35 @@ class Kept(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a step changes."""
+    """What a step changes: trained leaves, the optimiser's state and running statistics."""
 
     params: Params
     optimizer: Any
+    statistics: Params
 
 
-def first_state(local: LocalTraining, params: Params) -> State:
+class Given(NamedTuple):
+    """What a client begins with.
+
+    Attributes:
+        start: Its trained leaves.
+        extras: What its optimiser is given besides.
+        statistics: Its other leaves that training changes.
+        frozen: Those that it does not, the same for all clients.
+    """
+
+    start: Params
+    extras: Any
+    statistics: Params
+    frozen: Params
+
+
+def first_state(local: LocalTraining, params: Params, statistics: Params) -> State:
     """Make the state before the first step."""
     # The conversion makes weakly typed scalars strong, as they are after the first step.
     return jax.tree.map(
         lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)),
-        State(params, local.optimizer.init(params)),
+        State(params, local.optimizer.init(params), statistics),
     )
 
 
@@ -48,11 +65,9 @@ def kept(state: State) -> Any:
     return state.optimizer.own if isinstance(state.optimizer, Kept) else ()
 
 
-def trained(model: Model, state: State) -> Params:
-    """Take the params that training has found, see `optimizers.answer`."""
-    found = optimizers.answer(state.params, state.optimizer)
-    # What is not trained is where it is, whatever an optimiser keeps of it.
-    return select_leaves(checks.mask(model, state.params), found, state.params)
+def trained(state: State) -> Params:
+    """Take the trained leaves that training has found, see `optimizers.answer`."""
+    return optimizers.answer(state.params, state.optimizer)
 
 
 def hides_the_loss(model: Model) -> bool:
@@ -65,26 +80,29 @@ def client_epochs(
     federation: Federation,
     place: Array,
     key: Key,
-    given: tuple[Params, Any],
+    given: Given,
     epochs: Array,
 ) -> Callable[[Array, State], tuple[State, Array]]:
     """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
     examples, size = clients.view(federation, place), federation.sizes[place]
     # By id, not by place: in a cohort a client draws what it would draw among all.
     key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
-    start, extras = given
 
     def epoch(number: Array, state: State) -> tuple[State, Array]:
         # By the epoch's number: training that stops after every epoch draws the same.
         shuffle_key, step_key = jax.random.split(jax.random.fold_in(key, number))
         mixed = clients.shuffled(shuffle_key, examples)
         steps, batch = clients.minibatches(mixed, local.batch_size)
-        extra = {"start": start, "extras": extras, "last_epoch": number == epochs - 1}
+        extra = {
+            "start": given.start,
+            "extras": given.extras,
+            "last_epoch": number == epochs - 1,
+        }
 
         def body(step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
             state, total = carry
             batch_key = jax.random.fold_in(step_key, step)
-            state, loss = _step(local, state, extra, batch(step), batch_key)
+            state, loss = _step(local, state, given.frozen, extra, batch(step), batch_key)
             return state, total + loss.astype(total.dtype)
 
         # At least float32, even where the network computes in bfloat16.
@@ -101,41 +119,37 @@ def client_epochs(
 def _step(
     local: LocalTraining,
     state: State,
+    frozen: Params,
     extra: dict[str, Any],
     batch: tuple[Array, Array, Array],
     key: Key,
 ) -> tuple[State, Array]:
     """Take one step; return the sum of the valid examples' losses too."""
-    model, mask = local.model, checks.mask(local.model, state.params)
-    inputs, targets, weights = batch
+    model, (inputs, targets, weights) = local.model, batch
 
     def measured(params: Params) -> tuple[Array, tuple[Array, Params | None]]:
+        every = leaves.join(params, state.statistics, frozen)
         if model.apply_train is None:
-            outputs, new = model.apply(params, inputs), None
+            outputs, new = model.apply(every, inputs), None
         else:
-            outputs, new = model.apply_train(params, inputs, key, weights)
+            outputs, new = model.apply_train(every, inputs, key, weights)
         losses = model.likelihood.negative_log_likelihood(outputs, targets)
         # Selected, not multiplied: zero times NaN is NaN.
         total = jnp.where(weights > 0, losses, 0).sum()
         return total / (weights > 0).sum(), (total, new)
 
     def mean_loss(params: Params) -> Array:
-        # Leaves that are not trained have no gradient, wherever an optimiser asks for one.
-        return measured(select_leaves(mask, params, jax.lax.stop_gradient(params)))[0]
+        return measured(params)[0]
 
     (value, (total, new)), gradient = jax.value_and_grad(measured, has_aux=True)(state.params)
-    gradient = select_leaves(mask, gradient, jax.tree.map(jnp.zeros_like, gradient))
-    # What is not trained is where it started, as far as the optimiser is concerned.
-    extra = extra | {"start": select_leaves(mask, extra["start"], state.params)}
     if not hides_the_loss(model):
-        extra |= optimizers.loss_arguments(mean_loss, value, gradient)
+        extra = extra | optimizers.loss_arguments(mean_loss, value, gradient)
     update = optimizers.supported(local.optimizer).update
     updates, optimizer_state = update(gradient, state.optimizer, state.params, **extra)
     params = optax.apply_updates(state.params, updates)
-    # Even without a gradient an optimiser may move a leaf, by weight decay: that is dropped.
-    params = select_leaves(mask, params, state.params if new is None else new)
+    statistics = state.statistics if new is None else leaves.like(state.statistics, new)
     # The state of a loop keeps its dtypes.
-    return jax.tree.map(_as_before, State(params, optimizer_state), state), total
+    return jax.tree.map(_as_before, State(params, optimizer_state, statistics), state), total
 
 
 def _as_before(new: Array, old: Array) -> Array:
@@ -167,11 +181,3 @@ def keeping(
         return updates, Kept(own, rest)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def select_leaves(mask: tuple[bool, ...], trained: Params, others: Params) -> Params:
-    """Take the leaves of `trained` where the mask is True, those of `others` elsewhere."""
-    leaves = zip(mask, jax.tree.leaves(trained), jax.tree.leaves(others), strict=True)
-    # Cast, because the state of a loop keeps its dtypes, whatever a network's statistics have.
-    selected = [x if chosen else y.astype(x.dtype) for chosen, x, y in leaves]
-    return jax.tree.unflatten(jax.tree.structure(trained), selected)

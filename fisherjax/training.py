@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fisherjax import checks, clients, devices, local_update, optimizers, parallel, tree
+from fisherjax import checks, clients, devices, leaves, local_update, optimizers, parallel, tree
 from fisherjax.clients import Federation
 from fisherjax.compiler import eval_shape, jit
 from fisherjax.devices import Memory, replicate
-from fisherjax.local_update import LocalTraining, State, client_epochs, first_state
+from fisherjax.local_update import Given, LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -35,11 +35,15 @@ class Trained(NamedTuple):
     the same without the client axis.
 
     Attributes:
-        params: Stacked, leaves [M, ...].
-        start: What they were trained from, one model or stacked; None if that is not known.
+        params: Stacked, leaves [M, ...]; of a network with a mask the trained ones only, see
+            `leaves`.
+        start: What these were trained from, one model or stacked; None if that is not known.
         steps: [M] optimiser steps taken.
         loss: [M, epochs] mean training loss in nats, measured while it ran; 0 without data.
         extras: Stacked, what an optimiser kept of its state, see `local_update.keeping`.
+        statistics: Stacked, the leaves that training changed without a gradient; None if there are
+            none.
+        frozen: The leaves that it left alone, once for all clients; None if there are none.
     """
 
     params: Params
@@ -47,6 +51,20 @@ class Trained(NamedTuple):
     steps: Array | None = None
     loss: Array | None = None
     extras: Any = ()
+    statistics: Params = None
+    frozen: Params = None
+
+    @property
+    def whole(self) -> Params:
+        """All leaves of one client's network, as `summarize` needs them to run it."""
+        return leaves.join(self.params, self.statistics, self.frozen)
+
+    @property
+    def models(self) -> Params:
+        """All leaves of every client's network, [M, ...], the frozen ones M times."""
+        number = jax.tree.leaves(self.params)[0].shape[0]
+        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), self.frozen)
+        return leaves.join(self.params, self.statistics, copies)
 
     def __repr__(self) -> str:
         """Describe the models in one line: which fields there are, how much they hold."""
@@ -62,8 +80,7 @@ class Cohort(NamedTuple):
     Attributes:
         local: What each of them does.
         layout: How many side by side, and on which devices.
-        start: One model for everybody and None, or None and a stacked one for each client.
-        extras: The same of what the optimiser is given.
+        given: One for everybody, and a stacked one for each client, each field in one of them.
         federation: Their data.
         key: Folded by client and epoch.
         epochs: Passes over each client's data.
@@ -71,15 +88,14 @@ class Cohort(NamedTuple):
 
     local: LocalTraining
     layout: Layout
-    start: tuple[Params | None, Params | None]
-    extras: tuple[Any, Any]
+    given: tuple[Given, Given]
     federation: Federation
     key: Key
     epochs: int
 
     def program(self, capacity: int, states: State | None, between: tuple[int, int]) -> tuple:
         """Give the arguments of `_run`, for the epochs between two."""
-        arrays = (self.start, self.extras), self.federation, self.key, (*between, self.epochs)
+        arrays = self.given, self.federation, self.key, (*between, self.epochs)
         return self.local, self.layout, capacity, states, *arrays
 
     def to_the_end(self) -> tuple:
@@ -146,8 +162,8 @@ def train(
     Source: McMahan et al., Communication-efficient learning of deep networks from decentralized
         data, AISTATS 2017, ClientUpdate.
     """
-    params = checks.arrays(params)
     own = _of_one(extras, federation)
+    params = checks.arrays(params)
     local = check(model, params, federation, key, optimizer, epochs, batch_size, own)
     cohort = _from_one_start(local, params, extras, federation, key, epochs, clients_per_chunk)
     if progress is None:
@@ -202,13 +218,12 @@ def train_memory(
         True
     """
     params = checks.arrays(params)
-    params = checks.arrays(params)
     own = _of_one(extras, federation)
     local = check(model, params, federation, key, optimizer, epochs, batch_size, own)
     cohort = _from_one_start(local, params, extras, federation, key, epochs, clients_per_chunk)
     if progress is None:
         return cohort_memory(cohort)
-    states = eval_shape(partial(first_state, local), cohort.start[0])
+    states = eval_shape(partial(_first_state, local), cohort.given[0])
     states = devices.stacked_shapes(states, federation.num_clients, federation.mesh)
     return devices.memory(_run, *cohort.program(1, states, (0, epochs)))
 
@@ -237,7 +252,8 @@ def check(
     batch_size = min(batch_size, federation.indices.shape[1])
     checks.train_outputs(model, params, federation.inputs, batch_size)
     without = _HIDDEN if local_update.hides_the_loss(model) else ""
-    optimizers.check("optimizer", optimizer, params, without, extras)
+    trained = leaves.trained(model, params)
+    optimizers.check("optimizer", optimizer, trained, without, extras)
     return LocalTraining(model, optimizer, batch_size)
 
 
@@ -251,9 +267,9 @@ def _of_one(extras: Any, federation: Federation) -> Any:
 
 def train_cohort(cohort: Cohort) -> Trained:
     """Train clients to the end, as `train` does, without checks."""
-    (params, kept), loss = in_order(_run(*cohort.to_the_end()), cohort.layout.mesh)
+    found, loss = in_order(_run(*cohort.to_the_end()), cohort.layout.mesh)
     # [M, capacity] to [M, epochs]: the room that is left over is cut off.
-    return _trained(cohort, params, loss[:, : cohort.epochs], kept)
+    return _trained(cohort, found, loss[:, : cohort.epochs])
 
 
 def cohort_memory(cohort: Cohort) -> Memory:
@@ -273,19 +289,27 @@ def _from_one_start(
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     # The clients may be spread over a mesh: what jit takes together must lie on the same devices.
     params, key = replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
-    return Cohort(local, layout, (params, None), (None, extras), federation, key, epochs)
+    start, statistics, frozen = leaves.split(local.model, params, federation.inputs)
+    given = Given(start, None, statistics, frozen), Given(None, extras, None, None)
+    return Cohort(local, layout, given, federation, key, epochs)
 
 
-def _trained(cohort: Cohort, params: Params, loss: Array, kept: Any) -> Trained:
-    common, own = cohort.start
+def _trained(cohort: Cohort, found: tuple[Params, Params, Any], loss: Array) -> Trained:
+    common, own = cohort.given
+    params, statistics, kept = found
     batches = clients.num_batches(cohort.federation.sizes, cohort.local.batch_size)
-    return Trained(params, common if own is None else own, loss.shape[1] * batches, loss, kept)
+    start, steps = common.start if own.start is None else own.start, loss.shape[1] * batches
+    return Trained(params, start, steps, loss, kept, statistics, common.frozen)
+
+
+def _first_state(local: LocalTraining, given: Given) -> State:
+    return first_state(local, given.start, given.statistics)
 
 
 def _epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> Trained:
     """Train all clients for an epoch before the next, so that something can be shown after each."""
     mesh = cohort.layout.mesh
-    states = _first_states(cohort.local, cohort.federation.num_clients, cohort.start[0])
+    states = _first_states(cohort.local, cohort.federation.num_clients, cohort.given[0])
     # Where results are put: the first epoch must not compile another program than the second.
     states = in_order(Spread(states), mesh)
     losses = []
@@ -297,13 +321,13 @@ def _epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> T
         progress(epoch, loss[:, 0])
     # Each [M, 1], as there was room for one epoch; together [M, epochs].
     loss = jnp.concatenate(losses, axis=1)
-    params = jax.vmap(partial(local_update.trained, cohort.local.model))(states)
-    return _trained(cohort, params, loss, local_update.kept(states))
+    params = jax.vmap(local_update.trained)(states)
+    return _trained(cohort, (params, states.statistics, local_update.kept(states)), loss)
 
 
 @partial(jit, static_argnums=(0, 1))
-def _first_states(local: LocalTraining, num_clients: int, params: Params) -> State:
-    return jax.vmap(lambda _: first_state(local, params))(jnp.arange(num_clients))
+def _first_states(local: LocalTraining, num_clients: int, given: Given) -> State:
+    return jax.vmap(lambda _: _first_state(local, given))(jnp.arange(num_clients))
 
 
 # The states are donated: between epochs those of all clients are not held twice.
@@ -313,40 +337,40 @@ def _run(
     layout: Layout,
     capacity: int,
     states: State | None,
-    given: tuple[tuple, tuple],
+    given: tuple[Given, Given],
     federation: Federation,
     key: Key,
     epochs: tuple[Array, Array, Array],
 ) -> Spread:
     """Train each client from epoch `first` to before `last` of `all`.
 
-    Without states it starts afresh, and gives params and what the optimiser kept; otherwise the
-    states. The losses have room for `capacity` epochs.
+    Without states it starts afresh, and gives its trained leaves, its statistics and what the
+    optimiser kept; otherwise the states. The losses have room for `capacity` epochs.
     """
 
-    def one(own: Any, common: Any, federation: Federation, key: Key, epochs: Any) -> Any:
-        # One client's slice: its place, its state if it goes on, its own start and extras if any.
-        place, state, *mine = own
+    def one(own: Any, common: Given, federation: Federation, key: Key, epochs: Any) -> Any:
+        # One client's slice: its place, its state if it goes on, and what is its own.
+        place, state, mine = own
         first, last, total = epochs
-        own_given = tuple(c if o is None else o for c, o in zip(common, mine, strict=True))
+        own_given = Given(*(c if o is None else o for c, o in zip(common, mine, strict=True)))
         epoch = client_epochs(local, federation, place, key, own_given, total)
 
         def body(number: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
             state, loss = epoch(number, carry[0])
             return state, carry[1].at[number - first].set(loss)
 
-        begin = first_state(local, own_given[0]) if state is None else state
+        begin = _first_state(local, own_given) if state is None else state
         losses = jnp.zeros(capacity, jnp.result_type(float))
         # A loop of traced length: another number of epochs need not compile again.
         end, losses = jax.lax.fori_loop(first, last, body, (begin, losses))
         # At the end the optimiser's state is dropped: only those of a chunk are ever in memory.
-        found = local_update.trained(local.model, end), local_update.kept(end)
+        found = local_update.trained(end), end.statistics, local_update.kept(end)
         return found if state is None else end, losses
 
     return parallel.spread_clients(
         one,
-        (jnp.arange(federation.num_clients), states, *(own for _, own in given)),
-        tuple(common for common, _ in given),
+        (jnp.arange(federation.num_clients), states, given[1]),
+        given[0],
         federation,
         key,
         jax.tree.map(jnp.asarray, epochs),

@@ -26,6 +26,7 @@ ORDER = [
     "tree",
     "linalg",
     "checks",
+    "leaves",
     "likelihoods",
     "nn",
     "networks",

@@ -268,7 +268,7 @@ def fisher_summary(
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         params = trained.params
         # At the client's own model, around which the server's quadratic expands its loss.
-        own = fisher(model, params, examples, key=key, **how)
+        own = fisher(model, trained.whole, examples, key=key, **how)
         return {"params": params, "fisher": own}, private
 
     # Exact or drawn, the automatic kind is of the true Fisher: updates of both merge.

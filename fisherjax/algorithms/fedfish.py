@@ -5,19 +5,20 @@ learning at scale, TMLR 2024, algorithm 1.
 """
 
 import functools
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, local_update, solvers
+from fisherjax import checks, leaves, local_update, solvers
 from fisherjax.algorithms.base import Algorithm, fisher_sums, solve_sums, unchanged
 from fisherjax.clients import minibatches, num_batches, shuffled
 from fisherjax.configuration import cached
-from fisherjax.fisher import Diagonal, passes
+from fisherjax.fisher import Diagonal
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
 @cached
@@ -68,21 +69,20 @@ def fedfish(
     checks.model(model)
     checks.count("batch_size", batch_size)
 
-    def loss(params: Params, inputs: Array, targets: Array, weights: Array) -> Array:
-        losses = model.likelihood.negative_log_likelihood(model.apply(params, inputs), targets)
+    def loss(apply: Apply, params: Params, inputs: Array, targets: Array, weights: Array) -> Array:
+        losses = model.likelihood.negative_log_likelihood(apply(params, inputs), targets)
         # Rows of weight zero repeat others to fill a short minibatch: they do not count again.
         return jnp.where(weights > 0, losses, 0).sum() / (weights > 0).sum()
 
     def squares(key: Key, params: Params, examples: Examples) -> Params:
         # Shuffled, because a squared mean gradient depends on which examples share a minibatch.
         number, batch = minibatches(shuffled(key, examples), batch_size)
+        apply, own = leaves.opened(model, params)
 
         def body(step: Array, total: Params) -> Params:
-            return _add_squares(total, jax.grad(loss)(params, *batch(step)))
+            return _add_squares(total, jax.grad(partial(loss, apply))(own, *batch(step)))
 
-        found = jax.lax.fori_loop(0, number, body, _zeros(params))
-        # As training, which gives leaves outside of the mask no gradient.
-        return passes.without(passes.untrained(model, params), found)
+        return jax.lax.fori_loop(0, number, body, _zeros(own))
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         if last_epoch and not jax.tree.leaves(trained.extras):
@@ -91,7 +91,7 @@ def fedfish(
                 "training.train(..., optimizer=algorithm.optimizer(base)), or let it compute them "
                 "in a pass of its own (last_epoch=False)."
             )
-        total = trained.extras if last_epoch else squares(key, trained.params, examples)
+        total = trained.extras if last_epoch else squares(key, trained.whole, examples)
         if average:
             weights = examples.weights
             size = examples.inputs.shape[0] if weights is None else jnp.count_nonzero(weights)

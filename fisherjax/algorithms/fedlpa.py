@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fisherjax import checks, linalg, quadratic, solvers, tree
+from fisherjax import checks, leaves, linalg, quadratic, solvers, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
 from fisherjax.compiler import jit
 from fisherjax.configuration import cached
@@ -97,7 +97,7 @@ def fedlpa(
         # Damping is added to each factor, so that the split changes what is solved, although the
         # product of the factors is the same.
         if authors_split:
-            seen = (model.apply, trained.params, examples.inputs)
+            seen = *leaves.opened(model, trained.whole), examples.inputs
             update["fisher"] = _authors_split(update["fisher"], *seen)
         return update, private
 

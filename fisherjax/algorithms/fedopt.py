@@ -13,8 +13,7 @@ import optax
 from fisherjax import checks, optimizers
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.configuration import cached
-from fisherjax.local_update import select_leaves
-from fisherjax.typing import Array, Key, Model, Params
+from fisherjax.typing import Array, Key, Params
 
 _NO_LOSS = "The server has no loss, only the difference of two models as a gradient."
 
@@ -28,7 +27,7 @@ class ServerState(NamedTuple):
 
 @cached
 def with_server_optimizer(
-    algorithm: Algorithm, optimizer: optax.GradientTransformation, model: Model | None = None
+    algorithm: Algorithm, optimizer: optax.GradientTransformation
 ) -> Algorithm:
     """Let the server's optimiser take a step instead of the merged model W', with a `ServerState`.
 
@@ -38,7 +37,6 @@ def with_server_optimizer(
         algorithm: Any.
         optimizer: Any of optax that needs gradients only, on the pseudo-gradient g; descent at rate
             1 replaces W by W'.
-        model: Leaves that its mask leaves out take the merged value; None optimises all.
 
     Raises:
         TypeError: If the optimiser is not one of optax.
@@ -72,9 +70,6 @@ def with_server_optimizer(
         gradient = jax.tree.map(lambda w, m: jnp.asarray(w) - m.astype(w.dtype), params, merged)
         step, server = optimizers.supported(optimizer).update(gradient, state.optimizer, params)
         moved = optax.apply_updates(params, step)
-        # Leaves that are not trained, such as running statistics, have no gradient to follow.
-        if model is not None:
-            moved = select_leaves(checks.mask(model, params), moved, merged)
         return moved, ServerState(kept, server), info
 
     return algorithm._replace(init=init, broadcast=broadcast, aggregate=aggregate)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, likelihoods, tree
+from fisherjax import checks, leaves, likelihoods, tree
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.compiler import jit
@@ -61,7 +61,7 @@ def head_summary(
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         examples = draw(key, examples, max_examples)
-        return {"head": head_sums(model, batch_size, trained.params, examples)}, private
+        return {"head": head_sums(model, batch_size, trained.whole, examples)}, private
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
         total, weight = weighted_sum(updates["head"], weights)
@@ -80,10 +80,11 @@ def head_mean(sums: WeightedSum) -> HeadSums:
 @partial(jit, static_argnums=(0, 1))
 def head_sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
     """Compute what a client knows of its last layer, by minibatches."""
+    apply, params = leaves.opened(model, params)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
         del key
-        seen = trace(model.apply, params, x)
+        seen = trace(apply, params, x)
         place = output_layer(seen)
         a = seen.activations[place]
         y = likelihoods.regression_targets(model.likelihood, y, seen.outputs.shape[-1])

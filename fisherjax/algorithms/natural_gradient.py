@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, fisher, likelihoods
+from fisherjax import checks, fisher, leaves, likelihoods
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.algorithms.rescaling import best_way, exact_products, regression
 from fisherjax.clients import draw, hold_out
@@ -25,7 +25,7 @@ from fisherjax.fisher import Kronecker, passes
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.trace import check_output_layer
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 _HELD = 10  # one of so many examples is held aside
 
@@ -156,7 +156,7 @@ def natural_gradient(
     sizes, steps = tuple(map(float, damping)), (*map(float, scales), 0.0)
 
     def slopes(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        return {"slopes": _slopes(plan, trained.params, examples, key)}, private
+        return {"slopes": _slopes(plan, trained.whole, examples, key)}, private
 
     def look(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, state, cohort
@@ -164,11 +164,13 @@ def natural_gradient(
         return params, Course(mean.loss, _directions(mean, sizes)), ()
 
     def products(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        params, directions = trained.start
+        _, directions = trained.start
         parts = zip(("used", "held"), hold_out(examples, _HELD), strict=True)
         parts = {name: draw(key, part, plan.at_most(8)) for name, part in parts}
         size = plan.batch_size
-        own = {k: exact_products(model, size, params, directions, v) for k, v in parts.items()}
+        own = {
+            k: exact_products(model, size, trained.whole, directions, v) for k, v in parts.items()
+        }
         return {"products": own}, private
 
     def turn(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
@@ -177,11 +179,11 @@ def natural_gradient(
         return params, state._replace(step=step, predicted=predicted), ()
 
     def losses(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        params, step = trained.start
+        _, step = trained.start
         _, held = hold_out(examples, _HELD)
         # Those that the step was chosen on, as the key is the same.
         held = draw(key, held, plan.at_most(8))
-        return {"losses": _losses(plan, steps, params, step, held)}, private
+        return {"losses": _losses(plan, steps, trained.whole, step, held)}, private
 
     def go(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort
@@ -220,13 +222,14 @@ class _Plan(NamedTuple):
 @partial(jit, static_argnums=0)
 def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes:
     # Before anything is sent: the next message solves for that layer.
-    check_output_layer(plan.model.apply, params, examples.inputs)
+    apply, own = leaves.opened(plan.model, params)
+    check_output_layer(apply, own, examples.inputs)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
     examples = draw(rows, examples, plan.max_examples)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> tuple[Array, Params]:
         del key
-        return jax.value_and_grad(partial(_squared_error, plan.model, x, y, w))(params)
+        return jax.value_and_grad(partial(_squared_error, plan.model, apply, x, y, w))(own)
 
     how = {"batch_size": plan.batch_size}
     loss, gradient = passes.weighted_mean(batch_sums, examples, key=None, **how)
@@ -235,13 +238,15 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
     if plan.max_examples is not None:
         how["max_examples"] = plan.at_most(4)
     squared = plan.model._replace(likelihood=likelihoods.gaussian)
-    own = fisher.kfac(squared, params, examples._replace(targets=None), **how)
-    return Slopes(loss, gradient, own)
+    factors = fisher.kfac(squared, params, examples._replace(targets=None), **how)
+    return Slopes(loss, gradient, factors)
 
 
-def _squared_error(model: Model, x: Array, y: Array, w: Array, params: Params) -> Array:
+def _squared_error(
+    model: Model, apply: Apply, x: Array, y: Array, w: Array, params: Params
+) -> Array:
     """Sum w_n 1/2 |z_n - y_n|^2."""
-    z = model.apply(params, x)
+    z = apply(params, x)
     own = likelihoods.gaussian.negative_log_likelihood(z, regression(model, z, y))
     return jnp.vdot(w.astype(own.dtype), own)
 
@@ -263,12 +268,14 @@ def _directions(slopes: Slopes, damping: tuple[float, ...]) -> Params:
 def _losses(
     plan: _Plan, scales: tuple[float, ...], params: Params, step: Params, held: Examples
 ) -> Array:
+    apply, own = leaves.opened(plan.model, params)
+
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> Array:
         del key
 
         def loss(scale: Array) -> Array:
-            moved = jax.tree.map(lambda p, d: p + scale.astype(p.dtype) * d, params, step)
-            return _squared_error(plan.model, x, y, w, moved)
+            moved = jax.tree.map(lambda p, d: p + scale.astype(p.dtype) * d, own, step)
+            return _squared_error(plan.model, apply, x, y, w, moved)
 
         return jax.lax.map(loss, jnp.array(scales))
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from optax import assignment
 
-from fisherjax import checks, tree
+from fisherjax import checks, leaves, tree
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.compiler import jit
 from fisherjax.configuration import cached
@@ -116,6 +116,7 @@ def otfusion(
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         del key
+        leaves.check_all_trained("OTFusion", trained.statistics, trained.frozen)
         found = wiring(model.apply, trained.params, examples.inputs)
         return {"params": trained.params, "wiring": found}, private
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from fisherjax import checks, likelihoods, tree
+from fisherjax import checks, leaves, likelihoods, tree
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.configuration import cached
 from fisherjax.fisher.layers import Layer, matrix, unpack
@@ -129,6 +129,7 @@ def pfnm(
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         del key
+        leaves.check_all_trained("PFNM", trained.statistics, trained.frozen)
         found = wiring(model.apply, trained.params, examples.inputs)
         _check_chain(found)
         counts = _class_counts(examples, found.layers[-1].columns)

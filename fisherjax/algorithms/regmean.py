@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, linalg, tree
+from fisherjax import checks, leaves, linalg, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.compiler import jit
@@ -20,7 +20,7 @@ from fisherjax.fisher.kfac import input_moments
 from fisherjax.fisher.operators import Template
 from fisherjax.fisher.trace import trace
 from fisherjax.training import Trained
-from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 @cached
@@ -72,7 +72,7 @@ def regmean(
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         examples = draw(key, examples, max_examples)
-        grams = _grams(model.apply, batch_size, trained.params, examples)
+        grams = _grams(model, batch_size, trained.whole, examples)
         return {"params": trained.params, "grams": grams}, private
 
     def shrunk(gram: Array) -> Array:
@@ -99,7 +99,9 @@ def regmean(
 
 
 @partial(jit, static_argnums=(0, 1))
-def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) -> dict[str, Array]:
+def _grams(model: Model, batch_size: int, params: Params, examples: Examples) -> dict[str, Array]:
+    apply, params = leaves.opened(model, params)
+
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
         seen = trace(apply, params, x)

@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from fisherjax import likelihoods, linalg, tree
+from fisherjax import leaves, likelihoods, linalg, tree
 from fisherjax.compiler import jit
 from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import second_moment
@@ -65,13 +65,14 @@ def exact_products(
     model: Model, batch_size: int, params: Params, directions: Params, examples: Examples
 ) -> Products:
     """Compute the quadratic of stacked directions [K, ...], by minibatches."""
+    apply, params = leaves.opened(model, params)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> Products:
         del key
-        seen = trace(model.apply, params, x)
+        seen = trace(apply, params, x)
         place = output_layer(seen)
         head, a = seen.layers[place], seen.activations[place]
-        _, derivative = jax.linearize(lambda params: model.apply(params, x), params)
+        _, derivative = jax.linearize(lambda params: apply(params, x), params)
         changes = jax.vmap(derivative)(_but(head, directions))
         residual = seen.outputs - regression(model, seen.outputs, y)
         # Both sides of a product carry the root of the weight; [B, T, ...].

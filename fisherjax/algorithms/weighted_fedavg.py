@@ -92,10 +92,10 @@ def weighted_fedavg(
     ) -> tuple[dict[str, Any], Any]:
         if fisher is not None:
             how = {"key": key, "batch_size": batch_size, "max_examples": max_examples}
-            own = fisher(model, trained.params, examples, **how)
+            own = fisher(model, trained.whole, examples, **how)
             return {"params": trained.params, "fisher": own}, private
         examples = draw(key, examples, max_examples)
-        sums = head_sums(model, batch_size, trained.params, examples)
+        sums = head_sums(model, batch_size, trained.whole, examples)
         # E[a y^T] / E[y] is the mean of the class; where there is a bias, its input of one is last.
         features, share = sums.products[: sums.layer.rows].T, sums.targets[:, None]
         means = jnp.where(share > 0, features / jnp.where(share > 0, share, 1), 0)

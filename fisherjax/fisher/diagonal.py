@@ -1,13 +1,11 @@
 """The diagonal of the Fisher information, from gradients of single examples."""
 
 from collections import Counter
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax import checks
-from fisherjax.configuration import by_value
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.columns import Columns, over_columns, weighted
 from fisherjax.fisher.layers import Layer, assemble
@@ -32,8 +30,8 @@ def diagonal(
 
     Squares are of gradients of single examples, never of a minibatch mean. Dense and convolution
     layers get theirs from inputs and output tangents, forming those of one example at most; for
-    other leaves a minibatch holds [K, B, size of the leaf], of 16 columns at most. Leaves that the
-    model's mask leaves out have none.
+    other leaves a minibatch holds [K, B, size of the leaf], of 16 columns at most. It is the Fisher
+    information of the leaves that the model's mask trains, and acts on `leaves.trained`.
 
     Args:
         model: Any network, jitted or not, and what its outputs mean.
@@ -64,19 +62,10 @@ def diagonal(
     """
     params = checks.arrays(params)
     plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
-    # By value: another partial of the same must not compile again.
-    sums = by_value(partial(_sums, passes.untrained(model, params)))
-    return passes.run(sums, plan, params, examples, key)
+    return passes.run(_sums, plan, params, examples, key)
 
 
-def _sums(
-    untrained: tuple[str, ...],
-    apply: Apply,
-    params: Params,
-    x: Array,
-    w: Array,
-    factor: passes.Factor,
-) -> Diagonal:
+def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor) -> Diagonal:
     try:
         seen = trace(apply, params, x)
     except LayersNotFoundError:
@@ -85,10 +74,8 @@ def _sums(
     # Layers from inputs and tangents; the rest from gradients of single examples.
     columns, template = factor(seen.outputs), Template.of(params)
     sums = _layer_sums(seen, weighted(columns, w))
-    rest = [name for name in template.names() if name not in {*sums, *untrained}]
-    sums |= leaf_sums(apply, params, x, columns, w, rest)
-    # Where a leaf has no sums, what stands there is its own.
-    return Diagonal(passes.without(untrained, template.restore(template.by_name(params) | sums)))
+    rest = [name for name in template.names() if name not in sums]
+    return Diagonal(template.restore(sums | leaf_sums(apply, params, x, columns, w, rest)))
 
 
 def leaf_sums(

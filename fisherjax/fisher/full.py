@@ -1,12 +1,9 @@
 """The full Fisher information: as a dense matrix for small networks, and as a product for any."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks
-from fisherjax.configuration import by_value
+from fisherjax import checks, leaves
 from fisherjax.fisher import kinds, passes
 from fisherjax.fisher.columns import blocks, over_columns
 from fisherjax.fisher.operators import Dense, Template, ravel
@@ -44,21 +41,13 @@ def full(
     """
     params = checks.arrays(params)
     plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
-    sums = by_value(partial(_sums, passes.untrained(model, params)))
-    return passes.run(sums, plan, params, examples, key)
+    return passes.run(_sums, plan, params, examples, key)
 
 
-def _sums(
-    untrained: tuple[str, ...],
-    apply: Apply,
-    params: Params,
-    x: Array,
-    w: Array,
-    factor: passes.Factor,
-) -> Dense:
+def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor) -> Dense:
     def gradients(example: Array, some: Array) -> Array:
         _, pullback = jax.vjp(lambda p: apply(p, example[None])[0], params)
-        return jax.vmap(lambda s: ravel(passes.without(untrained, pullback(s)[0])))(some)
+        return jax.vmap(lambda s: ravel(pullback(s)[0]))(some)
 
     def products(some: Array) -> Array:
         # [B, few, d]; a gradient of the minibatch's mean would mix examples.
@@ -110,10 +99,9 @@ def vector_product(
             f"vector has leaves of shapes {given.shapes}; expected those of params, "
             f"{expected.shapes}, in the same structure."
         )
-    # One pytree, because `run` brings that to every device.
-    untrained = passes.untrained(model, params)
-    point = params, passes.without(untrained, vector)
-    product = passes.without(untrained, passes.run(_product_sums, plan, point, examples, key))
+    product = passes.run(_product_sums, plan, params, examples, key, leaves.trained(model, vector))
+    # Leaves that are not trained have no curvature.
+    product = leaves.join(product, jax.tree.map(jnp.zeros_like, params))
     return jax.tree.map(lambda x, like: x.astype(jnp.result_type(like)), product, params)
 
 

@@ -82,9 +82,7 @@ def kfac(
     either way round, as embedding and head, gets one pair of factors with the trace of both.
 
     Leaves that belong to no layer are up to `fallback`: None refuses them, `fisher.diagonal`
-    gives them a diagonal, `fisher.zero` no curvature, so that merging takes their weighted mean. It
-    is not asked of those that the model's mask leaves out, such as running statistics, which have
-    none.
+    gives them a diagonal, `fisher.zero` no curvature, so that merging takes their weighted mean.
     The other arguments, and what is refused, are those of `fisher.diagonal`.
 
     `sharing` says what becomes of positions that share weights. `fisher.expand`, the formula above,
@@ -119,7 +117,7 @@ def kfac(
             f"fallback is {fallback!r}; expected None, fisher.diagonal or fisher.zero."
         )
     # By value: another partial of the same must not compile again.
-    sums = by_value(partial(_sums, (fallback, sharing), passes.untrained(model, params)))
+    sums = by_value(partial(_sums, (fallback, sharing)))
     found = passes.run(sums, plan, params, examples, key)
     is_tied = len({(layer.leaf, layer.index) for layer in found.layers}) < len(found.layers)
     return _tied(found) if is_tied else found
@@ -173,7 +171,6 @@ def _joined(pairs: list[dict[str, Array]]) -> dict[str, Array]:
 
 def _sums(
     options: tuple[Fallback, Sharing],
-    untrained: tuple[str, ...],
     apply: Apply,
     params: Params,
     x: Array,
@@ -181,15 +178,14 @@ def _sums(
     factor: passes.Factor,
 ) -> Kronecker:
     (fallback, sharing), seen = options, trace(apply, params, x)
-    uncovered = {n: reason for n, reason in seen.uncovered.items() if n not in untrained}
     # Still tracing: nothing has been computed yet.
-    if uncovered and fallback is None:
+    if seen.uncovered and fallback is None:
         sizes = {name: math.prod(shape) for name, shape in tree.shapes(params).items()}
-        share = sum(sizes[name] for name in uncovered) / sum(sizes.values())
+        share = sum(sizes[name] for name in seen.uncovered) / sum(sizes.values())
         raise ValueError(
             "K-FAC covers parameters that inputs are multiplied by, convolved with, looked up in, "
             f"added to or scaled by, not these, {100 * share:.2g} % of all:\n"
-            f"{_listed(uncovered)}\nPass "
+            f"{_listed(seen.uncovered)}\nPass "
             "fallback=fisher.diagonal to give them a diagonal Fisher, or fallback=fisher.zero to "
             "leave them at the weighted mean when merging, or change the network."
         )
@@ -197,7 +193,7 @@ def _sums(
     leaves = template.by_name(params)
     entries = {name: jnp.zeros_like(leaves[name]) for name in seen.uncovered}
     if fallback is not zero:
-        entries |= leaf_sums(apply, params, x, columns, w, list(uncovered))
+        entries |= leaf_sums(apply, params, x, columns, w, list(seen.uncovered))
     factors, scales = _layer_sums(sharing, seen, columns, w)
     return Kronecker(factors, entries | scales, seen.layers, template, seen.feeders)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fisherjax import checks, tree
+from fisherjax import checks, leaves, tree
 from fisherjax.clients import draw, minibatches
 from fisherjax.compiler import jit
 from fisherjax.configuration import by_value, cached
@@ -74,11 +74,20 @@ def weighted_mean(
     return jax.tree.map(lambda x: x * scale.astype(x.dtype), sums)
 
 
-def run(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None) -> Any:
+def run(
+    sums: Sums,
+    plan: Plan,
+    params: Params,
+    examples: Examples,
+    key: Key | None,
+    vector: Params | None = None,
+) -> Any:
     """Compile the weighted mean of `sums`, and run it on every device that holds some examples.
 
-    Where the `NamedSharding` of the inputs splits their first axis, each device runs over its own
-    rows, in minibatches of its own and with a key of its own, and the mean is on all devices.
+    The sums are given the network as a function of its trained leaves, and these; with a vector the
+    pair of both in their place. Where the `NamedSharding` of the inputs splits their first axis,
+    each device runs over its own rows, in minibatches of its own and with a key of its own, and the
+    mean is on all devices.
 
     Raises:
         ValueError: If inputs are spread and indices are given.
@@ -87,7 +96,7 @@ def run(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None
     layout = inputs.sharding if mesh_of(inputs) else None
     # Its first axis is that of the examples.
     if layout is None or not layout.spec or layout.spec[0] is None:
-        return _mean(sums, plan, params, examples, key)
+        return _mean(sums, plan, params, examples, key, vector)
     if examples.indices is not None:
         raise ValueError(
             "indices select rows of all inputs, but the inputs are spread over devices, each of "
@@ -96,35 +105,50 @@ def run(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None
         )
     # Each device weighs its mean by the weights of its own rows.
     weights = jnp.ones(inputs.shape[0]) if weights is None else jnp.asarray(weights, float)
-    params, key = replicate((params, key), layout.mesh)
+    params, key, vector = replicate((params, key, vector), layout.mesh)
     examples = examples._replace(weights=weights)
-    return _mean_over_devices(sums, plan, layout, params, examples, key)
+    return _mean_over_devices(sums, plan, layout, (params, vector), examples, key)
 
 
 @partial(jit, static_argnums=(0, 1))
-def _mean(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None) -> Any:
+def _mean(
+    sums: Sums,
+    plan: Plan,
+    params: Params,
+    examples: Examples,
+    key: Key | None,
+    vector: Params | None,
+) -> Any:
     model, kind, batch_size, most = plan
+    apply, own = leaves.opened(model, params)
+    point = own if vector is None else (own, vector)
     if most is not None and key is not None:
         examples = draw(jax.random.fold_in(key, _DRAW), examples, most)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Any:
-        return sums(model.apply, params, x, w, lambda z: kind(model.likelihood, z, y, key))
+        return sums(apply, point, x, w, lambda z: kind(model.likelihood, z, y, key))
 
     return weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
 
 
 @partial(jit, static_argnums=(0, 1, 2))
 def _mean_over_devices(
-    sums: Sums, plan: Plan, layout: NamedSharding, params: Any, examples: Examples, key: Key | None
+    sums: Sums,
+    plan: Plan,
+    layout: NamedSharding,
+    point: tuple[Params, Params | None],
+    examples: Examples,
+    key: Key | None,
 ) -> Any:
     axis, everywhere, most = layout.spec[0], PartitionSpec(), plan.max_examples
     # Each device draws its part.
     own_plan = plan._replace(max_examples=most and -(-most // layout.mesh.shape[axis]))
 
-    def on_one(params: Any, key: Key | None, examples: Examples) -> Any:
+    def on_one(point: tuple, key: Key | None, examples: Examples) -> Any:
         # Otherwise all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
-        own = _mean(sums, own_plan, params, examples, key)
+        params, vector = point
+        own = _mean(sums, own_plan, params, examples, key, vector)
         total = jax.lax.psum(examples.weights.sum(), axis)
         # Weighted means of means: devices may hold different numbers of examples that count.
         share = examples.weights.sum() / jnp.where(total > 0, total, 1)
@@ -132,20 +156,7 @@ def _mean_over_devices(
 
     in_specs = everywhere, everywhere, PartitionSpec(axis)
     spread = {"mesh": layout.mesh, "in_specs": in_specs, "out_specs": everywhere}
-    return jax.shard_map(on_one, **spread, check_vma=False)(params, key, examples)
-
-
-def untrained(model: Model, params: Params) -> tuple[str, ...]:
-    """Name the leaves that a model's mask leaves out, which have no curvature."""
-    pairs = zip(tree.names(params), checks.mask(model, params), strict=True)
-    return tuple(name for name, trained in pairs if not trained)
-
-
-def without(names: tuple[str, ...], values: Any) -> Any:
-    """Set some leaves of a pytree to zero, by name."""
-    leaves = zip(tree.names(values), jax.tree.leaves(values), strict=True)
-    kept = [jnp.zeros_like(leaf) if name in names else leaf for name, leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(values), kept)
+    return jax.shard_map(on_one, **spread, check_vma=False)(point, key, examples)
 
 
 def check(
@@ -173,11 +184,12 @@ def check(
                 f"max_examples is {max_examples} of {rows.shape[0]} examples, which are drawn: "
                 "pass key=jax.random.key(seed)."
             )
+    checks.mask(model, params)
     # Without how it trains: networks that differ in that only share a program. By value: an inline
     # `partial(fisher.sampled, ...)` must not compile again.
-    plan = Plan(model._replace(apply_train=None, mask=None), by_value(kind), int(batch_size))
-    leaves, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, examples.inputs)))
-    z = _outputs(plan.model, structure, tuple(leaves))
+    plan = Plan(model._replace(apply_train=None), by_value(kind), int(batch_size))
+    shapes, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, examples.inputs)))
+    z = _outputs(plan.model, structure, tuple(shapes))
     # These kinds read no targets, whatever they are.
     if examples.targets is not None and kind not in (automatic, true):
         model.likelihood.check((examples.targets.shape[0], *z.shape[1:]), examples.targets)
@@ -188,9 +200,9 @@ def check(
 
 # Tracing a network takes longer than many a product: equal shapes are checked once.
 @cached
-def _outputs(model: Model, structure: Any, leaves: tuple) -> Any:
+def _outputs(model: Model, structure: Any, shapes: tuple) -> Any:
     """Give the shape of one example's outputs; refuse a network that does not fit."""
-    params, inputs = jax.tree.unflatten(structure, leaves)
+    params, inputs = jax.tree.unflatten(structure, shapes)
     z = checks.outputs(model, params, tree.shape_of(inputs, 1))
     if z.ndim < 2:
         raise ValueError(

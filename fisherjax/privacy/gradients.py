@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, tree
+from fisherjax import checks, leaves, tree
 from fisherjax.configuration import cached
-from fisherjax.local_update import select_leaves
 from fisherjax.privacy.base import noisy
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -59,9 +58,6 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
     checks.number("noise_multiplier", noise_multiplier)
 
     def one(params: Params, inputs: Array, key: Key) -> Array:
-        # Frozen leaves have no gradient, and take no room under the clip.
-        still = jax.lax.stop_gradient(params)
-        params = select_leaves(checks.mask(model, params), params, still)
         if model.apply_train is None:
             return model.apply(params, inputs[None])[0]
         outputs, new = model.apply_train(params, inputs[None], key, jnp.ones(1))
@@ -89,18 +85,22 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
         noise, own = keys(key, inputs)
         number = jnp.maximum((weights > 0).sum(), 1)
 
+        own = leaves.trained(model, params)
+
         def gradient(inputs: Array, key: Key, cotangent: Array) -> Params:
-            _, pull = jax.vjp(lambda params: one(params, inputs, key), params)
+            _, pull = jax.vjp(lambda some: one(leaves.join(some, params), inputs, key), own)
             return pull(cotangent)[0]
 
         # Of a mean loss: each example's own cotangent is that of the mean, times their number.
         each = jax.vmap(gradient)(inputs, own, cotangents * number.astype(cotangents.dtype))
-        leaves, structure = jax.tree.flatten(each)
-        leaves = tree.keep((weights > 0) & tree.finite(leaves).all(0), leaves)
-        total, _ = optax.per_example_global_norm_clip(leaves, clip)
+        found, structure = jax.tree.flatten(each)
+        found = tree.keep((weights > 0) & tree.finite(found).all(0), found)
+        total, _ = optax.per_example_global_norm_clip(found, clip)
         total = noisy(noise, total, [clip * noise_multiplier] * len(total))
         mean = [leaf / number.astype(leaf.dtype) for leaf in total]
-        return jax.tree.unflatten(structure, mean), None, None, None
+        # Frozen leaves have no gradient, and take no room under the clip.
+        rest = jax.tree.map(jnp.zeros_like, params)
+        return leaves.join(jax.tree.unflatten(structure, mean), rest), None, None, None
 
     outputs.defvjp(forward, backward)
 
