@@ -83,9 +83,9 @@ class Federated(NamedTuple):
     def init(self, params: Params, num_clients: int) -> State:
         """Make the state before the first round, for M clients."""
         params = jax.tree.map(jnp.asarray, checks.arrays(params))
-        own = self.algorithm.init_client(params)
+        own = self.algorithm.link.init_client(params)
         private = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
-        kept = self.algorithm.init(params, num_clients)
+        kept = self.algorithm.link.init(params, num_clients)
         state = State(jnp.asarray(0, jnp.int32), params, kept, private)
         # Weakly typed scalars become strong, as they are after a round: one program for all.
         return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), state)
@@ -113,9 +113,9 @@ class Federated(NamedTuple):
 
     def _received(self, state: State) -> tuple[Params, Any]:
         """Give what the first client starts from, and what its optimiser is given."""
-        place = jnp.asarray(0) if self.algorithm.personal else None
-        message = self.algorithm.broadcast(state.params, state.algorithm, place)
-        return self.algorithm.receive(message, jax.tree.map(lambda x: x[0], state.private))
+        place = jnp.asarray(0) if self.algorithm.link.personal else None
+        message = self.algorithm.link.broadcast(state.params, state.algorithm, place)
+        return self.algorithm.link.receive(message, jax.tree.map(lambda x: x[0], state.private))
 
     def round(self, state: State, federation: Federation, key: Key) -> tuple[State, Round]:
         """Play one round; compiled once for equal experiments and shapes."""
@@ -210,12 +210,6 @@ def federated(
     """
     checks.model(model)
     check_algorithm(algorithm)
-    if algorithm.then is not None:
-        raise ValueError(
-            "This method exchanges several messages without training, as natural_gradient does; "
-            "expected one whose clients train and answer once. Play it after the rounds, by "
-            "merging.exchange."
-        )
     check_same_shapes(algorithm)
     for name, value in (("cohort", cohort), ("epochs", epochs), ("batch_size", batch_size)):
         checks.count(name, value)
@@ -347,18 +341,18 @@ def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Ro
 
 def _message(algorithm: Algorithm, state: State, cohort: Array) -> tuple[Any, int | None]:
     """Give what the server sends, and the axis of the clients: None if all are sent the same."""
-    send = partial(algorithm.broadcast, state.params, state.algorithm)
-    return (jax.vmap(send)(cohort), 0) if algorithm.personal else (send(None), None)
+    send = partial(algorithm.link.broadcast, state.params, state.algorithm)
+    return (jax.vmap(send)(cohort), 0) if algorithm.link.personal else (send(None), None)
 
 
 def _given(algorithm: Algorithm, state: State, private: Any, cohort: Array) -> tuple[tuple, Any]:
     """Give what clients start from, common or stacked, and what their optimisers are given."""
     message, axis = _message(algorithm, state, cohort)
     if axis is None and not jax.tree.leaves(private):  # the same for everybody
-        start, extras = algorithm.receive(message, private)
+        start, extras = algorithm.link.receive(message, private)
         return (start, None), (extras, None)
     # Each starts from something else: both are stacked [K, ...].
-    start, extras = jax.vmap(algorithm.receive, in_axes=(axis, 0))(message, private)
+    start, extras = jax.vmap(algorithm.link.receive, in_axes=(axis, 0))(message, private)
     return (None, start), (None, extras)
 
 

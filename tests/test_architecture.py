@@ -66,7 +66,7 @@ FISHER = [
 ]
 # What the other files of a folder may import, and these in this order.
 SHARED = [
-    *("base", "checks", "heads", "rescaling", "private", "arrays", "values"),
+    *("base", "stages", "checks", "heads", "rescaling", "private", "arrays", "values"),
     *("claims", "uploads", "packed"),
     "parts",
     *("fixed_point", "shares", "keys", "messages", "protocol", "quantized", "matrices", "stream"),

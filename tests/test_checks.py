@@ -113,7 +113,7 @@ LOOK_UPS = {
         r"'mnist', '\w+' or '\w+'\? All are in datasets\.NAMES",
     ),
     "a layer": (
-        lambda: algorithms.fedper("Dens2").init_client({"dense1": {"k": 1.0}, "dense2": 1.0}),
+        lambda: algorithms.fedper("Dens2").link.init_client({"dense1": {"k": 1.0}, "dense2": 1.0}),
         "No layer is called 'Dens2': did you mean 'dense2' or 'dense1'",
     ),
     "a leaf": (

@@ -1,6 +1,7 @@
 """Codecs: bounds of rounding, bytes by the formula, and what the server makes of what arrives."""
 
 import math
+import operator
 from functools import partial
 
 import jax
@@ -446,7 +447,8 @@ def test_rounds_carry_what_is_sent_and_count_it(compilations, trained):
 def test_messages_that_follow_are_compressed_alike():
     method = fj.algorithms.natural_gradient(MODEL)
     small = compressed(method, quantized(16))
-    assert small.then.kind.endswith("16 bits")
+    assert [own.kind for own in small] == [f"{own.kind}; 16 bits" for own in method]
+    assert all(map(operator.is_, small, compressed(list(method), quantized(16))))
     start = _shifted(START, 0.1)
     ways = [
         fj.merging.exchange(m, start, FEDERATION, key=jax.random.key(0))[0] for m in (method, small)

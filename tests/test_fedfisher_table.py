@@ -255,9 +255,9 @@ def test_a_merge_in_stages_is_foretold_from_the_first_of_them_and_the_last(ready
     def finish(work, state):
         return work.params, state, ()
 
-    stages = fj.algorithms.base.Stages(20, begin, advance, finish)
+    stages = fj.algorithms.Stages(20, begin, advance, finish)
     fedavg = ready[0].methods["fedavg"]
-    slow = fedavg.clients._replace(reduce=None, aggregate=stages.aggregate, stages=stages)
+    slow = fedavg.clients._replace(reduce=None, aggregate=stages)
     monkeypatch.setattr(forecast.time, "perf_counter", lambda: now[0])
     task = ready[0]._replace(methods={"fedavg": fedavg._replace(server=lambda _: slow)})
     assert forecast.probe([task, ready[1]]).distillation == 2 * sum(range(1, 21))

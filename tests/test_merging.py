@@ -409,7 +409,7 @@ def test_a_state_goes_on_from_merge_to_merge():
 # Exchanges
 
 
-def asking(name, then=None):
+def asking(name):
     """Make a message that clients answer with what they were given, times their first input."""
 
     def broadcast(params, state, place):
@@ -427,15 +427,15 @@ def asking(name, then=None):
         mean = sums.mean()
         return jax.tree.map(lambda w: w + mean, params), mean, name
 
-    made = algorithms.Algorithm(summarize, aggregate, reduce, broadcast=broadcast)
-    return made._replace(kind=name, then=then)
+    link = algorithms.Link(broadcast=broadcast)
+    return algorithms.Algorithm(summarize, aggregate, reduce, kind=name, link=link)
 
 
 def test_an_exchange_of_several_messages_is_played_to_its_end():
     """Each is given the state and the model that the one before it left."""
     data = np.array([[1.0], [3.0]], np.float32), np.zeros(2)
     federation = clients.federation(data, [[0], [1]])
-    method, start, key = asking("first", asking("second")), {"w": jnp.zeros(2)}, jax.random.key(0)
+    method, start, key = (asking("first"), asking("second")), {"w": jnp.zeros(2)}, jax.random.key(0)
     first, second = merging.messages(method, start, federation, key=key)
     assert (first.info, second.info) == ("first", "second")
     assert (first.sent.kind, second.sent.kind) == ("first", "second")

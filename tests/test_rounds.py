@@ -277,7 +277,9 @@ def test_what_clients_keep_is_theirs_and_is_carried_from_round_to_round(world):
         update, _ = plain.summarize(key, trained, examples, ())
         return update, private + 1
 
-    counting = plain._replace(summarize=summarize, init_client=lambda params: jnp.zeros((), int))
+    counting = plain._replace(
+        summarize=summarize, link=algorithms.Link(init_client=lambda params: jnp.zeros((), int))
+    )
     found = play(federated(counting, cohort=3), world, 10)
     taken = np.zeros(CLIENTS, int)
     for state, done in found:
@@ -364,7 +366,7 @@ def test_bad_input_is_refused_before_the_first_round(world):
 def test_a_method_of_several_messages_is_no_round():
     method = algorithms.natural_gradient(MODEL)
     how = {"cohort": 1, "optimizer": SGD, "epochs": 1, "batch_size": 1}
-    with pytest.raises(ValueError, match="exchanges several messages without training"):
+    with pytest.raises(TypeError, match=r"sequence of 3; expected one.*played by merging.exchange"):
         rounds.federated(MODEL, method, **how)
 
 

@@ -654,7 +654,7 @@ METHODS = {
     "regmean": algorithms.regmean(MODEL),
     "analytic_head": algorithms.analytic_head(MODEL),
     "ccvr": algorithms.ccvr(MODEL),
-    "natural_gradient": algorithms.natural_gradient(MODEL),
+    "natural_gradient": algorithms.natural_gradient(MODEL)[0],
     "fedfisher_sketched": algorithms.fedfisher_sketched(MODEL, terms=5),
 }
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 import fisherjax as fj
-from fisherjax.algorithms import TABLE, Algorithm, Row
+from fisherjax.algorithms import TABLE, Algorithm, Link, Row
 from fisherjax.algorithms.base import fisher_sums, solve_sums
 from fisherjax.configuration import cached
 
@@ -46,10 +46,12 @@ def toy(mu: float = 0.0) -> Algorithm:
         summarize,
         aggregate,
         fisher_sums,
-        init=lambda params, num_clients: jnp.asarray(0, jnp.int32),
-        init_client=lambda params: jnp.asarray(0, jnp.int32),
         optimizer=functools.cache(lambda base: optax.chain(optax.scale(1 - mu), base)),
         kind="params and where they moved",
+        link=Link(
+            init=lambda params, num_clients: jnp.asarray(0, jnp.int32),
+            init_client=lambda params: jnp.asarray(0, jnp.int32),
+        ),
     )
 
 

@@ -20,7 +20,7 @@ import fisherjax as fj
 from experiments.harness import one_round, steps, tables, votes
 from experiments.harness.methods import Method
 from experiments.harness.tasks import OneRound
-from fisherjax.algorithms import Update
+from fisherjax.algorithms import Stages, Update
 from fisherjax.clients import Federation
 from fisherjax.typing import Key, Params
 
@@ -102,12 +102,13 @@ def _of_stages(task: OneRound, method: Method, params: Params, sent: Update, key
     """Time the first and the last stage of a merge, if it has any, and scale their mean to all."""
     ((split, federation),) = task.federations.items()
     server, seconds = method.server(task.validation(split)), []
-    if server.stages is None:
+    stages = server.aggregate
+    if not isinstance(stages, Stages):
         return 0.0
-    number = server.stages.number
+    number = stages.number
     # The last stage learns from the images of all, which are blank here, and may diverge.
-    stages = server.stages._replace(finish=lambda _, state: (params, state, ()))
-    server = server._replace(stages=stages)
+    finish = lambda _, state: (params, state, ())  # noqa: E731
+    server = server._replace(aggregate=stages._replace(finish=finish))
     for left, done in ((2, 0), (1, number - 1)):  # the first compiles
         clock, resume = _Clock(), partial(_skipped, max(number - left, 0), done)
         merge = fj.algorithms.in_stages(server, clock, resume)

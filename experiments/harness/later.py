@@ -25,7 +25,7 @@ def exchanges(config: OneShot) -> dict[str, tuple[str, ...]]:
     return plans
 
 
-def exchange_of(task: OneRound, step: str) -> Algorithm:
+def exchange_of(task: OneRound, step: str) -> Algorithm | tuple[Algorithm, ...]:
     """Make a step of `exchanges`."""
     return getattr(fj.algorithms, step)(task.model)
 

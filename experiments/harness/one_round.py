@@ -16,7 +16,7 @@ from experiments.harness.methods import Method
 from experiments.harness.records import Row
 from experiments.harness.steps import Merged, Progress, Unit
 from experiments.harness.tasks import OneRound
-from fisherjax.algorithms import Algorithm
+from fisherjax.algorithms import Algorithm, Stages
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Params
 
@@ -44,8 +44,8 @@ def length(task: OneRound, unit: Unit) -> tuple[int, int]:
     config, merges = task.config, len(task.methods)
     rounds = merges * config.then_rounds * (config.then_epochs or config.epochs)
     exchanges = len(config.calibrate) + config.exchanges
-    made = (method.server(None).stages for method in task.methods.values())
-    others = sum(own.number for own in made if own is not None)
+    made = (method.server(None).aggregate for method in task.methods.values())
+    others = sum(own.number for own in made if isinstance(own, Stages))
     others += 0 if task.voting is None else 1 + (STUDENT in task.voting.names)
     return config.epochs * len(by_training(task)) + rounds, merges * (1 + exchanges) + others
 
@@ -169,9 +169,10 @@ def _followed(
     task: OneRound, server: Algorithm, unit: Unit, name: str, progress: Progress
 ) -> Algorithm:
     """Let a merge in stages tell of each, and go on where a killed run saved the last."""
-    if server.stages is None:
+    stages = server.aggregate
+    if not isinstance(stages, Stages):
         return server
-    folder, number, saved = _saved(task, unit, name), server.stages.number, time.monotonic()
+    folder, number, saved = _saved(task, unit, name), stages.number, time.monotonic()
 
     def after(done: int, work: Any) -> None:
         nonlocal saved

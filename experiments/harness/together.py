@@ -21,6 +21,7 @@ from experiments.harness.records import Row
 from experiments.harness.steps import Unit
 from experiments.harness.tasks import OneRound
 from fisherjax import parallel
+from fisherjax.algorithms import Stages
 from fisherjax.devices import replicate
 from fisherjax.parallel import Spread
 from fisherjax.typing import Array, Examples
@@ -135,7 +136,8 @@ def check(
 
 def _refuse(task: OneRound) -> None:
     """Refuse what is computed in several programs, or by the host."""
-    several = [name for name, own in task.methods.items() if own.server(None).stages is not None]
+    made = {name: own.server(None).aggregate for name, own in task.methods.items()}
+    several = [name for name, aggregate in made.items() if isinstance(aggregate, Stages)]
     host = [name for name in task.methods if name in fj.algorithms.WIDER]
     voting = [] if task.voting is None else list(task.voting.names)
     if several + host + voting:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fisherjax import checks, fisher
 from fisherjax.algorithms.analytic_head import analytic_head
-from fisherjax.algorithms.base import Algorithm, Stages, Update, in_stages
+from fisherjax.algorithms.base import Algorithm, Link, Update
 from fisherjax.algorithms.ccvr import ccvr
 from fisherjax.algorithms.dense import dense
 from fisherjax.algorithms.fedavg import fedavg
@@ -33,6 +33,7 @@ from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
 from fisherjax.algorithms.single_set import single_set
 from fisherjax.algorithms.sketched import fedfisher_sketched
+from fisherjax.algorithms.stages import Stages, in_stages
 from fisherjax.algorithms.student import distilled
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.distillation import FEDLPA_DISTILLATION, Distillation
@@ -49,6 +50,7 @@ __all__ = [
     "WIDER",
     "Algorithm",
     "Distillation",
+    "Link",
     "Row",
     "Stages",
     "Update",

@@ -1,12 +1,13 @@
 """The one interface of all algorithms, and what several of them share.
 
 An algorithm is a few pure functions, made by a factory; all but `summarize` and `aggregate` have
-defaults. A round sends what `broadcast` gives; every client makes its start of it by `receive`,
-trains by `optimizer` of the user's one, and summarizes; the server reduces and aggregates. Where it
-needs only sums over clients, `reduce` computes them from stacked updates and weights of any sum, in
-at least float32: sums of groups of clients add up leaf by leaf, so uploads can be streamed, sharded
-and masked, and `aggregate` divides by the total weight that is among them. Without `reduce` it
-needs each update, and takes the pair (updates, weights) with weights that sum to one.
+defaults. A round sends what `link.broadcast` gives; every client makes its start of it by
+`link.receive`, trains by `optimizer` of the user's one, and summarizes; the server reduces and
+aggregates. Where it needs only sums over clients, `reduce` computes them from stacked updates and
+weights of any sum, in at least float32: sums of groups of clients add up leaf by leaf, so uploads
+can be streamed, sharded and masked, and `aggregate` divides by the total weight that is among them.
+Without `reduce` it needs each update, and takes the pair (updates, weights) with weights that sum
+to one.
 """
 
 from collections.abc import Callable
@@ -77,139 +78,105 @@ def unchanged(base: optax.GradientTransformation) -> optax.GradientTransformatio
     return base
 
 
-class Algorithm(NamedTuple):
-    """A method as pure functions; the module says when each is called.
+class Link(NamedTuple):
+    """What server and clients remember from round to round, and send each other beside updates.
+
+    Most methods remember nothing and send the global model: those are the defaults.
 
     Attributes:
-        summarize: (key, trained, examples, private) -> (update, private), on one client.
-        aggregate: (key, sums or (updates, weights), params, state, cohort) -> (params, state,
-            info); `cohort` are the places [K] of the clients that took part.
-        reduce: (stacked updates, weights [K]) -> sums, or None if each update is needed.
         init: (params, num_clients) -> state, what the server keeps; () for most.
         init_client: params -> private, what a client keeps and never sends; () for most.
         broadcast: (params, state, place) -> message, what the server sends to the client at that
             place among all; the place is None where it sends the same to all.
         receive: (message, private) -> (start, extras), what the client begins with and what its
             optimiser is given.
+        personal: Whether `broadcast` sends something else to every client.
+        draws: Whether `aggregate` draws noise that has to be secret: a merge then needs a key.
+    """
+
+    init: Callable[[Params, int], Any] = nothing
+    init_client: Callable[[Params], Any] = nothing
+    broadcast: Callable[[Params, Any, Any], Any] = send_everything
+    receive: Callable[[Any, Any], tuple[Params, Any]] = start_there
+    personal: bool = False
+    draws: bool = False
+
+
+GIVES = ("model", "wider model", "model per client", "votes")
+"""What a merge may give: one model of the clients' shapes, one of other shapes, a model for every
+client and their mean, or all models stacked, which vote."""
+
+
+class Algorithm(NamedTuple):
+    """A method as pure functions; the module says when each is called.
+
+    Attributes:
+        summarize: (key, trained, examples, private) -> (update, private), on one client.
+        aggregate: (key, sums or (updates, weights), params, state, cohort) -> (params, state,
+            info); `cohort` are the places [K] of the clients that took part. One that takes long
+            is `Stages`, which `in_stages` follows.
+        reduce: (stacked updates, weights [K]) -> sums, or None if each update is needed.
+        decode: (values of stacked updates, params) -> what `reduce` and `aggregate` take: undoes
+            what a wrapper did to them on the clients, such as compression.
         optimizer: Wraps the user's optimiser; it is given `start`, `extras` and `last_epoch` as
             extra arguments. Equal bases give the same object.
         kind: What the updates are, in words.
         model: The network that `summarize` runs, for checks of the data; None if it runs none.
-        personal: Whether the server sends something else to every client.
-        then: What follows in the same exchange, given the state that this one left; None if
-            nothing does.
-        decode: (values of stacked updates, params) -> what `reduce` and `aggregate` take: undoes
-            what a wrapper did to them on the clients, such as compression.
-        draws: Whether `aggregate` draws noise that has to be secret: a merge then needs a key.
-        resizes: Whether the merged leaves may have other shapes, those of a wider network.
-        stages: The parts of an `aggregate` that takes long, see `in_stages`; None if it does not.
+        gives: What a merge gives, one of `GIVES`.
+        link: What is kept between rounds, and what is sent beside updates.
     """
 
     summarize: Callable[[Key, Trained, Examples, Any], tuple[dict[str, Any], Any]]
     aggregate: Callable[[Key, Any, Params, Any, Array], tuple[Params, Any, Any]]
     reduce: Callable[[dict[str, Any], Array], Any] | None = None
-    init: Callable[[Params, int], Any] = nothing
-    init_client: Callable[[Params], Any] = nothing
-    broadcast: Callable[[Params, Any, Any], Any] = send_everything
-    receive: Callable[[Any, Any], tuple[Params, Any]] = start_there
+    decode: Callable[[dict[str, Any], Params], dict[str, Any]] = as_sent
     optimizer: Callable[[optax.GradientTransformation], Any] = unchanged
     kind: str = "unnamed"
     model: Model | None = None
-    personal: bool = False
-    then: "Algorithm | None" = None
-    decode: Callable[[dict[str, Any], Params], dict[str, Any]] = as_sent
-    draws: bool = False
-    resizes: bool = False
-    stages: "Stages | None" = None
-
-
-class Stages(NamedTuple):
-    """A long `aggregate` as a loop, whose carry is a pytree of arrays that files can hold.
-
-    Attributes:
-        number: How often it advances.
-        begin: The arguments of `aggregate` -> work.
-        advance: (received, work) -> work, compiled.
-        finish: (work, state) -> (params, state, info).
-    """
-
-    number: int
-    begin: Callable[..., Any]
-    advance: Callable[[Any, Any], Any]
-    finish: Callable[[Any, Any], tuple[Params, Any, Any]]
-
-    def aggregate(self, key: Key, received: Any, params: Params, state: Any, cohort: Array) -> Any:
-        """Play all of it, under `jit` as one loop."""
-        work = self.begin(key, received, params, state, cohort)
-        if checks.is_traced(work, received):
-            step = lambda _, now: self.advance(received, now)  # noqa: E731
-            work = jax.lax.fori_loop(0, self.number, step, work)
-        else:  # a loop outside of `jit` would compile anew in every merge
-            for _ in range(self.number):
-                work = self.advance(received, work)
-        return self.finish(work, state)
-
-
-def in_stages(
-    algorithm: Algorithm,
-    after: Callable[[int, Any], None],
-    resume: Callable[[Any], tuple[int, Any] | None] = lambda _: None,
-) -> Algorithm:
-    """Let a merge that takes long say after each stage how far it is, and go on from there.
-
-    Args:
-        algorithm: One with `stages`, such as `dense`.
-        after: Called with the number of stages that are done and the work, to show and to save it.
-        resume: Called with the work at the beginning, gives what `after` was called with last, or
-            None to start afresh. What follows is what would have followed, bit for bit.
-
-    Returns:
-        The algorithm, for `merging.merge` outside of `jit`.
-
-    Raises:
-        ValueError: If the algorithm has no stages.
-
-    Example:
-        >>> stages = Stages(
-        ...     3, lambda *_: 1, lambda _, work: 2 * work, lambda work, _: (work, (), ())
-        ... )
-        >>> slow = averaging(aggregate=stages.aggregate, stages=stages)
-        >>> shown = in_stages(slow, lambda done, work: print(done, work))
-        >>> shown.aggregate(None, None, None, (), None)[0]
-        1 2
-        2 4
-        3 8
-        8
-    """
-    check_algorithm(algorithm)
-    stages = algorithm.stages
-    if stages is None:
-        raise ValueError(
-            "This method merges in one stage, as most do; expected one with stages, such as dense."
-        )
-
-    def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
-        work = stages.begin(key, received, params, state, cohort)
-        done, work = resume(work) or (0, work)
-        for number in range(done, stages.number):
-            work = stages.advance(received, work)
-            after(number + 1, work)
-        return stages.finish(work, state)
-
-    return algorithm._replace(aggregate=aggregate)
+    gives: str = "model"
+    link: Link = Link()
 
 
 def check_algorithm(value: Any) -> None:
-    """Refuse what is no `Algorithm`."""
+    """Refuse what is no `Algorithm`, and a sequence of them, which only exchanges take."""
+    several = isinstance(value, list | tuple) and len(value) > 0
+    if several and all(isinstance(each, Algorithm) for each in value):
+        raise TypeError(
+            f"algorithm is a sequence of {len(value)}; expected one Algorithm such as "
+            "algorithms.fedavg(). A sequence of messages, such as natural_gradient's, is played by "
+            "merging.exchange, after any merge or round."
+        )
     checks.instance("algorithm", value, Algorithm, "an Algorithm such as algorithms.fedavg()")
+    checks.one_of("algorithm.gives", value.gives, GIVES)
+    checks.instance("algorithm.link", value.link, Link, "a Link such as algorithms.Link()")
+
+
+def as_sequence(value: Any) -> tuple[Algorithm, ...]:
+    """Return an algorithm, or a sequence of them, as a tuple; refuse anything else.
+
+    Example:
+        >>> len(as_sequence(averaging())), len(as_sequence([averaging(), averaging()]))
+        (1, 2)
+    """
+    is_sequence = isinstance(value, list | tuple) and not isinstance(value, Algorithm)
+    found = tuple(value) if is_sequence and value else (value,)
+    for each in found:
+        check_algorithm(each)
+    return found
+
+
+def keeps_shapes(algorithm: Algorithm) -> bool:
+    """Return whether merged leaves have the shapes of those that clients train."""
+    return algorithm.gives not in ("wider model", "votes")
 
 
 def check_same_shapes(algorithm: Algorithm) -> None:
-    """Refuse a method whose merged model may be wider than what clients train."""
-    if algorithm.resizes:
+    """Refuse a method whose merged leaves have other shapes than those that clients train."""
+    if not keeps_shapes(algorithm):
         raise ValueError(
-            "The merged model of this method may have other shapes, as that of pfnm is wider; "
-            "expected one whose merged model clients can go on from. Merge once, by merging.merge."
+            f"This method gives '{algorithm.gives}', whose leaves have other shapes than those "
+            "that clients train; expected a method that gives a model which clients can go on "
+            "from, such as fedavg. Merge once, by merging.merge."
         )
 
 

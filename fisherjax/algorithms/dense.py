@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import checks, distillation, likelihoods, tree
-from fisherjax.algorithms.base import Algorithm, Stages, averaging, check_algorithm
+from fisherjax.algorithms.base import Algorithm, averaging, check_algorithm
+from fisherjax.algorithms.stages import Stages
 from fisherjax.configuration import cached
 from fisherjax.distillation import Distillation, Distilling, Fixed
 from fisherjax.solvers.base import as_partial
@@ -64,8 +65,8 @@ def dense(
             student of all epochs is the answer, the first of equals; without it the last.
 
     Returns:
-        The algorithm, with `stages`: see `base.in_stages`. Updates are those of `start`; it
-        reports `Distilled`.
+        The algorithm, whose `aggregate` is `Stages`: see `in_stages`. Updates are those of
+        `start`; it reports `Distilled`.
 
     Raises:
         ValueError: If an argument is out of range, the likelihood is another, or updates hold no
@@ -125,7 +126,7 @@ def dense(
         return params, state, Distilled(work.images, *work.losses.T, work.score)
 
     stages = Stages(epochs, begin, advance, finish)
-    return merge._replace(aggregate=stages.aggregate, stages=stages, reduce=None, model=model)
+    return merge._replace(aggregate=stages, reduce=None, model=model)
 
 
 def _as_it_is(images: Array) -> Array:
@@ -143,10 +144,12 @@ def _check(model: Model, shape: Any, start: Algorithm, how: Distillation) -> Non
             "(28, 28, 1), with height and width multiples of four: the generator doubles twice."
         )
     check_algorithm(start)
-    if start.personal or start.then is not None or start.stages is not None:
+    in_stages = isinstance(start.aggregate, Stages)
+    if start.gives != "model" or in_stages:
         raise ValueError(
-            "DENSE begins from one merged model of one exchange; expected a start such as fedavg() "
-            "or fedfisher(model)."
+            f"start gives '{start.gives}'{', in stages' if in_stages else ''}; DENSE begins from "
+            "one model that is merged in one stage: expected a start such as fedavg() or "
+            "fedfisher(model)."
         )
     checks.instance("how", how, Distillation, "Distillation() or FEDLPA_DISTILLATION")
     for name in ("batch_size", "images", "steps", "width", "passes"):

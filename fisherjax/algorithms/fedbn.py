@@ -92,7 +92,7 @@ def fedbn(
         >>> params = fj.networks.init(network, jax.random.key(0), images)
         >>> model = fj.networks.model(network, params, fj.likelihoods.categorical)
         >>> kept = fj.algorithms.normalizations(model, params, images)
-        >>> len(fedbn(where=kept).init_client(params).leaves)
+        >>> len(fedbn(where=kept).link.init_client(params).leaves)
         24
 
     Source: the paper above, algorithm 1, with weights by examples; its code for digits counts every

@@ -57,10 +57,10 @@ def with_server_optimizer(
     def init(params: Params, num_clients: int) -> ServerState:
         optimizers.check("server_optimizer", optimizer, params, _NO_LOSS)
         optimizers.check_plain("The server", optimizer, params)
-        return ServerState(algorithm.init(params, num_clients), optimizer.init(params))
+        return ServerState(algorithm.link.init(params, num_clients), optimizer.init(params))
 
     def broadcast(params: Params, state: ServerState, place: Array | None) -> Any:
-        return algorithm.broadcast(params, state.algorithm, place)
+        return algorithm.link.broadcast(params, state.algorithm, place)
 
     def aggregate(
         key: Key, received: Any, params: Params, state: ServerState, cohort: Array
@@ -72,4 +72,5 @@ def with_server_optimizer(
         moved = optax.apply_updates(params, step)
         return moved, ServerState(kept, server), info
 
-    return algorithm._replace(init=init, broadcast=broadcast, aggregate=aggregate)
+    link = algorithm.link._replace(init=init, broadcast=broadcast)
+    return algorithm._replace(aggregate=aggregate, link=link)

@@ -290,4 +290,5 @@ def fedov(model: Model) -> Algorithm:
         stacked = jax.tree.map(lambda leaf: leaf[present], updates["params"])
         return stacked, state, Voters(jnp.asarray(cohort)[present])
 
-    return Algorithm(summarize, aggregate, kind="params of an open set", model=model, resizes=True)
+    kind = "params of an open set"
+    return Algorithm(summarize, aggregate, kind=kind, model=model, gives="votes")

@@ -31,7 +31,7 @@ def fedper(head: str, algorithm: Algorithm | None = None) -> Algorithm:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> params = {"dense1": {"kernel": jnp.zeros(2)}, "dense2": {"kernel": jnp.zeros(3)}}
-        >>> list(fedper("dense2").init_client(params).leaves)
+        >>> list(fedper("dense2").link.init_client(params).leaves)
         ['dense2/kernel']
 
     Source: the paper above, algorithms 1 and 2. There the body is averaged with equal weights or by

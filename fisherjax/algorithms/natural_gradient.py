@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, fisher, leaves, likelihoods
-from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
+from fisherjax.algorithms.base import Algorithm, Link, WeightedSum, weighted_sum
 from fisherjax.algorithms.rescaling import best_way, exact_products, regression
 from fisherjax.clients import draw, hold_out
 from fisherjax.compiler import jit
@@ -85,7 +85,7 @@ def natural_gradient(
     kind: Kind = fisher.sampled,
     batch_size: int = 128,
     max_examples: int | None = 4000,
-) -> Algorithm:
+) -> tuple[Algorithm, Algorithm, Algorithm]:
     """Make the exchange that moves all layers by natural gradients, and solves the last anew.
 
         D_k = -(A (x) G + lambda_k I)^-1 g   for each hidden layer, lambda_k = damping_k m(A (x) G),
@@ -116,7 +116,8 @@ def natural_gradient(
             one is held aside, always the same.
 
     Returns:
-        The algorithm. Updates of each message add up over clients; it reports a `Step`.
+        The three messages, for `merging.exchange`, which plays them in turn. Updates of each add
+        up over clients; the last reports a `Step`.
 
     Raises:
         ValueError: If a number is out of range; on summarize, if the outputs are not those of a
@@ -193,19 +194,22 @@ def natural_gradient(
         moved = jax.tree.map(lambda w, d: w + scale * d, params, state.step)
         return moved, (), Step(state.loss, state.predicted, scale, held)
 
-    def message(name: str, summarize: Any, aggregate: Any, **more: Any) -> Algorithm:
+    def message(name: str, summarize: Any, aggregate: Any, link: Link) -> Algorithm:
         def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
             return weighted_sum(updates[name], weights)
 
-        return Algorithm(summarize, aggregate, reduce, kind=name, model=model, **more)
+        return Algorithm(summarize, aggregate, reduce, kind=name, model=model, link=link)
 
     def sent(params: Params, state: Course, *_: Any) -> tuple[Any, Any]:
         known = state.directions if state.step is None else state.step
         return params, known
 
-    last = message("losses", losses, go, broadcast=sent)
-    middle = message("products", products, turn, broadcast=sent, then=last)
-    return message("slopes", slopes, look, then=middle)
+    informed = Link(broadcast=sent)
+    return (
+        message("slopes", slopes, look, Link()),
+        message("products", products, turn, informed),
+        message("losses", losses, go, informed),
+    )
 
 
 class _Plan(NamedTuple):

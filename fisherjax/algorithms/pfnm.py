@@ -160,7 +160,7 @@ def pfnm(
         return merged, state, Matched(places)
 
     kind = "params, counts of classes and wiring"
-    return Algorithm(summarize, aggregate, kind=kind, model=model, resizes=True)
+    return Algorithm(summarize, aggregate, kind=kind, model=model, gives="wider model")
 
 
 def _check_chain(found: Wiring) -> None:

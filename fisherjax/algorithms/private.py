@@ -46,7 +46,7 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[
     takes the shared leaves' part of each client's Fisher information, at its own private leaves.
 
     Args:
-        algorithm: Any whose clients answer once. A server's optimiser is wrapped around the result,
+        algorithm: Any. A server's optimiser is wrapped around the result,
             `with_server_optimizer(keep_private(...), ...)`.
         where: Name of a leaf, as `tree.names` gives it, -> whether it is private; or the names of
             the private ones.
@@ -56,8 +56,9 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[
 
     Raises:
         TypeError: If an argument has the wrong kind.
-        ValueError: If the algorithm has several messages; once params are known, if no leaf is
-            private or every one is, or a layer that K-FAC treats as one would be torn apart.
+        ValueError: If merged leaves have other shapes than the clients'; once params are known, if
+            no leaf is private or every one is, or a layer that K-FAC treats as one would be torn
+            apart.
 
     Example:
         >>> import fisherjax as fj
@@ -88,11 +89,6 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
     """Make `keep_private` of the leaves that a function of params, or of their shapes, names."""
     check_algorithm(algorithm)
     check_same_shapes(algorithm)
-    if algorithm.then is not None:
-        raise ValueError(
-            "This method has several messages, as natural_gradient has; expected one whose clients "
-            "answer once."
-        )
 
     def shared(params: Params) -> dict[str, Array]:
         return _split(choose, params)[0]
@@ -101,10 +97,10 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
         return _split(choose, params)[1]
 
     def init(params: Params, num_clients: int) -> Any:
-        return algorithm.init(shared(params), num_clients)
+        return algorithm.link.init(shared(params), num_clients)
 
     def init_client(params: Params) -> Private:
-        kept = algorithm.init_client(shared(params))
+        kept = algorithm.link.init_client(shared(params))
         if algorithm.model is not None and jax.tree.leaves(kept):
             raise ValueError(
                 "This algorithm runs the network to summarize and keeps something on the clients; "
@@ -113,10 +109,10 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
         return Private(own(params), kept, Template.of(params))
 
     def broadcast(params: Params, state: Any, place: Array | None) -> Any:
-        return algorithm.broadcast(shared(params), state, place)
+        return algorithm.link.broadcast(shared(params), state, place)
 
     def receive(message: Any, private: Private) -> tuple[Params, Any]:
-        start, extras = algorithm.receive(message, private.algorithm)
+        start, extras = algorithm.link.receive(message, private.algorithm)
         # Corrections are of shared leaves: none for those that the server does not know.
         nothing = jax.tree.map(jnp.zeros_like, private.leaves)
         extras = _replace(extras, start, lambda x: private.template.restore(x | nothing))
@@ -144,11 +140,11 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
     return algorithm._replace(
         summarize=summarize,
         aggregate=aggregate,
-        init=init,
-        init_client=init_client,
-        broadcast=broadcast,
-        receive=receive,
         kind=f"{algorithm.kind}, of shared leaves",
+        gives="model per client",
+        link=algorithm.link._replace(
+            init=init, init_client=init_client, broadcast=broadcast, receive=receive
+        ),
     )
 
 

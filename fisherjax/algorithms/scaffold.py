@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import optimizers, tree
-from fisherjax.algorithms.base import Algorithm, weighted_sum
+from fisherjax.algorithms.base import Algorithm, Link, weighted_sum
 from fisherjax.configuration import cached
 from fisherjax.local_update import Kept
 from fisherjax.training import Trained
@@ -111,12 +111,9 @@ def scaffold() -> Algorithm:
         summarize,
         aggregate,
         reduce,
-        init=init,
-        init_client=_zeros,
-        broadcast=broadcast,
-        receive=receive,
         optimizer=_corrected,
         kind="params and changes of controls",
+        link=Link(init=init, init_client=_zeros, broadcast=broadcast, receive=receive),
     )
 
 

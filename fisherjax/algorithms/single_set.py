@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fisherjax.algorithms.base import Algorithm, nothing
+from fisherjax.algorithms.base import Algorithm, Link, nothing
 from fisherjax.configuration import cached
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
@@ -46,8 +46,11 @@ def single_set() -> Algorithm:
     return Algorithm(
         summarize,
         aggregate,
-        init_client=lambda params: params,
-        broadcast=nothing,
-        receive=lambda _, private: (private, ()),
         kind="nothing",
+        gives="model per client",
+        link=Link(
+            init_client=lambda params: params,
+            broadcast=nothing,
+            receive=lambda _, private: (private, ()),
+        ),
     )

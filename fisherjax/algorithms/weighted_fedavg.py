@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, tree
-from fisherjax.algorithms.base import ENOUGH, Algorithm
+from fisherjax.algorithms.base import ENOUGH, Algorithm, Link
 from fisherjax.algorithms.heads import head_sums
 from fisherjax.clients import draw
 from fisherjax.configuration import cached, name_of
@@ -115,11 +115,10 @@ def weighted_fedavg(
     return Algorithm(
         summarize,
         aggregate,
-        init=init,
-        broadcast=broadcast,
         kind=f"params and {name_of(fisher) + ' Fisher' if fisher else 'prototypes'}",
         model=model,
-        personal=True,
+        gives="model per client",
+        link=Link(init=init, broadcast=broadcast, personal=True),
     )
 
 

@@ -7,7 +7,7 @@ says itself what was done to it, and one function decodes whatever arrives.
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, tree
-from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.algorithms.base import Algorithm, Update, as_sequence
 from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher import Dense, Kronecker
@@ -158,17 +158,19 @@ def at(path: Any, function: Callable[[Any], Any], value: Any) -> Any:
         raise ValueError(f"{name}: {error}" if name else str(error)) from error
 
 
-@cached
-def compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
+def compressed(
+    algorithm: Algorithm | Sequence[Algorithm], codec: Codec
+) -> Algorithm | tuple[Algorithm, ...]:
     """Let clients send what a codec makes of their updates; the server decodes and goes on.
 
     Args:
-        algorithm: Any. Its further messages, if it has some, are compressed alike.
+        algorithm: Any, or a sequence of them, such as natural_gradient's, each of which is
+            compressed alike.
         codec: Such as `quantized(8)`, `water_filling(0.5)`, or several by `compose`.
 
     Returns:
-        The algorithm, with updates {"update": encoded values}. Their bytes are those of the arrays
-        in them: `rounds` counts them, and files hold them.
+        The algorithm, or a tuple of them, with updates {"update": encoded values}. Their bytes are
+        those of the arrays in them: `rounds` counts them, and files hold them.
 
     Raises:
         TypeError: If an argument has the wrong kind.
@@ -187,9 +189,14 @@ def compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
         >>> bool(jnp.abs(merged - models[0] - 5).max() < 1009 / 254)
         True
     """
-    check_algorithm(algorithm)
     check_codec(codec)
-    if codec.needs_start and algorithm.personal:
+    found = tuple(_compressed(each, codec) for each in as_sequence(algorithm))
+    return found[0] if isinstance(algorithm, Algorithm) else found
+
+
+@cached
+def _compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
+    if codec.needs_start and algorithm.link.personal:
         raise ValueError(
             f"The codec '{codec.name}' sends differences to what clients start from, but this "
             "method sends every client another model; expected a codec such as quantized(8)."
@@ -204,9 +211,8 @@ def compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
         each = jax.lax.map(lambda own: decode(own, params), values["update"])
         return algorithm.decode(each, params)
 
-    then = None if algorithm.then is None else compressed(algorithm.then, codec)
     kind = _kind(algorithm.kind, codec)
-    return algorithm._replace(summarize=summarize, decode=decoded, kind=kind, then=then)
+    return algorithm._replace(summarize=summarize, decode=decoded, kind=kind)
 
 
 def encode(update: Update, codec: Codec, *, start: Params | None = None) -> Update:

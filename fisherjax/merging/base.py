@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import checks, clients, tree
-from fisherjax.algorithms.base import Algorithm, as_sent
+from fisherjax.algorithms.base import Algorithm, as_sent, keeps_shapes
 from fisherjax.compiler import jit
 from fisherjax.fisher import passes
 from fisherjax.solvers import Info, Status
@@ -48,10 +48,10 @@ def finished(
 
     Refuses a model that does not fit or is not finite, and warns of blocks that were not solved.
     """
-    state = algorithm.init(params, len(cohort)) if state is None else state
+    state = algorithm.link.init(params, len(cohort)) if state is None else state
     key = jax.random.fold_in(key, clients.AGGREGATE)
     merged, state, info = algorithm.aggregate(key, received, params, state, cohort)
-    if not algorithm.resizes:
+    if keeps_shapes(algorithm):
         _check_shapes(merged, params)
     # Sums and solutions are in at least float32: rounded to the model's dtype once, here.
     merged = jax.tree.map(lambda leaf, start: leaf.astype(jnp.result_type(start)), merged, params)
@@ -62,7 +62,7 @@ def finished(
 
 def server_key(algorithm: Algorithm, key: Key | None) -> Key:
     """Give a key where none is needed; refuse none where noise is drawn."""
-    if key is None and algorithm.draws:
+    if key is None and algorithm.link.draws:
         raise ValueError(
             "key is None, but this algorithm adds noise that nobody may know; expected a secret "
             "key, another one for each merge."

@@ -1,10 +1,10 @@
 """Rounds of communication without training: clients look at a model, and answer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fisherjax import checks, clients
-from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.algorithms.base import Algorithm, Update, as_sequence
 from fisherjax.clients import Federation
 from fisherjax.compiler import eval_shape
 from fisherjax.devices import Memory
@@ -25,7 +25,7 @@ class Message(NamedTuple):
 
 
 def exchange(
-    algorithm: Algorithm,
+    algorithm: Algorithm | Sequence[Algorithm],
     params: Params,
     federation: Federation,
     *,
@@ -36,9 +36,10 @@ def exchange(
     """Send a model to all clients, let them summarize it without training, and merge what they say.
 
     Methods that need no training, such as `algorithms.analytic_head`: one round of communication,
-    or more short ones where a method has several messages, as `algorithms.natural_gradient`. The
-    arguments, what is returned and what is refused are those of `summarize` and `merge`; weights
-    are the federation's.
+    or several short ones, one for each of a sequence of algorithms, such as
+    `algorithms.natural_gradient` makes: each is given the model and the state that the one before
+    it left, and the first the given ones. The other arguments, what is returned and what is refused
+    are those of `summarize` and `merge`; weights are the federation's.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, fisherjax as fj
@@ -55,7 +56,7 @@ def exchange(
 
 
 def messages(
-    algorithm: Algorithm,
+    algorithm: Algorithm | Sequence[Algorithm],
     params: Params,
     federation: Federation,
     *,
@@ -69,28 +70,26 @@ def messages(
     """
     clients.check(federation)
     params = checks.arrays(params)
-    following: Algorithm | None = algorithm
-    while following is not None:
-        check_algorithm(following)
-        if following.personal:
+    for following in as_sequence(algorithm):
+        link = following.link
+        if link.personal:
             raise ValueError(
                 "This method keeps a model for each client, as weighted_fedavg does; expected one "
                 "that sends the same to all. Play it in rounds.federated."
             )
-        state = following.init(params, federation.num_clients) if state is None else state
-        sent_down = following.broadcast(params, state, None)
-        start, _ = following.receive(sent_down, following.init_client(params))
+        state = link.init(params, federation.num_clients) if state is None else state
+        sent_down = link.broadcast(params, state, None)
+        start, _ = link.receive(sent_down, link.init_client(params))
         same = untrained(params, federation.num_clients)._replace(start=start)
         chunk = clients_per_chunk
         sent = summarize(following, same, federation, key=key, clients_per_chunk=chunk)
         weights = federation.weights
         params, state, info = merge(following, params, sent, weights, state=state, key=key)
         yield Message(start, sent, params, state, info)
-        following = following.then
 
 
 def exchange_memory(
-    algorithm: Algorithm,
+    algorithm: Algorithm | Sequence[Algorithm],
     params: Params,
     federation: Federation,
     *,
@@ -116,8 +115,8 @@ def exchange_memory(
         return [message.received for message in messages(algorithm, params, federation, **how)]
 
     # Shapes only: nothing is computed, and of each message only the clients' half compiled.
-    needs, following = [], algorithm
-    for start in eval_shape(played, params, federation):
-        needs.append(summarize_memory(following, params, federation, start=start, **how))
-        following = following.then
-    return tuple(needs)
+    starts = eval_shape(played, params, federation)
+    return tuple(
+        summarize_memory(following, params, federation, start=start, **how)
+        for following, start in zip(as_sequence(algorithm), starts, strict=True)
+    )

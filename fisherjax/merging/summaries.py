@@ -97,7 +97,7 @@ def summarize_memory(
         extras = eval_shape(lambda w: _extras(algorithm, w), params)
         start, steps = params, np.zeros(num_clients, np.int32)
     key, start, steps = replicate((key, start, steps), mesh)
-    private = eval_shape(algorithm.init_client, params)
+    private = eval_shape(algorithm.link.init_client, params)
     # Shapes only: the compiler is asked before any stack [M, ...] is made.
     stacked, own, extras = devices.stacked_shapes((params, private, extras), num_clients, mesh)
     trained = Trained(stacked, start, steps, None, extras)
@@ -190,7 +190,7 @@ def _check_summary(
 
 @partial(jit, static_argnums=0)
 def _first_private(algorithm: Algorithm, stacked: Params) -> Any:
-    return jax.vmap(algorithm.init_client)(stacked)
+    return jax.vmap(algorithm.link.init_client)(stacked)
 
 
 def _extras(algorithm: Algorithm, params: Params) -> Any:

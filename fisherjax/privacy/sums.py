@@ -65,7 +65,7 @@ def private(
     to the clients' noisy mean.
 
     Args:
-        algorithm: One with a `reduce` whose clients answer once, such as fedavg,
+        algorithm: One with a `reduce`, such as fedavg,
             fedfisher(model, fisher=fisher.diagonal) or analytic_head(model, ridge=0.01).
         clip: C, a number for all sums together; or by group, a beginning of the names that
             `tree.names` gives the leaves of the sums: {"total": C} for averages, "fisher",
@@ -82,7 +82,7 @@ def private(
 
     Raises:
         ValueError: If a clip is not positive, a multiplier negative, or the algorithm has no
-            `reduce`, several messages or a wrapper's `decode`; on merge, if groups are not those of
+            `reduce` or a wrapper's `decode`; on merge, if groups are not those of
             the sums; on summarize, of params without a start.
         TypeError: If an argument has the wrong kind.
 
@@ -101,16 +101,11 @@ def private(
         private linear regression, UAI 2018.
     """
     check_algorithm(algorithm)
-    if algorithm.reduce is None or algorithm.personal:
+    if algorithm.reduce is None or algorithm.link.personal:
         raise ValueError(
             "This method needs every client's update (its reduce is None), and only sums over "
             "clients can be made private; expected one that adds up, such as fedavg, fisher_merge "
             "or fedfisher(model, fisher=fisher.diagonal)."
-        )
-    if algorithm.then is not None:
-        raise ValueError(
-            "This method has several messages, as natural_gradient has; expected one whose clients "
-            "answer once."
         )
     if algorithm.decode is not as_sent:
         raise ValueError(
@@ -217,10 +212,10 @@ def _private(
     deviation = {name: multipliers[name] * bound for name, bound in sensitivity.items()}
 
     def init(params: Params, num_clients: int) -> State:
-        return State(algorithm.init(params, num_clients), jnp.asarray(0, jnp.int32))
+        return State(algorithm.link.init(params, num_clients), jnp.asarray(0, jnp.int32))
 
     def broadcast(params: Params, state: State, place: Array | None) -> Any:
-        return algorithm.broadcast(params, state.algorithm, place)
+        return algorithm.link.broadcast(params, state.algorithm, place)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         values, kept = algorithm.summarize(key, trained, examples, private)
@@ -251,10 +246,8 @@ def _private(
         summarize=summarize,
         reduce=_bounded(algorithm, clip),
         aggregate=aggregate,
-        init=init,
-        broadcast=broadcast,
         kind=f"{algorithm.kind}, to be clipped",
-        draws=True,
+        link=algorithm.link._replace(init=init, broadcast=broadcast, draws=True),
     )
 
 

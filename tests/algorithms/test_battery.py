@@ -265,7 +265,7 @@ def test_sums_of_groups_of_clients_add_up(row, world, merge):
         for rows in ([3, 0], [1, 2])
     ]
     sums = on_host(np.add, *groups)
-    state = algorithm.init(world.start, 4)
+    state = algorithm.link.init(world.start, 4)
     key = jax.random.key(0)
     merged, after, _ = algorithm.aggregate(key, sums, world.start, state, jnp.arange(4))
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
@@ -278,7 +278,7 @@ def test_updates_go_through_a_file(row, world, merge, tmp_path):
     alone = training.Trained(
         row.models[0], world.start, stacked.steps[0], None, pick(stacked.extras, 0)
     )
-    examples, private = clients.view(world.federation, 0), algorithm.init_client(world.start)
+    examples, private = clients.view(world.federation, 0), algorithm.link.init_client(world.start)
     like, _ = jax.eval_shape(algorithm.summarize, jax.random.key(0), alone, examples, private)
     loaded = []
     for client in range(4):

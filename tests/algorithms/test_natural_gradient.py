@@ -185,8 +185,8 @@ def test_each_message_adds_up_over_clients(world):
     method = algorithms.natural_gradient(MODEL)
     played = list(merging.messages(method, params, federation, key=KEY))
     assert [m.sent.kind for m in played] == ["slopes", "products", "losses"]
-    state, following, weights = None, method, np.asarray(federation.weights)
-    for message in played:
+    state, weights = None, np.asarray(federation.weights)
+    for following, message in zip(method, played, strict=True):
         values = message.sent.values
         parts = [
             (jax.tree.map(lambda v, i=i: np.asarray(v)[i : i + 1], values), weights[i : i + 1])
@@ -195,8 +195,7 @@ def test_each_message_adds_up_over_clients(world):
         chunks = [(algorithms.Update(v, following.kind), w) for v, w in parts]
         streamed = merging.merge_stream(following, params, chunks, state=state)
         chex.assert_trees_all_close(streamed[0], message.params, rtol=1e-9)
-        state, following = message.state, following.then
-    assert following is None
+        state = message.state
 
 
 @pytest.mark.long

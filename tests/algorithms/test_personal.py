@@ -100,7 +100,7 @@ def test_who_sits_a_round_out_keeps_its_model(world, method):
     away = np.setdiff1d(np.arange(5), done.cohort)
     before, after = jax.device_get((before, after))
     private = state.private.leaves if hasattr(state.private, "leaves") else {}
-    own = tree.names(before) if method.personal or not private else tuple(private)
+    own = tree.names(before) if method.link.personal or not private else tuple(private)
     for name, old, new in zip(
         tree.names(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True
     ):
@@ -233,7 +233,7 @@ def test_clients_are_as_alike_as_their_fishers_are_parallel(world, fisher):
 
 def test_a_layer_is_its_own_leaves_and_no_others():
     params = {name: {"kernel": jnp.zeros(1)} for name in ("dense1", "dense10", "old_dense1")}
-    assert list(fedper("dense1").init_client(params).leaves) == ["dense1/kernel"]
+    assert list(fedper("dense1").link.init_client(params).leaves) == ["dense1/kernel"]
 
 
 NORMS = (
@@ -269,25 +269,25 @@ def test_names_that_say_nothing_are_refused_and_the_equations_are_named():
     """A vector that may be a scale is neither kept nor averaged by a guess."""
     size = jnp.ones(2)
     dense, norm = {"kernel": jnp.ones((2, 2)), "bias": size}, {"scale": size, "bias": size}
-    kept = fedbn().init_client({"normal_head": dense, "post": norm}).leaves
+    kept = fedbn().link.init_client({"normal_head": dense, "post": norm}).leaves
     assert list(kept) == ["post/bias", "post/scale"]
     shortcut = {"0": {"weight": jnp.ones((2, 2))}, "1": {"weight": size}}
     unclear = {"bn1": norm, "downsample": shortcut}
     with pytest.raises(ValueError, match=r"\['downsample/1/weight'\].*normalizations\(model"):
-        fedbn().init_client(unclear)
+        fedbn().link.init_client(unclear)
     names = frozenset({"bn1/scale", "bn1/bias", "downsample/1/weight"})
     method = fedbn(where=names)
-    assert set(method.init_client(unclear).leaves) == names
+    assert set(method.link.init_client(unclear).leaves) == names
     assert method is fedbn(where=frozenset(names))
     with pytest.raises(ValueError, match=r"lists \['bn2/scale'\], which are no leaves"):
-        fedbn(where=frozenset({"bn2/scale"})).init_client(unclear)
+        fedbn(where=frozenset({"bn2/scale"})).link.init_client(unclear)
 
 
 @pytest.mark.long
 def test_what_equations_find_is_kept_and_the_rest_is_merged(world):
     federation, start, model = world
     names = algorithms.normalizations(model, start, federation.inputs)
-    assert set(fedbn().init_client(start).leaves) == names
+    assert set(fedbn().link.init_client(start).leaves) == names
     found, expected = (play(world, m, 2)[1] for m in (fedbn(where=names), fedbn()))
     chex.assert_trees_all_equal(found, expected)
 
@@ -295,11 +295,11 @@ def test_what_equations_find_is_kept_and_the_rest_is_merged(world):
 def test_networks_and_names_that_do_not_fit_are_refused(world):
     _, start, _ = world
     with pytest.raises(ValueError, match=r"no leaf of \['dense/kernel'\]"):
-        fedbn().init_client({"dense": {"kernel": jnp.zeros(1)}})
+        fedbn().link.init_client({"dense": {"kernel": jnp.zeros(1)}})
     with pytest.raises(ValueError, match=r"every leaf of \['norm/scale'\]"):
-        fedbn().init_client({"norm": {"scale": jnp.zeros(1)}})
+        fedbn().link.init_client({"norm": {"scale": jnp.zeros(1)}})
     with pytest.raises(ValueError, match=r"No layer is called .dense9..*params/body/kernel"):
-        fedper("dense9").init_client(start)
+        fedper("dense9").link.init_client(start)
     with pytest.raises(TypeError, match="head is 3; expected the name of a layer"):
         fedper(3)
     with pytest.raises(ValueError, match="Did you mean 'fedper'"):

@@ -182,8 +182,8 @@ def test_scaffold_does_not_correct_what_the_server_never_sees(regression, draw):
     experiment, [*_, (state, _)] = play(method, draw(0), regression, 2)
     own = jax.tree.map(lambda x: np.asarray(x)[0], state.private)
     method = experiment.algorithm
-    message = method.broadcast(state.params, state.algorithm, None)
-    _, correction = method.receive(message, own)
+    message = method.link.broadcast(state.params, state.algorithm, None)
+    _, correction = method.link.receive(message, own)
     assert np.abs(correction["w"]).max() > 0
     assert not np.any(correction["b"])
 
@@ -203,5 +203,5 @@ def test_a_layer_of_which_a_part_is_private_is_refused_by_name(regression, draw)
 
 
 def test_methods_of_several_messages_are_refused(regression):
-    with pytest.raises(ValueError, match="several messages"):
+    with pytest.raises(TypeError, match=r"sequence of 3; .*played by merging.exchange"):
         keep_private(algorithms.natural_gradient(regression.model), is_bias)
