@@ -50,14 +50,30 @@ class Federation(NamedTuple):
     @property
     def weights(self) -> Array:
         """The clients' shares of the examples, p_i = n_i / sum_j n_j, [M]."""
-        shares = self.sizes / jnp.maximum(self.sizes.sum(), 1)
         # What is computed with them is computed once, not on every device of a CPU.
-        return in_order(Spread(shares), self.mesh)
+        return in_order(Spread(shares(self.sizes)), self.mesh)
 
     @property
     def mesh(self) -> Mesh | None:
         """The devices that clients are spread over, see `shard`; None for a single one."""
         return mesh_of(self.sizes)
+
+
+def shares(weights: Any) -> Any:
+    """Scale weights [M], numbers of examples or others, to sum one; zeros if all are zero.
+
+    Example:
+        >>> print(shares(np.array([1e308, 3e308]) / 2))
+        [0.25 0.75]
+    """
+    numpy = np if isinstance(weights, np.ndarray) else jnp
+    if jnp.issubdtype(weights.dtype, jnp.integer):
+        return weights / numpy.maximum(weights.sum(), 1)
+    # By the largest first: a sum of huge weights overflows, one of tiny weights underflows.
+    largest = weights.max()
+    scaled = weights / numpy.where(largest > 0, largest, 1)
+    total = scaled.sum()
+    return scaled / numpy.where(total > 0, total, 1)
 
 
 def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:

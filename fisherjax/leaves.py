@@ -37,13 +37,14 @@ class Leaves(NamedTuple):
     frozen: Params
 
 
-def split(model: Model, params: Params, inputs: Array) -> Leaves:
+def split(model: Model, params: Params, inputs: Array, batch_size: int = 2) -> Leaves:
     """Tell a network's leaves apart.
 
     Args:
         model: Its mask says what is trained, and its `apply_train` what are statistics.
         params: All leaves.
         inputs: As the network takes them, of which only the shape is read.
+        batch_size: Of a minibatch as `apply_train` takes it.
 
     Raises:
         ValueError: If the mask does not fit params.
@@ -56,10 +57,45 @@ def split(model: Model, params: Params, inputs: Array) -> Leaves:
         >>> tree.names(found.trained), tree.names(found.frozen)
         (('head',), ('base',))
     """
-    own = kinds(model, params, inputs)
-    return Leaves(
-        *(_pick(params, [x == kind for x in own]) for kind in (TRAINED, STATISTICS, FROZEN))
-    )
+    return of_kinds(kinds(model, params, inputs, batch_size), params)
+
+
+def of_kinds(kinds: Sequence[str], params: Params) -> Leaves:
+    """Tell leaves apart by their kinds in order, as `kinds` gives them."""
+    every = TRAINED, STATISTICS, FROZEN
+    return Leaves(*(_pick(params, [x == kind for x in kinds]) for kind in every))
+
+
+def named(params: Params, statistics: Sequence[str], frozen: Sequence[str]) -> Leaves:
+    """Tell the leaves of params apart by the names of those that are not trained.
+
+    Raises:
+        ValueError: If a name is that of no leaf, or all are.
+
+    Example:
+        >>> named({"a": 1.0, "b": 2.0}, (), ("b",)).frozen
+        {'a': None, 'b': 2.0}
+    """
+    names, others = tree.names(params), {*statistics, *frozen}
+    if unknown := sorted(others.difference(names)):
+        raise ValueError(
+            f"The updates know the leaves {unknown}, but params only {list(names)}. Pass the "
+            "params of the network that the clients trained."
+        )
+    chosen = [[x not in others for x in names]]
+    chosen += [[x in group for x in names] for group in (statistics, frozen)]
+    return Leaves(*(_pick(params, own) for own in chosen))
+
+
+def filled(kind: Params, values: dict[str, Any]) -> Params:
+    """Put other values, by name, in place of the leaves of a tree of one kind.
+
+    Example:
+        >>> filled({"a": None, "b": 2.0}, {"b": 3.0})
+        {'a': None, 'b': 3.0}
+    """
+    own = tree.by_name(kind)
+    return jax.tree.unflatten(jax.tree.structure(kind), [values.get(n, x) for n, x in own.items()])
 
 
 def trained(model: Model, params: Params) -> Params:
@@ -71,7 +107,7 @@ def trained(model: Model, params: Params) -> Params:
         >>> trained(model._replace(mask=(("a", True), ("b", False))), {"a": 1.0, "b": 2.0})
         {'a': 1.0, 'b': None}
     """
-    return _pick(params, checks.mask(model, params))
+    return apart(model, params)[0]
 
 
 def opened(model: Model, params: Params) -> tuple[Apply, Params]:
@@ -80,15 +116,20 @@ def opened(model: Model, params: Params) -> tuple[Apply, Params]:
     For use inside of a compiled function to which all of params are an argument: what is bound
     there is no constant of the program.
     """
-    mask = checks.mask(model, params)
-    if all(mask):
+    own, others = apart(model, params)
+    if not jax.tree.leaves(others):
         return model.apply, params
-    others = _pick(params, [not chosen for chosen in mask])
 
     def apply(trained: Params, inputs: Array) -> Array:
         return model.apply(join(trained, others), inputs)
 
-    return apply, _pick(params, mask)
+    return apply, own
+
+
+def apart(model: Model, params: Params) -> tuple[Params, Params]:
+    """Give the leaves that the mask trains, and all others."""
+    mask = checks.mask(model, params)
+    return _pick(params, mask), _pick(params, [not chosen for chosen in mask])
 
 
 def join(*parts: Params) -> Params:
@@ -116,7 +157,7 @@ def like(kind: Params, values: Any) -> Params:
     return jax.tree.unflatten(structure, [None if x is None else new for x, new in pairs])
 
 
-def kinds(model: Model, params: Params, inputs: Array) -> tuple[str, ...]:
+def kinds(model: Model, params: Params, inputs: Array, batch_size: int = 2) -> tuple[str, ...]:
     """Say of each leaf in order which kind it is; arguments as in `split`."""
     mask = checks.mask(model, params)
     if all(mask):
@@ -124,11 +165,23 @@ def kinds(model: Model, params: Params, inputs: Array) -> tuple[str, ...]:
     returned = (False,) * len(mask)
     if model.apply_train is not None:
         shapes, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, params))
-        returned = _returned(model.apply_train, structure, tuple(shapes), tree.shape_of(inputs, 2))
+        few = tree.shape_of(inputs, batch_size)
+        returned = _returned(model.apply_train, structure, tuple(shapes), few)
     return tuple(
         TRAINED if chosen else STATISTICS if new else FROZEN
         for chosen, new in zip(mask, returned, strict=True)
     )
+
+
+def places(kind: Params) -> dict[str, Any]:
+    """Give the leaves of a tree of one kind by name, and None by name for those of other kinds.
+
+    Example:
+        >>> places({"a": None, "b": 2.0})
+        {'a': None, 'b': 2.0}
+    """
+    found = jax.tree_util.tree_leaves_with_path(kind, is_leaf=_is_none)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in found}
 
 
 def check_moments(names: Sequence[str]) -> None:

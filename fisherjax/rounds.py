@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, clients, devices, merging, parallel, training, tree
+from fisherjax import checks, clients, devices, leaves, merging, parallel, training, tree
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
 from fisherjax.compiler import eval_shape, jit
-from fisherjax.local_update import LocalTraining
+from fisherjax.leaves import Leaves
+from fisherjax.local_update import Given, LocalTraining
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Model, Params
@@ -32,12 +33,14 @@ class State(NamedTuple):
         params: The global model.
         algorithm: What the server keeps, for instance SCAFFOLD's control.
         private: What each client keeps, stacked [M, ...].
+        statistics: Of running statistics those that each client keeps, by name, stacked [M, ...].
     """
 
     number: Array
     params: Params
     algorithm: Any
     private: Any
+    statistics: dict[str, Array]
 
 
 class Round(NamedTuple):
@@ -80,13 +83,20 @@ class Federated(NamedTuple):
     batch_size: int
     clients_per_chunk: int
 
-    def init(self, params: Params, num_clients: int) -> State:
-        """Make the state before the first round, for M clients."""
+    def init(self, params: Params, clients: int | Federation) -> State:
+        """Make the state before the first round, for M clients, or for those of a federation.
+
+        Where clients keep running statistics of their own, as under `fedbn`, it has to be told the
+        federation, from the shape of whose inputs it learns which leaves these are.
+        """
         params = jax.tree.map(jnp.asarray, checks.arrays(params))
-        own = self.algorithm.link.init_client(params)
-        private = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
-        kept = self.algorithm.link.init(params, num_clients)
-        state = State(jnp.asarray(0, jnp.int32), params, kept, private)
+        num_clients = clients.num_clients if isinstance(clients, Federation) else clients
+        trained = leaves.trained(self.model, params)
+        kept = self._kept(params, clients.inputs if isinstance(clients, Federation) else None)
+        own = self.algorithm.link.init_client(trained), kept
+        own = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
+        server = self.algorithm.link.init(trained, num_clients)
+        state = State(jnp.asarray(0, jnp.int32), params, server, *own)
         # Weakly typed scalars become strong, as they are after a round: one program for all.
         return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), state)
 
@@ -95,8 +105,7 @@ class Federated(NamedTuple):
         checks.instance("state", state, State, "init(params, M)")
         clients.check(federation)
         checks.floating(state.params)
-        init = partial(self.init, num_clients=federation.num_clients)
-        _check_fits(state, eval_shape(init, state.params))
+        _check_fits(state, eval_shape(partial(self.init, clients=federation), state.params))
         how = self.algorithm.optimizer(self.optimizer), self.epochs, self.batch_size
         _, extras = eval_shape(self._received, state)
         training.check(self.model, state.params, federation, key, *how, extras)
@@ -114,8 +123,26 @@ class Federated(NamedTuple):
     def _received(self, state: State) -> tuple[Params, Any]:
         """Give what the first client starts from, and what its optimiser is given."""
         place = jnp.asarray(0) if self.algorithm.link.personal else None
-        message = self.algorithm.link.broadcast(state.params, state.algorithm, place)
+        trained = leaves.trained(self.model, state.params)
+        message = self.algorithm.link.broadcast(trained, state.algorithm, place)
         return self.algorithm.link.receive(message, jax.tree.map(lambda x: x[0], state.private))
+
+    def _kept(self, params: Params, inputs: Array | None) -> dict[str, Array]:
+        """Give the statistics that each client keeps, by name."""
+        link = self.algorithm.link
+        others = leaves.apart(self.model, params)[1]
+        keeps = [*tree.by_name(others)] if link.mix else link.keeps(others)
+        if self.model.apply_train is None or not keeps:
+            return {}
+        if inputs is None:
+            raise ValueError(
+                f"Clients keep running statistics of their own, some of {sorted(keeps)}; expected "
+                "init(params, federation), not a number of clients, to know which."
+            )
+        # No longer than the whole data set: as many rows as a minibatch has.
+        length = min(self.batch_size, inputs.shape[0])
+        statistics = tree.by_name(leaves.split(self.model, params, inputs, length).statistics)
+        return {name: x for name, x in statistics.items() if name in keeps}
 
     def round(self, state: State, federation: Federation, key: Key) -> tuple[State, Round]:
         """Play one round; compiled once for equal experiments and shapes."""
@@ -137,24 +164,29 @@ class Federated(NamedTuple):
         model for each client.
         """
         places = jnp.arange(checks.count("num_clients", num_clients))
-        (common, own), _ = _given(self.algorithm, state, state.private, places)
-        if own is not None:
-            return own
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), common)
+        parts = leaves.named(state.params, tuple(state.statistics), ())
+        parts = parts._replace(trained=leaves.trained(self.model, state.params))
+        both = _given(self.algorithm, state, parts, (state.private, state.statistics), places)
+        own = [o if c is None else _copies(c, num_clients) for c, o in zip(*both, strict=True)]
+        return leaves.join(own[0], own[2], _copies(state.params, num_clients))
 
     def traffic(self, params: Params, federation: Federation) -> Traffic:
         """Count what one client receives and sends; nothing is computed."""
         params = checks.arrays(params)
         checks.outputs(self.model, params, federation.inputs, federation.targets)
-        state = eval_shape(partial(self.init, num_clients=federation.num_clients), params)
+        state = eval_shape(partial(self.init, clients=federation), params)
 
         def sent(state: State) -> Any:
-            return _message(self.algorithm, state, jnp.arange(1))[0]
+            length = min(self.batch_size, federation.indices.shape[1])
+            own = leaves.split(self.model, state.params, federation.inputs, length)
+            shared = tree.by_name(own.statistics).items()
+            statistics = [x for name, x in shared if name not in state.statistics]
+            return _message(self.algorithm, state, own.trained, jnp.arange(1))[0], statistics
 
         def update(state: State, federation: Federation) -> Any:
             # What is sent is as large after one epoch of one client as after many of a cohort.
             one = self._replace(cohort=1, epochs=1)
-            return _clients(one, Layout(1), state, federation, jax.random.key(0)).updates
+            return _clients(one, Layout(1), state, federation, jax.random.key(0)).update
 
         up = eval_shape(update, state, federation)
         return Traffic(*map(_bytes, (eval_shape(sent, state), up)))
@@ -259,15 +291,18 @@ def run(
 
 
 class _Sent(NamedTuple):
-    """What a cohort's half of a round yields: [K, ...], `private` is what each kept before."""
+    """What a cohort's half of a round yields: [K, ...].
+
+    `before` and `kept` are pairs: what each client keeps of the algorithm, and of its statistics.
+    """
 
     key: Key
     cohort: Array
     sizes: Array
-    private: Any
+    before: tuple[Any, dict[str, Array]]
     trained: Trained
-    updates: Any
-    kept: Any
+    update: Any
+    kept: tuple[Any, dict[str, Array]]
 
 
 @partial(jit, static_argnums=(0, 1))
@@ -283,13 +318,15 @@ def _clients(
 ) -> _Sent:
     """Train and summarize a cohort."""
     algorithm = experiment.algorithm
-    key, cohort, chosen, private, given = _begun(experiment, state, federation, key)
+    key, cohort, chosen, before, given = _begun(experiment, state, federation, key)
     length = min(experiment.batch_size, federation.indices.shape[1])
     local = LocalTraining(experiment.model, algorithm.optimizer(experiment.optimizer), length)
-    ready = training.Cohort(local, layout, *given, chosen, key, experiment.epochs)
+    ready = training.Cohort(local, layout, given, chosen, key, experiment.epochs)
     trained = training.train_cohort(ready)
-    sent = merging.summarize_cohort(algorithm, layout, trained, private, chosen, key)
-    return _Sent(key, cohort, chosen.sizes, private, trained, *sent)
+    update, kept = merging.summarize_cohort(algorithm, layout, trained, before[0], chosen, key)
+    found = tree.by_name(trained.statistics)
+    own = {name: found[name] for name in state.statistics}
+    return _Sent(key, cohort, chosen.sizes, before, trained, update, (kept, own))
 
 
 @partial(jit, static_argnums=0)
@@ -299,61 +336,88 @@ def _begun(experiment: Federated, state: State, federation: Federation, key: Key
     key = jax.random.fold_in(key, state.number)
     cohort = _draw_cohort(key, federation.num_clients, experiment.cohort)
     # [M, ...] to [K, ...].
-    private = jax.tree.map(lambda x: x[cohort], state.private)
-    given = _given(experiment.algorithm, state, private, cohort)
-    return key, cohort, clients.select(federation, cohort), private, given
+    before = jax.tree.map(lambda x: x[cohort], (state.private, state.statistics))
+    length = min(experiment.batch_size, federation.indices.shape[1])
+    parts = leaves.split(experiment.model, state.params, federation.inputs, length)
+    given = _given(experiment.algorithm, state, parts, before, cohort)
+    return key, cohort, clients.select(federation, cohort), before, given
 
 
 @partial(jit, static_argnums=0)
 def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Round]:
-    """Play the server's half of a round."""
+    """Play the server's half of a round, and put what clients keep in its places."""
     algorithm, cohort, trained = experiment.algorithm, sent.cohort, sent.trained
-    # [leaves, K] to [K]: one leaf that is not finite is enough to leave a client out.
-    finite = tree.finite((sent.updates, sent.kept)).all(0)
-    sizes = jnp.where(finite, sent.sizes, 0)
-    # All zero, not NaN, where nobody is left.
-    weights = sizes / jnp.maximum(sizes.sum(), 1)
+    half = merging.server_half(
+        algorithm,
+        state.params,
+        sent.update,
+        sent.sizes,
+        state=state.algorithm,
+        cohort=cohort,
+        key=sent.key,
+        on_nonfinite="drop",
+        others=sent.kept,
+    )
     # Selected before it is summed: a diverged client's loss may be NaN, which no weight silences.
-    loss = (weights * jnp.where(sizes > 0, trained.loss[:, -1], 0)).sum()
-
-    # For the same reason the updates of those who diverged become zeros.
-    values = algorithm.decode(tree.keep(finite, sent.updates.values), state.params)
-    received = (values, weights)
-    received = received if algorithm.reduce is None else algorithm.reduce(*received)
-    server_key = jax.random.fold_in(sent.key, clients.AGGREGATE)
-    server = (server_key, received, state.params, state.algorithm, cohort)
-    merged, kept_by_server, info = algorithm.aggregate(*server)
+    losses = jnp.where(half.weights > 0, trained.loss[:, -1], 0)
+    own, statistics = sent.kept
+    if algorithm.link.mix is not None and statistics:
+        shares = algorithm.link.mix(half.values, half.weights)
+        sound = tree.keep(half.present, statistics)
+        mixed = jax.vmap(lambda row: tree.weighted_sum(sound, row))(shares)
+        statistics = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, statistics)
     # Who diverged keeps what it kept, and so do those who sat the round out.
-    kept = tree.keep(finite, sent.kept, sent.private)
+    kept = tree.keep(half.present, (own, statistics), sent.before)
+    everyone = state.private, state.statistics
     # [K, ...] back to its places in [M, ...].
-    everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), state.private, kept)
-    after = State(state.number + 1, merged, kept_by_server, everyone)
+    everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), everyone, kept)
+    after = State(state.number + 1, half.params, half.state, *everyone)
     # Nobody left, or a solve that overflowed: the model stays.
-    goes_on = (sizes.sum() > 0) & tree.finite_leaves(merged).all()
+    goes_on = (half.weights.sum() > 0) & tree.finite_leaves(half.params).all()
     # Back to the state's dtypes, as sums are wider: the next round need not compile again.
     after = jax.tree.map(
         lambda new, old: jnp.where(goes_on, new, old).astype(old.dtype), after, state
     )
     # The number goes on even so: otherwise the next round would draw and fail alike.
     after = after._replace(number=state.number + 1)
-    return after, Round(state.number, cohort, state.params, trained, loss, ~finite, info)
+    loss = (half.weights * losses).sum()
+    return after, Round(state.number, cohort, state.params, trained, loss, ~half.present, half.info)
 
 
-def _message(algorithm: Algorithm, state: State, cohort: Array) -> tuple[Any, int | None]:
+def _message(
+    algorithm: Algorithm, state: State, trained: Params, cohort: Array
+) -> tuple[Any, int | None]:
     """Give what the server sends, and the axis of the clients: None if all are sent the same."""
-    send = partial(algorithm.link.broadcast, state.params, state.algorithm)
+    send = partial(algorithm.link.broadcast, trained, state.algorithm)
     return (jax.vmap(send)(cohort), 0) if algorithm.link.personal else (send(None), None)
 
 
-def _given(algorithm: Algorithm, state: State, private: Any, cohort: Array) -> tuple[tuple, Any]:
-    """Give what clients start from, common or stacked, and what their optimisers are given."""
-    message, axis = _message(algorithm, state, cohort)
-    if axis is None and not jax.tree.leaves(private):  # the same for everybody
-        start, extras = algorithm.link.receive(message, private)
-        return (start, None), (extras, None)
+def _given(
+    algorithm: Algorithm,
+    state: State,
+    parts: Leaves,
+    before: tuple[Any, dict[str, Array]],
+    cohort: Array,
+) -> tuple[Given, Given]:
+    """Give what clients begin with: what is common to all, and stacked [K, ...] what is not."""
+    private, kept = before
+    message, axis = _message(algorithm, state, parts.trained, cohort)
+    receive, several = algorithm.link.receive, not (axis is None and not jax.tree.leaves(private))
     # Each starts from something else: both are stacked [K, ...].
-    start, extras = jax.vmap(algorithm.link.receive, in_axes=(axis, 0))(message, private)
-    return (None, start), (None, extras)
+    if several:
+        receive = jax.vmap(receive, in_axes=(axis, 0))
+    begin = receive(message, private)
+    common, own = (None, None) if several else begin, begin if several else (None, None)
+    shared, mine = parts.statistics, None
+    if kept:
+        # Of each kept statistic a client's own, of others everybody's.
+        mine = leaves.filled(_copies(parts.statistics, len(cohort)), kept)
+        shared = None
+    return Given(*common, shared, parts.frozen), Given(*own, mine, None)
+
+
+def _copies(params: Params, number: int) -> Params:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), params)
 
 
 def _draw_cohort(key: Key, num_clients: int, cohort: int) -> Array:
@@ -369,7 +433,7 @@ def _bytes(shapes: Any) -> int:
 
 
 def _check_fits(state: State, expected: State) -> None:
-    for field in ("algorithm", "private"):
+    for field in ("algorithm", "private", "statistics"):
         given, wanted = (_described(getattr(x, field)) for x in (state, expected))
         if given != wanted:
             raise ValueError(

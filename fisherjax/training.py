@@ -172,8 +172,10 @@ def train(
     return _epoch_by_epoch(cohort, progress)
 
 
-def untrained(params: Params, num_clients: int) -> Trained:
+def untrained(params: Params, num_clients: int, model: Model | None = None) -> Trained:
     """Give every client the same model, for exchanges without training.
+
+    With a model the leaves that its mask leaves out are there once.
 
     Example:
         >>> untrained(jnp.zeros(2), num_clients=3).params.shape
@@ -187,7 +189,10 @@ def untrained(params: Params, num_clients: int) -> Trained:
         x = x if checks.is_traced(x) else np.asarray(x)
         return jnp.asarray(jnp.broadcast_to(x, (num_clients, *jnp.shape(x))))
 
-    return Trained(jax.tree.map(stack, params))
+    if model is None:
+        return Trained(jax.tree.map(stack, params))
+    own, frozen = leaves.apart(model, params)
+    return Trained(jax.tree.map(stack, own), frozen=frozen)
 
 
 def train_memory(
@@ -289,7 +294,9 @@ def _from_one_start(
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     # The clients may be spread over a mesh: what jit takes together must lie on the same devices.
     params, key = replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
-    start, statistics, frozen = leaves.split(local.model, params, federation.inputs)
+    start, statistics, frozen = leaves.split(
+        local.model, params, federation.inputs, local.batch_size
+    )
     given = Given(start, None, statistics, frozen), Given(None, extras, None, None)
     return Cohort(local, layout, given, federation, key, epochs)
 

@@ -1,11 +1,13 @@
 """Whether what clients sent can be merged: its kind, its shapes, its weights, its numbers.
 
-Values are checked on the host; under tracing they are not known and pass.
+Values are checked on the host; under tracing they are not known, and who diverged can be left out,
+but not refused.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +15,30 @@ import numpy as np
 import scipy.linalg
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fisherjax import checks, tree
+from fisherjax import checks, leaves, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.clients import shares
 from fisherjax.compiler import jit
 from fisherjax.devices import mesh_of
 from fisherjax.fisher import Diagonal, Operator
 from fisherjax.typing import Array
 
 
-def stacked_values(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
+class Screened(NamedTuple):
+    """What is left of updates: who diverged has zeros and weight zero.
+
+    Attributes:
+        values: [K, ...].
+        weights: [K].
+        present: [K], False for a client that is left out.
+    """
+
+    values: Any
+    weights: Array
+    present: Array
+
+
+def stacked(algorithm: Algorithm, updates: Any) -> Update:
     """Stack updates if need be; refuse another kind, or leaves of different numbers of clients."""
     check_algorithm(algorithm)
     if isinstance(updates, (list, tuple)):
@@ -41,7 +58,9 @@ def stacked_values(algorithm: Algorithm, updates: Any) -> dict[str, Any]:
         raise ValueError(
             f"The stacked updates have leading axes {lengths}; expected one length, the clients'."
         )
-    return tree.native(updates.values, "the stacked updates")
+    leaves.check_moments(tuple(updates.statistics))
+    _check_untrained(algorithm, updates)
+    return tree.native(updates, "the stacked updates")
 
 
 def check_weights(weights: Any, num_clients: int) -> Any:
@@ -65,68 +84,100 @@ def check_weights(weights: Any, num_clients: int) -> Any:
     return weights
 
 
-def shares(weights: Any) -> Any:
-    """Scale weights to sum one, whatever their size."""
-    # By the largest first: a sum of huge weights overflows, one of tiny weights underflows.
-    scaled = weights / weights.max()
-    return scaled / scaled.sum()
+def screen(
+    values: dict[str, Any],
+    weights: Array,
+    on_nonfinite: str,
+    *,
+    first: int = 0,
+    others: Any = None,
+) -> Screened:
+    """Find clients whose update holds NaN or infinity, before it spoils a merge.
+
+    Fishers and Gram matrices that are not symmetric positive semi-definite, because they were
+    quantised for instance, become the nearest that are.
+
+    Args:
+        values: Of all clients, leaves [K, ...], by name.
+        weights: [K].
+        on_nonfinite: "raise", or "drop": who diverged has weight zero and finite entries then, and
+            a warning names it. Under tracing "raise" lets everything pass.
+        first: Number of the first client, in messages.
+        others: More of what clients computed, leaves [K, ...], that has to be finite too.
+
+    Raises:
+        ValueError: With "raise", naming the clients and a leaf; if a client's Fisher information is
+            negative.
+
+    Example:
+        >>> found = screen({"w": jnp.ones((2, 1))}, jnp.array([0.5, 0.5]), "raise")
+        >>> print(found.weights, found.present)
+        [0.5 0.5] [ True  True]
+    """
+    checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
+    seen = values if others is None else (values, others)
+    if checks.is_traced(seen, weights):
+        if on_nonfinite == "raise":
+            return Screened(values, weights, jnp.ones(weights.shape, bool))
+        present = tree.finite(seen).all(0)
+        # Zeros as well: weight zero does not silence NaN in a sum.
+        return Screened(tree.keep(present, values), jnp.where(present, weights, 0), present)
+    table = _finite(mesh_of(seen), seen)  # [leaves, M]
+    if checks.is_traced(table):  # everything is known, but inside somebody's jit
+        return Screened(values, weights, jnp.ones(weights.shape, bool))
+    table = np.asarray(table)
+    kept = table.all(0)
+    if not kept.all():
+        _tell(on_nonfinite, tree.names(seen), table, first)
+    counts = kept & (np.asarray(weights) > 0)  # whoever has no weight may have anything finite
+    # Of convolutions alone there are no Gram matrices.
+    fishers = {n: x for n, x in values.items() if isinstance(x, Operator) or (n == "grams" and x)}
+    values = values | {name: _definite(name, x, counts, first) for name, x in fishers.items()}
+    if kept.all():
+        return Screened(values, weights, kept)
+    return Screened(tree.keep(kept, values), jnp.where(kept, weights, 0), kept)
+
+
+def _tell(on_nonfinite: str, names: tuple[str, ...], table: np.ndarray, first: int) -> None:
+    """Say which clients diverged, and where: as an error, or as a warning if they are left out."""
+    diverged = np.flatnonzero(~table.all(0))
+    where = {int(first + c): names[table[:, c].argmin()] for c in diverged}
+    if on_nonfinite == "raise":
+        client, leaf = next(iter(where.items()))
+        raise ValueError(
+            f"The updates of clients {list(where)} are not finite (client "
+            f"{client}: leaf '{leaf}'): they diverged. Train them with a smaller "
+            "learning rate, or leave them out with on_nonfinite='drop'."
+        )
+    said = "; ".join(f"client {client} for leaf '{leaf}'" for client, leaf in where.items())
+    warnings.warn(f"Left out, as updates that are not finite: {said}.", stacklevel=4)
 
 
 def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
-    """Find clients whose update, leaves [M, ...], holds NaN or infinity, before it spoils a merge.
-
-    Returns:
-        Updates and weights [M]. With `on_nonfinite="drop"` a diverged client has weight zero and
-        finite entries, and the weights of the others sum to one again.
+    """Screen stacked values [M, ...]; return them, and weights that sum to one again.
 
     Raises:
-        ValueError: With "raise", naming the clients and a leaf; with "drop", if nobody is left; if
-            a client's Fisher information is negative.
+        ValueError: As `screen`; with "drop", if nobody is left.
 
     Example:
+        >>> import warnings
+        >>> warnings.simplefilter("ignore")
         >>> updates = {"w": jnp.array([[1.0], [jnp.nan]])}
         >>> print(check_updates(updates, jnp.array([0.5, 0.5]), on_nonfinite="drop")[1])
         [1. 0.]
     """
-    cleaned, kept = screen(updates, weights, on_nonfinite)
+    found = screen(updates, weights, on_nonfinite)
     # The same object says that nobody was left out: the weights keep their bits.
-    if kept is weights:
-        return cleaned, weights
-    if not np.any(np.asarray(kept) > 0):
+    if found.weights is weights:
+        return found.values, weights
+    check_left(found.weights)
+    return found.values, shares(found.weights)
+
+
+def check_left(weights: Array) -> None:
+    """Refuse a merge of nobody."""
+    if not checks.is_traced(weights) and not np.any(np.asarray(weights) > 0):
         raise ValueError("No client is left: every update with weight is not finite.")
-    return cleaned, kept / kept.sum()
-
-
-def screen(updates: Any, weights: Array, on_nonfinite: str, first: int = 0) -> tuple[Any, Array]:
-    """Give diverged clients zeros and weight zero; `first` is the number of the first client.
-
-    Fishers and Gram matrices that are not symmetric positive semi-definite, because they were
-    quantised for instance, become the nearest that are.
-    """
-    checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
-    if checks.is_traced(updates, weights):
-        return updates, weights
-    table = _finite(mesh_of(updates), updates)  # [leaves, M]
-    if checks.is_traced(table):  # everything is known, but inside somebody's jit
-        return updates, weights
-    table = np.asarray(table)
-    kept = table.all(0)
-    if on_nonfinite == "raise" and not kept.all():
-        diverged = np.flatnonzero(~kept)
-        leaf = tree.names(updates)[table[:, diverged[0]].argmin()]
-        raise ValueError(
-            f"The updates of clients {(first + diverged).tolist()} are not finite (client "
-            f"{first + diverged[0]}: leaf '{leaf}'): they diverged. Train them with a smaller "
-            "learning rate, or leave them out with on_nonfinite='drop'."
-        )
-    counts = kept & (np.asarray(weights) > 0)  # whoever has no weight may have anything finite
-    # Of convolutions alone there are no Gram matrices.
-    fishers = {n: x for n, x in updates.items() if isinstance(x, Operator) or (n == "grams" and x)}
-    updates = updates | {name: _definite(name, x, counts, first) for name, x in fishers.items()}
-    if kept.all():
-        return updates, weights
-    # Zeros as well: weight zero does not silence NaN in a sum.
-    return tree.keep(kept, updates), jnp.where(kept, weights, 0)
 
 
 def indefinite(fisher: Any) -> list[str]:
@@ -246,6 +297,18 @@ def _nearest(matrix: np.ndarray) -> np.ndarray:
 
 def _positive(entries: np.ndarray) -> np.ndarray:
     return entries if np.all(entries >= 0) else np.maximum(entries, 0)
+
+
+def _check_untrained(algorithm: Algorithm, update: Update) -> None:
+    """Refuse updates by hand that hold what the model does not train among what it does."""
+    mask = () if algorithm.model is None else algorithm.model.mask or ()
+    said = {*update.statistics, *update.frozen}
+    if missing := [name for name, trained in mask if not trained and name not in said]:
+        raise ValueError(
+            f"The model's mask does not train {missing}, but the update says nothing of these "
+            "leaves: its values may hold them among trained ones. Make updates by "
+            "merging.summarize, or name the leaves in Update(..., statistics=, frozen=)."
+        )
 
 
 def _check_kind(algorithm: Algorithm, update: Any, what: str) -> None:

@@ -71,7 +71,7 @@ SHARED = [
     "parts",
     *("fixed_point", "shares", "keys", "messages", "protocol", "quantized", "matrices", "stream"),
     "statistics",
-    *("reads", "summaries", "merges", "repair", "two_layer", "signal_noise", "destroyed"),
+    *("reads", "summaries", "server_half", "merges", "repair", "two_layer", "signal_noise", "destroyed"),
     "student",
 ]
 

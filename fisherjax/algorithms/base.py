@@ -10,7 +10,7 @@ Without `reduce` it needs each update, and takes the pair (updates, weights) wit
 to one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,8 +34,12 @@ class Update:
     """What a client sends, or stacked what many did.
 
     Attributes:
-        values: Named arrays and operators, such as {"params": W_i, "fisher": F_i}.
+        values: Named arrays and operators, such as {"params": W_i, "fisher": F_i}, of trained
+            leaves.
         kind: What they are; an algorithm refuses another's. `algorithm.kind` of whoever made it.
+        statistics: Leaves that training changed without a gradient, by name: the server averages
+            them.
+        frozen: Names of leaves that are not sent: the server leaves them as they are.
 
     Example:
         >>> twice = jax.tree.map(lambda x: 2 * x, Update({"params": jax.numpy.ones(3)}, "params"))
@@ -46,6 +50,8 @@ class Update:
     values: dict[str, Any]
     # Part of the structure, since a string cannot be a leaf under `vmap`.
     kind: str = field(metadata={"static": True})
+    statistics: dict[str, Array] = field(default_factory=dict)
+    frozen: tuple[str, ...] = field(default=(), metadata={"static": True})
 
     def __repr__(self) -> str:
         """Describe the update in one line: what it holds, its kind, how much that is."""
@@ -92,6 +98,11 @@ class Link(NamedTuple):
             optimiser is given.
         personal: Whether `broadcast` sends something else to every client.
         draws: Whether `aggregate` draws noise that has to be secret: a merge then needs a key.
+        whole: Whether `aggregate` runs the network: its params then have all leaves, not only
+            those that are trained.
+        keeps: statistics -> the names of those that each client keeps to itself.
+        mix: (values, weights [K]) -> shares [K, K] of everybody's statistics for each client; None
+            where all get the same.
     """
 
     init: Callable[[Params, int], Any] = nothing
@@ -100,6 +111,9 @@ class Link(NamedTuple):
     receive: Callable[[Any, Any], tuple[Params, Any]] = start_there
     personal: bool = False
     draws: bool = False
+    whole: bool = False
+    keeps: Callable[[Params], Collection[str]] = nothing
+    mix: Callable[[dict[str, Any], Array], Array] | None = None
 
 
 GIVES = ("model", "wider model", "model per client", "votes")

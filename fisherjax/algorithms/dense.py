@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks, distillation, likelihoods, tree
+from fisherjax import checks, distillation, leaves, likelihoods
 from fisherjax.algorithms.base import Algorithm, averaging, check_algorithm
 from fisherjax.algorithms.stages import Stages
 from fisherjax.configuration import cached
 from fisherjax.distillation import Distillation, Distilling, Fixed
 from fisherjax.solvers.base import as_partial
-from fisherjax.typing import Array, Key, Model, Params
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 class Distilled(NamedTuple):
@@ -105,12 +106,14 @@ def dense(
 
     def begin(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> Distilling:
         values, weights = received
-        _check_sent(values, params)
+        _check_sent(values)
         if how.fresh and start is None:
             student = params
         else:
             sums = received if merge.reduce is None else merge.reduce(values, weights)
-            student, _, _ = merge.aggregate(key, sums, params, state, cohort)
+            trained = leaves.trained(model, params)
+            student, _, _ = merge.aggregate(key, sums, trained, state, cohort)
+            student = leaves.join(student, params)
         student = jax.tree.map(lambda x, w: jnp.asarray(x, jnp.result_type(w)), student, params)
         return distillation.begin(fixed, key, student, epochs)
 
@@ -125,8 +128,18 @@ def dense(
             params = work.student
         return params, state, Distilled(work.images, *work.losses.T, work.score)
 
-    stages = Stages(epochs, begin, advance, finish)
-    return merge._replace(aggregate=stages, reduce=None, model=model)
+    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        if jax.tree.leaves(trained.statistics):
+            raise ValueError(
+                "This network has running statistics, as of BatchNorm, whose loss this DENSE does "
+                "not have; expected one without, such as networks.LeNet()."
+            )
+        return merge.summarize(key, trained, examples, private)
+
+    link, stages = merge.link._replace(whole=True), Stages(epochs, begin, advance, finish)
+    return merge._replace(
+        summarize=summarize, aggregate=stages, reduce=None, model=model, link=link
+    )
 
 
 def _as_it_is(images: Array) -> Array:
@@ -178,14 +191,9 @@ def _check_learnt(work: Distilling, how: Distillation) -> None:
         )
 
 
-def _check_sent(values: dict[str, Any], params: Params) -> None:
+def _check_sent(values: dict[str, Any]) -> None:
     if "params" not in values:
         raise ValueError(
             f"Clients sent {sorted(values)}; DENSE needs their params, which a start such as "
             "fedavg() or fedfisher(model) lets them send."
-        )
-    if any(name.startswith("moments/") for name in tree.names(params)):
-        raise ValueError(
-            "This network has running statistics of BatchNorm, whose loss this DENSE does not "
-            "have; expected one without, such as networks.LeNet()."
         )

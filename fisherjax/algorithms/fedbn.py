@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 
-from fisherjax import tree
+from fisherjax import leaves
 from fisherjax.algorithms.base import Algorithm, averaging
 from fisherjax.algorithms.private import keep_chosen, keep_private
 from fisherjax.configuration import cached
@@ -104,8 +104,11 @@ def fedbn(
 
 def _by_names(params: Params) -> set[str]:
     """Choose leaves by their names; refuse params whose names do not say enough."""
-    ranks = {name: jnp.ndim(leaf) for name, leaf in tree.by_name(params).items()}
-    said = {name: _said(name) for name in ranks}
+    every = leaves.places(params)
+    said = {name: _said(name) for name in every}
+    # Of leaves that are not trained there is only the name: all but statistics count as kernels.
+    ranks = {name: 2 if leaf is None else jnp.ndim(leaf) for name, leaf in every.items()}
+    ranks = {name: 1 if said[name] and every[name] is None else n for name, n in ranks.items()}
     kept = {name for name in ranks if said[name]}
     # The statistics of flax's BatchNorms lie apart, under the names of their layers.
     layers = {_parent(name) for name in kept}

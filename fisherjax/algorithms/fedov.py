@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks, likelihoods, tree
-from fisherjax.algorithms.base import Algorithm
+from fisherjax import checks, leaves, likelihoods, tree
+from fisherjax.algorithms.base import Algorithm, Link
 from fisherjax.algorithms.destroyed import destroyed
 from fisherjax.configuration import cached
 from fisherjax.training import Trained
@@ -281,14 +281,19 @@ def fedov(model: Model) -> Algorithm:
             )
         updates, weights = received
         one = jax.tree.map(lambda leaf: leaf[0], updates["params"])
-        if tree.shapes(one) != tree.shapes(params):
+        trained = leaves.trained(model, params)
+        if tree.shapes(one) != tree.shapes(trained):
             raise ValueError(
                 f"Clients have leaves of shapes {tree.shapes(one)}, but params has "
-                f"{tree.shapes(params)}. Pass the params of the network that the clients trained."
+                f"{tree.shapes(trained)}. Pass the params of the network that the clients trained."
             )
         present = np.flatnonzero(np.asarray(weights) > 0)
         stacked = jax.tree.map(lambda leaf: leaf[present], updates["params"])
+        # A vote runs all of them: what nobody trains is there for each.
+        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(present), *jnp.shape(x))), params)
+        stacked = leaves.join(stacked, copies)
         return stacked, state, Voters(jnp.asarray(cohort)[present])
 
     kind = "params of an open set"
-    return Algorithm(summarize, aggregate, kind=kind, model=model, gives="votes")
+    link = Link(whole=True)
+    return Algorithm(summarize, aggregate, kind=kind, model=model, gives="votes", link=link)

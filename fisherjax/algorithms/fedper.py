@@ -5,7 +5,7 @@ Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization
 
 from collections.abc import Callable
 
-from fisherjax import checks, tree
+from fisherjax import checks, leaves
 from fisherjax.algorithms.base import Algorithm, averaging
 from fisherjax.algorithms.private import keep_chosen
 from fisherjax.configuration import cached
@@ -46,7 +46,7 @@ def fedper(head: str, algorithm: Algorithm | None = None) -> Algorithm:
 def _leaves_of(layer: str) -> Callable[[Params], set[str]]:
     # One object for one name: the algorithm is known by it.
     def choose(params: Params) -> set[str]:
-        parts = {name: name.split("/") for name in tree.names(params)}
+        parts = {name: name.split("/") for name in leaves.places(params)}
         found = {name for name, own in parts.items() if layer in own}
         if not found:
             every = sorted({part for own in parts.values() for part in own[:-1] or own})

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, tree
+from fisherjax import checks, leaves, tree
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.configuration import cached
 from fisherjax.fisher import Dense, Kronecker
@@ -143,7 +143,12 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
         kind=f"{algorithm.kind}, of shared leaves",
         gives="model per client",
         link=algorithm.link._replace(
-            init=init, init_client=init_client, broadcast=broadcast, receive=receive
+            init=init,
+            init_client=init_client,
+            broadcast=broadcast,
+            receive=receive,
+            # Of statistics, which no method sees, rounds keep them for each client.
+            keeps=lambda statistics: {*choose(statistics)}.intersection(tree.names(statistics)),
         ),
     )
 
@@ -152,7 +157,7 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
 def _by_name(where: Callable[[str], bool] | frozenset[str]) -> Callable:
     # One object for one `where`: the algorithm is known by it.
     def choose(params: Params) -> set[str]:
-        names = tree.names(params)
+        names = leaves.places(params)
         if not isinstance(where, frozenset):
             return {name for name in names if where(name)}
         if unknown := sorted(where.difference(names)):
@@ -167,14 +172,15 @@ def _by_name(where: Callable[[str], bool] | frozenset[str]) -> Callable:
 def _split(choose: Callable[[Params], Collection[str]], params: Params) -> tuple[dict, dict]:
     names, kept = tree.names(params), choose(params)
     chosen = [name in kept for name in names]
-    if all(chosen) or not any(chosen):
+    # Perhaps only running statistics are kept, which are not trained.
+    if all(chosen) or not kept:
         raise ValueError(
             f"`where` picks out {'every leaf' if all(chosen) else 'no leaf'} of {list(names)}; "
             "expected a predicate on names that is true of those that clients keep, and not of "
             "those that are merged."
         )
-    leaves = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
-    return tuple({n: leaf for n, c, leaf in leaves if c is kept} for kept in (False, True))
+    own = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
+    return tuple({n: leaf for n, c, leaf in own if c is kept} for kept in (False, True))
 
 
 def _replace(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fisherjax import tree
 from fisherjax.algorithms.base import Algorithm, Link, nothing
 from fisherjax.configuration import cached
 from fisherjax.training import Trained
@@ -52,5 +53,6 @@ def single_set() -> Algorithm:
             init_client=lambda params: params,
             broadcast=nothing,
             receive=lambda _, private: (private, ()),
+            keeps=tree.names,
         ),
     )

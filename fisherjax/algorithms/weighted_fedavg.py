@@ -101,11 +101,14 @@ def weighted_fedavg(
         means = jnp.where(share > 0, features / jnp.where(share > 0, share, 1), 0)
         return {"params": trained.params, "prototypes": means}, private
 
+    def shares(values: dict[str, Any], weights: Array) -> Array:
+        cosines = _cosines(values["fisher" if fisher else "prototypes"])
+        return jax.nn.softmax(cosines / temperature, where=weights > 0, axis=1)
+
     def aggregate(key: Key, received: tuple, params: Params, state: Params, cohort: Array) -> tuple:
         del key, params
         values, weights = received
-        cosines = _cosines(values["fisher" if fisher else "prototypes"])
-        similarity = jax.nn.softmax(cosines / temperature, where=weights > 0, axis=1)
+        similarity = shares(values, weights)
         # What is weighed by zero may not be finite.
         sent = tree.keep(weights > 0, values["params"])
         own = jax.vmap(lambda row: tree.weighted_sum(sent, row))(similarity)
@@ -118,7 +121,7 @@ def weighted_fedavg(
         kind=f"params and {name_of(fisher) + ' Fisher' if fisher else 'prototypes'}",
         model=model,
         gives="model per client",
-        link=Link(init=init, broadcast=broadcast, personal=True),
+        link=Link(init=init, broadcast=broadcast, personal=True, mix=shares),
     )
 
 

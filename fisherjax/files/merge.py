@@ -14,6 +14,7 @@ import numpy as np
 
 from fisherjax import algorithms, checks, merging
 from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.clients import shares
 from fisherjax.files import base, uploads
 from fisherjax.files.base import LIMITS, Kind, Limits
 from fisherjax.files.packed import unpacked
@@ -21,7 +22,7 @@ from fisherjax.files.parts import Part, split, strengths_of
 from fisherjax.files.reads import check_clients, common, method_of
 from fisherjax.files.uploads import Record
 from fisherjax.fisher import Operator
-from fisherjax.updates import check_weights, indefinite, shares
+from fisherjax.updates import check_weights, indefinite
 
 
 class Merge(NamedTuple):

@@ -122,8 +122,8 @@ def _write(path: Path, record: Record, start: dict[str, np.ndarray] | None, limi
         values = _decode(update.values["update"], {} if start is None else start)
         if all(np.isfinite(x).all() for x in jax.tree.leaves(values)):
             # As when updates are merged in memory: rounding left some Fishers indefinite.
-            stacked, _ = screen(jax.tree.map(lambda x: x[None], values), np.ones(1), "raise")
-            values = jax.tree.map(lambda x: x[0], stacked)
+            found = screen(jax.tree.map(lambda x: x[None], values), np.ones(1), "raise")
+            values = jax.tree.map(lambda x: x[0], found.values)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{str(record.path)!r} of client {record.client!r} cannot be decoded ({error}): have "

@@ -2,10 +2,13 @@
 
 from fisherjax.merging.exchanges import Message, exchange, exchange_memory, messages
 from fisherjax.merging.merges import merge, merge_stream, merge_sums
+from fisherjax.merging.server_half import Added, Merged, server_half
 from fisherjax.merging.summaries import summarize, summarize_cohort, summarize_memory
 from fisherjax.updates import check_updates
 
 __all__ = [
+    "Added",
+    "Merged",
     "Message",
     "check_updates",
     "exchange",
@@ -14,6 +17,7 @@ __all__ = [
     "merge_stream",
     "merge_sums",
     "messages",
+    "server_half",
     "summarize",
     "summarize_cohort",
     "summarize_memory",

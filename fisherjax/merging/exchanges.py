@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fisherjax import checks, clients
+from fisherjax import checks, clients, leaves
 from fisherjax.algorithms.base import Algorithm, Update, as_sequence
 from fisherjax.clients import Federation
 from fisherjax.compiler import eval_shape
@@ -77,10 +77,13 @@ def messages(
                 "This method keeps a model for each client, as weighted_fedavg does; expected one "
                 "that sends the same to all. Play it in rounds.federated."
             )
-        state = link.init(params, federation.num_clients) if state is None else state
-        sent_down = link.broadcast(params, state, None)
-        start, _ = link.receive(sent_down, link.init_client(params))
-        same = untrained(params, federation.num_clients)._replace(start=start)
+        # Nothing trains: running statistics stay what they are, as frozen leaves do.
+        same = untrained(params, federation.num_clients, following.model)
+        trained = params if following.model is None else leaves.trained(following.model, params)
+        state = link.init(trained, federation.num_clients) if state is None else state
+        sent_down = link.broadcast(trained, state, None)
+        start, _ = link.receive(sent_down, link.init_client(trained))
+        same = same._replace(start=start)
         chunk = clients_per_chunk
         sent = summarize(following, same, federation, key=key, clients_per_chunk=chunk)
         weights = federation.weights

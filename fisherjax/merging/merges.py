@@ -8,13 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks
+from fisherjax import checks, leaves, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.clients import shares
 from fisherjax.compiler import jit
 from fisherjax.devices import mesh_of, replicate
-from fisherjax.merging.base import decoded, finished, reduced, server_key
+from fisherjax.leaves import Leaves
+from fisherjax.merging.server_half import (
+    Added,
+    added,
+    finished,
+    screened,
+    server_half,
+    server_key,
+    told_apart,
+)
 from fisherjax.typing import Array, Key, Params
-from fisherjax.updates import check_updates, check_weights, screen, shares, stacked_values
+from fisherjax.updates import check_weights, stacked
 
 
 def merge(
@@ -58,27 +68,23 @@ def merge(
         [0.25 0.75]
     """
     params = checks.arrays(params)
-    values = stacked_values(algorithm, updates)
-    num_clients = jax.tree.leaves(values)[0].shape[0]
+    update = stacked(algorithm, updates)
+    num_clients = jax.tree.leaves(update)[0].shape[0]
     weights = check_weights(weights, num_clients)
     if not checks.is_traced(weights) and not weights.sum() > 0:
         raise ValueError(
             "Every weight is zero; expected some clients to count, for instance "
             "federation.weights or numbers of examples."
         )
-    mesh = mesh_of(values)
     # Updates may be spread over a mesh: what is merged with them must be there too. Weights are
     # scaled before they are rounded to float32, in which their sum may overflow.
+    mesh = mesh_of(update)
     params, weights = replicate((params, jnp.asarray(shares(weights), float)), mesh)
-    values = decoded(algorithm, values, params)
-    values, weights = check_updates(values, weights, on_nonfinite)
     cohort = jnp.arange(num_clients) if cohort is None else cohort
     key = server_key(algorithm, key)
-    received = (values, weights)
-    # Add up if the method can.
-    if algorithm.reduce is not None:
-        received = reduced(algorithm.reduce, values, weights)
-    return finished(algorithm, received, params, state, cohort, key, (values, weights))
+    how = {"state": state, "cohort": cohort, "key": key, "on_nonfinite": on_nonfinite}
+    found = server_half(algorithm, params, update, weights, **how)
+    return found.params, found.state, found.info
 
 
 def merge_stream(
@@ -117,11 +123,11 @@ def merge_stream(
             "with K-FAC does: Kronecker factors do not add up. Use merge, or a method that adds up "
             "such as fedavg, fisher_merge, regmean or fedfisher(model, fisher=fisher.diagonal)."
         )
-    totals, weight, seen, first, scale = None, 0.0, 0, None, 0.0
+    totals, weight, seen, first, scale, own = None, 0.0, 0, None, 0.0, None
     for number, chunk in enumerate(chunks):
-        values, weights = _chunk(algorithm, chunk, number)
+        update, weights = _chunk(algorithm, chunk, number)
         # Without the client axis: chunks may differ in length.
-        shapes = jax.tree.map(lambda x: x.shape[1:], values)
+        shapes = {name: shape[1:] for name, shape in tree.shapes(update.values).items()}
         first = shapes if first is None else first
         if shapes != first:
             raise ValueError(
@@ -130,21 +136,21 @@ def merge_stream(
             )
         num_clients = weights.shape[0]
         scale = scale or weights.max(initial=0.0)  # on the host: whatever the size of the weights
-        mesh = mesh_of(values)
+        mesh = mesh_of(update)
         weights = replicate(jnp.asarray(weights / (scale or 1.0), float), mesh)
-        values = decoded(algorithm, values, replicate(params, mesh))
-        values, weights = screen(values, weights, on_nonfinite, first=seen)
+        own = told_apart(replicate(params, mesh), update)
+        given = screened(algorithm, own, update, weights, on_nonfinite, first=seen)
         # Not normalised: the total weight is known after the last chunk only.
-        sums = reduced(algorithm.reduce, values, weights)
+        sums = added(algorithm, *given.values, given.weights)
         totals = sums if totals is None else _add(totals, sums)
-        weight, seen = weight + float(weights.sum()), seen + num_clients
+        weight, seen = weight + float(given.weights.sum()), seen + num_clients
     if totals is None:
         raise ValueError("There are no chunks to merge: expected at least one pair of updates.")
     if not weight > 0:
         raise ValueError(f"None of the {seen} clients has weight: every weight is zero.")
     # Chunks, and so the sums, may be spread over a mesh: it is known only now.
-    params = replicate(params, mesh_of(totals))
-    return finished(algorithm, totals, params, state, jnp.arange(seen), key)
+    own = replicate(own, mesh_of(totals))
+    return _of_sums(algorithm, own, totals, state, jnp.arange(seen), key)
 
 
 def merge_sums(
@@ -153,6 +159,7 @@ def merge_sums(
     sums: Any,
     cohort: Array,
     *,
+    frozen: Sequence[str] = (),
     state: Any = None,
     key: Key | None = None,
 ) -> tuple[Params, Any, Any]:
@@ -161,8 +168,10 @@ def merge_sums(
     Args:
         algorithm: One with a `reduce`, whose sums these are; weights may have any sum.
         params: The model that clients started from.
-        sums: What `algorithm.reduce` gives, added up leaf by leaf over clients.
+        sums: What `algorithm.reduce` gives, added up leaf by leaf over clients; of a network with
+            running statistics `Added`, as `secure_aggregation.contributions` gives it.
         cohort: [m] places of the clients among all.
+        frozen: Names of the leaves that clients did not send, `update.frozen`.
         state: What the algorithm kept of the last merge; None starts afresh.
         key: For algorithms that draw on the server, as in `merge`.
 
@@ -180,19 +189,30 @@ def merge_sums(
         >>> print(merge_sums(average, {"w": jnp.zeros(2)}, sums, jnp.arange(2))[0]["w"])
         [0.5 0.5]
     """
+    statistics = tuple(sums.statistics.total) if isinstance(sums, Added) else ()
     # Sums may be spread over a mesh.
-    params = replicate(checks.arrays(params), mesh_of(sums))
-    return finished(algorithm, sums, params, state, cohort, server_key(algorithm, key))
+    own = leaves.named(checks.arrays(params), statistics, tuple(frozen))
+    own = replicate(own, mesh_of(sums))
+    return _of_sums(algorithm, own, sums, state, cohort, server_key(algorithm, key))
 
 
-def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[dict[str, Any], np.ndarray]:
+def _of_sums(
+    algorithm: Algorithm, own: Leaves, sums: Any, state: Any, cohort: Array, key: Key
+) -> tuple[Params, Any, Any]:
+    statistics = {}
+    if isinstance(sums, Added):
+        sums, statistics = sums.sums, sums.statistics.mean()
+    return finished(algorithm, sums, statistics, own, state, cohort, key)
+
+
+def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[Update, np.ndarray]:
     if not (isinstance(chunk, tuple) and len(chunk) == 2):
         raise ValueError(
             f"Chunk {number} is a {type(chunk).__name__}; expected a pair (updates, weights), "
             "where weights may be None."
         )
-    values = stacked_values(algorithm, chunk[0])
-    return values, check_weights(chunk[1], jax.tree.leaves(values)[0].shape[0])
+    update = stacked(algorithm, chunk[0])
+    return update, check_weights(chunk[1], jax.tree.leaves(update)[0].shape[0])
 
 
 # The old totals are donated: a stream holds its sums once.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fisherjax import checks, clients, devices, parallel, tree
+from fisherjax import checks, clients, devices, leaves, parallel, tree
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
 from fisherjax.compiler import eval_shape, jit
@@ -55,13 +55,16 @@ def summarize(
         >>> sent.kind, sent.values["params"]["w"].shape
         ('params', (2, 2))
     """
-    trained = _with_arrays(_as_trained(trained))
+    check_algorithm(algorithm)
+    clients.check(federation)
+    trained = _told_apart(algorithm, _with_arrays(_as_trained(trained)), federation)
     _check_summary(algorithm, trained, federation, key)
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    key, start, steps = replicate((key, trained.start, trained.steps), layout.mesh)
+    common = key, trained.start, trained.steps, trained.frozen
+    key, start, steps, frozen = replicate(common, layout.mesh)
     private = _first_private(algorithm, trained.params)
     # Losses [M, epochs] would compile another program for another number of epochs.
-    trained = trained._replace(start=start, steps=steps, loss=None)
+    trained = trained._replace(start=start, steps=steps, loss=None, frozen=frozen)
     return summarize_cohort(algorithm, layout, trained, private, federation, key)[0]
 
 
@@ -93,15 +96,19 @@ def summarize_memory(
     num_clients, mesh = federation.num_clients, federation.mesh
     layout = Layout(parallel.chunk_size(clients_per_chunk, num_clients), mesh)
     extras, steps = (), None
+    own = leaves.Leaves(params, None, None)
+    if algorithm.model is not None:
+        own = leaves.split(algorithm.model, params, federation.inputs)
     if start is None:
-        extras = eval_shape(lambda w: _extras(algorithm, w), params)
-        start, steps = params, np.zeros(num_clients, np.int32)
-    key, start, steps = replicate((key, start, steps), mesh)
-    private = eval_shape(algorithm.link.init_client, params)
+        extras = eval_shape(lambda w: _extras(algorithm, w), own.trained)
+        start, steps = own.trained, np.zeros(num_clients, np.int32)
+    key, start, steps, frozen = replicate((key, start, steps, own.frozen), mesh)
+    private = eval_shape(algorithm.link.init_client, own.trained)
     # Shapes only: the compiler is asked before any stack [M, ...] is made.
-    stacked, own, extras = devices.stacked_shapes((params, private, extras), num_clients, mesh)
-    trained = Trained(stacked, start, steps, None, extras)
-    return devices.memory(_summarize, algorithm, layout, trained, own, federation, key)
+    several = own.trained, own.statistics, private, extras
+    stacked, statistics, private, extras = devices.stacked_shapes(several, num_clients, mesh)
+    trained = Trained(stacked, start, steps, None, extras, statistics, frozen)
+    return devices.memory(_summarize, algorithm, layout, trained, private, federation, key)
 
 
 def summarize_cohort(
@@ -115,7 +122,16 @@ def summarize_cohort(
     """Compute the stacked updates, and what each client keeps, given what it kept; unchecked."""
     found = _summarize(algorithm, layout, trained, private, federation, key)
     values, kept = in_order(found, layout.mesh)
-    return Update(values, algorithm.kind), kept
+    own = set(algorithm.link.keeps(trained.statistics))
+    statistics = {n: x for n, x in tree.by_name(trained.statistics).items() if n not in own}
+    if statistics and algorithm.link.draws:
+        raise ValueError(
+            f"This method hides what clients send, and the running statistics {list(statistics)} "
+            "would be sent as they are; expected a network without any, or clients that keep "
+            "theirs, as algorithms.fedbn lets them."
+        )
+    frozen = (*tree.names(trained.frozen), *sorted(own))
+    return Update(values, algorithm.kind, statistics, frozen), kept
 
 
 @partial(jit, static_argnums=(0, 1))
@@ -129,20 +145,24 @@ def _summarize(
 ) -> Spread:
     # The start is one model for all, or stacked like the params.
     is_common = _rank(trained.start) < _rank(trained.params)
-    common = trained.start if is_common else None
+    common = (trained.start if is_common else None), trained.frozen
     own_start = None if is_common else trained.start
 
-    def one(own: Any, start: Params | None, federation: Federation, key: Key) -> Any:
-        place, mine, private = own
-        # A common start comes in once and is not stacked: M copies would be in memory.
-        mine = mine._replace(start=mine.start if start is None else start)
+    def one(own: Any, common: tuple, federation: Federation, key: Key) -> Any:
+        (place, mine, private), (start, frozen) = own, common
+        # What is common comes in once and is not stacked: M copies would be in memory.
+        mine = mine._replace(start=mine.start if start is None else start, frozen=frozen)
         # By id, not by place: in a cohort a client draws what it would draw among all.
         client = clients.client_key(key, clients.SUMMARIZE, clients.ids(federation)[place])
         return algorithm.summarize(client, mine, clients.view(federation, place), private)
 
     return parallel.spread_clients(
         one,
-        (jnp.arange(federation.num_clients), trained._replace(start=own_start), private),
+        (
+            jnp.arange(federation.num_clients),
+            trained._replace(start=own_start, frozen=None),
+            private,
+        ),
         common,
         federation,
         key,
@@ -174,17 +194,45 @@ def _with_arrays(trained: Trained) -> Trained:
     return trained._replace(params=checks.arrays(trained.params), start=start)
 
 
+def _told_apart(algorithm: Algorithm, trained: Trained, federation: Federation) -> Trained:
+    """Tell the leaves of models apart that were trained elsewhere, if the method has a network."""
+    model = algorithm.model
+    # What `train` gave is told apart already: it lacks leaves that the mask has.
+    whole = model is not None and [n for n, _ in model.mask or ()] == [*tree.names(trained.params)]
+    if not whole or all(checks.mask(model, trained.params)):
+        return trained
+    checks.stacked(trained.params, federation.num_clients)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trained.params)
+    kinds, start = leaves.kinds(model, one, federation.inputs), trained.start
+    own = leaves.of_kinds(kinds, trained.params)
+    if jax.tree.structure(start) == jax.tree.structure(trained.params):
+        start = leaves.of_kinds(kinds, start).trained
+    for name, leaf in tree.by_name(own.frozen).items():
+        alike = checks.is_traced(leaf) or np.array_equal(
+            leaf, np.broadcast_to(leaf[:1], leaf.shape), equal_nan=True
+        )
+        if not alike:
+            raise ValueError(
+                f"Leaf '{name}' is not trained, by the model's mask, and yet differs between the "
+                "clients; expected the same for all. Train it, or give all clients one."
+            )
+    frozen = jax.tree.map(lambda x: x[0], own.frozen)
+    return trained._replace(
+        params=own.trained, statistics=own.statistics, frozen=frozen, start=start
+    )
+
+
 def _check_summary(
     algorithm: Algorithm, trained: Trained, federation: Federation, key: Key
 ) -> None:
-    check_algorithm(algorithm)
-    clients.check(federation)
     checks.key(key)
     checks.stacked(trained.params, federation.num_clients)
     if algorithm.model is not None:
         checks.model(algorithm.model)
         # One client's shapes: the network does not know the client axis.
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trained.params)
+        several = trained.params, trained.statistics
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), several)
+        one = leaves.join(*one, trained.frozen)
         checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
 
 

@@ -16,7 +16,7 @@ from fisherjax.privacy.base import Ledger, noisy
 from fisherjax.privacy.repair import repaired
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
-from fisherjax.updates import stacked_values
+from fisherjax.updates import stacked
 
 ALL = "all"
 """The one group of a clip that is a number."""
@@ -159,7 +159,7 @@ def norms(
         >>> norms(fj.algorithms.fedavg(), updates, jnp.ones(2), groups=["total"])
         {'total': Array([5.], dtype=float32)}
     """
-    values = stacked_values(algorithm, updates)
+    values = stacked(algorithm, updates).values
     if "params" in values:
         values = values | {"params": jax.tree.map(jnp.subtract, values["params"], params)}
     each = _each(algorithm, values)

@@ -1,19 +1,19 @@
 """All rounds in one process, of any pytree and of any algorithm whose updates add up."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax import checks, merging
-from fisherjax.algorithms.base import Algorithm, Update, as_sent
-from fisherjax.compiler import jit
+from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.clients import shares
+from fisherjax.merging.server_half import added, screened, told_apart
 from fisherjax.secure_aggregation import fixed_point, protocol
 from fisherjax.secure_aggregation.protocol import Entropy
 from fisherjax.typing import Array, Params
-from fisherjax.updates import check_weights, shares, stacked_values
+from fisherjax.updates import check_weights, stacked
 
 STAGES = ("advertise", "share", "mask", "unmask")
 
@@ -124,11 +124,13 @@ def secure_merge(
         >>> print(merged["w"].round(4))
         [0.3333 0.3333 0.3333]
     """
+    updates = stacked(algorithm, updates)
     own = contributions(algorithm, params, updates, weights)
     how = {"threshold": threshold, "entropy": entropy, "bits": bits, "absent": absent}
     total, stayed = secure_sum(own, bound, **how)
     sums = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), total, own[0])
-    return merging.merge_sums(algorithm, params, sums, jnp.array(stayed), state=state)
+    how = {"frozen": updates.frozen, "state": state}
+    return merging.merge_sums(algorithm, params, sums, jnp.array(stayed), **how)
 
 
 def contributions(
@@ -148,26 +150,21 @@ def contributions(
         >>> print(own[1].total["w"], own[1].weight)
         [0.   0.75] 0.75
     """
-    values = stacked_values(algorithm, updates)
+    update = stacked(algorithm, updates)
     if algorithm.reduce is None:
         raise ValueError(
             "This method needs each client's update (its reduce is None), as FedFisher with K-FAC "
             "does: there is no sum to hide them in. Use one that adds up, such as "
             "algorithms.fedfisher_sketched(model) for K-FAC."
         )
-    number = jax.tree.leaves(values)[0].shape[0]
+    number = jax.tree.leaves(update)[0].shape[0]
     weights = jnp.asarray(shares(check_weights(weights, number)), float)
-    if algorithm.decode is not as_sent:
-        values = algorithm.decode(values, params)
+    own = told_apart(params, update)
+    given = screened(algorithm, own, update, weights, "raise").values
     return [
-        _reduced(algorithm.reduce, jax.tree.map(lambda x, c=c: x[c : c + 1], values), weights[c])
+        added(algorithm, *jax.tree.map(lambda x, c=c: x[c : c + 1], given), weights[c][None])
         for c in range(number)
     ]
-
-
-@partial(jit, static_argnums=0)
-def _reduced(reduce: Callable[[Any, Array], Any], own: Any, weight: Array) -> Any:
-    return reduce(own, weight[None])
 
 
 def _gone(absent: Mapping[str, Collection[int]], number: int) -> Callable:
