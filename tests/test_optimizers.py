@@ -234,15 +234,15 @@ def test_the_server_has_no_loss(world):
     for name in ("lbfgs", "reduce_on_plateau", "sam, opaque"):
         method = algorithms.with_server_optimizer(algorithms.fedavg(), made(name))
         with pytest.raises(ValueError, match=r"server_optimizer cannot take a step .*has no loss"):
-            method.init(start, 2)
+            method.link.init(start, 2)
     for name in ("sam", "schedule_free"):
         method = algorithms.with_server_optimizer(algorithms.fedavg(), made(name))
         with pytest.raises(ValueError, match="The server goes by every step"):
-            method.init(start, 2)
+            method.link.init(start, 2)
     ahead = optax.lookahead(optax.sgd(1.0), 2, 0.5)
     method = algorithms.with_server_optimizer(algorithms.fedavg(), ahead)
     with pytest.raises(ValueError, match="moves params as they are"):
-        method.init(start, 2)
+        method.link.init(start, 2)
 
 
 def test_methods_that_go_by_steps_refuse_what_is_not_where_its_answer_is(world):

@@ -76,7 +76,8 @@ def in_stages(
     if not isinstance(stages, Stages):
         raise ValueError(
             "This method merges in one stage, as most do; expected one whose aggregate is "
-            "algorithms.Stages, such as dense."
+            "algorithms.Stages, such as dense. Wrappers that change the merge, such as "
+            "with_server_optimizer, go around what in_stages returns."
         )
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:

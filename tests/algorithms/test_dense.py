@@ -220,8 +220,11 @@ def test_another_merge_compiles_nothing(world, compilations):
         ({"how": FEW._replace(width=7)}, "how.width is 7; expected an even number"),
         ({"how": FEW._replace(learning_rate=0)}, "how.learning_rate is 0"),
         ({"how": FEW._replace(adversarial=-1)}, "how.adversarial is -1"),
-        ({"start": fj.algorithms.weighted_fedavg(MODEL)}, "one merged model of one exchange"),
-        ({"start": method()}, "one merged model of one exchange"),
+        ({"start": fj.algorithms.weighted_fedavg(MODEL)}, "start gives 'model per client'"),
+        ({"start": fj.algorithms.fedper("dense0")}, "start gives 'model per client'"),
+        ({"start": fj.algorithms.pfnm(MODEL)}, "start gives 'wider model'"),
+        ({"start": fj.algorithms.fedov(fj.algorithms.open_set(MODEL))}, "start gives 'votes'"),
+        ({"start": method()}, "start gives 'model', in stages"),
         ({"model": MODEL._replace(likelihood=fj.likelihoods.gaussian)}, "categorical"),
     ],
 )
@@ -234,6 +237,7 @@ def test_bad_options_are_refused(options, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"start": fj.algorithms.natural_gradient(MODEL)}, "sequence of 3"),
         ({"how": None}, "how is a NoneType"),
         ({"crop": 1}, "crop is an int"),
         ({"score": 3}, "score is"),

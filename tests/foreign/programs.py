@@ -271,7 +271,7 @@ def federation(case: Case) -> fj.clients.Federation:
     return clients if case.mesh is None else fj.clients.shard(clients)
 
 
-def _exchange(case: Case, algorithm: fj.algorithms.Algorithm) -> Any:
+def _exchange(case: Case, algorithm: Any) -> Any:
     """Play an exchange, and return its last message."""
     params, key = case.network.params, jax.random.key(1)
     *_, last = fj.merging.messages(algorithm, params, federation(case), key=key)
