@@ -71,7 +71,16 @@ SHARED = [
     "parts",
     *("fixed_point", "shares", "keys", "messages", "protocol", "quantized", "matrices", "stream"),
     "statistics",
-    *("reads", "summaries", "server_half", "merges", "repair", "two_layer", "signal_noise", "destroyed"),
+    *(
+        "reads",
+        "summaries",
+        "server_half",
+        "merges",
+        "repair",
+        "two_layer",
+        "signal_noise",
+        "destroyed",
+    ),
     "student",
 ]
 

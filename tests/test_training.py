@@ -133,8 +133,8 @@ def test_each_client_is_trained_as_by_hand_on_shuffled_whole_epochs(
     orders = set()
     for i, rows in enumerate(partition):
         steps = -(-len(rows) // BATCH)
-        assert models.steps[i] == models.params["step"][i] == epochs * steps
-        log = np.rint(np.asarray(models.params["log"][i]) * 30).astype(int)
+        assert models.steps[i] == models.statistics["step"][i] == epochs * steps
+        log = np.rint(np.asarray(models.statistics["log"][i]) * 30).astype(int)
         # A short batch is filled up with its own examples, which only count once.
         batches = [list(dict.fromkeys(shown)) for shown in log[: epochs * steps].tolist()]
         for epoch in range(epochs):
@@ -255,7 +255,7 @@ def test_every_step_of_every_client_draws_anew(federation, params, key):
     model = LOGGING._replace(apply_train=drawing_apply)
     models = train(logging_params(params, steps=2 * 4), federation, key, model)
     taken = np.arange(8) < np.asarray(models.steps)[:, None]
-    draws = np.asarray(models.params["log"])[taken][:, 0]
+    draws = np.asarray(models.statistics["log"])[taken][:, 0]
     assert len(np.unique(draws)) == draws.size == models.steps.sum()
 
 

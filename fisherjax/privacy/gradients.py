@@ -85,10 +85,10 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
         noise, own = keys(key, inputs)
         number = jnp.maximum((weights > 0).sum(), 1)
 
-        own = leaves.trained(model, params)
+        trained = leaves.trained(model, params)
 
         def gradient(inputs: Array, key: Key, cotangent: Array) -> Params:
-            _, pull = jax.vjp(lambda some: one(leaves.join(some, params), inputs, key), own)
+            _, pull = jax.vjp(lambda some: one(leaves.join(some, params), inputs, key), trained)
             return pull(cotangent)[0]
 
         # Of a mean loss: each example's own cotangent is that of the mean, times their number.
