@@ -180,7 +180,8 @@ class Federated(NamedTuple):
             length = min(self.batch_size, federation.indices.shape[1])
             own = leaves.split(self.model, state.params, federation.inputs, length)
             shared = tree.by_name(own.statistics).items()
-            statistics = [x for name, x in shared if name not in state.statistics]
+            kept = state.statistics if self.algorithm.link.mix is None else {}
+            statistics = [x for name, x in shared if name not in kept]
             return _message(self.algorithm, state, own.trained, jnp.arange(1))[0], statistics
 
         def update(state: State, federation: Federation) -> Any:

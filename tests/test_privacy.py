@@ -213,9 +213,10 @@ def test_clients_are_clipped_by_how_far_they_went_not_by_where_they_are():
 def test_weights_do_not_count_and_who_is_left_out_adds_zeros():
     method = privacy.private(algorithms.fedavg(), clip=9.0, noise_multiplier=0.0)
     sent = Update({"params": jnp.array([[4.0], [8.0], [jnp.nan]])}, method.kind)
-    merged, _, _ = merging.merge(
-        method, jnp.zeros(1), sent, [1, 30, 5], key=KEY, on_nonfinite="drop"
-    )
+    with pytest.warns(UserWarning, match="Left out.* client 2"):
+        merged, _, _ = merging.merge(
+            method, jnp.zeros(1), sent, [1, 30, 5], key=KEY, on_nonfinite="drop"
+        )
     np.testing.assert_allclose(merged, [4], rtol=1e-6)
 
 

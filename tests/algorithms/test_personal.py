@@ -57,7 +57,7 @@ def play(world, method, number, *, cohort=5, state=None, federation=None):
     own, start, model = world
     federation = own if federation is None else federation
     experiment = rounds.federated(model, method, cohort=cohort, **HOW)
-    state = experiment.init(start, 5) if state is None else state
+    state = experiment.init(start, federation) if state is None else state
     *_, (state, done) = rounds.run(experiment, state, federation, key=KEY, rounds=number)
     return state, experiment.models(state, 5), done
 
@@ -101,6 +101,7 @@ def test_who_sits_a_round_out_keeps_its_model(world, method):
     before, after = jax.device_get((before, after))
     private = state.private.leaves if hasattr(state.private, "leaves") else {}
     own = tree.names(before) if method.link.personal or not private else tuple(private)
+    own += tuple(state.statistics)
     for name, old, new in zip(
         tree.names(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True
     ):
@@ -118,7 +119,7 @@ def test_alone_is_training_again_and_again(world):
     alone = clients.select(federation, [0])
     # Nobody else's examples matter.
     one = rounds.federated(model, single_set(), cohort=1, **HOW)
-    *_, (state, _) = rounds.run(one, one.init(start, 1), alone, key=KEY, rounds=2)
+    *_, (state, _) = rounds.run(one, one.init(start, alone), alone, key=KEY, rounds=2)
     chex.assert_trees_all_close(state.private, first, rtol=1e-9, atol=1e-12)
 
 
@@ -159,9 +160,10 @@ def test_any_merge_can_leave_norms_to_the_clients(world, wrapped):
     method = fedbn(algorithms.make(wrapped, world[2]))
     state, models, done = play(world, method, 1)
     models, done = jax.device_get((models, done))
-    norm = done.trained.params["params"]["norm"]
+    trained = done.trained.models
+    norm = trained["params"]["norm"]
     chex.assert_trees_all_equal(models["params"]["norm"], norm)
-    chex.assert_trees_all_equal(models["moments"], done.trained.params["moments"])
+    chex.assert_trees_all_equal(models["moments"], trained["moments"])
     assert not (norm["scale"][0] == norm["scale"][3]).any()
     body = models["params"]["body"]["kernel"]
     np.testing.assert_array_equal(body[0], body[3])
@@ -178,9 +180,11 @@ def test_what_is_sent_are_shared_leaves_and_prototypes(world):
     def size(values):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(values))
 
-    norms = size(start["params"]["norm"]) + size(start["moments"])
+    # Where moments are counted from never changes, and is not sent.
+    moments = {n: x for n, x in start["moments"]["norm"].items() if n != "shift"}
+    norms = size(start["params"]["norm"]) + size(moments)
     head, prototypes = size(start["params"]["head"]), 3 * 6 * 8
-    everything = size(start)
+    everything = size(start["params"]) + size(moments)
     names = ("single_set", "fedper", "fedbn", "weighted_fedavg", "weighted_fedbn")
     found = bytes_of(*(make(name, model) for name in names))
     expected = [
@@ -210,7 +214,10 @@ def scaled(fisher, scale):
 def test_clients_are_as_alike_as_their_fishers_are_parallel(world, fisher):
     federation, start, model = world
     method = weighted_fedavg(model, temperature=0.5, fisher=fisher)
-    models = [jax.tree.map(lambda x, i=i: np.asarray(x) + 0.1 * i, start) for i in range(5)]
+    models = [
+        start | {"params": jax.tree.map(lambda x, i=i: np.asarray(x) + 0.1 * i, start["params"])}
+        for i in range(5)
+    ]
     sent = merging.summarize(method, models, federation, key=KEY)
     similarity = np.asarray(merging.merge(method, start, sent, federation.weights)[2])
     present = np.flatnonzero(SIZES)
@@ -226,7 +233,7 @@ def test_clients_are_as_alike_as_their_fishers_are_parallel(world, fisher):
     # Scale is no likeness: neither a client's nor one that squares would lose.
     values = dict(sent.values)
     values["fisher"] = scaled(values["fisher"], 1e-200)
-    tiny = fj.algorithms.Update(values, sent.kind)
+    tiny = dataclasses.replace(sent, values=values)
     again = merging.merge(method, start, tiny, federation.weights)[2]
     np.testing.assert_allclose(again, similarity, rtol=1e-9, atol=1e-12)
 
