@@ -82,8 +82,8 @@ def private(
 
     Raises:
         ValueError: If a clip is not positive, a multiplier negative, or the algorithm has no
-            `reduce` or a wrapper's `decode`; on merge, if groups are not those of
-            the sums; on summarize, of params without a start.
+            `reduce` or a wrapper's `decode`; on merge, if groups are not those of the sums; on
+            summarize, of params without a start.
         TypeError: If an argument has the wrong kind.
 
     Example:

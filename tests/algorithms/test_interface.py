@@ -1,5 +1,7 @@
 """The fields of an algorithm: what it gives, its link, sequences of messages, and stages."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +36,15 @@ def test_an_algorithm_has_nine_fields_and_a_link_the_rest():
     method = algorithms.fedavg()
     assert method.link == Link()
     assert method.gives == "model"
+
+
+def test_the_page_of_methods_has_every_field():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = [line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    named = " ".join(rows)
+    for name in (*algorithms.Algorithm._fields, *Link._fields):
+        assert f"`{name}`" in named or f"`{name}(" in named, name
+    assert not any(f"`{name}`" in named for name in ("then", "resizes", "stages"))
 
 
 # What a merge gives
