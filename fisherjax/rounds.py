@@ -180,7 +180,7 @@ class Federated(NamedTuple):
             length = min(self.batch_size, federation.indices.shape[1])
             own = leaves.split(self.model, state.params, federation.inputs, length)
             shared = tree.by_name(own.statistics).items()
-            kept = state.statistics if self.algorithm.link.mix is None else {}
+            kept = self.algorithm.link.keeps(own.statistics)
             statistics = [x for name, x in shared if name not in kept]
             return _message(self.algorithm, state, own.trained, jnp.arange(1))[0], statistics
 
@@ -362,11 +362,12 @@ def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Ro
     # Selected before it is summed: a diverged client's loss may be NaN, which no weight silences.
     losses = jnp.where(half.weights > 0, trained.loss[:, -1], 0)
     own, statistics = sent.kept
-    if algorithm.link.mix is not None and statistics:
+    if algorithm.link.mix is not None and sent.update.statistics:
         shares = algorithm.link.mix(half.values, half.weights)
-        sound = tree.keep(half.present, statistics)
+        sound = tree.keep(half.present, sent.update.statistics)
         mixed = jax.vmap(lambda row: tree.weighted_sum(sound, row))(shares)
-        statistics = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, statistics)
+        mixed = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, sound)
+        statistics = statistics | mixed
     # Who diverged keeps what it kept, and so do those who sat the round out.
     kept = tree.keep(half.present, (own, statistics), sent.before)
     everyone = state.private, state.statistics
