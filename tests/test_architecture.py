@@ -73,6 +73,7 @@ SHARED = [
     *("reads", "summaries", "merges", "repair", "two_layer", "signal_noise", "destroyed"),
     "student",
 ]
+REGISTRY = "registry"  # the one file that reads all others of its folder, each a paper
 
 LATER = {"networks"}  # imported when it is first used
 INSIDE = {
@@ -143,7 +144,7 @@ def position(module: str) -> tuple[int, int]:
     if folder == "fisher" and file:
         assert file in FISHER, f"give fisher/{file}.py its place in FISHER"
         return ORDER.index(folder), FISHER.index(file)
-    inside = SHARED.index(file) if file in SHARED else len(SHARED)
+    inside = SHARED.index(file) if file in SHARED else len(SHARED) + (file == REGISTRY)
     return ORDER.index(folder), inside if file else len(FISHER) + len(SHARED)
 
 

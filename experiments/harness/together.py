@@ -136,7 +136,8 @@ def check(
 def _refuse(task: OneRound) -> None:
     """Refuse what is computed in several programs, or by the host."""
     several = [name for name, own in task.methods.items() if own.server(None).stages is not None]
-    host = [name for name in task.methods if name in fj.algorithms.WIDER]
+    rows = fj.algorithms.METHODS
+    host = [n for n in task.methods if n in rows and rows[n].gives == "wider model"]
     voting = [] if task.voting is None else list(task.voting.names)
     if several + host + voting:
         raise ValueError(
