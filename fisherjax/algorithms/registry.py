@@ -210,7 +210,7 @@ METHODS: dict[str, Row] = {
         _HERE,
         _FACTORS,
         fedfisher_sequential,
-        (*_EVERY, "identity", "order", "layerwise", "statistics"),
+        (*_EVERY, "identity", "order", "damping", "layerwise", "statistics"),
         "solves a layer from what the layers before it became",
     ),
     "fedlpa": Row("FedLPA", _FEDLPA, _EMPIRICAL, fedlpa, _LAYERS, {"fisher": Kronecker}),
