@@ -33,6 +33,11 @@ def reads(name: str) -> dict[str, type]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
+def is_filed(name: str) -> bool:
+    """Say whether files are merged by a method."""
+    return isinstance(algorithms.METHODS[name].reads, Mapping)
+
+
 def exactly(name: str) -> dict[str, object]:
     """Choose the options that solve a method's system to the last digits."""
     found = {}

@@ -12,7 +12,7 @@ import pytest
 import fisherjax as fj
 from fisherjax import algorithms, merging, rounds, training
 from fisherjax.algorithms import with_server_optimizer
-from tests.methods import MERGED, reads
+from tests.methods import MERGED, REPEATS, reads
 
 BATCH, EPOCHS, CLIENTS = 4, 2, 6
 SIZES = (7, 0, 12, 4, 5, 9)
@@ -75,14 +75,10 @@ def assert_same(left, right, tolerance=0.0):
     chex.assert_trees_all_close(left, right, rtol=tolerance, atol=tolerance)
 
 
-# An optimiser of its own, two parts of a Fisher, a solve, and what clients and the server keep.
-OFTEN = {"fedprox", "fedfish_last_epoch", "fedfisher_kfac", "scaffold_adam"}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
+    [pytest.param(name, marks=pytest.mark.slow) if name in REPEATS else name for name in METHODS],
 )
 def test_a_round_of_everybody_is_training_summarizing_and_merging(world, name, compilations):
     federation, params = world
@@ -101,7 +97,8 @@ def test_a_round_of_everybody_is_training_summarizing_and_merging(world, name, c
     assert_same(state.algorithm, kept, 1e-6)
 
     # The same experiment put together a second time is the first one.
-    fresh = algorithms.make(name, MODEL) if name in MERGED else method
+    by_default = name in MERGED and method is algorithms.make(name, MODEL)
+    fresh = algorithms.make(name, fj.Model(*MODEL)) if by_default else method
     with compilations() as count:
         again = federated(fresh)
         [(repeated, _)] = play(again, (federation, params), 1)
