@@ -54,6 +54,17 @@ def is_vote(name: str) -> bool:
     return first in METHODS and METHODS[first].gives == "votes"
 
 
+def is_exchanged(name: str) -> bool:
+    """Say whether a name ends in an exchange without training, such as fedavg+ccvr.
+
+    Example:
+        >>> is_exchanged("fedavg+ccvr"), is_exchanged("fedavg+dense")
+        (True, False)
+    """
+    last = name.rpartition("+")[2]
+    return last in METHODS and "exchange" in METHODS[last].laws
+
+
 def sends_full_matrices(name: str) -> bool:
     """Say whether clients send matrices of all parameters by all parameters.
 

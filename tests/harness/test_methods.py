@@ -17,6 +17,7 @@ from experiments import one_shot
 from experiments.harness import commands, config
 from experiments.harness.config import Merging
 from experiments.harness.methods import Images, check_full, methods, trains_its_own
+from experiments.harness.names import distils
 from fisherjax.algorithms import FEDLPA_DISTILLATION, METHODS
 from tests.methods import MERGED
 
@@ -179,7 +180,7 @@ def test_choices_that_cannot_be_made_are_refused_before_anything_is_trained():
     ],
 )
 def test_help_says_of_a_number_what_the_docstring_does(shown, group, kind):
-    head, numbers = ("Attributes:\n", []) if group == "dense" else ("Args:\n", [])
+    head, numbers = ("Attributes:\n", []) if distils(group) else ("Args:\n", [])
     _, _, arguments = inspect.getdoc(inspect.unwrap(kind)).partition(head)
     found = re.split(r"^    (\w+): ", arguments.partition("\n\n")[0], flags=re.MULTILINE)[1:]
     said = dict(zip(found[::2], found[1::2], strict=True))
