@@ -89,8 +89,8 @@ LAWS = {
     "damping": "A growing `damping` moves the merged model steadily to the weighted mean.",
     "layerwise": "Layers can be merged without those that come after them.",
     "statistics": "The merged running statistics of BatchNorm are those of the clients' mixture.",
-    "exchange": "Clients that did not train improve the model that they receive: the method is one "
-    "of `merging.exchange`. All others leave such a model as it is.",
+    "exchange": "Clients that do not train improve the model that they receive: the method is one "
+    "of `merging.exchange`, and merges no models.",
 }
 """The laws that a method may obey, by name; `Row.laws` lists those that hold."""
 
