@@ -23,23 +23,23 @@ SOME_SLOW = [
 
 
 def laws(name: str) -> tuple[str, ...]:
-    """List the laws that hold for a method."""
+    """Return the laws that hold for a method."""
     return algorithms.METHODS[name].laws
 
 
 def reads(name: str) -> dict[str, type]:
-    """List what files read of a method's uploads besides params; nothing if they are not merged."""
+    """Return what files read of a method's uploads besides params; nothing if they are not merged."""
     found = algorithms.METHODS[name].reads
     return dict(found) if isinstance(found, Mapping) else {}
 
 
 def is_filed(name: str) -> bool:
-    """Say whether files are merged by a method."""
+    """Return whether files are merged by a method."""
     return isinstance(algorithms.METHODS[name].reads, Mapping)
 
 
 def exactly(name: str) -> dict[str, object]:
-    """Choose the options that solve a method's system to the last digits."""
+    """Return the options that solve a method's system to the last digits."""
     found = {}
     known = algorithms.options(name)
     if "solver" in known and known["solver"] is None:

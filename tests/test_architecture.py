@@ -210,6 +210,34 @@ def test_importing_the_package_loads_nothing_heavy():
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
+def method_names_compared(path: Path) -> list[str]:
+    """List comparisons of a file with the name of a method: `name == "fedavg"`, `in ("fedavg",)`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            plain = [
+                x for x in sides if isinstance(x, ast.Constant | ast.Tuple | ast.List | ast.Set)
+            ]
+            said = {x.value for y in plain for x in ast.walk(y) if isinstance(x, ast.Constant)}
+            if said & fisherjax.algorithms.METHODS.keys():
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+EXPERIMENTS = PACKAGE.parent / "experiments"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*FILES, *sorted((EXPERIMENTS / "harness").rglob("*.py"))],
+    ids=lambda path: str(path.relative_to(PACKAGE.parent)),
+)
+def test_nothing_asks_for_a_method_by_its_name(path):
+    """What differs between methods is a field of its row in the registry, or of the algorithm."""
+    assert not method_names_compared(path)
+
+
 def functions_of(path: Path) -> Iterator[tuple[str, bool, ast.arguments]]:
     """Yield the name, whether users see it, and the arguments of every function in a file."""
     tree = ast.parse(path.read_text())

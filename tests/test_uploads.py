@@ -581,6 +581,11 @@ def test_one_line_adds_a_type_of_data(tmp_path, monkeypatch):
     ("changes", "error", "message"),
     [
         ({"algorithm": "fedmean"}, ValueError, "algorithm is 'fedmean'"),
+        *(
+            ({"algorithm": name}, ValueError, f"algorithm is '{name}', whose uploads are not")
+            for name, row in fj.algorithms.METHODS.items()
+            if row.reads is None
+        ),
         ({"client": ""}, ValueError, "client is ''"),
         ({"examples": -1}, ValueError, "examples is -1"),
         ({"examples": "many"}, TypeError, "examples is 'many'"),

@@ -10,7 +10,7 @@ STUDENT = "fedov+student"
 
 
 def takes(row: Row) -> set[str]:
-    """List the arguments of a row's factory by name.
+    """Return the arguments of a row's factory by name.
 
     Example:
         >>> sorted(takes(METHODS["fedprox"]))
@@ -20,7 +20,7 @@ def takes(row: Row) -> set[str]:
 
 
 def distils(name: str) -> bool:
-    """Say whether a method trains its model on the server, on images that it draws there.
+    """Return whether a method trains its model on the server, on images that it draws there.
 
     Example:
         >>> distils("dense"), distils("fedavg"), distils("ensemble")
@@ -44,7 +44,7 @@ def merged_first(name: str) -> str:
 
 
 def is_vote(name: str) -> bool:
-    """Say whether a name is of a method whose clients vote, or of a student of their vote.
+    """Return whether a name is of a method whose clients vote, or of a student of their vote.
 
     Example:
         >>> is_vote("fedov"), is_vote(STUDENT), is_vote("fedavg")
@@ -55,7 +55,7 @@ def is_vote(name: str) -> bool:
 
 
 def is_exchanged(name: str) -> bool:
-    """Say whether a name ends in an exchange without training, such as fedavg+ccvr.
+    """Return whether a name ends in an exchange without training, such as fedavg+ccvr.
 
     Example:
         >>> is_exchanged("fedavg+ccvr"), is_exchanged("fedavg+dense")
@@ -66,7 +66,7 @@ def is_exchanged(name: str) -> bool:
 
 
 def sends_full_matrices(name: str) -> bool:
-    """Say whether clients send matrices of all parameters by all parameters.
+    """Return whether clients send matrices of all parameters by all parameters.
 
     Example:
         >>> sends_full_matrices("fedfisher_full"), sends_full_matrices("fedfisher_sequential")

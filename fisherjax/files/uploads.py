@@ -148,13 +148,17 @@ def of_client(updates: Update, client: int) -> Update:
 
 
 def check_method(name: str) -> None:
-    """Refuse what is no method, and methods that have no uploads.
+    """Refuse what is no method, and methods whose uploads are never files.
 
     Example:
         >>> check_method("fedavg")
     """
-    known = [method for method, row in algorithms.METHODS.items() if row.reads is not None]
-    checks.one_of("algorithm", name, known, "algorithms.METHODS")
+    checks.one_of("algorithm", name, algorithms.METHODS, "algorithms.METHODS")
+    if algorithms.METHODS[name].reads is None:
+        raise ValueError(
+            f"algorithm is {name!r}, whose uploads are not merged later, from files; expected a "
+            "method that merges trained models, such as 'fedavg' or 'fedfisher_kfac'."
+        )
 
 
 def opened(

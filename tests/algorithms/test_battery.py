@@ -198,6 +198,14 @@ def test_every_law_is_defined_once_and_tested():
         assert len(set(own.laws)) == len(own.laws), name
 
 
+def test_every_method_is_a_function_of_the_package():
+    for name, own in METHODS.items():
+        factory = getattr(own.factory, "func", own.factory)
+        found = getattr(algorithms, factory.__name__, None)
+        assert found is factory, f"{name}: name {factory.__name__} in __all__ of registry.py"
+        assert factory.__name__ in algorithms.__all__
+
+
 @pytest.mark.parametrize("law", CHECKS)
 def test_the_laws_of_a_row_hold_and_no_others(row, world, merge, law):
     if law in laws(row.name):
