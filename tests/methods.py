@@ -28,7 +28,7 @@ def laws(name: str) -> tuple[str, ...]:
 
 
 def reads(name: str) -> dict[str, type]:
-    """Return what files read of a method's uploads besides params; nothing if they are not merged."""
+    """Return what files read of a method's uploads besides params; {} if they are not merged."""
     found = algorithms.METHODS[name].reads
     return dict(found) if isinstance(found, Mapping) else {}
 

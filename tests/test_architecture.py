@@ -211,15 +211,12 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def method_names_compared(path: Path) -> list[str]:
-    """List comparisons of a file with the name of a method: `name == "fedavg"`, `in ("fedavg",)`."""
-    found = []
+    """Return comparisons with the name of a method: `name == "fedavg"`, `in ("fedavg", "toy")`."""
+    found, plain = [], ast.Constant | ast.Tuple | ast.List | ast.Set
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            plain = [
-                x for x in sides if isinstance(x, ast.Constant | ast.Tuple | ast.List | ast.Set)
-            ]
-            said = {x.value for y in plain for x in ast.walk(y) if isinstance(x, ast.Constant)}
+            sides = [x for x in (node.left, *node.comparators) if isinstance(x, plain)]
+            said = {x.value for y in sides for x in ast.walk(y) if isinstance(x, ast.Constant)}
             if said & fisherjax.algorithms.METHODS.keys():
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
