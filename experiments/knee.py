@@ -19,6 +19,7 @@ from rich.console import Console
 import fisherjax as fj
 from experiments.harness import commands, config, figures, knee, points, records, tables
 from experiments.harness.knee import Config, Point
+from experiments.harness.names import takes
 
 PROGRAM = "experiments.knee"
 _COLOURS = {
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
 
 def _check(asked: Config) -> None:
     commands.check_list(asked, "algorithms", "kinds", "counts")
-    known = [name for name in fj.algorithms.TABLE if "max_examples" in fj.algorithms.options(name)]
+    known = [name for name, row in fj.algorithms.merges().items() if "max_examples" in takes(row)]
     for name in asked.algorithms:
         commands.check_name("algorithms", name, known)
     for option, least in (("counts", 0), ("draws", 1), ("epochs", 1)):

@@ -212,7 +212,7 @@ def compare(sharing, norm=1.6):
         merged, *_ = fj.merging.merge(method, start, updates)
         judged = test._replace(owners=clients.owners[:1])
         _, accuracy = feature_learning.performance(merged[None], judged)
-        accuracies[f"one merge, {fj.algorithms.TABLE[name].label}"] = float(accuracy[0])
+        accuracies[f"one merge, {fj.algorithms.METHODS[name].label}"] = float(accuracy[0])
     return accuracies
 
 

@@ -83,6 +83,7 @@ SHARED = [
     ),
     "student",
 ]
+REGISTRY = "registry"  # the one file that reads all others of its folder, each a paper
 
 LATER = {"networks"}  # imported when it is first used
 INSIDE = {
@@ -153,7 +154,7 @@ def position(module: str) -> tuple[int, int]:
     if folder == "fisher" and file:
         assert file in FISHER, f"give fisher/{file}.py its place in FISHER"
         return ORDER.index(folder), FISHER.index(file)
-    inside = SHARED.index(file) if file in SHARED else len(SHARED)
+    inside = SHARED.index(file) if file in SHARED else len(SHARED) + (file == REGISTRY)
     return ORDER.index(folder), inside if file else len(FISHER) + len(SHARED)
 
 
@@ -217,6 +218,31 @@ def test_importing_the_package_loads_nothing_heavy():
     program = f"import sys, fisherjax; print([m for m in {HEAVY} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def method_names_compared(path: Path) -> list[str]:
+    """Return comparisons with the name of a method: `name == "fedavg"`, `in ("fedavg", "toy")`."""
+    found, plain = [], ast.Constant | ast.Tuple | ast.List | ast.Set
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [x for x in (node.left, *node.comparators) if isinstance(x, plain)]
+            said = {x.value for y in sides for x in ast.walk(y) if isinstance(x, ast.Constant)}
+            if said & fisherjax.algorithms.METHODS.keys():
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+EXPERIMENTS = PACKAGE.parent / "experiments"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*FILES, *sorted((EXPERIMENTS / "harness").rglob("*.py"))],
+    ids=lambda path: str(path.relative_to(PACKAGE.parent)),
+)
+def test_nothing_asks_for_a_method_by_its_name(path):
+    """What differs between methods is a field of its row in the registry, or of the algorithm."""
+    assert not method_names_compared(path)
 
 
 def functions_of(path: Path) -> Iterator[tuple[str, bool, ast.arguments]]:

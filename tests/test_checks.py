@@ -75,7 +75,7 @@ def test_numbers_that_are_traced_pass():
 
 
 def test_the_nearest_name_is_suggested():
-    near = r"Did you mean 'fedfisher_kfac', '\w+' or '\w+'\? All are in algorithms.TABLE"
+    near = r"Did you mean 'fedfisher_kfac', '\w+' or '\w+'\? All are in algorithms.METHODS"
     for name in ("fedfiser_kfac", "FedFisher_KFAC", "FEDFISHER-KFAC"):
         with pytest.raises(ValueError, match=f"algorithm is '{name}'; .*{near}"):
             algorithms.make(name, MODEL)

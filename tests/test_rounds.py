@@ -12,6 +12,7 @@ import pytest
 import fisherjax as fj
 from fisherjax import algorithms, merging, rounds, training
 from fisherjax.algorithms import with_server_optimizer
+from tests.methods import MERGED, REPEATS, reads
 
 BATCH, EPOCHS, CLIENTS = 4, 2, 6
 SIZES = (7, 0, 12, 4, 5, 9)
@@ -42,7 +43,7 @@ def world(x64):
 SGD = optax.sgd(0.1, 0.9)
 ADAM = optax.adam(0.01)
 EXACT = fj.solvers.conjugate_gradients(tolerance=1e-10, max_iterations=500)
-METHODS = {name: algorithms.make(name, MODEL) for name in algorithms.TABLE} | {
+METHODS = {name: algorithms.make(name, MODEL) for name in MERGED} | {
     "fedfisher_full_exact": algorithms.fedfisher(
         MODEL, fisher=fj.fisher.full, damping=0.1, solver=EXACT
     ),
@@ -53,6 +54,9 @@ METHODS = {name: algorithms.make(name, MODEL) for name in algorithms.TABLE} | {
     "adam": with_server_optimizer(algorithms.fedavg(), ADAM),
     "scaffold_adam": with_server_optimizer(algorithms.scaffold(), ADAM),
 }
+
+
+UNDAMPED = {name for name in MERGED if fj.fisher.Dense in reads(name).values()}
 
 
 def federated(method="fedavg", cohort=CLIENTS, model=MODEL, **options):
@@ -71,14 +75,10 @@ def assert_same(left, right, tolerance=0.0):
     chex.assert_trees_all_close(left, right, rtol=tolerance, atol=tolerance)
 
 
-# An optimiser of its own, two parts of a Fisher, a solve, and what clients and the server keep.
-OFTEN = {"fedprox", "fedfish_last_epoch", "fedfisher_kfac", "scaffold_adam"}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
+    [pytest.param(name, marks=pytest.mark.slow) if name in REPEATS else name for name in METHODS],
 )
 def test_a_round_of_everybody_is_training_summarizing_and_merging(world, name, compilations):
     federation, params = world
@@ -93,11 +93,12 @@ def test_a_round_of_everybody_is_training_summarizing_and_merging(world, name, c
     for field in ("params", "loss", "steps", "extras"):
         assert_same(getattr(done.trained, field), getattr(trained, field), 1e-12)
     # Where nothing is damped, conjugate gradients that stop at 1e-4 amplify rounding.
-    assert_same(state.params, merged, 1e-3 if name == "fedfisher_full" else 1e-6)
+    assert_same(state.params, merged, 1e-3 if name in UNDAMPED else 1e-6)
     assert_same(state.algorithm, kept, 1e-6)
 
     # The same experiment put together a second time is the first one.
-    fresh = algorithms.make(name, MODEL) if METHODS[name] is algorithms.TABLE.get(name) else method
+    by_default = name in MERGED and method is algorithms.make(name, MODEL)
+    fresh = algorithms.make(name, fj.Model(*MODEL)) if by_default else method
     with compilations() as count:
         again = federated(fresh)
         [(repeated, _)] = play(again, (federation, params), 1)
@@ -105,7 +106,7 @@ def test_a_round_of_everybody_is_training_summarizing_and_merging(world, name, c
     assert_same(repeated, state)
 
 
-@pytest.mark.parametrize("name", algorithms.TABLE)
+@pytest.mark.parametrize("name", MERGED)
 def test_equal_arguments_are_one_experiment(name):
     def experiment(**changes):
         return federated(algorithms.make(name, fj.Model(*MODEL)), **changes)

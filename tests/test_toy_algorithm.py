@@ -1,4 +1,4 @@
-"""A paper is one file and one row of the table: commands, checkpoints and laws then know it."""
+"""A paper is one file and one row of the registry: commands, checkpoints and laws then know it."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 import fisherjax as fj
-from fisherjax.algorithms import TABLE, Algorithm, Link, Row
+from fisherjax.algorithms import METHODS, Algorithm, Link, Row
 from fisherjax.algorithms.base import fisher_sums, solve_sums
 from fisherjax.configuration import cached
 
@@ -55,7 +55,10 @@ def toy(mu: float = 0.0) -> Algorithm:
     )
 
 
-TABLE["toy"] = Row("Toy", toy)
+laws = "identity", "single client", "order", "weights", "empty", "shift", "equal curvatures"
+laws += "layerwise", "statistics"
+reads = {"fisher": fj.fisher.Diagonal}
+METHODS["toy"] = Row("Toy", "nobody", "weights and where they moved", toy, laws, reads)
 '''
 COMMANDS = """
 import json, sys

@@ -26,13 +26,16 @@ import fisherjax as fj
 from fisherjax import compression, files
 from fisherjax.__main__ import main
 from fisherjax.algorithms import Update
+from tests.methods import MERGED, REPEATS, is_filed, reads
 
 ROOT = Path(__file__).parents[1]
 CLIENTS, WEIGHTS = ("ann", "bob", "cho"), (20, 10, 30)
-# Conjugate gradients need it where the matrix is singular.
-OPTIONS = {"fedfisher_full": {"damping": 1.0}}
-ROWS = ["fedavg", "fisher_merge", "regmean", "fedfisher_kfac", "fedfisher_full"]
 SLOW = pytest.mark.slow
+# Those that match units are in test_unit_uploads.py.
+FILED = [n for n in MERGED if is_filed(n) and fj.fisher.wiring.Wiring not in reads(n).values()]
+ROWS = [pytest.param(n, marks=SLOW) if n in REPEATS else n for n in FILED]
+# Conjugate gradients need it where the matrix is singular.
+OPTIONS = {n: {"damping": 1.0} for n in FILED if fj.fisher.Dense in reads(n).values()}
 
 
 def apply(params, x):
@@ -69,11 +72,11 @@ def updates_of(name: str) -> Update:
     """What clients send; Fishers of the simple forms are made up, which compiles nothing."""
     random = np.random.RandomState(3)
     params = fj.tree.stack(PARAMS)
-    if name == "fisher_merge":
+    if fj.fisher.Diagonal in reads(name).values():
         entries = jax.tree.map(lambda x: random.gamma(0.5, size=x.shape).astype(x.dtype), params)
         fisher = fj.fisher.Diagonal(entries)
         return Update({"params": params, "fisher": fisher}, "params, true diagonal Fisher")
-    if name == "fedfisher_full":
+    if fj.fisher.Dense in reads(name).values():
         size = sum(x.size for x in jax.tree.leaves(PARAMS[0]))
         gradients = random.normal(size=(len(CLIENTS), size, 2 * size)).astype("float32")
         template = fj.fisher.operators.Template.of(PARAMS[0])
@@ -122,7 +125,7 @@ def by_name(update):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*ROWS, pytest.param("fedlpa", marks=SLOW)])
+@pytest.mark.parametrize("name", ROWS)
 def test_files_merge_like_what_never_was_in_a_file(tmp_path, name, rounding):
     out, options = tmp_path / "merged.safetensors", OPTIONS.get(name, {})
     merged = files.merge_files(out, save(tmp_path, name), **options)
@@ -135,8 +138,8 @@ def test_files_merge_like_what_never_was_in_a_file(tmp_path, name, rounding):
             (jax.tree.map(lambda x: x[None], x), [w]) for x, w in zip(sent, WEIGHTS, strict=True)
         )
         expected, _, _ = fj.merging.merge_stream(method._replace(model=None), flat, chunks)
-    # The compiler divides the sums of RegMean's other leaves in two ways.
-    close = max(rounding, 1e-7) if name == "regmean" else rounding
+    # The compiler divides the sums of leaves without a Gram matrix in two ways.
+    close = max(rounding, 1e-7) if "grams" in reads(name) else rounding
     assert_equal(files.load_arrays(out), dict(expected), close)
     assert merged.algorithm == name
 
@@ -255,7 +258,7 @@ def test_the_vote_is_the_share_of_the_trace(tmp_path, name):
     np.testing.assert_allclose(merged.shares, p)
     diagonals = [
         files.of_client(updates_of(name), i).values["fisher"].diagonal()
-        if name != "fedavg"
+        if "fisher" in reads(name)
         else jax.tree.map(jnp.ones_like, PARAMS[0])
         for i in range(3)
     ]
@@ -268,7 +271,7 @@ def test_the_vote_is_the_share_of_the_trace(tmp_path, name):
             "all": list(traces[0]),
             "scale": ["scale", "shift"],
         }.get(layer, [layer, layer.replace("kernel", "bias")])
-        if name in ("fedavg", "fisher_merge"):
+        if not reads(name) or fj.fisher.Diagonal in reads(name).values():
             names = [layer]
         expected = p * [sum(float(trace[n]) for n in set(names)) for trace in traces]
         np.testing.assert_allclose(vote, expected / expected.sum(), rtol=1e-4)
@@ -578,6 +581,11 @@ def test_one_line_adds_a_type_of_data(tmp_path, monkeypatch):
     ("changes", "error", "message"),
     [
         ({"algorithm": "fedmean"}, ValueError, "algorithm is 'fedmean'"),
+        *(
+            ({"algorithm": name}, ValueError, f"algorithm is '{name}', whose uploads are not")
+            for name, row in fj.algorithms.METHODS.items()
+            if row.reads is None
+        ),
         ({"client": ""}, ValueError, "client is ''"),
         ({"examples": -1}, ValueError, "examples is -1"),
         ({"examples": "many"}, TypeError, "examples is 'many'"),
@@ -635,7 +643,7 @@ def test_a_compressed_upload_comes_back_bit_for_bit_and_its_bytes_are_those_of_i
     assert record.layers == fj.tree.shapes(PARAMS[1])
     header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     assert record.nbytes - header == compression.size(sent)
-    if name == "fedavg":
+    if not reads(name):
         sizes = [x.size for x in jax.tree.leaves(START)]
         assert compression.size(sent) == sum(sizes) + 4 * len(sizes)
     # Decoded by the same program, which says that every bit and its place are the same.
@@ -680,7 +688,7 @@ def test_compressed_files_merge_like_compressed_updates(tmp_path, name):
     assert files_in(tmp_path).keys() == before.keys() | {out.name}
     method = fj.algorithms.make(name, MODEL, **options)
     method = compression.compressed(method, CODECS[name])._replace(model=None)
-    if name == "fedfisher_kfac":
+    if fj.fisher.Kronecker in reads(name).values():
         # By leaf name, as that has been compiled.
         loaded = [files.load_update(path)[0] for path in paths]
         start = by_name(Update({"params": START}, "")).values["params"]

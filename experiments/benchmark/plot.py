@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.benchmark.report import MATMUL, Row, numbers
 from experiments.harness.figures import GREY, GRID, INK, canvas, legend, style
-from fisherjax.algorithms import TABLE
+from fisherjax import algorithms
 
 _OURS = "#0b4f8a"
 _CURVES = ((_OURS, "o", "-"), ("#d98200", "s", "--"), (INK, "^", ":"), ("#57b894", "D", "-."))
@@ -74,4 +74,4 @@ def _colour(case: str, compared: Collection[str]) -> str:
     if case.startswith(tuple(compared)):
         return GREY
     algorithm = case.partition(",")[0]
-    return style(algorithm)["color"] if algorithm in TABLE else _OURS
+    return style(algorithm)["color"] if algorithm in algorithms.merges() else _OURS

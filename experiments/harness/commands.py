@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from experiments.harness.names import distils, is_vote
 from fisherjax import algorithms, checks, devices
 
 _FEW = 12  # names that a refusal lists; more are nobody's to read
@@ -38,7 +39,7 @@ def read(
 
     The defaults are the dataclass of the configuration, or a function that makes what is run if
     nothing else is asked, of the value of the option `chooser` or None. Fields that are dataclasses
-    are groups of options. With a group `merging` every method of the table is one too.
+    are groups of options. With a group `merging` every merge of the registry is one too.
     """
     if isinstance(defaults, type):
         default = defaults()
@@ -172,7 +173,7 @@ _OTHERS = {
 
 def _method_groups() -> dict[str, type]:
     """Make a dataclass of each method's options that a word can give: numbers and switches."""
-    known = algorithms.TABLE | algorithms.WIDER | algorithms.DISTILLED
+    known = {name: row for name, row in algorithms.merges().items() if not is_vote(name)}
     made = {name: (row.label, (row.factory,)) for name, row in known.items()}
     groups = {}
     for name, (label, functions) in (made | _OTHERS).items():
@@ -182,7 +183,7 @@ def _method_groups() -> dict[str, type]:
             fields, described = fields + own, described + said
         if fields:
             kind = dataclasses.make_dataclass(f"Options_{name}", fields, frozen=True)
-            of = f"{label}; None is what --distillation has" if name == "dense" else label
+            of = f"{label}; None is what --distillation has" if distils(name) else label
             # What --help says of each is what the docstring of its function says.
             kind.__doc__ = f"Of {of}.\n\nArgs:\n{described}"
             groups[name] = kind

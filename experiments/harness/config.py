@@ -24,13 +24,6 @@ MODELS = {
     "vision_transformer": fj.networks.VisionTransformer,
     "transformer": fj.networks.Transformer,
 }
-METHODS = fj.algorithms.TABLE | fj.algorithms.WIDER | fj.algorithms.DISTILLED
-METHODS |= fj.algorithms.VOTES
-"""What makes one model of many, or a vote."""
-STUDENT = "fedov+student"
-"""The name of a model that learns FedOV's vote."""
-THEN_DENSE = "+dense"
-"""Behind the name of a method: DENSE begins from what that method made."""
 OF_IMAGES = [name for name in MODELS if name != "transformer"]
 PARTITIONS = ("fedfisher", "iid", "niid_bench", "classes_per_client")
 IMAGES = fj.datasets.NAMES
@@ -110,7 +103,7 @@ class Training:
 class Merging:
     """How client models become one; each method's own options are in the groups below."""
 
-    algorithms: Annotated[tuple[str, ...], commands.names(METHODS)] = (
+    algorithms: Annotated[tuple[str, ...], commands.names(fj.algorithms.merges())] = (
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
     """Methods, NAME+dense and fedov+student too; fedfisher_full takes a few thousand parameters."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness.records import write_bytes
-from fisherjax.algorithms import DISTILLED, PERSONAL, TABLE, VOTES, WIDER
+from fisherjax import algorithms
 
 REFERENCES = {
     "local": "one client's own model, mean over clients",
@@ -17,7 +17,7 @@ REFERENCES = {
 }
 """What algorithms are compared with, and what it is."""
 INK, GRID, GREY = "#222222", "#dddddd", "#8a8a8a"
-# In the order of the table's rows. Neighbours differ in lightness too: greyscale keeps them apart.
+# In the order of `merges`. Neighbours differ in lightness too: greyscale keeps them apart.
 _COLOURS = (
     *("#1a1a1a", "#d98200", "#2b78ad", "#57b894", "#0b4f8a", "#7fc8e8", "#8b1e6b"),
     *("#d16ba5", "#e8a6cf", "#b89400", "#c4501b", "#f0936a", "#4d7a1f", "#5f3c25"),
@@ -28,10 +28,10 @@ _LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 def label(name: str) -> str:
     """Say what an algorithm is called in tables and figures; another name stays as it is."""
-    first, *exchanges = name.split("+")
-    rows = TABLE | WIDER | DISTILLED | VOTES | PERSONAL
+    first, *others = name.split("+")
+    rows = algorithms.METHODS
     merge = rows[first].label if first in rows else first
-    later = (rows[n].label if n in DISTILLED else n.replace("_", " ") for n in exchanges)
+    later = (rows[n].label if n in rows else n.replace("_", " ") for n in others)
     return " + ".join([merge, *later])
 
 
@@ -40,7 +40,7 @@ def style(name: str) -> dict[str, Any]:
     first, *exchanges = name.split("+")
     if exchanges:
         return style(first) | {"marker": "*", "label": label(name)}
-    names = [*TABLE, *WIDER, *DISTILLED, *VOTES]
+    names = list(algorithms.merges())
     if name not in names:
         return {"color": GREY, "marker": "o", "label": name}
     # More algorithms than colours begin again, with markers shifted by one.
@@ -51,7 +51,7 @@ def style(name: str) -> dict[str, Any]:
 
 def line_style(name: str) -> Any:
     """Return how an algorithm's lines are dashed, where several cross in one panel."""
-    names = [*TABLE, *WIDER, *DISTILLED, *VOTES]
+    names = list(algorithms.merges())
     return _LINES[names.index(name) % len(_LINES)] if name in names else ":"
 
 

@@ -27,7 +27,7 @@ def exchanges(config: OneShot) -> dict[str, tuple[str, ...]]:
 
 def exchange_of(task: OneRound, step: str) -> Algorithm | tuple[Algorithm, ...]:
     """Make a step of `exchanges`."""
-    return getattr(fj.algorithms, step)(task.model)
+    return fj.algorithms.make(step, task.model)
 
 
 def rounds(

@@ -8,16 +8,14 @@ import fisherjax as fj
 from experiments.harness.commands import check, check_list, check_name, contents
 from experiments.harness.config import (
     IMAGES,
-    METHODS,
     OF_IMAGES,
     PARTITIONS,
     PLAYS,
     SERVER_OPTIMIZERS,
-    STUDENT,
-    THEN_DENSE,
     Federated,
     OneShot,
 )
+from experiments.harness.names import STUDENT, distils, is_vote, merged_first
 
 _COUNTS = (
     *("num_clients", "validation_clients", "held_out_clients", "cohort", "classes_per_client"),
@@ -70,11 +68,11 @@ def _check(config: OneShot | Federated, datasets: Sequence[str], side_by_side: i
     check_name("model", data.model, ["transformer"] if data.dataset == PLAYS else OF_IMAGES)
     check_name("partition", data.partition, PARTITIONS)
     for algorithm in merging.algorithms:
-        own = algorithm.removesuffix(THEN_DENSE)
-        check_name("algorithms", own, (*METHODS, STUDENT))
-        others = fj.algorithms.DISTILLED.keys() | fj.algorithms.VOTES.keys() | {STUDENT}
-        if own != algorithm and own in others:
-            raise ValueError(f"--algorithms is {algorithm}, expected dense behind a merged model")
+        own = merged_first(algorithm)
+        check_name("algorithms", own, (*fj.algorithms.merges(), STUDENT))
+        if own != algorithm and (distils(own) or is_vote(own)):
+            last = algorithm.rpartition("+")[2]
+            raise ValueError(f"--algorithms is {algorithm}, expected {last} behind a merged model")
     lists = {name: value for name, value in vars(asked).items() if isinstance(value, list)}
     # Nothing need follow a merge.
     check_list(asked, *(name for name, value in lists.items() if value or name != "calibrate"))

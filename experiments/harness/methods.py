@@ -1,4 +1,4 @@
-"""Methods by their names: those of the library's table, with the options of the command."""
+"""Methods by their names: those of the registry, with the options of the command."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,8 @@ import optax
 from jax.tree_util import Partial
 
 import fisherjax as fj
-from experiments.harness.config import THEN_DENSE, Merging
+from experiments.harness.config import Merging
+from experiments.harness.names import distils, is_vote, merged_first, sends_full_matrices
 from fisherjax.algorithms import FEDLPA_DISTILLATION, Distillation
 from fisherjax.typing import Array, Examples, Model, Params
 
@@ -56,31 +57,37 @@ def methods(
     """Make the algorithms that were asked for, by name; clients train with such minibatches."""
     made = {}
     for name in merging.algorithms:
-        first = name.removesuffix(THEN_DENSE)
-        if first.partition("+")[0] in fj.algorithms.VOTES:
+        first, last = merged_first(name), name.rpartition("+")[2]
+        if is_vote(first):
             if images is None:
                 raise ValueError("--algorithms names a vote, which is no model: see one_shot")
             continue
-        if first in fj.algorithms.DISTILLED:
+        if distils(first):
             plain = fj.algorithms.fedavg()
-            made[name] = _distilled(merging, model, images, Method(plain, lambda _, own=plain: own))
+            start = Method(plain, lambda _, own=plain: own)
+            made[name] = _distilled(merging, model, images, last, start)
         else:
             made[name] = _method(merging, model, batch_size, first)
             if "score" in fj.algorithms.options(first) and merging.choose != "last":
                 made[name] = _scored(merging, model, images, first, made[name])
             if first != name:
-                made[name] = _distilled(merging, model, images, made[name], keep_start=True)
+                made[name] = _distilled(merging, model, images, last, made[name], keep_start=True)
     return made
 
 
 def _distilled(
-    merging: Merging, model: Model, images: Images | None, start: Method, keep_start: bool = False
+    merging: Merging,
+    model: Model,
+    images: Images | None,
+    name: str,
+    start: Method,
+    keep_start: bool = False,
 ) -> Method:
-    """Let DENSE go on from what a method makes of the same updates."""
+    """Let DENSE, by its name, go on from what a method makes of the same updates."""
     if images is None:
-        raise ValueError("--algorithms names dense, which merges once: use experiments.one_shot")
+        raise ValueError(f"--algorithms names {name}, which merges once: use experiments.one_shot")
     how = {"fedfisher": Distillation(), "fedlpa": FEDLPA_DISTILLATION}[merging.distillation]
-    own = {o.removeprefix("dense."): x for o, x in merging.options if o.startswith("dense.")}
+    own = {o.removeprefix(f"{name}."): x for o, x in merging.options if o.startswith(f"{name}.")}
     how = how._replace(**{o: own.pop(o) for o in how._fields if o in own})
     drawn = {"shape": images.shape, "normalize": images.normalize, "crop": images.crop}
     own = {"how": how, **drawn, **own}
@@ -88,7 +95,7 @@ def _distilled(
     def server(judges: Examples | None) -> fj.algorithms.Algorithm:
         first = start.server(judges) if keep_start else None
         score = _score(merging, model, images, judges)
-        return fj.algorithms.dense(model, start=first, score=score, **own)
+        return fj.algorithms.make(name, model, start=first, score=score, **own)
 
     server(None)  # what is wrong with the options is said before anything is trained
     return Method(start.clients, server)
@@ -158,8 +165,12 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
 
 def trains_its_own(algorithm: str) -> bool:
     """Say whether an algorithm changes how clients train; False for what is no algorithm."""
-    if algorithm not in fj.algorithms.TABLE:
-        return algorithm in fj.algorithms.VOTES
+    if algorithm not in fj.algorithms.merges():
+        return False
+    if fj.algorithms.required(algorithm):
+        return False  # it has to know the data, for the server's half
+    if is_vote(algorithm):
+        return True  # networks of its own
     base, model = optax.identity(), Model(jnp.matmul, fj.likelihoods.categorical)  # any
     return fj.algorithms.make(algorithm, model).optimizer(base) is not base
 
@@ -168,9 +179,10 @@ def check_full(algorithms: Sequence[str], params: Params, num_clients: int) -> N
     """Refuse full Fisher matrices of so many clients' models that would not fit into memory."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     needed = 4.0 * size**2 * num_clients
-    if "fedfisher_full" in algorithms and needed > _FULL_LIMIT:
+    full = list(filter(sends_full_matrices, algorithms))
+    if full and needed > _FULL_LIMIT:
         raise ValueError(
-            f"--algorithms fedfisher_full needs a matrix of {size} x {size} numbers for each of "
+            f"--algorithms {' '.join(full)} needs a matrix of {size} x {size} numbers for each of "
             f"{num_clients} clients, {needed / 1e9:.3g} GB; expected at most "
             f"{_FULL_LIMIT / 1e9:g} GB. Use fedfisher_kfac, or a smaller network"
         )

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from experiments.harness import grids, methods, records
 from experiments.harness.figures import label
 from experiments.harness.grid_runs import WALL
+from experiments.harness.names import is_exchanged
 from experiments.harness.tables import Table, csv_text, spread
 
 _PAPER = Path(__file__).with_name("fedlpa_paper.csv")
@@ -25,7 +26,6 @@ _ORDER = (
     *("fedov", "fedfisher_kfac"),
 )
 """In the paper's order. Others come after them."""
-_EXCHANGES = ("analytic_head", "ccvr", "natural_gradient")
 _THEIRS = {"dense": "DENSE", "fedov": "FedOV"}
 """Columns of the paper's numbers even if nobody asked for ours."""
 _MOST_EPOCHS = 200
@@ -104,7 +104,7 @@ def footnote(
     theirs = [own for name, own in _THEIRS.items() if name not in algorithms and own in shown]
     verb = "is" if len(theirs) == 1 else "are"
     only = f"{' and '.join(theirs)} {verb} the paper's only. " if theirs else ""
-    if any(name.rpartition("+")[2] in _EXCHANGES for name in algorithms):
+    if any(is_exchanged(name) for name in algorithms):
         only += "What follows a + came after the merge, by exchanges without training. "
     ours = {
         "last": "ours are not chosen",

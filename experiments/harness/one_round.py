@@ -11,8 +11,9 @@ import optax
 
 import fisherjax as fj
 from experiments.harness import checkpoints, later, steps, votes
-from experiments.harness.config import STUDENT, OneShot
+from experiments.harness.config import OneShot
 from experiments.harness.methods import Method
+from experiments.harness.names import STUDENT
 from experiments.harness.records import Row
 from experiments.harness.steps import Merged, Progress, Unit
 from experiments.harness.tasks import OneRound

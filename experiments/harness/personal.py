@@ -10,9 +10,11 @@ import fisherjax as fj
 from experiments.harness import commands
 from experiments.harness.config import check_name
 from experiments.harness.domains import LOOKS
-from fisherjax.algorithms import PERSONAL, TABLE, Algorithm, Row
+from experiments.harness.names import takes
+from fisherjax.algorithms import Algorithm, Row
 from fisherjax.typing import Model
 
+_WEIGHTED = "weighted_fedavg"
 HEAD = "dense3"
 """The layer of the network that FedPer keeps."""
 # With drawn labels, of few examples: rounds are many.
@@ -35,22 +37,55 @@ def _part_of_fedbn(statistics: bool, model: Model, where: frozenset[str]) -> Alg
     return fj.algorithms.fedbn(where=frozenset(chosen))
 
 
+_HERE = "this study"
+_OWN: dict[str, Any] = {"reads": None, "gives": "model per client"}
 BEYOND = {
     "weighted_fisher": Row(
-        "Weighted FedAvg (diagonal Fishers)", partial(_by_fisher, fj.fisher.diagonal), ()
+        "Weighted FedAvg (diagonal Fishers)",
+        _HERE,
+        "weights and diagonal Fisher",
+        partial(_by_fisher, fj.fisher.diagonal),
+        **_OWN,
     ),
-    "weighted_kfac": Row("Weighted FedAvg (K-FAC)", partial(_by_fisher, fj.fisher.kfac), ()),
-    "fedfisher_bn": Row("FedFisher (K-FAC) + personal BN", _fedfisher_bn, ()),
-    # Two halves of FedBN, to see which does what; the first is SiloBN (Andreux et al., 2020).
-    "fedbn_statistics": Row("FedBN, scales averaged", partial(_part_of_fedbn, True), ()),
-    "fedbn_scales": Row("FedBN, statistics averaged", partial(_part_of_fedbn, False), ()),
+    "weighted_kfac": Row(
+        "Weighted FedAvg (K-FAC)",
+        _HERE,
+        "weights and K-FAC factors",
+        partial(_by_fisher, fj.fisher.kfac),
+        **_OWN,
+    ),
+    "fedfisher_bn": Row(
+        "FedFisher (K-FAC) + personal BN",
+        _HERE,
+        "weights but for BatchNorm, and K-FAC factors",
+        _fedfisher_bn,
+        **_OWN,
+    ),
+    # Two halves of FedBN, to see which does what; the first is SiloBN.
+    "fedbn_statistics": Row(
+        "FedBN, scales averaged",
+        "Andreux et al., 2020",
+        "weights but for BatchNorm's statistics",
+        partial(_part_of_fedbn, True),
+        **_OWN,
+    ),
+    "fedbn_scales": Row(
+        "FedBN, statistics averaged",
+        _HERE,
+        "weights but for BatchNorm's scales",
+        partial(_part_of_fedbn, False),
+        **_OWN,
+    ),
 }
 """What the paper does not have."""
-METHODS = {"single_set": PERSONAL["single_set"], "fedavg": TABLE["fedavg"]}
-METHODS |= PERSONAL | BEYOND
-_NORMED = ("fedbn", "weighted_fedbn", "fedfisher_bn", "fedbn_statistics", "fedbn_scales")
 _PAPERS = ("single_set", "fedavg", "fedper", "fedbn", "weighted_fedavg", "weighted_fedbn")
 SPLITS = ("pathological", "dirichlet", "domains")
+
+
+def methods() -> dict[str, Row]:
+    """List what is compared: no communication, federated averaging, and the personal methods."""
+    first = {name: fj.algorithms.METHODS[name] for name in _PAPERS[:2]}
+    return first | fj.algorithms.personal() | BEYOND
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +96,7 @@ class Config:
     """Table 1 of the paper, or tables 2 and 3; also chooses the other defaults."""
     splits: tuple[Literal[*SPLITS], ...] = ("domains",)
     """Clients with some of the classes, with Dirichlet shares of them, or with a look of digits."""
-    algorithms: Annotated[tuple[str, ...], commands.names(METHODS)] = (
+    algorithms: Annotated[tuple[str, ...], commands.names(methods())] = (
         *_PAPERS,
         *("weighted_fisher", "weighted_kfac", "fedfisher_bn"),
     )
@@ -157,12 +192,16 @@ class Point(NamedTuple):
 
 def is_weighted(name: str) -> bool:
     """Say whether a method has a temperature."""
-    return name.startswith("weighted")
+    return "temperature" in takes(methods()[name])
 
 
 def _chooser(name: str) -> str:
-    """Name the method whose temperature a method has: how alike clients are does not change."""
-    return "weighted_fedavg" if name == "weighted_fedbn" else name
+    """Name the method whose temperature a method has: how alike clients are does not change.
+
+    Of the paper's two methods, the one that keeps normalisations has the other's.
+    """
+    keeps = is_weighted(name) and "where" in takes(methods()[name])
+    return _WEIGHTED if keeps else name
 
 
 def choosing(asked: Config) -> list[Unit]:
@@ -195,7 +234,7 @@ def judging(asked: Config, temperatures: dict[str, float]) -> list[Unit]:
             for name in asked.algorithms:
                 values = {temperatures[name]} if is_weighted(name) else {None}
                 # The paper's.
-                values |= {1.0} if is_weighted(name) and name in PERSONAL else set()
+                values |= {1.0} if is_weighted(name) and name not in BEYOND else set()
                 units += [
                     Unit(split, name, value, asked.epochs, seed, asked.rounds, False)
                     for value in sorted(values, reverse=True)
@@ -209,12 +248,13 @@ def judging(asked: Config, temperatures: dict[str, float]) -> list[Unit]:
 
 def method(unit: Unit, model: Model, norms: frozenset[str]) -> Algorithm:
     """Make what a unit trains by; `norms` are the leaves of normalisations."""
-    options: dict[str, Any] = {"where": norms} if unit.algorithm in _NORMED else {}
+    taken = takes(methods()[unit.algorithm])
+    options: dict[str, Any] = {"where": norms} if "where" in taken else {}
     if unit.temperature is not None:
         options["temperature"] = unit.temperature
     if unit.algorithm in BEYOND:
         return BEYOND[unit.algorithm].factory(model, **options)
-    if unit.algorithm == "fedper":
+    if "head" in taken:
         options["head"] = HEAD
     return fj.algorithms.make(unit.algorithm, model, **options)
 
@@ -223,7 +263,7 @@ def check(asked: Config) -> None:
     """Refuse what cannot be run."""
     commands.check_list(asked, "splits", "algorithms", "seeds", "temperatures", "domains")
     for name in asked.algorithms:
-        check_name("algorithms", name, METHODS)
+        check_name("algorithms", name, methods())
     for name in asked.domains:
         check_name("domains", name, LOOKS)
     fits = ("domains",) if asked.table == "digits" else SPLITS[:2]

@@ -17,7 +17,6 @@ from experiments.harness.commands import check
 from experiments.harness.config import (
     MODELS,
     PLAYS,
-    THEN_DENSE,
     Data,
     Federated,
     OneShot,
@@ -100,8 +99,9 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
 
 def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     """Build what does not depend on how data are split: the network, methods, measurements."""
-    names = [name.removesuffix(THEN_DENSE) for name in config.merging.algorithms]
-    wide = not fj.algorithms.WIDER.keys().isdisjoint(names)
+    rows = fj.algorithms.METHODS
+    names = [name.partition("+")[0] for name in config.merging.algorithms]
+    wide = any(rows[name].gives == "wider model" for name in names)
     model, normalize, init = _network(config.data, train, config.training, wide)
     params = jax.eval_shape(init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.data.num_clients)

@@ -136,9 +136,9 @@ def check(
 
 def _refuse(task: OneRound) -> None:
     """Refuse what is computed in several programs, or by the host."""
-    made = {name: own.server(None).aggregate for name, own in task.methods.items()}
-    several = [name for name, aggregate in made.items() if isinstance(aggregate, Stages)]
-    host = [name for name in task.methods if name in fj.algorithms.WIDER]
+    made = {name: own.server(None) for name, own in task.methods.items()}
+    several = [name for name, method in made.items() if isinstance(method.aggregate, Stages)]
+    host = [name for name, method in made.items() if method.gives == "wider model"]
     voting = [] if task.voting is None else list(task.voting.names)
     if several + host + voting:
         raise ValueError(

@@ -18,7 +18,7 @@ import optax
 
 import fisherjax as fj
 from experiments.harness import commands
-from experiments.harness.config import STUDENT
+from experiments.harness.names import STUDENT, is_vote
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
 from fisherjax.parallel import Layout, chunk_size
@@ -81,7 +81,7 @@ def check(voting: Voting, num_clients: int) -> None:
 
 def names(algorithms: Sequence[str]) -> tuple[str, ...]:
     """Select what is FedOV among algorithms."""
-    return tuple(name for name in algorithms if name in (NAME, STUDENT))
+    return tuple(filter(is_vote, algorithms))
 
 
 class Found(NamedTuple):

@@ -90,13 +90,13 @@ def model(width: int) -> Model:
 
 def algorithm(name: str, setting: Setting) -> fj.algorithms.Algorithm:
     """Return a way to merge the networks of a setting."""
-    network = model(setting.width)
-    if name == "fisher_merge":
+    known, options = fj.algorithms.options(name), {}
+    if "floor" in known:
         # As good as no floor: only parameters that no client's function depends on fall back.
-        return fj.algorithms.fisher_merge(network, floor=1e-12)
-    if name == "fedfish":
-        return fj.algorithms.fedfish(network, batch_size=setting.fedfish_batch)
-    return fj.algorithms.make(name, network)
+        options["floor"] = 1e-12
+    if "last_epoch" in known:  # squares are of minibatches
+        options["batch_size"] = setting.fedfish_batch
+    return fj.algorithms.make(name, model(setting.width), **options)
 
 
 def draw(key: Key, supports: Array, num_points: int, noise: float) -> fj.clients.Federation:

@@ -71,8 +71,7 @@ def merge_files(
         out: The merged model's file, arrays by leaf name, which `load_arrays` reads. It appears
             whole or not at all. PFNM's is wider than the clients' models.
         paths: Of uploads that `save_update` wrote, one a client.
-        algorithm: A name of `algorithms.TABLE` or `WIDER`; None is the one that the uploads were
-            made for.
+        algorithm: A name of `algorithms.METHODS`; None is the one that the uploads were made for.
         weights: [M], non-negative; None is the clients' numbers of examples.
         start: The model that clients started from, for uploads of differences to it: a pytree, or a
             file of arrays by leaf name.
@@ -145,7 +144,7 @@ def merge_files(
             votes.update({x: _shares_of(s, weights) for x, s in strengths.items()})
             yield {leaf or "array": np.asarray(array) for leaf, array in merged.items()}
 
-    if name in algorithms.WIDER:
+    if algorithms.METHODS[name].gives == "wider model":
         # How wide it is, which the head of the file says, is known when it is there.
         ready = list(one_by_one())
         kinds = {x: Kind.of(array) for merged in ready for x, array in merged.items()}

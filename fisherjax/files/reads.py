@@ -1,36 +1,16 @@
 """What a method reads of uploads, and whether they fit it and each other."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from fisherjax import algorithms, checks, likelihoods
+from fisherjax import algorithms, likelihoods
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.compression import Encoded, Slot
-from fisherjax.files.uploads import Record
+from fisherjax.files.uploads import Record, check_method
 from fisherjax.files.values import decode
-from fisherjax.fisher import Dense, Diagonal, Kronecker
-from fisherjax.fisher.wiring import Wiring
 from fisherjax.typing import Model
-
-# What each method reads besides params, and what that is.
-_READS: dict[str, dict[str, type]] = {
-    "fedavg": {},
-    "fisher_merge": {"fisher": Diagonal},
-    "regmean": {"grams": dict},
-    "fedfisher_diag": {"fisher": Diagonal},
-    "fedfisher_kfac": {"fisher": Kronecker},
-    "fedfisher_full": {"fisher": Dense},
-    "fedlpa": {"fisher": Kronecker},
-    "fedlpa_ea": {"fisher": Kronecker},
-    "fedlpa_gd": {"fisher": Kronecker},
-    "otfusion": {"wiring": Wiring},
-    "pfnm": {"wiring": Wiring, "counts": str},  # an array, by its name in the file
-}
-_METHODS = algorithms.TABLE | algorithms.WIDER
-_WHY_NOT = {
-    "fedfisher_sequential": "solves a layer from what the layers before it became",
-}
 
 
 def method_of(records: list[Record], name: str | None, options: dict) -> tuple[str, Algorithm]:
@@ -39,11 +19,12 @@ def method_of(records: list[Record], name: str | None, options: dict) -> tuple[s
     if name is None and len(made_for) > 1:
         raise ValueError(f"The uploads were made for {made_for}: say which algorithm merges them.")
     name = made_for[0] if name is None else name
-    checks.one_of("algorithm", name, _METHODS, "algorithms.TABLE, WIDER")
-    if name not in _READS:
-        why = _WHY_NOT.get(name, "takes more than one message, or more than params and curvature")
+    check_method(name)
+    reads = {other: row.reads for other, row in algorithms.METHODS.items()}
+    if isinstance(reads[name], str):
+        known = ", ".join(other for other, own in reads.items() if isinstance(own, Mapping))
         raise ValueError(
-            f"{name} {why}, and does not merge files; expected one of {', '.join(_READS)}. "
+            f"{name} {reads[name]}, and does not merge files; expected one of {known}. "
             "Read the uploads by files.load_update and merge them by merging.merge."
         )
     algorithms.check_options(name, options)
@@ -70,16 +51,17 @@ def check_clients(records: list[Record]) -> None:
 
 def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any]:
     """Give the values that a method reads, with names of arrays for leaves; refuse others."""
-    needed, first = {"params", *_READS[name]}, records[0]
+    reads, first = algorithms.METHODS[name].reads, records[0]
+    needed = {"params", *reads}
     for record, spec in zip(records, specs, strict=True):
         where = f"{str(record.path)!r} of client {record.client!r}"
         values = decode(record.path, spec, lambda name: name)
         _check_not_packed(where, values)
-        for key, kind in {"params": dict, **_READS[name]}.items():
+        for key, kind in {"params": dict, **reads}.items():
             if not isinstance(values.get(key), kind):
                 raise ValueError(
                     f"{where} holds '{record.kind}'; {name} merges params"
-                    + "".join(f" and {x}: {_called(t)}" for x, t in _READS[name].items())
+                    + "".join(f" and {x}: {_called(t)}" for x, t in reads.items())
                     + f". It was made for {record.algorithm}."
                 )
         # Fishers of several kinds do not mix; params do, whatever else was sent.

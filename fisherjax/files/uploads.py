@@ -28,7 +28,7 @@ class Record(NamedTuple):
         path: Of the file.
         client: Whose it is.
         examples: How many the client has, its weight.
-        algorithm: The method that it was made for, a name of `algorithms.TABLE` or `WIDER`.
+        algorithm: The method that it was made for, a name of `algorithms.METHODS`.
         kind: What was sent, in words.
         codec: How arrays were packed, "none" if they were not.
         layers: Shapes of the params by leaf name; None where a codec's nodes do not say it.
@@ -71,7 +71,7 @@ def save_update(
         update: One client's, not stacked: `of_client(updates, i)` takes one of many. Compressed
             ones, of `compression.compressed`, take as many bytes beside the header as
             `compression.size` counts.
-        algorithm: The method that it was made for, a name of `algorithms.TABLE` or `WIDER`.
+        algorithm: The method that it was made for, a name of `algorithms.METHODS`.
         client: Whose it is: a merge takes nobody twice.
         examples: How many the client has, its weight.
         codec: How arrays are packed; None is what the kind of a compressed update says, or "none".
@@ -91,8 +91,7 @@ def save_update(
         ((3, 2), 'ann', 60)
     """
     checks.instance("update", update, Update, "an algorithms.Update, of merging.summarize")
-    known = algorithms.TABLE | algorithms.WIDER
-    checks.one_of("algorithm", algorithm, known, "algorithms.TABLE, WIDER")
+    check_method(algorithm)
     checks.number("examples", examples)
     if codec is None:
         codec = (update.kind.partition(THEN)[2] if "update" in update.values else "") or "none"
@@ -146,6 +145,20 @@ def of_client(updates: Update, client: int) -> Update:
         {'params': array([2.])}
     """
     return jax.tree.map(lambda x: x[client], updates)
+
+
+def check_method(name: str) -> None:
+    """Refuse what is no method, and methods whose uploads are never files.
+
+    Example:
+        >>> check_method("fedavg")
+    """
+    checks.one_of("algorithm", name, algorithms.METHODS, "algorithms.METHODS")
+    if algorithms.METHODS[name].reads is None:
+        raise ValueError(
+            f"algorithm is {name!r}, whose uploads are not merged later, from files; expected a "
+            "method that merges trained models, such as 'fedavg' or 'fedfisher_kfac'."
+        )
 
 
 def opened(

@@ -1,4 +1,4 @@
-"""Laws of merging, for every row of the table of algorithms."""
+"""Laws of merging, for every row of the registry of methods."""
 
 from types import SimpleNamespace
 
@@ -10,23 +10,14 @@ import optax
 import pytest
 
 import fisherjax as fj
-from fisherjax import algorithms, clients, merging, solvers, training
-from fisherjax.algorithms import LAWS, TABLE, Update
+from fisherjax import algorithms, clients, merging, training
+from fisherjax.algorithms import LAWS, METHODS, Update
+from fisherjax.fisher.wiring import Wiring
+from tests.methods import MERGED, SOME_SLOW, exactly, laws
 
 SIZES = (7, 3, 9, 5)
 WEIGHTS = np.array([0.1, 0.4, 0.2, 0.3])
 BASE = optax.sgd(0.5, 0.9)
-EXACT = solvers.conjugate_gradients(tolerance=1e-13, max_iterations=500)
-# Where exactness is asked for; and few steps where the default is many.
-OPTIONS = {
-    "fedfisher_diag": {"solver": EXACT},
-    "fedfisher_kfac": {"solver": EXACT},
-    "fedfisher_full": {"solver": EXACT, "damping": 0.1},
-    "fedfisher_sequential": {"solver": EXACT},
-    "fedfisher_sketched": {"solver": EXACT},
-    "fedlpa": {"solver": EXACT},
-    "fedlpa_gd": {"solver": algorithms.residual_descent(steps=20)},
-}
 
 
 def apply(params, x):
@@ -36,7 +27,7 @@ def apply(params, x):
 
 def make(name):
     model = fj.Model(apply, fj.likelihoods.categorical)
-    return algorithms.make(name, model, **OPTIONS.get(name, {}))
+    return algorithms.make(name, model, **exactly(name))
 
 
 def draw_params(seed):
@@ -90,28 +81,12 @@ def prepared(world, name):
             models=[pick(trained.params, client) for client in range(4)],
             updates=updates,
             main="params" if "params" in updates.values else "change",
-            # Factors do not add up, but their sketches do.
-            adds_up=name == "fedfisher_sketched"
-            or not (
-                name == "otfusion" or isinstance(updates.values.get("fisher"), fj.fisher.Kronecker)
-            ),
+            adds_up=algorithm.reduce is not None,
         )
     return world.rows[name]
 
 
-# Their server's half is another row's, with another solver, Fisher or way to train.
-ALIKE = {
-    "fedfisher_full",
-    "fedfisher_sketched",
-    "fedlpa_ea",
-    "fedlpa_gd",
-    "fedfish_last_epoch",
-    "fedprox",
-}
-MOST = [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in TABLE]
-
-
-@pytest.fixture(params=TABLE)
+@pytest.fixture(params=MERGED)
 def row(request, world):
     return prepared(world, request.param)
 
@@ -157,6 +132,11 @@ def identity(row, world, merge):
     yield merge(summarize(row.algorithm, trained, world.federation)), one
 
 
+def single_client(row, world, merge):
+    for client in range(4):
+        yield merge([pick(row.updates, client)], None), row.models[client]
+
+
 def order(row, world, merge):
     places = [2, 0, 3, 1]
     yield merge(pick(row.updates, places), WEIGHTS[places]), merge(row.updates)
@@ -188,52 +168,99 @@ def shift(row, world, merge):
     yield merge(moved, start=start), on_host(np.add, merge(row.updates), by)
 
 
-CHECKS = dict(identity=identity, order=order, weights=weights, empty=empty, shift=shift)
+def equal_curvatures(row, world, merge):
+    what = {"fisher", "grams"} & set(row.updates.values)
+    equal = {
+        name: on_host(lambda x: np.broadcast_to(x[1], x.shape), row.updates.values[name])
+        for name in what
+    }
+    yield merge(changed(row.updates, **equal)), plain_mean(row.trained.params, WEIGHTS)
 
 
-@pytest.mark.parametrize("law", LAWS)
+CHECKS = {
+    "identity": identity,
+    "single client": single_client,
+    "order": order,
+    "weights": weights,
+    "empty": empty,
+    "shift": shift,
+    "equal curvatures": equal_curvatures,
+}
+ELSEWHERE = {"layerwise", "statistics"}
+"""Laws of test_private.py and test_batch_norm.py."""
+
+
+def test_every_law_is_defined_once_and_tested():
+    assert LAWS.keys() == CHECKS.keys() | ELSEWHERE | {"damping", "exchange"}
+    for name, own in METHODS.items():
+        unknown = set(own.laws) - LAWS.keys()
+        assert not unknown, f"{name} lists laws that registry.LAWS does not define: {unknown}"
+        assert len(set(own.laws)) == len(own.laws), name
+
+
+def test_every_method_is_a_function_of_the_package():
+    for name, own in METHODS.items():
+        factory = getattr(own.factory, "func", own.factory)
+        found = getattr(algorithms, factory.__name__, None)
+        assert found is factory, f"{name}: name {factory.__name__} in __all__ of registry.py"
+        assert factory.__name__ in algorithms.__all__
+
+
+@pytest.mark.parametrize("law", CHECKS)
 def test_the_laws_of_a_row_hold_and_no_others(row, world, merge, law):
-    if row.name == "otfusion" and law not in TABLE[row.name].laws:
-        pytest.skip("units stay where they started, and then it is FedAvg: see test_otfusion")
-    for left, right in CHECKS[law](row, world, merge):
-        if law in TABLE[row.name].laws:
-            assert_same(left, right, 1e-12 if law == "identity" else 1e-9)
-        else:
-            error = jax.tree.map(lambda a, b: np.abs(np.subtract(a, b)).max(), left, right)
-            assert max(jax.tree.leaves(error)) > 1e-3
+    if law in laws(row.name):
+        for left, right in CHECKS[law](row, world, merge):
+            assert_same(left, right, 1e-12 if law in ("identity", "single client") else 1e-9)
+        return
+    apart = trained_apart(row, world)
+    errors = [
+        np.abs(np.subtract(a, b)).max()
+        for left, right in CHECKS[law](apart, world, merge)
+        for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    ]
+    assert max(errors) > 1e-3, f"{law!r} holds for {row.name}: list it in the laws of its row"
 
 
-@pytest.mark.parametrize("row", MOST, indirect=True)
-def test_a_single_client_gets_its_model_back(row, merge):
-    for client in range(4):
-        alone = [pick(row.updates, client)]
-        assert_same(merge(alone, None), row.models[client], 1e-12)
+def trained_apart(row, world):
+    """Models of starts of their own, whose units do not correspond; the rest was found out."""
+    models = [draw_params(20 + client) for client in range(4)]
+    stacked = on_host(lambda *x: np.stack(x), *models)
+    trained = row.trained._replace(params=stacked)
+    updates = summarize(row.algorithm, trained, world.federation)
+    new = {"trained": trained, "models": models, "updates": updates}
+    return SimpleNamespace(**vars(row) | new)
 
 
-def test_equal_curvatures_give_the_weighted_mean(row, world, merge):
-    if row.name == "fedfisher_sequential":
-        pytest.skip("it changes curvatures by the clients' errors, which differ")
-    values = row.updates.values
-    if row.name == "fednova":
-        change = on_host(np.subtract, row.trained.params, world.start)
-        length = on_host(lambda x: np.ones(4), change)
-        equal = changed(row.updates, change=change, length=length)
-    else:
-        what = {"fisher", "grams"} & set(values)
-        equal = changed(
-            row.updates,
-            **{k: on_host(lambda x: np.broadcast_to(x[1], x.shape), values[k]) for k in what},
-        )
-    expected = plain_mean(row.trained.params, WEIGHTS)
-    if row.name == "regmean":  # which takes the plain mean of what is not a dense kernel
-        expected["first"]["bias"] = np.mean(row.trained.params["first"]["bias"], 0)
-    assert_same(merge(equal), expected)
+EXCHANGED = [name for name in METHODS if "exchange" in laws(name)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_an_exchange_changes_the_model_without_training(world, name):
+    given = make(name), world.start, world.federation
+    found = merging.exchange(*given, key=jax.random.key(0))[0]
+    errors = jax.tree.map(lambda a, b: np.abs(np.subtract(a, b)).max(), found, world.start)
+    assert max(jax.tree.leaves(errors)) > 1e-3
+
+
+@pytest.mark.parametrize("row", SOME_SLOW, indirect=True)
+def test_files_read_of_uploads_what_clients_send(row):
+    reads, sent = METHODS[row.name].reads, row.updates.values.keys()
+    assert reads is not None, f"clients send updates: say in `reads` of {row.name} what files read"
+    if isinstance(reads, str):
+        return
+    assert reads.keys() | {"params"} == sent, f"`reads` of {row.name}: expected what clients send"
+    for name, kind in reads.items():
+        assert isinstance(row.updates.values[name], kind)
+    # Files are merged a layer at a time, but for what couples layers.
+    together = {Wiring, fj.fisher.Dense} & set(reads.values())
+    assert together or "layerwise" in laws(row.name), f"files merge {row.name} layer by layer"
 
 
 # The same by other ways.
 
 
-@pytest.mark.parametrize("row", MOST, indirect=True)
+@pytest.mark.parametrize("row", SOME_SLOW, indirect=True)
 def test_compiled_and_plain_merges_agree(row, world, merge):
     compiled = jax.jit(lambda p, u, w: merging.merge(row.algorithm, p, u, w)[0])
     assert_same(compiled(world.start, row.updates, jnp.asarray(WEIGHTS)), merge(row.updates))
@@ -317,7 +344,7 @@ def test_equal_bases_give_the_same_optimiser(row):
 # What merge gives and what it refuses.
 
 
-@pytest.mark.parametrize("row", MOST, indirect=True)
+@pytest.mark.parametrize("row", SOME_SLOW, indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_structure_and_dtype_are_those_of_params(row, world, merge, dtype):
     def narrow(params):
@@ -332,8 +359,8 @@ def test_structure_and_dtype_are_those_of_params(row, world, merge, dtype):
     chex.assert_trees_all_close(wide, merge(row.updates), rtol=0, atol=0.2 if coarse else 1e-3)
     # By weight: fewer clients would be another program.
     alone = merge(updates, [0, 0, 1, 0], start=start)
-    # FedNova adds a change to the start, which rounds.
-    rounding = 4 * float(jnp.finfo(dtype).eps) if row.name == "fednova" else 0
+    # A change is added to the start, which rounds.
+    rounding = 4 * float(jnp.finfo(dtype).eps) if row.main == "change" else 0
     chex.assert_trees_all_close(
         on_host(lambda leaf: leaf.astype(float), alone),
         on_host(lambda leaf: leaf.astype(float), narrow(row.models[2])),
@@ -386,7 +413,7 @@ def test_an_empty_client_is_legal(row, world):
 
 
 def test_updates_of_another_kind_are_refused_by_name(row, world):
-    others = [prepared(world, name) for name in TABLE]
+    others = [prepared(world, name) for name in MERGED]
     assert len({other.algorithm.kind for other in others}) >= 9
     for other in others:
         if other.algorithm.kind == row.algorithm.kind:
@@ -400,19 +427,19 @@ def test_updates_of_another_kind_are_refused_by_name(row, world):
             assert f"merges '{row.algorithm.kind}'" in message
 
 
-# Damping, of the Fishers that have one.
+# Damping, where there is one.
 
 
-@pytest.mark.parametrize("name", ["fedfisher_diag", "fedfisher_kfac", "fedfisher_full"])
+@pytest.mark.parametrize("name", [n for n in MERGED if "damping" in algorithms.options(n)])
 def test_damping_leads_from_the_solution_to_the_weighted_mean(world, name):
     row = prepared(world, name)
     mean = plain_mean(row.trained.params, WEIGHTS)
     distances = []
     for damping in (0.01, 1.0, 100.0, 1e8):
-        model = row.algorithm.model
-        damped = algorithms.make(name, model, damping=damping, solver=EXACT)
+        options = exactly(name) | {"damping": damping}
+        damped = algorithms.make(name, row.algorithm.model, **options)
         merged, _, _ = merging.merge(damped, world.start, row.updates, WEIGHTS)
         gap = jax.tree.map(np.subtract, merged, mean)
         distances.append(np.sqrt(sum(np.vdot(leaf, leaf) for leaf in jax.tree.leaves(gap))))
-    assert np.all(np.diff(distances) < 0)
-    assert distances[-1] < 1e-6 < 1e-2 < distances[0]
+    holds = np.all(np.diff(distances) < 0) and distances[-1] < 1e-6 < 1e-2 < distances[0]
+    assert holds == ("damping" in laws(name)), distances

@@ -13,7 +13,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, clients, merging, networks, rounds, tree
-from fisherjax.algorithms import PERSONAL, fedavg, fedbn, fedper, single_set, weighted_fedavg
+from fisherjax.algorithms import fedavg, fedbn, fedper, single_set, weighted_fedavg
 
 SIZES = (7, 1, 0, 9, 5)
 SGD = optax.sgd(0.1)  # one, as programs are known by it
@@ -47,8 +47,8 @@ def world(x64):
 
 
 def make(name, model):
-    options = {"head": "head"} if name == "fedper" else {}
-    options |= {"temperature": 0.2} if name.startswith("weighted") else {}
+    options = dict.fromkeys(algorithms.required(name), "head")
+    options |= {"temperature": 0.2} if "temperature" in algorithms.options(name) else {}
     return algorithms.make(name, model, **options)
 
 
@@ -62,7 +62,7 @@ def play(world, method, number, *, cohort=5, state=None, federation=None):
     return state, experiment.models(state, 5), done
 
 
-@pytest.fixture(params=PERSONAL)
+@pytest.fixture(params=algorithms.personal())
 def method(request, world):
     return make(request.param, world[2])
 

@@ -7,9 +7,10 @@ from matplotlib import colors
 
 from experiments.harness import figures
 from experiments.harness.figures import REFERENCES, line_style, style
-from fisherjax.algorithms import TABLE
+from fisherjax.algorithms import METHODS, merges
 
-NAMES = [*TABLE, *REFERENCES]
+DRAWN = list(merges())
+NAMES = [*DRAWN, *REFERENCES]
 
 
 def look(name: str) -> tuple[str, str]:
@@ -28,10 +29,10 @@ def lightness(name: str) -> float:
 
 
 def test_every_algorithm_has_a_colour_and_a_marker_of_its_own():
-    assert len({look(name) for name in TABLE}) == len(TABLE)
-    assert len({style(name)["label"] for name in TABLE}) == len(TABLE)
+    assert len({look(name) for name in DRAWN}) == len(DRAWN)
+    assert len({style(name)["label"] for name in DRAWN}) == len(DRAWN)
     assert {style(name)["color"] for name in REFERENCES} == {figures.GREY}
-    assert all(style(name)["color"] != figures.GREY for name in TABLE)
+    assert all(style(name)["color"] != figures.GREY for name in DRAWN)
 
 
 def test_an_exchange_without_training_looks_like_the_merge_it_follows():
@@ -48,14 +49,14 @@ def test_how_an_algorithm_looks_does_not_depend_on_what_else_is_drawn():
 
 
 def test_more_algorithms_than_colours_still_look_different(monkeypatch):
-    before = {name: look(name) for name in TABLE}
-    for number in range(3 * len(TABLE)):
-        monkeypatch.setitem(TABLE, f"another_{number}", TABLE["fedavg"])
-    assert len({look(name) for name in TABLE}) == len(TABLE)
+    before = {name: look(name) for name in DRAWN}
+    for number in range(3 * len(DRAWN)):
+        monkeypatch.setitem(METHODS, f"another_{number}", METHODS["fedavg"])
+    assert len({look(name) for name in DRAWN}) == len(DRAWN)
     assert {name: look(name) for name in before} == before
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.pairwise(TABLE)))
+@pytest.mark.parametrize(("one", "other"), list(itertools.pairwise(DRAWN)))
 def test_neighbours_differ_in_greyscale(one, other):
     assert abs(lightness(one) - lightness(other)) > 0.1
 

@@ -17,7 +17,9 @@ from experiments import one_shot
 from experiments.harness import commands, config
 from experiments.harness.config import Merging
 from experiments.harness.methods import Images, check_full, methods, trains_its_own
-from fisherjax.algorithms import FEDLPA_DISTILLATION, TABLE
+from experiments.harness.names import distils
+from fisherjax.algorithms import FEDLPA_DISTILLATION, METHODS
+from tests.methods import MERGED
 
 MODEL = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
 WIRES = fj.fisher.wiring.wiring(MODEL.apply, jnp.ones((2, 2)), jnp.ones((1, 2)))
@@ -26,7 +28,7 @@ WIRES = fj.fisher.wiring.wiring(MODEL.apply, jnp.ones((2, 2)), jnp.ones((1, 2)))
 def numbers_and_switches(name: str) -> dict[str, object]:
     """Give another value than the default to each, by what the factory's signature says."""
     chosen = {}
-    for option, parameter in inspect.signature(TABLE[name].factory).parameters.items():
+    for option, parameter in inspect.signature(METHODS[name].factory).parameters.items():
         kinds = {parameter.annotation, *typing.get_args(parameter.annotation)}
         if bool in kinds:
             chosen[option] = not parameter.default
@@ -35,7 +37,7 @@ def numbers_and_switches(name: str) -> dict[str, object]:
     return chosen
 
 
-CHOSEN = {name: numbers_and_switches(name) for name in TABLE}
+CHOSEN = {name: numbers_and_switches(name) for name in MERGED}
 PAIRS = [(name, option) for name, own in CHOSEN.items() for option in own]
 
 
@@ -46,7 +48,7 @@ def dashed(name: str, option: str, value: object = None) -> str:
 
 def described(name: str) -> dict[str, str]:
     """Read what a factory's docstring says of its arguments."""
-    factory = inspect.unwrap(getattr(TABLE[name].factory, "func", TABLE[name].factory))
+    factory = inspect.unwrap(getattr(METHODS[name].factory, "func", METHODS[name].factory))
     _, _, arguments = inspect.getdoc(factory).partition("Args:\n")
     arguments, _, _ = arguments.partition("\n\n")
     found = re.split(r"^    (\w+): ", arguments, flags=re.MULTILINE)[1:]
@@ -56,7 +58,7 @@ def described(name: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def asked() -> Merging:
     """What is read when every option of every method is told another value."""
-    words = ["--algorithms", *TABLE]
+    words = ["--algorithms", *MERGED]
     for name, option in PAIRS:
         value = CHOSEN[name][option]
         words += [dashed(name, option, value), *([] if type(value) is bool else [str(value)])]
@@ -70,7 +72,7 @@ def test_methods_have_options():
     }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", MERGED)
 def test_every_number_and_switch_of_a_factory_reaches_the_algorithm(asked, name):
     assert {o: v for x, v in asked.options for n, o in [x.split(".")] if n == name} == CHOSEN[name]
     made = methods(asked, MODEL, batch_size=8)[name].clients
@@ -80,14 +82,14 @@ def test_every_number_and_switch_of_a_factory_reaches_the_algorithm(asked, name)
         assert fj.algorithms.make(name, MODEL, **{option: value}) is not default
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", MERGED)
 def test_an_option_of_one_method_reaches_no_other(name):
     told = tuple((f"{name}.{option}", value) for option, value in CHOSEN[name].items())
     plain, changed = (
-        methods(Merging(tuple(TABLE), options=options), MODEL, batch_size=8)
+        methods(Merging(tuple(MERGED), options=options), MODEL, batch_size=8)
         for options in ((), told)
     )
-    differing = {other for other in TABLE if plain[other].clients is not changed[other].clients}
+    differing = {other for other in MERGED if plain[other].clients is not changed[other].clients}
     assert differing == ({name} if told else set())
 
 
@@ -178,7 +180,7 @@ def test_choices_that_cannot_be_made_are_refused_before_anything_is_trained():
     ],
 )
 def test_help_says_of_a_number_what_the_docstring_does(shown, group, kind):
-    head, numbers = ("Attributes:\n", []) if group == "dense" else ("Args:\n", [])
+    head, numbers = ("Attributes:\n", []) if distils(group) else ("Args:\n", [])
     _, _, arguments = inspect.getdoc(inspect.unwrap(kind)).partition(head)
     found = re.split(r"^    (\w+): ", arguments.partition("\n\n")[0], flags=re.MULTILINE)[1:]
     said = dict(zip(found[::2], found[1::2], strict=True))
@@ -214,7 +216,7 @@ def test_options_of_the_command_reach_the_methods_that_know_them():
 
 def test_those_that_train_their_own_clients_are_those_that_change_the_optimiser():
     base = optax.sgd(0.1)
-    for name, method in methods(Merging(tuple(TABLE)), MODEL, batch_size=8).items():
+    for name, method in methods(Merging(tuple(MERGED)), MODEL, batch_size=8).items():
         assert trains_its_own(name) == (method.clients.optimizer(base) is not base)
     assert not trains_its_own("ensemble")
 

@@ -12,7 +12,7 @@ from experiments.harness.config import MODELS, Data, Merging, OneShot, Training
 from experiments.harness.methods import trains_its_own
 from experiments.harness.records import Row
 from experiments.harness.tasks import OneRound
-from fisherjax.algorithms import TABLE
+from tests.methods import MERGED
 
 # One epoch without momentum is as many steps as FedNova counts, and SCAFFOLD's first round.
 SMALL = OneShot(
@@ -174,12 +174,12 @@ def test_one_client_is_what_every_algorithm_and_the_central_model_give(solver):
     everything = asked(
         data=Data(num_clients=1),
         training=Training(batch_size=64),
-        merging=Merging(tuple(TABLE), solver=solver, options=(("fedprox.mu", 0.0),)),
+        merging=Merging(tuple(MERGED), solver=solver, options=(("fedprox.mu", 0.0),)),
         epochs=2,
     )
     alone = tasks.one_round(everything)
     rows = one_round.run(alone, (0, 0))
-    assert {row.algorithm for row in rows} == {"local", "ensemble", *TABLE}
+    assert {row.algorithm for row in rows} == {"local", "ensemble", *MERGED}
     assert np.ptp([row.value for row in rows]) < 2 / len(alone.test[1])
 
 

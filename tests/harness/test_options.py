@@ -16,6 +16,7 @@ from experiments import reference_clients
 from experiments.harness import commands, config, grids, limits, records
 from experiments.harness.config import Data, OneShot
 from fisherjax import algorithms
+from tests.methods import MERGED
 
 CHANGES = {
     "dataset": "mnist",
@@ -142,7 +143,7 @@ def own_options(draw: st.DrawFn) -> commands.Options:
     """Draw values for some of the methods' options, other than their defaults."""
     numbers = [
         (f"{name}.{option}", default, float if default is None else type(default))
-        for name in algorithms.TABLE
+        for name in MERGED
         for option, default in algorithms.options(name).items()
         if type(default) in (bool, int, float) or option == "damping"
     ]

@@ -7,8 +7,9 @@ import pytest
 
 from experiments.harness import one_round, tasks, together
 from experiments.harness.config import Data, Merging, OneShot, Training
+from experiments.harness.names import sends_full_matrices
 from experiments.harness.records import Row
-from fisherjax.algorithms import TABLE
+from tests.methods import MERGED
 
 SMALL = OneShot(
     Data(num_clients=3, alpha=1.0),
@@ -56,9 +57,9 @@ def test_seeds_together_are_seeds_one_by_one(rows):
 
 
 @pytest.mark.slow
-def test_every_method_of_the_table_is_part_of_a_program():
+def test_every_method_of_the_registry_that_merges_is_part_of_a_program():
     """Full matrices are too large for digits; batched factorisations would wait for ever."""
-    names = tuple(name for name in TABLE if name != "fedfisher_full")
+    names = tuple(name for name in MERGED if not sends_full_matrices(name))
     merging = dataclasses.replace(SMALL.merging, algorithms=names)
     asked = dataclasses.replace(SMALL, merging=merging, exchanges=0, then_rounds=1)
     assert_same(together.program(tasks.one_round(asked)).run(UNITS), asked)

@@ -1,0 +1,76 @@
+"""What names of methods on a command line mean, by the rows of the registry and what they take."""
+
+import inspect
+
+from fisherjax.algorithms import METHODS, Distillation, Row
+from fisherjax.fisher import Dense
+
+STUDENT = "fedov+student"
+"""The name of a model that learns FedOV's vote."""
+
+
+def takes(row: Row) -> set[str]:
+    """Return the arguments of a row's factory by name.
+
+    Example:
+        >>> sorted(takes(METHODS["fedprox"]))
+        ['mu']
+    """
+    return set(inspect.signature(row.factory).parameters)
+
+
+def distils(name: str) -> bool:
+    """Return whether a method trains its model on the server, on images that it draws there.
+
+    Example:
+        >>> distils("dense"), distils("fedavg"), distils("ensemble")
+        (True, False, False)
+    """
+    if name not in METHODS:
+        return False
+    parameters = inspect.signature(METHODS[name].factory).parameters.values()
+    return any(isinstance(parameter.default, Distillation) for parameter in parameters)
+
+
+def merged_first(name: str) -> str:
+    """Return the method whose model NAME+dense begins from, or a name without that as it is.
+
+    Example:
+        >>> merged_first("fedavg+dense"), merged_first("dense"), merged_first("fedov+student")
+        ('fedavg', 'dense', 'fedov+student')
+    """
+    first, _, last = name.rpartition("+")
+    return first if first and distils(last) else name
+
+
+def is_vote(name: str) -> bool:
+    """Return whether a name is of a method whose clients vote, or of a student of their vote.
+
+    Example:
+        >>> is_vote("fedov"), is_vote(STUDENT), is_vote("fedavg")
+        (True, True, False)
+    """
+    first = name.partition("+")[0]
+    return first in METHODS and METHODS[first].gives == "votes"
+
+
+def is_exchanged(name: str) -> bool:
+    """Return whether a name ends in an exchange without training, such as fedavg+ccvr.
+
+    Example:
+        >>> is_exchanged("fedavg+ccvr"), is_exchanged("fedavg+dense")
+        (True, False)
+    """
+    last = name.rpartition("+")[2]
+    return last in METHODS and "exchange" in METHODS[last].laws
+
+
+def sends_full_matrices(name: str) -> bool:
+    """Return whether clients send matrices of all parameters by all parameters.
+
+    Example:
+        >>> sends_full_matrices("fedfisher_full"), sends_full_matrices("fedfisher_sequential")
+        (True, False)
+    """
+    reads = METHODS[name].reads if name in METHODS else None
+    return isinstance(reads, dict) and Dense in reads.values()

@@ -1,0 +1,449 @@
+"""The registry: one table of all methods, which everything that lists methods reads.
+
+A row of `METHODS` is all that is known of a method by its name. Commands and their options, labels
+and colours, files, the README's table and the battery of laws (`tests/algorithms/test_battery.py`)
+read it, so that a paper is a file beside this one, an import and a row here, and its own test.
+`LAWS` defines what a merge may obey; a row lists the laws that hold for it, and the battery tests
+that these hold and that the others do not.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from fisherjax import checks, fisher
+from fisherjax.algorithms.analytic_head import analytic_head
+from fisherjax.algorithms.base import Algorithm
+from fisherjax.algorithms.ccvr import ccvr
+from fisherjax.algorithms.dense import dense
+from fisherjax.algorithms.fedavg import fedavg
+from fisherjax.algorithms.fedbn import fedbn
+from fisherjax.algorithms.fedfish import fedfish
+from fisherjax.algorithms.fedfisher import fedfisher
+from fisherjax.algorithms.fedlpa import expectation_approximation, fedlpa, residual_descent
+from fisherjax.algorithms.fednova import fednova
+from fisherjax.algorithms.fedov import fedov
+from fisherjax.algorithms.fedper import fedper
+from fisherjax.algorithms.fedprox import fedprox
+from fisherjax.algorithms.fisher_merge import fisher_merge
+from fisherjax.algorithms.natural_gradient import natural_gradient
+from fisherjax.algorithms.otfusion import otfusion
+from fisherjax.algorithms.pfnm import pfnm
+from fisherjax.algorithms.regmean import regmean
+from fisherjax.algorithms.scaffold import scaffold
+from fisherjax.algorithms.sequential import fedfisher_sequential
+from fisherjax.algorithms.single_set import single_set
+from fisherjax.algorithms.sketched import fedfisher_sketched
+from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
+from fisherjax.fisher import Dense, Diagonal, Kronecker
+from fisherjax.fisher.wiring import Wiring
+from fisherjax.typing import Model
+
+__all__ = [
+    "LAWS",
+    "METHODS",
+    "Row",
+    "analytic_head",
+    "ccvr",
+    "check_options",
+    "dense",
+    "expectation_approximation",
+    "fedavg",
+    "fedbn",
+    "fedfish",
+    "fedfisher",
+    "fedfisher_sequential",
+    "fedfisher_sketched",
+    "fedlpa",
+    "fednova",
+    "fedov",
+    "fedper",
+    "fedprox",
+    "fisher_merge",
+    "make",
+    "merges",
+    "natural_gradient",
+    "options",
+    "otfusion",
+    "personal",
+    "pfnm",
+    "regmean",
+    "required",
+    "residual_descent",
+    "scaffold",
+    "single_set",
+    "weighted_fedavg",
+    "weighted_fedbn",
+]
+
+LAWS = {
+    "identity": "Clients that all send one model get that model back, whatever else they send.",
+    "single client": "A single client gets its own model back.",
+    "order": "The order in which the clients stand does not matter.",
+    "weights": "Only the ratios of the weights matter; without weights all clients count equally.",
+    "empty": "A client of weight zero has no influence, whatever it sends.",
+    "shift": "If the start and all models move by the same amount, so does the merged model.",
+    "equal curvatures": "Clients whose curvatures are equal, or that send none, get the weighted "
+    "mean of their models.",
+    "damping": "A growing `damping` moves the merged model steadily to the weighted mean.",
+    "layerwise": "Layers can be merged without those that come after them.",
+    "statistics": "The merged running statistics of BatchNorm are those of the clients' mixture.",
+    "exchange": "Clients that do not train improve the model that they receive: the method is one "
+    "of `merging.exchange`, and merges no models.",
+}
+"""The laws that a method may obey, by name; `Row.laws` lists those that hold."""
+
+
+class Row(NamedTuple):
+    """What there is to know of a method.
+
+    Attributes:
+        label: Name in tables and figures.
+        paper: Authors, venue and year.
+        sends: What a client sends to the server.
+        factory: Makes the algorithm. Its first argument is `model` if it needs the network, its
+            defaults are the options of the command line.
+        laws: Names of the `LAWS` that hold.
+        reads: What `files.merge_files` reads of an upload besides params, with its type; or why
+            files cannot be merged by the method, as a sentence without its subject; None if there
+            are no uploads of the method.
+        gives: What the algorithm gives: one model of the clients' shapes, one of more units, a
+            model for each client, or all of the clients' models, which vote.
+
+    Example:
+        >>> METHODS["mean"] = Row("Mean", "an example", "weights", fedavg, reads={})
+        >>> make("mean", None) is fedavg()
+        True
+        >>> del METHODS["mean"]
+    """
+
+    label: str
+    paper: str
+    sends: str
+    factory: Callable[..., Algorithm]
+    laws: tuple[str, ...] = ()
+    reads: Mapping[str, type] | str | None = "does not say in its row what it reads of uploads"
+    gives: Literal["model", "wider model", "model per client", "votes"] = "model"
+
+
+def weighted_fedbn(
+    model: Model,
+    *,
+    where: Callable[[str], bool] | frozenset[str] | None = None,
+    temperature: float = 1.0,
+    **options: Any,
+) -> Algorithm:
+    """Make Weighted FedAvg with personal BatchNorm, `fedbn(weighted_fedavg(model, ...), where)`.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.categorical)
+        >>> weighted_fedbn(model, where=frozenset({"scale"})).kind
+        'params and prototypes, of shared leaves'
+    """
+    return fedbn(weighted_fedavg(model, temperature=temperature, **options), where)
+
+
+# Every merge obeys these, or says below why not.
+_EVERY = ("single client", "weights", "empty")
+_SOLVED = (*_EVERY, "identity", "order", "shift", "equal curvatures", "statistics")
+_LAYERS = (*_SOLVED, "layerwise")
+_MEAN = "McMahan et al., AISTATS 2017"
+_FEDFISHER = "Jhunjhunwala, Wang, Joshi, AISTATS 2024"
+_FEDLPA = "Liu et al., NeurIPS 2024"
+_FEDFISH = "Dhawan et al., TMLR 2024"
+_HERE = "this library"
+_FACTORS = "weights and K-FAC factors"
+_EMPIRICAL = "weights and K-FAC factors of the empirical Fisher"
+_SQUARES = "weights and squared gradients"
+_MORE = "takes more than one message, or more than params and curvature"
+
+# Colours of figures go by the order: new rows come last of those of `merges`.
+METHODS: dict[str, Row] = {
+    "fedavg": Row("FedAvg", _MEAN, "weights", fedavg, _LAYERS, {}),
+    "fisher_merge": Row(
+        "Fisher merging",
+        "Matena, Raffel, NeurIPS 2022",
+        "weights and diagonal Fisher",
+        fisher_merge,
+        _LAYERS,
+        {"fisher": Diagonal},
+    ),
+    # Leaves without a Gram matrix, biases among them, get the plain mean over clients.
+    "regmean": Row(
+        "RegMean",
+        "Jin et al., ICLR 2023",
+        "weights and Gram matrices of layer inputs",
+        regmean,
+        (*_EVERY, "identity", "order", "shift", "layerwise"),
+        {"grams": dict},
+    ),
+    "fedfisher_diag": Row(
+        "FedFisher (diagonal)",
+        _FEDFISHER,
+        "weights and diagonal Fisher",
+        partial(fedfisher, fisher=fisher.diagonal),
+        (*_LAYERS, "damping"),
+        {"fisher": Diagonal},
+    ),
+    "fedfisher_kfac": Row(
+        "FedFisher (K-FAC)",
+        _FEDFISHER,
+        _FACTORS,
+        fedfisher,
+        (*_LAYERS, "damping"),
+        {"fisher": Kronecker},
+    ),
+    # The full Fisher couples layers.
+    "fedfisher_full": Row(
+        "FedFisher (full)",
+        _FEDFISHER,
+        "weights and full Fisher",
+        partial(fedfisher, fisher=fisher.full),
+        (*_SOLVED, "damping"),
+        {"fisher": Dense},
+    ),
+    # Clients' errors, which change the curvatures, are relative to the weights.
+    "fedfisher_sequential": Row(
+        "FedFisher (sequential)",
+        _HERE,
+        _FACTORS,
+        fedfisher_sequential,
+        (*_EVERY, "identity", "order", "damping", "layerwise", "statistics"),
+        "solves a layer from what the layers before it became",
+    ),
+    "fedlpa": Row("FedLPA", _FEDLPA, _EMPIRICAL, fedlpa, _LAYERS, {"fisher": Kronecker}),
+    # Mean factors stand for the mean of products: equal models do not come back, nor does a shift;
+    # descent from there leads to both in the limit only.
+    "fedlpa_ea": Row(
+        "FedLPA (EA)",
+        _FEDLPA,
+        _EMPIRICAL,
+        partial(fedlpa, solver=expectation_approximation()),
+        (*_EVERY, "order", "equal curvatures", "layerwise", "statistics"),
+        {"fisher": Kronecker},
+    ),
+    "fedlpa_gd": Row(
+        "FedLPA (GD)",
+        _FEDLPA,
+        _EMPIRICAL,
+        partial(fedlpa, solver=residual_descent()),
+        (*_EVERY, "order", "equal curvatures", "layerwise", "statistics"),
+        {"fisher": Kronecker},
+    ),
+    # Clients that took other numbers of steps are scaled apart, statistics included.
+    "fednova": Row(
+        "FedNova",
+        "Wang et al., NeurIPS 2020",
+        "change of the weights and effective number of steps",
+        fednova,
+        (*_EVERY, "order", "shift", "layerwise"),
+        _MORE,
+    ),
+    "fedfish": Row("FedFish", _FEDFISH, _SQUARES, fedfish, _LAYERS, _MORE),
+    "fedfish_last_epoch": Row(
+        "FedFish (last epoch)",
+        _FEDFISH,
+        _SQUARES,
+        partial(fedfish, last_epoch=True),
+        _LAYERS,
+        _MORE,
+    ),
+    "fedprox": Row("FedProx", "Li et al., MLSys 2020", "weights", fedprox, _LAYERS, _MORE),
+    "scaffold": Row(
+        "SCAFFOLD",
+        "Karimireddy et al., ICML 2020",
+        "weights and change of the control",
+        scaffold,
+        _LAYERS,
+        _MORE,
+    ),
+    "fedfisher_sketched": Row(
+        "FedFisher (K-FAC sketches)",
+        _HERE,
+        "weights and sketches of the K-FAC factors",
+        fedfisher_sketched,
+        (*_LAYERS, "damping"),
+        _MORE,
+    ),
+    # Units are matched with the first client's; a shift of all weights is another network. It
+    # has no place for scales and shifts.
+    "otfusion": Row(
+        "OTFusion",
+        "Singh, Jaggi, NeurIPS 2020",
+        "weights",
+        otfusion,
+        (*_EVERY, "identity"),
+        {"wiring": Wiring},
+    ),
+    "pfnm": Row(
+        "PFNM",
+        "Yurochkin et al., ICML 2019",
+        "weights and numbers of examples by class",
+        pfnm,
+        reads={"wiring": Wiring, "counts": str},  # an array, by its name in the file
+        gives="wider model",
+    ),
+    "dense": Row("DENSE", "Zhang et al., NeurIPS 2022", "weights", dense, reads=None),
+    "fedov": Row(
+        "FedOV",
+        "Diao, Li, He, ICLR 2023",
+        'weights of a network with an additional "unknown" class',
+        fedov,
+        reads=None,
+        gives="votes",
+    ),
+    "single_set": Row(
+        "SingleSet", "baseline", "nothing", single_set, reads=None, gives="model per client"
+    ),
+    "fedper": Row(
+        "FedPer",
+        "Arivazhagan et al., 2019",
+        "weights but for the head",
+        fedper,
+        reads=None,
+        gives="model per client",
+    ),
+    "fedbn": Row(
+        "FedBN",
+        "Li et al., ICLR 2021",
+        "weights but for BatchNorm",
+        fedbn,
+        reads=None,
+        gives="model per client",
+    ),
+    "weighted_fedavg": Row(
+        "Weighted FedAvg",
+        "Huang et al., ICLR 2024",
+        "weights and mean features of its classes",
+        weighted_fedavg,
+        reads=None,
+        gives="model per client",
+    ),
+    "weighted_fedbn": Row(
+        "Weighted FedAvg + personal BN",
+        "Huang et al., ICLR 2024",
+        "weights but for BatchNorm, and mean features of its classes",
+        weighted_fedbn,
+        reads=None,
+        gives="model per client",
+    ),
+    # Labels as they follow that of a merge.
+    "analytic_head": Row(
+        "analytic head",
+        "He et al., CVPR 2025",
+        "without training, moments of the last layer's inputs and class sums",
+        analytic_head,
+        ("exchange",),
+        None,
+    ),
+    "ccvr": Row(
+        "ccvr",
+        "Luo et al., NeurIPS 2021",
+        "without training, moments of the last layer's inputs and class sums",
+        ccvr,
+        ("exchange",),
+        None,
+    ),
+    "natural_gradient": Row(
+        "natural gradient",
+        "Martens, Grosse, ICML 2015",
+        "without training, gradients, K-FAC factors and products with them",
+        natural_gradient,
+        ("exchange",),
+        None,
+    ),
+}
+"""Every method by the name that commands know it by. A program may add a row of its own."""
+
+
+def merges() -> dict[str, Row]:
+    """Select the methods that merge the models of clients that trained, but for personal ones.
+
+    Example:
+        >>> list(merges())[:2], "fedper" in merges(), "analytic_head" in merges()
+        (['fedavg', 'fisher_merge'], False, False)
+    """
+    return {
+        name: row
+        for name, row in METHODS.items()
+        if row.gives != "model per client" and "exchange" not in row.laws
+    }
+
+
+def personal() -> dict[str, Row]:
+    """Select the methods that make a model for each client.
+
+    Example:
+        >>> list(personal())[:3]
+        ['single_set', 'fedper', 'fedbn']
+    """
+    return {name: row for name, row in METHODS.items() if row.gives == "model per client"}
+
+
+def options(name: str) -> dict[str, object]:
+    """Return the keyword options of a method and their defaults.
+
+    Example:
+        >>> options("fedprox")
+        {'mu': 0.001}
+    """
+    # The signature of a `partial` shows what it fixes as defaults.
+    parameters = inspect.signature(_row(name).factory).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def required(name: str) -> tuple[str, ...]:
+    """Return the arguments of a method that have no default, besides the model.
+
+    Example:
+        >>> required("fedper"), required("regmean")
+        (('head',), ())
+    """
+    parameters = inspect.signature(_row(name).factory).parameters.values()
+    needed = (p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
+    return tuple(p.name for p in needed if p.name != "model")
+
+
+def make(name: str, model: Model, **chosen: object) -> Algorithm:
+    """Make a method of `METHODS`, the same object for equal arguments.
+
+    Some methods do without the model; what may be chosen are their `options`, and what has to be
+    chosen is `required`: FedPer needs its `head`, and DENSE the `shape` of images.
+
+    Raises:
+        ValueError: If the name is unknown; the message names the nearest three.
+        TypeError: If the method has no such option.
+
+    Example:
+        >>> make("fedprox", None, mu=0.1) is fedprox(mu=0.1)
+        True
+    """
+    factory = _row(name).factory
+    parameters = inspect.signature(factory).parameters
+    check_options(name, chosen)
+    return factory(model, **chosen) if "model" in parameters else factory(**chosen)
+
+
+def check_options(name: str, chosen: Iterable[str]) -> None:
+    """Refuse options that a method does not have, with a TypeError that names the nearest.
+
+    Example:
+        >>> check_options("fedprox", ["mu"])
+    """
+    parameters = inspect.signature(_row(name).factory).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # they are those of another method, which knows them
+    known = sorted(parameters.keys() - {"model"})
+    for option in sorted(set(chosen) - set(known)):
+        hint = f"Did you mean {checks.nearest(option, known)}? " if known else ""
+        raise TypeError(
+            f"{name} has no option {option!r}. {hint}algorithms.options({name!r}) gives all with "
+            "their defaults."
+        )
+
+
+def _row(name: str) -> Row:
+    checks.one_of("algorithm", name, METHODS, "algorithms.METHODS")
+    return METHODS[name]
