@@ -40,7 +40,7 @@ class State(NamedTuple):
     params: Params
     algorithm: Any
     private: Any
-    statistics: dict[str, Array]
+    statistics: dict[str, Array] = {}  # noqa: RUF012
 
 
 class Round(NamedTuple):

@@ -7,6 +7,7 @@ files, data sets, partitions and commands have their own tests.
 """
 
 import linecache
+import warnings
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,13 @@ def client_of(updates, client):
 def merge(updates, weights=None, method=FEDAVG, params=None, **options):
     params = world().params if params is None else params
     return merging.merge(method, params, updates, weights, **options)[0]
+
+
+def quietly(updates, **options):
+    """Merge without clients that diverged, and without the warning that names them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return merge(updates, on_nonfinite="drop", **options)
 
 
 def summarize(method=FEDAVG, trained=None, federation=None, key=KEY, **options):
@@ -307,7 +315,7 @@ REFUSED = {
         lambda: merge(sent("fedavg"), on_nonfinite="ignore"), "on_nonfinite is 'ignore'"
     ),
     "54 everybody NaN": no(
-        lambda: merge(scaled("fedavg", "params", np.nan, None), on_nonfinite="drop"),
+        lambda: quietly(scaled("fedavg", "params", np.nan, None)),
         "No client is left",
     ),
     "59 kfac, params x 1e38": no(
@@ -880,7 +888,7 @@ ACCEPTED = {
         0,
     ),
     "52 NaN Fisher dropped": (
-        lambda: merge(scaled("kfac", "fisher", np.nan), method=KFAC, on_nonfinite="drop"),
+        lambda: quietly(scaled("kfac", "fisher", np.nan), method=KFAC),
         lambda: merge(sent("kfac"), [1, 0, 1], method=KFAC),
         TINY,
     ),
@@ -965,7 +973,7 @@ ACCEPTED = {
         0,
     ),
     "26 NaN client dropped": (
-        lambda: merge(spoiled(sent("fedavg"), 1), on_nonfinite="drop"),
+        lambda: quietly(spoiled(sent("fedavg"), 1)),
         lambda: mean([1, 0, 1]),
         TINY,
     ),

@@ -184,10 +184,10 @@ def check(
                 f"max_examples is {max_examples} of {rows.shape[0]} examples, which are drawn: "
                 "pass key=jax.random.key(seed)."
             )
-    checks.mask(model, params)
+    mask = None if all(checks.mask(model, params)) else model.mask
     # Without how it trains: networks that differ in that only share a program. By value: an inline
     # `partial(fisher.sampled, ...)` must not compile again.
-    plan = Plan(model._replace(apply_train=None), by_value(kind), int(batch_size))
+    plan = Plan(model._replace(apply_train=None, mask=mask), by_value(kind), int(batch_size))
     shapes, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, examples.inputs)))
     z = _outputs(plan.model, structure, tuple(shapes))
     # These kinds read no targets, whatever they are.

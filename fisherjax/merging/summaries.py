@@ -122,8 +122,9 @@ def summarize_cohort(
     """Compute the stacked updates, and what each client keeps, given what it kept; unchecked."""
     found = _summarize(algorithm, layout, trained, private, federation, key)
     values, kept = in_order(found, layout.mesh)
-    own = set(algorithm.link.keeps(trained.statistics))
-    statistics = {n: x for n, x in tree.by_name(trained.statistics).items() if n not in own}
+    statistics = tree.by_name(trained.statistics)
+    own = set(algorithm.link.keeps(trained.statistics)) if statistics else set()
+    statistics = {name: x for name, x in statistics.items() if name not in own}
     if statistics and algorithm.link.draws:
         raise ValueError(
             f"This method hides what clients send, and the running statistics {list(statistics)} "

@@ -1,5 +1,7 @@
 """DENSE: a student learns what a teacher says of images that the server draws."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -189,10 +191,12 @@ def test_a_score_chooses_the_first_of_the_best(world):
 def test_leaves_that_are_not_trained_stay(world):
     sent, weights, start = world
     masked = MODEL._replace(mask={"dense1": {"kernel": True}, "dense2": {"kernel": False}})
+    params = sent.values["params"]
+    params = {"dense1": params["dense1"], "dense2": {"kernel": None}}
+    sent = dataclasses.replace(sent, values={"params": params}, frozen=("dense2/kernel",))
     merged, _, _ = merge(method(model=masked), start, sent, weights, key=KEY)
-    mean = run(fedavg(), world)[0]
-    assert leaves_equal(merged["dense2"], mean["dense2"])
-    assert not leaves_equal(merged["dense1"], mean["dense1"])
+    assert leaves_equal(merged["dense2"], start["dense2"])
+    assert not leaves_equal(merged["dense1"], run(fedavg(), world)[0]["dense1"])
 
 
 def test_a_student_that_diverges_is_told_of_with_its_epoch_and_rate(world):
@@ -256,9 +260,8 @@ def test_updates_without_models_and_running_statistics_are_refused(world):
     steps = fj.algorithms.Update({"direction": sent.values["params"]}, nova.kind)
     with pytest.raises(ValueError, match="DENSE needs their params"):
         merge(nova, start, steps, weights)
-    normed = {"params": start, "moments": {"mean": jnp.zeros(3)}}
-    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), normed)
+    normed = fj.training.Trained(start, statistics={"mean": jnp.zeros(3)})
     with pytest.raises(ValueError, match="running statistics"):
-        merge(method(), normed, fj.algorithms.Update({"params": stacked}, "params"), weights)
+        method().summarize(KEY, normed, None, ())
     with pytest.raises(ValueError, match="one stage"):
         in_stages(fedavg(), lambda *_: None)

@@ -20,12 +20,12 @@ KEY = jax.random.key(1)
 def constant(params, x):
     """Outputs that no image changes, but where `light` or `corner` is not zero."""
     brightest = x.reshape(len(x), -1).max(1, keepdims=True)
-    seen = params["light"] * brightest + params["corner"] * x[:, 0, :1, 0]
+    light, corner = jax.lax.stop_gradient((params["light"], params["corner"]))
+    seen = light * brightest + corner * x[:, 0, :1, 0]
     return params["outputs"] + seen * jnp.array([0.0, 1.0])
 
 
-TRAINED = {"outputs": True, "light": False, "corner": False}
-CONSTANT = fj.Model(constant, fj.likelihoods.categorical, mask=TRAINED)
+CONSTANT = fj.Model(constant, fj.likelihoods.categorical)
 
 
 def outputs(first, second, light=0.0, corner=0.0):

@@ -1,5 +1,7 @@
 """The server's own optimiser, around any way to merge."""
 
+import dataclasses
+
 import chex
 import jax
 import numpy as np
@@ -54,15 +56,20 @@ def test_adam_is_that_of_the_paper_from_merge_to_merge(x64, draw):
         chex.assert_trees_all_close(params, w, rtol=1e-11, atol=1e-12)
 
 
-def test_leaves_that_are_not_trained_take_the_merged_value(regression, draw):
-    model = regression.model._replace(mask={"w": True, "b": False})
+def test_frozen_leaves_stay_and_statistics_take_the_mean(draw):
     adam, start, updates = optax.adamw(0.1, weight_decay=0.1), draw(0), sent([draw(1), draw(2)])
-    merged, *_ = merging.merge(FEDAVG, start, updates)
-    masked, *_ = merging.merge(WITH(FEDAVG, adam, model), start, updates)
+    mean, *_ = merging.merge(FEDAVG, start, updates)
     whole, *_ = merging.merge(WITH(FEDAVG, adam), start, updates)
-    np.testing.assert_array_equal(masked["b"], merged["b"])
-    np.testing.assert_array_equal(masked["w"], whole["w"])
-    assert np.abs(np.subtract(whole["b"], merged["b"])).max() > 1e-3
+    params = updates.values["params"]
+    alone = dataclasses.replace(updates, values={"params": {"w": params["w"], "b": None}})
+    for told, expected in (
+        ({"frozen": ("b",)}, start["b"]),
+        ({"statistics": {"b": params["b"]}}, mean["b"]),
+    ):
+        found, *_ = merging.merge(WITH(FEDAVG, adam), start, dataclasses.replace(alone, **told))
+        np.testing.assert_allclose(found["b"], expected, rtol=1e-6)
+        np.testing.assert_allclose(found["w"], whole["w"], rtol=1e-5)
+    assert np.abs(np.subtract(whole["b"], mean["b"])).max() > 1e-3
 
 
 @pytest.mark.long
@@ -75,6 +82,6 @@ def test_structure_and_dtype_are_those_of_params(draw, dtype):
 
 
 def test_equal_arguments_give_the_same_object_and_bad_ones_are_refused():
-    assert WITH(FEDAVG, DESCENT) is WITH(FEDAVG, optimizer=DESCENT, model=None)
+    assert WITH(FEDAVG, DESCENT) is WITH(FEDAVG, optimizer=DESCENT)
     with pytest.raises(TypeError, match=r"server_optimizer is 0\.1"):
         WITH(FEDAVG, 0.1)

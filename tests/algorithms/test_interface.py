@@ -32,6 +32,7 @@ def test_an_algorithm_has_nine_fields_and_a_link_the_rest():
         "link",
     }
     links = {"init", "init_client", "broadcast", "receive", "personal", "draws"}
+    links |= {"whole", "keeps", "mix"}
     assert set(Link._fields) == links
     method = algorithms.fedavg()
     assert method.link == Link()
