@@ -151,7 +151,7 @@ def _read(checkpoint: Path, like: Any) -> tuple[Any, list]:
     for was, now in pairs:
         if was != now:
             raise ValueError(
-                f"{checkpoint} is of another state: it holds {was} where this run has {now}. "
+                f"{checkpoint} is of another run or version: it holds {was} where this run has {now}. "
                 "Choose another folder, or delete that one"
             )
     restored = [_like(contents.arrays[name], leaf) for name, leaf in _named(like)]
