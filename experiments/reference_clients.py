@@ -112,7 +112,7 @@ def merge(task: tasks.OneRound, found: Reference) -> list[records.Row]:
     params, weights = jax.tree.map(lambda leaf: leaf[0], found.params), task.federations[0].weights
     trained = fj.training.Trained(found.params)
     merged = one_round.merge(task, task.methods, _UNIT, params, trained, weights)
-    rows = one_round.references(task, _UNIT, found.params, found.params, weights, None)
+    rows = one_round.references(task, _UNIT, trained, trained, weights, None)
     return rows + [measure(task, _UNIT, name, own) for name, own in merged.items()]
 
 

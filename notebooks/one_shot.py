@@ -129,7 +129,7 @@ def digit_accuracies(outputs):
     return 100 * hits @ of_digit / of_digit.sum(0)
 
 
-local_outputs = jax.vmap(test_outputs)(clients.params)
+local_outputs = jax.vmap(test_outputs)(clients.models)
 local = jax.vmap(digit_accuracies)(local_outputs)
 
 _, panel = plt.subplots(figsize=(6.5, 2.6))
@@ -275,11 +275,11 @@ _, regmean_merged = one_shot(fj.algorithms.regmean(model))
 everything = fj.clients.federation(train, fj.partition.central(train.targets))
 central = fj.training.train(model, start, everything, key=key, **recipe)
 
-local_accuracies = fj.metrics.accuracy(model, clients.params, test_examples, stacked=True)
+local_accuracies = fj.metrics.accuracy(model, clients.models, test_examples, stacked=True)
 outputs = {
     "best client": local_outputs[local_accuracies.argmax()],
     "ensemble": fj.tree.weighted_sum(local_outputs, federation.weights),
-    "trained on all data": test_outputs(jax.tree.map(lambda leaf: leaf[0], central.params)),
+    "trained on all data": test_outputs(jax.tree.map(lambda leaf: leaf[0], central.models)),
     "FedAvg": test_outputs(fedavg),
     "FisherMerge": test_outputs(fisher_merged),
     "FedFisher, diagonal": test_outputs(diagonal_merged),
@@ -466,7 +466,7 @@ for name, params in averaged.items():
     for number in range(5):
         own_key = jax.random.fold_in(key, number)
         trained = fj.training.train(model, params, federation, key=own_key, **one_epoch)
-        params = fj.tree.weighted_sum(trained.params, federation.weights)
+        params = fj.tree.weighted_sum(trained.models, federation.weights)
         averaged[name].append(test_accuracy(params))
 
 figure, panel = plt.subplots(figsize=(7.5, 3.2))
@@ -474,7 +474,7 @@ rounds = range(1, 7)
 panel.plot(rounds, exchanged, "-o", color=MERGED, label="layer by layer, then no training")
 for (name, values), style in zip(averaged.items(), ("--", ":"), strict=True):
     panel.plot(rounds, values, style, marker="o", color=REFERENCE, label=name)
-central_accuracy = test_accuracy(jax.tree.map(lambda leaf: leaf[0], central.params))
+central_accuracy = test_accuracy(jax.tree.map(lambda leaf: leaf[0], central.models))
 panel.axhline(central_accuracy, color="black", linewidth=1)
 where = {"xytext": (0, 3), "textcoords": "offset points"}
 panel.annotate("trained on all data", (1, central_accuracy), **where)

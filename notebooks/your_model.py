@@ -65,7 +65,7 @@ everything = fj.clients.federation(
 
 
 def fit(model, params, federation, epochs):
-    """Train on each client's examples; stacked params come back."""
+    """Train on each client's examples; stacked models come back."""
     optimizer = optax.adam(3e-3)
     how = {"optimizer": optimizer, "epochs": epochs, "batch_size": 32, "key": jax.random.key(1)}
     return fj.training.train(model, params, federation, **how)
@@ -88,7 +88,7 @@ def apply(params, images):
 
 
 mlp = fj.Model(apply, fj.likelihoods.categorical)
-stacked = fit(mlp, start, everything, epochs=10).params
+stacked = fit(mlp, start, everything, epochs=10).models
 params = jax.tree.map(lambda leaf: leaf[0], stacked)
 print(f"test accuracy {fj.metrics.accuracy(mlp, params, held_out):.3f}")
 
@@ -187,7 +187,7 @@ class ViT(nn.Module):
 network = ViT()
 vit = fj.Model(lambda p, x: network.apply({"params": p}, x), fj.likelihoods.categorical)
 vit_start = network.init(jax.random.key(3), examples.inputs[:1])["params"]
-base = jax.tree.map(lambda leaf: leaf[0], fit(vit, vit_start, everything, epochs=10).params)
+base = jax.tree.map(lambda leaf: leaf[0], fit(vit, vit_start, everything, epochs=10).models)
 print(f"test accuracy {fj.metrics.accuracy(vit, base, held_out):.3f}")
 
 # %% [markdown]

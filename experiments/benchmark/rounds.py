@@ -101,7 +101,7 @@ def personal(config: Config, note: Callable[[str], None]) -> Iterator[measure.Gr
                     batch_size=config.batch_size,
                     clients_per_chunk=chunk,
                 )
-                state = experiment.init(params, cohort)
+                state = experiment.init(params, federation)
                 run = partial(fj.rounds.run, experiment, state, federation, key=key, rounds=1)
                 cases.append(measure.Case(method, lambda run=run: list(run())[-1]))
             title = f"a round, {cohort} clients, {len(work.labels)} images, NormedCNN, {name}"

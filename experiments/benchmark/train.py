@@ -44,7 +44,7 @@ def devices(config: Config, note: Callable[[str], None]) -> Iterator[measure.Gro
             alone = workloads.federate(work, num_clients)
             where = {_ALONE: alone, f"all {count}": fj.clients.shard(alone)}
             training = partial(workloads.train, work, config)
-            trained = fj.training.Trained(training(alone).params)
+            trained = fj.training.Trained(training(alone).models)
             phases = {"training": (training, config.epochs * examples)}
             for phase, fisher in _STRUCTURES.items():
                 how = {"fisher": fisher, "batch_size": config.batch_size}

@@ -194,7 +194,7 @@ def _world(
     first = fj.networks.init(module, jax.random.fold_in(key, 3), train.inputs)
     model = fj.networks.model(module, first, fj.likelihoods.categorical, normalize=task.normalize)
     central = task.central
-    judge = _trained(asked, model, task.optimizer, first, central, key, asked.judge_epochs).params
+    judge = _trained(asked, model, task.optimizer, first, central, key, asked.judge_epochs).models
     judge = jax.tree.map(lambda leaf: leaf[0], judge)
     accuracy = float(fj.metrics.accuracy(model, judge, task.test))
     judged = jax.jit(lambda images: model.apply(judge, pixels(images)))
@@ -219,7 +219,7 @@ def _trained(
 def _seen(asked: Config, world: _World, view: str) -> Seen:
     """Give what the server sees."""
     task, clients, key = world.task, world.clients, world.key
-    first = jax.tree.map(lambda leaf: leaf[0], world.trained.params)
+    first = jax.tree.map(lambda leaf: leaf[0], world.trained.models)
     mean = partial(_merged, world, fj.algorithms.fedavg())
     if view == "model":
         return Seen(first)
@@ -230,7 +230,7 @@ def _seen(asked: Config, world: _World, view: str) -> Seen:
         found = _trained(asked, private, task.optimizer, world.start, alone, key, asked.epochs)
         noise = asked.noise_multiplier
         cost = fj.privacy.epsilon(noise, rounds=asked.epochs, delta=asked.delta)
-        return Seen(jax.tree.map(lambda leaf: leaf[0], found.params), epsilon=cost)
+        return Seen(jax.tree.map(lambda leaf: leaf[0], found.models), epsilon=cost)
     if view == "aggregate":
         return Seen(mean())
     method = fj.algorithms.make("fedfisher_kfac", task.model, max_examples=_FEW)

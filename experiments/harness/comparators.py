@@ -130,8 +130,8 @@ def _trained(
     found = []
     for seed, rows in zip(seeds, parts, strict=True):
         alone, key = fj.clients.federation(world.train, [rows]), jax.random.key(9)
-        params = fj.training.train(model, world.init(seed), alone, key=key, **how).params
-        found.append(jax.tree.map(lambda leaf: leaf[0], params))
+        models = fj.training.train(model, world.init(seed), alone, key=key, **how).models
+        found.append(jax.tree.map(lambda leaf: leaf[0], models))
     return found
 
 

@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, knee
+from experiments.harness import commands, knee, steps
 from experiments.harness.progress import bar
 from fisherjax.compression import (
     Codec,
@@ -98,6 +98,7 @@ def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterat
     task, start, trained = knee.clients(asked, asked.algorithms, console)
     (federation,) = task.federations.values()
     sent: dict[str, fj.algorithms.Update] = {}
+    average = steps.upload_bytes(steps.changed(trained))
     with bar(console) as shown:
         watched = shown.add_task("", total=len(missing), speed="")
         for name, called in missing:
@@ -117,4 +118,4 @@ def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterat
             accuracy = round(float(task.accuracy(merged, task.test)), 6)
             size = fj.compression.size(update) // federation.num_clients
             shown.advance(watched)
-            yield [Point(name, called, size, fj.compression.size(start), accuracy)]
+            yield [Point(name, called, size, average, accuracy)]

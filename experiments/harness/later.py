@@ -43,10 +43,10 @@ def rounds(
         round_key = jax.random.fold_in(key, number)
         given = federation, params, round_key, progress, task.optimizer
         trained, seconds = steps.train(task, *given, epochs=epochs or task.config.epochs)
-        stacked, weights = steps.finite(task, trained, federation)
-        params = fj.tree.weighted_sum(stacked, weights)
-        row = steps.measure(task, unit, name, Merged(params, seconds, steps.upload_bytes(stacked)))
-        yield row._replace(round=number)
+        sound, weights = steps.finite(task, trained, federation)
+        params = steps.average(sound, weights)
+        merged = Merged(params, seconds, steps.upload_bytes(steps.changed(sound)))
+        yield steps.measure(task, unit, name, merged)._replace(round=number)
 
 
 def exchanged(

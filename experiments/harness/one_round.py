@@ -59,8 +59,8 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
     """
     if unit[0] is None:
         params, key = steps.start(task, unit[1])
-        models, seconds = steps.train(task, task.central, params, key, progress, task.optimizer)
-        (accuracy,) = task.accuracy(models.params, task.test, stacked=True)
+        found, seconds = steps.train(task, task.central, params, key, progress, task.optimizer)
+        (accuracy,) = task.accuracy(found.models, task.test, stacked=True)
         return [steps.row_of("central", unit, accuracy, seconds=seconds)]
     rows, merged = train_and_merge(task, unit, progress)
     rows += _voted(task, unit, progress)
@@ -102,12 +102,11 @@ def train_and_merge(
     federation = task.federations[unit[0]]
     for optimizer, methods in by_training(task).items():
         trained, training = steps.train(task, federation, params, key, progress, optimizer)
-        stacked, weights = steps.finite(task, trained, federation)
+        sound, weights = steps.finite(task, trained, federation)
         if optimizer == task.optimizer:
-            rows = references(task, unit, trained.params, stacked, weights, training)
+            rows = references(task, unit, trained, sound, weights, training)
             training = 0
-        trained = trained._replace(params=stacked)
-        for name, own in merge(task, methods, unit, params, trained, weights, progress).items():
+        for name, own in merge(task, methods, unit, params, sound, weights, progress).items():
             merged[name] = own._replace(seconds=round(own.seconds + training, 4))
     return rows, {name: merged[name] for name in task.methods}
 
@@ -121,16 +120,22 @@ def by_training(task: OneRound) -> dict[optax.GradientTransformation, dict[str, 
 
 
 def references(
-    task: OneRound, unit: Unit, local: Params, kept: Params, weights: Array, seconds: float | None
+    task: OneRound,
+    unit: Unit,
+    local: Trained,
+    kept: Trained,
+    weights: Array,
+    seconds: float | None,
 ) -> list[Row]:
     """Measure the clients' own models, and the ensemble of those that are kept."""
-    accuracies = task.accuracy(local, task.test, stacked=True)
-    ensemble = _ensemble_accuracy(task.model, kept, weights, task.test)
+    accuracies = task.accuracy(local.models, task.test, stacked=True)
+    ensemble = _ensemble_accuracy(task.model, kept.models, weights, task.test)
+    size = steps.upload_bytes(steps.changed(kept))
     rows = [
         steps.row_of("local", unit, own, client=i, seconds=seconds)
         for i, own in enumerate(accuracies)
     ]
-    return [*rows, steps.row_of("ensemble", unit, ensemble, upload_bytes=steps.upload_bytes(kept))]
+    return [*rows, steps.row_of("ensemble", unit, ensemble, upload_bytes=size)]
 
 
 def merge(

@@ -105,6 +105,7 @@ def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterat
     whole = OneShot(asked.data, asked.training, Merging(("fedavg",)), asked.epochs, central=False)
     train, test = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
     task = tasks.shared(whole, train, test)
+    _check_hides_all(task)
     data = task.central.inputs, task.central.targets
     with bar(console) as shown:
         watched = shown.add_task("", total=len(missing), speed="")
@@ -116,6 +117,17 @@ def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterat
             world = _World(asked, task, params, *own, key)
             yield [*_points(world, number, seed)]
             shown.advance(watched)
+
+
+def _check_hides_all(task: tasks.OneRound) -> None:
+    """Refuse networks of which clients would send something as it is."""
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    kept = fj.tree.names(fj.leaves.split(task.model, shapes, task.central.inputs).statistics)
+    if kept:
+        raise ValueError(
+            f"--model is {task.config.data.model}, whose running statistics {list(kept)} clients "
+            "would send without noise; expected a network without any, such as lenet"
+        )
 
 
 def _points(world: _World, number: int, seed: int) -> Iterator[Point]:

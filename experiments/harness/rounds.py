@@ -136,7 +136,7 @@ def run(
     config, last = task.config, number(task.config, unit.local_epochs)
     folder = config.out / CHECKPOINTS / unit.name
     init_key, key, personal_key = jax.random.split(jax.random.key(unit.seed), 3)
-    state = method.init(task.init(init_key), task.train.num_clients)
+    state = method.init(task.init(init_key), task.train)
     state = _at_rate(state, unit.server_learning_rate)
     rows: list[records.Row] = []
     found = checkpoints.restore(folder, state, warn)
@@ -185,7 +185,7 @@ def _after_round(task: Rounds, unit: Unit, state: State, done: Round) -> Measure
     found |= _means(task, "test", fj.metrics.performance(task.model, state.params, task.test))
     if task.config.barrier:
         cohort = fj.clients.select(task.train, done.cohort)
-        models = state.params, done.trained.params
+        models = state.params, done.trained.models
         barrier = fj.metrics.client_server_barrier(task.model, *models, cohort)
         found["cohort", "barrier_loss", None] = barrier.loss / task.positions
         found["cohort", "barrier_accuracy", None] = barrier.accuracy

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, knee
+from experiments.harness import commands, knee, steps
 from fisherjax.fisher import KroneckerSum
 from fisherjax.quadratic import Sums, from_sums
 
@@ -47,7 +47,8 @@ def measured(asked: Config, console: Console) -> Iterator[Point]:
     task, start, trained = knee.clients(asked, ("fedfisher_kfac",), console)
     (federation,) = task.federations.values()
     weights, solver = federation.weights, fj.solvers.conjugate_gradients(1e-6, 500)
-    size = _numbers(start)
+    # Of what federated averaging sends.
+    size = _numbers(steps.changed(trained)) // federation.num_clients
     method = fj.algorithms.fedfisher(task.model)
     with console.status("Fisher information"):
         key = jax.random.key(asked.seed)
@@ -77,7 +78,9 @@ def measured(asked: Config, console: Console) -> Iterator[Point]:
         # The other sums do not depend on the number of terms.
         sums = method.reduce(sent.values, weights)
         totals = Sums(operator, sums.product, sums.mean, sums.weight)
-        merged = solver(from_sums(totals, damping)).params
+        solved = solver(from_sums(totals, damping)).params
+        # What is not trained is the same in all ways.
+        merged = fj.leaves.join(solved, fj.leaves.apart(task.model, against)[1])
         yield point(MEAN, 1, damping, merged, against, (fisher, sums.product, sums.mean))
         # Twice the largest of anybody stands for what clients agree on before.
         bound = jax.tree.map(lambda *x: 2 * max(float(jnp.abs(y).max()) for y in x) or 1.0, *own)

@@ -89,7 +89,7 @@ def train(
     how |= training_options(task, federation) | changes
     if fj.checks.is_traced(key):
         trained = fj.training.train(task.model, params, federation, **how)
-        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(trained.params)]
+        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(changed(trained))]
         loss = jnp.vdot(federation.weights, trained.loss[:, -1])
         progress(jnp.where(jnp.stack(finite).all(), loss, jnp.nan))
         return trained, 0.0
@@ -112,10 +112,21 @@ def train(
     return timed(fj.training.train, task.model, params, federation, progress=after_epoch, **how)
 
 
-def finite(task: OneRound, trained: Trained, federation: Federation) -> tuple[Params, Array]:
-    """Give what is merged of the clients' models, and weights; refuse or drop what diverged."""
+def finite(task: OneRound, trained: Trained, federation: Federation) -> tuple[Trained, Array]:
+    """Give the clients that are merged, and weights; refuse or drop what diverged."""
     how = task.config.on_nonfinite
-    return fj.merging.check_updates(trained.params, federation.weights, how)
+    sound, weights = fj.merging.check_updates(changed(trained), federation.weights, how)
+    return trained._replace(**sound), weights
+
+
+def changed(trained: Trained) -> dict[str, Params]:
+    """Give what training changed, which is what clients send of their models, stacked."""
+    return {"params": trained.params, "statistics": trained.statistics}
+
+
+def average(trained: Trained, weights: Array) -> Params:
+    """Average clients' models; what is not trained stays as it is, bit for bit."""
+    return trained._replace(**fj.tree.weighted_sum(changed(trained), weights)).whole
 
 
 def upload_bytes(stacked: Any) -> int:

@@ -140,7 +140,9 @@ def _voting(
         return None
     network = MODELS[config.data.model](num_classes=train.num_classes + 1)
     open_init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
-    plain = Model(fj.networks.apply_fn(network, normalize), fj.likelihoods.categorical)
+    shapes, likelihood = jax.eval_shape(open_init, jax.random.key(0)), fj.likelihoods.categorical
+    # With BatchNorm it trains by itself already, which `open_set` refuses.
+    plain = fj.networks.model(network, shapes, likelihood, normalize=normalize)
     student = Model(model.apply, fj.likelihoods.categorical)
     given = asked, plain, open_init, normalize, student, init
     voting = votes.Voting(*given, config.merging.aside, config.merging.options)

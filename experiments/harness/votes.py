@@ -21,6 +21,7 @@ from experiments.harness import commands
 from experiments.harness.names import STUDENT, is_vote
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
+from fisherjax.local_update import Given
 from fisherjax.parallel import Layout, chunk_size
 from fisherjax.training import Cohort, Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
@@ -158,7 +159,7 @@ def _cohort(
     batch_size: int,
     clients_per_chunk: int | None,
 ) -> Cohort:
-    """Give each client an initial model of its own."""
+    """Give each client an initial model of its own; all leaves are trained, as `open_set` wants."""
     start_key, train_key = keys
     starts = jax.vmap(voting.init)(jax.random.split(start_key, federation.num_clients))
     start = jax.tree.map(lambda leaf: leaf[0], starts)
@@ -166,7 +167,8 @@ def _cohort(
         voting.opened, start, federation, train_key, _ADAM, epochs, batch_size
     )
     layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    return Cohort(local, layout, (None, starts), (None, ()), federation, train_key, epochs)
+    given = Given(None, (), None, None), Given(starts, None, None, None)
+    return Cohort(local, layout, given, federation, train_key, epochs)
 
 
 def taught(voting: Voting, stacked: Params, inputs: Array, key: Key, **changes: int) -> Params:

@@ -101,7 +101,7 @@ def measured(asked: Config, unit: Unit, of: World) -> Iterator[tuple[Point | Non
         batch_size=asked.batch_size,
     )
     key, start_key = jax.random.split(jax.random.key(unit.seed))
-    first = experiment.init(of.init(start_key), number)
+    first = experiment.init(of.init(start_key), of.train)
     every = max(1, unit.rounds // 10)
     for state, done in fj.rounds.run(experiment, first, of.train, key=key, rounds=unit.rounds):
         play, points = int(done.number) + 1, []
