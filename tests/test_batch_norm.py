@@ -85,7 +85,7 @@ def test_a_client_trains_as_by_flax_alone(world, key):
             for rows in np.split(order, range(4, size, 4)) if size else []:
                 own = inputs[rows], targets[rows]
                 params, stats, state = _alone(params, stats, state, *own)
-        found = jax.tree.map(lambda leaf, i=place: np.asarray(leaf)[i], trained.params)
+        found = jax.tree.map(lambda leaf, i=place: np.asarray(leaf)[i], trained.models)
         chex.assert_trees_all_close(found["params"], params, rtol=1e-9, atol=1e-12)
         chex.assert_trees_all_close(networks.to_flax(found)["batch_stats"], stats, rtol=1e-9)
         # And judged by them.
@@ -98,7 +98,7 @@ def test_clients_side_by_side_keep_statistics_of_their_own(world, key):
     federation, start, model = world
     options = {"key": key, "optimizer": SGD, **HOW}
     alone, beside = (
-        training.train(model, start, federation, clients_per_chunk=chunk, **options).params
+        training.train(model, start, federation, clients_per_chunk=chunk, **options).models
         for chunk in (1, 4)
     )
     chex.assert_trees_all_close(alone, beside, rtol=1e-9, atol=1e-12)
@@ -122,13 +122,11 @@ def test_merged_statistics_are_those_of_the_mixture(world, key, name, recwarn):
     # Nothing is said of leaves that nobody trains.
     assert not [w for w in recwarn if "moments" in str(w.message)]
     given = networks.to_flax
-    [of_clients], [found] = (given(p)["batch_stats"].values() for p in (trained.params, merged))
+    [of_clients], [found] = (given(p)["batch_stats"].values() for p in (trained.models, merged))
     weights = np.array(SIZES) / np.sum(SIZES)
     mean = weights @ of_clients["mean"]
     variance = weights @ (of_clients["var"] + (of_clients["mean"] - mean) ** 2)
-    if not holds:
-        assert np.abs(found["mean"] - mean).max() > 1e-3
-        return
+    assert holds  # whatever the method: the server's half averages them
     np.testing.assert_allclose(found["mean"], mean, rtol=1e-6)
     np.testing.assert_allclose(found["var"], variance, rtol=1e-6)
 
@@ -148,8 +146,8 @@ def test_statistics_have_no_curvature_and_the_rest_has_its_own(world, fisher):
     draw = np.random.default_rng(0).normal
     vector = jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape)), start)
     multiply = jax.jit(type(found).mv)
-    product = multiply(found, vector)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(product["moments"]))
+    product = multiply(found, fj.leaves.trained(model, vector))
+    assert not jax.tree.leaves(product["moments"])
     chex.assert_trees_all_close(
         product["params"], multiply(expected, vector["params"]), rtol=1e-9, atol=1e-12
     )
@@ -164,7 +162,7 @@ def test_rounds_go_on_from_the_averaged_statistics(world, key):
     state = experiment.init(start, 4)
     played = list(rounds.run(experiment, state, federation, key=key, rounds=2))
     (first, done), (second, _) = played
-    mean = jax.tree.map(lambda x: np.tensordot(federation.weights, x, 1), done.trained.params)
+    mean = jax.tree.map(lambda x: np.tensordot(federation.weights, x, 1), done.trained.models)
     chex.assert_trees_all_close(first.params, mean, rtol=1e-6)
     before, after = map(fj.tree.by_name, (first.params, second.params))
     stay = {name for name in before if not np.any(np.asarray(before[name]) != after[name])}
@@ -183,7 +181,7 @@ def test_networks_of_the_papers_learn_with_it(key):
     federation = clients.federation((images, train.targets[:200]), [np.arange(200)])
     options = {"optimizer": optax.sgd(0.05, 0.9), "epochs": 5, "batch_size": 32}
     trained = training.train(model, params, federation, key=key, **options)
-    own = jax.tree.map(lambda x: x[0], trained.params)
+    own = jax.tree.map(lambda x: x[0], trained.models)
     assert metrics.performance(model, own, federation).accuracy[0] > 0.9
     both = model.apply(own, images[:2])
     np.testing.assert_allclose(model.apply(own, images[:1]), both[:1], rtol=1e-4, atol=1e-5)

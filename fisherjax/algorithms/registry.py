@@ -176,7 +176,7 @@ METHODS: dict[str, Row] = {
         "Jin et al., ICLR 2023",
         "weights and Gram matrices of layer inputs",
         regmean,
-        (*_EVERY, "identity", "order", "shift", "layerwise"),
+        (*_EVERY, "identity", "order", "shift", "layerwise", "statistics"),
         {"grams": dict},
     ),
     "fedfisher_diag": Row(
@@ -232,13 +232,13 @@ METHODS: dict[str, Row] = {
         (*_EVERY, "order", "equal curvatures", "layerwise", "statistics"),
         {"fisher": Kronecker},
     ),
-    # Clients that took other numbers of steps are scaled apart, statistics included.
+    # Clients that took other numbers of steps are scaled apart.
     "fednova": Row(
         "FedNova",
         "Wang et al., NeurIPS 2020",
         "change of the weights and effective number of steps",
         fednova,
-        (*_EVERY, "order", "shift", "layerwise"),
+        (*_EVERY, "order", "shift", "layerwise", "statistics"),
         _MORE,
     ),
     "fedfish": Row("FedFish", _FEDFISH, _SQUARES, fedfish, _LAYERS, _MORE),
