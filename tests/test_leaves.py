@@ -1,0 +1,196 @@
+"""What a mask leaves out: no method moves it, nobody sends it, and the rest does not notice.
+
+Each law compares a network with a mask to the same network whose frozen leaves are constants in
+`apply`, and which has no params but the trained ones: what the library never has to tell apart.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fisherjax as fj
+from fisherjax import algorithms, compression, fisher, merging, privacy, rounds, training, tree
+
+LAYERS = {"first": (16, 4), "second": (4, 3), "third": (3, 3), "head": (3, 3)}
+# A whole layer, a kernel and a bias of others; and the layer that makes the outputs.
+FROZEN = {
+    "inner": ("first/bias", "first/kernel", "second/kernel", "third/bias"),
+    "head": ("head/bias", "head/kernel"),
+}
+SIZES = (5, 4, 3)
+SGD = optax.sgd(0.5, 0.9)
+HOW = {"epochs": 2, "batch_size": 3}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _wide():
+    """Compute in float64 throughout: what is shared between tests is."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+    for shared in (start, federation, model, trained):
+        shared.cache_clear()
+
+
+@functools.cache
+def start():
+    source = np.random.default_rng(0)
+    return {
+        name: {"bias": source.normal(size=o) / 3, "kernel": source.normal(size=(i, o)) / i**0.5}
+        for name, (i, o) in LAYERS.items()
+    }
+
+
+@functools.cache
+def federation():
+    source = np.random.default_rng(1)
+    data = source.uniform(size=(sum(SIZES), 4, 4, 1)), source.integers(0, 2, sum(SIZES))
+    return fj.clients.federation(data, np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1]))
+
+
+def network(params, x):
+    x = x.reshape(len(x), -1)
+    for name in LAYERS:
+        x = x @ params[name]["kernel"] + params[name]["bias"]
+        x = x if name == "head" else jnp.tanh(x)
+    return x
+
+
+def chosen(where, change):
+    """Change leaves by name, by hand."""
+    return {
+        layer: {leaf: change(f"{layer}/{leaf}" in FROZEN[where], x) for leaf, x in own.items()}
+        for layer, own in start().items()
+    }
+
+
+@functools.cache
+def model(where, closed):
+    """The network with a mask, or with constants in it."""
+    if not closed:
+        mask = chosen(where, lambda frozen, _: not frozen)
+        return fj.Model(network, fj.likelihoods.categorical, mask=mask)
+
+    def apply(params, x):
+        whole = {
+            layer: {leaf: start()[layer][leaf] if x is None else x for leaf, x in own.items()}
+            for layer, own in params.items()
+        }
+        return network(whole, x)
+
+    return fj.Model(apply, fj.likelihoods.categorical)
+
+
+def params(where, closed):
+    return chosen(where, lambda frozen, x: None if frozen else x) if closed else start()
+
+
+@functools.cache
+def trained(where, closed, optimizer, changed):
+    how = {"key": jax.random.key(0), "optimizer": optimizer, **HOW}
+    own = changed(model(where, closed))
+    return training.train(own, params(where, closed), federation(), **how)
+
+
+TABLES = (algorithms.TABLE, algorithms.PERSONAL, algorithms.WIDER, algorithms.DISTILLED)
+NAMES = [name for table in (*TABLES, algorithms.VOTES) for name in table]
+FEW = algorithms.Distillation(images=8, steps=2, batch_size=4)
+OPTIONS = {
+    "fedper": {"head": "third"},
+    "fedbn": {"where": frozenset({"second/bias"})},
+    "weighted_fedbn": {"where": frozenset({"second/bias"})},
+    "dense": {"shape": (4, 4, 1), "epochs": 1, "how": FEW},
+}
+SERVERS = {"sgd": optax.sgd(3.0), "adam": optax.adam(0.1), "adamw": optax.adamw(0.1)}
+CODEC = compression.compose(compression.differences(), compression.quantized(8))
+
+
+def served(name, model, base="fedavg"):
+    return algorithms.with_server_optimizer(algorithms.make(base, model), SERVERS[name])
+
+
+def private(model, base="fedavg", **how):
+    clip = {"fedavg": 1.0}.get(base, {"params": 1.0, "fisher": 1.0})
+    return privacy.private(algorithms.make(base, model), clip=clip, noise_multiplier=0.5, **how)
+
+
+WRAPPERS = {
+    "server sgd": lambda m: served("sgd", m),
+    "server adam": lambda m: served("adam", m, "fedfisher_kfac"),
+    "server adamw": lambda m: served("adamw", m),
+    "compressed": lambda m: compression.compressed(algorithms.fedfisher(m), CODEC),
+    "private": private,
+    "keep_private": lambda m: algorithms.keep_private(
+        algorithms.fedfisher(m, fisher=fisher.diagonal), frozenset({"third/kernel"})
+    ),
+}
+EVERY = [*NAMES, *WRAPPERS]
+# These move units to other places, and what is frozen cannot follow.
+REFUSE = {"otfusion", "pfnm"}
+# These read the inputs of the layer that makes the outputs.
+OF_THE_HEAD = {"weighted_fedavg", "weighted_fedbn"}
+
+
+def method(name, own):
+    if name in WRAPPERS:
+        return WRAPPERS[name](own)
+    return algorithms.make(name, own, **OPTIONS.get(name, {}))
+
+
+def summarized(name, where, closed, changed=lambda own: own):
+    own = method(name, model(where, closed))
+    found = trained(where, closed, own.optimizer(SGD), changed)
+    return own, found, merging.summarize(own, found, federation(), key=jax.random.key(1))
+
+
+def merged(name, where, closed):
+    own, found, sent = summarized(name, where, closed)
+    given, weights = params(where, closed), federation().weights
+    return found, sent, merging.merge(own, given, sent, weights, key=jax.random.key(2))
+
+
+def assert_same(found, expected):
+    """Numbers, and names of leaves: what is frozen has none."""
+    found, expected = map(tree.by_name, (found, expected))
+    assert list(found) == list(expected)
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+def assert_frozen(found, where):
+    """Bit for bit as they came."""
+    before, after = map(tree.by_name, (start(), found))
+    for name in FROZEN[where]:
+        assert np.asarray(after[name]).tobytes() == before[name].tobytes(), name
+
+
+def of_trained(whole, where):
+    return {n: x for n, x in tree.by_name(whole).items() if n not in FROZEN[where]}
+
+
+@pytest.mark.parametrize("where", FROZEN)
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in REFUSE])
+def test_what_is_trained_is_as_if_the_rest_were_constants(name, where, recwarn):
+    if where == "head" and name in OF_THE_HEAD:
+        return
+    if name == "single_set":
+        return
+    (trained, sent, (whole, state, info)) = merged(name, where, closed=False)
+    expected = merged(name, where, closed=True)
+    assert_same(trained.params, expected[0].params)
+    assert_same(trained.loss, expected[0].loss)
+    assert_same(sent.values, expected[1].values)
+    assert compression.size(sent) == compression.size(expected[1])
+    assert sent.frozen == FROZEN[where]
+    assert not sent.statistics
+    assert_same((state, info), expected[2][1:])
+    if algorithms.VOTES.keys() & {name}:
+        whole = jax.tree.map(lambda x: x[0], whole)
+        expected[2] = jax.tree.map(lambda x: x[0], expected[2])
+    assert_frozen(whole, where)
+    assert_same(of_trained(whole, where), tree.by_name(expected[2][0]))
