@@ -191,12 +191,16 @@ def check_moments(names: Sequence[str]) -> None:
         >>> check_moments(["norm/mean", "norm/second_moment"])
     """
     for name in names:
-        if _VARIANCE.search(name) and _VARIANCE.sub("mean", name) in names:
+        # One word at a time: a layer may be called so too.
+        found = [(word.start(), word.end()) for word in _VARIANCE.finditer(name)]
+        for mean in [f"{name[:first]}mean{name[last:]}" for first, last in found]:
+            if mean not in names:
+                continue
             raise ValueError(
-                f"The statistic '{name}' stands beside '{_VARIANCE.sub('mean', name)}', and a mean "
-                "of variances over clients lacks the variance between them. Keep E[x^2] in its "
-                "place, as networks.statistics.to_moments and from_moments do: means of moments "
-                "are those of the mixture."
+                f"The statistic '{name}' stands beside '{mean}', and a mean of variances over "
+                "clients lacks the variance between them. Keep E[x^2] in its place, as "
+                "networks.to_moments and networks.from_moments do: means of moments are those of "
+                "the mixture."
             )
 
 
