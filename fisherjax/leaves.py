@@ -26,6 +26,8 @@ _CALLS = {
     *("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call", "core_call"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 }
+# Equations whose results are their arguments.
+_SAME = {"stop_gradient", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint"}
 _VARIANCE = re.compile(r"(?<![a-z])var(iance)?(?![a-z])")
 
 
@@ -239,6 +241,8 @@ def _origin(program: Any, variable: Any) -> int | None:
             return place
     for equation in program.eqns:
         for place, own in enumerate(equation.outvars):
+            if own is variable and equation.primitive.name in _SAME:
+                return _origin(program, equation.invars[place])
             inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
             if own is variable and equation.primitive.name in _CALLS and inner is not None:
                 # Closed or not, as primitives differ.

@@ -356,7 +356,7 @@ def test_updates_by_hand_say_what_are_statistics():
     method = algorithms.fednova()
     updates = [
         algorithms.Update(
-            {"change": jax.tree.map(lambda x, a=a: x / a, changed), "length": jnp.asarray(a)},
+            {"change": changed | {"w": jnp.ones(1) / a}, "length": changed | {"w": jnp.asarray(a)}},
             method.kind,
             statistics=moments,
         )

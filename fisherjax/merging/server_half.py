@@ -104,7 +104,7 @@ def told_apart(params: Params, update: Update, before: int = 0) -> Leaves:
         ValueError: If a name is that of no leaf, or running variances of several clients would be
             averaged.
     """
-    if before + jax.tree.leaves(update)[0].shape[0] > 1:
+    if before + max((len(x) for x in update.statistics.values()), default=0) > 1:
         leaves.check_moments(tuple(update.statistics))
     return leaves.named(params, tuple(update.statistics), update.frozen)
 
