@@ -26,6 +26,8 @@ _CALLS = {
     *("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call", "core_call"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 }
+# Equations whose results are their arguments.
+_SAME = {"stop_gradient", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint"}
 _VARIANCE = re.compile(r"(?<![a-z])var(iance)?(?![a-z])")
 
 
@@ -191,12 +193,16 @@ def check_moments(names: Sequence[str]) -> None:
         >>> check_moments(["norm/mean", "norm/second_moment"])
     """
     for name in names:
-        if _VARIANCE.search(name) and _VARIANCE.sub("mean", name) in names:
+        # One word at a time: a layer may be called so too.
+        found = [(word.start(), word.end()) for word in _VARIANCE.finditer(name)]
+        for mean in [f"{name[:first]}mean{name[last:]}" for first, last in found]:
+            if mean not in names:
+                continue
             raise ValueError(
-                f"The statistic '{name}' stands beside '{_VARIANCE.sub('mean', name)}', and a mean "
-                "of variances over clients lacks the variance between them. Keep E[x^2] in its "
-                "place, as networks.statistics.to_moments and from_moments do: means of moments "
-                "are those of the mixture."
+                f"The statistic '{name}' stands beside '{mean}', and a mean of variances over "
+                "clients lacks the variance between them. Keep E[x^2] in its place, as "
+                "networks.to_moments and networks.from_moments do: means of moments are those of "
+                "the mixture."
             )
 
 
@@ -235,6 +241,8 @@ def _origin(program: Any, variable: Any) -> int | None:
             return place
     for equation in program.eqns:
         for place, own in enumerate(equation.outvars):
+            if own is variable and equation.primitive.name in _SAME:
+                return _origin(program, equation.invars[place])
             inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
             if own is variable and equation.primitive.name in _CALLS and inner is not None:
                 # Closed or not, as primitives differ.

@@ -1,5 +1,6 @@
 """What methods share that make the last layer anew: its sums over everybody's features."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from fisherjax.compiler import jit
 from fisherjax.fisher import passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.layers import Layer
-from fisherjax.fisher.trace import output_layer, trace
+from fisherjax.fisher.trace import check_output_layer, output_layer, trace
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
@@ -80,11 +81,13 @@ def head_mean(sums: WeightedSum) -> HeadSums:
 @partial(jit, static_argnums=(0, 1))
 def head_sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
     """Compute what a client knows of its last layer, by minibatches."""
-    apply, params = leaves.opened(model, params)
+    apply, own = leaves.opened(model, params)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
         del key
-        seen = trace(apply, params, x)
+        seen = trace(apply, own, x)
+        if isinstance(seen.last, str):
+            check_head(model, params, x)
         place = output_layer(seen)
         a = seen.activations[place]
         y = likelihoods.regression_targets(model.likelihood, y, seen.outputs.shape[-1])
@@ -102,3 +105,33 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
     rows = examples.inputs if examples.indices is None else examples.indices
     weights = jnp.ones(rows.shape[0]) if examples.weights is None else examples.weights
     return dataclasses.replace(means, count=means.count * (weights > 0).sum())
+
+
+def check_head(model: Model, params: Params, inputs: Array) -> None:
+    """Refuse outputs that are not those of a dense layer that is trained, from shapes alone.
+
+    Raises:
+        ValueError: As `fisher.trace.output_layer`; if the mask leaves that layer out, by its name.
+    """
+    try:
+        check_output_layer(*leaves.opened(model, params), inputs)
+    except ValueError as error:
+        frozen = _frozen_head(model, params, inputs)
+        if not frozen:
+            raise
+        raise ValueError(
+            f"The model's mask leaves out {frozen}, of the dense layer that makes the outputs, "
+            "which this method solves for or compares clients by; expected a mask that trains "
+            "that layer. Train it, or use a method that needs no such layer (not analytic_head, "
+            "ccvr or natural_gradient, and weighted_fedavg with fisher= only)."
+        ) from error
+
+
+def _frozen_head(model: Model, params: Params, inputs: Array) -> list[str]:
+    """Name the leaves of the layer that makes the outputs that the mask leaves out."""
+    # The network as if it had no mask, which may be one that cannot be read.
+    with contextlib.suppress(ValueError):
+        layer = check_output_layer(model.apply, params, inputs)
+        others = tree.names(leaves.apart(model, params)[1])
+        return [name for name in (layer.leaf, layer.bias) if name in others]
+    return []

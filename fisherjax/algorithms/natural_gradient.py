@@ -17,13 +17,13 @@ import jax.numpy as jnp
 
 from fisherjax import checks, fisher, leaves, likelihoods
 from fisherjax.algorithms.base import Algorithm, Link, WeightedSum, weighted_sum
+from fisherjax.algorithms.heads import check_head
 from fisherjax.algorithms.rescaling import best_way, exact_products, regression
 from fisherjax.clients import draw, hold_out
 from fisherjax.compiler import jit
 from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, passes
 from fisherjax.fisher.kinds import Kind
-from fisherjax.fisher.trace import check_output_layer
 from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
@@ -226,8 +226,8 @@ class _Plan(NamedTuple):
 @partial(jit, static_argnums=0)
 def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes:
     # Before anything is sent: the next message solves for that layer.
+    check_head(plan.model, params, examples.inputs)
     apply, own = leaves.opened(plan.model, params)
-    check_output_layer(apply, own, examples.inputs)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
     examples = draw(rows, examples, plan.max_examples)
 

@@ -76,9 +76,10 @@ def vector_product(
 
         F v = sum_n w_n J_n^T S_n S_n^T J_n v / sum_n w_n.
 
-    Both v and F v have the structure, shapes and dtypes of params. The other arguments, and what is
-    refused, are those of `fisher.diagonal`; the same key gives the same sampled matrix. The true
-    kind costs no more than others, of sequences too, and is the default.
+    Both v and F v have the structure, shapes and dtypes of params, or of `leaves.trained` of them.
+    The other arguments, and what is refused, are those of `fisher.diagonal`; the same key gives the
+    same sampled matrix. The true kind costs no more than others, of sequences too, and is the
+    default.
 
     Example:
         >>> import fisherjax as fj
@@ -93,16 +94,19 @@ def vector_product(
     params = checks.arrays(params)
     plan = passes.check(model, params, examples, kind, key, batch_size)
     vector = checks.arrays(vector, "vector")
+    own = leaves.trained(model, params)
     given, expected = Template.of(vector), Template.of(params)
-    if given != expected:
+    if given not in (expected, Template.of(own)):
         raise ValueError(
             f"vector has leaves of shapes {given.shapes}; expected those of params, "
             f"{expected.shapes}, in the same structure."
         )
-    product = passes.run(_product_sums, plan, params, examples, key, leaves.trained(model, vector))
+    chosen = leaves.trained(model, vector) if given == expected else vector
+    product = passes.run(_product_sums, plan, params, examples, key, chosen)
+    product = jax.tree.map(lambda x, like: x.astype(jnp.result_type(like)), product, own)
     # Leaves that are not trained have no curvature.
-    product = leaves.join(product, jax.tree.map(jnp.zeros_like, params))
-    return jax.tree.map(lambda x, like: x.astype(jnp.result_type(like)), product, params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return leaves.join(product, zeros) if given == expected else product
 
 
 def _product_sums(

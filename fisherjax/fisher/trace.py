@@ -115,13 +115,14 @@ def output_layer(seen: Trace) -> int:
     return seen.last
 
 
-def check_output_layer(apply: Apply, params: Params, inputs: Array) -> None:
-    """Refuse what `output_layer` refuses, from shapes alone."""
+def check_output_layer(apply: Apply, params: Params, inputs: Array) -> Layer:
+    """Return the layer of `output_layer`, and refuse what it refuses, from shapes alone."""
     params = jax.tree.map(tree.shape_of, params)
     network, found, uncovered = network_of(apply, params, tree.shape_of(inputs, 2))
     last = output_part(network, found, uncovered)
     if isinstance(last, str):
         _refuse_output(last, network.output.aval.shape)
+    return found[last].layer
 
 
 def _refuse_output(reason: str, shape: tuple[int, ...]) -> None:

@@ -138,7 +138,7 @@ def merge_stream(
         scale = scale or weights.max(initial=0.0)  # on the host: whatever the size of the weights
         mesh = mesh_of(update)
         weights = replicate(jnp.asarray(weights / (scale or 1.0), float), mesh)
-        own = told_apart(replicate(params, mesh), update)
+        own = told_apart(replicate(params, mesh), update, before=seen)
         given = screened(algorithm, own, update, weights, on_nonfinite, first=seen)
         # Not normalised: the total weight is known after the last chunk only.
         sums = added(algorithm, *given.values, given.weights)

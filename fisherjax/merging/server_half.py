@@ -95,8 +95,17 @@ def server_half(
     return Merged(*merged, weights, given.present, values)
 
 
-def told_apart(params: Params, update: Update) -> Leaves:
-    """Tell the leaves of params apart by what an update says of them."""
+def told_apart(params: Params, update: Update, before: int = 0) -> Leaves:
+    """Tell the leaves of params apart by what the update of some clients says of them.
+
+    `before` is how many clients came before these.
+
+    Raises:
+        ValueError: If a name is that of no leaf, or running variances of several clients would be
+            averaged.
+    """
+    if before + max((len(x) for x in update.statistics.values()), default=0) > 1:
+        leaves.check_moments(tuple(update.statistics))
     return leaves.named(params, tuple(update.statistics), update.frozen)
 
 
