@@ -100,7 +100,7 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
         if any(spec["dict"][key] != specs[0]["dict"][key] for key in needed):
             raise ValueError(f"{where} describes its layers otherwise than {str(first.path)!r}.")
     if "wiring" in needed:
-        leaves.check_all_trained(name, first.statistics, dict.fromkeys(first.frozen, 0))
+        leaves.check_all_trained(name, dict.fromkeys((*first.statistics, *first.frozen), 0))
     values = decode(first.path, specs[0], lambda name: name)
     return {key: values[key] for key in needed}
 
