@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from fisherjax import checks, devices, files
+from fisherjax import checks, devices, files, tree
 from fisherjax.files import claims
 from fisherjax.self_check import IDENTITIES
 
@@ -108,7 +108,8 @@ def _merge(
     _table(("vote", *(record.client for record in merged.records)), votes)
     print(f"\n{merged.algorithm} of {len(merged.records)} clients is in {out}")
     if (frozen := merged.records[0].frozen) and how["start"] is None:
-        print(f"Without {', '.join(frozen)}, which are frozen: --start copies them.")
+        number = tree.count(len(frozen), "frozen leaf", "frozen leaves")
+        print(f"Without {number}, such as '{frozen[0]}': --start FILE copies them.")
 
 
 def _finite(client: str, merged: files.Merge) -> str:

@@ -158,7 +158,10 @@ def diverged(values: Any) -> dict[int, str] | None:
         >>> diverged({"b": jnp.zeros((2, 3)), "w": jnp.array([1.0, jnp.nan])})
         {1: 'w'}
     """
-    table = _finite(mesh_of(values), values)  # [leaves, K]
+    leaves = jax.tree.leaves(values)
+    # What comes of files is looked at as it is, without a program for each shape.
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    table = [*map(_finite_on_host, leaves)] if on_host else _finite(mesh_of(values), values)
     if checks.is_traced(table):
         return None
     table, names = np.asarray(table), tree.names(values)
@@ -241,6 +244,13 @@ def _finite(mesh: Mesh | None, updates: Any) -> Array:
         return table
     # With several processes, each can read only what lies wholly on its own devices.
     return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
+
+
+def _finite_on_host(leaf: np.ndarray) -> np.ndarray:
+    """Say of every client whether a leaf is finite, [M], in the precision that JAX has."""
+    with np.errstate(over="ignore"):
+        leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+    return np.isfinite(leaf).all(tuple(range(1, leaf.ndim)))
 
 
 # By NumPy: whether a matrix is definite is asked once, and its answer changes what happens.

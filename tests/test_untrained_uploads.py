@@ -217,13 +217,11 @@ def test_frozen_leaves_are_in_the_merged_file_only_if_there_is_a_start(paths, ca
     files.save_arrays(start, START)
     words = ["merge", str(out), *map(str, paths)]
     assert main(words) == 0
-    assert "Without moments/norm/shift, params/base/bias, params/base/kernel, which are frozen" in (
-        capsys.readouterr().out
-    )
+    assert "Without 3 frozen leaves, such as 'moments/norm/shift'" in capsys.readouterr().out
     found = files.load_arrays(out)
     assert found.keys() == START.keys() - FROZEN
     assert main([*words, "--start", str(start)]) == 0
-    assert "which are frozen" not in capsys.readouterr().out
+    assert "Without" not in capsys.readouterr().out
     whole = files.load_arrays(out)
     for leaf, array in whole.items():
         expected = START[leaf] if leaf in FROZEN else found[leaf]
@@ -422,7 +420,7 @@ def test_methods_that_move_units_refuse_what_cannot_follow(tmp_path):
     own = Update(own.values, own.kind, {"mean": np.ones(3, "float32")}, ("base",))
     path, out = tmp_path / "a.safetensors", tmp_path / "merged.safetensors"
     files.save_update(path, own, algorithm="otfusion", client="a", examples=1)
-    with pytest.raises(ValueError, match=r"\['mean', 'base'\] are not trained and cannot follow"):
+    with pytest.raises(ValueError, match=r"\['base', 'mean'\] are not trained and cannot follow"):
         files.merge_files(out, [path])
     files.merge_files(out, [path], algorithm="fedavg")
     np.testing.assert_array_equal(files.load_arrays(out)["mean"], 1)

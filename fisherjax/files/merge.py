@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from fisherjax import algorithms, checks, merging
-from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.algorithms.base import Algorithm, Update, averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads
 from fisherjax.files.base import LIMITS, Kind, Limits
@@ -27,6 +27,9 @@ from fisherjax.files.reads import check_clients, check_untrained, common, method
 from fisherjax.files.uploads import Record
 from fisherjax.fisher import Operator
 from fisherjax.updates import check_left, check_some, check_weights, diverged, indefinite
+
+# What the server's half does with statistics, whatever the method; made once, so compiled once.
+_MEAN = averaging()
 
 
 class Merge(NamedTuple):
@@ -143,10 +146,8 @@ def merge_files(
     weights = np.where([record.client in left_out for record in records], 0, weights)
     check_left(weights)
     cohort = _Cohort(records, weights, left_out, method.reduce is not None)
-    # What the server's half does with statistics, whatever the method, is what FedAvg does.
-    mean = algorithms.fedavg()._replace(kind=method.kind)
     parts = [(method, part) for part in split(abstract)]
-    parts += [(mean, part) for part in split({"params": statistics})]
+    parts += [(_MEAN, part) for part in split({"params": statistics})]
     votes: dict[str, np.ndarray] = {}
     ready = _layer_by_layer(cohort, parts, progress, votes)
     if name in algorithms.WIDER:
@@ -195,10 +196,7 @@ class _Cohort(NamedTuple):
 
 
 def _frozen(found: Opened, start: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
-    """Take the leaves that nobody sent from the start, if there is one; refuse one that lacks any.
-
-    Refuse one of other shapes, too.
-    """
+    """Take the leaves that nobody sent from the start, if there is one; refuse another network."""
     if start is None:
         return {}
     for record, _, sizes in found:

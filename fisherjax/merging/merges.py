@@ -123,7 +123,9 @@ def merge_stream(
     for number, chunk in enumerate(chunks):
         update, weights = _chunk(algorithm, chunk, number)
         # Without the client axis: chunks may differ in length.
-        shapes = {name: shape[1:] for name, shape in tree.shapes(update.values).items()}
+        sent = update.values | {"statistics": update.statistics}
+        shapes = {name: shape[1:] for name, shape in tree.shapes(sent).items()}
+        shapes |= dict.fromkeys(update.frozen, "frozen")
         first = shapes if first is None else first
         if shapes != first:
             raise ValueError(
