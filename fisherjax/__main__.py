@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from fisherjax import checks, devices, files
+from fisherjax import checks, devices, files, tree
 from fisherjax.files import claims
 from fisherjax.self_check import IDENTITIES
 
@@ -52,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     about = "another of the algorithm, for instance shrink=0.5; may be repeated"
     merge.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
     merge.add_argument("--weights", type=float, nargs="+", help="default: numbers of examples")
-    merge.add_argument("--start", help="what clients started from, arrays by leaf name")
+    about = "what clients started from, arrays by leaf name: for uploads of differences to it, and "
+    about += "for frozen leaves, which are copied from it and are not in the merged file without it"
+    merge.add_argument("--start", help=about)
     merge.add_argument("--on-nonfinite", choices=("raise", "drop"), default="raise")
     limit = {"type": _option, "action": "append", "default": [], "dest": "limits"}
     known = ", ".join(f"{name}={value}" for name, value in files.Limits()._asdict().items())
@@ -94,23 +96,32 @@ def _merge(
     given = dict(options) | ({} if damping is None else {"damping": damping})
     progress = _progress if sys.stderr.isatty() else None
     merged = files.merge_files(out, uploads, progress=progress, **how, **given)
-    rows = zip(merged.records, merged.finite, merged.shares, strict=True)
     clients = (
-        (x.client, f"{x.examples:g}", f"{share:.3f}", str(x.nbytes), "yes" if finite else "no")
-        for x, finite, share in rows
+        (x.client, f"{x.examples:g}", f"{share:.3f}", str(x.nbytes), _finite(x.client, merged))
+        for x, share in zip(merged.records, merged.shares, strict=True)
     )
     _table(("client", "examples", "share", "bytes", "finite"), clients)
+    for client, leaf in merged.left_out.items():
+        print(f"{client} is left out: {leaf} is not finite")
     print()
     votes = ((name, *(f"{v:.3f}" for v in vote)) for name, vote in merged.votes.items())
     _table(("vote", *(record.client for record in merged.records)), votes)
     print(f"\n{merged.algorithm} of {len(merged.records)} clients is in {out}")
+    if (frozen := merged.records[0].frozen) and how["start"] is None:
+        number = tree.count(len(frozen), "frozen leaf", "frozen leaves")
+        print(f"Without {number}, such as '{frozen[0]}': --start FILE copies them.")
+
+
+def _finite(client: str, merged: files.Merge) -> str:
+    return "no" if client in merged.left_out else "yes"
 
 
 def _inspect(file: str, limits: list[tuple[str, Any]]) -> None:
     found = files.unseal(file, _limits(limits))
     if found.about.get("what") == "upload":
         claims.check(found, _limits(limits))
-    about = {name: x for name, x in found.about.items() if name != "values"}
+    # Statistics are among the arrays.
+    about = {x: said for x, said in found.about.items() if x not in ("values", claims.STATISTICS)}
     clients = about.pop("clients", {})
     about |= {"bytes": found.nbytes, "sha256": found.digest}
     _table(None, ((name, str(x)) for name, x in about.items() if x != {}))

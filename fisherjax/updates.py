@@ -83,6 +83,15 @@ def check_weights(weights: Any, num_clients: int) -> Any:
     return weights
 
 
+def check_some(weights: Any) -> None:
+    """Refuse weights of which none counts."""
+    if not checks.is_traced(weights) and not weights.sum() > 0:
+        raise ValueError(
+            "Every weight is zero; expected some clients to count, for instance "
+            "federation.weights or numbers of examples."
+        )
+
+
 def screen(
     values: dict[str, Any],
     weights: Array,
@@ -121,13 +130,12 @@ def screen(
         present = tree.finite(seen).all(0)
         # Zeros as well: weight zero does not silence NaN in a sum.
         return Screened(tree.keep(present, values), jnp.where(present, weights, 0), present)
-    table = _finite(mesh_of(seen), seen)  # [leaves, M]
-    if checks.is_traced(table):  # everything is known, but inside somebody's jit
+    where = diverged(seen)
+    if where is None:  # everything is known, but inside somebody's jit
         return Screened(values, weights, jnp.ones(weights.shape, bool))
-    table = np.asarray(table)
-    kept = table.all(0)
-    if not kept.all():
-        _tell(on_nonfinite, tree.names(seen), table, first)
+    kept = np.array([client not in where for client in range(len(weights))])
+    if where:
+        _tell(on_nonfinite, {first + client: leaf for client, leaf in where.items()})
     counts = kept & (np.asarray(weights) > 0)  # whoever has no weight may have anything finite
     # Of convolutions alone there are no Gram matrices.
     fishers = {n: x for n, x in values.items() if isinstance(x, Operator) or (n == "grams" and x)}
@@ -137,10 +145,30 @@ def screen(
     return Screened(tree.keep(kept, values), jnp.where(kept, weights, 0), kept)
 
 
-def _tell(on_nonfinite: str, names: tuple[str, ...], table: np.ndarray, first: int) -> None:
+def diverged(values: Any) -> dict[int, str] | None:
+    """Find the clients whose values, leaves [K, ...], are not finite: each one's first such leaf.
+
+    This is how `screen` judges, and whoever reads uploads leaf by leaf, as `files.merge_files`.
+
+    Returns:
+        Names of leaves by clients' places; None inside somebody's `jit`, where nothing is known.
+
+    Example:
+        >>> diverged({"b": jnp.zeros((2, 3)), "w": jnp.array([1.0, jnp.nan])})
+        {1: 'w'}
+    """
+    leaves = jax.tree.leaves(values)
+    # What comes of files is looked at as it is, without a program for each shape.
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    table = [*map(_finite_on_host, leaves)] if on_host else _finite(mesh_of(values), values)
+    if checks.is_traced(table):
+        return None
+    table, names = np.asarray(table), tree.names(values)
+    return {int(c): names[table[:, c].argmin()] for c in np.flatnonzero(~table.all(0))}
+
+
+def _tell(on_nonfinite: str, where: dict[int, str]) -> None:
     """Say which clients diverged, and where: as an error, or as a warning if they are left out."""
-    diverged = np.flatnonzero(~table.all(0))
-    where = {int(first + c): names[table[:, c].argmin()] for c in diverged}
     if on_nonfinite == "raise":
         client, leaf = next(iter(where.items()))
         raise ValueError(
@@ -215,6 +243,13 @@ def _finite(mesh: Mesh | None, updates: Any) -> Array:
         return table
     # With several processes, each can read only what lies wholly on its own devices.
     return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
+
+
+def _finite_on_host(leaf: np.ndarray) -> np.ndarray:
+    """Say of every client whether a leaf is finite, [M], in the precision that JAX has."""
+    with np.errstate(over="ignore"):
+        leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+    return np.isfinite(leaf).all(tuple(range(1, leaf.ndim)))
 
 
 # By NumPy: whether a matrix is definite is asked once, and its answer changes what happens.

@@ -420,8 +420,8 @@ BAD = {
         "bob.* is a model; expected an upload",
     ),
     "future": (
-        lambda p: rewritten(p, set_to(format=2, version="9.1")),
-        r"bob.*format 2 and was written by fisherjax 9\.1; .*update it",
+        lambda p: rewritten(p, set_to(format=3, version="9.1")),
+        r"bob.*format 3 and was written by fisherjax 9\.1; .*update it",
     ),
     "later type": (
         lambda p: rewritten(p, set_to(values={"type": "Sparse", "children": {}, "static": {}})),
@@ -499,7 +499,7 @@ def test_a_bad_upload_is_refused_by_name_and_nothing_is_written(paths, case, cap
         ({"weights": [1, 2]}, ValueError, r"weights has shape \(2,\); expected \(3,\)"),
         ({"weights": [1, -2, 2]}, ValueError, "expected finite non-negative"),
         ({"weights": [1, np.nan, 2]}, ValueError, "expected finite non-negative"),
-        ({"weights": [0, 0, 0]}, ValueError, "No client has weight"),
+        ({"weights": [0, 0, 0]}, ValueError, "Every weight is zero"),
         ({"algorithm": "fedfischer"}, ValueError, "algorithm is 'fedfischer'; .*Did you mean"),
         (
             {"algorithm": "fedfisher_sequential"},
@@ -543,8 +543,14 @@ def test_who_diverged_can_be_left_out(paths, capsys):
     found = ["merge", str(out), *map(str, paths), "--on-nonfinite", "drop"]
     assert main(found) == 0
     assert_equal(files.load_arrays(out), expected)
-    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bob")]
+    printed = capsys.readouterr()
+    row, why = (line for line in printed.out.splitlines() if line.startswith("bob"))
     assert row.split()[1:] == ["10", "0.000", str(paths[1].stat().st_size), "no"]
+    assert why == "bob is left out: params/shift is not finite"
+    # Once, and not once a layer.
+    said = "Left out, as uploads that are not finite: client 'bob' for leaf 'params/shift'."
+    assert printed.err == f"warning: {said}\n"
+    assert files.unseal(out).about["left_out"] == {"bob": "params/shift"}
 
 
 @jax.tree_util.register_dataclass

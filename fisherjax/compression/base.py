@@ -170,7 +170,8 @@ def compressed(
 
     Returns:
         The algorithm, or a tuple of them, with updates {"update": encoded values}. Their bytes are
-        those of the arrays in them: `rounds` counts them, and files hold them.
+        those of the arrays in them: `rounds` counts them, and files hold them. Running statistics
+        are sent as they are.
 
     Raises:
         TypeError: If an argument has the wrong kind.
@@ -218,6 +219,8 @@ def _compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
 def encode(update: Update, codec: Codec, *, start: Params | None = None) -> Update:
     """Compress stacked updates that were made before, as `compressed` would have sent them.
 
+    Running statistics stay as they are.
+
     Args:
         update: What `merging.summarize` returned, leaves [M, ...].
         codec: Any.
@@ -230,7 +233,9 @@ def encode(update: Update, codec: Codec, *, start: Params | None = None) -> Upda
         108
     """
     check_codec(codec)
-    return Update({"update": _encode(codec, update.values, start)}, _kind(update.kind, codec))
+    values = {"update": _encode(codec, update.values, start)}
+    # Codecs are of what is trained.
+    return dataclasses.replace(update, values=values, kind=_kind(update.kind, codec))
 
 
 @partial(jit, static_argnums=0)
@@ -243,7 +248,9 @@ def _kind(kind: str, codec: Codec) -> str:
 
 
 def size(values: Any) -> int:
-    """Count the bytes of all arrays in an update, as they are sent.
+    """Count the bytes of all arrays in an update, as they are sent: of statistics too.
+
+    Frozen leaves have none, as they are not sent.
 
     Example:
         >>> size({"params": jnp.zeros(3)})

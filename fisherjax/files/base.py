@@ -22,8 +22,9 @@ from safetensors import safe_open
 
 from fisherjax import checks
 
-FORMAT = 1
-"""The version of what the metadata mean; later ones are refused."""
+FORMATS = 1, 2
+"""Versions of what the metadata mean: the second has leaves that are not trained. Later ones are
+refused."""
 
 CODES = {
     **{"bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64"},
@@ -41,8 +42,8 @@ class Limits(NamedTuple):
 
     Attributes:
         header: Bytes of a file's header, which says what the arrays are.
-        arrays: How many arrays a file has.
-        name: Characters of an array's name.
+        arrays: How many arrays a file has, and leaves that it names as frozen.
+        name: Characters of the name of an array, or of a frozen leaf.
         nesting: How deep values are nested, in dicts, operators and codes.
         expansion: Bytes that an upload may decode to, in units of the bytes of its file.
     """
@@ -203,10 +204,11 @@ def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
             f"{str(path)!r} is of another program: it holds arrays, but nothing says what they "
             "are. files.load_arrays reads them, files.save_update writes uploads"
         )
-    if (format_ := about.get("format")) != FORMAT:
+    if (format_ := about.get("format")) not in FORMATS:
         raise ValueError(
             f"{str(path)!r} has format {format_!r} and was written by fisherjax "
-            f"{about.get('version')}; this is {version()}, which reads format {FORMAT}: update it"
+            f"{about.get('version')}; this is {version()}, which reads formats "
+            f"{' and '.join(map(str, FORMATS))}: update it"
         )
     _check_digest(path, header, metadata.get(_DIGEST, ""))
     limits.check(path, "arrays", len(entries))
@@ -253,7 +255,7 @@ def _header(kinds: Mapping[str, Kind], about: Mapping[str, Any]) -> tuple[bytes,
                 f"{name} has dtype {kind.dtype}, which a .safetensors file cannot hold: expected "
                 f"one of {', '.join(sorted(CODES))}"
             )
-    about = {"format": FORMAT, "version": version()} | dict(about)
+    about = {"format": FORMATS[0], "version": version()} | dict(about)
     said = json.dumps(about, allow_nan=False, separators=(",", ":"))
     # The digest first: no other place of the header can be taken for its own.
     entries: dict[str, Any] = {"__metadata__": {_DIGEST: _UNKNOWN, _ABOUT: said}}

@@ -5,6 +5,7 @@ description is somebody else's. It is checked in two steps: that it is one, and 
 describes would be.
 """
 
+import collections
 import dataclasses
 import math
 import reprlib
@@ -24,6 +25,9 @@ from fisherjax.fisher.wiring import Wiring
 
 SAYS = ("algorithm", "kind", "client", "examples", "codec")
 """What an upload says of itself beside its values."""
+STATISTICS, FROZEN = "statistics", "frozen"
+"""What it says of leaves that are not trained: names of those among its arrays, and of those that
+were not sent."""
 
 
 def check(file: Sealed, limits: Limits) -> dict[str, Kind]:
@@ -48,7 +52,10 @@ def check(file: Sealed, limits: Limits) -> dict[str, Kind]:
     _check_values(file, about.get("values"), "", limits, 1)
     shapes = {n: jax.ShapeDtypeStruct(k.shape, jnp.dtype(k.dtype)) for n, k in file.arrays.items()}
     values = decode(file.path, about["values"], shapes.__getitem__)
-    return check_sizes(file.path, about["client"], values, file.nbytes, limits)
+    sizes = check_sizes(file.path, about["client"], values, file.nbytes, limits)
+    _check_untrained(file, sizes, limits)
+    statistics = (f"{STATISTICS}/{name}" for name in about.get(STATISTICS, ()))
+    return sizes | {name: file.arrays[name] for name in statistics}
 
 
 def check_sizes(
@@ -92,6 +99,23 @@ def check_sizes(
             "--limit expansion=..."
         ) from error
     return {name: Kind.of(x) for name, x in tree.by_name(found).items() if hasattr(x, "dtype")}
+
+
+def _check_untrained(file: Sealed, sizes: Mapping[str, Kind], limits: Limits) -> None:
+    """Refuse leaves that are not trained if they are trained too, or came without an array."""
+    said = {what: file.about.get(what, []) for what in (STATISTICS, FROZEN)}
+    for what, names in said.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            _refuse(file, f"{what} is {reprlib.repr(names)}; expected names of leaves")
+    limits.check(file.path, "arrays", len(file.arrays) + len(said[FROZEN]))
+    limits.check(file.path, "name", max(map(len, said[FROZEN]), default=0))
+    for name in said[STATISTICS]:
+        if f"{STATISTICS}/{name}" not in file.arrays:
+            _refuse(file, f"there is no array '{STATISTICS}/{name}'")
+    trained = [name.removeprefix("params/") for name in sizes if name.startswith("params/")]
+    times = collections.Counter([*trained, *said[STATISTICS], *said[FROZEN]])
+    if twice := sorted(name for name, number in times.items() if number > 1):
+        _refuse(file, f"{reprlib.repr(twice)} are there twice, as leaves of several kinds")
 
 
 def _refuse(file: Sealed, said: str) -> NoReturn:

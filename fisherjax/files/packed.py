@@ -1,6 +1,7 @@
 """Compressed uploads, undone before they are merged."""
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -11,14 +12,13 @@ import jax
 import numpy as np
 
 from fisherjax import compression, tree
-from fisherjax.algorithms.base import Update
 from fisherjax.compiler import jit
 from fisherjax.compression import Difference
 from fisherjax.files import uploads
 from fisherjax.files.arrays import load_arrays
 from fisherjax.files.base import LIMITS, Kind, Limits
 from fisherjax.files.uploads import Record
-from fisherjax.updates import screen
+from fisherjax.updates import diverged, screen
 
 Opened = Sequence[tuple[Record, dict[str, Any], dict[str, Kind]]]
 """What each upload says of itself, how its values are made of its arrays, and what they are."""
@@ -26,24 +26,23 @@ Opened = Sequence[tuple[Record, dict[str, Any], dict[str, Kind]]]
 
 @contextlib.contextmanager
 def unpacked(
-    found: Opened, start: Any, folder: Path, limits: Limits = LIMITS
+    found: Opened, start: dict[str, np.ndarray] | None, folder: Path, limits: Limits = LIMITS
 ) -> Iterator[list[Path]]:
     """Undo codecs, one client after another, in files that are there as long as the context.
 
     Columns of a stream are read together: a layer alone cannot be. What is wrong in such a file is
     told of the upload that it was made of.
     """
-    named = _named(start)
     for record, spec, sizes in found:
-        _check(record, spec, named)
-        _check_sizes(record, sizes, named, *found[0][::2])
+        _check(record, spec, start)
+        check_like(record, sizes, start, *found[0][::2])
     with tempfile.TemporaryDirectory(prefix=".unpacked-", dir=folder) as place:
         paths = [record.path for record, *_ in found]
         try:
             for number, (record, *_) in enumerate(found):
                 if record.codec != "none":
                     paths[number] = Path(place) / f"{number}.safetensors"
-                    _write(paths[number], record, named, limits)
+                    _write(paths[number], record, start, limits)
             yield paths
         except ValueError as error:
             text = str(error)
@@ -52,13 +51,13 @@ def unpacked(
             raise ValueError(text) from error
 
 
-def _named(start: Any) -> dict[str, np.ndarray] | None:
+def named(start: Any) -> dict[str, np.ndarray] | None:
     """Give the model that clients started from by leaf name, from a file of that or a pytree."""
     if start is None:
         return None
     if isinstance(start, (str, os.PathLike)):
         return load_arrays(start)
-    return tree.by_name(jax.tree.map(np.asarray, start))
+    return tree.by_name(jax.tree.map(np.asarray, tree.as_arrays(start)))
 
 
 def _check(record: Record, spec: dict[str, Any], start: dict[str, np.ndarray] | None) -> None:
@@ -94,7 +93,7 @@ def _nodes(spec: Any, kind: str) -> Iterator[dict[str, Any]]:
             yield from _nodes(inner, kind)
 
 
-def _check_sizes(
+def check_like(
     record: Record,
     sizes: dict[str, Kind],
     start: dict[str, np.ndarray] | None,
@@ -104,7 +103,8 @@ def _check_sizes(
     """Refuse what decodes to other shapes than the start's, or the first client's, have."""
     expected = {name: (kind.shape, repr(str(first.path))) for name, kind in others.items()}
     for name, array in ({} if start is None else start).items():
-        expected[f"params/{name}"] = array.shape, "the start"
+        for place in ("params", uploads.STATISTICS):
+            expected[f"{place}/{name}"] = array.shape, "the start"
     for name in sizes.keys() & expected.keys():
         shape, whose = expected[name]
         if sizes[name].shape != shape:
@@ -120,17 +120,20 @@ def _write(path: Path, record: Record, start: dict[str, np.ndarray] | None, limi
     update, _ = uploads.load_update(record.path, limits=limits)
     try:
         values = _decode(update.values["update"], {} if start is None else start)
-        if all(np.isfinite(x).all() for x in jax.tree.leaves(values)):
+        stacked = jax.tree.map(lambda x: x[None], values)
+        # Who diverged is told of what was decoded, as of what was not packed.
+        if not diverged(stacked):
             # As when updates are merged in memory: rounding left some Fishers indefinite.
-            found = screen(jax.tree.map(lambda x: x[None], values), np.ones(1), "raise")
+            found = screen(stacked, np.ones(1), "raise")
             values = jax.tree.map(lambda x: x[0], found.values)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{str(record.path)!r} of client {record.client!r} cannot be decoded ({error}): have "
             "it sent again"
         ) from error
-    # Its kind without the codec's name, which stands behind it.
-    plain = Update(values, update.kind.partition(uploads.THEN)[0])
+    # Its kind without the codec's name, which stands behind it; codecs leave the rest as it is.
+    kind = update.kind.partition(uploads.THEN)[0]
+    plain = dataclasses.replace(update, values=values, kind=kind)
     said = {"algorithm": record.algorithm, "client": record.client, "examples": record.examples}
     uploads.save_update(path, plain, codec="none", **said)
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 
-from fisherjax import algorithms, likelihoods
+from fisherjax import algorithms, leaves, likelihoods
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.compression import Encoded, Slot
+from fisherjax.files.claims import STATISTICS
 from fisherjax.files.uploads import Record, check_method
 from fisherjax.files.values import decode
 from fisherjax.typing import Model
@@ -68,7 +69,7 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
         if len(needed) > 1 and record.kind != first.kind:
             raise ValueError(f"{where} holds '{record.kind}', but {first.path} '{first.kind}'.")
         own, theirs = (
-            {n: k for n, k in x.arrays.items() if n.partition("/")[0] in needed}
+            {n: k for n, k in x.arrays.items() if n.partition("/")[0] in {*needed, STATISTICS}}
             for x in (record, first)
         )
         for array in sorted(own.keys() | theirs.keys()):
@@ -80,13 +81,32 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
                 )
         if any(spec["dict"][key] != specs[0]["dict"][key] for key in needed):
             raise ValueError(f"{where} describes its layers otherwise than {str(first.path)!r}.")
+    if "wiring" in needed:
+        leaves.check_all_trained(name, dict.fromkeys((*first.statistics, *first.frozen), 0))
     values = decode(first.path, specs[0], lambda name: name)
     return {key: values[key] for key in needed}
 
 
+def check_untrained(records: list[Record]) -> None:
+    """Refuse other frozen leaves than the first client's, and running variances."""
+    first = records[0]
+    for record in records:
+        where = f"{str(record.path)!r} of client {record.client!r}"
+        if differing := sorted({*record.frozen} ^ {*first.frozen}):
+            raise ValueError(
+                f"{where} has the frozen leaves {list(record.frozen)}, but {str(first.path)!r} "
+                f"{list(first.frozen)}: they differ in {differing}. All clients must have trained "
+                "the same leaves of one network."
+            )
+        try:
+            leaves.check_moments(tuple(record.statistics))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+
 def _check_not_packed(where: str, values: dict[str, Any]) -> None:
-    leaves = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, Encoded | Slot))
-    if found := sorted({type(x).__name__ for x in leaves if isinstance(x, Encoded | Slot)}):
+    nodes = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, Encoded | Slot))
+    if found := sorted({type(x).__name__ for x in nodes if isinstance(x, Encoded | Slot)}):
         raise ValueError(
             f"{where} says that nothing in it is packed, and holds {', '.join(found)}; expected "
             "what compression.encode or compression.compressed makes, with its codec's name."

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fisherjax import algorithms, checks, tree
+from fisherjax import algorithms, checks, leaves, tree
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
 from fisherjax.files.base import LIMITS, Kind, Limits, Sealed
-from fisherjax.files.claims import SAYS, check, check_sizes
+from fisherjax.files.claims import FROZEN, SAYS, STATISTICS, check, check_sizes
 from fisherjax.files.values import check_single, decode, encode, flat, joined, shape_of
 
 THEN = "; "
@@ -32,6 +32,8 @@ class Record(NamedTuple):
         kind: What was sent, in words.
         codec: How arrays were packed, "none" if they were not.
         layers: Shapes of the params by leaf name; None where a codec's nodes do not say it.
+        statistics: Shapes of the leaves that training changed without a gradient, by leaf name.
+        frozen: Names of the leaves that were not sent.
         arrays: What is in the file: type and shape by name.
         nbytes: Size of the file.
         version: Of the library that wrote it.
@@ -45,6 +47,8 @@ class Record(NamedTuple):
     kind: str
     codec: str
     layers: dict[str, tuple[int, ...] | None]
+    statistics: dict[str, tuple[int, ...]]
+    frozen: tuple[str, ...]
     arrays: dict[str, Kind]
     nbytes: int
     version: str
@@ -63,8 +67,9 @@ def save_update(
     """Write what one client sends to one file, with what a server has to know to merge it.
 
     The file is a .safetensors file with arrays such as "params/dense/kernel" and
-    "fisher/factors/dense/kernel/input"; other programs read it too. It appears whole or not at all,
-    and holds a SHA-256 of itself.
+    "fisher/factors/dense/kernel/input"; other programs read it too. Running statistics are arrays
+    such as "statistics/norm/mean", and of frozen leaves it has the names only. It appears whole or
+    not at all, and holds a SHA-256 of itself.
 
     Args:
         path: Ends in .safetensors; its folder exists.
@@ -78,7 +83,7 @@ def save_update(
 
     Raises:
         ValueError: For an unknown algorithm, no name, a negative number of examples, an update that
-            is stacked, or leaves that a file cannot name.
+            is stacked, running variances, or leaves that a file cannot name.
         TypeError: If the update holds what a file cannot.
 
     Example:
@@ -98,17 +103,27 @@ def save_update(
     for name, text in (("client", client), ("codec", codec)):
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} is {text!r}; expected its name")
+    leaves.check_moments(tuple(update.statistics))
     values = flat(tree.as_arrays(update.values))
     check_single(values)
     arrays: dict[str, Any] = {}
     spec = encode(values, "", arrays)
+    encode(dict(update.statistics), STATISTICS, arrays)
     examples = examples if isinstance(examples, int) else float(examples)
     said = dict(zip(SAYS, (algorithm, update.kind, client, examples, codec), strict=True))
-    about = {"what": "upload"} | said | {"values": spec}
+    about = {"what": "upload"} | said | {"values": spec} | _untrained(update)
     kinds = {name: Kind.of(array) for name, array in arrays.items()}
     with base.sealing(path, kinds, about) as put:
         for name, array in arrays.items():
             put(name, array)
+
+
+def _untrained(update: Update) -> dict[str, Any]:
+    """Say which leaves are not trained; nothing of those that have none."""
+    names = {STATISTICS: list(update.statistics), FROZEN: list(update.frozen)}
+    # Others stay files that versions before read, bit for bit.
+    said = {what: own for what, own in names.items() if own}
+    return {"format": base.FORMATS[-1]} | said if said else {}
 
 
 def load_update(path: str | os.PathLike, *, limits: Limits = LIMITS) -> tuple[Update, Record]:
@@ -133,7 +148,8 @@ def load_update(path: str | os.PathLike, *, limits: Limits = LIMITS) -> tuple[Up
     values = decode(record.path, spec, arrays.__getitem__)
     # Once more, of arrays: how many bits a stream needs is among them.
     check_sizes(record.path, record.client, values, record.nbytes, limits)
-    return Update(values, record.kind), record
+    statistics = {name: arrays[f"{STATISTICS}/{name}"] for name in record.statistics}
+    return Update(values, record.kind, statistics, record.frozen), record
 
 
 def of_client(updates: Update, client: int) -> Update:
@@ -191,6 +207,7 @@ def record_of(file: Sealed) -> Record:
             values, place = inner[key], joined(place, key)
     params = values.get("dict", values.get("ordered", {})) if place.endswith("params") else {}
     layers = {x: shape_of(spec, joined(place, x), arrays) for x, spec in params.items()}
-    said = {name: about[name] for name in SAYS}
+    said = {name: about[name] for name in SAYS} | {FROZEN: tuple(about.get(FROZEN, ()))}
+    said[STATISTICS] = {x: arrays[f"{STATISTICS}/{x}"].shape for x in about.get(STATISTICS, ())}
     of_file = {"nbytes": file.nbytes, "version": about["version"], "sha256": file.digest}
     return Record(file.path, layers=layers, arrays=arrays, **said, **of_file)

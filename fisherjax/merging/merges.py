@@ -24,7 +24,7 @@ from fisherjax.merging.server_half import (
     told_apart,
 )
 from fisherjax.typing import Array, Key, Params
-from fisherjax.updates import check_weights, stacked
+from fisherjax.updates import check_some, check_weights, stacked
 
 
 def merge(
@@ -71,11 +71,7 @@ def merge(
     update = stacked(algorithm, updates)
     num_clients = jax.tree.leaves(update)[0].shape[0]
     weights = check_weights(weights, num_clients)
-    if not checks.is_traced(weights) and not weights.sum() > 0:
-        raise ValueError(
-            "Every weight is zero; expected some clients to count, for instance "
-            "federation.weights or numbers of examples."
-        )
+    check_some(weights)
     # Updates may be spread over a mesh: what is merged with them must be there too. Weights are
     # scaled before they are rounded to float32, in which their sum may overflow.
     mesh = mesh_of(update)
@@ -127,7 +123,9 @@ def merge_stream(
     for number, chunk in enumerate(chunks):
         update, weights = _chunk(algorithm, chunk, number)
         # Without the client axis: chunks may differ in length.
-        shapes = {name: shape[1:] for name, shape in tree.shapes(update.values).items()}
+        sent = update.values | {"statistics": update.statistics}
+        shapes = {name: shape[1:] for name, shape in tree.shapes(sent).items()}
+        shapes |= dict.fromkeys(update.frozen, "frozen")
         first = shapes if first is None else first
         if shapes != first:
             raise ValueError(

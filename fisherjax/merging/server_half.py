@@ -162,8 +162,9 @@ def finished(
         return merged, state, info
     _check_shapes(merged, given)
     averaged = leaves.filled(own.statistics, statistics)
-    # Frozen leaves leave as they came, whatever a method that runs the network made of them.
-    whole = join(leaves.like(trained, merged), averaged, own.frozen)
+    # Frozen leaves leave as they came, whatever a method that runs the network made of them. By
+    # name, as what `files.load_update` read is no tree of the network's structure.
+    whole = join(leaves.filled(trained, tree.by_name(merged)), averaged, own.frozen)
     # Sums and solutions are in at least float32: rounded to the model's dtype once, here.
     whole = jax.tree.map(
         lambda leaf, start: jnp.asarray(leaf, jnp.result_type(start)), whole, join(*own)
@@ -247,8 +248,7 @@ _UNSOLVED = {
 
 
 def _check_shapes(merged: Params, params: Params) -> None:
-    same = jax.tree.structure(merged) == jax.tree.structure(params)
-    if not same or tree.shapes(merged) != tree.shapes(params):
+    if tree.shapes(merged) != tree.shapes(params):
         raise ValueError(
             f"The merged model has leaves of shapes {tree.shapes(merged)}, but params has "
             f"{tree.shapes(params)}. Pass the params of the network that the clients trained."

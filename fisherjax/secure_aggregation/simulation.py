@@ -141,7 +141,9 @@ def contributions(
 ) -> list[Any]:
     """Compute what each client adds to the sum: `algorithm.reduce` of its own update and weight.
 
-    Weights are shares of all, so that sums do not grow with the number of examples.
+    Weights are shares of all, so that sums do not grow with the number of examples. Of a network
+    with running statistics it is `merging.Added`: that, and the weighted statistics. What comes of
+    the sum is for `merging.merge_sums`, with `frozen=updates.frozen`.
 
     Example:
         >>> import fisherjax as fj
