@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fisherjax import algorithms, checks, merging
+from fisherjax import checks, merging
 from fisherjax.algorithms.base import Algorithm, Update, averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads

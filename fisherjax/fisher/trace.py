@@ -4,8 +4,16 @@ For a dense or convolution layer with pre-activations s_t = V^T [a_t; 1] at outp
 gradient of any scalar with respect to V is sum_t a_t g_t^T, with g_t the tangent of s_t. So the
 pairs (a, g) are all that a layer-wise Fisher needs. A table whose rows are looked up or added is
 such a layer with a_t = one-hot(row), and of an elementwise scale and shift the gradients of an
-example are small enough to be formed. `uses` finds them in the trace of an arbitrary `apply`, and
-kfac-jax computes the tangents.
+example are small enough to be formed.
+
+Who does what: this library reads the network. `inline` writes out its equations, `uses` finds where
+trained leaves are used in them, `layers` groups the uses into layers, and the inputs a_t are what
+stands in these equations. kfac-jax computes the tangents: every layer is registered with it by
+`register_dense`, the outputs by `register_normal_predictive_distribution`, and `layer_tags_vjp`
+runs the network once forwards and pulls cotangents of the outputs back to the registered places.
+Its own matching of layers, its estimators and its moving averages are not used: sums over columns,
+examples and locations are those of `kfac`, as they have to be weighted, masked and mapped over
+clients.
 """
 
 import contextlib

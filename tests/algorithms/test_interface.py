@@ -100,6 +100,15 @@ def test_methods_that_give_a_model_per_client_say_so_and_give_several(name):
     assert any(not np.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("name", algorithms.METHODS)
+def test_a_row_gives_what_its_algorithm_gives(name):
+    options = {"head": "b"} if "head" in algorithms.required(name) else {}
+    options |= {"shape": (4, 4, 1)} if "shape" in algorithms.required(name) else {}
+    made = algorithms.make(name, MODEL, **options)
+    for one in made if type(made) is tuple else (made,):
+        assert one.gives == algorithms.METHODS[name].gives
+
+
 @pytest.mark.parametrize("gives", ["wider model", "votes"])
 def test_methods_of_other_shapes_are_refused_where_clients_go_on(gives):
     method = algorithms.fedavg()._replace(gives=gives)
