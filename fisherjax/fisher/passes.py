@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fisherjax import checks, tree
+from fisherjax import checks, sequences, tree
 from fisherjax.clients import draw, minibatches
 from fisherjax.compiler import jit
 from fisherjax.configuration import by_value, cached
@@ -104,11 +104,15 @@ def run(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None
 @partial(jit, static_argnums=(0, 1))
 def _mean(sums: Sums, plan: Plan, params: Any, examples: Examples, key: Key | None) -> Any:
     model, kind, batch_size, most = plan
+    examples = sequences.weighed(model, examples)
     if most is not None and key is not None:
         examples = draw(jax.random.fold_in(key, _DRAW), examples, most)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Any:
-        return sums(model.apply, params, x, w, lambda z: kind(model.likelihood, z, y, key))
+        def factor(z: Array) -> Columns:
+            return kind(sequences.likelihood(model, x, z.shape), z, y, key)
+
+        return sums(model.apply, params, x, w, factor)
 
     return weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
 
@@ -122,6 +126,7 @@ def _mean_over_devices(
     own_plan = plan._replace(max_examples=most and -(-most // layout.mesh.shape[axis]))
 
     def on_one(params: Any, key: Key | None, examples: Examples) -> Any:
+        examples = sequences.weighed(plan.model, examples)
         # Otherwise all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
         own = _mean(sums, own_plan, params, examples, key)
@@ -178,9 +183,11 @@ def check(
     plan = Plan(model._replace(apply_train=None, mask=None), by_value(kind), int(batch_size))
     leaves, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, examples.inputs)))
     z = _outputs(plan.model, structure, tuple(leaves))
+    checks.are_positions(model, examples.inputs, z.shape)
     # These kinds read no targets, whatever they are.
     if examples.targets is not None and kind not in (automatic, true):
-        model.likelihood.check((examples.targets.shape[0], *z.shape[1:]), examples.targets)
+        shape = examples.targets.shape[0], *z.shape[1:]
+        model.likelihood.check(shape, checks.labels(model, shape, examples.targets))
     y = None if examples.targets is None else tree.shape_of(examples.targets[:1])
     _columns(model.likelihood, plan.kind, z, y, key is None)
     return plan._replace(max_examples=max_examples)
