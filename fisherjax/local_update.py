@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, clients, optimizers
+from fisherjax import checks, clients, optimizers, sequences
 from fisherjax.clients import Federation
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -70,6 +70,10 @@ def client_epochs(
 ) -> Callable[[Array, State], tuple[State, Array]]:
     """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
     examples, size = clients.view(federation, place), federation.sizes[place]
+    if local.model.positions is not None:
+        # Those of which no position counts have no part in the mean loss.
+        examples = sequences.weighed(local.model, examples)
+        size = jnp.count_nonzero(examples.weights)
     # By id, not by place: in a cohort a client draws what it would draw among all.
     key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
     start, extras = given
@@ -114,7 +118,8 @@ def _step(
             outputs, new = model.apply(params, inputs), None
         else:
             outputs, new = model.apply_train(params, inputs, key, weights)
-        losses = model.likelihood.negative_log_likelihood(outputs, targets)
+        likelihood = sequences.likelihood(model, inputs, outputs.shape)
+        losses = likelihood.negative_log_likelihood(outputs, targets)
         # Selected, not multiplied: zero times NaN is NaN.
         total = jnp.where(weights > 0, losses, 0).sum()
         return total / (weights > 0).sum(), (total, new)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, fisher, likelihoods
+from fisherjax import checks, fisher, likelihoods, sequences
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.algorithms.rescaling import best_way, exact_products, regression
 from fisherjax.clients import draw, hold_out
@@ -222,7 +222,7 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
     # Before anything is sent: the next message solves for that layer.
     check_output_layer(plan.model.apply, params, examples.inputs)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
-    examples = draw(rows, examples, plan.max_examples)
+    examples = sequences.weighed(plan.model, draw(rows, examples, plan.max_examples))
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> tuple[Array, Params]:
         del key
@@ -242,7 +242,7 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
 def _squared_error(model: Model, x: Array, y: Array, w: Array, params: Params) -> Array:
     """Sum w_n 1/2 |z_n - y_n|^2."""
     z = model.apply(params, x)
-    own = likelihoods.gaussian.negative_log_likelihood(z, regression(model, z, y))
+    own = likelihoods.gaussian.negative_log_likelihood(z, regression(model, x, z, y))
     return jnp.vdot(w.astype(own.dtype), own)
 
 
@@ -272,4 +272,5 @@ def _losses(
 
         return jax.lax.map(loss, jnp.array(scales))
 
+    held = sequences.weighed(plan.model, held)
     return passes.weighted_mean(batch_sums, held, key=None, batch_size=plan.batch_size)

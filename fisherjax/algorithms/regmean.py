@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, linalg, tree
+from fisherjax import checks, linalg, sequences, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.compiler import jit
 from fisherjax.configuration import cached
-from fisherjax.fisher import passes
-from fisherjax.fisher.kfac import input_moments
+from fisherjax.fisher import locations, passes
+from fisherjax.fisher.kfac import expand, input_moments
 from fisherjax.fisher.operators import Template
 from fisherjax.fisher.trace import trace
 from fisherjax.training import Trained
-from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 @cached
@@ -70,9 +70,12 @@ def regmean(
     if max_examples is not None:
         checks.count("max_examples", max_examples)
 
+    # Without how it trains: networks that differ in that only share a program.
+    seen = model._replace(apply_train=None, mask=None)
+
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         examples = draw(key, examples, max_examples)
-        grams = _grams(model.apply, batch_size, trained.params, examples)
+        grams = _grams(seen, batch_size, trained.params, examples)
         return {"params": trained.params, "grams": grams}, private
 
     def shrunk(gram: Array) -> Array:
@@ -99,11 +102,12 @@ def regmean(
 
 
 @partial(jit, static_argnums=(0, 1))
-def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) -> dict[str, Array]:
+def _grams(model: Model, batch_size: int, params: Params, examples: Examples) -> dict[str, Array]:
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
-        seen = trace(apply, params, x)
-        moments = input_moments(seen, w)
+        seen = trace(model.apply, params, x)
+        counts = locations.counted(seen, sequences.counted(model, x))
+        moments = input_moments(seen, w, expand, counts)
         # A moment's last row and column belong to the bias, if there is one.
         dense = {
             layer.kernel + "^T" * layer.is_transposed: moments[layer.kernel][
@@ -118,7 +122,7 @@ def _grams(apply: Apply, batch_size: int, params: Params, examples: Examples) ->
             )
         return dense
 
-    unlabelled = examples._replace(targets=None)
+    unlabelled = sequences.weighed(model, examples)._replace(targets=None)
     return passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
 
 
