@@ -69,11 +69,8 @@ def client_epochs(
     epochs: Array,
 ) -> Callable[[Array, State], tuple[State, Array]]:
     """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
-    examples, size = clients.view(federation, place), federation.sizes[place]
-    if local.model.positions is not None:
-        # Those of which no position counts have no part in the mean loss.
-        examples = sequences.weighed(local.model, examples)
-        size = jnp.count_nonzero(examples.weights)
+    examples = sequences.weighed(local.model, clients.view(federation, place))
+    size = _size(local, federation, place)
     # By id, not by place: in a cohort a client draws what it would draw among all.
     key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
     start, extras = given
@@ -100,6 +97,21 @@ def client_epochs(
         return state, total / jnp.maximum(size, 1)
 
     return epoch
+
+
+def sizes(local: LocalTraining, federation: Federation) -> Array:
+    """Count the examples that each client trains on, [M]: those of which any position counts."""
+    if local.model.positions is None:
+        return federation.sizes
+    places = jnp.arange(federation.num_clients)
+    return jax.lax.map(lambda place: _size(local, federation, place), places)
+
+
+def _size(local: LocalTraining, federation: Federation, place: Array) -> Array:
+    if local.model.positions is None:
+        return federation.sizes[place]
+    own = sequences.weighed(local.model, clients.view(federation, place))
+    return jnp.count_nonzero(own.weights).astype(federation.sizes.dtype)
 
 
 def _step(

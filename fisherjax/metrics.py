@@ -273,9 +273,9 @@ def _shares(model: Model, inputs: Array, outputs: Array, targets: Array) -> tupl
     are_classes = jnp.issubdtype(targets.dtype, jnp.integer)
     expected = outputs.shape if _is_of_bits(model) else outputs.shape[:-1]
     if targets.shape != expected or not (are_classes or _is_of_bits(model)):
-        hits = jnp.full(outputs.shape[:1], jnp.nan)
-    else:
-        hits = _hits(model, outputs, targets)
+        unknown = jnp.full(outputs.shape[0], jnp.nan)
+        return (unknown,) if model.positions is None else (unknown, jnp.ones_like(unknown))
+    hits = _hits(model, outputs, targets)
     # [B, ...] to [B]: an example may be a sequence of several targets.
     flat = hits.reshape(hits.shape[0], -1)
     if model.positions is None:
@@ -309,7 +309,7 @@ def _in_use(examples: Examples) -> tuple[Array, Array, Array | None]:
 
 
 def _share_right(model: Model, outputs: Array, examples: Examples) -> Array:
-    inputs, targets, _, weights = examples
+    _, targets, _, weights = examples
     if model.likelihood.factor is gaussian.factor:
         raise ValueError(
             "The outputs of this model are means of a Gaussian, which are right or wrong by a "
@@ -348,9 +348,8 @@ def _counts(model: Model, inputs: Array, outputs: Array, targets: Array, hits: A
     if counts is None:
         return jnp.ones(hits.shape, bool)
     # Of bits every output has a target.
-    return jnp.broadcast_to(
-        counts.reshape(*counts.shape, *(1,) * (hits.ndim - counts.ndim)), hits.shape
-    )
+    every = counts.reshape(*counts.shape, *(1,) * (hits.ndim - counts.ndim))
+    return jnp.broadcast_to(every, hits.shape)
 
 
 def _hits(model: Model, outputs: Array, targets: Array) -> Array:

@@ -2,9 +2,9 @@
 
 `Model.positions` turns inputs into a mask m [B, T]. Where outputs are sequences [B, T, ..., C] the
 log-likelihood of an example is the sum over the positions with m = 1, and what is drawn at a
-position depends on its number, not on how many there are. A position whose class label is `checks.IGNORED`
-has no loss either, but its inputs stay: Fishers that read no targets do not see such labels.
-Examples of which no position counts have weight zero.
+position depends on its number, not on how many there are. A position whose class label is -100 has
+no loss either, but its inputs stay: Fishers that read no targets do not see such labels. Examples
+of which no position counts have weight zero.
 
 Nothing here changes a model without `positions`.
 """

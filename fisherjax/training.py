@@ -278,7 +278,9 @@ def _from_one_start(
 
 def _trained(cohort: Cohort, params: Params, loss: Array, kept: Any) -> Trained:
     common, own = cohort.start
-    batches = clients.num_batches(cohort.federation.sizes, cohort.local.batch_size)
+    batches = clients.num_batches(
+        local_update.sizes(cohort.local, cohort.federation), cohort.local.batch_size
+    )
     return Trained(params, common if own is None else own, loss.shape[1] * batches, loss, kept)
 
 

@@ -1,8 +1,8 @@
 """Which locations of each layer count, given which positions of a sequence do.
 
 At T positions a layer meets an example T times, or T times the size of further axes, such as those
-of heads. With m [B, T] the positions that count, T_n of example n, the factors of K-FAC are those of
-each sentence by itself,
+of heads. With m [B, T] the positions that count, T_n of example n, the factors of K-FAC are the
+mean of those of each sentence by itself,
 
     A = E_n[sum_t m_nt a_nt a_nt^T],   G = E_n[sum_k sum_t m_nt g_nkt g_nkt^T / T_n],
 
