@@ -36,6 +36,10 @@ def counted(seen: Trace, mask: Array | None) -> Counted:
 
 
 def _of_layer(name: str, uses: tuple[tuple[int, ...], ...], mask: Array) -> Array:
+    # Steps of a recurrent layer are uses of one location each, in whichever direction it goes.
+    single = sum(math.prod(axes) == 1 for axes in uses)
+    if single > 1 and mask.shape[1] > 1:
+        _refuse(name, f"{single} times", mask.shape[1], "and does not tell at which of them")
     return jnp.concatenate([_of_use(name, axes, mask) for axes in uses], axis=1)
 
 
@@ -46,17 +50,20 @@ def _of_use(name: str, axes: tuple[int, ...], mask: Array) -> Array:
     places = [place for place, size in enumerate(axes) if size == length]
     if len(places) != 1:
         sizes = " x ".join(map(str, axes))
-        found = "none" if not places else "more than one"
-        raise ValueError(
-            f"Layer '{name}' meets each example at {sizes} locations, of which positions should "
-            f"say which count, but it says so of {length}, and {found} of these axes is that long. "
-            "Expected layers with as many locations as positions, or with one, behind a pooling. "
-            "Let positions return a mask of that length if all layers have it; pad to another "
-            "length where two axes agree by chance; or use a diagonal Fisher, which does not share "
-            "weights over locations."
-        )
+        found = "none of these axes is" if not places else "more than one of these axes is"
+        _refuse(name, f"at {sizes} locations", length, f"and {found} that long")
     shape = [length if place == places[0] else 1 for place in range(len(axes))]
     return jnp.broadcast_to(mask.reshape(batch, *shape), (batch, *axes)).reshape(batch, -1)
+
+
+def _refuse(name: str, met: str, length: int, reason: str) -> None:
+    raise ValueError(
+        f"Layer '{name}' meets each example {met}, {reason}, but positions returns which of "
+        f"{length} positions count. Expected layers with as many locations as positions, or with "
+        "one, behind a pooling. Let positions return a mask of that length if all layers have it, "
+        "pad to another length where two axes agree by chance, leave positions out if nothing is "
+        "padded, or use fisher.diagonal, which does not divide by locations."
+    )
 
 
 def selected(values: Array, counts: Array | None) -> Array:
