@@ -7,7 +7,7 @@ Letters used in every docstring:
     N     examples of the whole federation; n_i those of client i, and p_i = n_i / N its weight
     B     examples of a minibatch
     C     classes, or outputs of the network
-    T     output locations of a convolution (1 for a dense layer)
+    T     output locations of a convolution (1 for a dense layer), positions of a sequence
     d     parameters
     a, o  rows (inputs, and one for a bias) and columns (outputs) of a layer's matrix V: F V = A V G
 

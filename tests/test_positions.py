@@ -454,3 +454,21 @@ def test_ignored_labels_need_positions():
     model, (params, _), *_ = MODELS["each"]
     with pytest.raises(ValueError, match=r"from -100 to 2.*have no loss where the Model has pos"):
         fj.metrics.accuracy(unmasked(model), params, ignoring(SHORT))
+
+
+def test_gradients_at_positions_that_do_not_count_are_left_out():
+    """Of a network that does not mask them: a gradient there leaks into no factor."""
+    model = fj.Model(lambda p, x: hidden(p, x).mean(1) @ p["h"], **how)
+    params, tokens, expected = PARAMS[0], padded(TOKENS, SHORT), np.zeros((5, 5))
+
+    def output(shift, n):
+        inner = (params["e"][tokens[n]] + params["at"][:SHORT]) @ params["W"]
+        return jnp.tanh(inner + params["b"] + shift).mean(0) @ params["h"]
+
+    for n, length in enumerate(LENGTHS):
+        jacobian = np.asarray(jax.jacrev(output)(jnp.zeros((SHORT, 5)), n))[:, :length]
+        p = np.asarray(jax.nn.softmax(output(0.0, n)))
+        of_outputs = np.diag(p) - np.outer(p, p)
+        expected += np.einsum("cti,cd,dtj->ij", jacobian, of_outputs, jacobian) / length / N
+    found = fj.fisher.kfac(model, params, fj.Examples(tokens))
+    assert_close(found.factors["W"]["output"], expected)

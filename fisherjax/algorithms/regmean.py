@@ -36,7 +36,8 @@ def regmean(
     have weight.
 
     Args:
-        model: The network; what its outputs mean is not used.
+        model: The network; what its outputs mean is not used. Of sequences the inputs of positions
+            that it does not count are left out.
         shrink: Factor of the off-diagonal entries, 0 <= shrink < 1. At 1 the Gram matrices would be
             singular wherever inputs are linearly dependent.
         batch_size: Examples of a minibatch in the Gram pass.

@@ -43,7 +43,9 @@ def _as_they_are(values: Array, counts: Array | None = None) -> Array:
 def _mean(values: Array, counts: Array | None = None) -> Array:
     if counts is None:
         return values.mean(1, keepdims=True)
-    return values.sum(1, keepdims=True) / locations.number(counts).astype(values.dtype)
+    wide = jnp.promote_types(values.dtype, jnp.float32)
+    total = values.sum(1, keepdims=True, dtype=wide)
+    return (total / locations.number(counts)).astype(values.dtype)
 
 
 def _sum(values: Array, counts: Array | None = None) -> Array:
@@ -100,11 +102,14 @@ def kfac(
 
         A = E_n[mean_t a_nt (mean_t a_nt)^T],   G = E_n[sum_k sum_t g_nkt (sum_t g_nkt)^T],
 
-    for a linear network whose positions are averaged before the loss.
+    for a linear network whose positions are averaged before the loss. Sums and means over t are
+    over the positions that the model's `positions` let count, T_n of example n: the factors are the
+    mean of those of each sentence without its padding.
 
     Raises:
         ValueError: If a leaf belongs to no layer and `fallback` is None; the message names it and
-            why (grouped convolutions, running statistics, loops).
+            why (grouped convolutions, running statistics, loops). If the model has `positions`, and
+            a layer meets an example at several locations that are not these.
 
     Example:
         >>> import fisherjax as fj
@@ -254,7 +259,8 @@ def _output_factor(sharing: Sharing, layer: Layer, g: Array, counts: Array | Non
     if counts is None or g.shape[1] != counts.shape[1]:
         return second_moment(g) / g.shape[1]
     # Of those that count, whose number differs from example to example.
-    return second_moment(g / jnp.sqrt(locations.number(counts)).astype(g.dtype))
+    wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    return second_moment(wide / jnp.sqrt(locations.number(counts)))
 
 
 def input_moments(
