@@ -18,6 +18,9 @@ import numpy as np
 from fisherjax import tree
 from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
 
+IGNORED = -100
+"""The class label of a position that has no loss, as PyTorch and Hugging Face write it."""
+
 
 def is_traced(*values: Any) -> bool:
     """Say whether any leaf is known to JAX only while a function is traced."""
@@ -133,6 +136,8 @@ def model(value: Model) -> None:
         )
     if value.apply_train is not None:
         function("apply_train", value.apply_train, "apply_train(params, inputs, key, weights)")
+    if value.positions is not None:
+        function("positions", value.positions, "lambda tokens: tokens != 0")
 
 
 def mask(value: Model, params: Params) -> tuple[bool, ...]:
@@ -152,6 +157,66 @@ def mask(value: Model, params: Params) -> tuple[bool, ...]:
             f"The mask's leaves are {leaves}; expected Python's True or False, at least one True."
         )
     return tuple(map(bool, leaves))
+
+
+def positions(value: Model, inputs: Array) -> Any:
+    """Give the shape and dtype of a model's positions; refuse what is no mask [B, T] of 0 and 1."""
+    found = _traced("positions", lambda _, x: value.positions(x), None, tree.shape_of(inputs))
+    given, batch = getattr(found, "shape", None), inputs.shape[0]
+    if given is None or len(given) != 2 or given[0] != batch:
+        raise ValueError(
+            f"positions returned {_kind(found) if given is None else f'shape {given}'} for inputs "
+            f"of shape {tuple(inputs.shape)}; expected [{batch}, T], a number for each position of "
+            "each example, as lambda tokens: tokens != 0 returns for tokens [B, T]."
+        )
+    is_number = any(jnp.issubdtype(found.dtype, x) for x in (jnp.integer, jnp.floating))
+    if not is_number and found.dtype != bool:
+        raise TypeError(f"positions returned {found.dtype}; expected booleans, or 0 and 1.")
+    known = found.dtype != bool and not is_traced(inputs) and hasattr(inputs, "__array__")
+    if known:
+        with jax.ensure_compile_time_eval():
+            mask = jnp.asarray(value.positions(jnp.asarray(inputs)))
+            fits = bool(((mask == 0) | (mask == 1)).all())
+        if not fits:
+            raise ValueError(
+                f"positions returned {found.dtype} other than 0 and 1; expected which positions "
+                "count, not how much: compare with zero, or pass weights with the examples."
+            )
+    return found
+
+
+def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
+    """Decide from shapes whether outputs [B, T, ..., C] are those of positions that are masked.
+
+    Raises:
+        ValueError: If outputs are sequences of another length.
+    """
+    if model.positions is None:
+        return False
+    length = positions(model, inputs).shape[1]
+    if len(shape) < 3:
+        return False
+    if shape[1] not in (length, 1):
+        raise ValueError(
+            f"The outputs of an example have shape {tuple(shape[1:])}, a sequence of {shape[1]}, "
+            f"but positions says of {length} which count. Let it return [B, {shape[1]}], or let "
+            "apply keep the length of its inputs."
+        )
+    return shape[1] == length
+
+
+def are_labels(shape: tuple[int, ...], targets: Array) -> bool:
+    """Decide from shapes whether targets are class labels, one for each position."""
+    # Unsigned numbers cannot be negative.
+    is_signed = jnp.issubdtype(targets.dtype, jnp.signedinteger)
+    return is_signed and len(shape) > 2 and tuple(targets.shape) == tuple(shape[:-1])
+
+
+def labels(model: Model, shape: tuple[int, ...], targets: Array) -> Array:
+    """Put class 0 for labels that are ignored, so that the others can be checked."""
+    if model.positions is None or not are_labels(shape, targets):
+        return targets
+    return targets * (targets != IGNORED)
 
 
 def floating(params: Params, what: str = "params") -> None:
@@ -234,8 +299,10 @@ def outputs(model: Model, params: Params, inputs: Array, targets: Array | None =
     z = _traced("apply", model.apply, params, tree.shape_of(inputs))
     if getattr(z, "ndim", 0) < 1:
         raise ValueError(f"apply returned {z}; expected outputs [B, C], an array.")
+    if model.positions is not None:
+        are_positions(model, inputs, z.shape)
     if targets is not None:
-        model.likelihood.check(z.shape, targets)
+        model.likelihood.check(z.shape, labels(model, z.shape, targets))
     return z
 
 

@@ -107,9 +107,12 @@ def _check_range(name: str, y: Array, low: int, high: int, meaning: str) -> None
     with jax.ensure_compile_time_eval():
         smallest, largest = float(y.min()), float(y.max())
     if not (low <= smallest and largest <= high):  # negated, because NaN compares false
+        ignored = smallest == checks.IGNORED and len(y.shape) > 1
         raise ValueError(
             f"The {name} likelihood expected {meaning} between {low} and {high}, got values from "
             f"{smallest:g} to {largest:g}. Relabel the targets or give the network more outputs."
+            + " Labels of -100 have no loss where the Model has positions."
+            * ignored
         )
 
 

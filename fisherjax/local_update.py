@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import clients, leaves, optimizers
+from fisherjax import clients, leaves, optimizers, sequences
 from fisherjax.clients import Federation
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -84,7 +84,8 @@ def client_epochs(
     epochs: Array,
 ) -> Callable[[Array, State], tuple[State, Array]]:
     """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
-    examples, size = clients.view(federation, place), federation.sizes[place]
+    examples = sequences.weighed(local.model, clients.view(federation, place))
+    size = _size(local, federation, place)
     # By id, not by place: in a cohort a client draws what it would draw among all.
     key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
 
@@ -116,6 +117,21 @@ def client_epochs(
     return epoch
 
 
+def sizes(local: LocalTraining, federation: Federation) -> Array:
+    """Count the examples that each client trains on, [M]: those of which any position counts."""
+    if local.model.positions is None:
+        return federation.sizes
+    places = jnp.arange(federation.num_clients)
+    return jax.lax.map(lambda place: _size(local, federation, place), places)
+
+
+def _size(local: LocalTraining, federation: Federation, place: Array) -> Array:
+    if local.model.positions is None:
+        return federation.sizes[place]
+    own = sequences.weighed(local.model, clients.view(federation, place))
+    return jnp.count_nonzero(own.weights).astype(federation.sizes.dtype)
+
+
 def _step(
     local: LocalTraining,
     state: State,
@@ -133,7 +149,8 @@ def _step(
             outputs, new = model.apply(every, inputs), None
         else:
             outputs, new = model.apply_train(every, inputs, key, weights)
-        losses = model.likelihood.negative_log_likelihood(outputs, targets)
+        likelihood = sequences.likelihood(model, inputs, outputs.shape)
+        losses = likelihood.negative_log_likelihood(outputs, targets)
         # Selected, not multiplied: zero times NaN is NaN.
         total = jnp.where(weights > 0, losses, 0).sum()
         return total / (weights > 0).sum(), (total, new)

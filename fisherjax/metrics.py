@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, clients, tree
+from fisherjax import checks, clients, sequences, tree
 from fisherjax.clients import Federation, minibatches, view
 from fisherjax.compiler import jit
 from fisherjax.likelihoods import bernoulli, categorical, gaussian
@@ -48,7 +48,8 @@ def accuracy(
     """Compute the share of right labels of one model or of each of M.
 
     Of classes it is top-1 accuracy, mean_n 1{argmax z_n = y_n}. Of independent bits, the Bernoulli
-    likelihood, every bit counts: mean_nc 1{(z_nc > 0) = (y_nc > 1/2)}.
+    likelihood, every bit counts: mean_nc 1{(z_nc > 0) = (y_nc > 1/2)}. Of sequences every position
+    counts that the model's `positions` let count, unless its label is -100.
 
     Args:
         model: The network.
@@ -73,9 +74,10 @@ def accuracy(
     """
     inputs, targets, weights = _in_use(examples)
     outputs = logits(model, params, inputs, stacked=stacked, batch_size=batch_size)
+    rows = Examples(inputs, targets, None, weights)
     if not stacked:
-        return _share_right(model, outputs, targets, weights)
-    return jnp.stack([_share_right(model, own, targets, weights) for own in outputs])
+        return _share_right(model, outputs, rows)
+    return jnp.stack([_share_right(model, own, rows) for own in outputs])
 
 
 def ensemble_accuracy(
@@ -103,7 +105,8 @@ def ensemble_accuracy(
             "model."
         )
     # Logits are averaged over the models, [M, N, ..., C] to [N, ..., C], before anyone decides.
-    return _share_right(model, tree.weighted_sum(outputs, jnp.asarray(weights)), targets, counts)
+    mean = tree.weighted_sum(outputs, jnp.asarray(weights))
+    return _share_right(model, mean, Examples(inputs, targets, None, counts))
 
 
 class Performance(NamedTuple):
@@ -112,7 +115,7 @@ class Performance(NamedTuple):
     Attributes:
         loss: [M] mean negative log-likelihood of an example in nats; 0 without examples.
         accuracy: [M] fraction of right labels, as `accuracy` has it; NaN if targets are no labels.
-        sizes: [M] examples that this is measured on.
+        sizes: [M] examples that this is measured on: those of which any position counts.
     """
 
     loss: Array
@@ -227,26 +230,30 @@ def _performance(
     ) -> Performance:
         # A common model comes in once and is not stacked: M copies would be in memory.
         place, params = own[0], own[1] if stacked else common
-        number, batch = minibatches(view(federation, place), batch_size)
+        examples = sequences.weighed(model, view(federation, place))
+        number, batch = minibatches(examples, batch_size)
 
-        def body(step: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
+        def body(step: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
             inputs, targets, weights = batch(step)
             outputs = model.apply(params, inputs)
-            losses = model.likelihood.negative_log_likelihood(outputs, targets)
-            both = losses, _shares(model, outputs, targets)
+            likelihood = sequences.likelihood(model, inputs, outputs.shape)
+            losses = likelihood.negative_log_likelihood(outputs, targets)
+            measured = losses, *_shares(model, inputs, outputs, targets)
             return tuple(
                 # The rows that fill up do not count; a loop's state keeps its dtypes.
                 total + jnp.where(weights > 0, x, 0).sum().astype(total.dtype)
-                for total, x in zip(totals, both, strict=True)
+                for total, x in zip(totals, measured, strict=True)
             )
 
         # Sums of at least float32, even where the network computes in bfloat16.
-        zero = jnp.zeros((), jnp.result_type(float))
-        totals = jax.lax.fori_loop(0, number, body, (zero, zero))
-        size = federation.sizes[place]
+        zero, size = jnp.zeros((), jnp.result_type(float)), federation.sizes[place]
+        zeros = (zero,) * (2 if model.positions is None else 3)
+        loss, right, *targets = jax.lax.fori_loop(0, number, body, zeros)
+        if targets:
+            size = jnp.count_nonzero(examples.weights).astype(size.dtype)
         # 0, not 0 / 0, without examples.
-        loss, accuracy = (total / jnp.maximum(size, 1) for total in totals)
-        return Performance(loss, accuracy, size)
+        number = jnp.maximum(targets[0] if targets else size, 1)
+        return Performance(loss / jnp.maximum(size, 1), right / number, size)
 
     return spread_clients(
         one,
@@ -258,15 +265,23 @@ def _performance(
     )
 
 
-def _shares(model: Model, outputs: Array, targets: Array) -> Array:
-    """Say which share of an example's targets is right, [B]; NaN where they are not labels."""
+def _shares(model: Model, inputs: Array, outputs: Array, targets: Array) -> tuple[Array, ...]:
+    """Compute which share of an example's targets is right, [B]; NaN where they are not labels.
+
+    Where the model has `positions` it is how many are right, and of how many that count.
+    """
     are_classes = jnp.issubdtype(targets.dtype, jnp.integer)
     expected = outputs.shape if _is_of_bits(model) else outputs.shape[:-1]
     if targets.shape != expected or not (are_classes or _is_of_bits(model)):
-        return jnp.full(outputs.shape[0], jnp.nan)
+        unknown = jnp.full(outputs.shape[0], jnp.nan)
+        return (unknown,) if model.positions is None else (unknown, jnp.ones_like(unknown))
     hits = _hits(model, outputs, targets)
     # [B, ...] to [B]: an example may be a sequence of several targets.
-    return hits.reshape(hits.shape[0], -1).mean(1)
+    flat = hits.reshape(hits.shape[0], -1)
+    if model.positions is None:
+        return (flat.mean(1),)
+    counts = _counts(model, inputs, outputs, targets, hits).reshape(flat.shape)
+    return jnp.where(counts, flat, 0).sum(1), counts.sum(1)
 
 
 @partial(jit, static_argnums=(0, 1))
@@ -293,9 +308,8 @@ def _in_use(examples: Examples) -> tuple[Array, Array, Array | None]:
     return inputs[indices], None if targets is None else targets[indices], weights
 
 
-def _share_right(
-    model: Model, outputs: Array, targets: Array | None, weights: Array | None
-) -> Array:
+def _share_right(model: Model, outputs: Array, examples: Examples) -> Array:
+    _, targets, _, weights = examples
     if model.likelihood.factor is gaussian.factor:
         raise ValueError(
             "The outputs of this model are means of a Gaussian, which are right or wrong by a "
@@ -307,14 +321,35 @@ def _share_right(
         raise ValueError(f"targets are None; accuracy needs one {meaning}.")
     # Checked, because a shape that merely broadcasts would compare every output with every target.
     targets = jnp.asarray(targets)
-    (bernoulli if _is_of_bits(model) else categorical).check(outputs.shape, targets)
+    known = checks.labels(model, outputs.shape, targets)
+    (bernoulli if _is_of_bits(model) else categorical).check(outputs.shape, known)
     hits = _hits(model, outputs, targets)
+    if model.positions is not None:
+        return _share_of_counted(model, outputs, hits, examples)
     if weights is None:
         return hits.mean()
     # An example may have several targets, all of its weight.
     weights = weights.reshape(-1, *(1,) * (hits.ndim - 1)) * jnp.ones_like(hits)
     # Selected, because the hit of a row that does not count may be NaN.
     return jnp.where(weights > 0, hits * weights, 0).sum() / weights.sum()
+
+
+def _share_of_counted(model: Model, outputs: Array, hits: Array, examples: Examples) -> Array:
+    """Average over the targets that count, each with the weight of its example."""
+    weights = sequences.weighed(model, examples).weights
+    counts = _counts(model, examples.inputs, outputs, examples.targets, hits)
+    weights = jnp.where(counts, weights.reshape(-1, *(1,) * (hits.ndim - 1)), 0)
+    return jnp.where(weights > 0, hits * weights, 0).sum() / weights.sum()
+
+
+def _counts(model: Model, inputs: Array, outputs: Array, targets: Array, hits: Array) -> Array:
+    """Evaluate which targets count, of the shape of `hits`."""
+    counts = sequences.targets_counted(model, inputs, outputs.shape, targets)
+    if counts is None:
+        return jnp.ones(hits.shape, bool)
+    # Of bits every output has a target.
+    every = counts.reshape(*counts.shape, *(1,) * (hits.ndim - counts.ndim))
+    return jnp.broadcast_to(every, hits.shape)
 
 
 def _hits(model: Model, outputs: Array, targets: Array) -> Array:

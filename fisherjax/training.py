@@ -304,7 +304,8 @@ def _from_one_start(
 def _trained(cohort: Cohort, found: tuple[Params, Params, Any], loss: Array) -> Trained:
     common, own = cohort.given
     params, statistics, kept = found
-    batches = clients.num_batches(cohort.federation.sizes, cohort.local.batch_size)
+    sizes = local_update.sizes(cohort.local, cohort.federation)
+    batches = clients.num_batches(sizes, cohort.local.batch_size)
     start, steps = common.start if own.start is None else own.start, loss.shape[1] * batches
     return Trained(params, start, steps, loss, kept, statistics, common.frozen)
 

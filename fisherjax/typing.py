@@ -7,7 +7,7 @@ Letters used in every docstring:
     N     examples of the whole federation; n_i those of client i, and p_i = n_i / N its weight
     B     examples of a minibatch
     C     classes, or outputs of the network
-    T     output locations of a convolution (1 for a dense layer)
+    T     output locations of a convolution (1 for a dense layer), positions of a sequence
     d     parameters
     a, o  rows (inputs, and one for a bias) and columns (outputs) of a layer's matrix V: F V = A V G
 
@@ -25,6 +25,7 @@ Params = Any  # any pytree of floating arrays
 # What `Model` describes.
 Apply = Callable[[Params, Array], Array]
 ApplyTrain = Callable[[Params, Array, Key, Array], tuple[Array, Params | None]]
+Positions = Callable[[Array], Array]
 
 
 class ByPosition(NamedTuple):
@@ -49,6 +50,8 @@ class Likelihood(NamedTuple):
         check: `(shape of z, y) -> None`, refuses targets that do not fit.
         combine: `(z, r [B, ..., k]) -> [B, ..., C]`, the sum of the k columns of every example or
             position by r, without writing them out; None writes them out.
+        signs: `(key, shape [K, B, ...], dtype)`, what curvature propagation draws for r; None is
+            `jax.random.rademacher`.
     """
 
     negative_log_likelihood: Callable[[Array, Array], Array]
@@ -56,6 +59,7 @@ class Likelihood(NamedTuple):
     factor: Callable[[Array], Array | ByPosition]
     check: Callable[[tuple[int, ...], Array], None]
     combine: Callable[[Array, Array], Array] | None = None
+    signs: Callable[[Key, tuple[int, ...], Any], Array] | None = None
 
 
 # A class of its own, because a NamedTuple cannot define `__new__`, as `Model` does.
@@ -64,6 +68,7 @@ class _Model(NamedTuple):
     likelihood: Likelihood
     apply_train: ApplyTrain | None
     mask: tuple[tuple[str, bool], ...] | None
+    positions: Positions | None
 
 
 class Model(_Model):
@@ -78,6 +83,11 @@ class Model(_Model):
             minibatch have weight zero.
         mask: Like params, True where a leaf is trained; None trains everything. Kept as a pair
             (name, trained) for each leaf.
+        positions: `(inputs [B, ...]) -> [B, T]`, booleans or 0 and 1: which positions of each
+            sequence count, such as `lambda tokens: tokens != 0` where 0 is padding. The others
+            leave no trace in losses, metrics, Fisher factors and Gram matrices, and nor do
+            examples of which no position counts. A position whose class label is -100 has no
+            loss. None counts all positions.
 
     Example:
         >>> import fisherjax as fj
@@ -94,9 +104,10 @@ class Model(_Model):
         likelihood: Likelihood,
         apply_train: ApplyTrain | None = None,
         mask: Any = None,
+        positions: Positions | None = None,
     ) -> "Model":
         """Turn the mask into what can be hashed."""
-        return super().__new__(cls, apply, likelihood, apply_train, _hashable(mask))
+        return super().__new__(cls, apply, likelihood, apply_train, _hashable(mask), positions)
 
     @classmethod
     def _make(cls, fields: Iterable[Any]) -> "Model":

@@ -28,6 +28,7 @@ ORDER = [
     "checks",
     "leaves",
     "likelihoods",
+    "sequences",
     "nn",
     "networks",
     "cinic10",
@@ -61,7 +62,7 @@ ORDER = [
 ]
 FISHER = [
     *("columns", "kinds", "inline", "views", "forms", "uses"),
-    *("normalization", "layers", "feeders", "trace", "wiring"),
+    *("normalization", "layers", "feeders", "trace", "locations", "wiring"),
     *("operators", "kronecker", "coarse", "terms", "passes", "diagonal", "full", "kfac"),
 ]
 # What the other files of a folder may import, and these in this order.

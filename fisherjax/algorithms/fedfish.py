@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, leaves, local_update, solvers
+from fisherjax import checks, leaves, local_update, sequences, solvers
 from fisherjax.algorithms.base import Algorithm, fisher_sums, solve_sums, unchanged
 from fisherjax.clients import minibatches, num_batches, shuffled
 from fisherjax.configuration import cached
@@ -70,12 +70,15 @@ def fedfish(
     checks.count("batch_size", batch_size)
 
     def loss(apply: Apply, params: Params, inputs: Array, targets: Array, weights: Array) -> Array:
-        losses = model.likelihood.negative_log_likelihood(apply(params, inputs), targets)
+        outputs = apply(params, inputs)
+        likelihood = sequences.likelihood(model, inputs, outputs.shape)
+        losses = likelihood.negative_log_likelihood(outputs, targets)
         # Rows of weight zero repeat others to fill a short minibatch: they do not count again.
         return jnp.where(weights > 0, losses, 0).sum() / (weights > 0).sum()
 
     def squares(key: Key, params: Params, examples: Examples) -> Params:
         # Shuffled, because a squared mean gradient depends on which examples share a minibatch.
+        examples = sequences.weighed(model, examples)
         number, batch = minibatches(shuffled(key, examples), batch_size)
         apply, own = leaves.opened(model, params)
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fisherjax import checks, leaves, linalg, quadratic, solvers, tree
+from fisherjax import checks, leaves, linalg, quadratic, sequences, solvers, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
 from fisherjax.compiler import jit
 from fisherjax.configuration import cached
-from fisherjax.fisher import Kronecker, empirical, kfac, zero
+from fisherjax.fisher import Kronecker, empirical, kfac, locations, passes, zero
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.fisher.trace import trace
@@ -56,7 +56,9 @@ def fedlpa(
             paper's text, which undoes that dependence; or else 1, as in the authors' code.
         authors_split: At T output locations A' is a mean over examples and locations, divided by T
             once more, and G' the mean over examples of T sums over locations. Otherwise A' sums
-            over locations and G' averages, as in `fisher.kfac`. The product is the same.
+            over locations and G' averages, as in `fisher.kfac`. The product is the same. Where the
+            model has `positions`, T is how many locations count in an example of the client, on
+            average.
         solver: None is `solvers.conjugate_gradients()`, preconditioned by the expectation
             approximation; the authors' are `expectation_approximation()` and `residual_descent()`.
         fallback: For leaves that belong to no dense or convolution layer, as in `fisher.kfac`:
@@ -97,8 +99,13 @@ def fedlpa(
         # Damping is added to each factor, so that the split changes what is solved, although the
         # product of the factors is the same.
         if authors_split:
-            seen = *leaves.opened(model, trained.whole), examples.inputs
-            update["fisher"] = _authors_split(update["fisher"], *seen)
+            apply, own = leaves.opened(model, trained.whole)
+            if model.positions is None:
+                numbers = _numbers(apply, own, examples.inputs)
+            else:
+                plain = model._replace(apply_train=None)
+                numbers = _mean_numbers(plain, batch_size, trained.whole, examples)
+            update["fisher"] = _authors_split(update["fisher"], numbers)
         return update, private
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
@@ -118,17 +125,41 @@ def fedlpa(
     return Algorithm(summarize, aggregate, kind=sent, model=model)
 
 
-def _authors_split(fisher: Kronecker, apply: Apply, params: Params, inputs: Array) -> Kronecker:
-    one = tree.shape_of(inputs, 1)
+def _numbers(apply: Apply, params: Params, inputs: Array) -> dict[str, int]:
+    """Count the locations of each layer."""
 
     def activations(params: Params, inputs: Array) -> dict[str, Array]:
         seen = trace(apply, params, inputs)
         return dict(zip((layer.kernel for layer in seen.layers), seen.activations, strict=True))
 
     # Of activations [B, T, a] only the shapes are wanted: nothing is computed.
-    shapes, factors = jax.eval_shape(activations, params, one), {}
+    shapes = jax.eval_shape(activations, params, tree.shape_of(inputs, 1))
+    return {name: shape.shape[1] for name, shape in shapes.items()}
+
+
+@partial(jit, static_argnums=(0, 1))
+def _mean_numbers(
+    model: Model, batch_size: int, params: Params, examples: Examples
+) -> dict[str, Array]:
+    """Average how many locations of each layer count in an example, where it has a matrix."""
+
+    def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
+        del y, key
+        seen = trace(model.apply, params, x)
+        counts = locations.counted(seen, sequences.counted(model, x))
+        pairs = zip(seen.layers, counts, strict=True)
+        return {x.kernel: jnp.vdot(w, c.sum(1)) for x, c in pairs if c is not None}
+
+    unlabelled = sequences.weighed(model, examples)._replace(targets=None)
+    means = passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
+    # A client without examples has no factors to scale.
+    return {name: jnp.where(mean > 0, mean, 1) for name, mean in means.items()}
+
+
+def _authors_split(fisher: Kronecker, numbers: dict[str, Any]) -> Kronecker:
+    factors = {}
     for name, factor in fisher.factors.items():
-        squared = shapes[name].shape[1] ** 2
+        squared = numbers[name] ** 2
         # K-FAC's sum over locations becomes a mean, divided by T once more; G makes up for it.
         sides = {"input": factor["input"] / squared, "output": factor["output"] * squared}
         factors[name] = sides

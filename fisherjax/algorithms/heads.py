@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, leaves, likelihoods, tree
+from fisherjax import checks, leaves, likelihoods, sequences, tree
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.compiler import jit
-from fisherjax.fisher import passes
+from fisherjax.fisher import locations, passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.trace import check_output_layer, output_layer, trace
@@ -89,9 +89,14 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
         if isinstance(seen.last, str):
             check_head(model, params, x)
         place = output_layer(seen)
-        a = seen.activations[place]
-        y = likelihoods.regression_targets(model.likelihood, y, seen.outputs.shape[-1])
+        a, z = seen.activations[place], seen.outputs
+        counts = sequences.targets_counted(model, x, z.shape, y)
+        y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
         y = y.reshape(*a.shape[:2], -1).astype(a.dtype)
+        if counts is not None:
+            counts = counts.reshape(a.shape[:2])
+            a, y = (locations.selected(v, counts) for v in (a, y))
+        number = a.shape[1] * w.sum() if counts is None else jnp.vdot(w, counts.sum(1))
         # Both sides of a product carry the root of the weight.
         root = jnp.sqrt(w)[:, None, None].astype(a.dtype)
         both, size = second_moment(root * jnp.concatenate([a, y], axis=-1)), a.shape[-1]
@@ -99,8 +104,9 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
         below = jnp.square(root * jnp.minimum(a, 0)).sum()
         moments = both[:size, :size], both[:size, size:], jnp.einsum("n,ntc->c", w, y), squares
         # Means are of examples, of which each may have several positions.
-        return HeadSums(*moments, below, a.shape[1] * w.sum(), seen.layers[place])
+        return HeadSums(*moments, below, number, seen.layers[place])
 
+    examples = sequences.weighed(model, examples)
     means = passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
     rows = examples.inputs if examples.indices is None else examples.indices
     weights = jnp.ones(rows.shape[0]) if examples.weights is None else examples.weights

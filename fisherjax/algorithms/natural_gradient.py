@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, fisher, leaves, likelihoods
+from fisherjax import checks, fisher, leaves, likelihoods, sequences
 from fisherjax.algorithms.base import Algorithm, Link, WeightedSum, weighted_sum
 from fisherjax.algorithms.heads import check_head
 from fisherjax.algorithms.rescaling import best_way, exact_products, regression
@@ -229,7 +229,7 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
     check_head(plan.model, params, examples.inputs)
     apply, own = leaves.opened(plan.model, params)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
-    examples = draw(rows, examples, plan.max_examples)
+    examples = sequences.weighed(plan.model, draw(rows, examples, plan.max_examples))
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> tuple[Array, Params]:
         del key
@@ -251,7 +251,7 @@ def _squared_error(
 ) -> Array:
     """Sum w_n 1/2 |z_n - y_n|^2."""
     z = apply(params, x)
-    own = likelihoods.gaussian.negative_log_likelihood(z, regression(model, z, y))
+    own = likelihoods.gaussian.negative_log_likelihood(z, regression(model, x, z, y))
     return jnp.vdot(w.astype(own.dtype), own)
 
 
@@ -283,4 +283,5 @@ def _losses(
 
         return jax.lax.map(loss, jnp.array(scales))
 
+    held = sequences.weighed(plan.model, held)
     return passes.weighted_mean(batch_sums, held, key=None, batch_size=plan.batch_size)

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, leaves, linalg, tree
+from fisherjax import checks, leaves, linalg, sequences, tree
 from fisherjax.algorithms.base import ENOUGH, Algorithm, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.compiler import jit
 from fisherjax.configuration import cached
-from fisherjax.fisher import passes
-from fisherjax.fisher.kfac import input_moments
+from fisherjax.fisher import locations, passes
+from fisherjax.fisher.kfac import expand, input_moments
 from fisherjax.fisher.operators import Template
 from fisherjax.fisher.trace import trace
 from fisherjax.training import Trained
@@ -36,7 +36,8 @@ def regmean(
     have weight.
 
     Args:
-        model: The network; what its outputs mean is not used.
+        model: The network; what its outputs mean is not used. Of sequences the inputs of positions
+            that it does not count are left out.
         shrink: Factor of the off-diagonal entries, 0 <= shrink < 1. At 1 the Gram matrices would be
             singular wherever inputs are linearly dependent.
         batch_size: Examples of a minibatch in the Gram pass.
@@ -70,9 +71,12 @@ def regmean(
     if max_examples is not None:
         checks.count("max_examples", max_examples)
 
+    # Without how it trains: networks that differ in that only share a program.
+    seen = model._replace(apply_train=None)
+
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
         examples = draw(key, examples, max_examples)
-        grams = _grams(model, batch_size, trained.whole, examples)
+        grams = _grams(seen, batch_size, trained.whole, examples)
         return {"params": trained.params, "grams": grams}, private
 
     def shrunk(gram: Array) -> Array:
@@ -105,7 +109,8 @@ def _grams(model: Model, batch_size: int, params: Params, examples: Examples) ->
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
         seen = trace(apply, params, x)
-        moments = input_moments(seen, w)
+        counts = locations.counted(seen, sequences.counted(model, x))
+        moments = input_moments(seen, w, expand, counts)
         # A moment's last row and column belong to the bias, if there is one.
         dense = {
             layer.kernel + "^T" * layer.is_transposed: moments[layer.kernel][
@@ -120,7 +125,7 @@ def _grams(model: Model, batch_size: int, params: Params, examples: Examples) ->
             )
         return dense
 
-    unlabelled = examples._replace(targets=None)
+    unlabelled = sequences.weighed(model, examples)._replace(targets=None)
     return passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
 
 

@@ -10,9 +10,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from fisherjax import leaves, likelihoods, linalg, tree
+from fisherjax import leaves, likelihoods, linalg, sequences, tree
 from fisherjax.compiler import jit
-from fisherjax.fisher import passes
+from fisherjax.fisher import locations, passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.layers import Layer, matrix, unpack
 from fisherjax.fisher.operators import PRECISION, Template
@@ -54,10 +54,12 @@ class Products:
         )
 
 
-def regression(model: Model, z: Array, y: Array) -> Array:
-    """Give what outputs z are fitted to, of their shape."""
+def regression(model: Model, x: Array, z: Array, y: Array) -> Array:
+    """Give what outputs z are fitted to, of their shape: themselves where nothing counts."""
+    counts = sequences.targets_counted(model, x, z.shape, y)
     y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
-    return y.astype(z.dtype).reshape(z.shape)
+    y = y.astype(z.dtype).reshape(z.shape)
+    return y if counts is None else jnp.where(counts[..., None], y, z)
 
 
 @partial(jit, static_argnums=(0, 1))
@@ -74,9 +76,13 @@ def exact_products(
         head, a = seen.layers[place], seen.activations[place]
         _, derivative = jax.linearize(lambda params: apply(params, x), params)
         changes = jax.vmap(derivative)(_but(head, directions))
-        residual = seen.outputs - regression(model, seen.outputs, y)
+        residual = seen.outputs - regression(model, x, seen.outputs, y)
         # Both sides of a product carry the root of the weight; [B, T, ...].
         root, places = jnp.sqrt(w)[:, None, None].astype(a.dtype), (*a.shape[:2], -1)
+        counts = sequences.targets_counted(model, x, seen.outputs.shape, y)
+        if counts is not None:
+            a = locations.selected(a, counts.reshape(a.shape[:2]))
+            changes = jnp.where(counts[..., None], changes, 0)
         a, residual = root * a, root * residual.reshape(places)
         changes = root * changes.reshape(-1, *residual.shape)
         dot = partial(jnp.einsum, precision=PRECISION)
@@ -89,6 +95,7 @@ def exact_products(
             head,
         )
 
+    examples = sequences.weighed(model, examples)
     return passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
 
 

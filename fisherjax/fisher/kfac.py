@@ -9,14 +9,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, tree
+from fisherjax import checks, sequences, tree
 from fisherjax.compiler import jit
 from fisherjax.configuration import by_value
-from fisherjax.fisher import kinds, passes
+from fisherjax.fisher import kinds, locations, passes
 from fisherjax.fisher.columns import Columns, over_columns, weighted
 from fisherjax.fisher.diagonal import diagonal, leaf_sums
 from fisherjax.fisher.kronecker import Kronecker, diagonal_of
 from fisherjax.fisher.layers import Layer
+from fisherjax.fisher.locations import Counted
 from fisherjax.fisher.operators import Diagonal, Template
 from fisherjax.fisher.trace import Trace, trace
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
@@ -25,21 +26,30 @@ Fallback = Callable[..., Diagonal] | None
 
 
 class Sharing(NamedTuple):
-    """What becomes of inputs and tangents [B, T, f] where positions share a layer's weights."""
+    """What becomes of inputs and tangents [B, T, f] where positions share a layer's weights.
 
-    inputs: Callable[[Array], Array]
-    tangents: Callable[[Array], Array]
+    Functions of these and of which positions count, [B, T]; None is all. The others are zero.
+    """
+
+    inputs: Callable[[Array, Array | None], Array]
+    tangents: Callable[[Array, Array | None], Array]
 
 
-def _as_they_are(values: Array) -> Array:
+def _as_they_are(values: Array, counts: Array | None = None) -> Array:
+    del counts
     return values
 
 
-def _mean(values: Array) -> Array:
-    return values.mean(1, keepdims=True)
+def _mean(values: Array, counts: Array | None = None) -> Array:
+    if counts is None:
+        return values.mean(1, keepdims=True)
+    wide = jnp.promote_types(values.dtype, jnp.float32)
+    total = values.sum(1, keepdims=True, dtype=wide)
+    return (total / locations.number(counts)).astype(values.dtype)
 
 
-def _sum(values: Array) -> Array:
+def _sum(values: Array, counts: Array | None = None) -> Array:
+    del counts
     return values.sum(1, keepdims=True)
 
 
@@ -90,11 +100,14 @@ def kfac(
 
         A = E_n[mean_t a_nt (mean_t a_nt)^T],   G = E_n[sum_k sum_t g_nkt (sum_t g_nkt)^T],
 
-    for a linear network whose positions are averaged before the loss.
+    for a linear network whose positions are averaged before the loss. Sums and means over t are
+    over the positions that the model's `positions` let count, T_n of example n: the factors are the
+    mean of those of each sentence without its padding.
 
     Raises:
         ValueError: If a leaf belongs to no layer and `fallback` is None; the message names it and
-            why (grouped convolutions, running statistics, loops).
+            why (grouped convolutions, running statistics, loops). If the model has `positions`, and
+            a layer meets an example at several locations that are not these.
 
     Example:
         >>> import fisherjax as fj
@@ -117,7 +130,8 @@ def kfac(
             f"fallback is {fallback!r}; expected None, fisher.diagonal or fisher.zero."
         )
     # By value: another partial of the same must not compile again.
-    sums = by_value(partial(_sums, (fallback, sharing)))
+    options = _Options(fallback, sharing, plan.model)
+    sums = by_value(partial(_sums, options))
     found = passes.run(sums, plan, params, examples, key)
     is_tied = len({(layer.leaf, layer.index) for layer in found.layers}) < len(found.layers)
     return _tied(found) if is_tied else found
@@ -169,15 +183,22 @@ def _joined(pairs: list[dict[str, Array]]) -> dict[str, Array]:
     return {"input": mean("input", 1), "output": mean("output", jnp.where(total > 0, total, 1))}
 
 
+class _Options(NamedTuple):
+    fallback: Fallback
+    sharing: Sharing
+    model: Model  # whose positions count
+
+
 def _sums(
-    options: tuple[Fallback, Sharing],
+    options: _Options,
     apply: Apply,
     params: Params,
     x: Array,
     w: Array,
     factor: passes.Factor,
 ) -> Kronecker:
-    (fallback, sharing), seen = options, trace(apply, params, x)
+    (fallback, sharing, model), seen = options, trace(apply, params, x)
+    counts = locations.counted(seen, sequences.counted(model, x))
     # Still tracing: nothing has been computed yet.
     if seen.uncovered and fallback is None:
         sizes = {name: math.prod(shape) for name, shape in tree.shapes(params).items()}
@@ -194,7 +215,7 @@ def _sums(
     entries = {name: jnp.zeros_like(leaves[name]) for name in seen.uncovered}
     if fallback is not zero:
         entries |= leaf_sums(apply, params, x, columns, w, list(seen.uncovered))
-    factors, scales = _layer_sums(sharing, seen, columns, w)
+    factors, scales = _layer_sums(sharing, seen, counts, columns, w)
     return Kronecker(factors, entries | scales, seen.layers, template, seen.feeders)
 
 
@@ -210,49 +231,61 @@ def _listed(uncovered: dict[str, str]) -> str:
 
 
 def _layer_sums(
-    sharing: Sharing, seen: Trace, columns: Columns, w: Array
+    sharing: Sharing, seen: Trace, counts: Counted, columns: Columns, w: Array
 ) -> tuple[dict[str, dict[str, Array]], dict[str, Array]]:
     def output_factors(one: Array) -> dict[str, Array]:
-        tangents = zip(seen.layers, seen.pullback(one[0]), strict=True)
-        return {layer.kernel: _output_factor(sharing, layer, g) for layer, g in tangents}
+        tangents = zip(seen.layers, seen.pullback(one[0]), counts, strict=True)
+        return {layer.kernel: _output_factor(sharing, layer, g, c) for layer, g, c in tangents}
 
     # Once, not once for each column, on which the inputs do not depend.
-    inputs = input_moments(seen, w, sharing)
+    inputs = input_moments(seen, w, sharing, counts)
     outputs = over_columns(output_factors, weighted(columns, w), at_once=1)
     factors = {name: {"input": a, "output": outputs[name]} for name, a in inputs.items()}
     return factors, {name: block for name, block in outputs.items() if name not in inputs}
 
 
-def _output_factor(sharing: Sharing, layer: Layer, g: Array) -> Array:
+def _output_factor(sharing: Sharing, layer: Layer, g: Array, counts: Array | None) -> Array:
     if layer.form == "scale":
         # Of a scale and a shift the gradients of each example, [B, r, o] -> [r, r, o].
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
         return jnp.einsum("bro,bso->rso", wide, wide, precision="highest")
-    g = sharing.tangents(g) if layer.form == "product" else g
+    g = locations.selected(g, counts)
+    g = sharing.tangents(g, counts) if layer.form == "product" else g
     # A mean over locations, since A sums over them: kron(A, G) has the exact block's scale.
-    return second_moment(g) / g.shape[1]
+    if counts is None or g.shape[1] != counts.shape[1]:
+        return second_moment(g) / g.shape[1]
+    # Of those that count, whose number differs from example to example.
+    wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    return second_moment(wide / jnp.sqrt(locations.number(counts)))
 
 
-def input_moments(seen: Trace, w: Array, sharing: Sharing = expand) -> dict[str, Array]:
+def input_moments(
+    seen: Trace, w: Array, sharing: Sharing = expand, counts: Counted | None = None
+) -> dict[str, Array]:
     """Sum w_n sum_t a_nt a_nt^T over a minibatch, for each layer by the name of its kernel.
 
     That of a table, whose inputs are one-hot, is diagonal: how often each row was used, [a].
     """
-    pairs = zip(seen.layers, seen.activations, strict=True)
+    counts = (None,) * len(seen.layers) if counts is None else counts
+    triples = zip(seen.layers, seen.activations, counts, strict=True)
     return {
-        layer.kernel: _input_moment(sharing, layer, a, w)
-        for layer, a in pairs
+        layer.kernel: _input_moment(sharing, layer, a, w, c)
+        for layer, a, c in triples
         if layer.form != "scale"
     }
 
 
-def _input_moment(sharing: Sharing, layer: Layer, a: Array, w: Array) -> Array:
+def _input_moment(
+    sharing: Sharing, layer: Layer, a: Array, w: Array, counts: Array | None
+) -> Array:
     if layer.form == "table":
         wide = jnp.promote_types(w.dtype, jnp.float32)
-        counts = jnp.broadcast_to(w[:, None].astype(wide), a.shape)
-        return jnp.zeros(layer.rows, wide).at[a].add(counts, mode="drop")
+        used = jnp.broadcast_to(w[:, None].astype(wide), a.shape)
+        used = used if counts is None else jnp.where(counts, used, 0)
+        return jnp.zeros(layer.rows, wide).at[a].add(used, mode="drop")
+    a = sharing.inputs(locations.selected(a, counts), counts)
     # Both sides of the product carry the root of the weight.
-    return second_moment(sharing.inputs(a) * jnp.sqrt(w)[:, None, None].astype(a.dtype))
+    return second_moment(a * jnp.sqrt(w)[:, None, None].astype(a.dtype))
 
 
 def second_moment(values: Array) -> Array:

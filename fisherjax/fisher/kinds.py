@@ -111,7 +111,8 @@ def curvature_propagation(
         raise ValueError("Curvature propagation draws signs: pass key=jax.random.key(seed).")
     # Positions are independent given z: signs of their own let one pass serve all of them.
     shape, dtype = values(jax.eval_shape(likelihood.factor, z)).shape[:-1], z.dtype
-    signs = jax.random.rademacher(key, (num_samples, *shape), dtype)
+    draw = jax.random.rademacher if likelihood.signs is None else likelihood.signs
+    signs = draw(key, (num_samples, *shape), dtype)
     sums = jax.vmap(partial(_combined, likelihood, z))(signs)
     # Sums are squared before they are added: a mean over draws divides by the root.
     return sums / jnp.sqrt(num_samples).astype(z.dtype)

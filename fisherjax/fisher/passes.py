@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fisherjax import checks, leaves, tree
+from fisherjax import checks, leaves, sequences, tree
 from fisherjax.clients import draw, minibatches
 from fisherjax.compiler import jit
 from fisherjax.configuration import by_value, cached
@@ -122,11 +122,15 @@ def _mean(
     model, kind, batch_size, most = plan
     apply, own = leaves.opened(model, params)
     point = own if vector is None else (own, vector)
+    examples = sequences.weighed(model, examples)
     if most is not None and key is not None:
         examples = draw(jax.random.fold_in(key, _DRAW), examples, most)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Any:
-        return sums(apply, point, x, w, lambda z: kind(model.likelihood, z, y, key))
+        def factor(z: Array) -> Columns:
+            return kind(sequences.likelihood(model, x, z.shape), z, y, key)
+
+        return sums(apply, point, x, w, factor)
 
     return weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
 
@@ -145,6 +149,7 @@ def _mean_over_devices(
     own_plan = plan._replace(max_examples=most and -(-most // layout.mesh.shape[axis]))
 
     def on_one(point: tuple, key: Key | None, examples: Examples) -> Any:
+        examples = sequences.weighed(plan.model, examples)
         # Otherwise all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
         params, vector = point
@@ -190,9 +195,11 @@ def check(
     plan = Plan(model._replace(apply_train=None, mask=mask), by_value(kind), int(batch_size))
     shapes, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, examples.inputs)))
     z = _outputs(plan.model, structure, tuple(shapes))
+    checks.are_positions(model, examples.inputs, z.shape)
     # These kinds read no targets, whatever they are.
     if examples.targets is not None and kind not in (automatic, true):
-        model.likelihood.check((examples.targets.shape[0], *z.shape[1:]), examples.targets)
+        shape = examples.targets.shape[0], *z.shape[1:]
+        model.likelihood.check(shape, checks.labels(model, shape, examples.targets))
     y = None if examples.targets is None else tree.shape_of(examples.targets[:1])
     _columns(model.likelihood, plan.kind, z, y, key is None)
     return plan._replace(max_examples=max_examples)

@@ -46,6 +46,7 @@ class Trace(NamedTuple):
         uncovered: Leaves that belong to no layer, each with the reason.
         feeders: Whose outputs each layer takes; None where always those of the one before.
         last: What makes the outputs: the place of a layer, or in words why none does.
+        locations: For each layer the axes that its T runs over, use by use: their sizes.
     """
 
     outputs: Array
@@ -55,6 +56,7 @@ class Trace(NamedTuple):
     uncovered: dict[str, str]
     feeders: Feeders | None = None
     last: int | str = ""
+    locations: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
 
 class LayersNotFoundError(ValueError):
@@ -86,7 +88,8 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
 
     layers, sources = tuple(part.layer for part in found), feeders(network, found)
     last = output_part(network, found, uncovered)
-    return Trace(outputs, layers, activations, pullback, uncovered, sources, last)
+    places = tuple(tuple(_sizes(network, use) for use in part.uses) for part in found)
+    return Trace(outputs, layers, activations, pullback, uncovered, sources, last, places)
 
 
 def network_of(
@@ -102,6 +105,11 @@ def network_of(
             "apply treat every example alike, however many there are."
         )
     return network, *grouped(reading, tree.names(params), jax.tree.leaves(params))
+
+
+def _sizes(network: inline.Flat, use: Use) -> tuple[int, ...]:
+    shape = network.equations[use.tangent[0]].outvars[0].aval.shape
+    return tuple(shape[axis] for axis in use.tangent_axes[1])
 
 
 def inputs_of_use(use: Use, equation: Any, value: Array) -> Array:

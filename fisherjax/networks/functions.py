@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax.configuration import cached
 from fisherjax.networks import statistics
-from fisherjax.typing import Apply, ApplyTrain, Array, Key, Likelihood, Model, Params
+from fisherjax.typing import Apply, ApplyTrain, Array, Key, Likelihood, Model, Params, Positions
 
 
 def init(
@@ -141,6 +141,7 @@ def model(
     normalize: Callable[[Array], Array] | None = None,
     augment: Callable[[Key, Array], Array] | None = None,
     any_width: bool = False,
+    positions: Positions | None = None,
 ) -> Model:
     """Make the `fisherjax.Model` of a flax module, which trains as its layers and images ask for.
 
@@ -156,6 +157,7 @@ def model(
         augment: `(key, inputs) -> inputs` in place of normalize while training, such as
             `datasets.crop_and_flip(normalize)`.
         any_width: Whether it takes params of other widths, as in `apply_fn`.
+        positions: Which positions of sequences count, as in `fisherjax.Model`.
 
     Returns:
         Equal models for equal arguments.
@@ -179,7 +181,7 @@ def model(
         train = (
             None if augment is None else augmented(apply_fn(module, any_width=any_width), augment)
         )
-        return Model(apply, likelihood, train)
+        return Model(apply, likelihood, train, positions=positions)
     if not _takes_train(module):
         raise ValueError(
             f"{type(module).__name__} keeps running statistics, but its __call__ takes no `train`; "
@@ -187,7 +189,8 @@ def model(
             "BatchNorm(use_running_average=not train)."
         )
     mask = {name: jax.tree.map(lambda _, t=name == "params": t, x) for name, x in params.items()}
-    return Model(apply, likelihood, _by_minibatch(module, normalize, augment), mask)
+    by_minibatch = _by_minibatch(module, normalize, augment)
+    return Model(apply, likelihood, by_minibatch, mask, positions)
 
 
 @cached

@@ -14,7 +14,9 @@ class Transformer(flax.linen.Module):
         h <- h + attention(norm(h)),    h <- h + W_2 relu(W_1 norm(h)),    z = W norm(h)
 
     Position t attends to those up to t only. The log-likelihood of a sequence is a sum over its L
-    positions: a learning rate that suits the mean over positions has to be divided by L.
+    positions: a learning rate that suits the mean over positions has to be divided by L. Padding
+    behind a sequence changes no output before it: `fisherjax.Model(..., positions=...)` leaves it
+    out of the loss.
 
     Args:
         num_classes: C, the number of tokens.
