@@ -99,9 +99,7 @@ def paths(tmp_path):
     """Uploads of made up numbers: of FedAvg, which nothing is compiled for."""
     paths = [tmp_path / f"{client}.safetensors" for client in CLIENTS]
     for i, (path, client, size) in enumerate(zip(paths, CLIENTS, SIZES, strict=True)):
-        values = {"params": drawn(i, TRAINED)}
-        own = Update(values, "params", drawn(i, sorted(MOMENTS)), tuple(sorted(FROZEN)))
-        files.save_update(path, own, algorithm="fedavg", client=client, examples=size)
+        files.save_update(path, made_up(i), algorithm="fedavg", client=client, examples=size)
     return paths
 
 
@@ -228,21 +226,25 @@ def test_frozen_leaves_are_in_the_merged_file_only_if_there_is_a_start(paths, ca
         assert (array.dtype, array.tobytes()) == (expected.dtype, expected.tobytes())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda leaves: leaves.pop("params/base/bias"), r"start lacks \['params/base/bias'\]"),
-        (
-            lambda leaves: leaves.update({"moments/norm/mean": np.ones(7)}),
-            r"statistics/moments/norm/mean is float32\[4\], expected \[7\]",
-        ),
-        (
-            lambda leaves: leaves.update({"params/head/bias": np.ones(7)}),
-            r"params/params/head/bias is float32\[3\], expected \[7\]",
-        ),
-    ],
-)
-def test_a_start_of_another_network_is_refused(paths, change, message):
+OTHER_STARTS = {
+    "no frozen leaf": (
+        lambda leaves: leaves.pop("params/base/bias"),
+        r"start lacks \['params/base/bias'\]",
+    ),
+    "another statistic": (
+        lambda leaves: leaves.update({"moments/norm/mean": np.ones(7)}),
+        r"statistics/moments/norm/mean is float32\[4\], expected \[7\]",
+    ),
+    "another trained leaf": (
+        lambda leaves: leaves.update({"params/head/bias": np.ones(7)}),
+        r"params/params/head/bias is float32\[3\], expected \[7\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_STARTS)
+def test_a_start_of_another_network_is_refused(paths, case):
+    change, message = OTHER_STARTS[case]
     leaves, out = dict(START), paths[0].with_name("m.safetensors")
     change(leaves)
     with pytest.raises(ValueError, match=message):
@@ -252,6 +254,36 @@ def test_a_start_of_another_network_is_refused(paths, change, message):
 
 def freeze_less(about, arrays):
     about["frozen"].remove("params/base/bias")
+
+
+def made_up(client, frozen=FROZEN, statistics=MOMENTS):
+    values = {"params": drawn(client, TRAINED)}
+    return Update(values, "params", drawn(client, sorted(statistics)), tuple(sorted(frozen)))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"frozen": FROZEN - {"params/base/bias"}}, {"statistics": MOMENTS - {min(MOMENTS)}}]
+)
+def test_chunks_of_other_untrained_leaves_are_refused(changes):
+    each = [jax.tree.map(lambda x: x[None], own) for own in (made_up(0), made_up(1, **changes))]
+    with pytest.raises(ValueError, match="Chunk 1 holds leaves of shapes"):
+        fj.merging.merge_stream(algorithms.fedavg(), START, ((own, None) for own in each))
+
+
+def test_under_masks_the_moments_are_those_of_who_stayed():
+    """By NumPy in float64; `bob` drops out after the keys were shared."""
+    sent, how = fj.tree.stack([made_up(client) for client in range(3)]), {"bound": 100.0}
+    how |= {"threshold": 2, "bits": 64, "entropy": np.random.default_rng(0).bytes}
+    how["absent"] = {"mask": [1]}
+    own = (algorithms.fedavg(), START, sent, SIZES)
+    assert isinstance(secure_aggregation.contributions(*own)[0], fj.merging.Added)
+    merged, _, _ = secure_aggregation.secure_merge(*own, **how)
+    for name in MOMENTS:
+        each = [np.float64(made_up(client).statistics[name]) for client in range(3)]
+        expected = np.average(each, axis=0, weights=[20, 0, 30])
+        np.testing.assert_allclose(merged[name], expected, rtol=1e-5, atol=1e-6)
+    for name in FROZEN:
+        assert np.asarray(merged[name]).tobytes() == START[name].tobytes()
 
 
 def running_variance(about, arrays):

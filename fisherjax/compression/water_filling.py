@@ -64,8 +64,9 @@ def water_filling(size: float, *, trust: float = 0.03) -> Codec:
     merged model moves away from a client that does not move itself.
 
     Args:
-        size: Of an update, in units of FedAvg's, 4 bytes for each weight. More than 15 bits for
-            each number that there is are not used.
+        size: Of an update, in units of FedAvg's, 4 bytes for each trained weight. More than 15 bits
+            for each number that there is are not used. Running statistics are sent besides, as they
+            are.
         trust: How much of what errors of factors cost to first order counts. What errors of the
             weights cost is too little: the Fisher information of a model that is sure of itself
             says too little of large ones, and where they are lost, all is.
