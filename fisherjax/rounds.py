@@ -363,9 +363,13 @@ def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Ro
     own, statistics = sent.kept
     if algorithm.link.mix is not None and statistics:
         shares = algorithm.link.mix(half.values, half.weights)
-        sound = tree.keep(half.present, statistics)
+        # Those that a client keeps to itself, as under `weighted_fedbn`, are its own.
+        alone = algorithm.link.keeps(trained.statistics)
+        common = {name: x for name, x in statistics.items() if name not in alone}
+        sound = tree.keep(half.present, common)
         mixed = jax.vmap(lambda row: tree.weighted_sum(sound, row))(shares)
-        statistics = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, statistics)
+        mixed = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, common)
+        statistics = statistics | mixed
     # Who diverged keeps what it kept, and so do those who sat the round out.
     kept = tree.keep(half.present, (own, statistics), sent.before)
     everyone = state.private, state.statistics

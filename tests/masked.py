@@ -3,8 +3,8 @@
 Names are collected here and nowhere else.
 """
 
-import jax
 import optax
+import pytest
 
 from fisherjax import algorithms, compression, fisher, privacy
 
@@ -26,7 +26,7 @@ def served(name, model, base="fedavg"):
 
 
 def private(model, base="fedavg", **how):
-    clip = {"fedavg": 1.0}.get(base, {"params": 1.0, "fisher": 1.0})
+    clip = {"fedavg": 1.0}.get(base, {"fisher": 1.0, "product": 1.0, "mean": 1.0})
     return privacy.private(algorithms.make(base, model), clip=clip, noise_multiplier=0.5, **how)
 
 
@@ -36,6 +36,13 @@ WRAPPERS = {
     "server adamw": lambda m: served("adamw", m),
     "compressed": lambda m: compression.compressed(algorithms.fedfisher(m), CODEC),
     "private": private,
+    "weighted_fedavg by Fisher": lambda m: algorithms.weighted_fedavg(m, fisher=fisher.diagonal),
+    "server of private": lambda m: algorithms.with_server_optimizer(
+        private(m, "fedfisher_diag"), SERVERS["adam"]
+    ),
+    "compressed keep_private": lambda m: compression.compressed(
+        algorithms.keep_private(algorithms.regmean(m), frozenset({"third/kernel"})), CODEC
+    ),
     "keep_private": lambda m: algorithms.keep_private(
         algorithms.fedfisher(m, fisher=fisher.diagonal), frozenset({"third/kernel"})
     ),
@@ -49,8 +56,24 @@ ONCE = {*algorithms.WIDER, *algorithms.VOTES, *algorithms.DISTILLED, *REFUSE}
 OF_THE_HEAD = {"weighted_fedavg", "weighted_fedbn"}
 
 
+# Of methods whose programs are nearly another's, or take long to compile, a release asks.
+SELDOM = {
+    *("dense", "fedfisher_sketched", "fedfisher_full", "fedlpa_ea", "fedlpa_gd", "fedfish"),
+    *("fedprox", "fisher_merge", "server adamw", "server of private", "compressed keep_private"),
+}
+
+
+def priced(names, fast=()):
+    """Mark names by how long a law of them takes."""
+
+    def marks(name):
+        cost = pytest.mark.slow if name in SELDOM else pytest.mark.long
+        return () if name in fast else cost
+
+    return [pytest.param(name, marks=marks(name)) for name in names]
+
+
 def method(name, own):
     if name in WRAPPERS:
         return WRAPPERS[name](own)
     return algorithms.make(name, own, **OPTIONS.get(name, {}))
-

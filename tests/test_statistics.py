@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import fisherjax as fj
-from fisherjax import algorithms, compression, leaves, merging, privacy, rounds, training, tree
-from tests.masked import EVERY, ONCE, REFUSE, method
+from fisherjax import algorithms, leaves, merging, rounds, training, tree
+from tests.masked import EVERY, ONCE, REFUSE, method, priced
 
 LAYERS = {"first": (16, 4), "second": (4, 3), "third": (3, 3), "head": (3, 3)}
 MOMENTS = ("moments/mean", "moments/second_moment")
@@ -111,7 +111,7 @@ def assert_mixture(params, expected):
 
 
 # DENSE has a loss of its own, and noise would be of what is no gradient.
-WITHOUT = {*REFUSE, "dense", "private", "fedov", "single_set"}
+WITHOUT = {*REFUSE, "dense", "private", "server of private", "fedov", "single_set"}
 
 
 def summarized(name):
@@ -120,7 +120,10 @@ def summarized(name):
     return own, found, merging.summarize(own, found, federation(), key=jax.random.key(1))
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if name not in WITHOUT])
+HERE = [name for name in EVERY if name not in WITHOUT]
+
+
+@pytest.mark.parametrize("name", priced(HERE, fast={"fedavg", "fednova", "server sgd"}))
 def test_merged_moments_are_those_of_the_mixture(name):
     own, found, sent = summarized(name)
     assert tuple(sent.statistics) == MOMENTS
@@ -137,6 +140,7 @@ def test_methods_that_cannot_merge_moments_name_them(name):
         summarized(name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fedavg", "fedfisher_diag", "regmean"])
 def test_streams_and_secure_sums_average_moments(name):
     own, found, sent = summarized(name)
@@ -186,13 +190,26 @@ def played(name, cohort=3, model=MODEL):
     return experiment, state, last
 
 
-@pytest.mark.parametrize("name", [n for n in EVERY if n not in {*WITHOUT, *ONCE, "weighted_fedavg"}])
+@pytest.mark.parametrize(
+    "name", [n for n in EVERY if n not in {*WITHOUT, *ONCE, "weighted_fedavg"}]
+)
 def test_after_two_rounds_moments_are_those_of_the_mixture(name):
     _, state, last = played(name)
     assert_mixture(state.params, mixture(last.trained.statistics, SIZES))
     assert np.all(state.params["moments"]["mean"] != last.start["moments"]["mean"])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("make", [algorithms.analytic_head, algorithms.natural_gradient])
+def test_exchanges_leave_statistics_as_they_are(make):
+    """Nobody trains in one, and the running statistics are those of the model that is given."""
+    found, _, _ = merging.exchange(make(MODEL), start(), federation(), key=jax.random.key(4))
+    for leaf, expected in start()["moments"].items():
+        assert np.asarray(found["moments"][leaf]).tobytes() == expected.tobytes()
+    assert np.any(found["head"]["kernel"] != start()["head"]["kernel"])
+
+
+@pytest.mark.long
 def test_a_cohort_is_a_mixture_of_its_own():
     _, state, last = played("fednova", cohort=2)
     assert last.cohort.shape == (2,)
@@ -205,16 +222,20 @@ LOCAL = {
     "keep_private": lambda: algorithms.keep_private(
         algorithms.fedfisher(MODEL, fisher=fj.fisher.diagonal), KEPT
     ),
+    "weighted_fedbn": lambda: algorithms.make("weighted_fedbn", MODEL, where=KEPT),
     "single_set": algorithms.single_set,
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LOCAL)
 def test_clients_that_keep_their_statistics_send_none(name):
     experiment, state, last = played(LOCAL[name](), cohort=2)
     own = experiment.models(state, 3)["moments"]
     for leaf in ("mean", "second_moment"):
-        np.testing.assert_array_equal(own[leaf][last.cohort], last.trained.statistics["moments"][leaf])
+        np.testing.assert_array_equal(
+            own[leaf][last.cohort], last.trained.statistics["moments"][leaf]
+        )
         # The global model's stay what they were.
         np.testing.assert_array_equal(state.params["moments"][leaf], start()["moments"][leaf])
     assert np.ptp(np.asarray(own["mean"]), axis=0).min() > 0
@@ -223,6 +244,7 @@ def test_clients_that_keep_their_statistics_send_none(name):
     assert experiment.traffic(start(), federation()).down == down
 
 
+@pytest.mark.long
 def test_weighted_fedavg_mixes_statistics_by_its_shares():
     experiment, state, last = played("weighted_fedavg")
     shares = np.asarray(last.info)
@@ -247,7 +269,9 @@ def in_part(params, x, key, weights):
 
 def as_they_came(params, x, key, weights):
     z, new = jax.jit(jax.checkpoint(apply_train))(params, x, key, weights)
-    still = jax.tree.map(jax.lax.stop_gradient, params) | {"head": jax.tree.map(jnp.copy, params["head"])}
+    still = jax.tree.map(jax.lax.stop_gradient, params) | {
+        "head": jax.tree.map(jnp.copy, params["head"])
+    }
     return z, still | {"moments": new["moments"]}
 
 
@@ -271,6 +295,68 @@ def test_statistics_are_what_training_returns_anew(form):
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12), both[0].models, both[1].models
     )
+
+
+def test_moments_that_are_not_finite_leave_a_client_out_by_name():
+    own, found, sent = summarized("fedavg")
+    mean = sent.statistics[MOMENTS[0]]
+    spoilt = {**sent.statistics, MOMENTS[0]: mean.at[1, 2].set(jnp.nan)}
+    sent = algorithms.Update(sent.values, sent.kind, spoilt, sent.frozen)
+    with pytest.raises(
+        ValueError, match=r"clients \[1\] are not finite .*'statistics/moments/mean'"
+    ):
+        merging.merge(own, start(), sent, SIZES)
+    with pytest.warns(UserWarning, match="client 1 for leaf"):
+        whole, _, _ = merging.merge(own, start(), sent, SIZES, on_nonfinite="drop")
+    counted = (SIZES[0], 0, SIZES[2])
+    assert_mixture(whole, mixture(found.statistics, counted))
+    kernel = np.tensordot(np.divide(counted, sum(counted)), found.params["head"]["kernel"], 1)
+    np.testing.assert_allclose(whole["head"]["kernel"], kernel, rtol=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["fedfisher_diag", "compressed"])
+def test_models_trained_elsewhere_have_statistics_too(name):
+    own, found, sent = summarized(name)
+    several = [jax.tree.map(lambda x, i=i: x[i], found.models) for i in range(3)]
+    given = [training.Trained(found.models, start())]
+    # What is sent as a difference needs the start.
+    given += [several] if name == "fedfisher_diag" else []
+    for elsewhere in given:
+        again = merging.summarize(own, elsewhere, federation(), key=jax.random.key(1))
+        assert (tuple(again.statistics), again.frozen) == (MOMENTS, ())
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), again, sent
+        )
+
+
+def test_none_among_params_is_no_leaf_for_statistics_either():
+    """As equinox's partition leaves it in place of what is no array."""
+    begin = {
+        "w": np.zeros((16, 2)),
+        "activation": None,
+        "layer": {"mean": np.zeros(16), "size": None},
+    }
+
+    def train(params, x, key, weights):
+        x = x.reshape(len(x), -1)
+        layer = {"mean": weights / weights.sum() @ x, "size": None}
+        return (x - layer["mean"]) @ params["w"], params | {"w": None, "layer": layer}
+
+    mask = {"w": True, "activation": None, "layer": {"mean": False, "size": None}}
+    model = fj.Model(
+        lambda p, x: (x.reshape(len(x), -1) - p["layer"]["mean"]) @ p["w"],
+        fj.likelihoods.categorical,
+        train,
+        mask,
+    )
+    found = leaves.split(model, begin, federation().inputs)
+    assert tree.names(found.statistics) == ("layer/mean",)
+    how = {"key": jax.random.key(0), "optimizer": SGD, "epochs": 1, "batch_size": max(SIZES)}
+    trained = training.train(model, begin, federation(), **how)
+    rows = np.split(np.asarray(federation().inputs).reshape(sum(SIZES), -1), np.cumsum(SIZES)[:-1])
+    means = trained.models["layer"]["mean"]
+    np.testing.assert_allclose(means, [own.mean(0) for own in rows], rtol=1e-12)
 
 
 # As flax, PyTorch, TensorFlow, haiku and nnx call them.
@@ -310,6 +396,7 @@ def test_a_mean_of_variances_is_refused_by_name(names):
         leaves.check_moments(names)
 
 
+@pytest.mark.long
 def test_variances_are_refused_where_they_would_be_averaged():
     names = PAIRS[1]
     model, begin, method = bare(*names), with_bare(*names), algorithms.fedavg()
