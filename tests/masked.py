@@ -1,12 +1,30 @@
-"""Every method and wrapper, made for a network of images, for laws of leaves that have a mask.
+"""A network of images with a mask, and every method and wrapper made for it: for laws of leaves.
 
-Names are collected here and nowhere else.
+A network with a mask is compared to the same network whose frozen leaves are constants in `apply`,
+and which has no params but the trained ones: what the library never has to tell apart. Names of
+methods are collected here and nowhere else.
 """
 
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
-from fisherjax import algorithms, compression, fisher, privacy
+import fisherjax as fj
+from fisherjax import algorithms, compression, fisher, merging, privacy, training, tree
+
+LAYERS = {"first": (16, 4), "second": (4, 3), "third": (3, 3), "head": (3, 3)}
+# A whole layer, a kernel and a bias of others; and the layer that makes the outputs.
+FROZEN = {
+    "inner": ("first/bias", "first/kernel", "second/kernel", "third/bias"),
+    "head": ("head/bias", "head/kernel"),
+}
+SIZES = (5, 4, 3)
+SGD = optax.sgd(0.5, 0.9)
+HOW = {"epochs": 2, "batch_size": 3}
 
 TABLES = (algorithms.TABLE, algorithms.PERSONAL, algorithms.WIDER, algorithms.DISTILLED)
 NAMES = [name for table in (*TABLES, algorithms.VOTES) for name in table]
@@ -77,3 +95,94 @@ def method(name, own):
     if name in WRAPPERS:
         return WRAPPERS[name](own)
     return algorithms.make(name, own, **OPTIONS.get(name, {}))
+
+
+@functools.cache
+def start():
+    source = np.random.default_rng(0)
+    return {
+        name: {"bias": source.normal(size=o) / 3, "kernel": source.normal(size=(i, o)) / i**0.5}
+        for name, (i, o) in LAYERS.items()
+    }
+
+
+@functools.cache
+def federation():
+    source = np.random.default_rng(1)
+    data = source.uniform(size=(sum(SIZES), 4, 4, 1)), source.integers(0, 2, sum(SIZES))
+    return fj.clients.federation(data, np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1]))
+
+
+def network(params, x):
+    x = x.reshape(len(x), -1)
+    for name in LAYERS:
+        x = x @ params[name]["kernel"] + params[name]["bias"]
+        x = x if name == "head" else jnp.tanh(x)
+    return x
+
+
+def chosen(where, change):
+    """Change leaves by name, by hand."""
+    return {
+        layer: {leaf: change(f"{layer}/{leaf}" in FROZEN[where], x) for leaf, x in own.items()}
+        for layer, own in start().items()
+    }
+
+
+@functools.cache
+def model(where, closed):
+    """The network with a mask, or with constants in it."""
+    if not closed:
+        mask = chosen(where, lambda frozen, _: not frozen)
+        return fj.Model(network, fj.likelihoods.categorical, mask=mask)
+
+    def apply(params, x):
+        whole = {
+            layer: {leaf: start()[layer][leaf] if x is None else x for leaf, x in own.items()}
+            for layer, own in params.items()
+        }
+        return network(whole, x)
+
+    return fj.Model(apply, fj.likelihoods.categorical)
+
+
+def params(where, closed):
+    return chosen(where, lambda frozen, x: None if frozen else x) if closed else start()
+
+
+@functools.cache
+def trained(where, closed, optimizer, changed):
+    how = {"key": jax.random.key(0), "optimizer": optimizer, **HOW}
+    own = changed(model(where, closed))
+    return training.train(own, params(where, closed), federation(), **how)
+
+
+def summarized(name, where, closed, changed=lambda own: own):
+    own = method(name, model(where, closed))
+    found = trained(where, closed, own.optimizer(SGD), changed)
+    return own, found, merging.summarize(own, found, federation(), key=jax.random.key(1))
+
+
+def merged(name, where, closed):
+    own, found, sent = summarized(name, where, closed)
+    given, weights = params(where, closed), federation().weights
+    return found, sent, merging.merge(own, given, sent, weights, key=jax.random.key(2))
+
+
+def assert_same(found, expected):
+    """Numbers, and names of leaves: what is frozen has none."""
+    found, expected = map(tree.by_name, (found, expected))
+    assert list(found) == list(expected)
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+def assert_frozen(found, where):
+    """Bit for bit as they came."""
+    before, after = map(tree.by_name, (start(), found))
+    for name in FROZEN[where]:
+        assert np.asarray(after[name]).tobytes() == before[name].tobytes(), name
+
+
+def of_trained(whole, where):
+    return {n: x for n, x in tree.by_name(whole).items() if n not in FROZEN[where]}
