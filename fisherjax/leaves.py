@@ -223,10 +223,10 @@ def _returned(
     """Say of each leaf whether `apply_train` returns another than it was given."""
 
     def new_leaves(leaves: list[Array], *rest: Any) -> list[Array]:
-        _, new = apply_train(jax.tree.unflatten(structure, leaves), *rest)
-        found = leaves if new is None else jax.tree.leaves(new, is_leaf=_is_none)
+        own = jax.tree.unflatten(structure, leaves)
+        _, new = apply_train(own, *rest)
         # What it does not return at all, it does not change.
-        return [x if y is None else y for x, y in zip(leaves, found, strict=True)]
+        return leaves if new is None else jax.tree.leaves(join(like(own, new), own))
 
     key = jax.eval_shape(partial(jax.random.key, 0))
     weights = jax.ShapeDtypeStruct(inputs.shape[:1], jnp.result_type(float))

@@ -101,6 +101,15 @@ def x64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", before)
 
 
+@pytest.fixture(scope="module")
+def wide() -> Iterator[None]:
+    """Compute in float64 throughout a module, whose tests may share what they computed."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
 @pytest.fixture
 def rounding() -> float:
     """How far two programs of the same formulas may differ: no bit, unless they are optimised.

@@ -132,8 +132,10 @@ def test_halves_of_a_base_keep_their_precision():
         assert np.asarray(merged["base"][name]).tobytes() == np.asarray(leaf).tobytes()
 
 
-def merged_of(weights, models, base, method=FEDFISHER):
+def merged_of(weights, models, base):
     """Merge models of given heads, of which the base is everybody's."""
+    # Of minibatches that have all examples: a loop over several has no gradient.
+    method = algorithms.fedfisher(MODEL)
     several = [{"base": base, "head": head} for head in models]
     sent = merging.summarize(method, several, FEDERATION, key=KEY)
     return merging.merge(method, several[0], sent, weights)[0]
@@ -152,7 +154,7 @@ def test_derivatives_of_a_merge_are_those_of_the_network_with_constants(x64):
     def closed(params, x):
         return apply(params | {"base": base}, x)
 
-    constant = algorithms.fedfisher(fj.Model(closed, fj.likelihoods.categorical), batch_size=2)
+    constant = algorithms.fedfisher(fj.Model(closed, fj.likelihoods.categorical))
 
     def by_constants(weights, models):
         several = [{"head": head} for head in models]

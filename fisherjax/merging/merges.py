@@ -188,6 +188,8 @@ def merge_sums(
         [0.5 0.5]
     """
     statistics = tuple(sums.statistics.total) if isinstance(sums, Added) else ()
+    if len(cohort) > 1:
+        leaves.check_moments(statistics)
     # Sums may be spread over a mesh.
     own = leaves.named(checks.arrays(params), statistics, tuple(frozen))
     own = replicate(own, mesh_of(sums))
