@@ -121,7 +121,7 @@ def open_set(
         own, *unknown = jnp.split(_open_outputs(model.apply, params, every), 3)
         return -(_label_losses(own) + sum(_unknown_loss(z) for z in unknown)[:, None]), None
 
-    return Model(apply, _OPEN, apply_train, model.mask)
+    return model._replace(apply=apply, likelihood=_OPEN, apply_train=apply_train)
 
 
 def _check_plain(model: Model) -> None:
