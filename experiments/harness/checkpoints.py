@@ -151,8 +151,8 @@ def _read(checkpoint: Path, like: Any) -> tuple[Any, list]:
     for was, now in pairs:
         if was != now:
             raise ValueError(
-                f"{checkpoint} is of another run or version: it holds {was} where this run has {now}. "
-                "Choose another folder, or delete that one"
+                f"{checkpoint} is of another run or version: it holds {was} where this run has "
+                f"{now}. Choose another folder, or delete that one"
             )
     restored = [_like(contents.arrays[name], leaf) for name, leaf in _named(like)]
     return jax.tree.unflatten(jax.tree.structure(like), restored), record["rows"]
