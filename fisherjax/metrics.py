@@ -189,7 +189,7 @@ def client_server_barrier(
     Args:
         model: Its negative log-likelihood is the loss.
         params: W, the global model after aggregation.
-        models: W_i stacked, leaves [M, ...]; of a round `done.trained.params`.
+        models: W_i stacked, leaves [M, ...]; of a round `done.trained.models`.
         federation: The data of these clients; of a round `select(federation, done.cohort)`.
         batch_size: Examples of a minibatch.
 

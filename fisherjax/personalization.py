@@ -62,7 +62,7 @@ def personalize(
             continue
         # Only the sizes change, not the shapes: every fraction trains by the same program.
         own = pool._replace(sizes=(fraction * federation.sizes).astype(pool.sizes.dtype))
-        models = training.train(model, params, own, key=key, **options).params
+        models = training.train(model, params, own, key=key, **options).models
         found.append(metrics.performance(model, models, test, stacked=True))
     return found
 

@@ -72,9 +72,27 @@ def test_tuning_is_training_on_so_many_examples_of_the_first_half(federation, ke
         epochs=2,
         batch_size=2,
     )
-    expected = fj.metrics.performance(MODEL, models.params, test, stacked=True)
+    expected = fj.metrics.performance(MODEL, models.models, test, stacked=True)
     np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
     assert found.loss[0] != np.log(2.0)
+
+
+@pytest.mark.long
+def test_what_the_mask_freezes_is_part_of_every_tuned_model(federation, key):
+    base = np.random.default_rng(1).normal(size=(3, 3)).astype(np.float32)
+    frozen = fj.Model(
+        lambda w, x: x @ w["base"] @ w["head"], CATEGORICAL, mask={"base": False, "head": True}
+    )
+    how = {"key": key, "fractions": (0.25, 0.5), "optimizer": SGD, "epochs": 2, "batch_size": 2}
+    start = {"base": base, "head": np.zeros((3, 2), np.float32)}
+    # The same as a head on inputs that went through the base.
+    before = federation._replace(inputs=federation.inputs @ base)
+    for found, expected in zip(
+        personalize(frozen, start, federation, **how),
+        personalize(MODEL, start["head"], before, **how),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)
 
 
 def test_a_client_without_data_to_tune_on_keeps_the_model(federation, key):

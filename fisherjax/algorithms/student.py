@@ -96,7 +96,7 @@ def distilled(
     model = student._replace(likelihood=_SOFT)
     how = {"key": key, "optimizer": optimizer, "epochs": epochs, "batch_size": length}
     trained = training.train(model, start, federation, **how)
-    params = jax.tree.map(lambda leaf: leaf[0], trained.params)
+    params = jax.tree.map(lambda leaf: leaf[0], trained.models)
     losses = [
         _divergence(_over_inputs(student.apply, length, w, inputs), target).mean()
         for w in (start, params)

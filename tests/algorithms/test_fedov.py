@@ -335,6 +335,17 @@ def test_the_students_divergence_from_the_vote_falls(digits):
     np.testing.assert_allclose(info.after, found, rtol=1e-4)
 
 
+@pytest.mark.long
+def test_a_student_with_a_frozen_layer_comes_back_with_it():
+    voters, stacked = voting(MODEL), fj.tree.stack([drawn(0), drawn(1)])
+    mask = {"a": False, "b": True, "c": True}
+    student, start = MODEL._replace(mask=mask), drawn(2, outputs=3)
+    how = {"key": KEY, "optimizer": optax.sgd(0.1), "epochs": 9}
+    params, info = distilled(voters, stacked, student, start, IMAGES, **how)
+    np.testing.assert_array_equal(params["a"], start["a"])
+    assert info.after < info.before
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
