@@ -187,11 +187,13 @@ def test_masked_sums_of_the_diagonal_are_three_times_those_of_fedavg():
     assert f"{3 * lenet + 1:,} masked numbers for LeNet where FedAvg has {lenet + 1:,}" in said
 
 
-def test_the_page_on_models_lists_every_field_of_an_algorithm():
-    _, rest = (ROOT / "docs/models.md").read_text().split("| field |", 1)
+@pytest.mark.parametrize("kind", ["Algorithm", "Link"])
+def test_the_page_on_models_lists_every_field_of_an_algorithm_and_its_link(kind):
+    _, *tables = (ROOT / "docs/models.md").read_text().split("| field |")
+    rest = tables[["Algorithm", "Link"].index(kind)]
     fields = [line.split("|")[1] for line in rest.split("\n\n")[0].splitlines()[2:]]
     names = [name for cell in fields for name in re.findall(r"`(\w+)", cell)]
-    assert sorted(names) == sorted(fj.algorithms.Algorithm._fields)
+    assert sorted(names) == sorted(getattr(fj.algorithms, kind)._fields)
 
 
 def test_each_method_that_the_readme_names_is_a_function():

@@ -32,7 +32,13 @@ def test_every_framework_is_covered(page):
         found = page.fj.fisher.kfac(model, params, page.examples)
         assert found.coverage == 1
         assert [(layer.rows, layer.columns) for layer in found.layers] == [(64, 32), (32, 10)]
-    assert 0.9 < page.normed_kfac.coverage < 1
+    assert page.normed_kfac.coverage == 1  # of what is trained
+    names = page.fj.tree.names(page.normed_kfac.diagonal())
+    assert names
+    assert all(name.startswith("params/") for name in names)
+    told = "Kronecker(2 leaves, 1 dense layers, 330 parameters, float32)"
+    assert str(page.last_kfac) == told
+    assert told in PAGE.read_text()
 
 
 def test_names_of_nnx_are_those_of_its_attributes(page):
