@@ -180,7 +180,9 @@ def test_one_client_is_what_every_algorithm_and_the_central_model_give(solver):
     alone = tasks.one_round(everything)
     rows = one_round.run(alone, (0, 0))
     assert {row.algorithm for row in rows} == {"local", "ensemble", *TABLE}
-    assert np.ptp([row.value for row in rows]) < 2 / len(alone.test[1])
+    # Beside accuracies there are the server's seconds.
+    accuracies = [row.value for row in rows if row.metric == "accuracy"]
+    assert np.ptp(accuracies) < 2 / len(alone.test[1])
 
 
 # How often is compiled
