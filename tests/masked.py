@@ -81,11 +81,16 @@ SELDOM = {
 }
 
 
-def priced(names, fast=()):
-    """Mark names by how long a law of them takes."""
+# Rounds are made of the same pieces: there these stand for all that keep nothing.
+IN_ROUNDS = {"fedavg", "fednova", "scaffold", "fedfisher_kfac", "fedfish_last_epoch"}
+PLAIN = {*algorithms.TABLE}.difference(IN_ROUNDS)
+
+
+def priced(names, fast=(), seldom=frozenset()):
+    """Mark names by how long a law of them takes, and those that are seldom asked for."""
 
     def marks(name):
-        cost = pytest.mark.slow if name in SELDOM else pytest.mark.long
+        cost = pytest.mark.slow if name in SELDOM | seldom else pytest.mark.long
         return () if name in fast else cost
 
     return [pytest.param(name, marks=marks(name)) for name in names]

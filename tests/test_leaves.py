@@ -14,6 +14,7 @@ from tests.masked import (
     HOW,
     OF_THE_HEAD,
     ONCE,
+    PLAIN,
     REFUSE,
     SGD,
     SIZES,
@@ -67,7 +68,7 @@ def played(name, where, closed, changed=lambda own: own):
     return state, last, experiment.models(state, len(SIZES)), traffic
 
 
-@pytest.mark.parametrize("name", priced([name for name in EVERY if name not in ONCE]))
+@pytest.mark.parametrize("name", priced([name for name in EVERY if name not in ONCE], seldom=PLAIN))
 def test_rounds_too_are_as_if_the_rest_were_constants(name):
     state, last, models, traffic = played(name, "inner", closed=False)
     expected, expected_last, expected_models, expected_traffic = played(name, "inner", closed=True)

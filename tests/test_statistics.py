@@ -12,7 +12,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, merging, rounds, training, tree
-from tests.masked import EVERY, ONCE, REFUSE, method, priced
+from tests.masked import EVERY, ONCE, PLAIN, REFUSE, method, priced
 from tests.normed import HOW, MODEL, MOMENTS, SGD, SIZES, federation, start
 
 pytestmark = pytest.mark.usefixtures("wide")
@@ -118,7 +118,9 @@ def played(name, cohort=3, model=MODEL):
     return experiment, state, last
 
 
-@pytest.mark.parametrize("name", priced([n for n in HERE if n not in {*ONCE, "weighted_fedavg"}]))
+@pytest.mark.parametrize(
+    "name", priced([n for n in HERE if n not in {*ONCE, "weighted_fedavg"}], seldom=PLAIN)
+)
 def test_after_two_rounds_moments_are_those_of_the_mixture(name):
     _, state, last = played(name)
     assert_mixture(state.params, mixture(last.trained.statistics, SIZES))
