@@ -1,5 +1,6 @@
-"""One client's training: its epochs and steps, and an optimiser of which a part comes back."""
+"""One client's training: its epochs and steps, and optimisers that are told or keep more."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -171,6 +172,53 @@ def _step(
 
 def _as_before(new: Array, old: Array) -> Array:
     return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def penalised(
+    penalty: Callable[..., Array],
+) -> Callable[[optax.GradientTransformation], optax.GradientTransformationExtraArgs]:
+    """Make a client's optimiser minimise its loss plus a penalty.
+
+    Args:
+        penalty: (params, *, start, extras) -> a number, differentiable by params; `start` is what
+            the client began with and `extras` what `link.receive` gave besides.
+
+    Returns:
+        The user's optimiser -> one whose gradients, and losses where an optimiser asks for them,
+        have the penalty; for an algorithm's `optimizer`. Equal bases give the same object. The loss
+        that training reports leaves the penalty out.
+
+    Example:
+        >>> optimizer = penalised(lambda w, start, extras: (w - start) ** 2 / 4)(optax.sgd(1.0))
+        >>> w = jnp.array(3.0)
+        >>> step, _ = optimizer.update(0 * w, optimizer.init(w), w, start=jnp.array(1.0))
+        >>> print(step)
+        -1.0
+    """
+
+    # Equal optimisers give one object, or `jit` would compile training again.
+    @functools.lru_cache(maxsize=64)
+    def optimizer(base: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+        inner = optimizers.supported(base)
+
+        def update(gradient: Params, state: Any, params: Params, **given: Any) -> tuple:
+            added = functools.partial(penalty, start=given["start"], extras=given.get("extras", ()))
+
+            def tilted(gradient: Params, w: Params) -> Params:
+                return jax.tree.map(jnp.add, gradient, jax.grad(added)(w))
+
+            # The loss that an optimiser may ask for is what clients minimise, with its penalty.
+            if "value_fn" in given:
+                loss, at = given["value_fn"], given["grad_fn"]
+                given["value"] = given["value"] + added(params)
+                given["grad"] = tilted(given["grad"], params)
+                given["value_fn"] = lambda w: loss(w) + added(w)
+                given["grad_fn"] = lambda w, *step: tilted(at(w, *step), w)
+            return inner.update(tilted(gradient, params), state, params, **given)
+
+        return optax.GradientTransformationExtraArgs(base.init, update)
+
+    return optimizer
 
 
 def keeping(

@@ -4,16 +4,15 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogen
 MLSys 2020, equation 2.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from fisherjax import checks, optimizers
+from fisherjax import checks
 from fisherjax.algorithms.base import Algorithm, averaging
 from fisherjax.configuration import cached
+from fisherjax.local_update import penalised
 from fisherjax.typing import Array, Params
 
 
@@ -34,6 +33,7 @@ def fedprox(mu: float = 1e-3) -> Algorithm:
         ValueError: If mu is negative or not finite.
 
     Example:
+        >>> import optax
         >>> optimizer, w = fedprox(mu=0.5).optimizer(optax.sgd(1.0)), jnp.array(3.0)
         >>> step, _ = optimizer.update(0 * w, optimizer.init(w), w, start=jnp.array(1.0))
         >>> print(step)
@@ -41,33 +41,9 @@ def fedprox(mu: float = 1e-3) -> Algorithm:
     """
     checks.number("mu", mu)
 
-    def pulled(gradient: Params, params: Params, start: Params) -> Params:
-        def leaf(g: Array, w: Array, centre: Array) -> Array:
-            # In closed form: the derivative of a norm, then squared, is NaN at the start.
-            return g + jnp.asarray(mu, g.dtype) * (w - centre)
-
-        return jax.tree.map(leaf, gradient, params, start)
-
-    def pull(params: Params, start: Params) -> Array:
+    def pull(params: Params, *, start: Params, extras: Any) -> Array:
+        del extras
         squares = jax.tree.map(lambda w, centre: jnp.square(w - centre).sum(), params, start)
         return mu / 2 * sum(jax.tree.leaves(squares))
 
-    # Equal optimisers give one object, or `jit` would compile training again.
-    @functools.cache
-    def optimizer(base: optax.GradientTransformation) -> optax.GradientTransformation:
-        inner = optimizers.supported(base)
-
-        def update(gradient: Params, state: Any, params: Params, **given: Any) -> tuple:
-            start = given["start"]
-            # The loss that an optimiser may ask for is what clients minimise, with its pull.
-            if "value_fn" in given:
-                loss, at = given["value_fn"], given["grad_fn"]
-                given["value"] = given["value"] + pull(params, start)
-                given["grad"] = pulled(given["grad"], params, start)
-                given["value_fn"] = lambda w: loss(w) + pull(w, start)
-                given["grad_fn"] = lambda w, *step: pulled(at(w, *step), w, start)
-            return inner.update(pulled(gradient, params, start), state, params, **given)
-
-        return optax.GradientTransformationExtraArgs(base.init, update)
-
-    return averaging(optimizer=optimizer)
+    return averaging(optimizer=penalised(pull))

@@ -35,6 +35,7 @@ from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
 from fisherjax.algorithms.single_set import single_set
 from fisherjax.algorithms.sketched import fedfisher_sketched
+from fisherjax.algorithms.ties import ties
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.fisher import Dense, Diagonal, Kronecker
 from fisherjax.fisher.wiring import Wiring
@@ -73,6 +74,7 @@ __all__ = [
     "residual_descent",
     "scaffold",
     "single_set",
+    "ties",
     "weighted_fedavg",
     "weighted_fedbn",
 ]
@@ -293,6 +295,15 @@ METHODS: dict[str, Row] = {
         fedov,
         reads=None,
         gives="votes",
+    ),
+    # Equal models lose their small changes too, and which are small is a question to all layers.
+    "ties": Row(
+        "TIES",
+        "Yadav et al., NeurIPS 2023",
+        "largest changes of the weights",
+        ties,
+        ("weights", "empty", "order", "shift", "statistics"),
+        "trims changes from the model that clients started from",
     ),
     "single_set": Row(
         "SingleSet", "baseline", "nothing", single_set, reads=None, gives="model per client"

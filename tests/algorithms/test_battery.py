@@ -357,6 +357,8 @@ def test_structure_and_dtype_are_those_of_params(row, world, merge, dtype):
     wide = on_host(lambda leaf: leaf.astype(float), merged)
     coarse = dtype == "bfloat16"
     chex.assert_trees_all_close(wide, merge(row.updates), rtol=0, atol=0.2 if coarse else 1e-3)
+    if not {"single client", "empty"} <= {*laws(row.name)}:
+        return
     # By weight: fewer clients would be another program.
     alone = merge(updates, [0, 0, 1, 0], start=start)
     # A change is added to the start, which rounds.
@@ -412,7 +414,10 @@ def test_an_empty_client_is_legal(row, world):
     def merge(updates, weights):
         return merging.merge(row.algorithm, world.start, updates, weights)[0]
 
-    assert_same(merge(updates, federation.weights), merge(pick(updates, [0, 2, 3]), [9, 8, 7]))
+    merged = merge(updates, federation.weights)
+    chex.assert_tree_all_finite(merged)
+    if "empty" in laws(row.name):
+        assert_same(merged, merge(pick(updates, [0, 2, 3]), [9, 8, 7]))
 
 
 def test_updates_of_another_kind_are_refused_by_name(row, world):

@@ -1,0 +1,125 @@
+"""TIES: of every client's change the largest entries count, and only those that agree in sign.
+
+Yadav, Tam, Choshen, Raffel, Bansal, TIES-merging: resolving interference when merging models,
+NeurIPS 2023, section 4 and algorithm 1.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import checks, tree
+from fisherjax.algorithms.base import Algorithm
+from fisherjax.configuration import cached
+from fisherjax.training import Trained
+from fisherjax.typing import Array, Examples, Key, Params
+
+
+class Side(NamedTuple):
+    """What the clients that move an entry to one side add up to, like params.
+
+    Attributes:
+        total: Sum of their weighted changes.
+        weight: Sum of their weights.
+    """
+
+    total: Params
+    weight: Params
+
+
+@cached
+def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm:
+    r"""Make TIES, which trims the changes of the global model W, elects signs and averages.
+
+        t_i = W_i - W, zero but for the share `density` of its entries that are largest,
+        s = sign(sum_i p_i t_i),
+        W + scaling sum_{i in A} p_i t_i / sum_{i in A} p_i,   A = {i: sign(t_i) = s},
+
+    entry by entry. An entry that nobody keeps, or whose sum is zero, stays as it is in W; a sum
+    that is zero but for rounding has the sign of its rounding. Clients are trimmed over all of
+    their trained leaves together.
+
+    Args:
+        density: Share of entries that each client keeps, above 0 and at most 1 (default 0.2).
+        scaling: Factor of the merged change (default 1).
+
+    Returns:
+        The algorithm. Updates are {"change": t_i, like params}, and add up: the server needs the
+        sums of positive and of negative changes, and of the weights of both.
+
+    Raises:
+        ValueError: If density or scaling is out of range; on summarize, of models whose start is
+            not known.
+
+    Example:
+        >>> import fisherjax as fj
+        >>> method, start = ties(density=0.5), jnp.zeros(2)
+        >>> models = jnp.array([[3.0, 1.0], [5.0, -1.0], [-6.0, 2.0]])
+        >>> federation = fj.clients.federation((jnp.eye(3), jnp.zeros(3)), [[0], [1], [2]])
+        >>> trained = fj.training.Trained(models, start)
+        >>> sent = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
+        >>> print(fj.merging.merge(method, start, sent)[0])
+        [4. 0.]
+
+    Source: the paper above. Deviations: clients count by their weights, in the election and in the
+        mean, where the paper has none; equal weights are the paper's. Each client keeps the nearest
+        integer to `density` times the number of its entries, at least one, and all that are as
+        large as the smallest of these; the authors' code keeps one more. Entries whose sum is zero
+        stay, as in the paper's equation; its code gives them the sign of most others.
+    """
+    checks.positive("density", density)
+    checks.number("density", density)
+    if density > 1:
+        raise ValueError(f"density is {density}; expected a number above 0 and at most 1.")
+    checks.number("scaling", scaling)
+
+    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        del key, examples
+        if trained.start is None:
+            raise ValueError(
+                "TIES trims how far clients went from what they started from, and that is not "
+                "known. Pass what training.train returned, or training.Trained(stacked params, "
+                "start)."
+            )
+        change = jax.tree.map(jnp.subtract, trained.params, trained.start)
+        return {"change": _trimmed(density, change)}, private
+
+    def reduce(updates: dict[str, Any], weights: Array) -> dict[str, Side]:
+        def side(part: Any) -> Side:
+            change = jax.tree.map(lambda x: part(x, 0), updates["change"])
+            moved = jax.tree.map(lambda x: (x != 0).astype(x.dtype), change)
+            return Side(tree.weighted_sum(change, weights), tree.weighted_sum(moved, weights))
+
+        return {"up": side(jnp.maximum), "down": side(jnp.minimum)}
+
+    def aggregate(
+        key: Key, sums: dict[str, Side], params: Params, state: Any, cohort: Any
+    ) -> tuple:
+        del key, cohort
+        merged = jax.tree.map(partial(_elected, scaling), params, *sums["up"], *sums["down"])
+        return merged, state, ()
+
+    return Algorithm(summarize, aggregate, reduce, kind="trimmed changes")
+
+
+def _trimmed(density: float, change: Params) -> Params:
+    """Set entries to zero but for the largest, over all leaves."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(change))
+    kept = max(1, round(density * size))
+    wide = jnp.result_type(jnp.float32, *jax.tree.leaves(change))
+    magnitudes = [jnp.abs(leaf).astype(wide).ravel() for leaf in jax.tree.leaves(change)]
+    smallest = jnp.sort(jnp.concatenate(magnitudes))[size - kept]
+    # Whatever is not below it stays: a change that is NaN has to be seen, not trimmed away.
+    return jax.tree.map(lambda x: jnp.where(jnp.abs(x).astype(wide) < smallest, 0, x), change)
+
+
+def _elected(
+    scaling: float, start: Array, up: Array, of_up: Array, down: Array, of_down: Array
+) -> Array:
+    """Move an entry by the mean of those clients that have the elected sign."""
+    upwards = up + down > 0
+    total, weight = jnp.where(upwards, up, down), jnp.where(upwards, of_up, of_down)
+    mean = total / jnp.where(weight > 0, weight, 1)
+    return start + scaling * jnp.where(up + down == 0, 0, mean)
