@@ -15,6 +15,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, compression, fisher, merging, privacy, training, tree
+from tests.methods import REPEATS, reads
 
 LAYERS = {"first": (16, 4), "second": (4, 3), "third": (3, 3), "head": (3, 3)}
 # A whole layer, a kernel and a bias of others; and the layer that makes the outputs.
@@ -26,15 +27,25 @@ SIZES = (5, 4, 3)
 SGD = optax.sgd(0.5, 0.9)
 HOW = {"epochs": 2, "batch_size": 3}
 
-TABLES = (algorithms.TABLE, algorithms.PERSONAL, algorithms.WIDER, algorithms.DISTILLED)
-NAMES = [name for table in (*TABLES, algorithms.VOTES) for name in table]
+ROWS = {name: row for name, row in algorithms.METHODS.items() if "exchange" not in row.laws}
+NAMES = list(ROWS)
 FEW = algorithms.Distillation(images=8, steps=2, batch_size=4)
+# Of those options that a method has.
 OPTIONS = {
-    "fedper": {"head": "third"},
-    "fedbn": {"where": frozenset({"second/bias"})},
-    "weighted_fedbn": {"where": frozenset({"second/bias"})},
-    "dense": {"shape": (4, 4, 1), "epochs": 1, "how": FEW},
+    "head": "third",
+    "where": frozenset({"second/bias"}),
+    "shape": (4, 4, 1),
+    "epochs": 1,
+    "how": FEW,
 }
+
+
+def options(name):
+    """Choose a method's options for the network of this file."""
+    known = {*algorithms.options(name), *algorithms.required(name)}
+    return {option: value for option, value in OPTIONS.items() if option in known}
+
+
 SERVERS = {"sgd": optax.sgd(3.0), "adam": optax.adam(0.1), "adamw": optax.adamw(0.1)}
 CODEC = compression.compose(compression.differences(), compression.quantized(8))
 
@@ -67,23 +78,18 @@ WRAPPERS = {
 }
 EVERY = [*NAMES, *WRAPPERS]
 # These move units to other places, and what is frozen cannot follow.
-REFUSE = {"otfusion", "pfnm"}
-# These give what rounds cannot go on from, or draw on the server for long.
-ONCE = {*algorithms.WIDER, *algorithms.VOTES, *algorithms.DISTILLED, *REFUSE}
+REFUSE = {name for name, row in ROWS.items() if "frozen" not in row.laws}
+# These draw on the server for long, or give what rounds cannot go on from.
+LONG = {name for name in ROWS if "how" in options(name)}
+ONCE = LONG | REFUSE | {n for n, row in ROWS.items() if row.gives in ("wider model", "votes")}
 # These read the inputs of the layer that makes the outputs.
-OF_THE_HEAD = {"weighted_fedavg", "weighted_fedbn"}
-
-
+OF_THE_HEAD = {name for name, row in ROWS.items() if "mean features" in row.sends}
+SILENT = {name for name, row in ROWS.items() if row.sends == "nothing"}
 # Of methods whose programs are nearly another's, or take long to compile, a release asks.
-SELDOM = {
-    *("dense", "fedfisher_sketched", "fedfisher_full", "fedlpa_ea", "fedlpa_gd", "fedfish"),
-    *("fedprox", "fisher_merge", "server adamw", "server of private", "compressed keep_private"),
-}
-
-
-# Rounds are made of the same pieces: there these stand for all that keep nothing.
-IN_ROUNDS = {"fedavg", "fednova", "scaffold", "fedfisher_kfac", "fedfish_last_epoch"}
-PLAIN = {*algorithms.TABLE}.difference(IN_ROUNDS)
+SELDOM = LONG | REPEATS | {"server adamw", "server of private", "compressed keep_private"}
+# Rounds are made of the same pieces: there others stand for those that files merge too, whose
+# clients keep nothing and whose server reads curvature.
+PLAIN = {name for name in ROWS if reads(name)}
 
 
 def priced(names, fast=(), seldom=frozenset()):
@@ -99,7 +105,7 @@ def priced(names, fast=(), seldom=frozenset()):
 def method(name, own):
     if name in WRAPPERS:
         return WRAPPERS[name](own)
-    return algorithms.make(name, own, **OPTIONS.get(name, {}))
+    return algorithms.make(name, own, **options(name))
 
 
 @functools.cache

@@ -12,7 +12,17 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, merging, rounds, training, tree
-from tests.masked import EVERY, ONCE, PLAIN, REFUSE, method, priced
+from tests.masked import (
+    EVERY,
+    LONG,
+    ONCE,
+    PLAIN,
+    REFUSE,
+    ROWS,
+    SILENT,
+    method,
+    priced,
+)
 from tests.normed import HOW, MODEL, MOMENTS, SGD, SIZES, federation, start
 
 pytestmark = pytest.mark.usefixtures("wide")
@@ -39,7 +49,8 @@ def assert_mixture(params, expected):
 
 
 # DENSE has a loss of its own, and noise would be of what is no gradient.
-WITHOUT = {*REFUSE, "dense", "private", "server of private", "fedov", "single_set"}
+WITHOUT = REFUSE | LONG | SILENT | {"private", "server of private"}
+WITHOUT |= {name for name, row in ROWS.items() if row.gives == "votes"}
 
 
 def summarized(name):
@@ -61,9 +72,9 @@ def test_merged_moments_are_those_of_the_mixture(name):
     assert np.ptp(np.asarray(found.statistics["moments"]["mean"])) > 0.1
 
 
-@pytest.mark.parametrize("name", ["otfusion", "pfnm", "dense", "private"])
+@pytest.mark.parametrize("name", sorted(REFUSE | LONG | {"private"}))
 def test_methods_that_cannot_merge_moments_name_them(name):
-    words = "BatchNorm" if name == "dense" else "'moments/mean', 'moments/second_moment'"
+    words = "BatchNorm" if name in LONG else "'moments/mean', 'moments/second_moment'"
     with pytest.raises(ValueError, match=words):
         summarized(name)
 

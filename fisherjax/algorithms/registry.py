@@ -91,6 +91,7 @@ LAWS = {
     "damping": "A growing `damping` moves the merged model steadily to the weighted mean.",
     "layerwise": "Layers can be merged without those that come after them.",
     "statistics": "The merged running statistics of BatchNorm are those of the clients' mixture.",
+    "frozen": "Leaves that the model's mask freezes are not sent, and come back bit for bit.",
     "exchange": "Clients that do not train improve the model that they receive: the method is one "
     "of `merging.exchange`, and merges no models.",
 }
@@ -149,7 +150,8 @@ def weighted_fedbn(
 
 # Every merge obeys these, or says below why not.
 _EVERY = ("single client", "weights", "empty")
-_SOLVED = (*_EVERY, "identity", "order", "shift", "equal curvatures", "statistics")
+_KEEPS = (*_EVERY, "frozen")
+_SOLVED = (*_KEEPS, "identity", "order", "shift", "equal curvatures", "statistics")
 _LAYERS = (*_SOLVED, "layerwise")
 _MEAN = "McMahan et al., AISTATS 2017"
 _FEDFISHER = "Jhunjhunwala, Wang, Joshi, AISTATS 2024"
@@ -178,7 +180,7 @@ METHODS: dict[str, Row] = {
         "Jin et al., ICLR 2023",
         "weights and Gram matrices of layer inputs",
         regmean,
-        (*_EVERY, "identity", "order", "shift", "layerwise", "statistics"),
+        (*_KEEPS, "identity", "order", "shift", "layerwise", "statistics"),
         {"grams": dict},
     ),
     "fedfisher_diag": Row(
@@ -212,7 +214,7 @@ METHODS: dict[str, Row] = {
         _HERE,
         _FACTORS,
         fedfisher_sequential,
-        (*_EVERY, "identity", "order", "damping", "layerwise", "statistics"),
+        (*_KEEPS, "identity", "order", "damping", "layerwise", "statistics"),
         "solves a layer from what the layers before it became",
     ),
     "fedlpa": Row("FedLPA", _FEDLPA, _EMPIRICAL, fedlpa, _LAYERS, {"fisher": Kronecker}),
@@ -223,7 +225,7 @@ METHODS: dict[str, Row] = {
         _FEDLPA,
         _EMPIRICAL,
         partial(fedlpa, solver=expectation_approximation()),
-        (*_EVERY, "order", "equal curvatures", "layerwise", "statistics"),
+        (*_KEEPS, "order", "equal curvatures", "layerwise", "statistics"),
         {"fisher": Kronecker},
     ),
     "fedlpa_gd": Row(
@@ -231,7 +233,7 @@ METHODS: dict[str, Row] = {
         _FEDLPA,
         _EMPIRICAL,
         partial(fedlpa, solver=residual_descent()),
-        (*_EVERY, "order", "equal curvatures", "layerwise", "statistics"),
+        (*_KEEPS, "order", "equal curvatures", "layerwise", "statistics"),
         {"fisher": Kronecker},
     ),
     # Clients that took other numbers of steps are scaled apart.
@@ -240,7 +242,7 @@ METHODS: dict[str, Row] = {
         "Wang et al., NeurIPS 2020",
         "change of the weights and effective number of steps",
         fednova,
-        (*_EVERY, "order", "shift", "layerwise", "statistics"),
+        (*_KEEPS, "order", "shift", "layerwise", "statistics"),
         _MORE,
     ),
     "fedfish": Row("FedFish", _FEDFISH, _SQUARES, fedfish, _LAYERS, _MORE),
@@ -287,13 +289,14 @@ METHODS: dict[str, Row] = {
         reads={"wiring": Wiring, "counts": str},  # an array, by its name in the file
         gives="wider model",
     ),
-    "dense": Row("DENSE", "Zhang et al., NeurIPS 2022", "weights", dense, reads=None),
+    "dense": Row("DENSE", "Zhang et al., NeurIPS 2022", "weights", dense, ("frozen",), None),
     "fedov": Row(
         "FedOV",
         "Diao, Li, He, ICLR 2023",
         'weights of a network with an additional "unknown" class',
         fedov,
-        reads=None,
+        ("frozen",),
+        None,
         gives="votes",
     ),
     # Equal models lose their small changes too, and which are small is a question to all layers.
@@ -302,18 +305,19 @@ METHODS: dict[str, Row] = {
         "Yadav et al., NeurIPS 2023",
         "largest changes of the weights",
         ties,
-        ("weights", "empty", "order", "shift", "statistics"),
+        ("weights", "empty", "frozen", "order", "shift", "statistics"),
         "trims changes from the model that clients started from",
     ),
     "single_set": Row(
-        "SingleSet", "baseline", "nothing", single_set, reads=None, gives="model per client"
+        "SingleSet", "baseline", "nothing", single_set, ("frozen",), None, "model per client"
     ),
     "fedper": Row(
         "FedPer",
         "Arivazhagan et al., 2019",
         "weights but for the head",
         fedper,
-        reads=None,
+        ("frozen",),
+        None,
         gives="model per client",
     ),
     "fedbn": Row(
@@ -321,7 +325,8 @@ METHODS: dict[str, Row] = {
         "Li et al., ICLR 2021",
         "weights but for BatchNorm",
         fedbn,
-        reads=None,
+        ("frozen",),
+        None,
         gives="model per client",
     ),
     "weighted_fedavg": Row(
@@ -329,7 +334,8 @@ METHODS: dict[str, Row] = {
         "Huang et al., ICLR 2024",
         "weights and mean features of its classes",
         weighted_fedavg,
-        reads=None,
+        ("frozen",),
+        None,
         gives="model per client",
     ),
     "weighted_fedbn": Row(
@@ -337,7 +343,8 @@ METHODS: dict[str, Row] = {
         "Huang et al., ICLR 2024",
         "weights but for BatchNorm, and mean features of its classes",
         weighted_fedbn,
-        reads=None,
+        ("frozen",),
+        None,
         gives="model per client",
     ),
     # Labels as they follow that of a merge.

@@ -186,7 +186,7 @@ CHECKS = {
     "shift": shift,
     "equal curvatures": equal_curvatures,
 }
-ELSEWHERE = {"layerwise", "statistics"}
+ELSEWHERE = {"frozen", "layerwise", "statistics"}
 """Laws of test_private.py and test_batch_norm.py."""
 
 
