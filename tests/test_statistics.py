@@ -44,7 +44,9 @@ def mixture(statistics, weights):
 def assert_mixture(params, expected):
     found = tree.by_name(params)
     for name in MOMENTS:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=1e-12, atol=1e-13, err_msg=name
+        )
     assert (found[MOMENTS[1]] > np.square(found[MOMENTS[0]])).all()
 
 
@@ -189,7 +191,7 @@ def test_weighted_fedavg_mixes_statistics_by_its_shares():
     shares = np.asarray(last.info)
     for leaf, own in experiment.models(state, 3)["moments"].items():
         expected = shares @ np.asarray(last.trained.statistics["moments"][leaf])
-        np.testing.assert_allclose(own, expected, rtol=1e-12)
+        np.testing.assert_allclose(own, expected, rtol=1e-12, atol=1e-13)
     assert_mixture(state.params, mixture(last.trained.statistics, SIZES))
 
 
@@ -207,7 +209,7 @@ def test_moments_that_are_not_finite_leave_a_client_out_by_name():
     counted = (SIZES[0], 0, SIZES[2])
     assert_mixture(whole, mixture(found.statistics, counted))
     kernel = np.tensordot(np.divide(counted, sum(counted)), found.params["head"]["kernel"], 1)
-    np.testing.assert_allclose(whole["head"]["kernel"], kernel, rtol=1e-12)
+    np.testing.assert_allclose(whole["head"]["kernel"], kernel, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.long
