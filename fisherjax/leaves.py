@@ -206,6 +206,23 @@ def check_moments(names: Sequence[str]) -> None:
             )
 
 
+def has_moments(params: Params) -> bool:
+    """Say whether params are those of `networks.init` that hold running statistics."""
+    return isinstance(params, dict) and set(params) == {"params", "moments"}
+
+
+def kind_of_moment(name: str) -> str:
+    """Say which kind a leaf of `networks.init` with running statistics is, by its name.
+
+    Example:
+        >>> kind_of_moment("moments/norm1/mean"), kind_of_moment("params/norm1/scale")
+        ('statistics', 'trained')
+    """
+    if not name.startswith("moments/"):
+        return TRAINED
+    return FROZEN if name.endswith("/shift") else STATISTICS
+
+
 def check_all_trained(method: str, *others: Params) -> None:
     """Refuse leaves that are not trained, for a method that moves units to other places."""
     if found := [name for other in others for name in tree.names(other)]:

@@ -16,7 +16,7 @@ from fisherjax.compiler import eval_shape, jit
 from fisherjax.devices import Memory, replicate
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.training import Trained
-from fisherjax.typing import Key, Params
+from fisherjax.typing import Key, Model, Params
 
 
 def summarize(
@@ -196,15 +196,11 @@ def _with_arrays(trained: Trained) -> Trained:
 
 
 def _told_apart(algorithm: Algorithm, trained: Trained, federation: Federation) -> Trained:
-    """Tell the leaves of models apart that were trained elsewhere, if the method has a network."""
-    model = algorithm.model
-    # What `train` gave is told apart already: it lacks leaves that the mask has.
-    whole = model is not None and [n for n, _ in model.mask or ()] == [*tree.names(trained.params)]
-    if not whole or all(checks.mask(model, trained.params)):
-        return trained
+    """Tell the leaves of models apart that were trained elsewhere."""
     checks.stacked(trained.params, federation.num_clients)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trained.params)
-    kinds, start = leaves.kinds(model, one, federation.inputs), trained.start
+    kinds, start = _kinds(algorithm.model, trained.params, federation), trained.start
+    if set(kinds) == {leaves.TRAINED}:  # what `train` gave is told apart already
+        return trained
     own = leaves.of_kinds(kinds, trained.params)
     if jax.tree.structure(start) == jax.tree.structure(trained.params):
         start = leaves.of_kinds(kinds, start).trained
@@ -214,13 +210,24 @@ def _told_apart(algorithm: Algorithm, trained: Trained, federation: Federation) 
         )
         if not alike:
             raise ValueError(
-                f"Leaf '{name}' is not trained, by the model's mask, and yet differs between the "
+                f"Leaf '{name}' is not trained, and yet differs between the "
                 "clients; expected the same for all. Train it, or give all clients one."
             )
     frozen = jax.tree.map(lambda x: x[0], own.frozen)
     return trained._replace(
         params=own.trained, statistics=own.statistics, frozen=frozen, start=start
     )
+
+
+def _kinds(model: Model | None, stacked: Params, federation: Federation) -> tuple[str, ...]:
+    """Say of each leaf which kind it is: by the mask, or without a network by names of moments."""
+    names = tree.names(stacked)
+    if model is not None and [name for name, _ in model.mask or ()] == [*names]:
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+        return leaves.kinds(model, one, federation.inputs)
+    if model is None and leaves.has_moments(stacked):
+        return tuple(map(leaves.kind_of_moment, names))
+    return (leaves.TRAINED,) * len(names)
 
 
 def _check_summary(

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fisherjax.leaves import has_moments
 from fisherjax.typing import Array, Key, Params
 
 # Below that many standard deviations the squares of a mean cost less than two digits of seven.
@@ -30,11 +31,6 @@ _FAR = 8
 _ROUNDING = 8
 ENOUGH = 32
 """Examples that say where channels lie; more would say it no better."""
-
-
-def has_moments(params: Params) -> bool:
-    """Say whether params hold running statistics."""
-    return isinstance(params, dict) and set(params) == {"params", "moments"}
 
 
 def collections(params: Params) -> dict[str, Any]:
