@@ -19,6 +19,7 @@ from fisherjax.algorithms.ccvr import ccvr
 from fisherjax.algorithms.dense import dense
 from fisherjax.algorithms.fedavg import fedavg
 from fisherjax.algorithms.fedbn import fedbn
+from fisherjax.algorithms.feddyn import feddyn
 from fisherjax.algorithms.fedfish import fedfish
 from fisherjax.algorithms.fedfisher import fedfisher
 from fisherjax.algorithms.fedlpa import expectation_approximation, fedlpa, residual_descent
@@ -52,6 +53,7 @@ __all__ = [
     "expectation_approximation",
     "fedavg",
     "fedbn",
+    "feddyn",
     "fedfish",
     "fedfisher",
     "fedfisher_sequential",
@@ -307,6 +309,15 @@ METHODS: dict[str, Row] = {
         ties,
         ("weights", "empty", "frozen", "order", "shift", "statistics"),
         "trims changes from the model that clients started from",
+    ),
+    # The server moves beyond the mean, by a share of all clients that took part.
+    "feddyn": Row(
+        "FedDyn",
+        "Acar et al., ICLR 2021",
+        "weights",
+        feddyn,
+        ("weights", "frozen", "order", "shift", "layerwise", "statistics"),
+        "needs the model that clients started from",
     ),
     "single_set": Row(
         "SingleSet", "baseline", "nothing", single_set, ("frozen",), None, "model per client"
