@@ -99,13 +99,13 @@ def test_leaves_that_are_not_trained_are_not_pulled(regression, draw):
     optimizer = algorithms.fedprox(MU).optimizer(clipped)
     trained = regression._replace(model=model).train(start, optimizer, **WHOLE)
     drifted = [300.0, 300.0, 0.0, 300.0]  # the empty client takes no steps
-    np.testing.assert_array_equal(trained.params["statistic"], drifted)
+    np.testing.assert_array_equal(trained.models["statistic"], drifted)
     alone = regression.train(start["trained"], optimizer, **WHOLE)
     chex.assert_trees_all_close(trained.params["trained"], alone.params, rtol=1e-12, atol=1e-12)
     # And one that nothing moves stays where it was.
     world = regression._replace(model=model._replace(apply_train=None))
     still = world.train(start, optimizer, **WHOLE)
-    np.testing.assert_array_equal(still.params["statistic"], [0.0] * 4)
+    np.testing.assert_array_equal(still.models["statistic"], [0.0] * 4)
 
 
 @pytest.mark.parametrize("mu", [-1.0, float("nan"), float("inf")])
