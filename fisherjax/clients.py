@@ -63,7 +63,7 @@ def shares(weights: Any) -> Any:
     """Scale weights [M], numbers of examples or others, to sum one; zeros if all are zero.
 
     Example:
-        >>> print(shares(np.array([1e308, 3e308]) / 2))
+        >>> print(shares(np.array([0.5e308, 1.5e308])))
         [0.25 0.75]
     """
     numpy = np if isinstance(weights, np.ndarray) else jnp

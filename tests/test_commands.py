@@ -19,7 +19,7 @@ from experiments import harness
 ROOT = Path(__file__).resolve().parents[1] / "experiments"
 
 ORDER = [
-    "commands",
+    *("names", "commands"),
     *("tables", "records", "points", "figures"),
     *("config", "limits", "methods", "votes", "tasks"),
     *("checkpoints", "steps", "later", "one_round", "accuracies", "memory", "together"),
