@@ -150,7 +150,7 @@ def test_each_client_is_trained_as_by_hand_on_shuffled_whole_epochs(
         assert_close(models.loss[i], means)
     # Every client with data was shuffled anew in every epoch (an empty one has one order, none).
     assert len(orders) == epochs * (len(SIZES) - 1) + 1
-    assert_same(models.start, start)
+    assert_same(models.start["weights"], start["weights"])
     assert models.extras == ()
 
 
