@@ -86,7 +86,8 @@ ONCE = LONG | REFUSE | {n for n, row in ROWS.items() if row.gives in ("wider mod
 OF_THE_HEAD = {name for name, row in ROWS.items() if "mean features" in row.sends}
 SILENT = {name for name, row in ROWS.items() if row.sends == "nothing"}
 # Of methods whose programs are nearly another's, or take long to compile, a release asks.
-SELDOM = LONG | REPEATS | {"server adamw", "server of private", "compressed keep_private"}
+SELDOM = LONG | REPEATS | {n for n in ROWS if "terms" in algorithms.options(n)}
+SELDOM |= {"server adamw", "server of private", "compressed keep_private"}
 # Rounds are made of the same pieces: there others stand for those that files merge too, whose
 # clients keep nothing and whose server reads curvature.
 PLAIN = {name for name in ROWS if reads(name)}

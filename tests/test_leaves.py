@@ -35,6 +35,8 @@ from tests.masked import (
 
 pytestmark = pytest.mark.usefixtures("wide")
 
+# What these wrap is played without them too.
+BESIDES = PLAIN | {"compressed", "server adam"}
 HERE = [name for name in EVERY if name not in REFUSE | SILENT]
 
 
@@ -69,7 +71,9 @@ def played(name, where, closed, changed=lambda own: own):
     return state, last, experiment.models(state, len(SIZES)), traffic
 
 
-@pytest.mark.parametrize("name", priced([name for name in EVERY if name not in ONCE], seldom=PLAIN))
+@pytest.mark.parametrize(
+    "name", priced([name for name in EVERY if name not in ONCE], seldom=BESIDES)
+)
 def test_rounds_too_are_as_if_the_rest_were_constants(name):
     state, last, models, traffic = played(name, "inner", closed=False)
     expected, expected_last, expected_models, expected_traffic = played(name, "inner", closed=True)

@@ -123,9 +123,13 @@ def unmasked(model):
     return model._replace(positions=None)
 
 
+# Attention takes long to compile: a release asks.
+OFTEN = [pytest.param(n, marks=pytest.mark.slow) if n == "encoder" else n for n in MODELS]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OFTEN)
 def test_factors_are_the_mean_of_those_of_each_sentence_alone(name, sharing):
     model, (params, _), *_ = MODELS[name]
     kfac = partial(fj.fisher.kfac, kind=fj.fisher.true, sharing=getattr(fj.fisher, sharing))
@@ -163,7 +167,7 @@ def test_factors_are_sums_over_the_positions_that_count():
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OFTEN)
 def test_no_fisher_depends_on_padding_whatever_is_drawn(name, kind):
     model, (params, _), *_ = MODELS[name]
     structures = [fj.fisher.kfac, partial(fj.fisher.kfac, sharing=fj.fisher.reduce)]
@@ -234,7 +238,7 @@ def test_no_merge_depends_on_padding(name, method, key):
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", EXCHANGES)
-@pytest.mark.parametrize("name", ["pooled", "each"])
+@pytest.mark.parametrize("name", ["pooled", pytest.param("each", marks=pytest.mark.slow)])
 def test_no_exchange_depends_on_padding(name, method, key):
     model, (params, _), *_ = MODELS[name]
     found = []

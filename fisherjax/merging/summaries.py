@@ -99,6 +99,9 @@ def summarize_memory(
     own = leaves.Leaves(params, None, None)
     if algorithm.model is not None:
         own = leaves.split(algorithm.model, params, federation.inputs)
+        if start is not None:  # nothing trains, and all others stay as they are
+            mine, others = leaves.apart(algorithm.model, params)
+            own = leaves.Leaves(mine, None, others)
     if start is None:
         extras = eval_shape(lambda w: _extras(algorithm, w), own.trained)
         start, steps = own.trained, np.zeros(num_clients, np.int32)

@@ -1,5 +1,7 @@
 """Federated averaging of everything that params hold, running statistics among them."""
 
+import dataclasses
+
 import chex
 import flax.linen
 import jax
@@ -48,15 +50,23 @@ def test_running_statistics_are_trained_by_nobody_and_averaged_like_weights(key)
         epochs=3,
         batch_size=30,
     )
-    means = trained.params["batch_stats"]["BatchNorm_0"]["mean"]
+    means = trained.statistics["batch_stats"]["BatchNorm_0"]["mean"]
     kept = 1 - 0.9**3  # of the constant mean of the only batch, after three steps
     for own, rows in zip(means, parts, strict=True):
         np.testing.assert_allclose(own, kept * inputs[rows].mean(0), rtol=1e-4, atol=1e-4)
     updates = merging.summarize(fedavg, trained, federation, key=key)
+    # A mean of variances is not the mixture's; means are.
+    place = "batch_stats/BatchNorm_0"
+    with pytest.raises(ValueError, match=f"'{place}/var' stands beside '{place}/mean'"):
+        merging.merge(fedavg, variables, updates, [10, 20])
+    told = {"statistics": {f"{place}/mean": means}, "frozen": (f"{place}/var",)}
+    updates = dataclasses.replace(updates, **told)
     merged, state, info = merging.merge(fedavg, variables, updates, [10, 20])
     assert state == info == ()
-    expected = jax.tree.map(lambda x: (x[0] + 2 * x[1]) / 3, trained.params)
+    expected = jax.tree.map(lambda x: (x[0] + 2 * x[1]) / 3, trained.params["params"])
     chex.assert_trees_all_equal_shapes_and_dtypes(merged, variables)
-    chex.assert_trees_all_close(merged, expected, atol=1e-6)
+    chex.assert_trees_all_close(merged["params"], expected, atol=1e-6)
+    stays = variables["batch_stats"]["BatchNorm_0"]["var"]
+    np.testing.assert_array_equal(merged["batch_stats"]["BatchNorm_0"]["var"], stays)
     mean = merged["batch_stats"]["BatchNorm_0"]["mean"]
     np.testing.assert_allclose(mean, kept * inputs.mean(0), rtol=1e-4, atol=1e-4)
