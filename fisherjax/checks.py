@@ -329,15 +329,11 @@ def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) 
         )
     given, own = ({} if x is None else tree.shapes(x) for x in (new, params))
     # Leaves that it leaves alone may be missing: None stands there.
-    if not given.items() <= own.items() or (new is not None and not _same_places(new, params)):
+    places = [len(jax.tree.leaves(x, is_leaf=lambda y: y is None)) for x in (new, params)]
+    if not given.items() <= own.items() or (new is not None and places[0] != places[1]):
         raise ValueError(
             f"apply_train returned new leaves {given}; expected None, or those of params, {own}."
         )
-
-
-def _same_places(new: Any, params: Params) -> bool:
-    both = (jax.tree.leaves(x, is_leaf=lambda leaf: leaf is None) for x in (new, params))
-    return len(next(both)) == len(next(both))
 
 
 def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: Any) -> Any:

@@ -72,7 +72,7 @@ def named(params: Params, statistics: Sequence[str], frozen: Sequence[str]) -> L
     """Tell the leaves of params apart by the names of those that are not trained.
 
     Raises:
-        ValueError: If a name is that of no leaf, or all are.
+        ValueError: If a name is that of no leaf.
 
     Example:
         >>> named({"a": 1.0, "b": 2.0}, (), ("b",)).frozen

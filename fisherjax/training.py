@@ -162,8 +162,8 @@ def train(
     Source: McMahan et al., Communication-efficient learning of deep networks from decentralized
         data, AISTATS 2017, ClientUpdate.
     """
-    own = _of_one(extras, federation)
     params = checks.arrays(params)
+    own = _of_one(extras, federation)
     local = check(model, params, federation, key, optimizer, epochs, batch_size, own)
     cohort = _from_one_start(local, params, extras, federation, key, epochs, clients_per_chunk)
     if progress is None:

@@ -1,6 +1,6 @@
 """The server's half of a round: one function for merges, rounds, streams, sums and files.
 
-    screen, decode, weigh, merge what is trained, average statistics, cast, check
+    decode, screen, weigh, merge what is trained, average statistics, cast, check
 
 What nobody trains is told apart here by what the update says of it: statistics become their
 weighted mean, whatever the method, and frozen leaves stay as they are, bit for bit.
