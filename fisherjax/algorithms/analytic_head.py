@@ -69,7 +69,8 @@ def analytic_head(
     Raises:
         ValueError: If ridge is negative; on summarize, if the outputs are not those of a dense
             layer as they are (a link, a skip or a de-normalisation follows, or its kernel is used
-            elsewhere too), or the likelihood is another than those.
+            elsewhere too), the model's mask leaves that layer out, or the likelihood is another
+            than those.
 
     Example:
         >>> import fisherjax as fj

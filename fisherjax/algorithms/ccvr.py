@@ -74,7 +74,7 @@ def ccvr(
     Raises:
         ValueError: If a number is out of range or the likelihood is another; on summarize, if the
             outputs are not those of a dense layer as they are (a softmax or a temperature follows,
-            or its kernel is used elsewhere too).
+            or its kernel is used elsewhere too), or the model's mask leaves that layer out.
 
     Example:
         >>> import fisherjax as fj

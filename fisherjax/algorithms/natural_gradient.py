@@ -122,7 +122,8 @@ def natural_gradient(
     Raises:
         ValueError: If a number is out of range; on summarize, if the outputs are not those of a
             dense layer as they are (a link, a skip or a de-normalisation follows, or its kernel is
-            used elsewhere too), or the likelihood is another than `analytic_head` takes.
+            used elsewhere too), the model's mask leaves that layer out, for which every exchange
+            solves, or the likelihood is another than `analytic_head` takes.
 
     Example:
         >>> import fisherjax as fj

@@ -79,6 +79,9 @@ def summarize_memory(
 ) -> Memory:
     """Predict the bytes that `summarize` needs on each device, all models and updates among them.
 
+    A method without a network, such as FedAvg, does not know what a mask freezes: pass
+    `leaves.trained(model, params)` then.
+
     `params` are one client's, or their shapes, and `start` what clients are given that do not
     train, or its shapes; the other arguments are those of `summarize`.
 
