@@ -26,7 +26,7 @@ NOTEBOOKS := notebooks/one_shot notebooks/your_model notebooks/theory
 
 # Tests of a file share what they compile: each file goes to one process.
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
-FOREIGN := tests/test_foreign.py tests/test_compiler.py -m ""
+FOREIGN := tests/test_foreign.py tests/core/test_compiler.py -m ""
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
 help: ## Say what can be made
@@ -50,7 +50,7 @@ test-oldest: $(OLDEST)/.test ## Run the fast tests on the oldest supported versi
 	$(OLDEST)/bin/python $(PYTEST)
 
 test-newest: ## Run the fast tests nearest to JAX's inside on its newest version, optimised
-	$(call on_newest,$(NEWEST),tests/fisher tests/test_compat.py)
+	$(call on_newest,$(NEWEST),tests/fisher tests/layers tests/core/test_compat.py)
 
 test-foreign: ## Verify compiled programs of other people's networks on the newest two jax
 	$(call on_newest,$(NEWEST),$(FOREIGN))

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jaxlib
 
-from fisherjax import checks, devices, files, tree
-from fisherjax.files import claims
-from fisherjax.self_check import IDENTITIES
+from fisherjax import devices, files, tree
+from fisherjax._core import checks
+from fisherjax._self_check import IDENTITIES
+from fisherjax.files import _claims
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,9 +120,9 @@ def _finite(client: str, merged: files.Merge) -> str:
 def _inspect(file: str, limits: list[tuple[str, Any]]) -> None:
     found = files.unseal(file, _limits(limits))
     if found.about.get("what") == "upload":
-        claims.check(found, _limits(limits))
+        _claims.check(found, _limits(limits))
     # Statistics are among the arrays.
-    about = {x: said for x, said in found.about.items() if x not in ("values", claims.STATISTICS)}
+    about = {x: said for x, said in found.about.items() if x not in ("values", _claims.STATISTICS)}
     clients = about.pop("clients", {})
     about |= {"bytes": found.nbytes, "sha256": found.digest}
     _table(None, ((name, str(x)) for name, x in about.items() if x != {}))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import tree
-from fisherjax.configuration import cached
+from fisherjax._core.caching import cached
 from fisherjax.typing import Array, Params
 
 OWN = ("start", "extras", "last_epoch")
@@ -138,7 +138,7 @@ def check(
         >>> check("optimizer", optax.adam(0.1), jnp.ones(2))
         >>> check("optimizer", optax.lbfgs(), jnp.ones(2), without="The server has no loss.")
         Traceback (most recent call last):
-        fisherjax.optimizers.Refused: optimizer cannot take a step (TypeError: ...
+        fisherjax._optimizers.Refused: optimizer cannot take a step (TypeError: ...
     """
     leaves, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, extras)))
     _checked(name, optimizer, structure, tuple(leaves), without)
@@ -234,7 +234,7 @@ def check_plain(what: str, base: optax.GradientTransformation, params: Params) -
         >>> import jax.numpy as jnp
         >>> check_plain("FedNova", optax.contrib.schedule_free_sgd(), jnp.ones(2))
         Traceback (most recent call last):
-        fisherjax.optimizers.Refused: FedNova ...
+        fisherjax._optimizers.Refused: FedNova ...
     """
     if _keepers(jax.eval_shape(base.init, params)):
         raise Refused(

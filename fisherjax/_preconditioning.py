@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fisherjax import tree
-from fisherjax.compiler import jit
-from fisherjax.fisher import Diagonal, Kronecker, KroneckerSum, Operator, coarse
+from fisherjax import _wide_layers, tree
+from fisherjax._core.compiler import jit
+from fisherjax.fisher import Diagonal, Kronecker, KroneckerSum, Operator
 from fisherjax.typing import Array
 
 
@@ -38,7 +38,7 @@ def of_clients(fishers: Operator, votes: Any, strengths: Any) -> tuple[Partial |
     inverse, wide = _approximate_inverse(fishers, votes, strengths)
     if not wide:
         return Partial(Kronecker.block_mv, inverse), None
-    return Partial(_turned, inverse, wide), jnp.asarray(coarse.SLACK)
+    return Partial(_turned, inverse, wide), jnp.asarray(_wide_layers.SLACK)
 
 
 def of_sums(fisher: Operator, strengths: Any) -> Partial | None:
@@ -58,15 +58,15 @@ def _summed(fishers: Diagonal, votes: Any) -> Diagonal:
 @jit
 def _approximate_inverse(
     fishers: Kronecker, votes: Any, strengths: Any
-) -> tuple[Kronecker, dict[str, coarse.Coarse]]:
+) -> tuple[Kronecker, dict[str, _wide_layers.Coarse]]:
     """Invert the mean of the clients, but for wide layers, which are answered otherwise."""
 
     def average(factor: dict[str, Array], vote: Array) -> dict[str, Array]:
         # The votes' sum goes to one side: the product has the scale of the clients' products.
         return tree.weighted_sum(factor, vote / jnp.sqrt(jnp.where(vote.any(), vote.sum(), 1)))
 
-    fishers, factors = coarse.apart(fishers)
-    wide = {n: coarse.coarse(f, votes[n], strengths[n]) for n, f in factors.items()}
+    fishers, factors = _wide_layers.apart(fishers)
+    wide = {n: _wide_layers.coarse(f, votes[n], strengths[n]) for n, f in factors.items()}
     factors = {name: average(factor, votes[name]) for name, factor in fishers.factors.items()}
     entries = {name: tree.weighted_sum(f, votes[name]) for name, f in fishers.entries.items()}
     mean = dataclasses.replace(fishers, factors=factors, entries=entries)
@@ -81,8 +81,8 @@ def _leading_inverse(fisher: KroneckerSum, strengths: Any) -> Kronecker:
 
 
 # Functions of a module, so that `Partial`s of them compare equal, and `jit` reuses its program.
-def _turned(inverse: Kronecker, wide: dict[str, coarse.Coarse], blocks: Any) -> Any:
-    answers = {name: coarse.precondition(own, blocks[name]) for name, own in wide.items()}
+def _turned(inverse: Kronecker, wide: dict[str, _wide_layers.Coarse], blocks: Any) -> Any:
+    answers = {name: _wide_layers.precondition(own, blocks[name]) for name, own in wide.items()}
     return inverse.block_mv(blocks) | answers
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks
+from fisherjax._core import checks
 from fisherjax.typing import Array, Examples, Key, Likelihood, Model
 
 _AT_ONCE = 256  # examples whose positions are looked at together

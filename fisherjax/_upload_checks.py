@@ -15,10 +15,11 @@ import numpy as np
 import scipy.linalg
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fisherjax import checks, tree
+from fisherjax import tree
+from fisherjax._core import checks
+from fisherjax._core.compiler import jit
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import shares
-from fisherjax.compiler import jit
 from fisherjax.devices import mesh_of
 from fisherjax.fisher import Diagonal, Operator
 from fisherjax.typing import Array

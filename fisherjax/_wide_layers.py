@@ -25,7 +25,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import linalg, tree
+from fisherjax import tree
+from fisherjax._core import linalg
 from fisherjax.fisher import kronecker
 from fisherjax.fisher.kronecker import Kronecker
 from fisherjax.typing import Array

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fisherjax import checks, tree
+from fisherjax import tree
+from fisherjax._core import checks
 from fisherjax.devices import client_mesh, mesh_of, replicate
 from fisherjax.parallel import Spread, in_order
 from fisherjax.partition.checks import client_rows

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks
-from fisherjax.configuration import cached
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.typing import Array, Key
 
 # Mean and deviation per channel, as the FedFisher experiments have them: MNIST's also for
@@ -144,7 +144,7 @@ def _sources(name: str, feature: str, splits: list[str], data_dir):
     import tensorflow_datasets as tfds
 
     if name == _OURS:
-        import fisherjax.cinic10  # noqa: F401  otherwise the name would be looked for on the net
+        import fisherjax._cinic10  # noqa: F401  otherwise the name would be looked for on the net
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR")
     # A bucket ("gs://...") is no folder of this machine, and TensorFlow Datasets checks it.
     if data_dir and "://" not in str(data_dir):
@@ -173,7 +173,7 @@ def _sources(name: str, feature: str, splits: list[str], data_dir):
 def _how_to_prepare(name: str, data_dir) -> str:
     where = f", data_dir={json.dumps(str(data_dir))}" if data_dir else ""
     # The only format that is read without TensorFlow.
-    known = "import fisherjax.cinic10; " if name == _OURS else ""
+    known = "import fisherjax._cinic10; " if name == _OURS else ""
     code = (
         f"import tensorflow_datasets as tfds; {known}"
         f'tfds.builder("{name}"{where}, file_format="array_record").download_and_prepare()'

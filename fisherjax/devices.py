@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fisherjax import compiler
-from fisherjax.self_check import IDENTITIES, Fault, faults
+from fisherjax._core import compiler
+from fisherjax._self_check import IDENTITIES, Fault, faults
 from fisherjax.typing import Array
 
 AXIS = "clients"

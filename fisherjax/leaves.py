@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, tree
-from fisherjax.configuration import cached
+from fisherjax import tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.typing import Apply, Array, Model, Params
 
 TRAINED, STATISTICS, FROZEN = "trained", "statistics", "frozen"

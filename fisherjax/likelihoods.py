@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks
-from fisherjax.configuration import cached
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.typing import Array, ByPosition, Likelihood
 
 

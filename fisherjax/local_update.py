@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import clients, leaves, optimizers, sequences
+from fisherjax import _optimizers, _sequences, clients, leaves
 from fisherjax.clients import Federation
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -68,7 +68,7 @@ def kept(state: State) -> Any:
 
 def trained(state: State) -> Params:
     """Take the trained leaves that training has found, see `optimizers.answer`."""
-    return optimizers.answer(state.params, state.optimizer)
+    return _optimizers.answer(state.params, state.optimizer)
 
 
 def hides_the_loss(model: Model) -> bool:
@@ -85,7 +85,7 @@ def client_epochs(
     epochs: Array,
 ) -> Callable[[Array, State], tuple[State, Array]]:
     """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
-    examples = sequences.weighed(local.model, clients.view(federation, place))
+    examples = _sequences.weighed(local.model, clients.view(federation, place))
     size = _size(local, federation, place)
     # By id, not by place: in a cohort a client draws what it would draw among all.
     key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
@@ -129,7 +129,7 @@ def sizes(local: LocalTraining, federation: Federation) -> Array:
 def _size(local: LocalTraining, federation: Federation, place: Array) -> Array:
     if local.model.positions is None:
         return federation.sizes[place]
-    own = sequences.weighed(local.model, clients.view(federation, place))
+    own = _sequences.weighed(local.model, clients.view(federation, place))
     return jnp.count_nonzero(own.weights).astype(federation.sizes.dtype)
 
 
@@ -150,7 +150,7 @@ def _step(
             outputs, new = model.apply(every, inputs), None
         else:
             outputs, new = model.apply_train(every, inputs, key, weights)
-        likelihood = sequences.likelihood(model, inputs, outputs.shape)
+        likelihood = _sequences.likelihood(model, inputs, outputs.shape)
         losses = likelihood.negative_log_likelihood(outputs, targets)
         # Selected, not multiplied: zero times NaN is NaN.
         total = jnp.where(weights > 0, losses, 0).sum()
@@ -161,8 +161,8 @@ def _step(
 
     (value, (total, new)), gradient = jax.value_and_grad(measured, has_aux=True)(state.params)
     if not hides_the_loss(model):
-        extra = extra | optimizers.loss_arguments(mean_loss, value, gradient)
-    update = optimizers.supported(local.optimizer).update
+        extra = extra | _optimizers.loss_arguments(mean_loss, value, gradient)
+    update = _optimizers.supported(local.optimizer).update
     updates, optimizer_state = update(gradient, state.optimizer, state.params, **extra)
     params = optax.apply_updates(state.params, updates)
     statistics = state.statistics if new is None else leaves.like(state.statistics, new)
@@ -199,7 +199,7 @@ def penalised(
     # Equal optimisers give one object, or `jit` would compile training again.
     @functools.lru_cache(maxsize=64)
     def optimizer(base: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-        inner = optimizers.supported(base)
+        inner = _optimizers.supported(base)
 
         def update(gradient: Params, state: Any, params: Params, **given: Any) -> tuple:
             added = functools.partial(penalty, start=given["start"], extras=given.get("extras", ()))
@@ -234,7 +234,7 @@ def keeping(
     Returns:
         The chain of both. `Trained.extras` is the stacked final state of the transformation.
     """
-    first, second = map(optimizers.supported, (transformation, base))
+    first, second = map(_optimizers.supported, (transformation, base))
 
     # Not optax.chain, whose state is a plain tuple: after training `Kept` is known by its type.
     def init(params: Params) -> Kept:

@@ -6,9 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, clients, sequences, tree
+from fisherjax import _sequences, clients, tree
+from fisherjax._core import checks
+from fisherjax._core.compiler import jit
 from fisherjax.clients import Federation, minibatches, view
-from fisherjax.compiler import jit
 from fisherjax.likelihoods import bernoulli, categorical, gaussian
 from fisherjax.parallel import Layout, Spread, chunk_size, in_order, spread_clients
 from fisherjax.typing import Array, Examples, Model, Params
@@ -230,13 +231,13 @@ def _performance(
     ) -> Performance:
         # A common model comes in once and is not stacked: M copies would be in memory.
         place, params = own[0], own[1] if stacked else common
-        examples = sequences.weighed(model, view(federation, place))
+        examples = _sequences.weighed(model, view(federation, place))
         number, batch = minibatches(examples, batch_size)
 
         def body(step: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
             inputs, targets, weights = batch(step)
             outputs = model.apply(params, inputs)
-            likelihood = sequences.likelihood(model, inputs, outputs.shape)
+            likelihood = _sequences.likelihood(model, inputs, outputs.shape)
             losses = likelihood.negative_log_likelihood(outputs, targets)
             measured = losses, *_shares(model, inputs, outputs, targets)
             return tuple(
@@ -336,7 +337,7 @@ def _share_right(model: Model, outputs: Array, examples: Examples) -> Array:
 
 def _share_of_counted(model: Model, outputs: Array, hits: Array, examples: Examples) -> Array:
     """Average over the targets that count, each with the weight of its example."""
-    weights = sequences.weighed(model, examples).weights
+    weights = _sequences.weighed(model, examples).weights
     counts = _counts(model, examples.inputs, outputs, examples.targets, hits)
     weights = jnp.where(counts, weights.reshape(-1, *(1,) * (hits.ndim - 1)), 0)
     return jnp.where(weights > 0, hits * weights, 0).sum() / weights.sum()
@@ -344,7 +345,7 @@ def _share_of_counted(model: Model, outputs: Array, hits: Array, examples: Examp
 
 def _counts(model: Model, inputs: Array, outputs: Array, targets: Array, hits: Array) -> Array:
     """Evaluate which targets count, of the shape of `hits`."""
-    counts = sequences.targets_counted(model, inputs, outputs.shape, targets)
+    counts = _sequences.targets_counted(model, inputs, outputs.shape, targets)
     if counts is None:
         return jnp.ones(hits.shape, bool)
     # Of bits every output has a target.

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from fisherjax import checks
-from fisherjax.compiler import eval_shape, jit
+from fisherjax._core import checks
+from fisherjax._core.compiler import eval_shape, jit
 from fisherjax.devices import AXIS, by_client, by_numpy, share_memory
 from fisherjax.typing import Array
 

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, clients, metrics, training
+from fisherjax import clients, metrics, training
+from fisherjax._core import checks
+from fisherjax._core.compiler import jit
 from fisherjax.clients import SPLIT, Federation, client_key, ids, shuffled, view
-from fisherjax.compiler import jit
 from fisherjax.metrics import Performance
 from fisherjax.typing import Array, Key, Model, Params
 

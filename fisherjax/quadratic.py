@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fisherjax import checks, preconditioning, tree
-from fisherjax.compiler import jit
-from fisherjax.fisher import Diagonal, Kronecker, Operator, coarse
+from fisherjax import _preconditioning, _wide_layers, tree
+from fisherjax._core import checks
+from fisherjax._core.compiler import jit
+from fisherjax.fisher import Diagonal, Kronecker, Operator
 from fisherjax.typing import Array, Params
 
 
@@ -107,7 +108,7 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
     problem = _problem(fishers, Partial(_weighted_mv, fishers, votes), system)
     if not _damped(damping):
         return problem
-    precondition, slack = preconditioning.of_clients(fishers, votes, system["strengths"])
+    precondition, slack = _preconditioning.of_clients(fishers, votes, system["strengths"])
     return problem._replace(precondition=precondition, slack=slack)
 
 
@@ -144,7 +145,7 @@ def from_sums(totals: Sums, damping: float) -> Quadratic:
     problem = _problem(fisher, Partial(type(fisher).block_mv, fisher), system)
     if not damped:
         return problem
-    return problem._replace(precondition=preconditioning.of_sums(fisher, system["strengths"]))
+    return problem._replace(precondition=_preconditioning.of_sums(fisher, system["strengths"]))
 
 
 def in_fisher_units(problem: Quadratic) -> Quadratic:
@@ -239,8 +240,10 @@ def _blocks(fisher: Operator, params: Params) -> Any:
 def _weighted_mv(fishers: Operator, votes: Any, blocks: Any) -> Any:
     wide = {}
     if isinstance(fishers, Kronecker):
-        fishers, factors = coarse.apart(fishers)
-        wide = {n: coarse.weighted_product(f, votes[n], blocks[n]) for n, f in factors.items()}
+        fishers, factors = _wide_layers.apart(fishers)
+        wide = {
+            n: _wide_layers.weighted_product(f, votes[n], blocks[n]) for n, f in factors.items()
+        }
         votes = {name: vote for name, vote in votes.items() if name not in wide}
         if not votes:  # every layer is wide
             return wide

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, clients, devices, leaves, merging, parallel, training, tree
+from fisherjax import clients, devices, leaves, merging, parallel, training, tree
+from fisherjax._core import checks
+from fisherjax._core.compiler import eval_shape, jit
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
-from fisherjax.compiler import eval_shape, jit
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import Given, LocalTraining
 from fisherjax.parallel import Layout, Spread, in_order

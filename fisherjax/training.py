@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fisherjax import checks, clients, devices, leaves, local_update, optimizers, parallel, tree
+from fisherjax import _optimizers, clients, devices, leaves, local_update, parallel, tree
+from fisherjax._core import checks
+from fisherjax._core.compiler import eval_shape, jit
 from fisherjax.clients import Federation
-from fisherjax.compiler import eval_shape, jit
 from fisherjax.devices import Memory, replicate
 from fisherjax.local_update import Given, LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Spread, in_order
@@ -258,7 +259,7 @@ def check(
     checks.train_outputs(model, params, federation.inputs, batch_size)
     without = _HIDDEN if local_update.hides_the_loss(model) else ""
     trained = leaves.trained(model, params)
-    optimizers.check("optimizer", optimizer, trained, without, extras)
+    _optimizers.check("optimizer", optimizer, trained, without, extras)
     return LocalTraining(model, optimizer, batch_size)
 
 

@@ -1,7 +1,7 @@
 """The order in which the library is read, and how much there is of it.
 
 A module imports only modules above it: `ORDER` is the architecture. A folder is one line of it.
-`FISHER` is the order inside the only folder whose files build on one another; the files of other
+`INSIDE` has the order inside the folders whose files build on one another; the files of other
 folders import only those of them that `SHARED` has, in that order, and know nothing of each other.
 """
 
@@ -20,36 +20,33 @@ PACKAGE = Path(__file__).resolve().parents[1] / "fisherjax"
 
 ORDER = [
     "typing",
-    "configuration",
-    "compat",
-    "compiler",
     "tree",
-    "linalg",
-    "checks",
+    "_core",
     "leaves",
     "likelihoods",
-    "sequences",
+    "_sequences",
     "nn",
     "networks",
-    "cinic10",
+    "_cinic10",
     "datasets",
     "partition",
     "text",
-    "self_check",
+    "_self_check",
     "devices",
     "parallel",
     "clients",
-    "optimizers",
+    "_optimizers",
     "local_update",
     "training",
+    "_layers",
     "fisher",
-    "preconditioning",
+    "_wide_layers",
+    "_preconditioning",
     "quadratic",
     "solvers",
-    "distillation",
     "algorithms",
     "compression",
-    "updates",
+    "_upload_checks",
     "privacy",
     "merging",
     "secure_aggregation",
@@ -60,49 +57,37 @@ ORDER = [
     "theory",
     "__main__",
 ]
-FISHER = [
-    *("columns", "kinds", "inline", "views", "forms", "uses"),
-    *("normalization", "layers", "feeders", "trace", "locations", "wiring"),
-    *("operators", "kronecker", "coarse", "terms", "passes", "diagonal", "full", "kfac"),
-]
+BUILT = {  # folders whose files build on one another
+    "_core": ["caching", "compat", "compiler", "linalg", "checks"],
+    "_layers": [
+        *("equations", "views", "operations", "uses", "normalization", "layer"),
+        *("feeders", "pairs", "locations", "graph"),
+    ],
+    "fisher": [
+        *("_columns", "kinds", "operators", "kronecker", "kronecker_sum", "_passes"),
+        *("diagonal", "full", "kfac"),
+    ],
+}
 # What the other files of a folder may import, and these in this order.
 SHARED = [
-    *("base", "stages", "checks", "heads", "rescaling", "private", "arrays", "values"),
-    *("claims", "uploads", "packed"),
-    "parts",
-    *("fixed_point", "shares", "keys", "messages", "protocol", "quantized", "matrices", "stream"),
-    "statistics",
-    *(
-        "reads",
-        "summaries",
-        "server_half",
-        "merges",
-        "repair",
-        "two_layer",
-        "signal_noise",
-        "destroyed",
-    ),
-    "student",
+    "accounting",
+    *("base", "stages", "checks", "arrays", "values", "_claims", "uploads", "_packed", "_parts"),
+    *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
+    *("distillation.synthesis", "distillation._outliers", "distillation.student"),
+    *("fixed_point", "shares", "keys", "_messages", "protocol", "quantized", "matrices", "stream"),
+    *("statistics", "_reads", "client_half", "_server_half", "merges", "_repair"),
+    *("two_layer", "signal_noise"),
 ]
 REGISTRY = "registry"  # the one file that reads all others of its folder, each a paper
 
 LATER = {"networks"}  # imported when it is first used
-INSIDE = {
-    "compat",
-    "compiler",
-    "self_check",
-    "cinic10",
-    "preconditioning",
-    "optimizers",
-    "__main__",
-}  # not for users
 
 ALONE = {  # who may import what the rest must not see
-    "kfac_jax": {"compat"},
+    "kfac_jax": {"_core.compat"},
     "flax": {f"networks.{name}" for name in ("functions", "images", "statistics", "transformer")},
     "safetensors": {"files.base", "files.arrays"},
-    "dp_accounting": {"privacy.base"},
-    "tensorflow_datasets": {"cinic10", "datasets"},
+    "dp_accounting": {"privacy.accounting"},
+    "tensorflow_datasets": {"_cinic10", "datasets"},
     "sklearn": {"datasets"},
     "cryptography": {"secure_aggregation.keys"},
 }
@@ -111,18 +96,19 @@ HEAVY = [
     *("matplotlib", "rich", "sklearn", "PIL", "tyro", "dp_accounting", "cryptography"),
 ]
 
-PUBLIC, PRIVATE = 10, 8  # parameters, of every kind
+PUBLIC, INTERNAL = 10, 8  # parameters, of every kind
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    """Return "fisher.layers" for fisherjax/fisher/layers.py and "fisher" for its __init__.py."""
+    """Return "fisher.layers" for fisherjax/_layers/layer.py and "fisher" for its __init__.py."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 MODULES = {name_of(path): path for path in FILES}
+FOLDERS = {name_of(path) for path in FILES if path.name == "__init__.py"}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -148,15 +134,22 @@ def own_modules(path: Path) -> set[str]:
     return found
 
 
+def is_inside(module: str) -> bool:
+    """Return whether a module, or a folder that it lies in, has an underscore: no user sees it."""
+    return any(part.startswith("_") for part in module.split("."))
+
+
 def position(module: str) -> tuple[int, int]:
     """Return (line of ORDER, line inside the folder); a folder's __init__ reads its files."""
     folder, _, file = module.partition(".")
     assert folder in ORDER, f"give {folder} its place in ORDER"
-    if folder == "fisher" and file:
-        assert file in FISHER, f"give fisher/{file}.py its place in FISHER"
-        return ORDER.index(folder), FISHER.index(file)
-    inside = SHARED.index(file) if file in SHARED else len(SHARED) + (file == REGISTRY)
-    return ORDER.index(folder), inside if file else len(FISHER) + len(SHARED)
+    files = BUILT.get(folder, SHARED)
+    if folder in BUILT and file:
+        assert file in files, f"give {folder}/{file}.py its place in BUILT"
+    if f"{folder}.{file}" in FOLDERS:  # says only what the folder is
+        return ORDER.index(folder), -1
+    inside = files.index(file) if file in files else len(files) + (file == REGISTRY)
+    return ORDER.index(folder), inside if file else len(files) + 2
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module])
@@ -169,13 +162,16 @@ def test_a_module_imports_only_modules_above_it(module):
 
 def test_every_module_has_its_place():
     assert {module.partition(".")[0] for module in MODULES if module} == set(ORDER)
-    files = {module.partition(".")[2] for module in MODULES if module.startswith("fisher.")}
-    assert files == set(FISHER)
+    for folder, files in BUILT.items():
+        found = {module.partition(".")[2] for module in MODULES if module.startswith(folder + ".")}
+        assert found == set(files)
+    known = {".".join(module.split(".")[1:]) for module in MODULES}
+    assert set(SHARED) <= known
 
 
 def test_the_package_imports_every_module_and_does_nothing_else():
     tree = ast.parse(MODULES[""].read_text())
-    assert own_modules(MODULES[""]) == set(ORDER) - INSIDE - LATER
+    assert own_modules(MODULES[""]) == {x for x in ORDER if not is_inside(x)} - LATER
     assert ast.get_docstring(tree)
     kinds = [type(node) for node in tree.body[1:]]
     assert set(kinds) == {ast.Import, ast.ImportFrom, ast.Assign, ast.FunctionDef}
@@ -184,7 +180,7 @@ def test_the_package_imports_every_module_and_does_nothing_else():
 
 
 def test_the_package_offers_every_module_and_the_two_nouns_that_everybody_writes():
-    assert set(fisherjax.__all__) == {*ORDER, "Model", "Examples"} - INSIDE
+    assert set(fisherjax.__all__) == {x for x in ORDER if not is_inside(x)} | {"Model", "Examples"}
     for name in fisherjax.__all__:
         assert getattr(fisherjax, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'network'"):
@@ -203,11 +199,15 @@ def test_a_foreign_world_stops_at_the_files_that_know_it(library):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_no_module_uses_the_inside_of_another_library(module):
-    private = {name for name in imports_of(MODULES[module]) if "._" in name}
-    assert not private or module in ("compat", "compiler"), private
+    private = {
+        name
+        for name in imports_of(MODULES[module])
+        if "._" in name and not name.startswith("fisherjax.")
+    }
+    assert not private or module in ("_core.compat", "_core.compiler"), private
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "linalg"])
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "_core.linalg"])
 def test_factorisations_are_those_that_are_loops_under_vmap(module):
     """Batched ones of several layers wait for each other for ever on a CPU of two cores."""
     found = re.findall(r"(?:jnp|lax|jax\.scipy)\.linalg\.(\w+)", MODULES[module].read_text())
@@ -279,6 +279,6 @@ def test_functions_take_few_parameters(module):
     heavy = {
         f"{module}.{name}": number
         for name, is_public, arguments in functions_of(MODULES[module])
-        if (number := count(arguments)) > (PUBLIC if is_public else PRIVATE)
+        if (number := count(arguments)) > (PUBLIC if is_public else INTERNAL)
     }
     assert not heavy, f"give these a NamedTuple, or options of another function: {heavy}"

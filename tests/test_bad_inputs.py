@@ -21,9 +21,9 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import Examples, algorithms, clients, fisher, merging, metrics, rounds, solvers
+from fisherjax._upload_checks import indefinite
 from fisherjax.algorithms import Update
 from fisherjax.training import Trained, train, train_memory
-from fisherjax.updates import indefinite
 
 PACKAGE = Path(fj.__file__).parent
 SIZES = (10, 20, 10)

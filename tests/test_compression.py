@@ -244,7 +244,7 @@ def test_layers_of_any_shape_come_back_from_every_codec(inputs, outputs, has_bia
     source = np.random.default_rng(seed)
     shapes = {"kernel": (inputs, outputs)} | ({"bias": (outputs,)} if has_bias else {})
     params = {name: jnp.asarray(source.normal(size=x), jnp.float32) for name, x in shapes.items()}
-    layer = fj.fisher.layers.Layer("kernel", "bias" if has_bias else None, (inputs, outputs))
+    layer = fj._layers.layer.Layer("kernel", "bias" if has_bias else None, (inputs, outputs))
     halves = [source.normal(size=(n, n + 1)) for n in (inputs + has_bias, outputs)]
     first, second = (jnp.asarray(half @ half.T, jnp.float32) for half in halves)
     factors = {"kernel": {"input": first, "output": second}}

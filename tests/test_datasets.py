@@ -132,7 +132,7 @@ def test_the_command_in_the_error_prepares_the_data_set_where_it_was_looked_for(
     assert program[:2] == ["python", "-c"]
     # Everything but the download itself.
     *statements, expression = program[2].split("; ")
-    ours = ["import fisherjax.cinic10"] if name == "cinic10" else []
+    ours = ["import fisherjax._cinic10"] if name == "cinic10" else []
     assert statements == ["import tensorflow_datasets as tfds", *ours]
     builder = eval(expression.removesuffix(".download_and_prepare()"), {"tfds": tfds})
     assert builder.name == name

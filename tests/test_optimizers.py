@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import fisherjax as fj
-from fisherjax import algorithms, checks, optimizers
+from fisherjax import _optimizers, algorithms
+from fisherjax._core import checks
 
 SIZES, EPOCHS = (9, 6), 5
 SOURCE = np.random.default_rng(0)
@@ -264,8 +265,8 @@ def test_an_optimiser_is_told_the_most_that_it_takes():
     base = optax.GradientTransformationExtraArgs(optax.identity().init, update)
     given = {"value": 1.0, "grad": 2.0, "start": 3.0, "last_epoch": True}
     w = jnp.ones(2)
-    optimizers.supported(base).update(w, base.init(w), w, **given)
+    _optimizers.supported(base).update(w, base.init(w), w, **given)
     # Around it, a chain takes anything and passes it on: there are no names to go by.
     sam = optax.chain(optax.clip(1.0), made("sam"))
-    optimizers.supported(sam).update(w, sam.init(w), w, **given)
+    _optimizers.supported(sam).update(w, sam.init(w), w, **given)
     assert taken == [(True, True)]

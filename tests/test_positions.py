@@ -17,7 +17,8 @@ import optax
 import pytest
 
 import fisherjax as fj
-from fisherjax import checks, sequences
+from fisherjax import _sequences
+from fisherjax._core import checks
 
 R = np.random.default_rng(0)
 N, WORDS, CLASSES, SHORT, LONG = 12, 9, 3, 6, 9
@@ -353,10 +354,10 @@ def test_sentences_without_tokens_leave_no_trace_and_no_nan(name, key):
 def test_a_model_without_positions_goes_through_nothing():
     model = fj.Model(each, fj.likelihoods.categorical)
     data = examples("each", SHORT)
-    assert sequences.weighed(model, data) is data
-    assert sequences.counted(model, data.inputs) is None
-    assert sequences.likelihood(model, data.inputs, (N, SHORT, CLASSES)) is model.likelihood
-    assert sequences.targets_counted(model, data.inputs, (N, SHORT, CLASSES), data.targets) is None
+    assert _sequences.weighed(model, data) is data
+    assert _sequences.counted(model, data.inputs) is None
+    assert _sequences.likelihood(model, data.inputs, (N, SHORT, CLASSES)) is model.likelihood
+    assert _sequences.targets_counted(model, data.inputs, (N, SHORT, CLASSES), data.targets) is None
     assert checks.labels(model, (N, SHORT, CLASSES), data.targets) is data.targets
 
 
@@ -400,7 +401,7 @@ def test_zeros_and_ones_are_as_good_as_booleans():
     inputs = padded(TOKENS, LONG)
     for dtype in (jnp.int8, jnp.float32):
         other = model._replace(positions=lambda x, d=dtype: is_token(x).astype(d))
-        np.testing.assert_array_equal(sequences.counted(other, inputs), is_token(inputs))
+        np.testing.assert_array_equal(_sequences.counted(other, inputs), is_token(inputs))
 
 
 def shared_by_heads(p, tokens):

@@ -24,7 +24,7 @@ import fisherjax as fj
 from fisherjax import algorithms, merging, privacy
 from fisherjax.algorithms import Update
 from fisherjax.algorithms.base import WeightedSum
-from fisherjax.algorithms.sketched import Sketches
+from fisherjax.algorithms.wrappers.sketched import Sketches
 from tests.methods import MERGED, REPEATS, exactly
 
 HUGE = 1e6

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fisherjax import quadratic, solvers, tree
+from fisherjax._layers.layer import Layer
 from fisherjax.fisher import Dense, Diagonal, Kronecker
-from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.operators import Template, ravel
 
 SHAPES = {"dense": {"bias": (2,), "kernel": (3, 2)}, "rest": (2,)}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import fisherjax as fj
-from experiments.pictures import headline
+from experiments.one_shot import headline
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

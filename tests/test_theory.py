@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import theory
-from experiments.pictures import averaging, phases, runs, theorem
+from experiments.theory import __main__ as theory
+from experiments.theory import averaging, parallel_runs, phases, theorem
 
 
 def rows_of(path):
@@ -94,11 +94,11 @@ def test_runs_compile_once_for_equal_functions():
     def add(number, x, y):
         return number + x + y
 
-    before = runs._spread._cache_size()
+    before = parallel_runs._spread._cache_size()
     for _ in range(2):
-        found = runs.compute(partial(add, 1.0), np.arange(3.0), np.float32(2))
+        found = parallel_runs.compute(partial(add, 1.0), np.arange(3.0), np.float32(2))
     assert np.array_equal(found, [3, 4, 5])
-    assert runs._spread._cache_size() == before + 1
+    assert parallel_runs._spread._cache_size() == before + 1
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import optax
 import fisherjax as fj
 from fisherjax.algorithms import METHODS, Algorithm, Link, Row
 from fisherjax.algorithms.base import fisher_sums, solve_sums
-from fisherjax.configuration import cached
+from fisherjax._core.caching import cached
 
 
 @cached

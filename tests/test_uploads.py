@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 CLIENTS, WEIGHTS = ("ann", "bob", "cho"), (20, 10, 30)
 SLOW = pytest.mark.slow
 # Those that match units are in test_unit_uploads.py.
-FILED = [n for n in MERGED if is_filed(n) and fj.fisher.wiring.Wiring not in reads(n).values()]
+FILED = [n for n in MERGED if is_filed(n) and fj._layers.graph.Wiring not in reads(n).values()]
 ROWS = [pytest.param(n, marks=SLOW) if n in REPEATS else n for n in FILED]
 # Conjugate gradients need it where the matrix is singular.
 OPTIONS = {n: {"damping": 1.0} for n in FILED if fj.fisher.Dense in reads(n).values()}
@@ -188,7 +188,7 @@ def test_the_same_upload_is_the_same_bytes_and_other_programs_read_them(tmp_path
 
 def test_every_form_of_layer_comes_back(tmp_path):
     """A table, a convolution, a stack of layers, and a leaf without any."""
-    from fisherjax.fisher.layers import Layer
+    from fisherjax._layers.layer import Layer
     from fisherjax.fisher.operators import Template
 
     random = np.random.RandomState(0)
@@ -290,7 +290,7 @@ def test_no_curvature_is_a_vote_by_weight_and_tiny_curvature_is_not(tmp_path):
 
 def wide_updates(folder, width, layers, clients):
     """Write K-FAC uploads of many equal layers, one client after the other."""
-    from fisherjax.fisher.layers import Layer
+    from fisherjax._layers.layer import Layer
     from fisherjax.fisher.operators import Template
 
     names = [f"dense{i}" for i in range(layers)]

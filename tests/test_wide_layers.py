@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fisherjax import quadratic, solvers
-from fisherjax.fisher import Kronecker, coarse
-from fisherjax.fisher.layers import Layer
+from fisherjax import _wide_layers, quadratic, solvers
+from fisherjax._layers.layer import Layer
+from fisherjax.fisher import Kronecker
 from fisherjax.fisher.operators import Template
 
 # Laws of any width, so of an eighth of what is wide otherwise. No other test has layers of LARGE:
@@ -21,14 +21,14 @@ LARGE, FEW, CLIENTS = WIDE + 7, 3, 3
 WEIGHTS = np.array([0.2, 0.5, 0.3])
 OTHER = {"input": "output", "output": "input"}
 # As in a merge, one program each; eagerly every operation is one.
-SET_UP, ANSWER = jax.jit(coarse.coarse), jax.jit(coarse.precondition)
+SET_UP, ANSWER = jax.jit(_wide_layers.coarse), jax.jit(_wide_layers.precondition)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _narrower():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coarse, "WIDE", WIDE)
-        patch.setattr(coarse, "RANK", RANK)
+        patch.setattr(_wide_layers, "WIDE", WIDE)
+        patch.setattr(_wide_layers, "RANK", RANK)
         yield
 
 
@@ -136,7 +136,7 @@ def test_what_fits_into_the_few_directions_is_solved_to_the_slack(factors, side,
     answer = ANSWER(own, residual)
     products = np.asarray(pair["input"]) @ np.asarray(answer) @ np.asarray(pair["output"])
     left = np.tensordot(WEIGHTS, products, 1) + 0.7 * np.asarray(answer) - residual
-    assert np.linalg.norm(left) <= coarse.SLACK * np.linalg.norm(residual)
+    assert np.linalg.norm(left) <= _wide_layers.SLACK * np.linalg.norm(residual)
 
 
 @pytest.mark.parametrize("wide", [("input",), ("output",), ("input", "output")])
@@ -156,7 +156,7 @@ def test_what_is_flat_beside_the_few_directions_is_solved_to_the_slack(wide, x64
     answer = np.asarray(ANSWER(own, residual))
     products = np.tensordot(WEIGHTS, pair["input"] @ answer @ pair["output"], 1)
     left = products + 0.01 * answer - residual
-    assert np.linalg.norm(left) <= coarse.SLACK * np.linalg.norm(residual)
+    assert np.linalg.norm(left) <= _wide_layers.SLACK * np.linalg.norm(residual)
 
 
 def test_zeros_stay_zeros_and_without_damping_nothing_is_changed(factors, x64):
@@ -203,6 +203,6 @@ def test_derivatives_and_many_dampings_at_once(factors, models, x64):
 @pytest.mark.long
 def test_tables_and_narrow_layers_have_none(x64):
     wide, narrow, entries = np.eye(WIDE), np.eye(WIDE - 1), np.ones((2, WIDE))
-    assert coarse.is_wide({"input": narrow, "output": wide})
-    assert not coarse.is_wide({"input": narrow, "output": narrow})
-    assert not coarse.is_wide({"input": entries, "output": np.stack([wide, wide])})
+    assert _wide_layers.is_wide({"input": narrow, "output": wide})
+    assert not _wide_layers.is_wide({"input": narrow, "output": narrow})
+    assert not _wide_layers.is_wide({"input": entries, "output": np.stack([wide, wide])})

@@ -19,8 +19,9 @@ from functools import partial
 from PIL import Image
 from rich.console import Console
 
-from experiments.harness import attack, commands, config, figures, gan, points, records, tables
-from experiments.harness.attack import VIEWS, Config, Point
+from experiments.attack import gan, runs
+from experiments.attack.runs import VIEWS, Config, Point
+from experiments.harness import commands, config, figures, measurements, records, tables
 from experiments.harness.config import Data, Training
 
 PROGRAM = "experiments.attack"
@@ -34,9 +35,10 @@ def main(arguments: Sequence[str], console: Console) -> None:
     asked = commands.read(arguments, PROGRAM, __doc__, _default)
     _check(asked)
     with records.folder(asked.out):
-        default, units = _default(asked.data.dataset), attack.units(asked)
-        measured = partial(attack.measured, asked, console)
-        _report(asked, points.continued(asked, PROGRAM, default, Point, units, measured), console)
+        default, units = _default(asked.data.dataset), runs.units(asked)
+        measured = partial(runs.measured, asked, console)
+        points = measurements.continued(asked, PROGRAM, default, Point, units, measured)
+        _report(asked, points, console)
 
 
 def _default(dataset: str | None = None) -> Config:
@@ -93,7 +95,7 @@ def _draw(asked: Config, title: str) -> None:
     }
     drawn, axes = figures.canvas(7.4, 0.48 * len(rows) + 0.4, 1, len(rows), squeeze=False)
     for (name, words), panel in zip(rows.items(), axes[:, 0], strict=True):
-        images = Image.open(attack.strip(asked.out, seed, name))
+        images = Image.open(runs.strip(asked.out, seed, name))
         panel.imshow(images, cmap="gray", vmin=0, vmax=255)
         panel.set_ylabel(
             textwrap.fill(words, 22), rotation=0, ha="right", va="center", fontsize="small"

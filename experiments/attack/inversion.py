@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from experiments.harness import gan
+from experiments.attack import gan
 from fisherjax.fisher import Kronecker, kfac
 from fisherjax.typing import Array, Examples, Key, Model, Params
 

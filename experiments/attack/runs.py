@@ -15,9 +15,10 @@ from PIL import Image
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, gan, inversion, limits, records, steps, tasks
+from experiments.attack import gan, inversion
+from experiments.attack.inversion import Pixels, Seen
+from experiments.harness import commands, limits, records, steps, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
-from experiments.harness.inversion import Pixels, Seen
 from experiments.harness.progress import bar
 from fisherjax.typing import Array, Key, Params
 

@@ -1,6 +1,6 @@
 """Draw what four methods do inside, on small clients of digits, each picture with its numbers.
 
-    python -m experiments.comparators --out runs/comparators
+    python -m experiments.baselines --out runs/comparators
 
 otfusion.png: where the units of one client belong in another's network, for clients of one start
 and of two. pfnm.png: how many units of the merged network are shared by how many clients.
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from experiments.baselines import pictures
+from experiments.baselines.runs import METHODS, Config
 from experiments.harness import commands, records
-from experiments.harness.comparators import METHODS, Config
-from experiments.pictures import comparators
 
-PROGRAM = "experiments.comparators"
+PROGRAM = "experiments.baselines"
 _SUMMARY = "summary.md"
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
         for name in asked.algorithms:
             begun = time.perf_counter()
             with console.status(name):
-                parts.append(comparators.section(name, asked))
+                parts.append(pictures.section(name, asked))
             console.print(f"{name}.png ({time.perf_counter() - begun:.0f} s)")
         records.write_summary(asked, parts, PROGRAM)
     console.print("\n".join(parts), markup=False, soft_wrap=True)

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness import comparators, figures, tables
-from experiments.harness.comparators import Config, Drawn, Fused, Voted, Widened
+from experiments.baselines import runs
+from experiments.baselines.runs import Config, Drawn, Fused, Voted, Widened
+from experiments.harness import figures, tables
 from experiments.harness.figures import GRID, INK, label
 
 _STAYS, _MOVES = "#2b78ad", "#d98200"
@@ -194,14 +195,14 @@ def fedov(found: Voted, path: Path) -> str:
 _TOLD = {
     "otfusion": """Two clients have every other digit each; the second's units are matched with \
 the first's. Accuracies are on the test images; a unit stays if its place is its own.""",
-    "pfnm": f"""The first of {comparators.CLIENTS} clients (Dirichlet {comparators.ALPHA:g}), each \
+    "pfnm": f"""The first of {runs.CLIENTS} clients (Dirichlet {runs.ALPHA:g}), each \
 from a start of its own.""",
-    "dense": f"""{comparators.CLIENTS} clients (Dirichlet {comparators.ALPHA:g}) of one start. The \
-server draws {comparators.DISTILLATION.images} images an epoch; minibatches of \
-{comparators.DISTILLATION.batch_size} and a learning rate of \
-{comparators.DISTILLATION.learning_rate:g}, instead of the papers' 256 and 0.01, suit digits; they \
+    "dense": f"""{runs.CLIENTS} clients (Dirichlet {runs.ALPHA:g}) of one start. The \
+server draws {runs.DISTILLATION.images} images an epoch; minibatches of \
+{runs.DISTILLATION.batch_size} and a learning rate of \
+{runs.DISTILLATION.learning_rate:g}, instead of the papers' 256 and 0.01, suit digits; they \
 were chosen looking at the same test images.""",
-    "fedov": f"""{comparators.CLIENTS} clients of two classes each, none shared. Usual networks \
+    "fedov": f"""{runs.CLIENTS} clients of two classes each, none shared. Usual networks \
 have ten outputs and the same data, starts and epochs.""",
 }
 _TITLES = {
@@ -211,7 +212,7 @@ _TITLES = {
     "fedov": "what is unknown",
 }
 _COMPUTE: dict[str, tuple[Callable, Callable]] = {
-    name: (getattr(comparators, name), draw)
+    name: (getattr(runs, name), draw)
     for name, draw in (("otfusion", otfusion), ("pfnm", pfnm), ("dense", dense), ("fedov", fedov))
 }
 

@@ -16,7 +16,7 @@ import optax
 
 import fisherjax as fj
 from experiments.harness import commands
-from fisherjax.algorithms import destroyed
+from fisherjax.algorithms.distillation import _outliers
 from fisherjax.typing import Array, Examples, Model, Params
 
 METHODS = ("otfusion", "pfnm", "dense", "fedov")
@@ -26,11 +26,11 @@ SHAPE = (8, 8, 1)
 # Smaller minibatches and longer steps than the papers': digits are few and small.
 DISTILLATION = fj.algorithms.Distillation(images=64, batch_size=16, learning_rate=0.05)
 WAYS = {
-    "stretched": destroyed._stretched,
-    "blurred": destroyed._blurred,
-    "erased": destroyed._erased,
-    "cut": destroyed._cut,
-    "rotated": destroyed._rotated,
+    "stretched": _outliers._stretched,
+    "blurred": _outliers._blurred,
+    "erased": _outliers._erased,
+    "cut": _outliers._cut,
+    "rotated": _outliers._rotated,
 }
 """What FedOV does to an image, in the order in which `destroyed` draws one."""
 _DESTROYED = (0, 3, 7)  # digits that are shown
@@ -189,7 +189,7 @@ def dense(asked: Config) -> Drawn:
     federation = fj.clients.federation(world.train, parts)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
 
-    def after(_: int, work: fj.distillation.Distilling) -> None:
+    def after(_: int, work: fj.algorithms.distillation.synthesis.Distilling) -> None:
         accuracies.append(float(fj.metrics.accuracy(world.model, work.student, world.test)))
 
     start, _ = _merged(world, models, parts, ("fedavg",))

@@ -15,8 +15,9 @@ from functools import partial
 
 from rich.console import Console
 
-from experiments.harness import commands, compression, config, figures, points, records, tables
-from experiments.harness.compression import Config, Point
+from experiments.compression import runs
+from experiments.compression.runs import Config, Point
+from experiments.harness import commands, config, figures, measurements, records, tables
 
 PROGRAM = "experiments.compression"
 
@@ -26,9 +27,9 @@ def main(arguments: Sequence[str], console: Console) -> None:
     asked = commands.read(arguments, PROGRAM, __doc__, Config.usual)
     _check(asked)
     with records.folder(asked.out):
-        default, units = Config.usual(asked.data.dataset), compression.units(asked)
-        measured = partial(compression.measured, asked, console)
-        found = points.continued(asked, PROGRAM, default, Point, units, measured)
+        default, units = Config.usual(asked.data.dataset), runs.units(asked)
+        measured = partial(runs.measured, asked, console)
+        found = measurements.continued(asked, PROGRAM, default, Point, units, measured)
         _report(asked, found, console)
 
 

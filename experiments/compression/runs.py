@@ -10,8 +10,9 @@ import jax
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, knee, steps
+from experiments.harness import commands, steps
 from experiments.harness.progress import bar
+from experiments.knee import runs
 from fisherjax.compression import (
     Codec,
     compose,
@@ -24,7 +25,7 @@ from fisherjax.compression import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(knee.Clients):
+class Config(runs.Clients):
     """Which clients, and how small their updates are."""
 
     algorithms: tuple[str, ...] = (
@@ -95,7 +96,7 @@ def units(asked: Config) -> list[Unit]:
 
 def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterator[list[Point]]:
     """Train the clients, or read them, compress what they send, and merge it."""
-    task, start, trained = knee.clients(asked, asked.algorithms, console)
+    task, start, trained = runs.clients(asked, asked.algorithms, console)
     (federation,) = task.federations.values()
     sent: dict[str, fj.algorithms.Update] = {}
     average = steps.upload_bytes(steps.changed(trained))

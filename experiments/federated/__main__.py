@@ -18,17 +18,8 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from experiments.harness import (
-    commands,
-    config,
-    curves,
-    figures,
-    limits,
-    progress,
-    records,
-    rounds,
-    tasks,
-)
+from experiments.federated import curves, runs
+from experiments.harness import commands, config, figures, limits, progress, records, tasks
 from experiments.harness.records import Row
 
 PROGRAM = "experiments.federated"
@@ -47,11 +38,11 @@ def main(arguments: Sequence[str], console: Console) -> None:
     default = config.federated(asked.data.dataset)
     with records.folder(asked.out):
         rows = records.resume(asked.out, asked, default, records.FEDERATED)
-        if not rows and (asked.out / rounds.CHECKPOINTS).exists():
+        if not rows and (asked.out / runs.CHECKPOINTS).exists():
             records.check_config(asked.out, asked, default, "checkpoint")
-        done = rounds.finished(rows)
-        rows = [row for row in rows if rounds.unit_of(row) in done]
-        if rounds.following(asked, rows) is not None:
+        done = runs.finished(rows)
+        rows = [row for row in rows if runs.unit_of(row) in done]
+        if runs.following(asked, rows) is not None:
             rows = _execute(asked, rows, console)
         curves.report(asked, rows, PROGRAM, console)
 
@@ -59,9 +50,9 @@ def main(arguments: Sequence[str], console: Console) -> None:
 def _execute(asked: config.Federated, rows: list[Row], console: Console) -> list[Row]:
     """Compute the units that are missing, and write the rows after each."""
     task = tasks.rounds(asked)
-    methods = rounds.prepare(task)
-    goes_on = rows or (asked.out / rounds.CHECKPOINTS).exists()
-    done = f"{len(rounds.finished(rows))} runs are finished" if goes_on else ""
+    methods = runs.prepare(task)
+    goes_on = rows or (asked.out / runs.CHECKPOINTS).exists()
+    done = f"{len(runs.finished(rows))} runs are finished" if goes_on else ""
     records.begin(asked, PROGRAM, console, done)
     console.print(task.told)
 
@@ -70,10 +61,10 @@ def _execute(asked: config.Federated, rows: list[Row], console: Console) -> list
 
     with progress.bar(console) as bar:
         shown = bar.add_task("compiling", total=None, speed="")
-        while (unit := rounds.following(asked, rows)) is not None:
-            bar.reset(shown, total=rounds.number(asked, unit.local_epochs), speed="")
+        while (unit := runs.following(asked, rows)) is not None:
+            bar.reset(shown, total=runs.number(asked, unit.local_epochs), speed="")
             method, begun = methods[unit[:2]], time.perf_counter()
-            new = rounds.run(task, method, unit, _shower(bar, shown, unit), warn)
+            new = runs.run(task, method, unit, _shower(bar, shown, unit), warn)
             rows = [*rows, *new]
             records.write_rows(asked.out / records.RESULTS, rows, records.FEDERATED)
             seconds, rate = time.perf_counter() - begun, unit.server_learning_rate
@@ -84,7 +75,7 @@ def _execute(asked: config.Federated, rows: list[Row], console: Console) -> list
     return rows
 
 
-def _shower(bar: Progress, shown: TaskID, unit: rounds.Unit) -> Callable[[int, float | None], None]:
+def _shower(bar: Progress, shown: TaskID, unit: runs.Unit) -> Callable[[int, float | None], None]:
     """Return what a unit calls after each round; the first one compiles and is not timed."""
     ends: list[tuple[float, int]] = []
 
@@ -99,7 +90,7 @@ def _shower(bar: Progress, shown: TaskID, unit: rounds.Unit) -> Callable[[int, f
     return show
 
 
-def _named(unit: rounds.Unit) -> str:
+def _named(unit: runs.Unit) -> str:
     epochs = f"{unit.local_epochs} local epoch{'s' * (unit.local_epochs > 1)}"
     return f"{figures.label(unit.algorithm)}, {epochs}, seed {unit.seed}"
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments.harness import figures, records, rounds, tables
+from experiments.federated import runs as rounds
+from experiments.harness import figures, records, tables
 from experiments.harness.config import PLAYS, Federated, title
 
 _MARKED = 8  # of the points of a curve, about

@@ -14,7 +14,7 @@ from experiments.harness import checkpoints, records
 from experiments.harness.config import Federated
 from experiments.harness.methods import check_full, methods
 from experiments.harness.tasks import Rounds
-from fisherjax.algorithms.fedopt import ServerState
+from fisherjax.algorithms.wrappers.server_optimizer import ServerState
 from fisherjax.metrics import Performance
 from fisherjax.rounds import Round, State
 from fisherjax.typing import Key

@@ -17,8 +17,9 @@ from functools import partial
 
 from rich.console import Console
 
-from experiments.harness import commands, fedfisher, grid_runs, records
-from experiments.harness.fedfisher import Grid
+from experiments.fedfisher_table import table as fedfisher
+from experiments.fedfisher_table.table import Grid
+from experiments.harness import commands, grid_runs, records
 from experiments.harness.tables import Table, markdown, terminal
 
 PROGRAM = "experiments.fedfisher_table"

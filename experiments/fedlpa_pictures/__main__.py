@@ -17,8 +17,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from experiments.fedlpa_pictures import features, fisher_blocks, gaussians
 from experiments.harness import commands, config, grids, limits, records
-from experiments.pictures import features, fisher_blocks, gaussians
 
 PROGRAM = "experiments.fedlpa_pictures"
 

@@ -21,9 +21,9 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
+from experiments.function_space import barriers, toy_regression
+from experiments.function_space.toy_regression import SUPPORTS, Setting
 from experiments.harness import commands, figures, records, tables
-from experiments.pictures import barriers, toy_regression
-from experiments.pictures.toy_regression import SUPPORTS, Setting
 
 PROGRAM = "experiments.function_space"
 Other = Literal["fedfisher_kfac", "fedfisher_full"]

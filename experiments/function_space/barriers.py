@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.function_space.toy_regression import SUPPORTS, Runs, cells, errors, model
 from experiments.harness.figures import GRID, canvas, label, legend, line_style, save, style
 from experiments.harness.tables import Table, csv_text
-from experiments.pictures.toy_regression import SUPPORTS, Runs, cells, errors, model
 from fisherjax.typing import Params
 
 Errors = dict[str, np.ndarray]

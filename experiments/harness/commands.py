@@ -13,7 +13,8 @@ import tyro
 from rich.console import Console
 
 from experiments.harness.names import distils, is_vote
-from fisherjax import algorithms, checks, devices
+from fisherjax import algorithms, devices
+from fisherjax._core import checks
 
 _FEW = 12  # names that a refusal lists; more are nobody's to read
 

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 import fisherjax as fj
-from experiments.harness import later, one_round, steps, tasks, votes
+from experiments.harness import after_merge, one_round, steps, tasks, votes
 from fisherjax.devices import Memory
 
 _FEWER = "Not even one client at a time would fit; use fewer clients or a smaller network"
@@ -52,9 +52,9 @@ def predict(task: tasks.OneRound) -> Need:
             method.clients, params, federation, key=key, clients_per_chunk=chunk
         )
     # Whatever a model was merged by, exchanges are the same programs.
-    plans = later.exchanges(task.config).values()
+    plans = after_merge.exchanges(task.config).values()
     for name in dict.fromkeys(step for plan in plans for step in plan):
-        given = later.exchange_of(task, name), params, federation
+        given = after_merge.exchange_of(task, name), params, federation
         found = fj.merging.exchange_memory(*given, key=key, clients_per_chunk=chunk)
         needs[f"the exchange of {name}"] = max(found, key=sum)
     step = max(needs, key=lambda name: sum(needs[name]))

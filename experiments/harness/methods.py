@@ -106,7 +106,7 @@ def _score(
 ) -> Callable[[Params], Array] | None:
     """Make what chooses as was asked, if anything does."""
     examples = {"last": None, "validation": judges, "test": images.test}[merging.choose]
-    accuracy = fj.configuration.by_value(partial(fj.metrics.accuracy, model))
+    accuracy = fj._core.caching.by_value(partial(fj.metrics.accuracy, model))
     # The images are data of the score, not constants of the program.
     return None if examples is None else Partial(accuracy, examples=examples)
 
@@ -153,7 +153,7 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
         return Method(algorithm, lambda _: algorithm)
     # The authors put epsilon inside the root for K-FAC and outside for the diagonal.
     inside = known["fisher"] is not fj.fisher.diagonal
-    accuracy = fj.configuration.by_value(partial(fj.metrics.accuracy, model))
+    accuracy = fj._core.caching.by_value(partial(fj.metrics.accuracy, model))
 
     def server(images: Examples | None) -> fj.algorithms.Algorithm:
         # The images are data of the score, not constants of the program.

@@ -10,7 +10,7 @@ import jax
 import optax
 
 import fisherjax as fj
-from experiments.harness import checkpoints, later, steps, votes
+from experiments.harness import after_merge, checkpoints, steps, votes
 from experiments.harness.config import OneShot
 from experiments.harness.methods import Method
 from experiments.harness.names import STUDENT
@@ -66,8 +66,8 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
     rows += _voted(task, unit, progress)
     for name, model in merged.items():
         rows += [steps.measure(task, unit, name, model), steps.server_row(unit, name, model)]
-        rows += later.rounds(task, unit, name, model, progress)
-        rows += later.exchanged(task, unit, name, model, progress)
+        rows += after_merge.rounds(task, unit, name, model, progress)
+        rows += after_merge.exchanged(task, unit, name, model, progress)
     return rows
 
 

@@ -66,7 +66,7 @@ def server_row(unit: Unit, name: str, model: Merged) -> Row:
 def row_of(algorithm: str, unit: Unit, accuracy: Any, **more: Any) -> Row:
     """Make the row of an accuracy on the test data, after one round."""
     # Within a program of many seeds it is not a number yet.
-    value = accuracy if fj.checks.is_traced(accuracy) else round(float(accuracy), 6)
+    value = accuracy if fj._core.checks.is_traced(accuracy) else round(float(accuracy), 6)
     split, seed = unit
     return Row(algorithm, seed, 1, "test", "accuracy", value, partition_seed=split, **more)
 
@@ -87,7 +87,7 @@ def train(
     """
     how = {"key": key, "optimizer": optimizer}
     how |= training_options(task, federation) | changes
-    if fj.checks.is_traced(key):
+    if fj._core.checks.is_traced(key):
         trained = fj.training.train(task.model, params, federation, **how)
         finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(changed(trained))]
         loss = jnp.vdot(federation.weights, trained.loss[:, -1])

@@ -198,7 +198,7 @@ def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[n
     return getattr(fj.partition, data.partition)(train.targets, num_clients, seed=seed, **options)
 
 
-@fj.configuration.cached
+@fj._core.caching.cached
 def optimizer(training: Training) -> optax.GradientTransformation:
     """Make the clients' optimiser, the same object for equal options: nothing compiles again."""
     descent = optax.sgd(training.learning_rate, training.momentum or None)

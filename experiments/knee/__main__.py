@@ -17,9 +17,10 @@ from functools import partial
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, config, figures, knee, points, records, tables
-from experiments.harness.knee import Config, Point
+from experiments.harness import commands, config, figures, measurements, records, tables
 from experiments.harness.names import takes
+from experiments.knee import runs
+from experiments.knee.runs import Config, Point
 
 PROGRAM = "experiments.knee"
 _COLOURS = {
@@ -33,9 +34,9 @@ def main(arguments: Sequence[str], console: Console) -> None:
     asked = commands.read(arguments, PROGRAM, __doc__, Config.usual)
     _check(asked)
     with records.folder(asked.out):
-        default, units = Config.usual(asked.data.dataset), knee.units(asked)
-        measured = partial(knee.measured, asked, console)
-        found = points.continued(asked, PROGRAM, default, Point, units, measured)
+        default, units = Config.usual(asked.data.dataset), runs.units(asked)
+        measured = partial(runs.measured, asked, console)
+        found = measurements.continued(asked, PROGRAM, default, Point, units, measured)
         _report(asked, found, console)
 
 

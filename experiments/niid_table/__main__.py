@@ -17,8 +17,9 @@ from functools import partial
 
 from rich.console import Console
 
-from experiments.harness import accuracies, commands, grid_runs, grids, niid, records
+from experiments.harness import accuracies, commands, grid_runs, grids, records
 from experiments.harness.tables import Table, markdown, terminal
+from experiments.niid_table import table as niid
 
 PROGRAM = "experiments.niid_table"
 

@@ -28,7 +28,7 @@ from experiments.harness import (
     one_round,
     records,
     tasks,
-    together,
+    vmapped_seeds,
 )
 from experiments.harness.progress import Watch, bar
 from experiments.harness.steps import Unit
@@ -60,8 +60,8 @@ def _execute(
 ) -> list[records.Row]:
     """Compute the missing units, and write the rows after each, or after each split's."""
     asked = task.config
-    whole = together.program(task) if asked.seeds_together else None
-    groups = together.groups(missing) if whole else [[unit] for unit in missing]
+    whole = vmapped_seeds.program(task) if asked.seeds_together else None
+    groups = vmapped_seeds.groups(missing) if whole else [[unit] for unit in missing]
     with console.status("compiling"):
         need = whole.memory(groups[0]) if whole else memory.predict(task)
     console.print(memory.check(need, memory.available()))

@@ -1,6 +1,6 @@
 """Draw the README's figure: what merging makes of five LeNets, from the record of one experiment.
 
-    python -m experiments.pictures.headline
+    python -m experiments.one_shot.headline
 
 It reads experiments/results/mnist_lenet/results.csv, computes nothing, and takes seconds.
 """

@@ -25,32 +25,32 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.harness import commands, domains, personal, records, tables
-from experiments.harness.personal import Config, Point, Unit
+from experiments.harness import commands, records, tables
 from experiments.harness.progress import bar
-from experiments.harness.worlds import World, measured, world
-from experiments.pictures import personal as pictures
+from experiments.personalized import domains, pictures, settings
+from experiments.personalized.runs import World, measured, world
+from experiments.personalized.settings import Config, Point, Unit
 
 PROGRAM = "experiments.personalized"
 
 
 @commands.command(PROGRAM)
 def main(arguments: Sequence[str], console: Console) -> None:
-    asked = commands.read(arguments, PROGRAM, __doc__, personal.default, chooser="table")
-    personal.check(asked)
+    asked = commands.read(arguments, PROGRAM, __doc__, settings.default, chooser="table")
+    settings.check(asked)
     path = asked.out / records.RESULTS
     with records.folder(asked.out):
         points = _read(path)
         if points:
-            records.check_config(asked.out, asked, personal.default(asked.table))
+            records.check_config(asked.out, asked, settings.default(asked.table))
         else:
             records.write_config(asked.out, asked, PROGRAM)
         worlds: dict[tuple[str, bool], World] = {}
-        for found in _stage(asked, personal.choosing(asked), points, worlds, console):
+        for found in _stage(asked, settings.choosing(asked), points, worlds, console):
             points += found
             _write(path, points)
-        temperatures = personal.chosen(asked, points)
-        for found in _stage(asked, personal.judging(asked, temperatures), points, worlds, console):
+        temperatures = settings.chosen(asked, points)
+        for found in _stage(asked, settings.judging(asked, temperatures), points, worlds, console):
             points += found
             _write(path, points)
         _report(asked, points, worlds, console)

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import figures, personal, records, tables
-from experiments.harness.personal import Config, Point
-from experiments.harness.worlds import World
+from experiments.harness import figures, records, tables
+from experiments.personalized import settings
+from experiments.personalized.runs import World
+from experiments.personalized.settings import Config, Point
 
 
 def label(name: str, temperature: float | None) -> str:
     """Say what a method is called, with its temperature if it has one."""
-    told = personal.methods()[name].label
+    told = settings.methods()[name].label
     return told if temperature is None else f"{told}, tau {temperature:g}"
 
 
@@ -118,7 +119,7 @@ def draw_accuracies(asked: Config, points: Sequence[Point], path: Path) -> None:
 def _colours(asked: Config) -> dict[str, str]:
     palette = ("#8a8a8a", "#1a1a1a", "#d98200", "#2b78ad", "#57b894", "#8b1e6b")
     palette += ("#c4501b", "#b89400", "#4d7a1f", "#7fc8e8")
-    order = list(personal.methods())
+    order = list(settings.methods())
     return {name: palette[order.index(name) % len(palette)] for name in asked.algorithms}
 
 
@@ -128,7 +129,7 @@ def draw_temperatures(points: Sequence[Point], path: Path) -> None:
     figure, panel = figures.canvas(6, 3.6)
     for name in dict.fromkeys(p.algorithm for p in ends):
         own = sorted((p.temperature or 0, 100 * p.accuracy) for p in ends if p.algorithm == name)
-        panel.plot(*zip(*own, strict=True), marker="o", label=personal.methods()[name].label)
+        panel.plot(*zip(*own, strict=True), marker="o", label=settings.methods()[name].label)
     panel.set(xscale="log", xlabel="temperature", ylabel="accuracy, %, held aside")
     panel.grid(color=figures.GRID, linewidth=0.8)
     figures.legend(figure, [panel], columns=2, fontsize="small")

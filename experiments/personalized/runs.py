@@ -9,9 +9,9 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.harness import personal
-from experiments.harness.domains import Domain, domains
-from experiments.harness.personal import Config, Point, Unit
+from experiments.personalized import settings
+from experiments.personalized.domains import Domain, domains
+from experiments.personalized.settings import Config, Point, Unit
 from fisherjax.clients import Federation
 from fisherjax.typing import Model, Params
 
@@ -84,7 +84,7 @@ def _by_classes(asked: Config, split: str, train: Any, test: Any) -> list[list[n
 
 
 # One object: programs are known by it.
-@fj.configuration.cached
+@fj._core.caching.cached
 def _sgd(learning_rate: float, momentum: float) -> optax.GradientTransformation:
     return optax.sgd(learning_rate, momentum or None)
 
@@ -94,7 +94,7 @@ def measured(asked: Config, unit: Unit, of: World) -> Iterator[tuple[Point | Non
     number = of.train.num_clients
     experiment = fj.rounds.federated(
         of.model,
-        personal.method(unit, of.model, of.norms),
+        settings.method(unit, of.model, of.norms),
         cohort=number,
         optimizer=_sgd(asked.learning_rate, asked.momentum),
         epochs=unit.epochs,

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import fisherjax as fj
 from experiments.harness import commands
 from experiments.harness.config import check_name
-from experiments.harness.domains import LOOKS
 from experiments.harness.names import takes
+from experiments.personalized.domains import LOOKS
 from fisherjax.algorithms import Algorithm, Row
 from fisherjax.typing import Model
 

@@ -1,7 +1,7 @@
 """Measure accuracy over epsilon: private merges of clients that trained once.
 
-    python -m experiments.private --out runs/private
-    python -m experiments.private --clients 100 --model lenet --algorithms fedavg head
+    python -m experiments.privacy --out runs/private
+    python -m experiments.privacy --clients 100 --model lenet --algorithms fedavg head
 
 The more clients, the less noise each needs: with five it hides everything. Clips are the median
 norms of public clients beside them. results.csv: every accuracy and its ledger, of each group the
@@ -17,11 +17,12 @@ from functools import partial
 
 from rich.console import Console
 
-from experiments.harness import commands, config, figures, points, private, records, tables
+from experiments.harness import commands, config, figures, measurements, records, tables
 from experiments.harness.config import Data, Training
-from experiments.harness.private import Config, Point
+from experiments.privacy import runs
+from experiments.privacy.runs import Config, Point
 
-PROGRAM = "experiments.private"
+PROGRAM = "experiments.privacy"
 _STYLES = {
     "fedavg": ("#1a1a1a", "FedAvg"),
     "fedfisher_diag": ("#0b4f8a", "FedFisher (diagonal)"),
@@ -35,9 +36,9 @@ def main(arguments: Sequence[str], console: Console) -> None:
     asked = commands.read(arguments, PROGRAM, __doc__, _default)
     _check(asked)
     with records.folder(asked.out):
-        default, units = _default(asked.data.dataset), private.units(asked)
-        measured = partial(private.measured, asked, console)
-        found = points.continued(asked, PROGRAM, default, Point, units, measured)
+        default, units = _default(asked.data.dataset), runs.units(asked)
+        measured = partial(runs.measured, asked, console)
+        found = measurements.continued(asked, PROGRAM, default, Point, units, measured)
         _report(asked, found, console)
 
 
@@ -50,7 +51,7 @@ def _default(dataset: str | None = None) -> Config:
 def _check(asked: Config) -> None:
     commands.check_list(asked, "algorithms", "clients", "seeds", "noise_multipliers")
     for name in asked.algorithms:
-        commands.check_name("algorithms", name, private.METHODS)
+        commands.check_name("algorithms", name, runs.METHODS)
     for option, least in (("clients", 1), ("pilots", 1), ("draws", 1), ("epochs", 1), ("seeds", 0)):
         commands.check(asked, option, f"{least} or more", lambda number, m=least: number >= m)
     for option in ("noise_multipliers", "noise_damping", "ridge"):

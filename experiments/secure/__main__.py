@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from experiments.harness import commands, config, figures, records, tables
-from experiments.harness.secure import MEAN, OPEN, SKETCHED, Config, Point, measured
+from experiments.secure.runs import MEAN, OPEN, SKETCHED, Config, Point, measured
 
 PROGRAM = "experiments.secure"
 _COLOURS = ("#0b4f8a", "#d98200", "#4d7a1f", "#1a1a1a")

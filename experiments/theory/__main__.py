@@ -23,7 +23,7 @@ from rich.console import Console
 
 from experiments.harness import commands, records, tables
 from experiments.harness.progress import bar
-from experiments.pictures import averaging, constants, phases, theorem
+from experiments.theory import averaging, constants, phases, theorem
 
 PROGRAM = "experiments.theory"
 FIGURES = {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.harness import figures, records, tables
-from experiments.pictures import runs
+from experiments.theory import parallel_runs
 from fisherjax.theory import feature_learning, signal_noise
 from fisherjax.theory.feature_learning import History
 from fisherjax.typing import Array, Key
@@ -69,7 +69,7 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
         # The numbers are traced: another of them compiles nothing.
         numbers = jnp.array([setting.norm, setting.scale, setting.learning_rate])
         shapes = dataclasses.replace(setting, norm=1, scale=1, learning_rate=1, seeds=1, ways=())
-        found[way] = runs.compute(partial(_history, shapes), keys, mixing, numbers)
+        found[way] = parallel_runs.compute(partial(_history, shapes), keys, mixing, numbers)
         advance()
     return found
 

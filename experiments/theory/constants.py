@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.harness import figures, records, tables
-from experiments.pictures import averaging, theorem
+from experiments.theory import averaging, theorem
 
 Found = dict[tuple[str, float], dict[str, np.ndarray]]
 """By picture and constant: losses or accuracies by way, [points, seeds]."""

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 import fisherjax as fj
-from fisherjax.configuration import by_value
+from fisherjax._core.caching import by_value
 from fisherjax.parallel import Spread
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import fisherjax as fj
 from experiments.harness import figures, records, tables
-from experiments.pictures import runs
+from experiments.theory import parallel_runs
 from fisherjax.theory import feature_learning, signal_noise
 from fisherjax.theory.signal_noise import Data
 from fisherjax.typing import Array, Key
@@ -102,7 +102,7 @@ def point(setting: Setting, owners: tuple[int, ...]) -> dict[str, np.ndarray]:
     # Of both grids, and of any ratios, one program serves the same owners.
     shapes = dataclasses.replace(setting, clients=(), similar=(), ratios=())
     one = partial(_accuracies, shapes, owners)
-    found = runs.compute(one, (jnp.tile(keys, pairs[0]), norms))
+    found = parallel_runs.compute(one, (jnp.tile(keys, pairs[0]), norms))
     return {way: accuracies.reshape(pairs) for way, accuracies in found.items()}
 
 

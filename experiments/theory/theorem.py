@@ -14,7 +14,7 @@ import numpy as np
 
 import fisherjax as fj
 from experiments.harness import figures, records, tables
-from experiments.pictures import runs
+from experiments.theory import parallel_runs
 from fisherjax.theory import laplace, two_layer
 from fisherjax.theory.laplace import Account
 from fisherjax.typing import Array, Key, Params
@@ -88,7 +88,7 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
         keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
         for width in setting.widths:
             one = partial(_seed, width, setting.steps)
-            found.append(runs.compute(one, keys, jnp.asarray(setting.variance)))
+            found.append(parallel_runs.compute(one, keys, jnp.asarray(setting.variance)))
             advance()
     # Of one width [seeds, steps]; together [points, seeds].
     return jax.tree.map(lambda *leaves: np.concatenate([x.T for x in leaves]), *found)

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
-from fisherjax import compat, nn
+from fisherjax import nn
+from fisherjax._core import compat
 from fisherjax.typing import Apply, Params
 
 # Loops of more steps, or over the examples, stay loops: layers are not looked for inside.

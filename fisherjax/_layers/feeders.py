@@ -14,11 +14,11 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from fisherjax.fisher import views
-from fisherjax.fisher.forms import Use
-from fisherjax.fisher.inline import Flat, variables
-from fisherjax.fisher.layers import Part
-from fisherjax.fisher.views import Axes
+from fisherjax._layers import views
+from fisherjax._layers.equations import Flat, variables
+from fisherjax._layers.layer import Part
+from fisherjax._layers.operations import Use
+from fisherjax._layers.views import Axes
 
 Feeders = tuple[tuple[str, ...], ...]
 """For each layer the names of those before it, in the forward order, that make its inputs."""

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from fisherjax import compat, tree
-from fisherjax.fisher.inline import Flat
-from fisherjax.fisher.layers import Layer, Part
-from fisherjax.fisher.trace import inputs_of_use, network_of
+from fisherjax import tree
+from fisherjax._core import compat
+from fisherjax._layers.equations import Flat
+from fisherjax._layers.layer import Layer, Part
+from fisherjax._layers.pairs import inputs_of_use, network_of
 from fisherjax.typing import Apply, Array, Params
 
 

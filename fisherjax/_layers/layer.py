@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from fisherjax.fisher import forms, uses
-from fisherjax.fisher.forms import Use
+from fisherjax._layers import operations, uses
+from fisherjax._layers.operations import Use
 from fisherjax.typing import Array
 
 
@@ -144,7 +144,11 @@ def grouped(
 
 
 def _way(use: Use) -> tuple[str, tuple[int, ...]]:
-    alike = {forms.CONVOLUTION: "product", forms.LOOKUP: "table", forms.SHIFT: "table"}
+    alike = {
+        operations.CONVOLUTION: "product",
+        operations.LOOKUP: "table",
+        operations.SHIFT: "table",
+    }
     return alike.get(use.form, use.form), use.outputs
 
 
@@ -158,7 +162,7 @@ def _partners(reading: uses.Reading, held: dict, leaves: list[Array]) -> dict:
 
     for key, ways in held.items():
         [own, *others] = ways.values()
-        if others or own[0].form not in (forms.PRODUCT, forms.CONVOLUTION):
+        if others or own[0].form not in (operations.PRODUCT, operations.CONVOLUTION):
             continue
         numbers = [reading.uses.index(use) for use in own]
         for other, shifts in free.items():
@@ -168,7 +172,7 @@ def _partners(reading: uses.Reading, held: dict, leaves: list[Array]) -> dict:
         free.pop(other, None)
     for key, ways in held.items():
         [own, *_] = ways.values()
-        if own[0].form != forms.SCALE:
+        if own[0].form != operations.SCALE:
             continue
         # Any leaf of the same size would do: the block of two is exact for whatever pair.
         later = [
@@ -191,7 +195,7 @@ def _every(ways: dict) -> list[Use]:
 def _shifts(ways: dict) -> list[Use]:
     """Give the uses of a leaf that is only added, all of it."""
     every = _every(ways)
-    return every if all(u.form == forms.SHIFT and u.inputs is None for u in every) else []
+    return every if all(u.form == operations.SHIFT and u.inputs is None for u in every) else []
 
 
 def _slice(leaf: Array, layer: Layer) -> Array:

@@ -14,7 +14,7 @@ import math
 
 import jax.numpy as jnp
 
-from fisherjax.fisher.trace import Trace
+from fisherjax._layers.pairs import Trace
 from fisherjax.typing import Array
 
 Counted = tuple[Array | None, ...]

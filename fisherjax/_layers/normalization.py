@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from fisherjax import checks, tree
-from fisherjax.fisher import inline
-from fisherjax.fisher.views import MANY
+from fisherjax import tree
+from fisherjax._core import checks
+from fisherjax._layers import equations
+from fisherjax._layers.views import MANY
 from fisherjax.typing import Array, Model, Params
 
 _MOVES = {
@@ -128,15 +129,15 @@ def normalizations(model: Model, params: Params, inputs: Array) -> frozenset[str
             "not looked for; expected plain operations. Write where=lambda name: ... instead."
         )
     kept = {names[i] for i in walk.found}
-    used = {v for e in network.equations for v in inline.variables(e.invars)}
+    used = {v for e in network.equations for v in equations.variables(e.invars)}
     idle = [name for v, name in zip(leaves, names, strict=True) if v not in used]
     return frozenset(kept | {n for n in idle if _parent(n) in set(map(_parent, kept))})
 
 
-def _flat(model: Model, params: Params, inputs: Array) -> inline.Flat:
+def _flat(model: Model, params: Params, inputs: Array) -> equations.Flat:
     many = tree.shape_of(inputs, MANY)
     try:
-        return inline.flat(model.apply, params, many)
+        return equations.flat(model.apply, params, many)
     except Exception as error:
         raise ValueError(
             f"The network could not be read ({type(error).__name__}: {error}); expected an apply "
@@ -328,7 +329,7 @@ def _statistic(walk: _Walk, under: Any, base: Any) -> frozenset[int] | None:
         if equation is None:
             return None
         reduces = reduces or equation.primitive.name in _REDUCTIONS
-        for v in inline.variables(equation.invars):
+        for v in equations.variables(equation.invars):
             known = walk.values[v]
             if known.leaves and not known.data:
                 if equation.primitive.name not in ("add", "max"):

@@ -6,8 +6,8 @@ why the gradient of an example has no known form.
 
 from typing import Any, NamedTuple
 
-from fisherjax.fisher import views
-from fisherjax.fisher.views import Axes, Obstacle, Place, View
+from fisherjax._layers import views
+from fisherjax._layers.views import Axes, Obstacle, Place, View
 
 # Forms of a use.
 PRODUCT, CONVOLUTION, LOOKUP = "product", "convolution", "lookup"

@@ -24,12 +24,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import compat, nn, tree
-from fisherjax.fisher import forms, inline, uses
-from fisherjax.fisher.feeders import Feeders, feeders, output_part
-from fisherjax.fisher.forms import Use
-from fisherjax.fisher.layers import Layer, Part, grouped
-from fisherjax.fisher.views import MANY, Place
+from fisherjax import nn, tree
+from fisherjax._core import compat
+from fisherjax._layers import equations as inline
+from fisherjax._layers import operations, uses
+from fisherjax._layers.feeders import Feeders, feeders, output_part
+from fisherjax._layers.layer import Layer, Part, grouped
+from fisherjax._layers.operations import Use
+from fisherjax._layers.views import MANY, Place
 from fisherjax.typing import Apply, Array, Params
 
 
@@ -114,7 +116,7 @@ def _sizes(network: inline.Flat, use: Use) -> tuple[int, ...]:
 
 def inputs_of_use(use: Use, equation: Any, value: Array) -> Array:
     """Arrange what a product or convolution reads as [B, T, inputs in the leaf's order]."""
-    if use.form == forms.CONVOLUTION:
+    if use.form == operations.CONVOLUTION:
         return _patches(use, equation, value)
     return _arranged(value, use.input_axes)
 
@@ -220,7 +222,7 @@ def _tagged(
                     seen[number, i] = jnp.broadcast_to(x, shape) if is_scale else x
                 if (number, i) in tags:
                     operands[i] = register((number, i), jnp.broadcast_to(x, shape))
-            is_layer = (number, None) in tags and every[number, None].form == forms.CONVOLUTION
+            is_layer = (number, None) in tags and every[number, None].form == operations.CONVOLUTION
             results = [_convolved(one, *operands)] if is_layer else compat.evaluate(one, operands)
             return [register((number, None), results[0]), *results[1:]]
 
@@ -273,7 +275,7 @@ def _tangents(part: Part, tangents: dict[Place, Array], read: dict) -> Array:
 def _summed(tangents: dict[Place, Array], use: Use) -> Array:
     """Sum tangents over the positions that share an entry of the leaf, [B, rows, o]."""
     value = _arranged(tangents[use.tangent], use.tangent_axes)
-    return value if use.form == forms.LOOKUP else value.sum(2)
+    return value if use.form == operations.LOOKUP else value.sum(2)
 
 
 def _factor(use: Use, read: dict[Place, Array]) -> Array | int:
@@ -289,12 +291,12 @@ def _rows(
         return jnp.broadcast_to(jnp.array(rows), (batch, len(rows)))
     gather = network.equations[use.inputs[0]].params["dimension_numbers"]
     rows = read[use.inputs][..., gather.start_index_map.index(0)]
-    if use.form == forms.LOOKUP:
+    if use.form == operations.LOOKUP:
         return _arranged(rows, use.input_axes)
     return jnp.broadcast_to(rows.ravel(), (batch, rows.size))
 
 
-def _arranged(value: Array, groups: forms.Groups) -> Array:
+def _arranged(value: Array, groups: operations.Groups) -> Array:
     """Transpose and merge axes, one group into each axis of the result."""
     sizes = [math.prod(value.shape[a] for a in group) for group in groups]
     return value.transpose(sum(groups, ())).reshape(sizes)

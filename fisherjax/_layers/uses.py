@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from fisherjax.fisher import forms, views
-from fisherjax.fisher.forms import SHIFT, Use
-from fisherjax.fisher.inline import Flat, variables
-from fisherjax.fisher.views import MANY, Axes, Obstacle, View
+from fisherjax._layers import operations, views
+from fisherjax._layers.equations import Flat, variables
+from fisherjax._layers.operations import SHIFT, Use
+from fisherjax._layers.views import MANY, Axes, Obstacle, View
 
 
 class Reading(NamedTuple):
@@ -153,13 +153,13 @@ def _use(
     if operand is None or name in ("add", "add_any"):
         return _sum(walk, number, operand, equation, view), ()
     if name == "mul":
-        return forms.scale(number, operand, equation, view), ()
+        return operations.scale(number, operand, equation, view), ()
     if name == "dot_general":
-        return forms.product(number, operand, equation, views.whole(view))
+        return operations.product(number, operand, equation, views.whole(view))
     if name == "conv_general_dilated" and operand == 1:
-        return forms.convolution(number, equation, views.whole(view))
+        return operations.convolution(number, equation, views.whole(view))
     if name == "gather" and operand == 0:
-        return forms.lookup(number, equation, views.whole(view)), ()
+        return operations.lookup(number, equation, views.whole(view)), ()
     if name == "sub":
         raise Obstacle("it is subtracted, as a running mean")
     raise Obstacle(_inside(name) or f"it is used by {name}, which is not a layer")
@@ -169,7 +169,7 @@ def _sum(walk: _Walk, number: int, operand: int | None, equation: Any, view: Vie
     if view.factor is not None:
         raise Obstacle("it is multiplied by something before it is used")
     shape = equation.outvars[0].aval.shape
-    example, held, summed = forms.elementwise(operand, equation, view)
+    example, held, summed = operations.elementwise(operand, equation, view)
     # The last axis is that of the outputs; those of size one do not matter.
     wide = [pair for pair in held if shape[pair[1]] > 1] or held
     outputs, columns = views.ordered(wide[-1:])

@@ -3,18 +3,18 @@
 A paper is one file and one row of `METHODS` in `registry`, whose names are all here.
 """
 
+from fisherjax._layers.normalization import normalizations
 from fisherjax.algorithms import registry
 from fisherjax.algorithms.base import Algorithm, Link, Update
+from fisherjax.algorithms.distillation.fedov import open_set, voting
+from fisherjax.algorithms.distillation.student import distilled
+from fisherjax.algorithms.distillation.synthesis import FEDLPA_DISTILLATION, Distillation
 from fisherjax.algorithms.fedbn import is_normalization
 from fisherjax.algorithms.fedfisher import paper_adam
-from fisherjax.algorithms.fedopt import with_server_optimizer
-from fisherjax.algorithms.fedov import open_set, voting
-from fisherjax.algorithms.private import keep_private
 from fisherjax.algorithms.registry import *  # noqa: F403
 from fisherjax.algorithms.stages import Stages, in_stages
-from fisherjax.algorithms.student import distilled
-from fisherjax.distillation import FEDLPA_DISTILLATION, Distillation
-from fisherjax.fisher.normalization import normalizations
+from fisherjax.algorithms.wrappers.local_leaves import keep_private
+from fisherjax.algorithms.wrappers.server_optimizer import with_server_optimizer
 
 __all__ = [
     "FEDLPA_DISTILLATION",

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from fisherjax import checks, quadratic, tree
-from fisherjax.configuration import name_of
+from fisherjax import quadratic, tree
+from fisherjax._core import checks
+from fisherjax._core.caching import name_of
 from fisherjax.fisher import Operator, automatic, true
 from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained

@@ -4,8 +4,8 @@ McMahan, Moore, Ramage, Hampson, Agüera y Arcas, Communication-efficient learni
 from decentralized data, AISTATS 2017, algorithm 1.
 """
 
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, averaging
-from fisherjax.configuration import cached
 
 
 @cached

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 
 from fisherjax import leaves
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, averaging
-from fisherjax.algorithms.private import keep_chosen, keep_private
-from fisherjax.configuration import cached
+from fisherjax.algorithms.wrappers.local_leaves import keep_chosen, keep_private
 from fisherjax.typing import Params
 
 # Words of names: of a normalisation, of what normalises weights, and of layers with a kernel.

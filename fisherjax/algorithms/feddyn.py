@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, Link, WeightedSum, weighted_sum
-from fisherjax.configuration import cached
 from fisherjax.local_update import penalised
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, leaves, local_update, sequences, solvers
+from fisherjax import _sequences, leaves, local_update, solvers
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, fisher_sums, solve_sums, unchanged
 from fisherjax.clients import minibatches, num_batches, shuffled
-from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal
 from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
@@ -71,14 +72,14 @@ def fedfish(
 
     def loss(apply: Apply, params: Params, inputs: Array, targets: Array, weights: Array) -> Array:
         outputs = apply(params, inputs)
-        likelihood = sequences.likelihood(model, inputs, outputs.shape)
+        likelihood = _sequences.likelihood(model, inputs, outputs.shape)
         losses = likelihood.negative_log_likelihood(outputs, targets)
         # Rows of weight zero repeat others to fill a short minibatch: they do not count again.
         return jnp.where(weights > 0, losses, 0).sum() / (weights > 0).sum()
 
     def squares(key: Key, params: Params, examples: Examples) -> Params:
         # Shuffled, because a squared mean gradient depends on which examples share a minibatch.
-        examples = sequences.weighed(model, examples)
+        examples = _sequences.weighed(model, examples)
         number, batch = minibatches(shuffled(key, examples), batch_size)
         apply, own = leaves.opened(model, params)
 

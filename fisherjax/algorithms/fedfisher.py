@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, solvers
+from fisherjax import solvers
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary, fisher_sums, solve_sums
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal, Operator, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.quadratic import Quadratic, in_fisher_units

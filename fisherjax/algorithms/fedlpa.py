@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fisherjax import checks, leaves, linalg, quadratic, sequences, solvers, tree
+from fisherjax import _sequences, leaves, quadratic, solvers, tree
+from fisherjax._core import checks, linalg
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
+from fisherjax._layers import locations
+from fisherjax._layers.pairs import trace
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
-from fisherjax.fisher import Kronecker, empirical, kfac, locations, passes, zero
+from fisherjax.fisher import Kronecker, _passes, empirical, kfac, zero
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
-from fisherjax.fisher.trace import trace
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, as_data, power_iteration, ratio, solution
 from fisherjax.training import Trained
@@ -146,12 +148,12 @@ def _mean_numbers(
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
         seen = trace(model.apply, params, x)
-        counts = locations.counted(seen, sequences.counted(model, x))
+        counts = locations.counted(seen, _sequences.counted(model, x))
         pairs = zip(seen.layers, counts, strict=True)
         return {x.kernel: jnp.vdot(w, c.sum(1)) for x, c in pairs if c is not None}
 
-    unlabelled = sequences.weighed(model, examples)._replace(targets=None)
-    means = passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
+    unlabelled = _sequences.weighed(model, examples)._replace(targets=None)
+    means = _passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
     # A client without examples has no factors to scale.
     return {name: jnp.where(mean > 0, mean, 1) for name, mean in means.items()}
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import local_update, optimizers
+from fisherjax import _optimizers, local_update
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
-from fisherjax.configuration import cached
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
@@ -95,17 +95,17 @@ def fednova() -> Algorithm:
 @functools.lru_cache(maxsize=64)
 def _measured(base: optax.GradientTransformation) -> optax.GradientTransformation:
     # Its schedule and momentum act on a number whose gradient is one as they act on params.
-    inner = optimizers.supported(base)
+    inner = _optimizers.supported(base)
 
     def init(params: Params) -> _Length:
-        optimizers.check_plain("FedNova", base, params)
+        _optimizers.check_plain("FedNova", base, params)
 
         def small(leaf: Array) -> Array:
             # Of as many axes as the leaf, since optimisers tell matrices from vectors by them.
             return jnp.zeros((1,) * jnp.ndim(leaf), jnp.result_type(float))
 
         numbers = jax.tree.map(small, params)
-        optimizers.check("The optimizer that FedNova wraps", base, numbers, _ONES)
+        _optimizers.check("The optimizer that FedNova wraps", base, numbers, _ONES)
         return _Length(numbers, base.init(numbers))
 
     def measure(gradient: Params, state: _Length, params: Params, **given: Any) -> tuple:

@@ -5,10 +5,11 @@ Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization
 
 from collections.abc import Callable
 
-from fisherjax import checks, leaves
+from fisherjax import leaves
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, averaging
-from fisherjax.algorithms.private import keep_chosen
-from fisherjax.configuration import cached
+from fisherjax.algorithms.wrappers.local_leaves import keep_chosen
 from fisherjax.typing import Params
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, averaging
-from fisherjax.configuration import cached
 from fisherjax.local_update import penalised
 from fisherjax.typing import Array, Params
 

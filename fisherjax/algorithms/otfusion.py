@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from optax import assignment
 
-from fisherjax import checks, leaves, tree
+from fisherjax import leaves, tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
+from fisherjax._layers.graph import Wiring, wiring
+from fisherjax._layers.layer import assemble, matrix
 from fisherjax.algorithms.base import Algorithm
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
-from fisherjax.fisher.layers import assemble, matrix
 from fisherjax.fisher.operators import PRECISION, Template
-from fisherjax.fisher.wiring import Wiring, wiring
 from fisherjax.solvers.base import as_partial
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params

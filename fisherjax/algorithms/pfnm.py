@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from fisherjax import checks, leaves, likelihoods, tree
+from fisherjax import leaves, likelihoods, tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
+from fisherjax._layers.graph import Wiring, wiring
+from fisherjax._layers.layer import Layer, matrix, unpack
 from fisherjax.algorithms.base import Algorithm
-from fisherjax.configuration import cached
-from fisherjax.fisher.layers import Layer, matrix, unpack
 from fisherjax.fisher.operators import Template
-from fisherjax.fisher.wiring import Wiring, wiring
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 

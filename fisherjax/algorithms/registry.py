@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from fisherjax import checks, fisher
-from fisherjax.algorithms.analytic_head import analytic_head
+from fisherjax import fisher
+from fisherjax._core import checks
+from fisherjax._layers.graph import Wiring
 from fisherjax.algorithms.base import Algorithm
-from fisherjax.algorithms.ccvr import ccvr
-from fisherjax.algorithms.dense import dense
+from fisherjax.algorithms.distillation.dense import dense
+from fisherjax.algorithms.distillation.fedov import fedov
+from fisherjax.algorithms.exchanges.analytic_head import analytic_head
+from fisherjax.algorithms.exchanges.ccvr import ccvr
+from fisherjax.algorithms.exchanges.natural_gradient import natural_gradient
 from fisherjax.algorithms.fedavg import fedavg
 from fisherjax.algorithms.fedbn import fedbn
 from fisherjax.algorithms.feddyn import feddyn
@@ -24,22 +28,19 @@ from fisherjax.algorithms.fedfish import fedfish
 from fisherjax.algorithms.fedfisher import fedfisher
 from fisherjax.algorithms.fedlpa import expectation_approximation, fedlpa, residual_descent
 from fisherjax.algorithms.fednova import fednova
-from fisherjax.algorithms.fedov import fedov
 from fisherjax.algorithms.fedper import fedper
 from fisherjax.algorithms.fedprox import fedprox
 from fisherjax.algorithms.fisher_merge import fisher_merge
-from fisherjax.algorithms.natural_gradient import natural_gradient
 from fisherjax.algorithms.otfusion import otfusion
 from fisherjax.algorithms.pfnm import pfnm
 from fisherjax.algorithms.regmean import regmean
 from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
 from fisherjax.algorithms.single_set import single_set
-from fisherjax.algorithms.sketched import fedfisher_sketched
 from fisherjax.algorithms.ties import ties
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
+from fisherjax.algorithms.wrappers.sketched import fedfisher_sketched
 from fisherjax.fisher import Dense, Diagonal, Kronecker
-from fisherjax.fisher.wiring import Wiring
 from fisherjax.typing import Model
 
 __all__ = [

@@ -10,15 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, leaves, linalg, sequences, tree
+from fisherjax import _sequences, leaves, tree
+from fisherjax._core import checks, linalg
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
+from fisherjax._layers import locations
+from fisherjax._layers.pairs import trace
 from fisherjax.algorithms.base import ENOUGH, Algorithm, weighted_sum
 from fisherjax.clients import draw
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
-from fisherjax.fisher import locations, passes
+from fisherjax.fisher import _passes
 from fisherjax.fisher.kfac import expand, input_moments
 from fisherjax.fisher.operators import Template
-from fisherjax.fisher.trace import trace
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
@@ -109,7 +111,7 @@ def _grams(model: Model, batch_size: int, params: Params, examples: Examples) ->
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
         seen = trace(apply, params, x)
-        counts = locations.counted(seen, sequences.counted(model, x))
+        counts = locations.counted(seen, _sequences.counted(model, x))
         moments = input_moments(seen, w, expand, counts)
         # A moment's last row and column belong to the bias, if there is one.
         dense = {
@@ -125,8 +127,8 @@ def _grams(model: Model, batch_size: int, params: Params, examples: Examples) ->
             )
         return dense
 
-    unlabelled = sequences.weighed(model, examples)._replace(targets=None)
-    return passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
+    unlabelled = _sequences.weighed(model, examples)._replace(targets=None)
+    return _passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
 
 
 @jit

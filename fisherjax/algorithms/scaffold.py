@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import optimizers, tree
+from fisherjax import _optimizers, tree
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, Link, weighted_sum
-from fisherjax.configuration import cached
 from fisherjax.local_update import Kept
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
@@ -121,10 +121,10 @@ def scaffold() -> Algorithm:
 @functools.lru_cache(maxsize=64)
 def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformation:
     """Subtract the correction after each step of the user's optimiser, and keep it."""
-    inner_optimizer = optimizers.supported(base)
+    inner_optimizer = _optimizers.supported(base)
 
     def init(params: Params) -> Kept:
-        optimizers.check_plain("SCAFFOLD", base, params)
+        _optimizers.check_plain("SCAFFOLD", base, params)
         return Kept(_zeros(params), base.init(params))
 
     def update(gradient: Params, state: Kept, params: Params, *, extras: Any = (), **given: Any):

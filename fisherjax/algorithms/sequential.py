@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, quadratic, solvers, tree
+from fisherjax import quadratic, solvers, tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like

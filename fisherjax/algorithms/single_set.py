@@ -3,8 +3,8 @@
 from typing import Any
 
 from fisherjax import tree
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, Link, nothing
-from fisherjax.configuration import cached
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fisherjax import checks
+from fisherjax._core import checks
 from fisherjax.algorithms.base import Algorithm, check_algorithm
 from fisherjax.typing import Array, Key, Params
 

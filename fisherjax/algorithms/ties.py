@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, tree
+from fisherjax import tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm
-from fisherjax.configuration import cached
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 

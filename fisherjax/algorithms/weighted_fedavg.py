@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, tree
+from fisherjax import tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached, name_of
 from fisherjax.algorithms.base import ENOUGH, Algorithm, Link
-from fisherjax.algorithms.heads import head_sums
+from fisherjax.algorithms.exchanges._head_sums import head_sums
 from fisherjax.clients import draw
-from fisherjax.configuration import cached, name_of
 from fisherjax.fisher import Kronecker, Operator
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, tree
+from fisherjax import tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
 from fisherjax.algorithms.base import Algorithm, Update, as_sequence
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
 from fisherjax.fisher import Dense, Kronecker
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params

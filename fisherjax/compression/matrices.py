@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, linalg
+from fisherjax._core import checks, linalg
+from fisherjax._core.caching import cached
 from fisherjax.compression.base import Codec, Encoded, Leaves, change_matrices, check_field
-from fisherjax.configuration import cached
 from fisherjax.fisher.operators import PRECISION
 from fisherjax.typing import Array, Params
 

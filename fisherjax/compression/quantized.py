@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, tree
+from fisherjax import tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.compression.base import (
     Codec,
     Encoded,
@@ -18,7 +20,6 @@ from fisherjax.compression.base import (
     check_shape,
     is_number,
 )
-from fisherjax.configuration import cached
 from fisherjax.typing import Array, Params
 
 _MOST = 24  # float32 holds no more

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks
+from fisherjax._core import checks
 from fisherjax.compression.base import Encoded, Leaves, at, check_field, check_shape
 from fisherjax.typing import Array
 

@@ -16,12 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, linalg, tree
+from fisherjax import tree
+from fisherjax._core import checks, linalg
+from fisherjax._core.caching import cached
 from fisherjax.compression.base import Codec, Encoded, Leaves, check_field
 from fisherjax.compression.matrices import Root
 from fisherjax.compression.quantized import Difference, codes
 from fisherjax.compression.stream import Priced, filled
-from fisherjax.configuration import cached
 from fisherjax.fisher import Dense, Diagonal, Operator
 from fisherjax.fisher.operators import PRECISION
 from fisherjax.typing import Array, Params

@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, compression, tree
+from fisherjax import compression, tree
+from fisherjax._core import checks
+from fisherjax._layers.graph import Wiring
+from fisherjax._layers.layer import Layer
 from fisherjax.files.base import Kind, Limits, Sealed
 from fisherjax.files.values import KNOWN, decode, joined
 from fisherjax.fisher import Dense, Diagonal, Kronecker, Operator
-from fisherjax.fisher.layers import Layer
-from fisherjax.fisher.wiring import Wiring
 
 SAYS = ("algorithm", "kind", "client", "examples", "codec")
 """What an upload says of itself beside its values."""

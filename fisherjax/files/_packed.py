@@ -12,13 +12,13 @@ import jax
 import numpy as np
 
 from fisherjax import compression, tree
-from fisherjax.compiler import jit
+from fisherjax._core.compiler import jit
+from fisherjax._upload_checks import diverged, screen
 from fisherjax.compression import Difference
 from fisherjax.files import uploads
 from fisherjax.files.arrays import load_arrays
 from fisherjax.files.base import LIMITS, Kind, Limits
 from fisherjax.files.uploads import Record
-from fisherjax.updates import diverged, screen
 
 Opened = Sequence[tuple[Record, dict[str, Any], dict[str, Kind]]]
 """What each upload says of itself, how its values are made of its arrays, and what they are."""

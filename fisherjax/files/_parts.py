@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from fisherjax import tree
-from fisherjax.compiler import jit
+from fisherjax._core.compiler import jit
 from fisherjax.fisher import Dense, Diagonal, Kronecker, Operator
 from fisherjax.fisher.operators import Template
 

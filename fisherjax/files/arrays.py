@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from safetensors import numpy as safetensors
 
-from fisherjax.checks import nearest
+from fisherjax._core.checks import nearest
 from fisherjax.files.base import CODES, appearing, checked_path
 from fisherjax.tree import native
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from safetensors import safe_open
 
-from fisherjax import checks
+from fisherjax._core import checks
 
 FORMATS = 1, 2
 """Versions of what the metadata mean: the second has leaves that are not trained. Later ones are

@@ -15,18 +15,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fisherjax import checks, merging
+from fisherjax import merging
+from fisherjax._core import checks
+from fisherjax._upload_checks import check_left, check_some, check_weights, diverged, indefinite
 from fisherjax.algorithms.base import Algorithm, Update, averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads
+from fisherjax.files._claims import STATISTICS
+from fisherjax.files._packed import Opened, check_like, named, unpacked
+from fisherjax.files._parts import Part, split, strengths_of
+from fisherjax.files._reads import check_clients, check_untrained, common, method_of
 from fisherjax.files.base import LIMITS, Kind, Limits
-from fisherjax.files.claims import STATISTICS
-from fisherjax.files.packed import Opened, check_like, named, unpacked
-from fisherjax.files.parts import Part, split, strengths_of
-from fisherjax.files.reads import check_clients, check_untrained, common, method_of
 from fisherjax.files.uploads import Record
 from fisherjax.fisher import Operator
-from fisherjax.updates import check_left, check_some, check_weights, diverged, indefinite
 
 # What the server's half does with statistics, whatever the method; made once, so compiled once.
 _MEAN = averaging()

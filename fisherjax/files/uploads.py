@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fisherjax import algorithms, checks, leaves, tree
+from fisherjax import algorithms, leaves, tree
+from fisherjax._core import checks
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
+from fisherjax.files._claims import FROZEN, SAYS, STATISTICS, check, check_sizes
 from fisherjax.files.base import LIMITS, Kind, Limits, Sealed
-from fisherjax.files.claims import FROZEN, SAYS, STATISTICS, check, check_sizes
 from fisherjax.files.values import check_single, decode, encode, flat, joined, shape_of
 
 THEN = "; "

@@ -12,7 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from fisherjax import checks, tree
+from fisherjax import tree
+from fisherjax._core import checks
+from fisherjax._layers.graph import Wiring
+from fisherjax._layers.layer import Layer
 from fisherjax.compression import (
     Codes,
     Difference,
@@ -25,9 +28,7 @@ from fisherjax.compression import (
 )
 from fisherjax.files.base import Kind
 from fisherjax.fisher import Dense, Diagonal, Kronecker
-from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.operators import Template
-from fisherjax.fisher.wiring import Wiring
 
 _OPERATORS = Diagonal, Dense, Kronecker
 _ENCODED = Codes, Difference, Root, Slot, Squares, Stream, Triangle, Truncated

@@ -5,8 +5,8 @@ from fisherjax.fisher.full import full, vector_product
 from fisherjax.fisher.kfac import expand, kfac, reduce, zero
 from fisherjax.fisher.kinds import automatic, curvature_propagation, empirical, sampled, true
 from fisherjax.fisher.kronecker import Kronecker
+from fisherjax.fisher.kronecker_sum import KroneckerSum
 from fisherjax.fisher.operators import Dense, Diagonal
-from fisherjax.fisher.terms import KroneckerSum
 
 Operator = Diagonal | Dense | Kronecker
 """Any of the Fisher operators that clients send."""

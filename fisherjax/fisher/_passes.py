@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fisherjax import checks, leaves, sequences, tree
+from fisherjax import _sequences, leaves, tree
+from fisherjax._core import checks
+from fisherjax._core.caching import by_value, cached
+from fisherjax._core.compiler import jit
 from fisherjax.clients import draw, minibatches
-from fisherjax.compiler import jit
-from fisherjax.configuration import by_value, cached
 from fisherjax.devices import mesh_of, replicate
-from fisherjax.fisher.columns import Columns, values
+from fisherjax.fisher._columns import Columns, values
 from fisherjax.fisher.kinds import Kind, automatic, true
 from fisherjax.typing import Apply, Array, Examples, Key, Likelihood, Model, Params
 
@@ -122,13 +123,13 @@ def _mean(
     model, kind, batch_size, most = plan
     apply, own = leaves.opened(model, params)
     point = own if vector is None else (own, vector)
-    examples = sequences.weighed(model, examples)
+    examples = _sequences.weighed(model, examples)
     if most is not None and key is not None:
         examples = draw(jax.random.fold_in(key, _DRAW), examples, most)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Any:
         def factor(z: Array) -> Columns:
-            return kind(sequences.likelihood(model, x, z.shape), z, y, key)
+            return kind(_sequences.likelihood(model, x, z.shape), z, y, key)
 
         return sums(apply, point, x, w, factor)
 
@@ -149,7 +150,7 @@ def _mean_over_devices(
     own_plan = plan._replace(max_examples=most and -(-most // layout.mesh.shape[axis]))
 
     def on_one(point: tuple, key: Key | None, examples: Examples) -> Any:
-        examples = sequences.weighed(plan.model, examples)
+        examples = _sequences.weighed(plan.model, examples)
         # Otherwise all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
         params, vector = point

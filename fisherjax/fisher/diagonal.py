@@ -5,12 +5,12 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks
-from fisherjax.fisher import kinds, passes
-from fisherjax.fisher.columns import Columns, over_columns, weighted
-from fisherjax.fisher.layers import Layer, assemble
+from fisherjax._core import checks
+from fisherjax._layers.layer import Layer, assemble
+from fisherjax._layers.pairs import LayersNotFoundError, Trace, trace
+from fisherjax.fisher import _passes, kinds
+from fisherjax.fisher._columns import Columns, over_columns, weighted
 from fisherjax.fisher.operators import Diagonal, Template
-from fisherjax.fisher.trace import LayersNotFoundError, Trace, trace
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
@@ -61,11 +61,11 @@ def diagonal(
         Merging models with Fisher-weighted averaging, NeurIPS 2022, equation 5.
     """
     params = checks.arrays(params)
-    plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
-    return passes.run(_sums, plan, params, examples, key)
+    plan = _passes.check(model, params, examples, kind, key, batch_size, max_examples)
+    return _passes.run(_sums, plan, params, examples, key)
 
 
-def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor) -> Diagonal:
+def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: _passes.Factor) -> Diagonal:
     try:
         seen = trace(apply, params, x)
     except LayersNotFoundError:

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, leaves
-from fisherjax.fisher import kinds, passes
-from fisherjax.fisher.columns import blocks, over_columns
+from fisherjax import leaves
+from fisherjax._core import checks
+from fisherjax._layers.pairs import check_examples
+from fisherjax.fisher import _passes, kinds
+from fisherjax.fisher._columns import blocks, over_columns
 from fisherjax.fisher.operators import Dense, Template, ravel
-from fisherjax.fisher.trace import check_examples
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
@@ -40,11 +41,11 @@ def full(
         section 8.
     """
     params = checks.arrays(params)
-    plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
-    return passes.run(_sums, plan, params, examples, key)
+    plan = _passes.check(model, params, examples, kind, key, batch_size, max_examples)
+    return _passes.run(_sums, plan, params, examples, key)
 
 
-def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: passes.Factor) -> Dense:
+def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: _passes.Factor) -> Dense:
     def gradients(example: Array, some: Array) -> Array:
         _, pullback = jax.vjp(lambda p: apply(p, example[None])[0], params)
         return jax.vmap(lambda s: ravel(pullback(s)[0]))(some)
@@ -92,7 +93,7 @@ def vector_product(
         Neural Computation 2002.
     """
     params = checks.arrays(params)
-    plan = passes.check(model, params, examples, kind, key, batch_size)
+    plan = _passes.check(model, params, examples, kind, key, batch_size)
     vector = checks.arrays(vector, "vector")
     own = leaves.trained(model, params)
     given, expected = Template.of(vector), Template.of(params)
@@ -102,7 +103,7 @@ def vector_product(
             f"{expected.shapes}, in the same structure."
         )
     chosen = leaves.trained(model, vector) if given == expected else vector
-    product = passes.run(_product_sums, plan, params, examples, key, chosen)
+    product = _passes.run(_product_sums, plan, params, examples, key, chosen)
     product = jax.tree.map(lambda x, like: x.astype(jnp.result_type(like)), product, own)
     # Leaves that are not trained have no curvature.
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -110,7 +111,7 @@ def vector_product(
 
 
 def _product_sums(
-    apply: Apply, point: tuple[Params, Params], x: Array, w: Array, factor: passes.Factor
+    apply: Apply, point: tuple[Params, Params], x: Array, w: Array, factor: _passes.Factor
 ) -> Params:
     params, vector = point
     check_examples(apply, params, x)

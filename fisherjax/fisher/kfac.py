@@ -9,17 +9,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, sequences, tree
-from fisherjax.compiler import jit
-from fisherjax.configuration import by_value
-from fisherjax.fisher import kinds, locations, passes
-from fisherjax.fisher.columns import Columns, over_columns, weighted
+from fisherjax import _sequences, tree
+from fisherjax._core import checks
+from fisherjax._core.caching import by_value
+from fisherjax._core.compiler import jit
+from fisherjax._layers import locations
+from fisherjax._layers.layer import Layer
+from fisherjax._layers.locations import Counted
+from fisherjax._layers.pairs import Trace, trace
+from fisherjax.fisher import _passes, kinds
+from fisherjax.fisher._columns import Columns, over_columns, weighted
 from fisherjax.fisher.diagonal import diagonal, leaf_sums
 from fisherjax.fisher.kronecker import Kronecker, diagonal_of
-from fisherjax.fisher.layers import Layer
-from fisherjax.fisher.locations import Counted
 from fisherjax.fisher.operators import Diagonal, Template
-from fisherjax.fisher.trace import Trace, trace
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 Fallback = Callable[..., Diagonal] | None
@@ -124,7 +126,7 @@ def kfac(
     """
     checks.instance("sharing", sharing, Sharing, "fisher.expand or fisher.reduce")
     params = checks.arrays(params)
-    plan = passes.check(model, params, examples, kind, key, batch_size, max_examples)
+    plan = _passes.check(model, params, examples, kind, key, batch_size, max_examples)
     if fallback not in (None, diagonal, zero):
         raise ValueError(
             f"fallback is {fallback!r}; expected None, fisher.diagonal or fisher.zero."
@@ -132,7 +134,7 @@ def kfac(
     # By value: another partial of the same must not compile again.
     options = _Options(fallback, sharing, plan.model)
     sums = by_value(partial(_sums, options))
-    found = passes.run(sums, plan, params, examples, key)
+    found = _passes.run(sums, plan, params, examples, key)
     is_tied = len({(layer.leaf, layer.index) for layer in found.layers}) < len(found.layers)
     return _tied(found) if is_tied else found
 
@@ -195,10 +197,10 @@ def _sums(
     params: Params,
     x: Array,
     w: Array,
-    factor: passes.Factor,
+    factor: _passes.Factor,
 ) -> Kronecker:
     (fallback, sharing, model), seen = options, trace(apply, params, x)
-    counts = locations.counted(seen, sequences.counted(model, x))
+    counts = locations.counted(seen, _sequences.counted(model, x))
     # Still tracing: nothing has been computed yet.
     if seen.uncovered and fallback is None:
         sizes = {name: math.prod(shape) for name, shape in tree.shapes(params).items()}

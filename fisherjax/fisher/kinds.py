@@ -14,7 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from fisherjax.fisher.columns import Columns, values
+from fisherjax.fisher._columns import Columns, values
 from fisherjax.typing import Array, Key, Likelihood
 
 Kind = Callable[..., Columns]

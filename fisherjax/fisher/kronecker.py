@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import linalg, tree
-from fisherjax.fisher.feeders import Feeders
-from fisherjax.fisher.layers import Layer, assemble, matrix
+from fisherjax import tree
+from fisherjax._core import linalg
+from fisherjax._layers.feeders import Feeders
+from fisherjax._layers.layer import Layer, assemble, matrix
 from fisherjax.fisher.operators import PRECISION, Blockwise, Template, ravel, stacked
 from fisherjax.typing import Array, Params
 

@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks, clients, leaves, tree
+from fisherjax import clients, leaves, tree
+from fisherjax._core import checks
+from fisherjax._core.compiler import jit
+from fisherjax._upload_checks import check_left, screen, suspect
 from fisherjax.algorithms.base import (
     Algorithm,
     Update,
@@ -25,11 +28,9 @@ from fisherjax.algorithms.base import (
     weighted_sum,
 )
 from fisherjax.clients import shares
-from fisherjax.compiler import jit
 from fisherjax.leaves import Leaves, join
 from fisherjax.solvers import Info, Status
 from fisherjax.typing import Array, Key, Params
-from fisherjax.updates import check_left, screen, suspect
 
 
 class Merged(NamedTuple):

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fisherjax import checks, clients, devices, leaves, parallel, tree
+from fisherjax import clients, devices, leaves, parallel, tree
+from fisherjax._core import checks
+from fisherjax._core.compiler import eval_shape, jit
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
-from fisherjax.compiler import eval_shape, jit
 from fisherjax.devices import Memory, replicate
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.training import Trained

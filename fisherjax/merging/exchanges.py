@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fisherjax import checks, clients, leaves
+from fisherjax import clients, leaves
+from fisherjax._core import checks
+from fisherjax._core.compiler import eval_shape
 from fisherjax.algorithms.base import Algorithm, Update, as_sequence
 from fisherjax.clients import Federation
-from fisherjax.compiler import eval_shape
 from fisherjax.devices import Memory
+from fisherjax.merging.client_half import summarize, summarize_memory
 from fisherjax.merging.merges import merge
-from fisherjax.merging.summaries import summarize, summarize_memory
 from fisherjax.training import untrained
 from fisherjax.typing import Key, Params
 

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks, leaves, tree
+from fisherjax import leaves, tree
+from fisherjax._core import checks
+from fisherjax._core.compiler import jit
+from fisherjax._upload_checks import check_some, check_weights, stacked
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import shares
-from fisherjax.compiler import jit
 from fisherjax.devices import mesh_of, replicate
 from fisherjax.leaves import Leaves
-from fisherjax.merging.server_half import (
+from fisherjax.merging._server_half import (
     Added,
     added,
     finished,
@@ -24,7 +26,6 @@ from fisherjax.merging.server_half import (
     told_apart,
 )
 from fisherjax.typing import Array, Key, Params
-from fisherjax.updates import check_some, check_weights, stacked
 
 
 def merge(

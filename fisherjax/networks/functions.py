@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import tree
-from fisherjax.configuration import cached
+from fisherjax._core.caching import cached
 from fisherjax.networks import statistics
 from fisherjax.typing import Apply, ApplyTrain, Array, Key, Likelihood, Model, Params, Positions
 

@@ -7,10 +7,10 @@ empty. The seed of the partition has nothing to do with the keys of training, so
 be trained many times. C is the number of classes.
 """
 
-from fisherjax.partition.alike import in_proportion, pathological
 from fisherjax.partition.checks import check_partition
 from fisherjax.partition.label_blind import central, hold_out, iid, natural
 from fisherjax.partition.label_skew import classes_per_client, fedfisher, label_counts, niid_bench
+from fisherjax.partition.matched_test_sets import in_proportion, pathological
 
 __all__ = [
     "central",

@@ -5,8 +5,8 @@ whose training hides each example. Both add Gaussian noise to a sum of terms of 
 `epsilon` says what that costs. Neighbours differ in one client, or example, whose term is zero.
 """
 
-from fisherjax.privacy.base import Ledger, epsilon
-from fisherjax.privacy.gradients import dp_sgd
+from fisherjax.privacy.accounting import Ledger, epsilon
+from fisherjax.privacy.example_gradients import dp_sgd
 from fisherjax.privacy.sums import Clipped, norms, private
 
 __all__ = ["Clipped", "Ledger", "dp_sgd", "epsilon", "norms", "private"]

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import linalg, quadratic
+from fisherjax import quadratic
+from fisherjax._core import linalg
 from fisherjax.algorithms.base import WeightedSum
-from fisherjax.algorithms.heads import HeadSums
+from fisherjax.algorithms.exchanges._head_sums import HeadSums
 from fisherjax.fisher import Dense
 from fisherjax.typing import Array
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fisherjax import checks
+from fisherjax._core import checks
 from fisherjax.typing import Array, Key
 
 _SOUND = 1e-2, 1e5

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, leaves, tree
-from fisherjax.configuration import cached
-from fisherjax.privacy.base import noisy
+from fisherjax import leaves, tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
+from fisherjax.privacy.accounting import noisy
 from fisherjax.typing import Array, Key, Model, Params
 
 

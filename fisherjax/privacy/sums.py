@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, quadratic, tree
+from fisherjax import quadratic, tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
+from fisherjax._upload_checks import stacked
 from fisherjax.algorithms.base import Algorithm, Update, WeightedSum, as_sent, check_algorithm
-from fisherjax.algorithms.sketched import Sketches
-from fisherjax.configuration import cached
-from fisherjax.privacy.base import Ledger, noisy
-from fisherjax.privacy.repair import repaired
+from fisherjax.algorithms.wrappers.sketched import Sketches
+from fisherjax.privacy._repair import repaired
+from fisherjax.privacy.accounting import Ledger, noisy
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
-from fisherjax.updates import stacked
 
 ALL = "all"
 """The one group of a clip that is a number."""

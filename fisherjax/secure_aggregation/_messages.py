@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fisherjax import checks
+from fisherjax._core import checks
 from fisherjax.secure_aggregation import keys
 
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks, tree
+from fisherjax import tree
+from fisherjax._core import checks
 
 
 class Leaf(NamedTuple):

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from fisherjax import checks
+from fisherjax._core import checks
 from fisherjax.secure_aggregation import keys, shares
-from fisherjax.secure_aggregation.messages import (
+from fisherjax.secure_aggregation._messages import (
     Client,
     Keys,
     Masked,

@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fisherjax import checks
+from fisherjax._core import checks
 
 PRIME = 2**521 - 1
 SIZE = 66

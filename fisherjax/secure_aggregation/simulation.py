@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, merging
+from fisherjax import merging
+from fisherjax._core import checks
+from fisherjax._upload_checks import check_weights, stacked
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.clients import shares
-from fisherjax.merging.server_half import added, screened, told_apart
+from fisherjax.merging._server_half import added, screened, told_apart
 from fisherjax.secure_aggregation import fixed_point, protocol
 from fisherjax.secure_aggregation.protocol import Entropy
 from fisherjax.typing import Array, Params
-from fisherjax.updates import check_weights, stacked
 
 STAGES = ("advertise", "share", "mask", "unmask")
 

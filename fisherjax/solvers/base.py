@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fisherjax import tree
-from fisherjax.compiler import jit
+from fisherjax._core.compiler import jit
 from fisherjax.quadratic import Quadratic
 from fisherjax.typing import Array, Params
 

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, as_data, ratio, solution
 from fisherjax.typing import Array

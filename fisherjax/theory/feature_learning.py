@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks, parallel
-from fisherjax.compiler import jit
+from fisherjax import parallel
+from fisherjax._core import checks
+from fisherjax._core.compiler import jit
 from fisherjax.theory.signal_noise import Data, signs
 from fisherjax.typing import Array
 

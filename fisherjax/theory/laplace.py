@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, linalg
+from fisherjax._core import checks, linalg
 from fisherjax.clients import Federation
 from fisherjax.theory.two_layer import by_client, check_params, signs
 from fisherjax.typing import Array

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks, clients, likelihoods
+from fisherjax import clients, likelihoods
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.clients import Federation
-from fisherjax.configuration import cached
 from fisherjax.typing import Array, Key, Model
 
 

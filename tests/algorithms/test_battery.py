@@ -11,8 +11,8 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, clients, merging, training
+from fisherjax._layers.graph import Wiring
 from fisherjax.algorithms import LAWS, METHODS, Update
-from fisherjax.fisher.wiring import Wiring
 from tests.methods import MERGED, SOME_SLOW, exactly, laws
 
 SIZES = (7, 3, 9, 5)

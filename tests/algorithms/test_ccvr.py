@@ -9,8 +9,8 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, likelihoods, merging
-from fisherjax.algorithms.ccvr import _drawn
-from fisherjax.algorithms.heads import head_mean
+from fisherjax.algorithms.exchanges._head_sums import head_mean
+from fisherjax.algorithms.exchanges.ccvr import _drawn
 
 KEY = jax.random.key(0)
 

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import fisherjax as fj
-from fisherjax import distillation
-from fisherjax.algorithms import Distillation, dense, fedavg
+from fisherjax.algorithms import Distillation, fedavg
+from fisherjax.algorithms.distillation import dense, synthesis
 from fisherjax.merging import merge
 
 SHAPE, FEW = (8, 8, 1), Distillation(images=16, batch_size=8, steps=3, width=8)
@@ -139,7 +139,7 @@ def drawn():
     # Of a number that nothing else has: no program is there that was compiled without.
     how = FEW._replace(images=48)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distillation.nn, "generate", generate)
+        patch.setattr(synthesis.nn, "generate", generate)
         return [
             distil(WEIGHTS, start, model=LINEAR, how=how._replace(steps=steps), epochs=1)[2]
             for steps in (1, 4, 9)

@@ -137,7 +137,7 @@ def test_optimisers_are_told_the_tilted_loss(x64, draw):
     def loss(params):
         return fj.tree.inner(params, gradient)
 
-    told = fj.optimizers.loss_arguments(loss, loss(w), gradient)
+    told = fj._optimizers.loss_arguments(loss, loss(w), gradient)
     step, _ = optimizer.update(gradient, optimizer.init(w), w, start=start, extras=g, **told)
 
     def objective(at):

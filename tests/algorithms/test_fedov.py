@@ -7,10 +7,16 @@ import optax
 import pytest
 
 import fisherjax as fj
-from fisherjax.algorithms.destroyed import _blurred, _cut, _erased, _rotated, _stretched
-from fisherjax.algorithms.destroyed import destroyed as one_by_one
-from fisherjax.algorithms.fedov import _adversarial, fedov, open_set, voting
-from fisherjax.algorithms.student import distilled
+from fisherjax.algorithms.distillation._outliers import (
+    _blurred,
+    _cut,
+    _erased,
+    _rotated,
+    _stretched,
+)
+from fisherjax.algorithms.distillation._outliers import destroyed as one_by_one
+from fisherjax.algorithms.distillation.fedov import _adversarial, fedov, open_set, voting
+from fisherjax.algorithms.distillation.student import distilled
 
 IMAGES = np.random.default_rng(0).random((6, 8, 8, 2), np.float32)
 KEY = jax.random.key(3)

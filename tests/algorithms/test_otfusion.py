@@ -9,8 +9,8 @@ import scipy.optimize
 from jax.tree_util import Partial
 
 import fisherjax as fj
+from fisherjax._layers.graph import wiring
 from fisherjax.algorithms import Update, otfusion
-from fisherjax.fisher.wiring import wiring
 
 IMAGES = np.random.default_rng(0).normal(size=(6, 16, 16, 3)).astype(np.float32)
 
@@ -78,7 +78,7 @@ def network(name):
 def moved(found, params, orders):
     """Change the order of the units of each layer, and of what takes them, leaf by leaf."""
     template = fj.fisher.operators.Template.of(params)
-    values, matrix = {}, fj.fisher.layers.matrix
+    values, matrix = {}, fj._layers.layer.matrix
     # In one piece: by itself each operation is another program.
     whole = jax.jit(lambda leaves: [matrix(layer, leaves) for layer in found.layers])
     matrices = jax.device_get(whole(template.by_name(params)))
@@ -89,7 +89,7 @@ def moved(found, params, orders):
             value = np.concatenate([value[rows], value[layer.rows :]])
         values[layer.kernel] = value[:, orders[place]]
     return template.restore(
-        jax.jit(lambda values: fj.fisher.layers.assemble(found.layers, values))(values)
+        jax.jit(lambda values: fj._layers.layer.assemble(found.layers, values))(values)
     )
 
 

@@ -10,11 +10,11 @@ import optax
 import pytest
 
 import fisherjax as fj
+from fisherjax._layers.graph import wiring
+from fisherjax._layers.layer import assemble, matrix
 from fisherjax.algorithms import Update, pfnm
 from fisherjax.algorithms.pfnm import _assigned, _Prior
-from fisherjax.fisher.layers import assemble, matrix
 from fisherjax.fisher.operators import Template
-from fisherjax.fisher.wiring import wiring
 
 IMAGES = np.random.default_rng(0).normal(size=(5, 16, 16, 3)).astype(np.float32)
 

@@ -11,7 +11,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, fisher, merging, secure_aggregation, solvers
-from fisherjax.algorithms import sketched
+from fisherjax.algorithms.wrappers import sketched
 
 EXACT = solvers.conjugate_gradients(tolerance=1e-8, max_iterations=1000)
 KEY = jax.random.key(0)

@@ -19,7 +19,7 @@ from fisherjax import (
     merging,
     solvers,
 )
-from fisherjax.configuration import by_value, cached, name_of
+from fisherjax._core.caching import by_value, cached, name_of
 from fisherjax.training import Trained
 
 

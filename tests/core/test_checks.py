@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fisherjax import Examples, Model, algorithms, checks, datasets, files, likelihoods
+from fisherjax import Examples, Model, algorithms, datasets, files, likelihoods
+from fisherjax._core import checks
 
 
 def linear(params, x):

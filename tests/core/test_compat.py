@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from fisherjax import compat
+from fisherjax._core import compat
 
 PATCHED = "from fisherjax import compat; kfac_jax = compat.import_kfac_jax()"
 UNPATCHED = "import kfac_jax"
@@ -62,9 +62,9 @@ def test_the_package_imports_kfac_jax_when_it_is_needed_and_leaves_jax_as_it_is(
 import sys, jax, jax.extend.core, jax.extend.source_info_util
 import distrax, flax, optax, scipy  # which import more of jax
 before = {names}
-import fisherjax.compat
+import fisherjax._core.compat
 loaded = "kfac_jax" in sys.modules
-fisherjax.compat.import_kfac_jax()
+fisherjax._core.compat.import_kfac_jax()
 changed = [now ^ old for now, old in zip({names}, before)]
 print(loaded, [{{name for name in names if not name.startswith("_")}} for names in changed])
 """
@@ -122,7 +122,8 @@ def test_a_package_that_fails_while_kfac_jax_is_imported_is_named(tmp_path, pack
 def test_the_installed_kfac_jax_is_not_mended_yet():
     advice = (
         f"kfac-jax {compat.import_kfac_jax().__version__} needs no patch: make it the lower bound "
-        "in pyproject.toml and .ci/oldest.txt, lift the bound on jax, delete fisherjax/compat.py"
+        "in pyproject.toml and .ci/oldest.txt, lift the bound on jax, and delete "
+        "fisherjax/_core/compat.py"
     )
     assert compat.is_patch_needed(jax_version="0.10.2"), advice
 

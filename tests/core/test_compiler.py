@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fisherjax import compiler, devices, self_check
+from fisherjax import _self_check, devices
+from fisherjax._core import compiler
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Each program runs in a process of its own, fully optimised, with flags that nobody has chosen.
 PROGRAM = """
 import os, warnings
@@ -103,12 +104,12 @@ def test_a_call_that_comes_too_late_says_so(monkeypatch):
 
 def test_a_planted_fault_is_one_line_that_says_what_to_do():
     def identity(name, computed):
-        return self_check.Identity(name, lambda: (computed, [2.0, -4.0]), 1e-5, "all", "reboot")
+        return _self_check.Identity(name, lambda: (computed, [2.0, -4.0]), 1e-5, "all", "reboot")
 
     right = identity("right", [2.0, -4.00001])
     wrong, lost = identity("wrong", [2.0, -3.0]), identity("lost", [2.0, np.nan])
-    assert self_check.faults([right]) == ()
-    first, second = self_check.faults([right, wrong, lost])
+    assert _self_check.faults([right]) == ()
+    first, second = _self_check.faults([right, wrong, lost])
     assert str(first) == (
         "wrong: wrong by 0.25 of the largest entry. Affected: all. To mend it: reboot."
     )
@@ -120,7 +121,7 @@ def test_the_check_finds_nothing_once_its_cures_are_taken():
     program = "fj.devices.disable_faulty_fusion(); from fisherjax.__main__ import main\n"
     program += "raise SystemExit(main(['check', '--one-per-core']))"
     lines = run(program).stdout.splitlines()
-    number = len(self_check.IDENTITIES)
+    number = len(_self_check.IDENTITIES)
     assert lines[-1] == f"{number} of {number} identities hold."
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from fisherjax import linalg
+from fisherjax._core import linalg
 
 
 def definite(size, seed=0, count=5, dtype=np.float32):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments import attack
-from experiments.harness import gan, inversion
-from experiments.harness.attack import Config, split
-from experiments.harness.inversion import Seen
+from experiments.attack import __main__ as attack
+from experiments.attack import gan, inversion
+from experiments.attack.inversion import Seen
+from experiments.attack.runs import Config, split
 
 WHOLE = inversion.Pixels((0.0,), (1.0,))
 HOW = SimpleNamespace(

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from experiments import comparators as command
+from experiments.baselines import __main__ as command
 
 SMALL = ["--epochs", "2", "--open-epochs", "1", "--dense-epochs", "1"]
 

@@ -16,7 +16,7 @@ import pytest
 from experiments import __main__ as listing
 from experiments import harness
 
-ROOT = Path(__file__).resolve().parents[1] / "experiments"
+ROOT = Path(__file__).resolve().parents[2] / "experiments"
 
 ORDER = [
     *("names", "commands"),

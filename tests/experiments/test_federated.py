@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments import federated
-from experiments.federated import main
-from experiments.harness import curves, figures, records, rounds, tasks
+from experiments.federated import __main__ as federated
+from experiments.federated import curves, runs
+from experiments.federated.__main__ import main
+from experiments.harness import figures, records, tasks
 from experiments.harness.config import AnyData, Federated, Merging
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = (
     *("--num-clients", "8", "--validation-clients", "2", "--held-out-clients", "2"),
     *("--cohort", "3", "--alpha", "1", "--batch-size", "40", "--rounds", "3"),
@@ -128,8 +129,8 @@ def test_traffic_is_the_bytes_of_a_client(finished):
 def test_measurements_stand_at_the_same_local_epochs_whatever_a_round_has(finished):
     for epochs, every, expected in ((1, 3, [3, 6, 8]), (2, 3, [2, 3, 4]), (4, 3, [1, 2])):
         asked = Federated(total_epochs=8, eval_every=every)
-        numbers = range(1, rounds.number(asked, epochs) + 1)
-        assert [n for n in numbers if rounds.measured(asked, epochs, n)] == expected
+        numbers = range(1, runs.number(asked, epochs) + 1)
+        assert [n for n in numbers if runs.measured(asked, epochs, n)] == expected
     rows = rows_of(finished)
     where = {"split": "test", "metric": "accuracy", "seed": 1, "algorithm": "fedavg"}
     assert len(values(rows, **where, local_epochs=1)) == 4
@@ -364,7 +365,7 @@ def test_other_algorithms_run_in_the_same_loop(tmp_path, algorithm):
 def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
     def algorithm(*words):
         asked = federated.parse([*SMALL, "--algorithms", name, *words])
-        return rounds.prepare(task._replace(config=asked))[name, 1].algorithm
+        return runs.prepare(task._replace(config=asked))[name, 1].algorithm
 
     name, task = "fedfisher_diag", tasks.rounds(federated.parse(SMALL))
     made = [algorithm(), algorithm("--solver", "gd"), algorithm("--solver", "adam")]

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments import fedfisher_table
-from experiments.harness import fedfisher, forecast, one_round, records, steps, tasks, votes
+from experiments.fedfisher_table import __main__ as fedfisher_table
+from experiments.fedfisher_table import table as fedfisher
+from experiments.fedfisher_table.table import Cell, Grid
+from experiments.harness import forecast, one_round, records, steps, tasks, votes
 from experiments.harness.config import IMAGES, Merging
-from experiments.harness.fedfisher import Cell, Grid
 from experiments.harness.grid_runs import WALL
 from experiments.harness.records import ONE_SHOT, Row
 

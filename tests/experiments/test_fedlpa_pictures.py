@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments import fedlpa_pictures
+from experiments.fedlpa_pictures import __main__ as fedlpa_pictures
+from experiments.fedlpa_pictures import features, fisher_blocks, gaussians
 from experiments.harness import figures, tasks
 from experiments.harness.config import MODELS, Merging, OneShot
-from experiments.pictures import features, fisher_blocks, gaussians
 from fisherjax.training import Trained
 
 LAYERS = gaussians.draw_layers(0)

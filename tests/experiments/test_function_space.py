@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import function_space
+from experiments.function_space import __main__ as function_space
+from experiments.function_space import barriers, toy_regression
+from experiments.function_space.toy_regression import SUPPORTS, Setting, cells
 from experiments.harness.figures import label
-from experiments.pictures import barriers, toy_regression
-from experiments.pictures.toy_regression import SUPPORTS, Setting, cells
 
 METHODS = ("fedavg", "fisher_merge", "fedfish", "fedfisher_kfac", "fedfisher_full")
 SETTING = Setting(num_points=12, width=6, steps=20, learning_rate=0.02)

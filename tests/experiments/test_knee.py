@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments import knee
-from experiments.harness import knee as harness
+from experiments.knee import __main__ as knee
+from experiments.knee import runs as harness
 
 FEW = ("--counts", "8", "40", "0", "--draws", "2", "--epochs", "1", "--algorithms", "fisher_merge")
 

@@ -10,13 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import niid_table, one_shot
-from experiments.harness import fedfisher, grids, niid, records
+from experiments.fedfisher_table import table as fedfisher
+from experiments.harness import grids, records
 from experiments.harness.grid_runs import WALL
 from experiments.harness.grids import Cell, Grid
-from experiments.harness.niid import Measured
 from experiments.harness.records import ONE_SHOT, Row
 from experiments.harness.tables import Table
+from experiments.niid_table import __main__ as niid_table
+from experiments.niid_table import table as niid
+from experiments.niid_table.table import Measured
+from experiments.one_shot import __main__ as one_shot
 
 TINY = [
     *("--datasets", "digits", "--num-clients", "3", "--betas", "0.5", "--classes", "2"),

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import one_shot
 from experiments.harness import commands, one_round, records, steps
 from experiments.harness.config import Data, Merging, OneShot, Training
 from experiments.harness.records import ONE_SHOT, Row
+from experiments.one_shot import __main__ as one_shot
 
 SMALL = OneShot(
     Data(num_clients=3, alpha=1.0),

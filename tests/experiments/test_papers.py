@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.harness import fedfisher, niid
+from experiments.fedfisher_table import table as fedfisher
 from experiments.harness.figures import label
 from experiments.harness.grids import Cell
+from experiments.niid_table import table as niid
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HARNESS, RESULTS = ROOT / "experiments/harness", ROOT / "experiments/results"
 EXTRACTS = ROOT.parent / "shared/papers"
 TABLES = {  # of FedLPA: after how many epochs; rows, sum of the accuracies, sum of the spreads

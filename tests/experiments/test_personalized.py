@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments import personalized
-from experiments.harness import domains, personal, worlds
-from experiments.pictures import personal as pictures
+from experiments.personalized import __main__ as personalized
+from experiments.personalized import domains, pictures, runs, settings
 
 ONE = (
     *("--table", "digits", "--domains", "scans", "fonts", "--examples", "40", "--tested", "30"),
@@ -100,21 +99,21 @@ def test_what_cannot_be_run_is_refused(tmp_path, capsys, words, said):
 
 
 def test_temperatures_are_chosen_by_what_is_held_aside():
-    asked = personal.Config(algorithms=("weighted_fedavg",), temperatures=(0.1, 1.0))
-    units = personal.choosing(asked)
+    asked = settings.Config(algorithms=("weighted_fedavg",), temperatures=(0.1, 1.0))
+    units = settings.choosing(asked)
     points = [
-        personal.Point(*unit, unit.rounds, None, accuracy)
+        settings.Point(*unit, unit.rounds, None, accuracy)
         for unit, accuracy in zip(units, (0.7, 0.6), strict=True)
     ]
     # Whatever the test data say.
     tested = [p._replace(held=False, accuracy=1 - p.accuracy) for p in points]
-    assert personal.chosen(asked, points + tested) == {"weighted_fedavg": 0.1}
+    assert settings.chosen(asked, points + tested) == {"weighted_fedavg": 0.1}
 
 
 @pytest.mark.long
 def test_what_is_held_aside_is_training_data_that_nobody_trains_on():
-    asked = personal.Config(domains=("scans", "fonts"), examples=40, tested=30)
-    whole, aside = (worlds.world(asked, "domains", held) for held in (False, True))
+    asked = settings.Config(domains=("scans", "fonts"), examples=40, tested=30)
+    whole, aside = (runs.world(asked, "domains", held) for held in (False, True))
     rows = fj.clients.view
     for client in range(2):
         kept, judged, everything = (
@@ -139,8 +138,8 @@ def test_clients_of_classes_are_judged_on_their_own(monkeypatch):
     )
     monkeypatch.setattr(fj.datasets, "load", lambda *_: (data, data))
     for split in ("pathological", "dirichlet"):
-        asked = personal.Config("cifar10", (split,), num_clients=5, examples=10**6, tested=10**6)
-        of = worlds.world(asked, split, held=False)
+        asked = settings.Config("cifar10", (split,), num_clients=5, examples=10**6, tested=10**6)
+        of = runs.world(asked, split, held=False)
         counts = []
         for side in (of.train, of.test):
             rows = [np.asarray(own)[:n] for own, n in zip(side.indices, side.sizes, strict=True)]
@@ -212,7 +211,7 @@ def test_the_recipe_of_mnist_m_is_the_difference_of_a_photograph_and_the_digit()
 
 @pytest.mark.long
 def test_the_examples_of_the_page_run_and_print_what_it_says(run_page, capsys):
-    page = Path(__file__).parents[1] / "docs" / "personal.md"
+    page = Path(__file__).parents[2] / "docs" / "personal.md"
     run_page(page)
     printed, text = capsys.readouterr().out, page.read_text()
     assert re.search(r"It prints (\d+ of \d+)", text).group(1) in printed

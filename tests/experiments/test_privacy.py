@@ -5,7 +5,7 @@ import csv
 import numpy as np
 import pytest
 
-from experiments import private
+from experiments.privacy import __main__ as private
 from fisherjax import privacy
 
 # Of equal sizes, so that the second seed compiles nothing again.

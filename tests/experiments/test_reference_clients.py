@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from experiments import reference_clients
 from experiments.harness import records
 from experiments.harness import reference as harness
 from experiments.harness.config import Merging
 from experiments.harness.methods import methods
 from experiments.harness.reference import LAYERS, Reference, channels, from_torch
+from experiments.reference_clients import __main__ as reference_clients
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Params
 

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from experiments import secure
+from experiments.secure import __main__ as secure
 
 FEW = ("--terms", "1", "3", "--dampings", "1", "--num-clients", "3", "--epochs", "1")
 

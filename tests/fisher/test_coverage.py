@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from fisherjax.fisher import trace
+from fisherjax._layers import pairs
 
 KEYS = jax.random.split(jax.random.key(0), 8)
 
@@ -222,7 +222,7 @@ def test_no_leaf_is_uncovered(name):
     found = {}
 
     def run(params, x):
-        seen = trace.trace(apply, params, x)
+        seen = pairs.trace(apply, params, x)
         found.update(uncovered=seen.uncovered, layers=seen.layers)
         return seen.pullback(seen.outputs)
 
@@ -241,7 +241,7 @@ def test_a_bias_repeated_for_each_example_belongs_to_its_layer():
     found = []
 
     def run(params, x):
-        seen = trace.trace(apply, params, x)
+        seen = pairs.trace(apply, params, x)
         found.extend(seen.layers)
         return seen.outputs
 
@@ -256,7 +256,7 @@ def test_the_uncovered_leaves_of_batchnorm_are_its_running_statistics():
     found = {}
 
     def run(variables, x):
-        found.update(trace.trace(module.apply, variables, x).uncovered)
+        found.update(pairs.trace(module.apply, variables, x).uncovered)
 
     jax.eval_shape(run, variables, IMAGES)
     assert {name.split("/")[0] for name in found} == {"batch_stats"}

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fisherjax import tree
+from fisherjax._layers.layer import Layer
 from fisherjax.fisher import Dense, Diagonal, Kronecker, KroneckerSum, kronecker
-from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.operators import Template, ravel
 
 SHAPES = {"conv": {"bias": (2,), "kernel": (2, 1, 3, 2)}, "dense": (4, 3), "rest": [(), (2, 2)]}

@@ -13,16 +13,16 @@ import optax
 import pytest
 
 import fisherjax as fj
-from experiments import one_shot
 from experiments.harness import commands, config
 from experiments.harness.config import Merging
 from experiments.harness.methods import Images, check_full, methods, trains_its_own
 from experiments.harness.names import distils
+from experiments.one_shot import __main__ as one_shot
 from fisherjax.algorithms import FEDLPA_DISTILLATION, METHODS
 from tests.methods import MERGED
 
 MODEL = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
-WIRES = fj.fisher.wiring.wiring(MODEL.apply, jnp.ones((2, 2)), jnp.ones((1, 2)))
+WIRES = fj._layers.graph.wiring(MODEL.apply, jnp.ones((2, 2)), jnp.ones((1, 2)))
 
 
 def numbers_and_switches(name: str) -> dict[str, object]:

@@ -12,9 +12,11 @@ import pytest
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import checkpoints, config, knee, one_round, private, steps, tasks, votes
-from experiments.harness import rounds as played
+from experiments.federated import runs as played
+from experiments.harness import checkpoints, config, one_round, steps, tasks, votes
 from experiments.harness.config import Data, Federated, Merging, OneShot, Training
+from experiments.knee import runs as knee
+from experiments.privacy import runs as private
 
 
 class Normed(nn.Module):

@@ -12,9 +12,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, given, settings
 
-from experiments import reference_clients
 from experiments.harness import commands, config, grids, limits, records
 from experiments.harness.config import Data, OneShot
+from experiments.reference_clients import __main__ as reference_clients
 from fisherjax import algorithms
 from tests.methods import MERGED
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import one_shot
 from experiments.harness import commands, config, one_round, records
 from experiments.harness.config import Merging, OneShot
 from experiments.harness.records import ONE_SHOT, RESULTS
+from experiments.one_shot import __main__ as one_shot
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "experiments" / "results"

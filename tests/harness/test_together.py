@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments.harness import one_round, tasks, together
+from experiments.harness import one_round, tasks, vmapped_seeds
 from experiments.harness.config import Data, Merging, OneShot, Training
 from experiments.harness.names import sends_full_matrices
 from experiments.harness.records import Row
@@ -26,8 +26,8 @@ ONE_EXAMPLE = 1 / 360  # of the test data
 
 
 @pytest.fixture(scope="module")
-def program() -> together.Program:
-    return together.program(tasks.one_round(SMALL))
+def program() -> vmapped_seeds.Program:
+    return vmapped_seeds.program(tasks.one_round(SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_every_method_of_the_registry_that_merges_is_part_of_a_program():
     names = tuple(name for name in MERGED if not sends_full_matrices(name))
     merging = dataclasses.replace(SMALL.merging, algorithms=names)
     asked = dataclasses.replace(SMALL, merging=merging, exchanges=0, then_rounds=1)
-    assert_same(together.program(tasks.one_round(asked)).run(UNITS), asked)
+    assert_same(vmapped_seeds.program(tasks.one_round(asked)).run(UNITS), asked)
 
 
 @pytest.mark.long
@@ -75,7 +75,7 @@ def test_another_split_is_the_same_program(program, rows, compilations):
 
 def test_units_of_a_split_are_together_and_the_ceilings_come_last():
     units = one_round.units(dataclasses.replace(SMALL, partition_seeds=(5, 3)))
-    found = together.groups(units)
+    found = vmapped_seeds.groups(units)
     assert found == [[(3, 0), (3, 1)], [(5, 0), (5, 1)], [(None, 0), (None, 1)]]
 
 
@@ -84,15 +84,15 @@ def test_a_diverged_client_stops_the_seeds_and_names_the_first():
     plain = dataclasses.replace(SMALL.merging, algorithms=("fedavg",))
     asked = dataclasses.replace(SMALL, training=fast, merging=plain, exchanges=0)
     with pytest.raises(ValueError, match=r"diverged with seed 0: .* \(now 1e\+06\)"):
-        together.program(tasks.one_round(asked)).run(UNITS)
+        vmapped_seeds.program(tasks.one_round(asked)).run(UNITS)
 
 
 def test_a_merge_that_is_not_finite_is_named_with_its_seed():
     row = Row("regmean", 0, 1, "test", "accuracy", 0.0)
     numbers = [(row, np.array([0.5, np.nan]))]
     with pytest.raises(ValueError, match="model of regmean is not finite with seed 1,"):
-        together.check(UNITS, numbers, np.ones((2, 1)), learning_rate=0.1)
-    together.check(UNITS[:1], numbers, np.ones((2, 1)), learning_rate=0.1)
+        vmapped_seeds.check(UNITS, numbers, np.ones((2, 1)), learning_rate=0.1)
+    vmapped_seeds.check(UNITS[:1], numbers, np.ones((2, 1)), learning_rate=0.1)
 
 
 @pytest.mark.parametrize("name", ["dense", "fedavg+dense", "pfnm", "fedov"])
@@ -100,4 +100,4 @@ def test_what_is_no_single_program_is_refused_by_name(name):
     merging = dataclasses.replace(SMALL.merging, algorithms=("fedavg", name))
     asked = dataclasses.replace(SMALL, merging=merging, exchanges=0)
     with pytest.raises(ValueError, match=rf"--algorithms {name.replace('+', '.')}, expected"):
-        together.program(tasks.one_round(asked))
+        vmapped_seeds.program(tasks.one_round(asked))

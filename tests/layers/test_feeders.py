@@ -10,10 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import fisherjax as fj
 from fisherjax import fisher
+from fisherjax._layers.layer import matrix
+from fisherjax._layers.pairs import check_output_layer, output_layer, trace
 from fisherjax.files import values
-from fisherjax.fisher.layers import matrix
 from fisherjax.fisher.operators import Template
-from fisherjax.fisher.trace import check_output_layer, output_layer, trace
 
 
 def square(*names):

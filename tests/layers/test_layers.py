@@ -14,7 +14,8 @@ import pytest
 from jax import lax
 
 from fisherjax import Examples, Model, fisher, likelihoods, nn
-from fisherjax.fisher import layers, trace
+from fisherjax._layers import layer as layers
+from fisherjax._layers import pairs
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -522,7 +523,7 @@ def test_gradients_are_sums_of_activations_times_tangents(x64, name, examples):
 
     @jax.jit
     def both_ways(params, x):
-        seen = trace.trace(apply, params, x)
+        seen = pairs.trace(apply, params, x)
         found[:], left[:] = seen.layers, seen.uncovered
         tangents = seen.pullback(cotangent)
 
@@ -585,7 +586,7 @@ def test_unpacking_a_layers_matrix_gives_its_leaves_back(shape, bias):
 def test_the_bias_is_the_last_row_and_its_activation_is_one():
     apply, shapes, input_shape, _ = NETWORKS["fast convolution"]
     params, x = draw(shapes, 0), draw(input_shape, 1)
-    (activations,) = jax.jit(lambda p, x: trace.trace(apply, p, x).activations)(params, x)
+    (activations,) = jax.jit(lambda p, x: pairs.trace(apply, p, x).activations)(params, x)
     assert activations.shape == (B, 3 * 4, 3 * 3 * 2 + 1)
     assert (np.asarray(activations)[..., -1] == 1).all()
     layer = layers.Layer("k", "b", (3, 3, 2, 4))
@@ -630,22 +631,22 @@ def test_what_only_looks_like_mixing_is_not_refused():
         return h.at[rows, 0].add(h[rows, 1]) + lax.map(lambda row: row.sum(), x)[:, None]
 
     params, x = {"w": jnp.ones((4, 3))}, jnp.ones((B, 4))
-    jax.eval_shape(partial(trace.check_examples, apply), params, x)
+    jax.eval_shape(partial(pairs.check_examples, apply), params, x)
 
 
 def test_a_network_that_cannot_be_read_is_refused():
     def apply(params, x):
         return x.reshape(B, 4) @ params["w"]  # needs just B examples
 
-    with pytest.raises(trace.LayersNotFoundError, match=r"could not be found.*fisher\.diagonal"):
-        jax.eval_shape(partial(trace.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
+    with pytest.raises(pairs.LayersNotFoundError, match=r"could not be found.*fisher\.diagonal"):
+        jax.eval_shape(partial(pairs.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
 
 
 def test_what_apply_raises_for_the_inputs_themselves_is_raised_as_it_is():
     def apply(params, x):
         raise KeyError("no such leaf")
 
-    for check in (trace.trace, trace.check_output_layer, trace.check_examples):
+    for check in (pairs.trace, pairs.check_output_layer, pairs.check_examples):
         with pytest.raises(KeyError, match="no such leaf"):
             jax.eval_shape(partial(check, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
 
@@ -655,9 +656,9 @@ def test_a_network_that_treats_other_numbers_of_examples_otherwise_is_refused():
         return x @ params["w"] if len(x) > B else jnp.tanh(x) @ params["w"]
 
     with pytest.raises(
-        trace.LayersNotFoundError, match=rf"for {B} examples than for.*every example alike"
+        pairs.LayersNotFoundError, match=rf"for {B} examples than for.*every example alike"
     ):
-        jax.eval_shape(partial(trace.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
+        jax.eval_shape(partial(pairs.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
 
 
 def test_layers_come_in_the_order_in_which_they_are_used(x64):
@@ -670,6 +671,6 @@ def test_layers_come_in_the_order_in_which_they_are_used(x64):
     params = draw({"z": (4, 3), "bias": (3,), "b": (3, 3), "a": (3, 2), "c": (3, 2)}, 0)
     seen = []
     jax.eval_shape(
-        lambda p, x: seen.extend(trace.trace(apply, p, x).layers), params, np.ones((5, 4))
+        lambda p, x: seen.extend(pairs.trace(apply, p, x).layers), params, np.ones((5, 4))
     )
     assert [layer.kernel for layer in seen] == ["z", "b", "a", "c"]

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks, distillation, leaves, likelihoods
+from fisherjax import leaves, likelihoods
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, averaging, check_algorithm
+from fisherjax.algorithms.distillation import synthesis as distillation
+from fisherjax.algorithms.distillation.synthesis import Distillation, Distilling, Fixed
 from fisherjax.algorithms.stages import Stages
-from fisherjax.configuration import cached
-from fisherjax.distillation import Distillation, Distilling, Fixed
 from fisherjax.solvers.base import as_partial
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import checks, leaves, likelihoods, tree
+from fisherjax import leaves, likelihoods, tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, Link
-from fisherjax.algorithms.destroyed import destroyed
-from fisherjax.configuration import cached
+from fisherjax.algorithms.distillation._outliers import destroyed
 from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 

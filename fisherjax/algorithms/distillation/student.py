@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fisherjax import checks, clients, likelihoods, training
-from fisherjax.compiler import jit
+from fisherjax import clients, likelihoods, training
+from fisherjax._core import checks
+from fisherjax._core.compiler import jit
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 _ADAM = optax.adam(1e-3)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import leaves, nn, parallel, tree
-from fisherjax.compiler import jit
+from fisherjax._core.compiler import jit
 from fisherjax.datasets import crop_and_flip
 from fisherjax.typing import Array, Key, Model, Params
 

@@ -9,14 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, leaves, likelihoods, sequences, tree
+from fisherjax import _sequences, leaves, likelihoods, tree
+from fisherjax._core import checks
+from fisherjax._core.compiler import jit
+from fisherjax._layers import locations
+from fisherjax._layers.layer import Layer
+from fisherjax._layers.pairs import check_output_layer, output_layer, trace
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.clients import draw
-from fisherjax.compiler import jit
-from fisherjax.fisher import locations, passes
+from fisherjax.fisher import _passes
 from fisherjax.fisher.kfac import second_moment
-from fisherjax.fisher.layers import Layer
-from fisherjax.fisher.trace import check_output_layer, output_layer, trace
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
@@ -90,7 +92,7 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
             check_head(model, params, x)
         place = output_layer(seen)
         a, z = seen.activations[place], seen.outputs
-        counts = sequences.targets_counted(model, x, z.shape, y)
+        counts = _sequences.targets_counted(model, x, z.shape, y)
         y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
         y = y.reshape(*a.shape[:2], -1).astype(a.dtype)
         if counts is not None:
@@ -106,8 +108,8 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
         # Means are of examples, of which each may have several positions.
         return HeadSums(*moments, below, number, seen.layers[place])
 
-    examples = sequences.weighed(model, examples)
-    means = passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
+    examples = _sequences.weighed(model, examples)
+    means = _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
     rows = examples.inputs if examples.indices is None else examples.indices
     weights = jnp.ones(rows.shape[0]) if examples.weights is None else examples.weights
     return dataclasses.replace(means, count=means.count * (weights > 0).sum())

@@ -10,13 +10,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from fisherjax import leaves, likelihoods, linalg, sequences, tree
-from fisherjax.compiler import jit
-from fisherjax.fisher import locations, passes
+from fisherjax import _sequences, leaves, likelihoods, tree
+from fisherjax._core import linalg
+from fisherjax._core.compiler import jit
+from fisherjax._layers import locations
+from fisherjax._layers.layer import Layer, matrix, unpack
+from fisherjax._layers.pairs import output_layer, trace
+from fisherjax.fisher import _passes
 from fisherjax.fisher.kfac import second_moment
-from fisherjax.fisher.layers import Layer, matrix, unpack
 from fisherjax.fisher.operators import PRECISION, Template
-from fisherjax.fisher.trace import output_layer, trace
 from fisherjax.typing import Array, Examples, Model, Params
 
 # Of the coefficients and of the head, in units of the mean eigenvalue of each one's matrix. The
@@ -56,7 +58,7 @@ class Products:
 
 def regression(model: Model, x: Array, z: Array, y: Array) -> Array:
     """Give what outputs z are fitted to, of their shape: themselves where nothing counts."""
-    counts = sequences.targets_counted(model, x, z.shape, y)
+    counts = _sequences.targets_counted(model, x, z.shape, y)
     y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
     y = y.astype(z.dtype).reshape(z.shape)
     return y if counts is None else jnp.where(counts[..., None], y, z)
@@ -79,7 +81,7 @@ def exact_products(
         residual = seen.outputs - regression(model, x, seen.outputs, y)
         # Both sides of a product carry the root of the weight; [B, T, ...].
         root, places = jnp.sqrt(w)[:, None, None].astype(a.dtype), (*a.shape[:2], -1)
-        counts = sequences.targets_counted(model, x, seen.outputs.shape, y)
+        counts = _sequences.targets_counted(model, x, seen.outputs.shape, y)
         if counts is not None:
             a = locations.selected(a, counts.reshape(a.shape[:2]))
             changes = jnp.where(counts[..., None], changes, 0)
@@ -95,8 +97,8 @@ def exact_products(
             head,
         )
 
-    examples = sequences.weighed(model, examples)
-    return passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
+    examples = _sequences.weighed(model, examples)
+    return _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
 
 
 @jit

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, linalg
+from fisherjax._core import checks, linalg
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
+from fisherjax._layers.layer import unpack
 from fisherjax.algorithms.base import Algorithm, WeightedSum
-from fisherjax.algorithms.heads import HeadSums, head_mean, head_summary
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
-from fisherjax.fisher.layers import unpack
+from fisherjax.algorithms.exchanges._head_sums import HeadSums, head_mean, head_summary
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Key, Model, Params
 

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, likelihoods, linalg, optimizers
+from fisherjax import _optimizers, likelihoods
+from fisherjax._core import checks, linalg
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
+from fisherjax._layers.layer import matrix, unpack
 from fisherjax.algorithms.base import Algorithm, WeightedSum
-from fisherjax.algorithms.heads import HeadSums, head_mean, head_summary
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
-from fisherjax.fisher.layers import matrix, unpack
+from fisherjax.algorithms.exchanges._head_sums import HeadSums, head_mean, head_summary
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -104,7 +105,7 @@ def ccvr(
         del cohort
         template, layer = Template.of(params), sums.total.layer
         leaves = template.by_name(params)
-        optimizers.check("optimizer", optimizer, matrix(layer, leaves))
+        _optimizers.check("optimizer", optimizer, matrix(layer, leaves))
         features, labels = _drawn(key, head_mean(sums), draws)
         found, info = _tuned(optimizer, epochs, matrix(layer, leaves), features, labels, key)
         return template.restore(leaves | unpack(layer, found)), state, info
@@ -148,8 +149,8 @@ def _tuned(
     def step(carry: tuple, batch: Array) -> tuple[tuple, None]:
         value, state = carry
         of = partial(loss, features=features[batch], labels=labels[batch])
-        told = optimizers.loss_arguments(of, *jax.value_and_grad(of)(value))
-        update = optimizers.supported(optimizer).update
+        told = _optimizers.loss_arguments(of, *jax.value_and_grad(of)(value))
+        update = _optimizers.supported(optimizer).update
         updates, state = update(told["grad"], state, value, **told)
         return (optax.apply_updates(value, updates), state), None
 
@@ -164,5 +165,5 @@ def _tuned(
     )
     before = loss(value, features, labels)
     (value, state), _ = jax.lax.scan(step, (value, optimizer.init(value)), batches)
-    value = optimizers.answer(value, state)
+    value = _optimizers.answer(value, state)
     return value, Tuned(before, loss(value, features, labels))

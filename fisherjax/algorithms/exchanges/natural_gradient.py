@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, fisher, leaves, likelihoods, sequences
+from fisherjax import _sequences, fisher, leaves, likelihoods
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
 from fisherjax.algorithms.base import Algorithm, Link, WeightedSum, weighted_sum
-from fisherjax.algorithms.heads import check_head
-from fisherjax.algorithms.rescaling import best_way, exact_products, regression
+from fisherjax.algorithms.exchanges._head_sums import check_head
+from fisherjax.algorithms.exchanges._rescaling import best_way, exact_products, regression
 from fisherjax.clients import draw, hold_out
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
-from fisherjax.fisher import Kronecker, passes
+from fisherjax.fisher import Kronecker, _passes
 from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
@@ -230,14 +231,14 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
     check_head(plan.model, params, examples.inputs)
     apply, own = leaves.opened(plan.model, params)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
-    examples = sequences.weighed(plan.model, draw(rows, examples, plan.max_examples))
+    examples = _sequences.weighed(plan.model, draw(rows, examples, plan.max_examples))
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> tuple[Array, Params]:
         del key
         return jax.value_and_grad(partial(_squared_error, plan.model, apply, x, y, w))(own)
 
     how = {"batch_size": plan.batch_size}
-    loss, gradient = passes.weighted_mean(batch_sums, examples, key=None, **how)
+    loss, gradient = _passes.weighted_mean(batch_sums, examples, key=None, **how)
     # The curvature of a squared error has no targets. What no layer covers stays as it is.
     how |= {"key": key, "kind": plan.kind, "fallback": fisher.zero}
     if plan.max_examples is not None:
@@ -284,5 +285,5 @@ def _losses(
 
         return jax.lax.map(loss, jnp.array(scales))
 
-    held = sequences.weighed(plan.model, held)
-    return passes.weighted_mean(batch_sums, held, key=None, batch_size=plan.batch_size)
+    held = _sequences.weighed(plan.model, held)
+    return _passes.weighted_mean(batch_sums, held, key=None, batch_size=plan.batch_size)

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, leaves, tree
+from fisherjax import leaves, tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
-from fisherjax.configuration import cached
 from fisherjax.fisher import Dense, Kronecker
 from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained

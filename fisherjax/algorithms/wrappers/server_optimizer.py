@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import checks, optimizers
+from fisherjax import _optimizers
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
-from fisherjax.configuration import cached
 from fisherjax.typing import Array, Key, Params
 
 _NO_LOSS = "The server has no loss, only the difference of two models as a gradient."
@@ -55,8 +56,8 @@ def with_server_optimizer(
     checks.optimizer("server_optimizer", optimizer)
 
     def init(params: Params, num_clients: int) -> ServerState:
-        optimizers.check("server_optimizer", optimizer, params, _NO_LOSS)
-        optimizers.check_plain("The server", optimizer, params)
+        _optimizers.check("server_optimizer", optimizer, params, _NO_LOSS)
+        _optimizers.check_plain("The server", optimizer, params)
         return ServerState(algorithm.link.init(params, num_clients), optimizer.init(params))
 
     def broadcast(params: Params, state: ServerState, place: Array | None) -> Any:
@@ -68,7 +69,7 @@ def with_server_optimizer(
         merged, kept, info = algorithm.aggregate(key, received, params, state.algorithm, cohort)
         # Merged leaves are at least float32; the gradient goes back to the dtype of params.
         gradient = jax.tree.map(lambda w, m: jnp.asarray(w) - m.astype(w.dtype), params, merged)
-        step, server = optimizers.supported(optimizer).update(gradient, state.optimizer, params)
+        step, server = _optimizers.supported(optimizer).update(gradient, state.optimizer, params)
         moved = optax.apply_updates(params, step)
         return moved, ServerState(kept, server), info
 

@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import checks, linalg, quadratic, solvers, tree
+from fisherjax import quadratic, solvers, tree
+from fisherjax._core import checks, linalg
+from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
+from fisherjax._layers.layer import Layer
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
-from fisherjax.compiler import jit
-from fisherjax.configuration import cached
 from fisherjax.fisher import Kronecker, KroneckerSum, automatic, kfac
 from fisherjax.fisher.kinds import Kind
-from fisherjax.fisher.layers import Layer
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.quadratic import Sums
 from fisherjax.solvers.base import Solver

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fisherjax import compiler, linalg, nn
+from fisherjax import nn
+from fisherjax._core import compiler, linalg
 from fisherjax.typing import Array
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")

@@ -1,0 +1,1 @@
+"""Attacks of a curious server: `python -m experiments.attack`."""

@@ -1,0 +1,1 @@
+"""OTFusion, PFNM, DENSE and FedOV on small clients: `python -m experiments.baselines`."""

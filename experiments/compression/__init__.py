@@ -1,0 +1,1 @@
+"""Accuracy over the bytes that clients send: `python -m experiments.compression`."""

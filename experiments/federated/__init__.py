@@ -1,0 +1,1 @@
+"""Rounds: `python -m experiments.federated`."""

@@ -1,0 +1,1 @@
+"""The one-shot table of the FedFisher paper: `python -m experiments.fedfisher_table`."""

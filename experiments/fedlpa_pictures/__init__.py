@@ -1,0 +1,1 @@
+"""Why curvature merges better than averaging: `python -m experiments.fedlpa_pictures`."""

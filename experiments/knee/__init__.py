@@ -1,0 +1,1 @@
+"""How many examples a Fisher information needs: `python -m experiments.knee`."""

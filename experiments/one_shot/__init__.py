@@ -1,0 +1,1 @@
+"""One round: `python -m experiments.one_shot`."""

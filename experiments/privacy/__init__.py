@@ -1,0 +1,1 @@
+"""Accuracy over epsilon: `python -m experiments.privacy`."""

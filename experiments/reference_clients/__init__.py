@@ -1,0 +1,1 @@
+"""Client models of a file: `python -m experiments.reference_clients`."""

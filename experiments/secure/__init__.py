@@ -1,0 +1,1 @@
+"""Merges from masked sums: `python -m experiments.secure`."""

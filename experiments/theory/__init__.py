@@ -1,0 +1,1 @@
+"""What is proven about small networks: `python -m experiments.theory`."""

@@ -1,0 +1,1 @@
+"""Exchanges without training: clients evaluate the merged model and return sums."""
