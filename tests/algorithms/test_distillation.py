@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import fisherjax as fj
-from fisherjax.algorithms import Distillation, fedavg
-from fisherjax.algorithms.distillation import dense, synthesis
+from fisherjax.algorithms import Distillation, dense, fedavg
+from fisherjax.algorithms.distillation import synthesis
 from fisherjax.merging import merge
 
 SHAPE, FEW = (8, 8, 1), Distillation(images=16, batch_size=8, steps=3, width=8)
