@@ -1,7 +1,7 @@
 """Rough inverses of the server's damped systems, for conjugate gradients.
 
 Of clients whose Kronecker factors do not add up it is the damped inverse of (sum_i v_i A_i) (x)
-(sum_i v_i G_i), of wide layers a solve in few directions (`fisher.coarse`), of a sum of Kronecker
+(sum_i v_i G_i), of wide layers a solve in few directions (`_wide_layers`), of a sum of Kronecker
 products that of its first term, of a diagonal its inverse. Where a block is not damped, or nobody
 has curvature, the identity stands in: in a singular system anything else would move what has none.
 How fast the server solves has no derivative.
@@ -58,7 +58,7 @@ def _summed(fishers: Diagonal, votes: Any) -> Diagonal:
 @jit
 def _approximate_inverse(
     fishers: Kronecker, votes: Any, strengths: Any
-) -> tuple[Kronecker, dict[str, _wide_layers.Coarse]]:
+) -> tuple[Kronecker, dict[str, _wide_layers.WideLayer]]:
     """Invert the mean of the clients, but for wide layers, which are answered otherwise."""
 
     def average(factor: dict[str, Array], vote: Array) -> dict[str, Array]:
@@ -66,7 +66,7 @@ def _approximate_inverse(
         return tree.weighted_sum(factor, vote / jnp.sqrt(jnp.where(vote.any(), vote.sum(), 1)))
 
     fishers, factors = _wide_layers.apart(fishers)
-    wide = {n: _wide_layers.coarse(f, votes[n], strengths[n]) for n, f in factors.items()}
+    wide = {n: _wide_layers.preconditioner(f, votes[n], strengths[n]) for n, f in factors.items()}
     factors = {name: average(factor, votes[name]) for name, factor in fishers.factors.items()}
     entries = {name: tree.weighted_sum(f, votes[name]) for name, f in fishers.entries.items()}
     mean = dataclasses.replace(fishers, factors=factors, entries=entries)
@@ -81,7 +81,7 @@ def _leading_inverse(fisher: KroneckerSum, strengths: Any) -> Kronecker:
 
 
 # Functions of a module, so that `Partial`s of them compare equal, and `jit` reuses its program.
-def _turned(inverse: Kronecker, wide: dict[str, _wide_layers.Coarse], blocks: Any) -> Any:
+def _turned(inverse: Kronecker, wide: dict[str, _wide_layers.WideLayer], blocks: Any) -> Any:
     answers = {name: _wide_layers.precondition(own, blocks[name]) for name, own in wide.items()}
     return inverse.block_mv(blocks) | answers
 

@@ -41,7 +41,7 @@ _MOST = 100
 _PRECISION = "highest"
 
 
-class Coarse(NamedTuple):
+class WideLayer(NamedTuple):
     """What the preconditioner of one layer holds.
 
     Attributes:
@@ -104,7 +104,7 @@ def _added(factors: dict[str, Array], votes: Array, value: Array) -> Array:
     return jnp.einsum("mao,mop->ap", turned, factors["output"], precision=_PRECISION)
 
 
-def coarse(factors: dict[str, Array], votes: Array, shift: Array) -> Coarse:
+def preconditioner(factors: dict[str, Array], votes: Array, shift: Array) -> WideLayer:
     """Set up the preconditioner of sum_i v_i A_i (x) G_i + shift.
 
     Args:
@@ -140,39 +140,39 @@ def coarse(factors: dict[str, Array], votes: Array, shift: Array) -> Coarse:
     rest = {side: beside(side, others[side]) for side in others if bases[side] is not None}
     rest["both"] = 1 / jnp.where(both > 0, both, 1)
     inverse = kronecker.inverse_factors(means, shift)
-    return Coarse(bases["input"], bases["output"], small, votes, shift, inverse, rest)
+    return WideLayer(bases["input"], bases["output"], small, votes, shift, inverse, rest)
 
 
-def precondition(coarse: Coarse, residual: Array) -> Array:
+def precondition(layer: WideLayer, residual: Array) -> Array:
     """Answer a residual [a, o] as the module says; one of zeros costs nothing."""
-    answer = partial(_answer, coarse)
+    answer = partial(_answer, layer)
     return jax.lax.cond(tree.any_nonzero(residual), answer, jnp.zeros_like, residual)
 
 
-def _answer(coarse: Coarse, residual: Array) -> Array:
-    turned = _times(residual, coarse.outputs)  # R P, all of R where the outputs are few
-    seen = _into(coarse.inputs, turned)
-    answer = _out_of(coarse.inputs, _solved(coarse, seen))
-    if coarse.inputs is not None:
-        answer += _times(turned - _out_of(coarse.inputs, seen), coarse.beside["input"])
-    if coarse.outputs is not None:
-        answer = _times(answer, coarse.outputs.T)
-        rest = residual - _times(turned, coarse.outputs.T)
-        seen = _into(coarse.inputs, rest)
-        answer += _out_of(coarse.inputs, _times(coarse.beside["output"], seen))
-        if coarse.inputs is not None:
-            answer += (rest - _out_of(coarse.inputs, seen)) * coarse.beside["both"]
-    return jnp.where((coarse.shift > 0) & tree.is_finite(answer), answer, residual)
+def _answer(layer: WideLayer, residual: Array) -> Array:
+    turned = _times(residual, layer.outputs)  # R P, all of R where the outputs are few
+    seen = _into(layer.inputs, turned)
+    answer = _out_of(layer.inputs, _solved(layer, seen))
+    if layer.inputs is not None:
+        answer += _times(turned - _out_of(layer.inputs, seen), layer.beside["input"])
+    if layer.outputs is not None:
+        answer = _times(answer, layer.outputs.T)
+        rest = residual - _times(turned, layer.outputs.T)
+        seen = _into(layer.inputs, rest)
+        answer += _out_of(layer.inputs, _times(layer.beside["output"], seen))
+        if layer.inputs is not None:
+            answer += (rest - _out_of(layer.inputs, seen)) * layer.beside["both"]
+    return jnp.where((layer.shift > 0) & tree.is_finite(answer), answer, residual)
 
 
-def _solved(coarse: Coarse, rhs: Array) -> Array:
+def _solved(layer: WideLayer, rhs: Array) -> Array:
     """Solve the small system from zero, to a relative residual of SLACK."""
 
     def multiply(x: Array) -> Array:
-        return _added(coarse.factors, coarse.votes, x) + coarse.shift.astype(x.dtype) * x
+        return _added(layer.factors, layer.votes, x) + layer.shift.astype(x.dtype) * x
 
     def turn(x: Array) -> Array:
-        return _product(coarse.inverse["input"], x, coarse.inverse["output"])
+        return _product(layer.inverse["input"], x, layer.inverse["output"])
 
     def unfinished(state: tuple) -> Array:
         *_, going, step = state

@@ -33,14 +33,14 @@ class State(NamedTuple):
         number: Of the next round, from 0.
         params: The global model.
         algorithm: What the server keeps, for instance SCAFFOLD's control.
-        private: What each client keeps, stacked [M, ...].
+        local: What each client keeps, stacked [M, ...].
         statistics: Of running statistics those that each client keeps, by name, stacked [M, ...].
     """
 
     number: Array
     params: Params
     algorithm: Any
-    private: Any
+    local: Any
     statistics: dict[str, Array] = {}  # noqa: RUF012
 
 
@@ -126,7 +126,7 @@ class Federated(NamedTuple):
         place = jnp.asarray(0) if self.algorithm.link.personal else None
         trained = leaves.trained(self.model, state.params)
         message = self.algorithm.link.broadcast(trained, state.algorithm, place)
-        return self.algorithm.link.receive(message, jax.tree.map(lambda x: x[0], state.private))
+        return self.algorithm.link.receive(message, jax.tree.map(lambda x: x[0], state.local))
 
     def _kept(self, params: Params, inputs: Array | None) -> dict[str, Array]:
         """Give the statistics that each client keeps, by name."""
@@ -161,13 +161,13 @@ class Federated(NamedTuple):
     def models(self, state: State, num_clients: int) -> Params:
         """Give the own model of each of M clients, what it would start from now, [M, ...].
 
-        That is the global one M times, but for `algorithms.keep_private` and methods that keep a
+        That is the global one M times, but for `algorithms.keep_local` and methods that keep a
         model for each client.
         """
         places = jnp.arange(checks.count("num_clients", num_clients))
         parts = leaves.named(state.params, tuple(state.statistics), ())
         parts = parts._replace(trained=leaves.trained(self.model, state.params))
-        both = _given(self.algorithm, state, parts, (state.private, state.statistics), places)
+        both = _given(self.algorithm, state, parts, (state.local, state.statistics), places)
         own = [o if c is None else _copies(c, num_clients) for c, o in zip(*both, strict=True)]
         return leaves.join(own[0], own[2], _copies(state.params, num_clients))
 
@@ -338,7 +338,7 @@ def _begun(experiment: Federated, state: State, federation: Federation, key: Key
     key = jax.random.fold_in(key, state.number)
     cohort = _draw_cohort(key, federation.num_clients, experiment.cohort)
     # [M, ...] to [K, ...].
-    before = jax.tree.map(lambda x: x[cohort], (state.private, state.statistics))
+    before = jax.tree.map(lambda x: x[cohort], (state.local, state.statistics))
     length = min(experiment.batch_size, federation.indices.shape[1])
     parts = leaves.split(experiment.model, state.params, federation.inputs, length)
     given = _given(experiment.algorithm, state, parts, before, cohort)
@@ -371,7 +371,7 @@ def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Ro
         statistics = statistics | mixed
     # Who diverged keeps what it kept, and so do those who sat the round out.
     kept = tree.keep(half.present, (own, statistics), sent.before)
-    everyone = state.private, state.statistics
+    everyone = state.local, state.statistics
     # [K, ...] back to its places in [M, ...].
     everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), everyone, kept)
     after = State(state.number + 1, half.params, half.state, *everyone)
@@ -403,13 +403,13 @@ def _given(
     cohort: Array,
 ) -> tuple[Given, Given]:
     """Give what clients begin with: what is common to all, and stacked [K, ...] what is not."""
-    private, kept = before
+    local, kept = before
     message, axis = _message(algorithm, state, parts.trained, cohort)
-    receive, several = algorithm.link.receive, not (axis is None and not jax.tree.leaves(private))
+    receive, several = algorithm.link.receive, not (axis is None and not jax.tree.leaves(local))
     # Each starts from something else: both are stacked [K, ...].
     if several:
         receive = jax.vmap(receive, in_axes=(axis, 0))
-    begin = receive(message, private)
+    begin = receive(message, local)
     common, own = (None, None) if several else begin, begin if several else (None, None)
     shared, mine = parts.statistics, None
     if kept:
@@ -436,7 +436,7 @@ def _bytes(shapes: Any) -> int:
 
 
 def _check_fits(state: State, expected: State) -> None:
-    for field in ("algorithm", "private", "statistics"):
+    for field in ("algorithm", "local", "statistics"):
         given, wanted = (_described(getattr(x, field)) for x in (state, expected))
         if given != wanted:
             raise ValueError(

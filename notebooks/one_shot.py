@@ -75,7 +75,7 @@ for digit, panel in enumerate(panels):
 # digits.
 
 # %%
-partition = fj.partition.fedfisher(train.targets, num_clients=5, alpha=0.1, seed=0)
+partition = fj.partition.dirichlet_of_client(train.targets, num_clients=5, alpha=0.1, seed=0)
 federation = fj.clients.federation(train, partition)
 counts = fj.partition.label_counts(train.targets, partition)
 names = [f"client {client}" for client in range(federation.num_clients)]

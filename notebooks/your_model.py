@@ -214,7 +214,7 @@ panel.set_title("which layers of the transformer matter: mean over their weights
 # The server has no data.
 
 # %%
-partition = fj.partition.fedfisher(train.targets, 2, alpha=0.1, seed=0)
+partition = fj.partition.dirichlet_of_client(train.targets, 2, alpha=0.1, seed=0)
 clients = fj.clients.federation((examples.inputs, examples.targets), partition)
 trained = fit(vit, base, clients, epochs=5)
 fedfisher = fj.algorithms.fedfisher(vit, max_examples=500)

@@ -136,7 +136,7 @@ def main(devices: int, port: str | None = None, process: str | None = None) -> N
         for federation in (alone, spread):
             start, key = experiment.init(params, federation.num_clients), jax.random.key(2)
             *_, (state, _) = fj.rounds.run(experiment, start, federation, key=key, rounds=2)
-            ends.append((state.params, state.algorithm, state.private))
+            ends.append((state.params, state.algorithm, state.local))
         same(*ends)
     print(jax.process_count(), "processes,", jax.device_count(), "devices")
 

@@ -69,10 +69,10 @@ WRAPPERS = {
     "server of private": lambda m: algorithms.with_server_optimizer(
         private(m, "fedfisher_diag"), SERVERS["adam"]
     ),
-    "compressed keep_private": lambda m: compression.compressed(
-        algorithms.keep_private(algorithms.regmean(m), frozenset({"third/kernel"})), CODEC
+    "compressed keep_local": lambda m: compression.compressed(
+        algorithms.keep_local(algorithms.regmean(m), frozenset({"third/kernel"})), CODEC
     ),
-    "keep_private": lambda m: algorithms.keep_private(
+    "keep_local": lambda m: algorithms.keep_local(
         algorithms.fedfisher(m, fisher=fisher.diagonal), frozenset({"third/kernel"})
     ),
 }
@@ -87,7 +87,7 @@ OF_THE_HEAD = {name for name, row in ROWS.items() if "mean features" in row.send
 SILENT = {name for name, row in ROWS.items() if row.sends == "nothing"}
 # Of methods whose programs are nearly another's, or take long to compile, a release asks.
 SELDOM = LONG | REPEATS | {n for n in ROWS if "terms" in algorithms.options(n)}
-SELDOM |= {"server adamw", "server of private", "compressed keep_private"}
+SELDOM |= {"server adamw", "server of private", "compressed keep_local"}
 # Rounds are made of the same pieces: there others stand for those that files merge too, whose
 # clients keep nothing and whose server reads curvature.
 PLAIN = {name for name in ROWS if reads(name)}

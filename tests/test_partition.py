@@ -24,7 +24,7 @@ def owners(parts, num_examples):
 def test_every_scheme_gives_every_row_to_exactly_one_client(draw, targets, alpha, seed):
     num_clients = draw.draw(st.integers(1, len(targets)))
     for parts in (
-        partition.fedfisher(targets, num_clients, alpha, seed),
+        partition.dirichlet_of_client(targets, num_clients, alpha, seed),
         partition.iid(targets, num_clients, seed),
         partition.central(targets) + [np.array([], int)] * (num_clients - 1),
         partition.niid_bench(targets, num_clients, alpha, seed, min_size=0),
@@ -63,7 +63,7 @@ def test_fedfisher_cuts_each_shuffled_class_at_the_floor_of_the_cumulated_shares
             expected[client] += list(rows[start:end])
             start = end
     for part, rows in zip(
-        partition.fedfisher(targets, num_clients, alpha, seed), expected, strict=True
+        partition.dirichlet_of_client(targets, num_clients, alpha, seed), expected, strict=True
     ):
         assert set(part.tolist()) == set(rows)
 
@@ -80,14 +80,14 @@ def test_fedfisher_is_the_split_of_the_authors_clients(shared):
     with np.load(shared / "reference" / "mnist_lenet_m5_alpha01.npz") as reference:
         ends = np.cumsum(reference["partition_sizes"])
         expected = np.split(reference["partition_indices"], ends[:-1])
-    parts = partition.fedfisher(targets, num_clients=5, alpha=0.1, seed=3)
+    parts = partition.dirichlet_of_client(targets, num_clients=5, alpha=0.1, seed=3)
     for part, rows in zip(parts, expected, strict=True):
         assert set(part.tolist()) == set(rows.tolist())
 
 
 def schemes(targets, seed):
     return (
-        partition.fedfisher(targets, 4, 0.3, seed)
+        partition.dirichlet_of_client(targets, 4, 0.3, seed)
         + partition.iid(targets, 4, seed)
         + partition.niid_bench(targets, 4, 0.3, seed)
         + partition.classes_per_client(targets, 4, 3, seed)
@@ -123,9 +123,11 @@ def test_iid_parts_are_equal_to_one_example():
 
 def test_large_alpha_shares_every_class_equally_and_small_alpha_gives_it_to_one_client():
     targets = np.repeat(np.arange(10), 1000)
-    even = partition.label_counts(targets, partition.fedfisher(targets, 5, 1e6, seed=0))
+    even = partition.label_counts(targets, partition.dirichlet_of_client(targets, 5, 1e6, seed=0))
     assert np.abs(even - 200).max() < 10
-    uneven = partition.label_counts(targets, partition.fedfisher(targets, 5, 0.01, seed=0))
+    uneven = partition.label_counts(
+        targets, partition.dirichlet_of_client(targets, 5, 0.01, seed=0)
+    )
     assert (uneven.max(axis=0) > 990).mean() > 0.7
 
 
@@ -133,7 +135,9 @@ def test_large_alpha_shares_every_class_equally_and_small_alpha_gives_it_to_one_
 def test_draws_that_underflow_still_give_each_client_one_class(alpha):
     """The limit: a client draws one class; its drawers share it, everybody an undrawn one."""
     targets = np.repeat(np.arange(6), 840)
-    counts = partition.label_counts(targets, partition.fedfisher(targets, 4, alpha, seed=1))
+    counts = partition.label_counts(
+        targets, partition.dirichlet_of_client(targets, 4, alpha, seed=1)
+    )
     drawn = ~(counts == 210).all(axis=0)
     assert drawn.any()
     assert ((counts[:, drawn] > 0).sum(axis=1) <= 1).all()
@@ -142,7 +146,7 @@ def test_draws_that_underflow_still_give_each_client_one_class(alpha):
 
 def test_label_counts_add_up_to_sizes_and_classes():
     targets = np.random.RandomState(1).randint(0, 7, 300)
-    parts = partition.fedfisher(targets, 6, 0.2, seed=4)
+    parts = partition.dirichlet_of_client(targets, 6, 0.2, seed=4)
     counts = partition.label_counts(targets, parts)
     np.testing.assert_array_equal(counts.sum(axis=1), [len(part) for part in parts])
     np.testing.assert_array_equal(counts.sum(axis=0), np.bincount(targets))
@@ -275,7 +279,7 @@ def test_a_class_too_small_for_its_owners_is_named():
 @pytest.mark.parametrize("alpha", [0, -0.1, np.inf, np.nan, "0.1", None])
 def test_alpha_must_be_finite_and_positive(alpha):
     with pytest.raises(ValueError, match=r"alpha is .*finite number above 0"):
-        partition.fedfisher([0, 1], 2, alpha, 0)
+        partition.dirichlet_of_client([0, 1], 2, alpha, 0)
     with pytest.raises(ValueError, match=r"beta is .*finite number above 0"):
         partition.niid_bench([0, 1], 2, alpha, 0)
 
@@ -283,7 +287,7 @@ def test_alpha_must_be_finite_and_positive(alpha):
 @pytest.mark.parametrize("num_clients", [0, -1, 4])
 def test_there_are_between_one_and_n_clients(num_clients):
     for make in (
-        lambda: partition.fedfisher([0, 1, 1], num_clients, 0.1, 0),
+        lambda: partition.dirichlet_of_client([0, 1, 1], num_clients, 0.1, 0),
         lambda: partition.iid(3, num_clients, 0),
         lambda: partition.niid_bench([0, 1, 1], num_clients, 0.1, 0),
         lambda: partition.classes_per_client([0, 1, 1], num_clients, 1, 0),
@@ -304,7 +308,7 @@ def test_there_are_between_one_and_n_clients(num_clients):
 )
 def test_targets_must_be_class_labels(targets, error, message):
     with pytest.raises(error, match=message):
-        partition.fedfisher(targets, 1, 0.1, 0)
+        partition.dirichlet_of_client(targets, 1, 0.1, 0)
     with pytest.raises(error, match=message):
         partition.label_counts(targets, [np.arange(len(targets))])
 
@@ -316,7 +320,7 @@ def test_a_seed_is_an_integer_of_32_bits(seed, error):
     with pytest.raises(error, match=r"seed is .*from 0 to"):
         partition.iid(4, 2, seed)
     with pytest.raises(error, match=r"seed is .*from 0 to"):
-        partition.fedfisher([0, 1], 2, 0.1, seed)
+        partition.dirichlet_of_client([0, 1], 2, 0.1, seed)
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_a_client_that_diverges_is_left_out_and_reported(world, name):
     assert_same(state.params, expected.params, 1e-5)
     # It keeps what it kept, here the start.
     start = method.init(params, CLIENTS)
-    for new, old in zip(*map(jax.tree.leaves, (state.private, start.private)), strict=True):
+    for new, old in zip(*map(jax.tree.leaves, (state.local, start.local)), strict=True):
         assert_same(*(np.asarray(leaf)[[2, 5]] for leaf in (new, old)))
 
 
@@ -243,7 +243,7 @@ def test_a_round_in_which_everybody_diverges_changes_only_the_number(world):
 
 def test_scaffolds_control_of_the_server_stays_the_mean_of_the_clients(world):
     for state, _ in play(federated("scaffold", cohort=3), world, 4):
-        mean = jax.tree.map(lambda c: np.mean(c, 0), state.private)
+        mean = jax.tree.map(lambda c: np.mean(c, 0), state.local)
         assert_same(state.algorithm.server, mean, 1e-5)
     assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(state.algorithm.server))
 
@@ -258,7 +258,7 @@ def test_clients_that_sit_a_round_out_keep_their_own_state(world):
     changed = set()
     for state, done in play(method, world, 6):
         for client in range(CLIENTS):
-            old, new = (own(s.private, client) for s in (before, state))
+            old, new = (own(s.local, client) for s in (before, state))
             if client in done.cohort.tolist():
                 if SIZES[client]:
                     assert any(map(np.any, jax.tree.leaves(jax.tree.map(np.subtract, new, old))))
@@ -285,7 +285,7 @@ def test_what_clients_keep_is_theirs_and_is_carried_from_round_to_round(world):
     taken = np.zeros(CLIENTS, int)
     for state, done in found:
         taken[np.asarray(done.cohort)] += 1
-        np.testing.assert_array_equal(state.private, taken)
+        np.testing.assert_array_equal(state.local, taken)
     expected = play(federated(cohort=3), world, 10)
     assert_same(found[-1][0].params, expected[-1][0].params, 1e-6)
 
@@ -375,7 +375,7 @@ def test_a_state_of_another_number_of_clients_is_refused(world):
     federation, params = world
     method = federated("scaffold")
     state = method.init(params, CLIENTS + 1)
-    with pytest.raises(ValueError, match=r"state.private has leaves .*\[7, .*\[6, "):
+    with pytest.raises(ValueError, match=r"state.local has leaves .*\[7, .*\[6, "):
         rounds.run(method, state, federation, key=jax.random.key(0), rounds=1)
 
 

@@ -161,7 +161,7 @@ def test_a_cohort_is_a_mixture_of_its_own():
 KEPT = frozenset({*MOMENTS, "norm/scale", "norm/shift"})
 LOCAL = {
     "fedbn": lambda: algorithms.fedbn(where=KEPT),
-    "keep_private": lambda: algorithms.keep_private(
+    "keep_local": lambda: algorithms.keep_local(
         algorithms.fedfisher(MODEL, fisher=fj.fisher.diagonal), KEPT
     ),
     "weighted_fedbn": lambda: algorithms.make("weighted_fedbn", MODEL, where=KEPT),

@@ -155,7 +155,7 @@ def test_variances_are_refused_where_they_would_be_averaged():
     *_, (state, last) = rounds.run(alone, state, federation(), key=key, rounds=1)
     np.testing.assert_array_equal(state.params[names[1]], last.trained.statistics[names[1]][0])
     # Clients that keep theirs average none either.
-    kept = algorithms.keep_private(method, frozenset(names))
+    kept = algorithms.keep_local(method, frozenset(names))
     state, _ = played_bare(model, kept, begin)
     assert set(state.statistics) == set(names)
 

@@ -21,7 +21,7 @@ LARGE, FEW, CLIENTS = WIDE + 7, 3, 3
 WEIGHTS = np.array([0.2, 0.5, 0.3])
 OTHER = {"input": "output", "output": "input"}
 # As in a merge, one program each; eagerly every operation is one.
-SET_UP, ANSWER = jax.jit(_wide_layers.coarse), jax.jit(_wide_layers.precondition)
+SET_UP, ANSWER = jax.jit(_wide_layers.preconditioner), jax.jit(_wide_layers.precondition)
 
 
 @pytest.fixture(scope="module", autouse=True)

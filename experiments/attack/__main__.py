@@ -62,7 +62,9 @@ def _check(asked: Config) -> None:
         commands.check(asked, option, "0 or more", lambda x: 0 <= x < math.inf)
     commands.check(asked, "delta", "above 0 and below 1", lambda delta: 0 < delta < 1)
     commands.check(asked.data, "dataset", "mnist", lambda name: name == "mnist")
-    commands.check(asked.data, "partition", "fedfisher", lambda name: name == "fedfisher")
+    commands.check(
+        asked.data, "partition", "dirichlet_of_client", lambda name: name == "dirichlet_of_client"
+    )
     commands.check(asked.data, "num_clients", "2 or more", lambda number: number >= 2)
 
 

@@ -126,7 +126,7 @@ def split(asked: Config, targets: np.ndarray, seed: int) -> list[np.ndarray]:
     rest = random.permutation(np.flatnonzero(targets != asked.digit))
     some, rest = rest[: asked.others], rest[asked.others :]
     number, alpha = asked.data.num_clients - 1, asked.data.alpha
-    parts = fj.partition.fedfisher(targets[rest], number, alpha=alpha, seed=seed)
+    parts = fj.partition.dirichlet_of_client(targets[rest], number, alpha=alpha, seed=seed)
     return [np.concatenate([own, some]), *(rest[rows] for rows in parts)]
 
 

@@ -32,7 +32,7 @@ WAYS = {
     "cut": _outliers._cut,
     "rotated": _outliers._rotated,
 }
-"""What FedOV does to an image, in the order in which `destroyed` draws one."""
+"""What FedOV does to an image, in the order in which `make_outliers` draws one."""
 _DESTROYED = (0, 3, 7)  # digits that are shown
 
 
@@ -91,7 +91,7 @@ class Shown(NamedTuple):
 
 
 class Voted(NamedTuple):
-    """Open clients: digits, destroyed in each way, and p(unknown) of the first one's test images.
+    """Open clients: digits, corrupted in each way, and p(unknown) of the first one's test images.
 
     Accuracies are of the vote, of the mean of their outputs, and of clients that know only classes.
     """
@@ -147,7 +147,9 @@ def _merged(world: _World, models: list[Params], parts: Sequence, names: Sequenc
 
 
 def _skewed(asked: Config, world: _World) -> list[np.ndarray]:
-    return fj.partition.fedfisher(world.train.targets, CLIENTS, alpha=ALPHA, seed=asked.seed)
+    return fj.partition.dirichlet_of_client(
+        world.train.targets, CLIENTS, alpha=ALPHA, seed=asked.seed
+    )
 
 
 def otfusion(asked: Config) -> list[Fused]:

@@ -109,7 +109,7 @@ def gradient(model: Model) -> Callable[[Params, Array, Array], Params]:
 
 def split(work: Workload, num_clients: int) -> list[np.ndarray]:
     """Share the examples among clients of Dirichlet(0.1) sizes."""
-    return fj.partition.fedfisher(work.labels, num_clients, alpha=0.1, seed=3)
+    return fj.partition.dirichlet_of_client(work.labels, num_clients, alpha=0.1, seed=3)
 
 
 def federate(work: Workload, num_clients: int) -> fj.clients.Federation:

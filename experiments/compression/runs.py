@@ -10,9 +10,8 @@ import jax
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, steps
+from experiments.harness import commands, steps, trained_clients
 from experiments.harness.progress import bar
-from experiments.knee import runs
 from fisherjax.compression import (
     Codec,
     compose,
@@ -25,7 +24,7 @@ from fisherjax.compression import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(runs.Clients):
+class Config(trained_clients.Clients):
     """Which clients, and how small their updates are."""
 
     algorithms: tuple[str, ...] = (
@@ -96,7 +95,7 @@ def units(asked: Config) -> list[Unit]:
 
 def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterator[list[Point]]:
     """Train the clients, or read them, compress what they send, and merge it."""
-    task, start, trained = runs.clients(asked, asked.algorithms, console)
+    task, start, trained = trained_clients.clients(asked, asked.algorithms, console)
     (federation,) = task.federations.values()
     sent: dict[str, fj.algorithms.Update] = {}
     average = steps.upload_bytes(steps.changed(trained))

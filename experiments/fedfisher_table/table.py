@@ -98,7 +98,11 @@ def cells(grid: Grid, dataset: str) -> list[Cell]:
 def configuration(grid: Grid, cell: Cell, seed: int) -> config.OneShot:
     """Say how one cell is computed with one seed: as FedFisher's paper, but for the epochs."""
     usual = config.one_shot(cell.dataset)
-    split = {"num_clients": cell.num_clients, "partition": "fedfisher", "alpha": cell.alpha}
+    split = {
+        "num_clients": cell.num_clients,
+        "partition": "dirichlet_of_client",
+        "alpha": cell.alpha,
+    }
     chunk = {"clients_per_chunk": grid.clients_per_chunk}
     return dataclasses.replace(
         usual,

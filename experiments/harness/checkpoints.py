@@ -147,14 +147,17 @@ def _read(checkpoint: Path, like: Any) -> tuple[Any, list]:
     # When the sums are right, which orbax does not look at.
     contents = _Files().restore(checkpoint / _FILES)
     record = json.loads(contents.record)
-    pairs = itertools.zip_longest(record["leaves"], _described(like), fillvalue="nothing more")
+    # Until 0.2 `rounds.State` called what clients keep private.
+    leaves = [name.replace("state.private", "state.local", 1) for name in record["leaves"]]
+    arrays = {n.replace("state.private", "state.local", 1): x for n, x in contents.arrays.items()}
+    pairs = itertools.zip_longest(leaves, _described(like), fillvalue="nothing more")
     for was, now in pairs:
         if was != now:
             raise ValueError(
                 f"{checkpoint} is of another run or version: it holds {was} where this run has "
                 f"{now}. Choose another folder, or delete that one"
             )
-    restored = [_like(contents.arrays[name], leaf) for name, leaf in _named(like)]
+    restored = [_like(arrays[name], leaf) for name, leaf in _named(like)]
     return jax.tree.unflatten(jax.tree.structure(like), restored), record["rows"]
 
 

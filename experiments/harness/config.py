@@ -25,7 +25,7 @@ MODELS = {
     "transformer": fj.networks.Transformer,
 }
 OF_IMAGES = [name for name in MODELS if name != "transformer"]
-PARTITIONS = ("fedfisher", "iid", "niid_bench", "classes_per_client")
+PARTITIONS = ("dirichlet_of_client", "iid", "niid_bench", "classes_per_client")
 IMAGES = fj.datasets.NAMES
 PLAYS = "tiny_shakespeare"
 SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
@@ -49,10 +49,10 @@ class Data:
     """The network; lenet and cnn take images of at least 16 x 16 pixels."""
     num_clients: int = 5
     """Over how many clients the training data are split."""
-    partition: Annotated[str, commands.names(PARTITIONS)] = "fedfisher"
-    """How: Dirichlet shares of each client (fedfisher) or class (niid_bench), classes, or iid."""
+    partition: Annotated[str, commands.names(PARTITIONS)] = "dirichlet_of_client"
+    """How: Dirichlet shares of each client or of each class (niid_bench), classes, or iid."""
     alpha: float = 0.1
-    """Of fedfisher: 0.05 gives a client one or two classes, 100 nearly equal shares."""
+    """Of dirichlet_of_client: 0.05 gives a client one or two classes, 100 nearly equal shares."""
     beta: float = 0.1
     """Of niid_bench: at 0.01 a class goes to one client or two, at 100 to all equally."""
     min_size: int = 10
@@ -254,7 +254,7 @@ def _number(data: Data) -> tuple[str, str]:
     """Return what stands in a title before the number that data are split by, and the number."""
     return {
         "iid": ("", ""),
-        "fedfisher": (", alpha ", f"{data.alpha:g}"),
+        "dirichlet_of_client": (", alpha ", f"{data.alpha:g}"),
         "niid_bench": (", beta ", f"{data.beta:g}"),
         "classes_per_client": (" = ", str(data.classes_per_client)),
     }[data.partition]

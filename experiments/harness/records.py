@@ -257,6 +257,8 @@ def _modern(configuration: dict[str, Any]) -> dict[str, Any]:
             method, _, option = name.rpartition(".")
             if not method or value not in (default, fj.algorithms.options(method)[option]):
                 found[name] = value
+    if found.get("partition") == "fedfisher":
+        found["partition"] = "dirichlet_of_client"
     return found
 
 

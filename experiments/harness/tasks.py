@@ -191,7 +191,7 @@ def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[n
         check(data, "classes_per_client", expected, lambda owned: owned <= train.num_classes)
     options = {
         "iid": {},
-        "fedfisher": {"alpha": data.alpha},
+        "dirichlet_of_client": {"alpha": data.alpha},
         "niid_bench": {"beta": data.beta, "min_size": data.min_size},
         "classes_per_client": {"num_classes": data.classes_per_client},
     }[data.partition]

@@ -4,50 +4,26 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, config, limits, reference, steps, tasks
-from experiments.harness.config import Data, Group, Merging, OneShot, Training
+from experiments.harness import commands, trained_clients
 from experiments.harness.progress import bar
 from fisherjax.algorithms import Algorithm, Update
 from fisherjax.clients import Federation
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Params
+from fisherjax.typing import Array
 
 Kind = Literal["true", "curvature_propagation", "sampled", "empirical"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Clients:
-    """Which clients are merged."""
-
-    data: Group[Data] = dataclasses.field(default=Data())
-    training: Group[Training] = dataclasses.field(default=Training())
-    epochs: int = 30
-    """Passes of every client over its own data."""
-    partition_seed: int = 0
-    """Of the split."""
-    seed: int = 0
-    """Of the initial model and of training."""
-    reference: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """File of trained clients, see `experiments.reference_clients`; otherwise they are trained."""
-
-    @classmethod
-    def usual(cls, dataset: str | None = None) -> Self:
-        """Return what is run if nothing else is asked: clients as those of one_shot."""
-        usual = config.one_shot(dataset)
-        return cls(usual.data, usual.training, usual.epochs, usual.partition_seeds[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class Config(Clients):
+class Config(trained_clients.Clients):
     """Which clients, how they are merged, and of how many of their examples."""
 
     algorithms: tuple[str, ...] = ("fedfisher_kfac", "fedfisher_diag", "fedlpa", "regmean")
@@ -93,7 +69,7 @@ def units(asked: Config) -> list[Unit]:
 
 def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterator[list[Point]]:
     """Train the clients, or read them, and merge them in the ways that are missing."""
-    task, start, trained = clients(asked, asked.algorithms, console)
+    task, start, trained = trained_clients.clients(asked, asked.algorithms, console)
     (federation,) = task.federations.values()
     with bar(console) as shown:
         watched = shown.add_task("", total=len(missing), speed="")
@@ -143,28 +119,3 @@ def growing(
 
 def _mixed(share: Array, old: Array, new: Array) -> Array:
     return old + share.reshape(-1, *(1,) * (old.ndim - 1)) * (new - old)
-
-
-def clients(
-    asked: Clients, algorithms: tuple[str, ...], console: Console
-) -> tuple[tasks.OneRound, Params, Trained]:
-    """Train clients, or read them."""
-    merging = Merging(algorithms)
-    how = {"partition_seeds": (asked.partition_seed,), "seeds": (asked.seed,), "central": False}
-    whole = OneShot(asked.data, asked.training, merging, asked.epochs, **how)
-    limits.check_one_shot(whole)
-    if asked.reference is not None:
-        found = reference.load(asked.reference)
-        data = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
-        task = tasks.split_up(tasks.shared(whole, *data), {0: found.partition})
-        first = jax.tree.map(lambda leaf: leaf[0], found.params)
-        return task, first, Trained(found.params)
-    task = tasks.one_round(whole)
-    params, key = steps.start(task, asked.seed)
-    (federation,) = task.federations.values()
-    options = steps.training_options(task, federation)
-    with bar(console) as shown:
-        watched = shown.add_task("training", total=asked.epochs, speed="")
-        options["progress"] = lambda *_: shown.advance(watched)
-        how = {"key": key, "optimizer": task.optimizer, **options}
-        return task, params, fj.training.train(task.model, params, federation, **how)

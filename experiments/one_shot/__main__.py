@@ -28,10 +28,10 @@ from experiments.harness import (
     one_round,
     records,
     tasks,
-    vmapped_seeds,
 )
 from experiments.harness.progress import Watch, bar
 from experiments.harness.steps import Unit
+from experiments.one_shot import vmapped_seeds
 
 PROGRAM = "experiments.one_shot"
 

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
 
 def _default(dataset: str | None = None) -> Config:
     """Return what is run if nothing else is asked."""
-    data = Data(dataset or "mnist", "mlp", partition="fedfisher", alpha=0.5)
+    data = Data(dataset or "mnist", "mlp", partition="dirichlet_of_client", alpha=0.5)
     return Config(data, Training(learning_rate=0.05, batch_size=32))
 
 

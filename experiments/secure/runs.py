@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, steps
-from experiments.knee import runs
+from experiments.harness import commands, steps, trained_clients
 from fisherjax.fisher import KroneckerSum
 from fisherjax.quadratic import Sums, from_sums
 
@@ -21,7 +20,7 @@ OPEN, SKETCHED, MASKED, MEAN = "open", "sketched", "masked", "mean factors"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(runs.Clients):
+class Config(trained_clients.Clients):
     """Which clients, and how many terms; the seed is of the sketches too."""
 
     terms: tuple[int, ...] = (1, 2, 3, 4, 5)
@@ -45,7 +44,7 @@ class Point(NamedTuple):
 
 def measured(asked: Config, console: Console) -> Iterator[Point]:
     """Merge the same clients in every way."""
-    task, start, trained = runs.clients(asked, ("fedfisher_kfac",), console)
+    task, start, trained = trained_clients.clients(asked, ("fedfisher_kfac",), console)
     (federation,) = task.federations.values()
     weights, solver = federation.weights, fj.solvers.conjugate_gradients(1e-6, 500)
     # Of what federated averaging sends.

@@ -13,7 +13,7 @@ from fisherjax.algorithms.fedbn import is_normalization
 from fisherjax.algorithms.fedfisher import paper_adam
 from fisherjax.algorithms.registry import *  # noqa: F403
 from fisherjax.algorithms.stages import Stages, in_stages
-from fisherjax.algorithms.wrappers.local_leaves import keep_private
+from fisherjax.algorithms.wrappers.local_leaves import keep_local
 from fisherjax.algorithms.wrappers.server_optimizer import with_server_optimizer
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "distilled",
     "in_stages",
     "is_normalization",
-    "keep_private",
+    "keep_local",
     "normalizations",
     "open_set",
     "paper_adam",

@@ -92,10 +92,10 @@ class Link(NamedTuple):
 
     Attributes:
         init: (params, num_clients) -> state, what the server keeps; () for most.
-        init_client: params -> private, what a client keeps and never sends; () for most.
+        init_client: params -> local, what a client keeps and never sends; () for most.
         broadcast: (params, state, place) -> message, what the server sends to the client at that
             place among all; the place is None where it sends the same to all.
-        receive: (message, private) -> (start, extras), what the client begins with and what its
+        receive: (message, local) -> (start, extras), what the client begins with and what its
             optimiser is given.
         personal: Whether `broadcast` sends something else to every client.
         draws: Whether `aggregate` draws noise that has to be secret: a merge then needs a key.
@@ -126,7 +126,7 @@ class Algorithm(NamedTuple):
     """A method as pure functions; the module says when each is called.
 
     Attributes:
-        summarize: (key, trained, examples, private) -> (update, private), on one client.
+        summarize: (key, trained, examples, local) -> (update, local), on one client.
         aggregate: (key, sums or (updates, weights), params, state, cohort) -> (params, state,
             info); `cohort` are the places [K] of the clients that took part. One that takes long
             is `Stages`, which `in_stages` follows.
@@ -215,9 +215,9 @@ def weighted_sum(values: Any, weights: Array) -> WeightedSum:
 def averaging(**changes: Any) -> Algorithm:
     """Make federated averaging, W = sum_i p_i W_i, with some fields of `Algorithm` changed."""
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key, examples
-        return {"params": trained.params}, private
+        return {"params": trained.params}, local
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
         # Not divided yet: sums of groups add up, their means do not.
@@ -247,11 +247,11 @@ def fisher_summary(
     if max_examples is not None:
         how["max_examples"] = checks.count("max_examples", max_examples)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         params = trained.params
         # At the client's own model, around which the server's quadratic expands its loss.
         own = fisher(model, trained.whole, examples, key=key, **how)
-        return {"params": params, "fisher": own}, private
+        return {"params": params, "fisher": own}, local
 
     # Exact or drawn, the automatic kind is of the true Fisher: updates of both merge.
     named = name_of(true if kind is automatic else kind)

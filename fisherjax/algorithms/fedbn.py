@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fisherjax import leaves
 from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, averaging
-from fisherjax.algorithms.wrappers.local_leaves import keep_chosen, keep_private
+from fisherjax.algorithms.wrappers.local_leaves import keep_chosen, keep_local
 from fisherjax.typing import Params
 
 # Words of names: of a normalisation, of what normalises weights, and of layers with a kernel.
@@ -79,7 +79,7 @@ def fedbn(
             all vectors among the params say what they are.
 
     Returns:
-        The algorithm, `keep_private` of the other.
+        The algorithm, `keep_local` of the other.
 
     Raises:
         TypeError: If an argument has the wrong kind.
@@ -99,7 +99,7 @@ def fedbn(
         client the same. Without normalisation it would be federated averaging, and is refused.
     """
     base = averaging() if algorithm is None else algorithm
-    return keep_chosen(base, _by_names) if where is None else keep_private(base, where)
+    return keep_chosen(base, _by_names) if where is None else keep_local(base, where)
 
 
 def _by_names(params: Params) -> set[str]:

@@ -52,7 +52,7 @@ def feddyn(alpha: float = 0.01) -> Algorithm:
 
     Returns:
         The algorithm. Its `optimizer` adds -g_i + alpha (w - W) to the gradients that the user's
-        optimiser sees; the loss that training returns leaves both out. g_i is private. Updates are
+        optimiser sees; the loss that training returns leaves both out. g_i is local. Updates are
         {"params": W_i}, and add up.
 
     Raises:
@@ -86,10 +86,10 @@ def feddyn(alpha: float = 0.01) -> Algorithm:
     def init(params: Params, num_clients: int) -> Dynamics:
         return Dynamics(_zeros(params), jnp.asarray(num_clients, jnp.int32))
 
-    def receive(start: Params, private: Params) -> tuple[Params, Params]:
-        return start, private
+    def receive(start: Params, local: Params) -> tuple[Params, Params]:
+        return start, local
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Params) -> tuple:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Params) -> tuple:
         del key, examples
         if trained.start is None:
             raise ValueError(
@@ -100,7 +100,7 @@ def feddyn(alpha: float = 0.01) -> Algorithm:
         def moved(g: Array, end: Array, start: Array) -> Array:
             return g - jnp.asarray(alpha, g.dtype) * (end - start)
 
-        own = jax.tree.map(moved, private, trained.params, trained.start)
+        own = jax.tree.map(moved, local, trained.params, trained.start)
         return {"params": trained.params}, own
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:

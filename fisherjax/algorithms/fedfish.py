@@ -88,7 +88,7 @@ def fedfish(
 
         return jax.lax.fori_loop(0, number, body, _zeros(own))
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         if last_epoch and not jax.tree.leaves(trained.extras):
             raise ValueError(
                 "This FedFish needs the squared gradients of the last epoch. Train with "
@@ -102,7 +102,7 @@ def fedfish(
             # An empty client has no minibatch, and keeps its zeros.
             steps = jnp.maximum(num_batches(size, batch_size), 1)
             total = jax.tree.map(lambda x: x / steps.astype(x.dtype), total)
-        return {"params": trained.params, "fisher": Diagonal(total)}, private
+        return {"params": trained.params, "fisher": Diagonal(total)}, local
 
     aggregate = solve_sums(solvers.closed_form(floor))
     optimizer = _squaring if last_epoch else unchanged

@@ -96,8 +96,8 @@ def fedlpa(
     fisher = partial(kfac, fallback=fallback)
     summary, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        update, private = summary(key, trained, examples, private)
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
+        update, local = summary(key, trained, examples, local)
         # Damping is added to each factor, so that the split changes what is solved, although the
         # product of the factors is the same.
         if authors_split:
@@ -108,7 +108,7 @@ def fedlpa(
                 plain = model._replace(apply_train=None)
                 numbers = _mean_numbers(plain, batch_size, trained.whole, examples)
             update["fisher"] = _authors_split(update["fisher"], numbers)
-        return update, private
+        return update, local
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort

@@ -61,7 +61,7 @@ def fednova() -> Algorithm:
         step size, which it leaves out, is 1.
     """
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key, examples
         if trained.start is None or not isinstance(trained.extras, _Length):
             raise ValueError(
@@ -76,7 +76,7 @@ def fednova() -> Algorithm:
             return (end - start) / safe.astype(end.dtype)
 
         moved = jax.tree.map(change, trained.params, trained.start, length)
-        return {"change": moved, "length": length}, private
+        return {"change": moved, "length": length}, local
 
     def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, cohort

@@ -23,7 +23,7 @@ def fedper(head: str, algorithm: Algorithm | None = None) -> Algorithm:
         algorithm: How the rest is merged; None is federated averaging.
 
     Returns:
-        The algorithm, `keep_private` of the other.
+        The algorithm, `keep_local` of the other.
 
     Raises:
         TypeError: If the head is not a string, or the algorithm none.

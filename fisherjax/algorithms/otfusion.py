@@ -115,11 +115,11 @@ def otfusion(
             )
     evaluate = None if score is None else as_partial(score)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key
         leaves.check_all_trained("OTFusion", trained.statistics, trained.frozen)
         found = wiring(model.apply, trained.params, examples.inputs)
-        return {"params": trained.params, "wiring": found}, private
+        return {"params": trained.params, "wiring": found}, local
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort
@@ -140,7 +140,7 @@ def _check_whole(wires: Wiring, stacked: Params) -> None:
     if missing := sorted(needed - {None} - set(tree.names(stacked))):
         raise ValueError(
             f"Clients keep {missing}, which take units that OTFusion puts in another order; "
-            "expected all layers. Use another method under keep_private, fedper or fedbn."
+            "expected all layers. Use another method under keep_local, fedper or fedbn."
         )
 
 

@@ -128,13 +128,13 @@ def pfnm(
         checks.count(name, value)
     prior = _Prior(prior_precision, float(prior_mean), concentration, sweeps, most_new)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key
         leaves.check_all_trained("PFNM", trained.statistics, trained.frozen)
         found = wiring(model.apply, trained.params, examples.inputs)
         _check_chain(found)
         counts = _class_counts(examples, found.layers[-1].columns)
-        return {"params": trained.params, "counts": counts, "wiring": found}, private
+        return {"params": trained.params, "counts": counts, "wiring": found}, local
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del cohort

@@ -76,10 +76,10 @@ def regmean(
     # Without how it trains: networks that differ in that only share a program.
     seen = model._replace(apply_train=None)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         examples = draw(key, examples, max_examples)
         grams = _grams(seen, batch_size, trained.whole, examples)
-        return {"params": trained.params, "grams": grams}, private
+        return {"params": trained.params, "grams": grams}, local
 
     def shrunk(gram: Array) -> Array:
         return gram * (shrink + (1 - shrink) * jnp.eye(gram.shape[-1], dtype=gram.dtype))

@@ -44,7 +44,7 @@ def scaffold() -> Algorithm:
     zero, so that the first round is federated averaging.
 
     Returns:
-        The algorithm. Its `optimizer` makes the corrections c - c_i; c is sent, c_i private.
+        The algorithm. Its `optimizer` makes the corrections c - c_i; c is sent, c_i local.
         Updates are {"params": W_i, "change": of c_i}, and add up.
 
     Raises:
@@ -69,11 +69,11 @@ def scaffold() -> Algorithm:
         del place
         return params, state.server
 
-    def receive(message: tuple[Params, Params], private: Params) -> tuple[Params, Params]:
+    def receive(message: tuple[Params, Params], local: Params) -> tuple[Params, Params]:
         start, server = message
-        return start, jax.tree.map(jnp.subtract, server, private)
+        return start, jax.tree.map(jnp.subtract, server, local)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Params) -> tuple:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Params) -> tuple:
         del key, examples
         steps, correction = trained.steps, trained.extras
         if trained.start is None or steps is None or not jax.tree.leaves(correction):
@@ -87,8 +87,8 @@ def scaffold() -> Algorithm:
             taken = jnp.maximum(steps, 1).astype(end.dtype)
             return jnp.where(steps > 0, (start - end) / taken - corrected, own)
 
-        new = jax.tree.map(controlled, private, correction, trained.start, trained.params)
-        change = jax.tree.map(jnp.subtract, new, private)
+        new = jax.tree.map(controlled, local, correction, trained.start, trained.params)
+        change = jax.tree.map(jnp.subtract, new, local)
         return {"params": trained.params, "change": change}, new
 
     def reduce(updates: dict[str, Any], weights: Array) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def single_set() -> Algorithm:
         Zhang, Kamp, Dou, FedBN, ICLR 2021.
     """
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        del key, examples, private
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
+        del key, examples, local
         return {}, trained.params
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
@@ -52,7 +52,7 @@ def single_set() -> Algorithm:
         link=Link(
             init_client=lambda params: params,
             broadcast=nothing,
-            receive=lambda _, private: (private, ()),
+            receive=lambda _, local: (local, ()),
             keeps=tree.names,
         ),
     )

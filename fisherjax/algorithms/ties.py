@@ -76,7 +76,7 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm:
         raise ValueError(f"density is {density}; expected a number above 0 and at most 1.")
     checks.number("scaling", scaling)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key, examples
         if trained.start is None:
             raise ValueError(
@@ -85,7 +85,7 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm:
                 "start)."
             )
         change = jax.tree.map(jnp.subtract, trained.params, trained.start)
-        return {"change": _trimmed(density, change)}, private
+        return {"change": _trimmed(density, change)}, local
 
     def reduce(updates: dict[str, Any], weights: Array) -> dict[str, Side]:
         def side(part: Any) -> Side:

@@ -89,18 +89,18 @@ def weighted_fedavg(
         return jax.tree.map(lambda x: x[place], state)
 
     def summarize(
-        key: Key, trained: Trained, examples: Examples, private: Any
+        key: Key, trained: Trained, examples: Examples, local: Any
     ) -> tuple[dict[str, Any], Any]:
         if fisher is not None:
             how = {"key": key, "batch_size": batch_size, "max_examples": max_examples}
             own = fisher(model, trained.whole, examples, **how)
-            return {"params": trained.params, "fisher": own}, private
+            return {"params": trained.params, "fisher": own}, local
         examples = draw(key, examples, max_examples)
         sums = head_sums(model, batch_size, trained.whole, examples)
         # E[a y^T] / E[y] is the mean of the class; where there is a bias, its input of one is last.
         features, share = sums.products[: sums.layer.rows].T, sums.targets[:, None]
         means = jnp.where(share > 0, features / jnp.where(share > 0, share, 1), 0)
-        return {"params": trained.params, "prototypes": means}, private
+        return {"params": trained.params, "prototypes": means}, local
 
     def shares(values: dict[str, Any], weights: Array) -> Array:
         cosines = _cosines(values["fisher" if fisher else "prototypes"])

@@ -204,9 +204,9 @@ def _compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
             "method sends every client another model; expected a codec such as quantized(8)."
         )
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        values, private = algorithm.summarize(key, trained, examples, private)
-        return {"update": codec.encode(values, trained.start)}, private
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
+        values, local = algorithm.summarize(key, trained, examples, local)
+        return {"update": codec.encode(values, trained.start)}, local
 
     def decoded(values: dict[str, Any], params: Params) -> dict[str, Any]:
         # One client after another: what is unpacked on the way is many times what was sent.

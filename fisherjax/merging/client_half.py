@@ -63,10 +63,10 @@ def summarize(
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     common = key, trained.start, trained.steps, trained.frozen
     key, start, steps, frozen = replicate(common, layout.mesh)
-    private = _first_private(algorithm, trained.params)
+    local = _first_local(algorithm, trained.params)
     # Losses [M, epochs] would compile another program for another number of epochs.
     trained = trained._replace(start=start, steps=steps, loss=None, frozen=frozen)
-    return summarize_cohort(algorithm, layout, trained, private, federation, key)[0]
+    return summarize_cohort(algorithm, layout, trained, local, federation, key)[0]
 
 
 def summarize_memory(
@@ -110,24 +110,24 @@ def summarize_memory(
         extras = eval_shape(lambda w: _extras(algorithm, w), own.trained)
         start, steps = own.trained, np.zeros(num_clients, np.int32)
     key, start, steps, frozen = replicate((key, start, steps, own.frozen), mesh)
-    private = eval_shape(algorithm.link.init_client, own.trained)
+    local = eval_shape(algorithm.link.init_client, own.trained)
     # Shapes only: the compiler is asked before any stack [M, ...] is made.
-    several = own.trained, own.statistics, private, extras
-    stacked, statistics, private, extras = devices.stacked_shapes(several, num_clients, mesh)
+    several = own.trained, own.statistics, local, extras
+    stacked, statistics, local, extras = devices.stacked_shapes(several, num_clients, mesh)
     trained = Trained(stacked, start, steps, None, extras, statistics, frozen)
-    return devices.memory(_summarize, algorithm, layout, trained, private, federation, key)
+    return devices.memory(_summarize, algorithm, layout, trained, local, federation, key)
 
 
 def summarize_cohort(
     algorithm: Algorithm,
     layout: Layout,
     trained: Trained,
-    private: Any,
+    local: Any,
     federation: Federation,
     key: Key,
 ) -> tuple[Update, Any]:
     """Compute the stacked updates, and what each client keeps, given what it kept; unchecked."""
-    found = _summarize(algorithm, layout, trained, private, federation, key)
+    found = _summarize(algorithm, layout, trained, local, federation, key)
     values, kept = in_order(found, layout.mesh)
     statistics = tree.by_name(trained.statistics)
     own = set(algorithm.link.keeps(trained.statistics)) if statistics else set()
@@ -147,7 +147,7 @@ def _summarize(
     algorithm: Algorithm,
     layout: Layout,
     trained: Trained,
-    private: Any,
+    local: Any,
     federation: Federation,
     key: Key,
 ) -> Spread:
@@ -157,19 +157,19 @@ def _summarize(
     own_start = None if is_common else trained.start
 
     def one(own: Any, common: tuple, federation: Federation, key: Key) -> Any:
-        (place, mine, private), (start, frozen) = own, common
+        (place, mine, local), (start, frozen) = own, common
         # What is common comes in once and is not stacked: M copies would be in memory.
         mine = mine._replace(start=mine.start if start is None else start, frozen=frozen)
         # By id, not by place: in a cohort a client draws what it would draw among all.
         client = clients.client_key(key, clients.SUMMARIZE, clients.ids(federation)[place])
-        return algorithm.summarize(client, mine, clients.view(federation, place), private)
+        return algorithm.summarize(client, mine, clients.view(federation, place), local)
 
     return parallel.spread_clients(
         one,
         (
             jnp.arange(federation.num_clients),
             trained._replace(start=own_start, frozen=None),
-            private,
+            local,
         ),
         common,
         federation,
@@ -252,7 +252,7 @@ def _check_summary(
 
 
 @partial(jit, static_argnums=0)
-def _first_private(algorithm: Algorithm, stacked: Params) -> Any:
+def _first_local(algorithm: Algorithm, stacked: Params) -> Any:
     return jax.vmap(algorithm.link.init_client)(stacked)
 
 

@@ -9,14 +9,19 @@ be trained many times. C is the number of classes.
 
 from fisherjax.partition.checks import check_partition
 from fisherjax.partition.label_blind import central, hold_out, iid, natural
-from fisherjax.partition.label_skew import classes_per_client, fedfisher, label_counts, niid_bench
+from fisherjax.partition.label_skew import (
+    classes_per_client,
+    dirichlet_of_client,
+    label_counts,
+    niid_bench,
+)
 from fisherjax.partition.matched_test_sets import in_proportion, pathological
 
 __all__ = [
     "central",
     "check_partition",
     "classes_per_client",
-    "fedfisher",
+    "dirichlet_of_client",
     "hold_out",
     "iid",
     "in_proportion",

@@ -12,7 +12,7 @@ import numpy as np
 from fisherjax.partition import checks
 
 
-def fedfisher(targets, num_clients: int, alpha: float, seed: int) -> list[np.ndarray]:
+def dirichlet_of_client(targets, num_clients: int, alpha: float, seed: int) -> list[np.ndarray]:
     """Split every class over the clients in the proportion of their Dirichlet draws.
 
         q_i ~ Dirichlet(alpha 1_C),    r_ic = q_ic / sum_j q_jc,
@@ -33,7 +33,7 @@ def fedfisher(targets, num_clients: int, alpha: float, seed: int) -> list[np.nda
         TypeError: If the labels are not integers.
 
     Example:
-        >>> parts = fedfisher([0, 1] * 4, num_clients=2, alpha=0.5, seed=3)
+        >>> parts = dirichlet_of_client([0, 1] * 4, num_clients=2, alpha=0.5, seed=3)
         >>> sorted(int(row) for part in parts for row in part)
         [0, 1, 2, 3, 4, 5, 6, 7]
 
@@ -62,8 +62,9 @@ def niid_bench(
     times; small beta and many clients need most. At beta 0.01 a class goes to one client or two, at
     100 to all equally.
 
-    Targets and num_clients are those of `fedfisher`. For each class the generator of the seed
-    shuffles the ascending rows, then draws the shares; at last it shuffles the rows of each client.
+    Targets and num_clients are those of `dirichlet_of_client`. For each class the generator of the
+    seed shuffles the ascending rows, then draws the shares; at last it shuffles the rows of each
+    client.
 
     Raises:
         ValueError: If no draw gives each client `min_size` examples, or a number is out of range.
@@ -109,9 +110,9 @@ def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -
     paper's "#C=k"). Where there are fewer clients than classes, the examples of a class that nobody
     owns are left out.
 
-    Targets and num_clients are those of `fedfisher`. The seed is that of `random.Random`, which
-    chooses the classes, client by client, and of `numpy.random.RandomState`, which shuffles the
-    ascending rows of each class.
+    Targets and num_clients are those of `dirichlet_of_client`. The seed is that of `random.Random`,
+    which chooses the classes, client by client, and of `numpy.random.RandomState`, which shuffles
+    the ascending rows of each class.
 
     Raises:
         ValueError: If a class has fewer examples than owners, or an argument is out of range.

@@ -257,7 +257,7 @@ def _difference(params: Params, start: Params | None) -> Params:
         raise ValueError(
             "Clients are clipped by how far they went from what they started from, and that is not "
             "known, or of other leaves than their update. Pass what training.train returned, or "
-            "training.Trained(stacked params, start); keep_private goes around private."
+            "training.Trained(stacked params, start); keep_local goes around private."
         )
     return jax.tree.map(jnp.subtract, params, start)
 

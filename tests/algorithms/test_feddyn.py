@@ -75,7 +75,7 @@ def test_rounds_are_algorithm_1_with_gradient_descent(start, regression, cohort)
         theta = combine((1, mean), (-1 / ALPHA, h))
         assert_close(state.params, theta)
         assert_close(state.algorithm.gradient, h)
-        assert_close(state.private, jax.tree.map(lambda *x: np.stack(x), *own))
+        assert_close(state.local, jax.tree.map(lambda *x: np.stack(x), *own))
         met.add(tuple(drawn))
     assert len(met) == 1 if cohort == 4 else len(met) > 1
 
@@ -100,7 +100,7 @@ def test_many_local_steps_still_lead_to_the_optimum_of_all(regression):
     np.testing.assert_allclose(tilted.params.item(), optimum, rtol=1e-6)
     assert abs(mean.params.item() - optimum) > 0.1
     gradients = curvature * (tilted.params.item() - centre)
-    np.testing.assert_allclose(tilted.private.ravel(), gradients, rtol=1e-5)
+    np.testing.assert_allclose(tilted.local.ravel(), gradients, rtol=1e-5)
     np.testing.assert_allclose(tilted.algorithm.gradient, 0.0, atol=1e-5)
 
 
@@ -177,7 +177,7 @@ def test_who_diverges_keeps_its_gradient_and_is_not_counted(start, regression):
     models = [jax.tree.map(lambda x, i=i: x[i], done.trained.params) for i in (0, 3)]
     mean = combine(*((0.5, x) for x in models))
     assert_close(state.params, combine((1.5, mean), (-0.5, start)))  # 2 of M = 4
-    for name, leaf in state.private.items():
+    for name, leaf in state.local.items():
         assert not np.any(leaf[1:3]), name
         assert np.abs(leaf[np.array([0, 3])]).min() > 0, name
 
@@ -211,7 +211,7 @@ def test_statistics_and_frozen_leaves_are_not_tilted(start, regression):
         np.testing.assert_array_equal(state.params["frozen"], np.zeros(2))
         # One step an epoch, of all who have examples.
         np.testing.assert_allclose(state.params["mean"], EPOCHS * float(state.number))
-        assert len(jax.tree.leaves(state.private)) == 2
+        assert len(jax.tree.leaves(state.local)) == 2
 
 
 @pytest.mark.long
@@ -221,7 +221,7 @@ def test_bfloat16_keeps_its_dtype_and_comes_near(regression, draw):
     played, wide = (play(FEDDYN, x, regression, 3, cohort=2) for x in (narrow, start))
     first, last = played[0][0], played[-1][0]
     chex.assert_trees_all_equal_shapes_and_dtypes(first, last)
-    assert {x.dtype.name for x in jax.tree.leaves((last.params, last.private))} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves((last.params, last.local))} == {"bfloat16"}
     for name, leaf in wide[-1][0].params.items():
         found = np.asarray(last.params[name], float)
         np.testing.assert_allclose(found, leaf, rtol=0.1, atol=0.1)

@@ -14,7 +14,7 @@ from fisherjax.algorithms.distillation._outliers import (
     _rotated,
     _stretched,
 )
-from fisherjax.algorithms.distillation._outliers import destroyed as one_by_one
+from fisherjax.algorithms.distillation._outliers import make_outliers as one_by_one
 from fisherjax.algorithms.distillation.fedov import _adversarial, fedov, open_set, voting
 from fisherjax.algorithms.distillation.student import distilled
 
@@ -29,7 +29,7 @@ def apply(params, x):
 
 MODEL = fj.Model(apply, fj.likelihoods.categorical)
 # Compiled in one piece: as in training, and faster than each operation by itself.
-destroyed = jax.jit(one_by_one)
+make_outliers = jax.jit(one_by_one)
 adversarial = jax.jit(lambda params, x: _adversarial(apply, params, x, 5, 0.002))
 
 
@@ -62,7 +62,7 @@ def test_the_loss_of_every_label_is_the_sum_of_four_cross_entropies():
     outputs, new = jax.jit(model.apply_train)(params, IMAGES, KEY, np.ones(6, np.float32))
     assert outputs.shape == (6, 4)
     assert new is None
-    broken = destroyed(KEY, IMAGES)
+    broken = make_outliers(KEY, IMAGES)
     harder = adversarial(params, broken)
     z = np.asarray(outputs_of(params, IMAGES))
     loss = jax.jit(model.likelihood.negative_log_likelihood)
@@ -113,7 +113,7 @@ def test_steps_up_raise_the_loss_of_unknown_and_go_no_further_than_they_can():
 
 @pytest.mark.long
 def test_no_gradient_passes_through_the_steps():
-    params, broken = drawn(0), destroyed(KEY, IMAGES)
+    params, broken = drawn(0), make_outliers(KEY, IMAGES)
     fixed = adversarial(params, broken)
     labels = np.arange(6) % 3
 
@@ -162,7 +162,7 @@ def test_equal_arguments_give_one_model():
 def test_destroying_keeps_shape_and_range_and_depends_on_the_key():
     own = np.random.default_rng(1).random((7, *IMAGES.shape), np.float32)
     keys = jax.random.split(KEY, 7)
-    found = np.stack([destroyed(*pair) for pair in zip(keys, own, strict=True)])
+    found = np.stack([make_outliers(*pair) for pair in zip(keys, own, strict=True)])
     assert found.shape == own.shape
     assert found.dtype == own.dtype
     assert found.min() >= 0
@@ -171,13 +171,13 @@ def test_destroying_keeps_shape_and_range_and_depends_on_the_key():
     away = np.abs(found - own).mean((2, 3, 4))
     assert (away > 0.02).mean() > 0.9
     assert away.mean() > 0.1
-    np.testing.assert_array_equal(found[0], destroyed(keys[0], own[0]))
-    assert (found[0] != destroyed(keys[1], own[0])).any()
+    np.testing.assert_array_equal(found[0], make_outliers(keys[0], own[0]))
+    assert (found[0] != make_outliers(keys[1], own[0])).any()
 
 
 def test_each_image_has_its_own_draw():
     same = np.broadcast_to(IMAGES[:1], IMAGES.shape)
-    found = [np.asarray(destroyed(key, same)) for key in jax.random.split(KEY, 7)]
+    found = [np.asarray(make_outliers(key, same)) for key in jax.random.split(KEY, 7)]
     assert np.mean([len(np.unique(images.reshape(6, -1), axis=0)) for images in found]) > 3
 
 

@@ -53,7 +53,7 @@ def test_the_page_of_methods_has_every_field():
 PERSONAL = {
     "single_set": algorithms.single_set(),
     "fedper": algorithms.fedper("b"),
-    "keep_private": algorithms.keep_private(algorithms.scaffold(), lambda name: name == "a"),
+    "keep_local": algorithms.keep_local(algorithms.scaffold(), lambda name: name == "a"),
     "weighted_fedavg": algorithms.weighted_fedavg(MODEL),
 }
 GIVEN = {
@@ -76,7 +76,7 @@ def _merged_shapes(method):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", [name for name in GIVEN if name not in ("keep_private", "single_set")]
+    "name", [name for name in GIVEN if name not in ("keep_local", "single_set")]
 )
 def test_what_is_merged_has_the_shapes_that_a_method_gives(name):
     gives, method = GIVEN[name]
@@ -115,7 +115,7 @@ def test_methods_of_other_shapes_are_refused_where_clients_go_on(gives):
     takers = (
         lambda: rounds.federated(MODEL, method, cohort=1, optimizer=SGD, epochs=1, batch_size=1),
         lambda: algorithms.with_server_optimizer(method, SGD),
-        lambda: algorithms.keep_private(method, lambda name: name == "a"),
+        lambda: algorithms.keep_local(method, lambda name: name == "a"),
     )
     for take in takers:
         with pytest.raises(ValueError, match=f"gives '{gives}'.*Merge once, by merging.merge"):
@@ -149,7 +149,7 @@ ONE = {
     "rounds.federated": lambda m: rounds.federated(
         MODEL, m, cohort=1, optimizer=SGD, epochs=1, batch_size=1
     ),
-    "keep_private": lambda m: algorithms.keep_private(m, lambda name: name == "a"),
+    "keep_local": lambda m: algorithms.keep_local(m, lambda name: name == "a"),
     "fedbn": algorithms.fedbn,
     "with_server_optimizer": lambda m: algorithms.with_server_optimizer(m, SGD),
     "in_stages": lambda m: algorithms.in_stages(m, print),

@@ -11,7 +11,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, clients, merging, rounds, training, tree
-from fisherjax.algorithms import keep_private
+from fisherjax.algorithms import keep_local
 from tests.methods import EXACT, SOME_SLOW, exactly, laws
 
 RATE = 0.1
@@ -66,7 +66,7 @@ def test_what_is_shared_merges_as_without_private_leaves_where_layers_do_not_cou
     # Private leaves change nothing in the first round of training.
     trained = train(small, method.optimizer(SGD))
     _, expected = merged(method, small, trained)
-    shared = keep_private(method, is_head)
+    shared = keep_local(method, is_head)
     if "layerwise" not in laws(name):
         found = start["body"]
         with contextlib.suppress(ValueError):  # where a method takes all layers or none
@@ -97,7 +97,7 @@ def test_the_full_fisher_of_shared_leaves_is_a_block_of_the_whole(small):
     method = algorithms.make("fedfisher_full", MODEL, solver=EXACT, damping=0.1)
     models = [start, start | {"head": jax.tree.map(np.negative, start["head"])}]
     two = federation._replace(indices=federation.indices[:2], sizes=federation.sizes[:2])
-    method = keep_private(method, is_head)
+    method = keep_local(method, is_head)
     updates = merging.summarize(method, models, two, key=jax.random.key(0))
     found = merging.merge(method, start, updates)[0]
     chex.assert_trees_all_close(found["body"], start["body"], rtol=1e-9)
@@ -118,7 +118,7 @@ def test_rounds_are_those_of_the_pseudocode(regression, draw):
     start, sizes = draw(0), np.array(regression.sizes)
     whole = regression.sizes[-1]  # one batch an epoch: no shuffling to follow
     options = {"optimizer": SGD, "epochs": 1, "batch_size": whole}
-    method = keep_private(algorithms.fedavg(), is_bias)
+    method = keep_local(algorithms.fedavg(), is_bias)
     experiment = rounds.federated(regression.model, method, cohort=2, **options)
     state = experiment.init(start, 4)
     kernel, biases = start["w"], [start["b"]] * 4
@@ -154,7 +154,7 @@ def test_rounds_are_those_of_the_pseudocode(regression, draw):
 def test_private_leaves_are_neither_sent_nor_lost(regression, draw, name):
     start = draw(0) | {"extra": jnp.zeros(5)}  # a leaf that no output depends on
     method = algorithms.make(name, regression.model)
-    kept = keep_private(method, lambda leaf: leaf == "extra")
+    kept = keep_local(method, lambda leaf: leaf == "extra")
     _, [*_, (expected, _)] = play(method, draw(0), regression, 3)
     experiment, [*_, (state, _)] = play(kept, start, regression, 3)
     for leaf in ("w", "b"):
@@ -166,9 +166,9 @@ def test_private_leaves_are_neither_sent_nor_lost(regression, draw, name):
 
 
 def test_scaffold_does_not_correct_what_the_server_never_sees(regression, draw):
-    method = keep_private(algorithms.scaffold(), is_bias)
+    method = keep_local(algorithms.scaffold(), is_bias)
     experiment, [*_, (state, _)] = play(method, draw(0), regression, 2)
-    own = jax.tree.map(lambda x: np.asarray(x)[0], state.private)
+    own = jax.tree.map(lambda x: np.asarray(x)[0], state.local)
     method = experiment.algorithm
     message = method.link.broadcast(state.params, state.algorithm, None)
     _, correction = method.link.receive(message, own)
@@ -181,15 +181,15 @@ def test_scaffold_does_not_correct_what_the_server_never_sees(regression, draw):
 )
 def test_a_predicate_that_divides_nothing_is_refused(regression, draw, where, words):
     with pytest.raises(ValueError, match=words):
-        play(keep_private(algorithms.fedavg(), where), draw(0), regression, 1)
+        play(keep_local(algorithms.fedavg(), where), draw(0), regression, 1)
 
 
 def test_a_layer_of_which_a_part_is_private_is_refused_by_name(regression, draw):
-    method = keep_private(algorithms.make("fedfisher_kfac", regression.model), is_bias)
+    method = keep_local(algorithms.make("fedfisher_kfac", regression.model), is_bias)
     with pytest.raises(ValueError, match=r"\['b', 'w'\] as one layer"):
         play(method, draw(0), regression, 1)
 
 
 def test_methods_of_several_messages_are_refused(regression):
     with pytest.raises(TypeError, match=r"sequence of 3; .*played by merging.exchange"):
-        keep_private(algorithms.natural_gradient(regression.model), is_bias)
+        keep_local(algorithms.natural_gradient(regression.model), is_bias)

@@ -397,7 +397,7 @@ def test_batch_norm_and_options_that_are_none_are_refused():
 
 def test_a_layer_that_clients_keep_is_refused():
     models = [draw_dense(0), draw_dense(1)]
-    method = fj.algorithms.keep_private(
+    method = fj.algorithms.keep_local(
         otfusion(fj.Model(dense, fj.likelihoods.categorical)), lambda name: name == "b"
     )
     values = {"params": {"a": np.ones((2, 9, 8))}, "wiring": wiring(dense, models[0], IMAGES)}

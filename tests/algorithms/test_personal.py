@@ -99,7 +99,7 @@ def test_who_sits_a_round_out_keeps_its_model(world, method):
     _, after, done = play(world, method, 1, cohort=3, state=state)
     away = np.setdiff1d(np.arange(5), done.cohort)
     before, after = jax.device_get((before, after))
-    private = state.private.leaves if hasattr(state.private, "leaves") else {}
+    private = state.local.leaves if hasattr(state.local, "leaves") else {}
     own = tree.names(before) if method.link.personal or not private else tuple(private)
     own += tuple(state.statistics)
     for name, old, new in zip(
@@ -113,14 +113,14 @@ def test_who_sits_a_round_out_keeps_its_model(world, method):
 def test_alone_is_training_again_and_again(world):
     federation, start, model = world
     state, _, done = play(world, single_set(), 2)
-    chex.assert_trees_all_equal(state.private, done.trained.params)
+    chex.assert_trees_all_equal(state.local, done.trained.params)
     chex.assert_trees_all_equal(state.params, start)
-    first = jax.tree.map(lambda x: np.asarray(x)[:1], state.private)
+    first = jax.tree.map(lambda x: np.asarray(x)[:1], state.local)
     alone = clients.select(federation, [0])
     # Nobody else's examples matter.
     one = rounds.federated(model, single_set(), cohort=1, **HOW)
     *_, (state, _) = rounds.run(one, one.init(start, alone), alone, key=KEY, rounds=2)
-    chex.assert_trees_all_close(state.private, first, rtol=1e-9, atol=1e-12)
+    chex.assert_trees_all_close(state.local, first, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.long

@@ -299,7 +299,7 @@ def test_what_pfnm_cannot_do_is_refused():
         fj.merging.summarize(method, [wide] * 2, federation, key=jax.random.key(0))
 
 
-@pytest.mark.parametrize("wrap", ["with_server_optimizer", "keep_private"])
+@pytest.mark.parametrize("wrap", ["with_server_optimizer", "keep_local"])
 def test_wrappers_that_go_on_from_the_merged_model_refuse_another_shape(wrap):
     method = pfnm(fj.Model(dense, fj.likelihoods.categorical))
     given = optax.sgd(1.0) if wrap == "with_server_optimizer" else (lambda name: name == "b")

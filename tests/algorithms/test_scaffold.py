@@ -65,7 +65,7 @@ def test_rounds_are_those_of_the_pseudocode(start, regression, cohort):
         for left, right in (
             (state.params, expected),
             (state.algorithm.server, combine((RATE, c))),
-            (state.private, stacked),
+            (state.local, stacked),
         ):
             chex.assert_trees_all_close(left, right, rtol=1e-10, atol=1e-12)
         met.add(tuple(drawn))
@@ -130,7 +130,7 @@ def test_who_sits_out_keeps_its_control_and_counts_in_the_mean(start, regression
     assert regression.sizes[client] > 0
     others = np.delete(np.arange(4), client)
     for name in start:
-        left, right = after.private[name], before.private[name]
+        left, right = after.local[name], before.local[name]
         np.testing.assert_array_equal(left[others], right[others])
         moved = (before.params[name] - done.trained.params[name][0]) / done.trained.steps[0]
         change = left[client] - right[client]

@@ -8,7 +8,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, clients, merging, rounds, training
-from fisherjax.algorithms import keep_private, weighted_fedavg
+from fisherjax.algorithms import keep_local, weighted_fedavg
 
 SIZES = (7, 1, 0, 9, 5)
 
@@ -133,7 +133,7 @@ def test_clients_go_on_from_their_own_models_and_who_sits_out_keeps_its_own(worl
 @pytest.mark.long
 def test_with_private_leaves_only_shared_ones_are_averaged(world):
     federation, start = world
-    method = keep_private(weighted_fedavg(MODEL, temperature=0.1), lambda n: n.startswith("body"))
+    method = keep_local(weighted_fedavg(MODEL, temperature=0.1), lambda n: n.startswith("body"))
     experiment = rounds.federated(MODEL, method, cohort=5, **HOW)
     state, done = experiment.round(experiment.init(start, 5), federation, jax.random.key(0))
     own = experiment.models(state, 5)

@@ -20,24 +20,18 @@ ROOT = Path(__file__).resolve().parents[2] / "experiments"
 
 ORDER = [
     *("names", "commands"),
-    *("tables", "records", "points", "figures"),
+    *("tables", "records", "measurements", "figures"),
     *("config", "limits", "methods", "votes", "tasks"),
-    *("checkpoints", "steps", "later", "one_round", "accuracies", "memory", "together"),
-    *("progress", "forecast", "grid_runs"),
-    *("grids", "niid", "fedfisher", "reference", "knee", "compression", "secure", "private"),
-    "comparators",
-    *("gan", "inversion", "attack"),
-    *("rounds", "curves"),
-    *("domains", "personal", "worlds"),
+    *("checkpoints", "steps", "after_merge", "one_round", "accuracies", "memory"),
+    *("progress", "forecast", "grid_runs", "grids", "reference", "trained_clients"),
 ]
 MOST_LINES = 150
 
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in ROOT.rglob("*.py")}
 HARNESS = [name for name in FILES if name.startswith("harness/") and not name.endswith("__init__")]
-PICTURES = [name for name in FILES if name.startswith("pictures/")]
-BENCHMARK = [name for name in FILES if name.startswith("benchmark/")]
-COMMANDS = [name for name in FILES if "/" not in name and not name.startswith("__")]
-MAINS = [*COMMANDS, "benchmark/__main__"]
+STUDIES = sorted({name.partition("/")[0] for name in FILES if "/" in name} - {"harness"})
+STUDIED = [name for name in FILES if name.partition("/")[0] in STUDIES]
+MAINS = [f"{study}/__main__" for study in STUDIES]
 
 
 def imports_of(name: str) -> set[str]:
@@ -74,15 +68,18 @@ def test_a_module_of_the_harness_imports_only_modules_above_it(name):
     assert imports_of(name) <= {f"harness/{module}" for module in above}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_imports_the_harness_and_pictures_and_no_other_command(name):
-    assert imports_of(name) <= {*HARNESS, *PICTURES}
+@pytest.mark.parametrize("name", STUDIED)
+def test_a_study_imports_the_harness_and_itself_and_no_other_study(name):
+    study = name.partition("/")[0]
+    own = [other for other in STUDIED if other.partition("/")[0] == study]
+    assert imports_of(name) <= {*HARNESS, *own}
 
 
-@pytest.mark.parametrize("name", [*PICTURES, *BENCHMARK])
-def test_pictures_and_the_benchmark_import_the_harness_and_themselves(name):
-    beside = PICTURES if name in PICTURES else BENCHMARK
-    assert imports_of(name) <= {*HARNESS, *beside}
+@pytest.mark.parametrize("name", ORDER)
+def test_the_harness_has_only_what_two_studies_use(name):
+    module = f"harness/{name}"
+    users = {other.partition("/")[0] for other in STUDIED if module in imports_of(other)}
+    assert len(users) > 1 or any(module in imports_of(other) for other in HARNESS)
 
 
 # Length

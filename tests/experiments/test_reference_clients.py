@@ -134,7 +134,7 @@ def test_the_authors_weights_classify_as_they_report(reference, held_out, model,
 @pytest.mark.slow
 def test_the_partition_is_the_authors(reference, shared):
     train, _ = fj.datasets.load("mnist", shared / "data")
-    ours = fj.partition.fedfisher(train.targets, num_clients=5, alpha=0.1, seed=3)
+    ours = fj.partition.dirichlet_of_client(train.targets, num_clients=5, alpha=0.1, seed=3)
     for own, theirs in zip(ours, reference.partition, strict=True):
         assert set(own.tolist()) == set(theirs.tolist())
 

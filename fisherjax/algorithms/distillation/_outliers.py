@@ -1,4 +1,4 @@
-"""Images that no longer show what they did, for networks to learn what is unknown to them."""
+"""Outlier images made by corrupting inputs (FedOV)."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ _RADII, _ACROSS = 5, 3  # of the blur: 1 to 4 pixels one way, and 0 to 2 across
 _SMALLEST = 6
 
 
-def destroyed(key: Key, images: Array) -> Array:
-    """Destroy every image in one way, drawn for it alone.
+def make_outliers(key: Key, images: Array) -> Array:
+    """Corrupt every image in one way, drawn for it alone.
 
         x' = d(x),   P(d) = 1/7, 1/7, 1/7, 2/7, 2/7
 
@@ -38,7 +38,7 @@ def destroyed(key: Key, images: Array) -> Array:
         TypeError: If they are not floats.
 
     Example:
-        >>> jax.jit(destroyed)(jax.random.key(0), jnp.ones((5, 8, 8, 1))).shape
+        >>> jax.jit(make_outliers)(jax.random.key(0), jnp.ones((5, 8, 8, 1))).shape
         (5, 8, 8, 1)
 
     Source: Diao, Li, He, Towards addressing label skews in one-shot federated learning, ICLR 2023,
@@ -46,7 +46,7 @@ def destroyed(key: Key, images: Array) -> Array:
         for a copy; an erased rectangle is drawn among those that fit, not until one does.
     """
     _check(images)
-    return jax.vmap(_destroyed)(jax.random.split(key, images.shape[0]), images)
+    return jax.vmap(_outlier)(jax.random.split(key, images.shape[0]), images)
 
 
 def _check(images: Array) -> None:
@@ -63,7 +63,7 @@ def _check(images: Array) -> None:
         )
 
 
-def _destroyed(key: Key, image: Array) -> Array:
+def _outlier(key: Key, image: Array) -> Array:
     which, how = jax.random.split(key)
     # Under vmap all are computed: they cost less than a layer.
     ways: list[Callable[[Key, Array], Array]] = [_stretched, _blurred, _erased]

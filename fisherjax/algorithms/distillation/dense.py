@@ -130,13 +130,13 @@ def dense(
             params = work.student
         return params, state, Distilled(work.images, *work.losses.T, work.score)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         if jax.tree.leaves(trained.statistics):
             raise ValueError(
                 "This network has running statistics, as of BatchNorm, whose loss this DENSE does "
                 "not have; expected one without, such as networks.LeNet()."
             )
-        return merge.summarize(key, trained, examples, private)
+        return merge.summarize(key, trained, examples, local)
 
     link, stages = merge.link._replace(whole=True), Stages(epochs, begin, advance, finish)
     return merge._replace(

@@ -15,7 +15,7 @@ from fisherjax import leaves, likelihoods, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, Link
-from fisherjax.algorithms.distillation._outliers import destroyed
+from fisherjax.algorithms.distillation._outliers import make_outliers
 from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
@@ -50,12 +50,12 @@ def open_set(
     steps: int = 5,
     step: float = 0.002,
 ) -> Model:
-    """Make the model that FedOV's clients train: it takes what is destroyed for unknown.
+    """Make the model that FedOV's clients train: it takes corrupted images for unknown.
 
         l = CE(z(x), y) + CE(z(x'), u) + CE(z(x) without z_y, u) + CE(z(x''), u)
 
     is the loss of an example, u the last of C + 1 outputs z: an image is its class y, and of the
-    others rather unknown; x', the image destroyed in one of five ways, is unknown, and so is x'',
+    others rather unknown; x', the image corrupted in one of five ways, is unknown, and so is x'',
     made of it by steps that raise CE(z(x''), u), each by +-step in every pixel.
 
     Training takes l of every label from `apply_train`, as outputs -l [B, C + 1], for which
@@ -115,10 +115,10 @@ def open_set(
     def apply_train(params: Params, inputs: Array, key: Key, weights: Array) -> tuple[Array, None]:
         del weights  # what they leave out is left out of the loss
         images = ready(inputs)
-        broken = destroyed(key, images)
-        harder = _adversarial(model.apply, params, broken, steps, step)
+        outliers = make_outliers(key, images)
+        harder = _adversarial(model.apply, params, outliers, steps, step)
         # All at once: one pass of three times the minibatch.
-        every = jnp.concatenate([images, broken, harder])
+        every = jnp.concatenate([images, outliers, harder])
         own, *unknown = jnp.split(_open_outputs(model.apply, params, every), 3)
         return -(_label_losses(own) + sum(_unknown_loss(z) for z in unknown)[:, None]), None
 
@@ -269,9 +269,9 @@ def fedov(model: Model) -> Algorithm:
     """
     _check_classes(model)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key, examples
-        return {"params": trained.params}, private
+        return {"params": trained.params}, local
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key

@@ -62,9 +62,9 @@ def head_summary(
     if max_examples is not None:
         checks.count("max_examples", max_examples)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         examples = draw(key, examples, max_examples)
-        return {"head": head_sums(model, batch_size, trained.whole, examples)}, private
+        return {"head": head_sums(model, batch_size, trained.whole, examples)}, local
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
         total, weight = weighted_sum(updates["head"], weights)

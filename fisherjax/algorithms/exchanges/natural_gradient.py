@@ -158,15 +158,15 @@ def natural_gradient(
     plan = _Plan(model, kind, batch_size, max_examples)
     sizes, steps = tuple(map(float, damping)), (*map(float, scales), 0.0)
 
-    def slopes(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
-        return {"slopes": _slopes(plan, trained.whole, examples, key)}, private
+    def slopes(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
+        return {"slopes": _slopes(plan, trained.whole, examples, key)}, local
 
     def look(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, state, cohort
         mean = sums.mean()
         return params, Course(mean.loss, _directions(mean, sizes)), ()
 
-    def products(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def products(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         _, directions = trained.start
         parts = zip(("used", "held"), hold_out(examples, _HELD), strict=True)
         parts = {name: draw(key, part, plan.at_most(8)) for name, part in parts}
@@ -174,19 +174,19 @@ def natural_gradient(
         own = {
             k: exact_products(model, size, trained.whole, directions, v) for k, v in parts.items()
         }
-        return {"products": own}, private
+        return {"products": own}, local
 
     def turn(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort
         step, predicted = best_way(state.directions, params, **sums.mean())
         return params, state._replace(step=step, predicted=predicted), ()
 
-    def losses(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+    def losses(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         _, step = trained.start
         _, held = hold_out(examples, _HELD)
         # Those that the step was chosen on, as the key is the same.
         held = draw(key, held, plan.at_most(8))
-        return {"losses": _losses(plan, steps, trained.whole, step, held)}, private
+        return {"losses": _losses(plan, steps, trained.whole, step, held)}, local
 
     def go(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort

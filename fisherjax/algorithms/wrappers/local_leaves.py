@@ -1,7 +1,7 @@
 """Leaves that each client keeps to itself, for any algorithm.
 
 A client trains all of its model, sends the leaves it shares, and goes on from everybody's shared
-leaves and its own private ones, which are its private state in `rounds`: they are never sent, those
+leaves and its own local ones, which are its local state in `rounds`: they are never sent, those
 who sit a round out keep theirs, and they are sharded and saved like any state.
 """
 
@@ -24,7 +24,7 @@ from fisherjax.typing import Array, Examples, Key, Params
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Private:
+class LocalLeaves:
     """What a client keeps.
 
     Attributes:
@@ -39,18 +39,18 @@ class Private:
 
 
 @cached
-def keep_private(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[str]) -> Algorithm:
+def keep_local(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[str]) -> Algorithm:
     """Let every client keep the leaves that are picked out by name; the rest is merged.
 
-    The server runs the algorithm on the shared leaves alone, and hands on the private ones of
+    The server runs the algorithm on the shared leaves alone, and hands on the local ones of
     params as they are: what a client starts from that has not trained yet. A merge by curvature
-    takes the shared leaves' part of each client's Fisher information, at its own private leaves.
+    takes the shared leaves' part of each client's Fisher information, at its own local leaves.
 
     Args:
         algorithm: Any. A server's optimiser is wrapped around the result,
-            `with_server_optimizer(keep_private(...), ...)`.
-        where: Name of a leaf, as `tree.names` gives it, -> whether it is private; or the names of
-            the private ones.
+            `with_server_optimizer(keep_local(...), ...)`.
+        where: Name of a leaf, as `tree.names` gives it, -> whether it is local; or the names of
+            the local ones.
 
     Returns:
         The algorithm. Its updates are those of the wrapped one, of the shared leaves by name.
@@ -58,12 +58,12 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[
     Raises:
         TypeError: If an argument has the wrong kind.
         ValueError: If merged leaves have other shapes than the clients'; once params are known, if
-            no leaf is private or every one is, or a layer that K-FAC treats as one would be torn
+            no leaf is local or every one is, or a layer that K-FAC treats as one would be torn
             apart.
 
     Example:
         >>> import fisherjax as fj
-        >>> personal = keep_private(fj.algorithms.fedavg(), lambda name: name == "head")
+        >>> personal = keep_local(fj.algorithms.fedavg(), lambda name: name == "head")
         >>> models = [
         ...     {"body": jnp.zeros(1), "head": jnp.zeros(1)},
         ...     {"body": jnp.ones(1), "head": jnp.ones(1)},
@@ -78,7 +78,7 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[
 
     Source: Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization layers,
         2019; Li, Jiang, Zhang, Kamp, Dou, FedBN, ICLR 2021; here for any algorithm. Pulls towards
-        the start, as FedProx has, pull private leaves towards the client's own last ones.
+        the start, as FedProx has, pull local leaves towards the client's own last ones.
     """
     if not isinstance(where, frozenset):
         checks.function("where", where, "lambda name: name.startswith('head')")
@@ -87,7 +87,7 @@ def keep_private(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[
 
 @cached
 def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]]) -> Algorithm:
-    """Make `keep_private` of the leaves that a function of params, or of their shapes, names."""
+    """Make `keep_local` of the leaves that a function of params, or of their shapes, names."""
     check_algorithm(algorithm)
     check_same_shapes(algorithm)
 
@@ -100,28 +100,28 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
     def init(params: Params, num_clients: int) -> Any:
         return algorithm.link.init(shared(params), num_clients)
 
-    def init_client(params: Params) -> Private:
+    def init_client(params: Params) -> LocalLeaves:
         kept = algorithm.link.init_client(shared(params))
         if algorithm.model is not None and jax.tree.leaves(kept):
             raise ValueError(
                 "This algorithm runs the network to summarize and keeps something on the clients; "
-                "keep_private serves algorithms that do one of the two."
+                "keep_local serves algorithms that do one of the two."
             )
-        return Private(own(params), kept, Template.of(params))
+        return LocalLeaves(own(params), kept, Template.of(params))
 
     def broadcast(params: Params, state: Any, place: Array | None) -> Any:
         return algorithm.link.broadcast(shared(params), state, place)
 
-    def receive(message: Any, private: Private) -> tuple[Params, Any]:
-        start, extras = algorithm.link.receive(message, private.algorithm)
+    def receive(message: Any, local: LocalLeaves) -> tuple[Params, Any]:
+        start, extras = algorithm.link.receive(message, local.algorithm)
         # Corrections are of shared leaves: none for those that the server does not know.
-        nothing = jax.tree.map(jnp.zeros_like, private.leaves)
-        extras = _replace(extras, start, lambda x: private.template.restore(x | nothing))
-        return private.template.restore(start | private.leaves), extras
+        nothing = jax.tree.map(jnp.zeros_like, local.leaves)
+        extras = _replace(extras, start, lambda x: local.template.restore(x | nothing))
+        return local.template.restore(start | local.leaves), extras
 
     def summarize(
-        key: Key, trained: Trained, examples: Examples, private: Private
-    ) -> tuple[dict[str, Any], Private]:
+        key: Key, trained: Trained, examples: Examples, local: LocalLeaves
+    ) -> tuple[dict[str, Any], LocalLeaves]:
         params, names = trained.params, tuple(shared(trained.params))
 
         def restricted(values: Any) -> Any:
@@ -130,9 +130,9 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
 
         # What runs the network needs all of it.
         given = trained if algorithm.model is not None else restricted(trained)
-        values, kept = algorithm.summarize(key, given, examples, private.algorithm)
+        values, kept = algorithm.summarize(key, given, examples, local.algorithm)
         sent = restricted(values) if algorithm.model is not None else values
-        return sent, dataclasses.replace(private, leaves=own(params), algorithm=kept)
+        return sent, dataclasses.replace(local, leaves=own(params), algorithm=kept)
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         merged, state, info = algorithm.aggregate(key, received, shared(params), state, cohort)
@@ -203,7 +203,7 @@ def _replace(
 
 
 def _of_leaves(values: Any, names: set[str], shared: tuple[str, ...]) -> Any:
-    """Drop what belongs to private leaves from dicts by leaf name, such as Gram matrices."""
+    """Drop what belongs to local leaves from dicts by leaf name, such as Gram matrices."""
     if not isinstance(values, dict):
         return values
     # Some mark a kernel that is stored the other way round, "w^T".

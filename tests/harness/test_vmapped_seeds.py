@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments.harness import one_round, tasks, vmapped_seeds
+from experiments.harness import one_round, tasks
 from experiments.harness.config import Data, Merging, OneShot, Training
 from experiments.harness.names import sends_full_matrices
 from experiments.harness.records import Row
+from experiments.one_shot import vmapped_seeds
 from tests.methods import MERGED
 
 SMALL = OneShot(
