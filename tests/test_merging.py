@@ -9,6 +9,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, clients, fisher, merging, solvers, training
+from fisherjax._layers.layer import Layer
 from fisherjax.algorithms import Update
 
 WEIGHTS = np.array([3.0, 0.0, 5.0, 1.0, 2.0])
@@ -374,7 +375,7 @@ def test_an_indefinite_or_asymmetric_fisher_becomes_the_nearest_that_is_neither(
 
     params = {"w": source.normal(size=(3, *shape)).astype(np.float32)}
     template = fisher.operators.Template.of({"w": params["w"][0]})
-    layers = (fisher.layers.Layer("w", None, shape),)
+    layers = (Layer("w", None, shape),)
     matrices = [gram(12), gram(5)] if structure is fisher.kfac else [gram(60)]
     method = algorithms.fedfisher(MODEL, fisher=structure, damping=0.3)
 

@@ -24,6 +24,7 @@ import fisherjax as fj
 from fisherjax import algorithms, merging, privacy
 from fisherjax.algorithms import Update
 from fisherjax.algorithms.base import WeightedSum
+from fisherjax.algorithms.exchanges._head_sums import HeadSums
 from fisherjax.algorithms.wrappers.sketched import Sketches
 from tests.methods import MERGED, REPEATS, exactly
 
@@ -129,7 +130,7 @@ def updates_of(name, draw, size):
     rows = 5
     shapes = ((rows, rows), (rows, 2), (2,), (), (), ())
     fields = (draw((size, *shape)) for shape in shapes)
-    return {"head": algorithms.heads.HeadSums(*fields, layer="second")}
+    return {"head": HeadSums(*fields, layer="second")}
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -300,7 +301,7 @@ def test_noisy_curvature_is_damped_towards_the_mean(name):
         given = (KEY, sums, {"w": jnp.zeros(6)}, state, jnp.arange(5))
         merged[damping] = method.aggregate(*given)[0]["w"]
     own = jax.random.split(KEY)[0]
-    noised = privacy.base.noisy(own, jax.tree.leaves(sums), [2.0, 2.0, 2.0, 0.0])
+    noised = privacy.accounting.noisy(own, jax.tree.leaves(sums), [2.0, 2.0, 2.0, 0.0])
     mean = np.asarray(noised[2]) / 5
     np.testing.assert_allclose(merged[1e6], mean, rtol=1e-3, atol=1e-3)
     assert np.isfinite(merged[1.0]).all()

@@ -2,7 +2,7 @@
 
 kfac-jax 0.0.8, the newest release, is older than three changes of JAX. Only its own modules are
 changed: `jax` stays as it is, but for two names lent to it while kfac-jax is imported. When
-`tests/test_compat.py` says so, a newer kfac-jax needs none of this, and the file can go.
+`tests/core/test_compat.py` says so, a newer kfac-jax needs none of this, and the file can go.
 """
 
 import contextlib

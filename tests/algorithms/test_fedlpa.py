@@ -11,6 +11,7 @@ from jax import lax
 
 import fisherjax as fj
 from fisherjax import algorithms, fisher, likelihoods, merging, nn, solvers, training, tree
+from fisherjax._layers.layer import Layer
 
 WEIGHTS = np.array([0.5, 0.2, 0.3])
 DAMPING = 0.02
@@ -358,7 +359,7 @@ def test_the_expectation_approximation_is_a_good_preconditioner(x64):
         own = common * np.exp(source.normal(size=(10, 1, size)) / 2)
         return jnp.asarray(scale * own @ own.swapaxes(1, 2) / size)
 
-    layer = fisher.layers.Layer("w", None, (30, 12))
+    layer = Layer("w", None, (30, 12))
     params = {"w": jnp.asarray(source.normal(size=(10, 30, 12)))}
     template = fisher.operators.Template.of(client(params, 0))
     factors = {"w": {"input": factor(30, 1.0), "output": factor(12, 0.1)}}

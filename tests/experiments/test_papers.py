@@ -13,7 +13,7 @@ from experiments.harness.grids import Cell
 from experiments.niid_table import table as niid
 
 ROOT = Path(__file__).parents[2]
-HARNESS, RESULTS = ROOT / "experiments/harness", ROOT / "experiments/results"
+STUDIES, RESULTS = ROOT / "experiments", ROOT / "experiments/results"
 EXTRACTS = ROOT.parent / "shared/papers"
 TABLES = {  # of FedLPA: after how many epochs; rows, sum of the accuracies, sum of the spreads
     "Table 1": (200, 216, "7121.09", "65.00"),
@@ -63,7 +63,7 @@ def test_the_sums_of_fedlpas_tables_are_exact(name):
     epochs, *sums = TABLES[name]
     rows = [
         row
-        for row in lines(HARNESS / "fedlpa_paper.csv")
+        for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")
         if (row["epochs"], row["algorithm"] != "fedov") == (str(epochs), True)
     ]
     assert exact(rows, "accuracy", "spread") == wanted(*sums)
@@ -74,19 +74,19 @@ def test_the_sums_of_fedlpas_table_with_fedov_are_exact():
     own = ("mnist", "classes_per_client", "2")
     rows = [
         row
-        for row in lines(HARNESS / "fedlpa_paper.csv")
+        for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")
         if tuple(row.values())[:3] == own and row["algorithm"] in ("fedlpa", "fedov")
     ]
     assert exact(rows, "accuracy", "spread") == wanted(10, "653.90", "3.72")
 
 
 def test_no_cell_of_fedlpa_is_there_twice():
-    rows = [tuple(row.values())[:5] for row in lines(HARNESS / "fedlpa_paper.csv")]
+    rows = [tuple(row.values())[:5] for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")]
     assert len(set(rows)) == len(rows) == 5 * 216 + 5
 
 
 def test_the_sums_of_fedfishers_table_are_exact():
-    rows = lines(HARNESS / "fedfisher_paper.csv")
+    rows = lines(STUDIES / "fedfisher_table/fedfisher_paper.csv")
     assert exact(rows, "accuracy", "deviation") == wanted(96, "4457.48", "224.42")
 
 
@@ -122,7 +122,7 @@ def test_fedlpas_numbers_agree_row_by_row():
         expected[cell] = row["value"], row["spread"]
     found = {
         tuple(row.values())[:5]: (row["accuracy"], row["spread"])
-        for row in lines(HARNESS / "fedlpa_paper.csv")
+        for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")
     }
     assert found == expected
 
@@ -134,7 +134,7 @@ def test_fedfishers_numbers_agree_row_by_row():
     }
     found = {
         (row["dataset"], row["alpha"], row["algorithm"]): (row["accuracy"], row["deviation"])
-        for row in lines(HARNESS / "fedfisher_paper.csv")
+        for row in lines(STUDIES / "fedfisher_table/fedfisher_paper.csv")
     }
     assert found == expected
 

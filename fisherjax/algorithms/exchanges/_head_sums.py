@@ -119,7 +119,7 @@ def check_head(model: Model, params: Params, inputs: Array) -> None:
     """Refuse outputs that are not those of a dense layer that is trained, from shapes alone.
 
     Raises:
-        ValueError: As `fisher.trace.output_layer`; if the mask leaves that layer out, by its name.
+        ValueError: As `_layers.pairs.output_layer`; if the mask leaves that layer out, by its name.
     """
     try:
         check_output_layer(*leaves.opened(model, params), inputs)
