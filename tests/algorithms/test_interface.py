@@ -262,7 +262,7 @@ def takes_a_model(name):
     return "model" in inspect.signature(algorithms.METHODS[name].factory).parameters
 
 
-@pytest.mark.parametrize("name", filter(takes_a_model, algorithms.METHODS))
+@pytest.mark.parametrize("name", [name for name in algorithms.METHODS if takes_a_model(name)])
 def test_every_factory_refuses_a_network_that_is_no_model_when_it_is_called(name):
     """Not later, on a client: the function is at hand here, and the mistake is usual."""
     examples = {"shape": (8, 8, 1), "head": lambda leaf: False}
