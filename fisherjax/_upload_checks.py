@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fisherjax import tree
@@ -316,7 +315,9 @@ def _is_semidefinite(matrix: np.ndarray) -> bool:
     # A sum of many outer products is singular up to rounding, which grows with the size.
     np.einsum("ii->i", scaled)[:] += len(matrix) * np.finfo(wide.dtype).eps
     # LAPACK itself, as what looks at its arguments first takes longer than it does.
-    factorise = scipy.linalg.lapack.get_lapack_funcs("potrf", (scaled,))
+    from scipy.linalg import lapack  # 0.4 s to import, which only host checks need
+
+    factorise = lapack.get_lapack_funcs("potrf", (scaled,))
     return not factorise(scaled.T, lower=False, clean=False, overwrite_a=True)[1]
 
 

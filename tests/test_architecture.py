@@ -93,7 +93,7 @@ ALONE = {  # who may import what the rest must not see
 }
 HEAVY = [
     *("kfac_jax", "tensorflow_datasets", "tensorflow", "orbax", "flax"),
-    *("matplotlib", "rich", "sklearn", "PIL", "tyro", "dp_accounting", "cryptography"),
+    *("matplotlib", "rich", "sklearn", "PIL", "tyro", "dp_accounting", "cryptography", "scipy"),
 ]
 
 PUBLIC, INTERNAL = 10, 8  # parameters, of every kind
