@@ -17,6 +17,7 @@ import optax
 from fisherjax import clients, devices, leaves, merging, parallel, training, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape, jit
+from fisherjax._upload_checks import Diverged
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
@@ -53,7 +54,8 @@ class Round(NamedTuple):
         start: The model that was sent to them.
         trained: What they trained, stacked [K, ...].
         loss: Mean training loss in nats in the last local epoch, of those not left out.
-        diverged: [K] True for a client whose update was not finite and was left out.
+        left_out: Clients whose updates were not finite, each with its first such leaf:
+            `left_out.by_client(cohort)` has their names.
         info: What the algorithm reports.
     """
 
@@ -62,8 +64,13 @@ class Round(NamedTuple):
     start: Params
     trained: Trained
     loss: Array
-    diverged: Array
+    left_out: Diverged
     info: Any
+
+    @property
+    def diverged(self) -> Array:
+        """Whether each client of the cohort was left out, [K]."""
+        return ~self.left_out.present
 
 
 class Traffic(NamedTuple):
@@ -358,19 +365,19 @@ def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Ro
         cohort=cohort,
         key=sent.key,
         on_nonfinite="drop",
-        others=sent.kept,
+        others=dict(zip(("algorithm", "statistics"), sent.kept, strict=True)),
     )
     # Selected before it is summed: a diverged client's loss may be NaN, which no weight silences.
     losses = jnp.where(half.weights > 0, trained.loss[:, -1], 0)
     own, statistics = sent.kept
     if algorithm.link.mix is not None and sent.update.statistics:
         shares = algorithm.link.mix(half.values, half.weights)
-        sound = tree.keep(half.present, sent.update.statistics)
+        sound = tree.keep(half.diverged.present, sent.update.statistics)
         mixed = jax.vmap(lambda row: tree.weighted_sum(sound, row))(shares)
         mixed = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, sound)
         statistics = statistics | mixed
     # Who diverged keeps what it kept, and so do those who sat the round out.
-    kept = tree.keep(half.present, (own, statistics), sent.before)
+    kept = tree.keep(half.diverged.present, (own, statistics), sent.before)
     everyone = state.local, state.statistics
     # [K, ...] back to its places in [M, ...].
     everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), everyone, kept)
@@ -384,7 +391,8 @@ def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Ro
     # The number goes on even so: otherwise the next round would draw and fail alike.
     after = after._replace(number=state.number + 1)
     loss = (half.weights * losses).sum()
-    return after, Round(state.number, cohort, state.params, trained, loss, ~half.present, half.info)
+    happened = Round(state.number, cohort, state.params, trained, loss, half.diverged, half.info)
+    return after, happened
 
 
 def _message(

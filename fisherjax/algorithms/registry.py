@@ -365,7 +365,7 @@ METHODS: dict[str, Row] = {
         "He et al., CVPR 2025",
         "without training, moments of the last layer's inputs and class sums",
         analytic_head,
-        ("exchange",),
+        ("exchange", "frozen"),
         None,
     ),
     "ccvr": Row(
@@ -373,7 +373,7 @@ METHODS: dict[str, Row] = {
         "Luo et al., NeurIPS 2021",
         "without training, moments of the last layer's inputs and class sums",
         ccvr,
-        ("exchange",),
+        ("exchange", "frozen"),
         None,
     ),
     "natural_gradient": Row(
@@ -381,7 +381,7 @@ METHODS: dict[str, Row] = {
         "Martens, Grosse, ICML 2015",
         "without training, gradients, K-FAC factors and products with them",
         natural_gradient,
-        ("exchange",),
+        ("exchange", "frozen"),
         None,
     ),
 }

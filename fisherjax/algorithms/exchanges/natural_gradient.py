@@ -106,6 +106,10 @@ def natural_gradient(
     E[a a^T], and c, d, e that of the mean eigenvalue of their quadratic, where every direction has
     been scaled to E|J D|^2 = 1 over the examples that g is of. docs/merging.md has a sweep of it.
 
+    Where the model's mask leaves out a leaf of the last layer, nothing is solved anew: the ways are
+    the D_k alone, of what is trained of that layer too, and clients send no products with its
+    inputs. The step is still the one of the least loss on examples held aside.
+
     Args:
         model: The network, whose outputs are those of a dense layer, and what they mean.
         damping: One for each direction, in units of a block's mean eigenvalue.
@@ -123,8 +127,7 @@ def natural_gradient(
     Raises:
         ValueError: If a number is out of range; on summarize, if the outputs are not those of a
             dense layer as they are (a link, a skip or a de-normalisation follows, or its kernel is
-            used elsewhere too), the model's mask leaves that layer out, for which every exchange
-            solves, or the likelihood is another than `analytic_head` takes.
+            used elsewhere too), or the likelihood is another than `analytic_head` takes.
 
     Example:
         >>> import fisherjax as fj
@@ -228,7 +231,7 @@ class _Plan(NamedTuple):
 @partial(jit, static_argnums=0)
 def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes:
     # Before anything is sent: the next message solves for that layer.
-    check_head(plan.model, params, examples.inputs)
+    check_head(plan.model, params, examples.inputs, frozen=True)
     apply, own = leaves.opened(plan.model, params)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
     examples = _sequences.weighed(plan.model, draw(rows, examples, plan.max_examples))
