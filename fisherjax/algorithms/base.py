@@ -25,7 +25,7 @@ from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
-# Examples of a client at the knee of accuracy for the true Fisher, see docs/merging.md.
+# Examples of a client at the knee of accuracy for the true Fisher, see docs/methods/merging.md.
 ENOUGH = 2000
 
 

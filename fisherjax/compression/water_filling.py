@@ -91,7 +91,7 @@ def water_filling(size: float, *, trust: float = 0.03) -> Codec:
         (True, True)
 
     Source: this library; the theorem is named above. The default of trust was chosen on the
-        FedFisher authors' clients of MNIST, among 0.01 to 1 (docs/compression.md).
+        FedFisher authors' clients of MNIST, among 0.01 to 1 (docs/how_to/compression.md).
     """
     checks.positive("size", size)
     checks.positive("trust", trust)

@@ -23,7 +23,7 @@ from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Examples, Model, Params
 
 # Of the coefficients and of the head, in units of the mean eigenvalue of each one's matrix. The
-# sweep is in docs/merging.md.
+# sweep is in docs/methods/merging.md.
 _RIDGE = 1e-2
 
 

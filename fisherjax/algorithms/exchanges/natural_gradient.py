@@ -104,7 +104,8 @@ def natural_gradient(
     Chosen on the examples that g is of, the step would be that of the least damping, which fits
     those and no others. Both least squares have a ridge of 1e-2: U_k that of the mean eigenvalue of
     E[a a^T], and c, d, e that of the mean eigenvalue of their quadratic, where every direction has
-    been scaled to E|J D|^2 = 1 over the examples that g is of. docs/merging.md has a sweep of it.
+    been scaled to E|J D|^2 = 1 over the examples that g is of. docs/methods/merging.md
+    has a sweep of it.
 
     Where the model's mask leaves out a leaf of the last layer, nothing is solved anew: the ways are
     the D_k alone, of what is trained of that layer too, and clients send no products with its
