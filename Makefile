@@ -60,6 +60,9 @@ lint: $(VENV)/.dev ## Check style and formatting
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 
+types: $(VENV)/.dev ## Check types of the library, and of a script that uses it
+	$(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python
+
 format: $(VENV)/.dev ## Mend style and formatting where that can be done by itself
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
@@ -135,4 +138,4 @@ define environment
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help demo test test-long test-slow test-oldest test-newest test-foreign lint format notebook notebook-update docs wheel clean
+.PHONY: help demo test test-long test-slow test-oldest test-newest test-foreign lint types format notebook notebook-update docs wheel clean

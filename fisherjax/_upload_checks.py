@@ -22,7 +22,7 @@ from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import shares
 from fisherjax.devices import mesh_of
 from fisherjax.fisher import Diagonal, Operator
-from fisherjax.typing import Array
+from fisherjax.typing import AnyArray, Array
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +65,7 @@ class Screened(NamedTuple):
     """
 
     values: Any
-    weights: Array
+    weights: AnyArray
     diverged: Diverged
 
 
@@ -125,7 +125,7 @@ def check_some(weights: Any) -> None:
 
 def screen(
     values: dict[str, Any],
-    weights: Array,
+    weights: AnyArray,
     on_nonfinite: str,
     *,
     first: int = 0,
@@ -208,7 +208,9 @@ def _tell(on_nonfinite: str, where: dict[int, str]) -> None:
     warnings.warn(f"Left out, as updates that are not finite: {said}.", stacklevel=4)
 
 
-def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
+def check_updates(
+    updates: Any, weights: AnyArray, on_nonfinite: str = "raise"
+) -> tuple[Any, AnyArray]:
     """Screen stacked values [M, ...]; return them, and weights that sum to one again.
 
     Raises:
@@ -229,7 +231,7 @@ def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> 
     return found.values, shares(found.weights)
 
 
-def check_left(weights: Array) -> None:
+def check_left(weights: AnyArray) -> None:
     """Refuse a merge of nobody."""
     if not checks.is_traced(weights) and not np.any(np.asarray(weights) > 0):
         raise ValueError("No client is left: every update with weight is not finite.")
@@ -247,10 +249,10 @@ def indefinite(fisher: Any) -> list[str]:
     return [name for name, x in named if not np.all(x)]
 
 
-def suspect(values: Any = None, weights: Array | None = None) -> str:
+def suspect(values: Any = None, weights: AnyArray | None = None) -> str:
     """Name the client and leaf with the largest entry, where the updates of all are at hand."""
     advice = "its numbers are too large to merge, or a Fisher is not positive semi-definite"
-    if values is None:
+    if values is None or weights is None:
         return f"Every update is finite; of some client {advice}."
     # Who has no weight is not to blame.
     counted = jax.tree.leaves(tree.keep(weights > 0, values))
@@ -292,7 +294,7 @@ def _finite_on_host(leaf: np.ndarray) -> np.ndarray:
     """Say of every client whether a leaf is finite, [M], in the precision that JAX has."""
     with np.errstate(over="ignore"):
         leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
-    return np.isfinite(leaf).all(tuple(range(1, leaf.ndim)))
+    return np.asarray(np.isfinite(leaf).all(tuple(range(1, leaf.ndim))))
 
 
 # By NumPy: whether a matrix is definite is asked once, and its answer changes what happens.
@@ -360,7 +362,7 @@ def _is_semidefinite(matrix: np.ndarray) -> bool:
     # LAPACK itself, as what looks at its arguments first takes longer than it does.
     from scipy.linalg import lapack  # 0.4 s to import, which only host checks need
 
-    factorise = lapack.get_lapack_funcs("potrf", (scaled,))
+    [factorise] = lapack.get_lapack_funcs(["potrf"], (scaled,))
     return not factorise(scaled.T, lower=False, clean=False, overwrite_a=True)[1]
 
 

@@ -8,7 +8,7 @@ an old one repeats what followed it. Letters: M clients, K of them in a cohort.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from fisherjax import clients, devices, leaves, merging, parallel, training, tre
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape, jit
 from fisherjax._upload_checks import Diverged
-from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
+from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import Given, LocalTraining
@@ -45,7 +45,7 @@ class State(NamedTuple):
     statistics: dict[str, Array] = {}  # noqa: RUF012
 
 
-class Round(NamedTuple):
+class Round(NamedTuple, Generic[Report]):
     """What happened in one round.
 
     Attributes:
@@ -65,7 +65,7 @@ class Round(NamedTuple):
     trained: Trained
     loss: Array
     left_out: Diverged
-    info: Any
+    info: Report
 
     @property
     def diverged(self) -> Array:
@@ -80,11 +80,11 @@ class Traffic(NamedTuple):
     up: int
 
 
-class Federated(NamedTuple):
+class Federated(NamedTuple, Generic[Report]):
     """A federated experiment: what a round is compiled for. Made, and checked, by `federated`."""
 
     model: Model
-    algorithm: Algorithm
+    algorithm: Algorithm[Report]
     cohort: int
     optimizer: optax.GradientTransformation
     epochs: int
@@ -203,14 +203,14 @@ class Federated(NamedTuple):
 
 def federated(
     model: Model,
-    algorithm: Algorithm,
+    algorithm: Algorithm[Report],
     *,
     cohort: int,
     optimizer: optax.GradientTransformation,
     epochs: int,
     batch_size: int,
     clients_per_chunk: int | None = None,
-) -> Federated:
+) -> Federated[Report]:
     """Make rounds of any algorithm.
 
     A round draws K clients without replacement, trains each for some epochs from what the algorithm
@@ -260,8 +260,8 @@ def federated(
 
 
 def run(
-    experiment: Federated, state: State, federation: Federation, *, key: Key, rounds: int
-) -> Iterator[tuple[State, Round]]:
+    experiment: Federated[Report], state: State, federation: Federation, *, key: Key, rounds: int
+) -> Iterator[tuple[State, Round[Report]]]:
     """Run rounds one after another, and yield after each.
 
     Cohorts and minibatches depend on the key, the round's number and the client only: two

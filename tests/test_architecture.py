@@ -172,12 +172,20 @@ def test_every_module_has_its_place():
 
 def test_the_package_imports_every_module_and_does_nothing_else():
     tree = ast.parse(MODULES[""].read_text())
-    assert own_modules(MODULES[""]) == {x for x in ORDER if not is_inside(x)} - LATER
+    assert own_modules(MODULES[""]) == {x for x in ORDER if not is_inside(x)}
     assert ast.get_docstring(tree)
     kinds = [type(node) for node in tree.body[1:]]
-    assert set(kinds) == {ast.Import, ast.ImportFrom, ast.Assign, ast.FunctionDef}
-    [function] = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    assert function == "__getattr__"
+    assert set(kinds) == {ast.Import, ast.ImportFrom, ast.Assign, ast.If}
+
+
+def test_what_is_imported_later_is_known_to_type_checkers_alone():
+    tree = ast.parse(MODULES[""].read_text())
+    [later] = [node for node in tree.body if isinstance(node, ast.If)]
+    [known], [function] = later.body, later.orelse
+    assert ast.unparse(later.test) == "TYPE_CHECKING"
+    assert ast.unparse(known) == f"from fisherjax import {', '.join(sorted(LATER))}"
+    assert isinstance(function, ast.FunctionDef)
+    assert function.name == "__getattr__"
 
 
 def test_the_package_offers_every_module_and_the_two_nouns_that_everybody_writes():

@@ -123,7 +123,7 @@ def _priced(values: dict[str, Any], start: Params | None, trust: float) -> dict[
             done[name] = _grams(value, far, trust, costs)
         elif name != "params":
             done[name] = codes(value, _OTHER)
-    mean = sum(costs.values()) / len(costs) if costs else jnp.ones(())
+    mean = jnp.asarray(sum(costs.values())) / len(costs) if costs else jnp.ones(())
     weights = []
     for name, x in leaves.items():
         cost = costs.get(name, mean) + 0.01 * mean

@@ -132,9 +132,11 @@ def screened(
     return found._replace(values=(values, found.values.get("statistics", {})))
 
 
-def added(algorithm: Algorithm, values: Any, statistics: dict, weights: Array) -> Any:
+def added(
+    reduce: Callable[[Any, Array], Any], values: Any, statistics: dict, weights: Array
+) -> Any:
     """Add up stacked updates: what `reduce` gives, or `Added` where there are statistics."""
-    sums = _reduced(algorithm.reduce, values, weights)
+    sums = _reduced(reduce, values, weights)
     return Added(sums, _sum(statistics, weights)) if statistics else sums
 
 

@@ -20,7 +20,7 @@ from fisherjax.clients import draw
 from fisherjax.fisher import _passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +116,7 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
 
 
 def check_head(
-    model: Model, params: Params, inputs: Array, *, frozen: bool = False
+    model: Model, params: Params, inputs: AnyArray, *, frozen: bool = False
 ) -> Layer | None:
     """Return the dense layer that makes the outputs, from shapes alone, and refuse other outputs.
 
@@ -145,7 +145,7 @@ def check_head(
         ) from error
 
 
-def _frozen_head(model: Model, params: Params, inputs: Array) -> list[str]:
+def _frozen_head(model: Model, params: Params, inputs: AnyArray) -> list[str]:
     """Name the leaves of the layer that makes the outputs that the mask leaves out."""
     # The network as if it had no mask, which may be one that cannot be read.
     with contextlib.suppress(ValueError):

@@ -57,8 +57,8 @@ class Course(NamedTuple):
 
     loss: Array
     directions: Params
-    step: Params | None = None
-    predicted: Array | None = None
+    step: Params = None
+    predicted: Any = None
 
 
 class Step(NamedTuple):
@@ -86,7 +86,7 @@ def natural_gradient(
     kind: Kind = fisher.sampled,
     batch_size: int = 128,
     max_examples: int | None = 4000,
-) -> tuple[Algorithm, Algorithm, Algorithm]:
+) -> tuple[Algorithm[Step], Algorithm[Step], Algorithm[Step]]:
     """Make the exchange that moves all layers by natural gradients, and solves the last anew.
 
         D_k = -(A (x) G + lambda_k I)^-1 g   for each hidden layer, lambda_k = damping_k m(A (x) G),
@@ -241,7 +241,7 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
         del key
         return jax.value_and_grad(partial(_squared_error, plan.model, apply, x, y, w))(own)
 
-    how = {"batch_size": plan.batch_size}
+    how: dict[str, Any] = {"batch_size": plan.batch_size}
     loss, gradient = _passes.weighted_mean(batch_sums, examples, key=None, **how)
     # The curvature of a squared error has no targets. What no layer covers stays as it is.
     how |= {"key": key, "kind": plan.kind, "fallback": fisher.zero}
