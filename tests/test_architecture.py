@@ -93,7 +93,7 @@ ALONE = {  # who may import what the rest must not see
     "cryptography": {"secure_aggregation.keys"},
 }
 HEAVY = [
-    *("kfac_jax", "tensorflow_datasets", "tensorflow", "orbax", "flax"),
+    *("kfac_jax", "chex", "tensorflow_datasets", "tensorflow", "orbax", "flax"),
     *("matplotlib", "rich", "sklearn", "PIL", "tyro", "dp_accounting", "cryptography", "scipy"),
 ]
 
