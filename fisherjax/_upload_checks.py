@@ -6,7 +6,6 @@ but not refused.
 
 import dataclasses
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,11 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
+from fisherjax._semidefinite import nearest_semidefinite
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import shares
 from fisherjax.devices import mesh_of
-from fisherjax.fisher import Diagonal, Operator
-from fisherjax.typing import AnyArray, Array
+from fisherjax.fisher import Operator
+from fisherjax.typing import Array
 
 
 @jax.tree_util.register_dataclass
@@ -173,7 +173,9 @@ def screen(
     counts = kept & (np.asarray(weights) > 0)  # whoever has no weight may have anything finite
     # Of convolutions alone there are no Gram matrices.
     fishers = {n: x for n, x in values.items() if isinstance(x, Operator) or (n == "grams" and x)}
-    values = values | {name: _definite(name, x, counts, first) for name, x in fishers.items()}
+    values = values | {
+        name: nearest_semidefinite(name, x, counts, first) for name, x in fishers.items()
+    }
     if kept.all():
         return Screened(values, weights, found)
     return Screened(tree.keep(kept, values), jnp.where(kept, weights, 0), found)
@@ -237,19 +239,7 @@ def check_left(weights: AnyArray) -> None:
         raise ValueError("No client is left: every update with weight is not finite.")
 
 
-def indefinite(fisher: Any) -> list[str]:
-    """Name what of a client's Fisher or Gram matrices is indefinite or not symmetric, by names.
-
-    Example:
-        >>> indefinite(Diagonal({"w": np.array([1.0, -1.0]), "b": np.zeros(2)}))
-        ['entries/w']
-    """
-    sound = _map_parts(fisher, _is_semidefinite, lambda entries: np.all(entries >= 0))
-    named = zip(tree.names(sound), jax.tree.leaves(sound), strict=True)
-    return [name for name, x in named if not np.all(x)]
-
-
-def suspect(values: Any = None, weights: AnyArray | None = None) -> str:
+def suspect(values: Any = None, weights: Array | None = None) -> str:
     """Name the client and leaf with the largest entry, where the updates of all are at hand."""
     advice = "its numbers are too large to merge, or a Fisher is not positive semi-definite"
     if values is None or weights is None:
@@ -295,89 +285,6 @@ def _finite_on_host(leaf: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
     return np.asarray(np.isfinite(leaf).all(tuple(range(1, leaf.ndim))))
-
-
-# By NumPy: whether a matrix is definite is asked once, and its answer changes what happens.
-def _definite(name: str, stacked: Any, counts: np.ndarray, first: int) -> Any:
-    """Replace what is not symmetric positive semi-definite by the nearest that is; refuse less.
-
-    Fishers that are spread over several processes are not looked at.
-    """
-    leaves, structure = jax.tree.flatten(stacked)
-    if not all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
-        return stacked
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    # All clients at once where there is no matrix: streams have thousands.
-    if isinstance(stacked, Diagonal) and all(np.all(x >= 0) for x in arrays):
-        return stacked
-    changed = {}
-    for client in np.flatnonzero(counts):
-        own = jax.tree.unflatten(structure, [x[client] for x in arrays])
-        traces = _map_parts(own, np.trace, np.sum)
-        least = min(zip(map(np.min, jax.tree.leaves(traces)), tree.names(traces), strict=True))
-        if least[0] < 0:
-            raise ValueError(
-                f"{'The Gram matrix' if name == 'grams' else 'The Fisher information'} of client "
-                f"{first + client} is negative: "
-                f"'{name}/{least[1]}' has trace {least[0]:.3g}; expected a positive semi-definite "
-                "one."
-            )
-        mended = _map_parts(own, _nearest, _positive)
-        pairs = zip(jax.tree.leaves(own), jax.tree.leaves(mended), strict=True)
-        # Most often the very array comes back, and nothing is compared.
-        if not all(new is old or np.array_equal(new, old) for old, new in pairs):
-            changed[client] = mended
-    if changed:
-        arrays = [x.copy() for x in arrays]
-        for client, own in changed.items():
-            for x, new in zip(arrays, jax.tree.leaves(own), strict=True):
-                x[client] = new
-        leaves = [_like(leaf, x) for leaf, x in zip(leaves, arrays, strict=True)]
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _map_parts(fisher: Any, on_matrix: Callable, on_entries: Callable) -> Any:
-    """Change every part of a Fisher, or of Gram matrices, by leaf."""
-    if isinstance(fisher, Operator):
-        return fisher.map_parts(on_matrix, on_entries)
-    return jax.tree.map(on_matrix, fisher)
-
-
-def _like(leaf: Any, changed: np.ndarray) -> Any:
-    """Place an array where a leaf lies; what is bound to no device stays so."""
-    if not isinstance(leaf, jax.Array):
-        return changed
-    return jax.device_put(changed, leaf.sharding) if leaf.committed else jnp.asarray(changed)
-
-
-def _is_semidefinite(matrix: np.ndarray) -> bool:
-    """Say whether a matrix is symmetric positive semi-definite, but for rounding."""
-    wide = matrix.astype(np.promote_types(matrix.dtype, np.float32), copy=False)
-    scaled = wide / (max(wide.max(), -wide.min()) or 1)
-    # The triangles of a float32 sum of a million products differ by 1e-5 of the largest entry.
-    if not np.abs(scaled - scaled.T).max() <= 1e-4:
-        return False
-    # A sum of many outer products is singular up to rounding, which grows with the size.
-    np.einsum("ii->i", scaled)[:] += len(matrix) * np.finfo(wide.dtype).eps
-    # LAPACK itself, as what looks at its arguments first takes longer than it does.
-    from scipy.linalg import lapack  # 0.4 s to import, which only host checks need
-
-    [factorise] = lapack.get_lapack_funcs(["potrf"], (scaled,))
-    return not factorise(scaled.T, lower=False, clean=False, overwrite_a=True)[1]
-
-
-def _nearest(matrix: np.ndarray) -> np.ndarray:
-    """Give the nearest symmetric positive semi-definite matrix: no eigenvalue below zero."""
-    # First, since the eigenvalues of a wide layer's take seconds.
-    if _is_semidefinite(matrix):
-        return matrix
-    wide = matrix.astype(np.float64)
-    values, vectors = np.linalg.eigh((wide + wide.T) / 2)
-    return ((vectors * np.maximum(values, 0)) @ vectors.T).astype(matrix.dtype)
-
-
-def _positive(entries: np.ndarray) -> np.ndarray:
-    return entries if np.all(entries >= 0) else np.maximum(entries, 0)
 
 
 def _check_untrained(algorithm: Algorithm, update: Update) -> None:

@@ -1,16 +1,7 @@
 """Smaller updates: quantised, truncated, as differences, at a given number of bytes."""
 
-from fisherjax.compression.base import (
-    Codec,
-    Encoded,
-    check_codec,
-    compose,
-    compressed,
-    declared,
-    decode,
-    encode,
-    size,
-)
+from fisherjax.compression.base import Codec, check_codec, compose, compressed, encode, size
+from fisherjax.compression.encoded import Encoded, declared, decode
 from fisherjax.compression.matrices import Root, Triangle, Truncated, roots, triangles, truncated
 from fisherjax.compression.quantized import Codes, Difference, differences, quantized
 from fisherjax.compression.stream import Slot, Stream

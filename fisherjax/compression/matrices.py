@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from fisherjax._core import checks, linalg
 from fisherjax._core.caching import cached
-from fisherjax.compression.base import Codec, Encoded, Leaves, change_matrices, check_field
+from fisherjax.compression.base import Codec, change_matrices
+from fisherjax.compression.encoded import Encoded, Leaves, check_field
 from fisherjax.fisher.operators import PRECISION
 from fisherjax.typing import Array, Params
 

@@ -11,15 +11,8 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.compression.base import (
-    Codec,
-    Encoded,
-    Leaves,
-    change_params,
-    check_field,
-    check_shape,
-    is_number,
-)
+from fisherjax.compression.base import Codec, change_params, is_number
+from fisherjax.compression.encoded import Encoded, Leaves, check_field, check_shape
 from fisherjax.typing import Array, Params
 
 _MOST = 24  # float32 holds no more

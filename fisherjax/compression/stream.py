@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax._core import checks
-from fisherjax.compression.base import Encoded, Leaves, at, check_field, check_shape
+from fisherjax.compression.encoded import Encoded, Leaves, at, check_field, check_shape
 from fisherjax.typing import Array
 
 _WIDEST = 15  # bits of a code: four bits say how many

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks, linalg
 from fisherjax._core.caching import cached
-from fisherjax.compression.base import Codec, Encoded, Leaves, check_field
+from fisherjax.compression.base import Codec
+from fisherjax.compression.encoded import Encoded, Leaves, check_field
 from fisherjax.compression.matrices import Root
 from fisherjax.compression.quantized import Difference, codes
 from fisherjax.compression.stream import Priced, filled

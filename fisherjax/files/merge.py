@@ -17,7 +17,8 @@ import numpy as np
 
 from fisherjax import merging
 from fisherjax._core import checks
-from fisherjax._upload_checks import check_left, check_some, check_weights, diverged, indefinite
+from fisherjax._semidefinite import indefinite
+from fisherjax._upload_checks import check_left, check_some, check_weights, diverged
 from fisherjax.algorithms.base import Algorithm, Update, averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads
