@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "fisherjax"
 ORDER = [
     "typing",
     "tree",
+    "_stacked",
     "_core",
     "leaves",
     "likelihoods",

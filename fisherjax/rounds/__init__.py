@@ -1,4 +1,4 @@
-"""Federated rounds: broadcast, train a cohort, summarize, aggregate, again."""
+"""Federated rounds: broadcast, train a cohort, summarize, aggregate, and repeat."""
 
 from fisherjax.rounds._one_round import Round, State
 from fisherjax.rounds.experiment import Federated, Traffic, federated, run

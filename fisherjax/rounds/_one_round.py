@@ -1,4 +1,11 @@
-"""The pieces of one round."""
+"""One round, in compiled pieces.
+
+* `start_round` draws a cohort and computes what its clients receive.
+* `train_and_summarize` starts a round, trains the cohort and computes its updates.
+* `finish_round` merges the updates on the server and stores what the clients keep.
+
+`whole_round` runs all of them as one program. Letters: M clients, K of them in a cohort.
+"""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,6 +16,7 @@ import optax
 
 from fisherjax import clients, leaves, merging, training, tree
 from fisherjax._core.compiler import jit
+from fisherjax._stacked import copies
 from fisherjax._upload_checks import Diverged
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.clients import Federation
@@ -20,14 +28,14 @@ from fisherjax.typing import Array, Key, Model, Params
 
 
 class State(NamedTuple):
-    """What goes from round to round.
+    """State between two rounds.
 
     Attributes:
-        number: Of the next round, from 0.
-        params: The global model.
-        algorithm: What the server keeps, for instance SCAFFOLD's control.
-        local: What each client keeps, stacked [M, ...].
-        statistics: Of running statistics those that each client keeps, by name, stacked [M, ...].
+        number: Number of the next round, from 0.
+        params: Global model.
+        algorithm: What the server keeps between rounds, for instance SCAFFOLD's control variate.
+        local: What each client keeps for the algorithm, leaves [M, ...].
+        statistics: Running statistics that each client keeps, arrays [M, ...] by name.
     """
 
     number: Array
@@ -38,17 +46,18 @@ class State(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What happened in one round.
+    """Record of one round.
 
     Attributes:
-        number: From 0; a Python integer in what `run` yields.
-        cohort: [K] places of the clients that took part.
-        start: The model that was sent to them.
-        trained: What they trained, stacked [K, ...].
-        loss: Mean training loss in nats in the last local epoch, of those not left out.
-        left_out: Clients whose updates were not finite, each with its first such leaf:
-            `left_out.by_client(cohort)` has their names.
-        info: What the algorithm reports.
+        number: Number of the round, from 0; a Python integer in what `run` yields.
+        cohort: [K] places of the participating clients in the federation.
+        start: Global model at the beginning of the round.
+        trained: Models that the clients trained, leaves [K, ...].
+        loss: Mean training loss in nats in the last local epoch, over clients that were not left
+            out.
+        left_out: Clients that were left out because their updates are not finite, and the first
+            such leaf of each; `left_out.by_client(cohort)` names them.
+        info: What the algorithm's `aggregate` reports.
     """
 
     number: int | Array
@@ -66,7 +75,7 @@ class Round(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """What the program of a round is compiled for."""
+    """Arguments of `federated`, on which the program of a round depends."""
 
     model: Model
     algorithm: Algorithm
@@ -77,10 +86,10 @@ class Experiment(NamedTuple):
     clients_per_chunk: int
 
 
-class Uploads(NamedTuple):
-    """What a cohort's half of a round yields: [K, ...].
+class CohortResult(NamedTuple):
+    """What `train_and_summarize` passes to `finish_round`, leaves [K, ...] but for the key.
 
-    `before` and `kept` are pairs: what each client keeps of the algorithm, and of its statistics.
+    `before` and `kept` are pairs: what each client keeps for the algorithm, and its statistics.
     """
 
     key: Key
@@ -96,16 +105,15 @@ class Uploads(NamedTuple):
 def whole_round(
     experiment: Experiment, layout: Layout, state: State, federation: Federation, key: Key
 ) -> tuple[State, Round]:
-    """Play one round: train, summarize, merge."""
-    return finish_round(
-        experiment, state, train_and_summarize(experiment, layout, state, federation, key)
-    )
+    """Run one round: train, summarize, merge."""
+    result = train_and_summarize(experiment, layout, state, federation, key)
+    return finish_round(experiment, state, result)
 
 
 def train_and_summarize(
     experiment: Experiment, layout: Layout, state: State, federation: Federation, key: Key
-) -> Uploads:
-    """Train and summarize a cohort."""
+) -> CohortResult:
+    """Run the clients' half of a round: train and summarize a cohort."""
     algorithm = experiment.algorithm
     key, cohort, chosen, before, given = start_round(experiment, state, federation, key)
     length = min(experiment.batch_size, federation.indices.shape[1])
@@ -114,14 +122,19 @@ def train_and_summarize(
     trained = training.train_cohort(ready)
     update, kept = merging.summarize_cohort(algorithm, layout, trained, before[0], chosen, key)
     found = tree.by_name(trained.statistics)
-    own = {name: found[name] for name in state.statistics}
-    return Uploads(key, cohort, chosen.sizes, before, trained, update, (kept, own))
+    statistics = {name: found[name] for name in state.statistics}
+    return CohortResult(key, cohort, chosen.sizes, before, trained, update, (kept, statistics))
 
 
 @partial(jit, static_argnums=0)
 def start_round(experiment: Experiment, state: State, federation: Federation, key: Key) -> tuple:
-    """Draw a cohort; give the round's key, its clients, what they kept, and what they receive."""
-    # By the number in the state: a run that goes on from an old state draws what it drew then.
+    """Draw a cohort and compute what its clients receive.
+
+    Returns:
+        The round's key, the places of the cohort [K], its federation, what its clients kept from
+        earlier rounds [K, ...], and the two `Given` of `client_inputs`.
+    """
+    # Folded by the number in the state: a run continued from an old state repeats its rounds.
     key = jax.random.fold_in(key, state.number)
     cohort = _draw_cohort(key, federation.num_clients, experiment.cohort)
     # [M, ...] to [K, ...].
@@ -133,52 +146,53 @@ def start_round(experiment: Experiment, state: State, federation: Federation, ke
 
 
 @partial(jit, static_argnums=0)
-def finish_round(experiment: Experiment, state: State, sent: Uploads) -> tuple[State, Round]:
-    """Play the server's half of a round, and put what clients keep in its places."""
-    algorithm, cohort, trained = experiment.algorithm, sent.cohort, sent.trained
+def finish_round(experiment: Experiment, state: State, result: CohortResult) -> tuple[State, Round]:
+    """Run the server's half of a round, and store what the clients keep."""
+    algorithm, cohort, trained = experiment.algorithm, result.cohort, result.trained
     half = merging.server_half(
         algorithm,
         state.params,
-        sent.update,
-        sent.sizes,
+        result.update,
+        result.sizes,
         state=state.algorithm,
         cohort=cohort,
-        key=sent.key,
+        key=result.key,
         on_nonfinite="drop",
-        others=dict(zip(("algorithm", "statistics"), sent.kept, strict=True)),
+        others=dict(zip(("algorithm", "statistics"), result.kept, strict=True)),
     )
-    # Selected before it is summed: a diverged client's loss may be NaN, which no weight silences.
+    # The loss of a diverged client may be NaN, and NaN times weight zero is NaN.
     losses = jnp.where(half.weights > 0, trained.loss[:, -1], 0)
-    own, statistics = sent.kept
-    if algorithm.link.mix is not None and sent.update.statistics:
+    local, statistics = result.kept
+    if algorithm.link.mix is not None and result.update.statistics:
         shares = algorithm.link.mix(half.values, half.weights)
-        sound = tree.keep(half.diverged.present, sent.update.statistics)
+        sound = tree.keep(half.diverged.present, result.update.statistics)
         mixed = jax.vmap(lambda row: tree.weighted_sum(sound, row))(shares)
         mixed = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, sound)
         statistics = statistics | mixed
-    # Who diverged keeps what it kept, and so do those who sat the round out.
-    kept = tree.keep(half.diverged.present, (own, statistics), sent.before)
-    everyone = state.local, state.statistics
+    # A client that diverged keeps what it had before the round, as clients outside the cohort do.
+    kept = tree.keep(half.diverged.present, (local, statistics), result.before)
     # [K, ...] back to its places in [M, ...].
-    everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), everyone, kept)
-    after = State(state.number + 1, half.params, half.state, *everyone)
-    # Nobody left, or a solve that overflowed: the model stays.
-    goes_on = (half.weights.sum() > 0) & tree.finite_leaves(half.params).all()
-    # Back to the state's dtypes, as sums are wider: the next round need not compile again.
-    after = jax.tree.map(
-        lambda new, old: jnp.where(goes_on, new, old).astype(old.dtype), after, state
+    everyone = jax.tree.map(
+        lambda old, new: old.at[cohort].set(new), (state.local, state.statistics), kept
     )
-    # The number goes on even so: otherwise the next round would draw and fail alike.
+    after = State(state.number + 1, half.params, half.state, *everyone)
+    # The state stays the same if no client is left or the merged model is not finite.
+    succeeded = (half.weights.sum() > 0) & tree.finite_leaves(half.params).all()
+    # Sums are wider than the state. In its dtypes the next round need not be compiled again.
+    after = jax.tree.map(
+        lambda new, old: jnp.where(succeeded, new, old).astype(old.dtype), after, state
+    )
+    # A failed round is counted too: the next one must draw another cohort.
     after = after._replace(number=state.number + 1)
     loss = (half.weights * losses).sum()
-    happened = Round(state.number, cohort, state.params, trained, loss, half.diverged, half.info)
-    return after, happened
+    done = Round(state.number, cohort, state.params, trained, loss, half.diverged, half.info)
+    return after, done
 
 
 def broadcast(
     algorithm: Algorithm, state: State, trained: Params, cohort: Array
 ) -> tuple[Any, int | None]:
-    """Give what the server sends, and the axis of the clients: None if all are sent the same."""
+    """Return the server's message, and its client axis: None if it is the same for all clients."""
     send = partial(algorithm.link.broadcast, trained, state.algorithm)
     return (jax.vmap(send)(cohort), 0) if algorithm.link.personal else (send(None), None)
 
@@ -187,28 +201,29 @@ def client_inputs(
     algorithm: Algorithm,
     state: State,
     parts: Leaves,
-    before: tuple[Any, dict[str, Array]],
+    kept: tuple[Any, dict[str, Array]],
     cohort: Array,
 ) -> tuple[Given, Given]:
-    """Give what clients begin with: what is common to all, and stacked [K, ...] what is not."""
-    local, kept = before
+    """Return what clients start a round with.
+
+    Returns:
+        What is common to all clients, and what each client has of its own, [K, ...]. Each field is
+        None in one of them.
+    """
+    local, statistics = kept
+    common, own = Given(None, None, parts.statistics, parts.frozen), Given(None, None, None, None)
     message, axis = broadcast(algorithm, state, parts.trained, cohort)
-    receive, several = algorithm.link.receive, not (axis is None and not jax.tree.leaves(local))
-    # Each starts from something else: both are stacked [K, ...].
-    if several:
-        receive = jax.vmap(receive, in_axes=(axis, 0))
-    begin = receive(message, local)
-    common, own = (None, None) if several else begin, begin if several else (None, None)
-    shared, mine = parts.statistics, None
-    if kept:
-        # Of each kept statistic a client's own, of others everybody's.
-        mine = leaves.filled(copies(parts.statistics, len(cohort)), kept)
-        shared = None
-    return Given(*common, shared, parts.frozen), Given(*own, mine, None)
-
-
-def copies(params: Params, number: int) -> Params:
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), params)
+    if axis is None and not jax.tree.leaves(local):
+        start, extras = algorithm.link.receive(message, local)
+        common = common._replace(start=start, extras=extras)
+    else:
+        start, extras = jax.vmap(algorithm.link.receive, in_axes=(axis, 0))(message, local)
+        own = own._replace(start=start, extras=extras)
+    if statistics:
+        # Clients keep some of the statistics, or all; the others are copies of the server's.
+        stacked = leaves.filled(copies(parts.statistics, len(cohort)), statistics)
+        common, own = common._replace(statistics=None), own._replace(statistics=stacked)
+    return common, own
 
 
 def _draw_cohort(key: Key, num_clients: int, cohort: int) -> Array:

@@ -1,4 +1,10 @@
-"""Federated experiments: rounds that follow one another."""
+"""Federated experiments: an algorithm, a cohort size and local training, run round after round.
+
+One-shot runs call the pieces of a round one by one: `training.train`, `merging.summarize` and
+`merging.merge`. A round is their composition as one compiled program. `run` is a generator, so
+research code can stop, log or branch. A `State` is plain data, and a run that continues from an old
+state repeats the rounds that followed it. Letters: M clients, K of them in a cohort.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -8,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import clients, devices, leaves, parallel, training, tree
+from fisherjax import clients, compression, devices, leaves, parallel, training, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape
+from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
 from fisherjax.parallel import Layout, Spread, in_order
@@ -20,7 +27,6 @@ from fisherjax.rounds._one_round import (
     State,
     broadcast,
     client_inputs,
-    copies,
     finish_round,
     train_and_summarize,
     whole_round,
@@ -29,40 +35,44 @@ from fisherjax.typing import Array, Key, Model, Params
 
 
 class Traffic(NamedTuple):
-    """Bytes of one client in one round: what the server sends it, and its update."""
+    """Bytes of one client in one round.
+
+    Attributes:
+        down: Bytes that the server sends to the client.
+        up: Bytes of the client's update.
+    """
 
     down: int
     up: int
 
 
 class Federated(Experiment):
-    """A federated experiment: what a round is compiled for. Made, and checked, by `federated`."""
+    """A federated experiment, as `federated` makes and checks it."""
 
     def init(self, params: Params, clients: int | Federation) -> State:
-        """Make the state before the first round, for M clients, or for those of a federation.
+        """Return the state before the first round, for M clients or for those of a federation.
 
-        Where clients keep running statistics of their own, as under `fedbn`, it has to be told the
-        federation, from the shape of whose inputs it learns which leaves these are.
+        Pass the federation where clients keep running statistics, as with `algorithms.fedbn`:
+        the shape of its inputs is needed to find the leaves that hold them.
         """
         params = jax.tree.map(jnp.asarray, checks.arrays(params))
         num_clients = clients.num_clients if isinstance(clients, Federation) else clients
         trained = leaves.trained(self.model, params)
-        kept = self._kept(params, clients.inputs if isinstance(clients, Federation) else None)
-        own = self.algorithm.link.init_client(trained), kept
-        own = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *x.shape)), own)
+        inputs = clients.inputs if isinstance(clients, Federation) else None
+        kept = self.algorithm.link.init_client(trained), self._kept_statistics(params, inputs)
         server = self.algorithm.link.init(trained, num_clients)
-        state = State(jnp.asarray(0, jnp.int32), params, server, *own)
+        state = State(jnp.asarray(0, jnp.int32), params, server, *copies(kept, num_clients))
         # Weakly typed scalars become strong, as they are after a round: one program for all.
         return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), state)
 
     def check(self, state: State, federation: Federation, key: Key) -> None:
-        """Refuse a state, data or a key that do not fit, with a ValueError or TypeError."""
+        """Check that a state, data and a key fit; raise ValueError or TypeError otherwise."""
         checks.instance("state", state, State, "init(params, M)")
         clients.check(federation)
         checks.floating(state.params)
-        _check_fits(state, eval_shape(partial(self.init, clients=federation), state.params))
+        _check_state(state, eval_shape(partial(self.init, clients=federation), state.params))
         how = self.algorithm.optimizer(self.optimizer), self.epochs, self.batch_size
-        _, extras = eval_shape(self._received, state)
+        _, extras = eval_shape(self._first_client_start, state)
         training.check(self.model, state.params, federation, key, *how, extras)
         if self.cohort > federation.num_clients:
             raise ValueError(
@@ -71,19 +81,19 @@ class Federated(Experiment):
             )
         if not tree.finite_leaves(state.params).all():
             raise ValueError(
-                "state.params are not finite: the model has diverged. Start from a state before "
-                "that, with smaller learning rates."
+                "state.params are not finite: the model has diverged. Continue from an earlier "
+                "state, with smaller learning rates."
             )
 
-    def _received(self, state: State) -> tuple[Params, Any]:
-        """Give what the first client starts from, and what its optimiser is given."""
+    def _first_client_start(self, state: State) -> tuple[Params, Any]:
+        """Return what the first client starts from, and what its optimiser receives."""
         place = jnp.asarray(0) if self.algorithm.link.personal else None
         trained = leaves.trained(self.model, state.params)
         message = self.algorithm.link.broadcast(trained, state.algorithm, place)
         return self.algorithm.link.receive(message, jax.tree.map(lambda x: x[0], state.local))
 
-    def _kept(self, params: Params, inputs: Array | None) -> dict[str, Array]:
-        """Give the statistics that each client keeps, by name."""
+    def _kept_statistics(self, params: Params, inputs: Array | None) -> dict[str, Array]:
+        """Return the initial statistics that each client keeps, by name."""
         link = self.algorithm.link
         others = leaves.apart(self.model, params)[1]
         keeps = [*tree.by_name(others)] if link.mix else link.keeps(others)
@@ -91,63 +101,66 @@ class Federated(Experiment):
             return {}
         if inputs is None:
             raise ValueError(
-                f"Clients keep running statistics of their own, some of {sorted(keeps)}; expected "
-                "init(params, federation), not a number of clients, to know which."
+                f"Clients keep running statistics, some of {sorted(keeps)}; expected init(params, "
+                "federation) instead of a number of clients, to find out which."
             )
-        # No longer than the whole data set: as many rows as a minibatch has.
+        # At most as long as the data set: minibatches have no more rows.
         length = min(self.batch_size, inputs.shape[0])
         statistics = tree.by_name(leaves.split(self.model, params, inputs, length).statistics)
         return {name: x for name, x in statistics.items() if name in keeps}
 
     def round(self, state: State, federation: Federation, key: Key) -> tuple[State, Round]:
-        """Play one round; compiled once for equal experiments and shapes."""
+        """Run one round; compiled once for equal experiments and shapes."""
         mesh = federation.mesh
         layout = Layout(self.clients_per_chunk, mesh)
         if devices.share_memory(mesh):
-            # In pieces: what clients send comes to one device, where the server's half runs once.
-            sent = train_and_summarize(
-                self, layout, state, federation, devices.replicate(key, mesh)
-            )
-            return finish_round(self, state, in_order(Spread(sent), mesh))
-        # A new state is on one device; one that a round gave is on the mesh already.
+            # Devices of one memory gather the updates on one of them, and merge them there, once.
+            key = devices.replicate(key, mesh)
+            result = train_and_summarize(self, layout, state, federation, key)
+            return finish_round(self, state, in_order(Spread(result), mesh))
+        # A new state is on one device; a state that a round returned is on the mesh already.
         if mesh is not None and devices.mesh_of(state.params) is None:
             state = devices.replicate(state, mesh)
         return whole_round(self, layout, state, federation, devices.replicate(key, mesh))
 
     def models(self, state: State, num_clients: int) -> Params:
-        """Give the own model of each of M clients, what it would start from now, [M, ...].
+        """Return the model that each of M clients would start from now, leaves [M, ...].
 
-        That is the global one M times, but for `algorithms.keep_local` and methods that keep a
-        model for each client.
+        These are copies of the global model, except for methods that keep a model for each client,
+        and for `algorithms.keep_local`.
         """
         places = jnp.arange(checks.count("num_clients", num_clients))
         parts = leaves.named(state.params, tuple(state.statistics), ())
         parts = parts._replace(trained=leaves.trained(self.model, state.params))
-        both = client_inputs(self.algorithm, state, parts, (state.local, state.statistics), places)
-        own = [o if c is None else copies(c, num_clients) for c, o in zip(*both, strict=True)]
-        return leaves.join(own[0], own[2], copies(state.params, num_clients))
+        kept = state.local, state.statistics
+        common, own = client_inputs(self.algorithm, state, parts, kept, places)
+        start, _, statistics, _ = (
+            mine if shared is None else copies(shared, num_clients)
+            for shared, mine in zip(common, own, strict=True)
+        )
+        return leaves.join(start, statistics, copies(state.params, num_clients))
 
     def traffic(self, params: Params, federation: Federation) -> Traffic:
-        """Count what one client receives and sends; nothing is computed."""
+        """Count the bytes that one client receives and sends in a round, from shapes alone."""
         params = checks.arrays(params)
         checks.outputs(self.model, params, federation.inputs, federation.targets)
         state = eval_shape(partial(self.init, clients=federation), params)
 
-        def sent(state: State) -> Any:
+        def download(state: State) -> Any:
             length = min(self.batch_size, federation.indices.shape[1])
-            own = leaves.split(self.model, state.params, federation.inputs, length)
-            shared = tree.by_name(own.statistics).items()
-            kept = self.algorithm.link.keeps(own.statistics)
+            parts = leaves.split(self.model, state.params, federation.inputs, length)
+            kept = self.algorithm.link.keeps(parts.statistics)
+            shared = tree.by_name(parts.statistics).items()
             statistics = [x for name, x in shared if name not in kept]
-            return broadcast(self.algorithm, state, own.trained, jnp.arange(1))[0], statistics
+            return broadcast(self.algorithm, state, parts.trained, jnp.arange(1))[0], statistics
 
-        def update(state: State, federation: Federation) -> Any:
-            # What is sent is as large after one epoch of one client as after many of a cohort.
+        def upload(state: State, federation: Federation) -> Any:
+            # The size depends neither on the number of epochs nor on that of clients.
             one = self._replace(cohort=1, epochs=1)
             return train_and_summarize(one, Layout(1), state, federation, jax.random.key(0)).update
 
-        up = eval_shape(update, state, federation)
-        return Traffic(*map(_bytes, (eval_shape(sent, state), up)))
+        sent = eval_shape(download, state), eval_shape(upload, state, federation)
+        return Traffic(*map(compression.size, sent))
 
 
 def federated(
@@ -159,28 +172,29 @@ def federated(
     epochs: int,
     batch_size: int,
     clients_per_chunk: int | None = None,
-) -> Federated[Report]:
-    """Make rounds of any algorithm.
+) -> Federated:
+    """Make a federated experiment of any algorithm.
 
-    A round draws K clients without replacement, trains each for some epochs from what the algorithm
-    broadcasts, and aggregates what they send. A client whose update is not finite is left out and
-    keeps what it kept; where nobody is left, or the merged model is not finite, the round changes
-    nothing but the number.
+    A round draws K clients without replacement, trains each from what the algorithm broadcasts,
+    and aggregates their updates. A client whose update is not finite is left out, and what it kept
+    before the round stays. If no client is left or the merged model is not finite, the round
+    changes only the number of the state.
 
     Args:
-        model: What clients train.
-        algorithm: How they train and how updates are merged.
-        cohort: K, from 1 to M.
-        optimizer: Of the clients, any of optax; starts afresh in every round.
-        epochs: Of local training in a round, at least 1.
-        batch_size: Of the clients' minibatches.
-        clients_per_chunk: Side by side on a device, up to K; None chooses, 1 on a CPU.
+        model: Model that the clients train.
+        algorithm: Method that defines the clients' training and the server's merge.
+        cohort: Number of clients in a round, K, from 1 to M.
+        optimizer: Optimiser of the clients, any of optax; its state starts afresh in every round.
+        epochs: Number of local epochs in a round, at least 1.
+        batch_size: Number of examples in a minibatch.
+        clients_per_chunk: Number of clients that train side by side on a device, up to K; None
+            chooses, and is 1 on a CPU.
 
     Returns:
-        The experiment, plain data: equal ones share a program.
+        The experiment, as plain data: equal experiments share a program.
 
     Raises:
-        TypeError: If an argument has the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If a number is out of range.
 
     Example:
@@ -196,7 +210,7 @@ def federated(
         0 (1,) True
         1 (1,) True
 
-    Source: McMahan et al., AISTATS 2017, algorithm 1, for any way to train and to merge.
+    Source: McMahan et al., AISTATS 2017, algorithm 1, with any local training and any merge.
     """
     checks.model(model)
     check_algorithm(algorithm)
@@ -209,27 +223,29 @@ def federated(
 
 
 def run(
-    experiment: Federated[Report], state: State, federation: Federation, *, key: Key, rounds: int
-) -> Iterator[tuple[State, Round[Report]]]:
-    """Run rounds one after another, and yield after each.
+    experiment: Federated, state: State, federation: Federation, *, key: Key, rounds: int
+) -> Iterator[tuple[State, Round]]:
+    """Run rounds one after another, and yield the result of each.
 
-    Cohorts and minibatches depend on the key, the round's number and the client only: two
-    algorithms with the same key see the same ones, and a run that goes on from an old state is the
-    run that was not interrupted, bit for bit.
+    Cohorts and minibatches depend only on the key, the number of the round and the client. Two
+    algorithms with the same key therefore see the same ones, and a run that continues from an old
+    state equals the uninterrupted run bit for bit.
 
     Args:
-        experiment: What `federated` made.
-        state: `experiment.init(params, M)`, or one that was yielded.
-        federation: The clients' data.
-        key: Of everything random, folded by round, purpose and client.
-        rounds: How many, at least 1.
+        experiment: Result of `federated`.
+        state: `experiment.init(params, M)`, or a state that `run` yielded.
+        federation: Data of the clients.
+        key: Random key, folded by round, purpose and client.
+        rounds: Number of rounds, at least 1.
 
     Yields:
-        The state after each round, and what happened in it; reading an array waits for it.
+        The state after each round, and the record of the round. Reading an array of them waits for
+        the computation.
 
     Raises:
-        TypeError: If an argument has the wrong kind.
-        ValueError: If the state, its params or the data do not fit; before the first round.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the state, its params or the data do not fit. Arguments are checked by the
+            call itself, before the first round.
 
     Example: see `federated`.
     """
@@ -237,28 +253,24 @@ def run(
     checks.instance("experiment", experiment, Federated, "rounds.federated(...)")
     experiment.check(state, federation, key)
 
-    # The body of a generator waits for the first round: what is checked above is checked at once.
-    def going(state: State) -> Iterator[tuple[State, Round]]:
-        # Counted here: to read it off a state would wait for the round.
+    # A generator of its own: the body of a generator runs, and so checks, at the first `next` only.
+    def generate(state: State) -> Iterator[tuple[State, Round]]:
+        # Numbers are counted here, as reading one from a state would wait for its round.
         first = int(state.number)
         for number in range(first, first + rounds):
             state, done = experiment.round(state, federation, key)
             yield state, done._replace(number=number)
 
-    return going(state)
+    return generate(state)
 
 
-def _bytes(shapes: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
-def _check_fits(state: State, expected: State) -> None:
+def _check_state(state: State, expected: State) -> None:
     for field in ("algorithm", "local", "statistics"):
         given, wanted = (_described(getattr(x, field)) for x in (state, expected))
         if given != wanted:
             raise ValueError(
                 f"state.{field} has leaves {given}; expected {wanted} for these params. Start with "
-                "init(params, M) of this experiment, or go on with a state that it yielded."
+                "init(params, M) of this experiment, or continue from a state that it yielded."
             )
 
 

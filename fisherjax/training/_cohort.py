@@ -1,4 +1,4 @@
-"""The program that trains a cohort."""
+"""The compiled program that trains a cohort, and its result."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,33 +8,35 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import clients, devices, leaves, local_update, parallel, tree
-from fisherjax._core.compiler import jit
+from fisherjax._core.compiler import eval_shape, jit
+from fisherjax._stacked import copies
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
 from fisherjax.local_update import Given, LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.typing import Array, Key, Params
 
-# The losses of this many epochs, or of twice as many and so on, have room in the program.
+# A program has room for the losses of this many epochs, or of 2, 4, 8 ... times as many.
 _EPOCHS = 16
 
 
 class Trained(NamedTuple):
-    """What local training yields, and what an algorithm summarizes.
+    """Result of local training, and what an algorithm's `summarize` receives.
 
-    Models that were trained elsewhere are `Trained(stacked params)`. `summarize` of one client sees
-    the same without the client axis.
+    `Trained(stacked params)` stands for models that were trained elsewhere. `summarize` receives
+    one client's part, without the client axis.
 
     Attributes:
-        params: Stacked, leaves [M, ...]; of a network with a mask the trained ones only, see
-            `leaves`.
-        start: What these were trained from, one model or stacked; None if that is not known.
-        steps: [M] optimiser steps taken.
-        loss: [M, epochs] mean training loss in nats, measured while it ran; 0 without data.
-        extras: Stacked, what an optimiser kept of its state, see `local_update.keeping`.
-        statistics: Stacked, the leaves that training changed without a gradient; None if there are
+        params: Trained models, leaves [M, ...]; of a model with a mask only the leaves that it
+            trains, see `leaves`.
+        start: Model that training started from, one for all clients or stacked; None if unknown.
+        steps: [M] number of optimiser steps.
+        loss: [M, epochs] mean training loss in nats, measured during each epoch; 0 for a client
+            without examples.
+        extras: What the optimiser kept of its state, stacked, see `local_update.keeping`.
+        statistics: Leaves that training changed without a gradient, stacked; None if there are
             none.
-        frozen: The leaves that it left alone, once for all clients; None if there are none.
+        frozen: Leaves that training did not change, once for all clients; None if there are none.
     """
 
     params: Params
@@ -47,18 +49,17 @@ class Trained(NamedTuple):
 
     @property
     def whole(self) -> Params:
-        """All leaves of one client's network, as `summarize` needs them to run it."""
+        """All leaves of one client's network, with which `summarize` can run it."""
         return leaves.join(self.params, self.statistics, self.frozen)
 
     @property
     def models(self) -> Params:
-        """All leaves of every client's network, [M, ...], the frozen ones M times."""
-        number = jax.tree.leaves(self.params)[0].shape[0]
-        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), self.frozen)
-        return leaves.join(self.params, self.statistics, copies)
+        """All leaves of every client's network, [M, ...]; frozen leaves are repeated M times."""
+        frozen = copies(self.frozen, jax.tree.leaves(self.params)[0].shape[0])
+        return leaves.join(self.params, self.statistics, frozen)
 
     def __repr__(self) -> str:
-        """Describe the models in one line: which fields there are, how much they hold."""
+        """Describe the models in one line: the fields that are present, and their size."""
         held = [
             name for name, value in zip(self._fields, self, strict=True) if jax.tree.leaves(value)
         ]
@@ -66,15 +67,16 @@ class Trained(NamedTuple):
 
 
 class Cohort(NamedTuple):
-    """Clients about to train, all arguments checked: what `train_cohort` runs.
+    """Clients that are ready to train, with checked arguments: the input of `train_cohort`.
 
     Attributes:
-        local: What each of them does.
-        layout: How many side by side, and on which devices.
-        given: One for everybody, and a stacked one for each client, each field in one of them.
-        federation: Their data.
-        key: Folded by client and epoch.
-        epochs: Passes over each client's data.
+        local: Local training of each client.
+        layout: Number of clients side by side, and their devices.
+        given: What all clients start with, and what each starts with, stacked; each field is None
+            in one of them.
+        federation: Data of the clients.
+        key: Random key, folded by client and epoch.
+        epochs: Number of passes over each client's data.
     """
 
     local: LocalTraining
@@ -84,31 +86,38 @@ class Cohort(NamedTuple):
     key: Key
     epochs: int
 
-    def program(self, capacity: int, states: State | None, between: tuple[int, int]) -> tuple:
-        """Give the arguments of `_run`, for the epochs between two."""
+    def arguments(self, capacity: int, states: State | None, between: tuple[int, int]) -> tuple:
+        """Return the arguments of `_run` for epochs `between[0]` to before `between[1]`."""
         arrays = self.given, self.federation, self.key, (*between, self.epochs)
         return self.local, self.layout, capacity, states, *arrays
 
-    def to_the_end(self) -> tuple:
-        """Give the arguments of `_run`, for all epochs of clients that start afresh."""
-        # The losses of so many epochs have room: another number of epochs need not compile again.
+    def arguments_of_all_epochs(self) -> tuple:
+        """Return the arguments of `_run` for all epochs of clients that start afresh."""
+        # With room for the losses of more epochs, another number of epochs need not compile again.
         capacity = max(_EPOCHS, 1 << (int(self.epochs) - 1).bit_length())
-        return self.program(capacity, None, (0, self.epochs))
+        return self.arguments(capacity, None, (0, self.epochs))
 
 
 def train_cohort(cohort: Cohort) -> Trained:
-    """Train clients to the end, as `train` does, without checks."""
-    found, loss = in_order(_run(*cohort.to_the_end()), cohort.layout.mesh)
-    # [M, capacity] to [M, epochs]: the room that is left over is cut off.
-    return _trained(cohort, found, loss[:, : cohort.epochs])
+    """Train clients for all epochs, as `train` does, without checks."""
+    found, loss = in_order(_run(*cohort.arguments_of_all_epochs()), cohort.layout.mesh)
+    # [M, capacity] to [M, epochs].
+    return _result(cohort, found, loss[:, : cohort.epochs])
 
 
 def cohort_memory(cohort: Cohort) -> Memory:
     """Predict the bytes that `train_cohort` needs on each device, as `train_memory` does."""
-    return devices.memory(_run, *cohort.to_the_end())
+    return devices.memory(_run, *cohort.arguments_of_all_epochs())
 
 
-def _trained(cohort: Cohort, found: tuple[Params, Params, Any], loss: Array) -> Trained:
+def epoch_memory(cohort: Cohort) -> Memory:
+    """Predict the bytes that `epoch_by_epoch` needs on each device."""
+    states = eval_shape(partial(_first_state, cohort.local), cohort.given[0])
+    states = devices.stacked_shapes(states, cohort.federation.num_clients, cohort.layout.mesh)
+    return devices.memory(_run, *cohort.arguments(1, states, (0, cohort.epochs)))
+
+
+def _result(cohort: Cohort, found: tuple[Params, Params, Any], loss: Array) -> Trained:
     common, own = cohort.given
     params, statistics, kept = found
     sizes = local_update.sizes(cohort.local, cohort.federation)
@@ -122,22 +131,22 @@ def _first_state(local: LocalTraining, given: Given) -> State:
 
 
 def epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> Trained:
-    """Train all clients for an epoch before the next, so that something can be shown after each."""
+    """Train all clients for an epoch before the next, and call `progress` after each epoch."""
     mesh = cohort.layout.mesh
     states = _first_states(cohort.local, cohort.federation.num_clients, cohort.given[0])
-    # Where results are put: the first epoch must not compile another program than the second.
+    # Placed as the results are, so that the first epoch runs the program of the second.
     states = in_order(Spread(states), mesh)
     losses = []
     for epoch in range(cohort.epochs):
         # The number of the epoch is traced: every epoch runs the same program.
-        found = _run(*cohort.program(1, states, (epoch, epoch + 1)))
+        found = _run(*cohort.arguments(1, states, (epoch, epoch + 1)))
         states, loss = in_order(found, mesh)
         losses.append(loss)
         progress(epoch, loss[:, 0])
-    # Each [M, 1], as there was room for one epoch; together [M, epochs].
+    # Arrays [M, 1] of one epoch each to [M, epochs].
     loss = jnp.concatenate(losses, axis=1)
     params = jax.vmap(local_update.trained)(states)
-    return _trained(cohort, (params, states.statistics, local_update.kept(states)), loss)
+    return _result(cohort, (params, states.statistics, local_update.kept(states)), loss)
 
 
 @partial(jit, static_argnums=(0, 1))
@@ -145,7 +154,7 @@ def _first_states(local: LocalTraining, num_clients: int, given: Given) -> State
     return jax.vmap(lambda _: _first_state(local, given))(jnp.arange(num_clients))
 
 
-# The states are donated: between epochs those of all clients are not held twice.
+# States are donated, so that memory holds those of all clients once between epochs.
 @partial(jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _run(
     local: LocalTraining,
@@ -157,14 +166,16 @@ def _run(
     key: Key,
     epochs: tuple[Array, Array, Array],
 ) -> Spread:
-    """Train each client from epoch `first` to before `last` of `all`.
+    """Train each client over the epochs (first, last, total): from `first` to before `last`.
 
-    Without states it starts afresh, and gives its trained leaves, its statistics and what the
-    optimiser kept; otherwise the states. The losses have room for `capacity` epochs.
+    Returns:
+        Without states, clients start afresh; the results are their trained leaves, statistics and
+        what the optimiser kept. With states, the results are the new states. Then come the losses
+        [M, capacity].
     """
 
     def one(own: Any, common: Given, federation: Federation, key: Key, epochs: Any) -> Any:
-        # One client's slice: its place, its state if it goes on, and what is its own.
+        # One client's slice: its place, its state if it continues, and its own inputs.
         place, state, mine = own
         first, last, total = epochs
         own_given = Given(*(c if o is None else o for c, o in zip(common, mine, strict=True)))
@@ -176,9 +187,9 @@ def _run(
 
         begin = _first_state(local, own_given) if state is None else state
         losses = jnp.zeros(capacity, jnp.result_type(float))
-        # A loop of traced length: another number of epochs need not compile again.
+        # The length is traced, so that another number of epochs need not compile again.
         end, losses = jax.lax.fori_loop(first, last, body, (begin, losses))
-        # At the end the optimiser's state is dropped: only those of a chunk are ever in memory.
+        # Dropping the optimiser's state keeps only the states of one chunk in memory.
         found = local_update.trained(end), end.statistics, local_update.kept(end)
         return found if state is None else end, losses
 

@@ -1,7 +1,12 @@
-"""Local training from one start."""
+"""Local training from one common start: every client runs its own optimiser on its own examples.
+
+One compiled program trains all clients. Client i takes ceil(n_i / B) steps an epoch: its examples
+are shuffled, and the last short minibatch is averaged over its own examples. Minibatches are
+gathered from the one copy of the data. One-shot runs and rounds train by the same function,
+`train_cohort`.
+"""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fisherjax import _optimizers, clients, devices, leaves, local_update, parallel
+from fisherjax import _optimizers, clients, leaves, local_update, parallel
 from fisherjax._core import checks
-from fisherjax._core.compiler import eval_shape
+from fisherjax._stacked import copies, shapes_of_one
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory, replicate
 from fisherjax.local_update import Given, LocalTraining
@@ -19,15 +24,14 @@ from fisherjax.parallel import Layout
 from fisherjax.training._cohort import (
     Cohort,
     Trained,
-    _first_state,
-    _run,
     cohort_memory,
     epoch_by_epoch,
+    epoch_memory,
     train_cohort,
 )
 from fisherjax.typing import Array, Key, Model, Params
 
-_HIDDEN = "privacy.dp_sgd tells it no loss, by which its steps would show the data."
+_HIDDEN = "privacy.dp_sgd passes it no loss, as steps that depend on the loss reveal the data."
 
 
 def train(
@@ -48,32 +52,35 @@ def train(
         W_i <- W_i - step of the gradient of mean_{n in b} -log p(y_n | x_n, W_i)
 
     for the minibatches b of a fresh permutation of client i's examples in every epoch. A client
-    without examples keeps the start. Compiled once for the same function objects and shapes,
-    whatever the number of epochs.
+    without examples keeps the start. The program is compiled once for the same function objects and
+    shapes, whatever the number of epochs.
 
     Args:
-        model: Its negative log-likelihood is minimised, through `apply_train` if it has one; leaves
-            that its mask leaves out are not trained.
-        params: The common start, floating leaves.
-        federation: The clients' data.
-        key: Folded by client and epoch; the chunk does not matter.
-        optimizer: Any of optax that moves params, one that asks for the loss, `value_fn` or
-            `grad_fn` too; its state starts afresh on every client. An algorithm that changes how
-            clients train wraps it: `algorithm.optimizer(optax.sgd(0.1))`.
-        epochs: Passes over each client's data, at least 1.
-        batch_size: B, at least 1.
-        extras: Stacked, what such a wrapped optimiser is given besides (SCAFFOLD's correction).
-        clients_per_chunk: Side by side, at the price of memory; None chooses, 1 on a CPU.
-        progress: Called with the epoch, from 0, and its losses [M]. All clients then train for an
-            epoch before the next, and all their optimiser states are kept, not only a chunk's.
+        model: Model whose negative log-likelihood is minimised, through `apply_train` if it has
+            one. Leaves that its mask excludes are not trained.
+        params: Common start W, floating leaves.
+        federation: Data of the clients.
+        key: Random key, folded by client and epoch; results do not depend on the chunk.
+        optimizer: Optimiser of the clients, any of optax that moves params, also one that uses the
+            loss, `value_fn` or `grad_fn`; its state starts afresh on every client. An algorithm
+            that changes the clients' training wraps it: `algorithm.optimizer(optax.sgd(0.1))`.
+        epochs: Number of passes over each client's data, at least 1.
+        batch_size: Number of examples in a minibatch, B, at least 1.
+        extras: Additional input of such a wrapped optimiser, stacked (SCAFFOLD's correction).
+        clients_per_chunk: Number of clients that train side by side on a device, which takes more
+            memory; None chooses, and is 1 on a CPU.
+        progress: Function that is called with the number of the epoch, from 0, and its losses [M].
+            All clients then finish an epoch before the next, and memory holds all their optimiser
+            states instead of those of one chunk.
 
     Returns:
-        The stacked params, the steps, the loss of every epoch in nats, and what the optimiser kept.
+        The stacked params, the number of steps, the loss of every epoch in nats, and what the
+        optimiser kept.
 
     Raises:
-        TypeError: If params are not floating, or an argument has the wrong kind.
+        TypeError: If params are not floating, or an argument has the wrong type.
         ValueError: If the targets do not fit the outputs, the mask does not fit params, the
-            optimiser cannot take steps of them, or a number is not positive.
+            optimiser cannot update them, or a number is not positive.
 
     Example:
         >>> import numpy as np, fisherjax as fj
@@ -87,10 +94,8 @@ def train(
     Source: McMahan et al., Communication-efficient learning of deep networks from decentralized
         data, AISTATS 2017, ClientUpdate.
     """
-    params = checks.arrays(params)
-    own = _of_one(extras, federation)
-    local = check(model, params, federation, key, optimizer, epochs, batch_size, own)
-    cohort = _from_one_start(local, params, extras, federation, key, epochs, clients_per_chunk)
+    how = optimizer, epochs, batch_size
+    cohort = _checked_cohort(model, params, federation, key, how, extras, clients_per_chunk)
     if progress is None:
         return train_cohort(cohort)
     checks.function("progress", progress, "progress(epoch, losses)")
@@ -98,9 +103,9 @@ def train(
 
 
 def untrained(params: Params, num_clients: int, model: Model | None = None) -> Trained:
-    """Give every client the same model, for exchanges without training.
+    """Return M clients that all have the same model, for exchanges without training.
 
-    With a model the leaves that its mask leaves out are there once.
+    If a `model` is given, leaves that its mask excludes are frozen, and held once.
 
     Example:
         >>> untrained(jnp.zeros(2), num_clients=3).params.shape
@@ -109,15 +114,12 @@ def untrained(params: Params, num_clients: int, model: Model | None = None) -> T
     params = checks.arrays(params)
     checks.count("num_clients", num_clients)
 
-    def stack(x: Array) -> Array:
-        # By the host, so that it is bound to no device: the clients may be on others.
-        x = x if checks.is_traced(x) else np.asarray(x)
-        return jnp.asarray(jnp.broadcast_to(x, (num_clients, *jnp.shape(x))))
+    def on_host(x: Array) -> Array:
+        # An array that is bound to one device could not join clients on others.
+        return x if checks.is_traced(x) else np.asarray(x)
 
-    if model is None:
-        return Trained(jax.tree.map(stack, params))
-    own, frozen = leaves.apart(model, params)
-    return Trained(jax.tree.map(stack, own), frozen=frozen)
+    own, frozen = (params, None) if model is None else leaves.apart(model, params)
+    return Trained(copies(jax.tree.map(on_host, own), num_clients), frozen=frozen)
 
 
 def train_memory(
@@ -133,10 +135,10 @@ def train_memory(
     clients_per_chunk: int | None = None,
     progress: Any = None,
 ) -> Memory:
-    """Predict the bytes that `train` needs on each device, the data and all models among them.
+    """Predict the bytes that `train` needs on each device, including the data and all models.
 
-    The arguments, and what is refused, are those of `train`; nothing is run. Of `progress` it
-    counts only whether it is None.
+    Arguments and errors are those of `train`, but nothing is trained. `progress` is not called; any
+    value but None predicts training epoch by epoch.
 
     Example:
         >>> import numpy as np, fisherjax as fj
@@ -147,15 +149,9 @@ def train_memory(
         >>> need.resident > federation.inputs.nbytes
         True
     """
-    params = checks.arrays(params)
-    own = _of_one(extras, federation)
-    local = check(model, params, federation, key, optimizer, epochs, batch_size, own)
-    cohort = _from_one_start(local, params, extras, federation, key, epochs, clients_per_chunk)
-    if progress is None:
-        return cohort_memory(cohort)
-    states = eval_shape(partial(_first_state, local), cohort.given[0])
-    states = devices.stacked_shapes(states, federation.num_clients, federation.mesh)
-    return devices.memory(_run, *cohort.program(1, states, (0, epochs)))
+    how = optimizer, epochs, batch_size
+    cohort = _checked_cohort(model, params, federation, key, how, extras, clients_per_chunk)
+    return cohort_memory(cohort) if progress is None else epoch_memory(cohort)
 
 
 def check(
@@ -168,7 +164,10 @@ def check(
     batch_size: int,
     extras: Any = (),
 ) -> LocalTraining:
-    """Check what clients train with, and put it together; extras are one client's, or shapes."""
+    """Check the arguments of `train`, and return the local training that they define.
+
+    Here `extras` are one client's, or their shapes.
+    """
     checks.model(model)
     clients.check(federation)
     checks.floating(params)
@@ -178,7 +177,7 @@ def check(
     checks.count("epochs", epochs)
     batch_size = checks.count("batch_size", batch_size)
     checks.outputs(model, params, federation.inputs, federation.targets)
-    # No client has more rows than that: the rest of a longer minibatch would be padding.
+    # No client has more rows. The rest of a longer minibatch would be padding.
     batch_size = min(batch_size, federation.indices.shape[1])
     checks.train_outputs(model, params, federation.inputs, batch_size)
     without = _HIDDEN if local_update.hides_the_loss(model) else ""
@@ -187,28 +186,24 @@ def check(
     return LocalTraining(model, optimizer, batch_size)
 
 
-def _of_one(extras: Any, federation: Federation) -> Any:
-    """Give the shapes of what one client's optimiser is given."""
+def _checked_cohort(
+    model: Model,
+    params: Params,
+    federation: Federation,
+    key: Key,
+    how: tuple[optax.GradientTransformation, int, int],
+    extras: Any,
+    clients_per_chunk: int | None,
+) -> Cohort:
+    """Check the arguments of `train`; `how` has the optimiser, the epochs and the batch size."""
+    params = checks.arrays(params)
     if jax.tree.leaves(extras):
         clients.check(federation)
         checks.stacked(extras, federation.num_clients, "extras")
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), extras)
-
-
-def _from_one_start(
-    local: LocalTraining,
-    params: Params,
-    extras: Any,
-    federation: Federation,
-    key: Key,
-    epochs: int,
-    clients_per_chunk: int | None,
-) -> Cohort:
+    local = check(model, params, federation, key, *how, shapes_of_one(extras))
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    # The clients may be spread over a mesh: what jit takes together must lie on the same devices.
+    # jit needs all arrays on the same devices, and the clients may be spread over a mesh.
     params, key = replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
-    start, statistics, frozen = leaves.split(
-        local.model, params, federation.inputs, local.batch_size
-    )
+    start, statistics, frozen = leaves.split(model, params, federation.inputs, local.batch_size)
     given = Given(start, None, statistics, frozen), Given(None, extras, None, None)
-    return Cohort(local, layout, given, federation, key, epochs)
+    return Cohort(local, layout, given, federation, key, how[1])
