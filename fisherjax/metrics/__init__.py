@@ -1,4 +1,4 @@
-"""How good a model is: on a test set, alone and in an ensemble, and on the data of the clients."""
+"""Evaluate models: on a test set, as an ensemble, and on the data of the clients."""
 
 from fisherjax.metrics._clients import Barrier, Performance, client_server_barrier, performance
 from fisherjax.metrics._test_set import accuracy, ensemble_accuracy, logits

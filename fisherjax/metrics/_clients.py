@@ -1,4 +1,4 @@
-"""How good models are on clients."""
+"""Loss and accuracy on the data of every client, and the client-server barrier."""
 
 from functools import partial
 from typing import NamedTuple
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from fisherjax import _sequences, clients
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
+from fisherjax._stacked import shapes_of_one
 from fisherjax.clients import Federation, minibatches, view
 from fisherjax.metrics._targets import (
     check_batch_size,
@@ -16,19 +17,19 @@ from fisherjax.metrics._targets import (
     counted,
     for_inference,
     is_bernoulli,
-    shapes_of_one,
 )
 from fisherjax.parallel import Layout, Spread, chunk_size, in_order, spread_clients
 from fisherjax.typing import Array, Model, Params
 
 
 class Performance(NamedTuple):
-    """How good models are on the data of clients.
+    """Loss and accuracy of models on the data of clients.
 
     Attributes:
         loss: [M] mean negative log-likelihood of an example in nats; 0 without examples.
-        accuracy: [M] fraction of right labels, as `accuracy` has it; NaN if targets are no labels.
-        sizes: [M] examples that this is measured on: those of which any position counts.
+        accuracy: [M] fraction of correct predictions, as in `accuracy`; NaN if targets are not
+            labels.
+        sizes: [M] number of examples that are averaged: those with a position that counts.
     """
 
     loss: Array
@@ -36,10 +37,10 @@ class Performance(NamedTuple):
     sizes: Array
 
     def mean(self) -> "Performance":
-        """Average over the clients that have examples, each counting the same."""
+        """Average over the clients that have examples, with equal weights."""
         counted = self.sizes > 0
         number = jnp.maximum(counted.sum(-1), 1)
-        # Selected before the sum: who does not count may hold NaN.
+        # Clients without examples may hold NaN.
         loss, accuracy = (
             jnp.where(counted, x, 0).sum(-1) / number for x in (self.loss, self.accuracy)
         )
@@ -54,14 +55,15 @@ def performance(
     stacked: bool = False,
     batch_size: int = 100,
 ) -> Performance:
-    """Measure loss and accuracy on every client's examples, [M]; NaN where outputs are NaN.
+    """Compute loss and accuracy on every client's examples, [M]; NaN where outputs are NaN.
 
     Args:
-        model: Its negative log-likelihood is the loss.
-        params: One model, or with `stacked` one for each client, leaves [M, ...].
-        federation: The clients' data; those of a cohort by `clients.select`.
-        stacked: Whether each client has its own model.
-        batch_size: Examples of a minibatch; a last short one costs as much as a full one.
+        model: Network, whose negative log-likelihood is the loss.
+        params: Params of one model, or with `stacked` of one model per client, leaves [M, ...].
+        federation: Data of the clients; for those of a cohort use `clients.select`.
+        stacked: Whether each client has its own model (default False).
+        batch_size: Number of examples in a minibatch (default 100). A short last minibatch costs
+            as much as a full one.
 
     Raises:
         ValueError: If models, targets or batch_size do not fit.
@@ -88,7 +90,12 @@ def performance(
 
 
 class Barrier(NamedTuple):
-    """Means over clients of L_i(W) - L_i(W_i), in nats, and of accuracy_i(W_i) - accuracy_i(W)."""
+    """Means over clients of the differences between the global model W and their own models W_i.
+
+    Attributes:
+        loss: Mean of L_i(W) - L_i(W_i) in nats.
+        accuracy: Mean of accuracy_i(W_i) - accuracy_i(W).
+    """
 
     loss: Array
     accuracy: Array
@@ -99,15 +106,16 @@ def client_server_barrier(
 ) -> Barrier:
     """Compute the client-server barrier, mean_i [L_i(W) - L_i(W_i)] on the clients' own data.
 
-    Lower is better, and zero where all models are equal. Clients without examples or with a model
-    that is not finite do not count.
+    Lower is better; the barrier is zero if all models are equal. Clients without examples, or whose
+    loss is not finite under their own model, are left out.
 
     Args:
-        model: Its negative log-likelihood is the loss.
-        params: W, the global model after aggregation.
-        models: W_i stacked, leaves [M, ...]; of a round `done.trained.models`.
-        federation: The data of these clients; of a round `select(federation, done.cohort)`.
-        batch_size: Examples of a minibatch.
+        model: Network, whose negative log-likelihood is the loss.
+        params: Global model after aggregation, W.
+        models: Models of the clients W_i, leaves [M, ...]; those of a round are
+            `done.trained.models`.
+        federation: Data of these clients; of a round `clients.select(federation, done.cohort)`.
+        batch_size: Number of examples in a minibatch (default 100).
 
     Example:
         >>> import fisherjax as fj
@@ -118,12 +126,12 @@ def client_server_barrier(
         0.5
 
     Source: Dhawan, Mitchell, Charles, Garrett, Dziugaite, Leveraging function space aggregation for
-        federated learning at scale, TMLR 2024. In accuracy it has the sign of the loss: they plot
-        the difference the other way round.
+        federated learning at scale, TMLR 2024. The sign of the accuracy is chosen here so that
+        lower is better, too; the paper plots the negative.
     """
     merged = performance(model, params, federation, batch_size=batch_size)
     own = performance(model, models, federation, stacked=True, batch_size=batch_size)
-    # A client whose own model diverged has nothing to compare with: as if it had no examples.
+    # There is nothing to compare with if the client's own model diverged.
     sizes = jnp.where(jnp.isfinite(own.loss), own.sizes, 0)
     mean = Performance(merged.loss - own.loss, own.accuracy - merged.accuracy, sizes).mean()
     return Barrier(mean.loss, mean.accuracy)
@@ -141,7 +149,7 @@ def _performance(
     def one(
         own: tuple[Array, Params | None], common: Params | None, federation: Federation
     ) -> Performance:
-        # A common model comes in once and is not stacked: M copies would be in memory.
+        # A common model is an argument of its own: stacked, it would take M times the memory.
         place, params = own[0], own[1] if stacked else common
         examples = _sequences.weighed(model, view(federation, place))
         number, batch = minibatches(examples, batch_size)
@@ -151,20 +159,20 @@ def _performance(
             outputs = model.apply(params, inputs)
             likelihood = _sequences.likelihood(model, inputs, outputs.shape)
             losses = likelihood.negative_log_likelihood(outputs, targets)
-            measured = losses, *_shares(model, inputs, outputs, targets)
+            measured = losses, *_fractions(model, inputs, outputs, targets)
             return tuple(
-                # The rows that fill up do not count; a loop's state keeps its dtypes.
+                # Padded rows have weight zero. The state of a loop must keep its dtypes.
                 total + jnp.where(weights > 0, x, 0).sum().astype(total.dtype)
                 for total, x in zip(totals, measured, strict=True)
             )
 
-        # Sums of at least float32, even where the network computes in bfloat16.
+        # Sums have at least float32, even if the network computes in bfloat16.
         zero, size = jnp.zeros((), jnp.result_type(float)), federation.sizes[place]
         zeros = (zero,) * (2 if model.positions is None else 3)
         loss, right, *targets = jax.lax.fori_loop(0, number, body, zeros)
         if targets:
             size = jnp.count_nonzero(examples.weights).astype(size.dtype)
-        # 0, not 0 / 0, without examples.
+        # Without examples the result is 0, not 0 / 0.
         number = jnp.maximum(targets[0] if targets else size, 1)
         return Performance(loss / jnp.maximum(size, 1), right / number, size)
 
@@ -178,10 +186,10 @@ def _performance(
     )
 
 
-def _shares(model: Model, inputs: Array, outputs: Array, targets: Array) -> tuple[Array, ...]:
-    """Compute which share of an example's targets is right, [B]; NaN where they are not labels.
+def _fractions(model: Model, inputs: Array, outputs: Array, targets: Array) -> tuple[Array, ...]:
+    """Compute the fraction of an example's targets that are predicted, [B]; NaN without labels.
 
-    Where the model has `positions` it is how many are right, and of how many that count.
+    For a model with `positions`, return the numbers of correct and of counted targets instead.
     """
     are_classes = jnp.issubdtype(targets.dtype, jnp.integer)
     expected = outputs.shape if is_bernoulli(model) else outputs.shape[:-1]

@@ -1,50 +1,45 @@
-"""Which targets are right."""
+"""Correct predictions, and which targets count."""
 
-import jax
 import jax.numpy as jnp
 
 from fisherjax import _sequences
 from fisherjax._core import checks
 from fisherjax.likelihoods import bernoulli
-from fisherjax.typing import Array, Model, Params
+from fisherjax.typing import Array, Model
+
+
+def correct(model: Model, outputs: Array, targets: Array) -> Array:
+    """Return 1 where a prediction equals its target and 0 elsewhere; NaN where outputs are NaN."""
+    if is_bernoulli(model):
+        right, is_nan = (outputs > 0) == (targets > 0.5), jnp.isnan(outputs)
+    else:
+        # NaN is checked separately, because argmax treats it as the largest output.
+        right, is_nan = outputs.argmax(-1) == targets, jnp.isnan(outputs).any(-1)
+    return jnp.where(is_nan, jnp.nan, right.astype(jnp.result_type(float)))
 
 
 def counted(model: Model, inputs: Array, outputs: Array, targets: Array, hits: Array) -> Array:
-    """Evaluate which targets count, of the shape of `hits`."""
+    """Return which targets count, booleans of the shape of `hits`, the result of `correct`."""
     counts = _sequences.targets_counted(model, inputs, outputs.shape, targets)
     if counts is None:
         return jnp.ones(hits.shape, bool)
-    # Of bits every output has a target.
+    # Of a Bernoulli likelihood every output has a target.
     every = counts.reshape(*counts.shape, *(1,) * (hits.ndim - counts.ndim))
     return jnp.broadcast_to(every, hits.shape)
 
 
-def correct(model: Model, outputs: Array, targets: Array) -> Array:
-    """Say where targets are right; NaN where an output is, of classes where any output is."""
-    if is_bernoulli(model):
-        right, broken = (outputs > 0) == (targets > 0.5), jnp.isnan(outputs)
-    else:
-        # The argmax of NaN is 0.
-        right, broken = outputs.argmax(-1) == targets, jnp.isnan(outputs).any(-1)
-    return jnp.where(broken, jnp.nan, right.astype(jnp.result_type(float)))
-
-
 def is_bernoulli(model: Model) -> bool:
-    # By what the outputs mean: the loss may be the user's own.
+    """Return whether outputs are logits of independent bits, whatever the loss."""
     return model.likelihood.factor is bernoulli.factor
 
 
-def shapes_of_one(stacked: Params) -> Params:
-    """Give the shapes of one of the models."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
-
-
 def for_inference(model: Model) -> Model:
-    """Leave out how a model trains: those that differ in it share a program."""
+    """Remove how a model trains, so that models that differ only in that share a program."""
     return model._replace(apply_train=None, mask=None)
 
 
 def check_batch_size(batch_size: int, inputs: Array) -> int:
+    """Check a batch size, and limit it to the number of inputs."""
     batch_size = checks.count("batch_size", batch_size)
     if len(inputs) == 0:
         raise ValueError("There are no inputs; expected at least one example.")
