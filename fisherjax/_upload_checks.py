@@ -1,7 +1,7 @@
-"""Whether what clients sent can be merged: its kind, its shapes, its weights, its numbers.
+"""Check uploads before a merge: their kind, shapes, weights and numbers.
 
-Values are checked on the host; under tracing they are not known, and who diverged can be left out,
-but not refused.
+Values are checked on the host. Under tracing they are unknown: clients that diverged can then be
+left out, but no error can be raised.
 """
 
 import dataclasses
@@ -28,11 +28,13 @@ from fisherjax.typing import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Diverged:
-    """Whose values are not finite, and in which leaf first: data, which programs can return.
+    """Clients whose values are not finite, and the first such leaf of each.
+
+    It is a pytree, so that compiled functions can return it.
 
     Attributes:
-        leaf: [K], the place of that leaf among `names`; -1 for a client whose values are finite.
-        names: Of all leaves, static.
+        leaf: [K] place of that leaf among `names`; -1 for a client whose values are finite.
+        names: Names of all leaves, static.
     """
 
     leaf: Array
@@ -44,7 +46,9 @@ class Diverged:
         return self.leaf < 0
 
     def by_client(self, cohort: Array | None = None) -> dict[int, str]:
-        """Name the leaf of each client that diverged, by its number in `cohort`, [K], or here.
+        """Return the names of these leaves by client.
+
+        Clients are named by the numbers [K] in `cohort`, or by their places if it is None.
 
         Example:
             >>> Diverged(jnp.array([-1, 0, 1]), ("a", "b")).by_client(jnp.array([2, 5, 7]))
@@ -56,12 +60,12 @@ class Diverged:
 
 
 class Screened(NamedTuple):
-    """What is left of updates: who diverged has zeros and weight zero.
+    """Updates without the clients that diverged.
 
     Attributes:
-        values: [K, ...].
-        weights: [K].
-        diverged: Who is left out, and for which leaf.
+        values: Values of the updates, leaves [K, ...]; zeros for clients that are left out.
+        weights: [K] weights of the clients; zero for those that are left out.
+        diverged: Clients that are left out, and the leaf that is not finite.
     """
 
     values: Any
@@ -70,10 +74,10 @@ class Screened(NamedTuple):
 
 
 def stacked(algorithm: Algorithm, updates: Any) -> Update:
-    """Stack updates if need be; refuse another kind, or leaves of different numbers of clients."""
+    """Stack a list of updates, and check their kind and that all leaves have M clients."""
     check_algorithm(algorithm)
     if isinstance(updates, (list, tuple)):
-        # Before they are stacked, which would say only that their trees differ.
+        # Stacking updates of other kinds would report only that their trees differ.
         for client, update in enumerate(updates):
             _check_kind(algorithm, update, f"The update of client {client}")
         updates = tree.stack(list(updates))
@@ -81,45 +85,52 @@ def stacked(algorithm: Algorithm, updates: Any) -> Update:
     shapes = tree.shapes(updates.values)
     if not shapes:
         raise ValueError(
-            "Nothing was sent: this method, as single_set, merges nothing. Play it in "
-            "rounds.federated, whose `models` gives every client's own."
+            "This method, as single_set, sends no updates and has no merged model; use "
+            "rounds.federated(...), whose `models` returns the model of every client."
         )
     lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
     if None in lengths.values() or len(set(lengths.values())) != 1:
         raise ValueError(
-            f"The stacked updates have leading axes {lengths}; expected one length, the clients'."
+            f"The stacked updates have leading axes {lengths}; expected the number of clients in "
+            "all of them."
         )
     _check_untrained(algorithm, updates)
     return tree.native(updates, "the stacked updates")
 
 
 def check_weights(weights: Any, num_clients: int) -> Any:
-    """Check the clients' weights, [M]; in float64 on the host unless they are traced."""
+    """Check the clients' weights [M], and return them in float64 on the host unless traced.
+
+    None means equal weights.
+    """
     if weights is None:
         return np.ones(num_clients)
     if not checks.is_traced(weights):
         try:
-            # In float32 the sum of weights such as 1e38 would overflow.
+            # The sum of weights such as 1e38 would overflow in float32.
             weights = np.asarray(weights, np.float64)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"weights are {weights!r}; expected numbers, one a client.") from error
+            raise TypeError(
+                f"weights are {weights!r}; expected numbers, one for each client."
+            ) from error
     if weights.shape != (num_clients,):
         raise ValueError(
             f"weights has shape {weights.shape}; expected ({num_clients},), one for each update."
         )
     if not checks.is_traced(weights) and not (np.all(weights >= 0) and np.isfinite(weights).all()):
         raise ValueError(
-            f"weights are {weights.tolist()}; expected finite non-negative numbers, one a client."
+            f"weights are {weights.tolist()}; expected finite non-negative numbers, one "
+            "for each client."
         )
     return weights
 
 
-def check_some(weights: Any) -> None:
-    """Refuse weights of which none counts."""
+def check_not_all_zero(weights: Any) -> None:
+    """Raise ValueError if all weights are zero."""
     if not checks.is_traced(weights) and not weights.sum() > 0:
         raise ValueError(
-            "Every weight is zero; expected some clients to count, for instance "
-            "federation.weights or numbers of examples."
+            "Every weight is zero; expected at least one positive weight. Use federation.weights "
+            "or numbers of examples, for instance."
         )
 
 
@@ -131,22 +142,22 @@ def screen(
     first: int = 0,
     others: dict[str, Any] | None = None,
 ) -> Screened:
-    """Find clients whose update holds NaN or infinity, before it spoils a merge.
+    """Find clients whose update has NaN or infinite entries, and raise or leave them out.
 
-    Fishers and Gram matrices that are not symmetric positive semi-definite, because they were
-    quantised for instance, become the nearest that are.
+    Fisher matrices and Gram matrices that are not symmetric positive semi-definite, for instance
+    because they were quantised, are replaced by the nearest matrices that are.
 
     Args:
-        values: Of all clients, leaves [K, ...], by name.
-        weights: [K].
-        on_nonfinite: "raise", or "drop": who diverged has weight zero and finite entries then, and
-            a warning names it. Under tracing "raise" lets everything pass.
-        first: Number of the first client, in messages.
-        others: More of what clients computed, leaves [K, ...], that has to be finite too, by name.
+        values: Values of all updates by name, leaves [K, ...].
+        weights: [K] weights of the clients.
+        on_nonfinite: "raise" for an error, or "drop" to give such clients zero weight and zero
+            entries, with a warning that names them. Under tracing "raise" checks nothing.
+        first: Number of the first client in messages.
+        others: Other values of the clients by name that must be finite, leaves [K, ...].
 
     Raises:
-        ValueError: With "raise", naming the clients and a leaf; if a client's Fisher information is
-            negative.
+        ValueError: If updates are not finite and on_nonfinite is "raise", or if a Fisher matrix of
+            a client is negative. The message names the clients and a leaf.
 
     Example:
         >>> found = screen({"w": jnp.ones((2, 1))}, jnp.array([0.5, 0.5]), "raise")
@@ -154,24 +165,25 @@ def screen(
         [0.5 0.5] [ True  True]
     """
     checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
-    seen, names = (values, others), (*tree.names(values), *tree.names(others))
+    checked, names = (values, others), (*tree.names(values), *tree.names(others))
     everybody = Screened(values, weights, Diverged(np.full(weights.shape, -1), names))
-    if checks.is_traced(seen, weights):
+    if checks.is_traced(checked, weights):
         if on_nonfinite == "raise":
             return everybody
-        found = _diverged(tree.finite(seen), names)
-        # Zeros as well: weight zero does not silence NaN in a sum.
+        found = _diverged(tree.finite(checked), names)
+        # Entries become zero too, because zero times NaN is NaN in a sum.
         kept = found.present
         return Screened(tree.keep(kept, values), jnp.where(kept, weights, 0), found)
-    table = _finite_table(seen)
-    if table is None:  # everything is known, but inside somebody's jit
+    table = _finite_table(checked)
+    if table is None:  # constants inside a jitted function
         return everybody
     found = _diverged(table, names)
     kept = np.asarray(found.present)
-    if where := found.by_client():
-        _tell(on_nonfinite, {first + client: leaf for client, leaf in where.items()})
-    counts = kept & (np.asarray(weights) > 0)  # whoever has no weight may have anything finite
-    # Of convolutions alone there are no Gram matrices.
+    if leaf_of := found.by_client():
+        _report(on_nonfinite, {first + client: leaf for client, leaf in leaf_of.items()})
+    # Clients of weight zero may have any finite matrix.
+    counts = kept & (np.asarray(weights) > 0)
+    # A network of convolutions alone has no Gram matrices.
     fishers = {n: x for n, x in values.items() if isinstance(x, Operator) or (n == "grams" and x)}
     values = values | {
         name: nearest_semidefinite(name, x, counts, first) for name, x in fishers.items()
@@ -182,12 +194,12 @@ def screen(
 
 
 def diverged(values: Any) -> dict[int, str] | None:
-    """Find the clients whose values, leaves [K, ...], are not finite: each one's first such leaf.
+    """Find the clients with a leaf [K, ...] that is not finite, and the first such leaf of each.
 
-    This is how `screen` judges, and whoever reads uploads leaf by leaf, as `files.merge_files`.
+    `screen` uses it, and so does what reads uploads leaf by leaf, as `files.merge_files`.
 
     Returns:
-        Names of leaves by clients' places; None inside somebody's `jit`, where nothing is known.
+        Names of leaves by the places of their clients; None inside `jit`, where values are unknown.
 
     Example:
         >>> diverged({"b": jnp.zeros((2, 3)), "w": jnp.array([1.0, jnp.nan])})
@@ -197,26 +209,32 @@ def diverged(values: Any) -> dict[int, str] | None:
     return None if table is None else _diverged(table, tree.names(values)).by_client()
 
 
-def _tell(on_nonfinite: str, where: dict[int, str]) -> None:
-    """Say which clients diverged, and where: as an error, or as a warning if they are left out."""
+def _report(on_nonfinite: str, leaf_of: dict[int, str]) -> None:
+    """Raise an error that names clients that diverged, or warn that they are left out."""
     if on_nonfinite == "raise":
-        client, leaf = next(iter(where.items()))
+        client, leaf = next(iter(leaf_of.items()))
         raise ValueError(
-            f"The updates of clients {list(where)} are not finite (client "
+            f"The updates of clients {list(leaf_of)} are not finite (client "
             f"{client}: leaf '{leaf}'): they diverged. Train them with a smaller "
             "learning rate, or leave them out with on_nonfinite='drop'."
         )
-    said = "; ".join(f"client {client} for leaf '{leaf}'" for client, leaf in where.items())
-    warnings.warn(f"Left out, as updates that are not finite: {said}.", stacklevel=4)
+    named = "; ".join(f"client {client} for leaf '{leaf}'" for client, leaf in leaf_of.items())
+    warnings.warn(f"Left out because their updates are not finite: {named}.", stacklevel=4)
 
 
-def check_updates(
-    updates: Any, weights: AnyArray, on_nonfinite: str = "raise"
-) -> tuple[Any, AnyArray]:
-    """Screen stacked values [M, ...]; return them, and weights that sum to one again.
+def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
+    """Check that stacked values [M, ...] are finite, or leave out the clients that diverged.
+
+    Args:
+        updates: Values of the updates by name, leaves [M, ...].
+        weights: [M] weights of the clients, with sum one.
+        on_nonfinite: "raise", or "drop" to leave out clients whose values are not finite.
+
+    Returns:
+        The values, with zeros for clients that are left out, and weights [M] with sum one.
 
     Raises:
-        ValueError: As `screen`; with "drop", if nobody is left.
+        ValueError: As `screen`, or if no client is left.
 
     Example:
         >>> import warnings
@@ -226,75 +244,78 @@ def check_updates(
         [1. 0.]
     """
     found = screen(updates, weights, on_nonfinite)
-    # The same object says that nobody was left out: the weights keep their bits.
+    # If no client was left out, the weights are the same object, and keep their bits.
     if found.weights is weights:
         return found.values, weights
-    check_left(found.weights)
+    check_any_left(found.weights)
     return found.values, shares(found.weights)
 
 
-def check_left(weights: AnyArray) -> None:
-    """Refuse a merge of nobody."""
+def check_any_left(weights: Array) -> None:
+    """Raise ValueError if all clients were left out."""
     if not checks.is_traced(weights) and not np.any(np.asarray(weights) > 0):
-        raise ValueError("No client is left: every update with weight is not finite.")
+        raise ValueError("No client is left: no update of positive weight is finite.")
 
 
-def suspect(values: Any = None, weights: Array | None = None) -> str:
-    """Name the client and leaf with the largest entry, where the updates of all are at hand."""
-    advice = "its numbers are too large to merge, or a Fisher is not positive semi-definite"
-    if values is None or weights is None:
-        return f"Every update is finite; of some client {advice}."
-    # Who has no weight is not to blame.
+def probable_cause(values: Any = None, weights: Array | None = None) -> str:
+    """Describe the probable cause of a merged model that is not finite.
+
+    The description names the client and leaf with the largest entry if all updates are given.
+    """
+    cause = "are too large to merge, or a Fisher matrix is not positive semi-definite."
+    if values is None:
+        return f"Every update is finite; the numbers of a client {cause}"
+    # Clients of weight zero have no influence on the model.
     counted = jax.tree.leaves(tree.keep(weights > 0, values))
-    # Every leaf [M, ...] to each client's largest entry [M], together [leaves, M].
+    # The largest entry of each leaf and client, [leaves, M].
     largest = jnp.stack([jnp.abs(x).reshape(x.shape[0], -1).max(1) for x in counted])
     leaf, client = divmod(int(largest.argmax()), len(weights))
     return (
         f"Every update is finite; client {client} has the largest entry, "
-        f"{float(largest.max()):.3g} in leaf '{tree.names(values)[leaf]}': {advice}."
+        f"{float(largest.max()):.3g} in leaf '{tree.names(values)[leaf]}': its numbers {cause}"
     )
 
 
 def _finite_table(values: Any) -> np.ndarray | None:
-    """Say of every leaf and client whether it is finite, [leaves, K]; None inside a `jit`."""
+    """Return whether each leaf of each client is finite, [leaves, K]; None inside `jit`."""
     leaves = jax.tree.leaves(values)
-    # What comes of files is looked at as it is, without a program for each shape.
+    # Arrays from files are checked by NumPy, without compiling a program for each shape.
     on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
     table = [*map(_finite_on_host, leaves)] if on_host else _finite(mesh_of(values), values)
     return None if checks.is_traced(table) else np.asarray(table)
 
 
 def _diverged(table: Any, names: tuple[str, ...]) -> Diverged:
-    """Find each client's first leaf that is not finite in a table [leaves, K], of either kind."""
+    """Find the first leaf of each client that is False in a table [leaves, K] of NumPy or JAX."""
     array = np if isinstance(table, np.ndarray) else jnp
     return Diverged(array.where(table.all(0), -1, table.argmin(0)), names)
 
 
 @partial(jit, static_argnums=0)
 def _finite(mesh: Mesh | None, updates: Any) -> Array:
-    """Say of every leaf and client whether it is finite, [leaves, M], on every device."""
+    """Return whether each leaf of each client is finite, [leaves, M], on every device."""
     table = tree.finite(updates)
     if mesh is None:
         return table
-    # With several processes, each can read only what lies wholly on its own devices.
+    # Of several processes, each can read only arrays that lie on its own devices.
     return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
 
 
 def _finite_on_host(leaf: np.ndarray) -> np.ndarray:
-    """Say of every client whether a leaf is finite, [M], in the precision that JAX has."""
+    """Return whether a leaf of each client is finite, [M], in the precision that JAX will use."""
     with np.errstate(over="ignore"):
         leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
     return np.asarray(np.isfinite(leaf).all(tuple(range(1, leaf.ndim))))
 
 
 def _check_untrained(algorithm: Algorithm, update: Update) -> None:
-    """Refuse updates by hand that hold what the model does not train among what it does."""
+    """Check that an update made by hand names the leaves that the model does not train."""
     mask = () if algorithm.model is None else algorithm.model.mask or ()
-    said = {*update.statistics, *update.frozen}
-    if missing := [name for name, trained in mask if not trained and name not in said]:
+    named = {*update.statistics, *update.frozen}
+    if missing := [name for name, trained in mask if not trained and name not in named]:
         raise ValueError(
-            f"The model's mask does not train {missing}, but the update says nothing of these "
-            "leaves: its values may hold them among trained ones. Make updates by "
+            f"The model's mask does not train {missing}, but the update does not name these "
+            "leaves, and its values may contain them as if they were trained. Make updates by "
             "merging.summarize, or name the leaves in Update(..., statistics=, frozen=)."
         )
 

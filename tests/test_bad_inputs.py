@@ -350,7 +350,9 @@ REFUSED = {
     ),
     "72 nobody": no(lambda: merge([]), "empty list"),
     "73 nothing": no(lambda: merge({}), "updates is a dict"),
-    "no values": no(lambda: merge(Update({}, FEDAVG.kind)), "Nothing was sent"),
+    "no values": no(
+        lambda: merge(Update({}, FEDAVG.kind)), "sends no updates and has no merged model"
+    ),
     "74 a leaf is missing": no(
         lambda: merge(
             [

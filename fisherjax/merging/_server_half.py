@@ -18,7 +18,7 @@ import numpy as np
 from fisherjax import clients, leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax._upload_checks import Diverged, check_left, screen, suspect
+from fisherjax._upload_checks import Diverged, check_any_left, probable_cause, screen
 from fisherjax.algorithms.base import (
     Algorithm,
     Update,
@@ -84,7 +84,7 @@ def server_half(
     own = told_apart(params, update)
     given = screened(algorithm, own, update, weights, on_nonfinite, others)
     values, statistics = given.values
-    check_left(given.weights)
+    check_any_left(given.weights)
     # The same object says that nobody was left out: shares keep their bits.
     weights = weights if given.weights is weights else shares(given.weights)
     received: Any = (values, weights)
@@ -219,7 +219,7 @@ def _check_finite(merged: Params, values: Any = None, weights: Array | None = No
         return
     finite = np.asarray(_finite_leaves(merged))
     if not finite.all():
-        leaf, blame = tree.names(merged)[finite.argmin()], suspect(values, weights)
+        leaf, blame = tree.names(merged)[finite.argmin()], probable_cause(values, weights)
         raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {blame}")
 
 

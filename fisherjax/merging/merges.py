@@ -11,8 +11,8 @@ import numpy as np
 from fisherjax import leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax._upload_checks import check_some, check_weights, stacked
-from fisherjax.algorithms.base import Algorithm, Report, Update, check_algorithm
+from fisherjax._upload_checks import check_not_all_zero, check_weights, stacked
+from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import shares
 from fisherjax.devices import mesh_of, replicate
 from fisherjax.leaves import Leaves
@@ -71,8 +71,8 @@ def merge(
     params = checks.arrays(params)
     update = stacked(algorithm, updates)
     num_clients = jax.tree.leaves(update)[0].shape[0]
-    known = check_weights(weights, num_clients)
-    check_some(known)
+    weights = check_weights(weights, num_clients)
+    check_not_all_zero(weights)
     # Updates may be spread over a mesh: what is merged with them must be there too. Weights are
     # scaled before they are rounded to float32, in which their sum may overflow.
     mesh = mesh_of(update)
