@@ -50,6 +50,7 @@ ORDER = [
     "compression",
     "_semidefinite",
     "_upload_checks",
+    "_divergence",
     "privacy",
     "merging",
     "secure_aggregation",

@@ -17,8 +17,9 @@ import numpy as np
 
 from fisherjax import merging
 from fisherjax._core import checks
+from fisherjax._divergence import diverged
 from fisherjax._semidefinite import indefinite
-from fisherjax._upload_checks import check_any_left, check_not_all_zero, check_weights, diverged
+from fisherjax._upload_checks import check_any_left, check_not_all_zero, check_weights
 from fisherjax.algorithms.base import Algorithm, Update, averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads

@@ -1,6 +1,6 @@
 """Summarize and merge: what clients send, whether it can be trusted, and the model made of it."""
 
-from fisherjax._upload_checks import check_updates
+from fisherjax._divergence import check_updates
 from fisherjax.merging._server_half import Added, Merged, server_half
 from fisherjax.merging.client_half import summarize, summarize_cohort, summarize_memory
 from fisherjax.merging.exchanges import Message, exchange, exchange_memory, messages

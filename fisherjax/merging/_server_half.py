@@ -18,7 +18,8 @@ import numpy as np
 from fisherjax import clients, leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax._upload_checks import Diverged, check_any_left, probable_cause, screen
+from fisherjax._divergence import Diverged, probable_cause, screen
+from fisherjax._upload_checks import check_any_left
 from fisherjax.algorithms.base import (
     Algorithm,
     Update,

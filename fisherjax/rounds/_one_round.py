@@ -16,8 +16,8 @@ import optax
 
 from fisherjax import clients, leaves, merging, training, tree
 from fisherjax._core.compiler import jit
+from fisherjax._divergence import Diverged
 from fisherjax._stacked import copies
-from fisherjax._upload_checks import Diverged
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
