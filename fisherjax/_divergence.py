@@ -197,7 +197,7 @@ def probable_cause(values: Any = None, weights: Array | None = None) -> str:
     """
     cause = "are too large to merge, or a Fisher matrix is not positive semi-definite."
     if values is None:
-        return f"Every update is finite; the numbers of a client {cause}"
+        return f"Every update is finite; the numbers of some client {cause}"
     # Clients of weight zero have no influence on the model.
     counted = jax.tree.leaves(tree.keep(weights > 0, values))
     # The largest entry of each leaf and client, [leaves, M].
