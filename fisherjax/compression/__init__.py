@@ -1,4 +1,4 @@
-"""Smaller updates: quantised, truncated, as differences, at a given number of bytes."""
+"""Compress updates: quantise, truncate, send differences, or fill a given number of bytes."""
 
 from fisherjax.compression.base import Codec, check_codec, compose, compressed, encode, size
 from fisherjax.compression.encoded import Encoded, declared, decode

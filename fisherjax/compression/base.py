@@ -1,7 +1,7 @@
-"""Codecs: what a client makes of its update before it is sent, and how the server undoes it.
+"""Codecs encode the updates of clients with fewer bits; the server decodes them.
 
-A codec replaces arrays by nodes that know how they are undone, so that codecs compose, an update
-says itself what was done to it, and one function decodes whatever arrives.
+A codec replaces arrays by `Encoded` nodes that can decode themselves. So codecs compose, an update
+describes its own encoding, and one function, `decode`, decodes every update.
 """
 
 import dataclasses
@@ -24,13 +24,14 @@ from fisherjax.typing import Array, Examples, Key, Params
 
 
 class Codec(NamedTuple):
-    """A way to write an update with fewer bits.
+    """Encoding of an update with fewer bits.
 
     Attributes:
-        encode: (values of an update, params that the client started from, or None) -> values with
-            some arrays replaced by `Encoded` nodes.
-        name: In words: the server refuses updates of another codec.
-        needs_start: Whether it works with none but the model that the server has, too.
+        encode: Function (values of an update, params that the client started from or None) ->
+            values with some arrays replaced by `Encoded` nodes.
+        name: Description of the codec; the server accepts only updates of a codec of this name.
+        needs_start: Whether `encode` needs the params that the client started from, which the
+            server must have too.
     """
 
     encode: Callable[[Any, Params | None], Any]
@@ -39,7 +40,7 @@ class Codec(NamedTuple):
 
 
 def compose(*codecs: Codec) -> Codec:
-    """Apply codecs one after another: the first to the update, the next to what that made.
+    """Compose codecs: the first encodes the update, each other one the result of the one before.
 
     Example:
         >>> from fisherjax import compression
@@ -63,27 +64,24 @@ def _composed(codecs: tuple[Codec, ...]) -> Codec:
 
 
 def compressed(
-    algorithm: Sequence[Algorithm[Report]], codec: Codec
-) -> tuple[Algorithm[Report], ...]: ...
-
-
-def compressed(algorithm: Any, codec: Codec) -> Any:
-    """Let clients send what a codec makes of their updates; the server decodes and goes on.
+    algorithm: Algorithm | Sequence[Algorithm], codec: Codec
+) -> Algorithm | tuple[Algorithm, ...]:
+    """Make an algorithm whose clients encode their updates and whose server decodes them.
 
     Args:
-        algorithm: Any, or a sequence of them, such as natural_gradient's, each of which is
-            compressed alike.
-        codec: Such as `quantized(8)`, `water_filling(0.5)`, or several by `compose`.
+        algorithm: Algorithm, or a sequence of algorithms such as natural_gradient's, which are all
+            compressed in the same way.
+        codec: Codec such as `quantized(8)` or `water_filling(0.5)`, or several by `compose`.
 
     Returns:
-        The algorithm, or a tuple of them, with updates {"update": encoded values}. Their bytes are
-        those of the arrays in them: `rounds` counts them, and files hold them. Running statistics
-        are sent as they are.
+        The algorithm, or a tuple of algorithms, with updates {"update": encoded values}. The size
+        of an update is that of the encoded arrays, in rounds and in files. Running statistics are
+        sent as they are.
 
     Raises:
-        TypeError: If an argument has the wrong kind.
-        ValueError: If the codec needs what clients start from, and the algorithm sends each another
-            model.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the codec needs the model that clients start from, and the algorithm sends
+            another model to each client.
 
     Example:
         >>> import fisherjax as fj
@@ -106,8 +104,8 @@ def compressed(algorithm: Any, codec: Codec) -> Any:
 def _compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
     if codec.needs_start and algorithm.link.personal:
         raise ValueError(
-            f"The codec '{codec.name}' sends differences to what clients start from, but this "
-            "method sends every client another model; expected a codec such as quantized(8)."
+            f"The codec '{codec.name}' sends differences to the model that clients start from, but "
+            "this method sends every client another model; expected a codec such as quantized(8)."
         )
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
@@ -115,7 +113,7 @@ def _compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
         return {"update": codec.encode(values, trained.start)}, local
 
     def decoded(values: dict[str, Any], params: Params) -> dict[str, Any]:
-        # One client after another: what is unpacked on the way is many times what was sent.
+        # One client after another, because decoding takes many times the memory of the upload.
         each = jax.lax.map(lambda own: decode(own, params), values["update"])
         return algorithm.decode(each, params)
 
@@ -124,14 +122,12 @@ def _compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
 
 
 def encode(update: Update, codec: Codec, *, start: Params | None = None) -> Update:
-    """Compress stacked updates that were made before, as `compressed` would have sent them.
-
-    Running statistics stay as they are.
+    """Encode stacked updates, with the result that clients of a `compressed` algorithm would send.
 
     Args:
-        update: What `merging.summarize` returned, leaves [M, ...].
-        codec: Any.
-        start: What all clients started from, for differences.
+        update: Result of `merging.summarize`, leaves [M, ...].
+        codec: Codec that encodes them; running statistics stay as they are.
+        start: Params that all clients started from, for differences.
 
     Example:
         >>> from fisherjax import compression
@@ -141,7 +137,6 @@ def encode(update: Update, codec: Codec, *, start: Params | None = None) -> Upda
     """
     check_codec(codec)
     values = {"update": _encode(codec, update.values, start)}
-    # Codecs are of what is trained.
     return dataclasses.replace(update, values=values, kind=_kind(update.kind, codec))
 
 
@@ -155,9 +150,9 @@ def _kind(kind: str, codec: Codec) -> str:
 
 
 def size(values: Any) -> int:
-    """Count the bytes of all arrays in an update, as they are sent: of statistics too.
+    """Count the bytes of all arrays that an update sends, including running statistics.
 
-    Frozen leaves have none, as they are not sent.
+    `values` may be any pytree, and arrays may be `jax.ShapeDtypeStruct`.
 
     Example:
         >>> size({"params": jnp.zeros(3)})
@@ -167,17 +162,17 @@ def size(values: Any) -> int:
 
 
 def check_codec(codec: Any) -> None:
-    """Refuse what is no `Codec`."""
+    """Raise TypeError for anything but a `Codec`."""
     checks.instance("codec", codec, Codec, "a Codec such as compression.quantized(8)")
 
 
 def is_number(leaf: Any) -> bool:
-    """Say whether a leaf is floating and has more than one entry: one alone is not worth it."""
+    """Return whether a leaf is floating and has several entries, so that encoding saves bytes."""
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 1
 
 
 def change_params(change: Callable[[str, Array], Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Change every leaf of "params", given its name; updates without it stay."""
+    """Apply a function of name and leaf to every leaf of "params", if the update has any."""
     if "params" not in values:
         return values
     params = values["params"]
@@ -186,7 +181,7 @@ def change_params(change: Callable[[str, Array], Any], values: dict[str, Any]) -
 
 
 def change_matrices(change: Callable[[Array], Any], values: Any) -> Any:
-    """Change every symmetric matrix: factors, dense Fishers, Gram matrices."""
+    """Apply a function to every symmetric matrix: factors, dense Fishers and Gram matrices."""
 
     def factor(x: Array) -> Any:
         return change(x) if x.ndim == 2 else x

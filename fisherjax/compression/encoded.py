@@ -1,4 +1,8 @@
-"""Nodes that stand for encoded arrays."""
+"""Nodes that stand for encoded arrays; how they are decoded, and how their claims are checked.
+
+Few bytes can claim to stand for an array that no memory holds. Before an upload from elsewhere is
+decoded, `declared` computes the shapes that it decodes to.
+"""
 
 import abc
 import math
@@ -13,27 +17,29 @@ from fisherjax.typing import Array, Params
 
 _FLOATS = "float16", "bfloat16", "float32", "float64"
 Leaves = dict[str, Array]
-"""The leaves of the model that clients started from, by name."""
+"""Leaves of the model that clients started from, by name."""
 
 
 class Encoded(abc.ABC):
-    """What stands for an array, or for several; a frozen dataclass of arrays."""
+    """Node that stands for one array or several; a frozen dataclass of arrays."""
 
     @abc.abstractmethod
     def decode(self, inner: Callable[[Any], Any], leaves: Leaves) -> Any:
-        """Give what was encoded; `inner` decodes what is in a field."""
+        """Return the decoded arrays; `inner` decodes the content of a field."""
 
     @abc.abstractmethod
     def declared(self, inner: Callable[[Any], Any]) -> Any:
-        """Return shape and type of what `decode` gives, by those of the fields: see `declared`.
+        """Return the shapes and dtypes of the decoded arrays, from those of the fields.
 
-        `inner` does the same for what is in a field. It raises ValueError where fields fit neither
-        each other nor the bytes that came.
+        `inner` does the same for the content of a field. Raise ValueError if the fields do not fit
+        each other or the bytes that arrived. See the function `declared`.
         """
 
 
 def decode(values: Any, params: Params) -> Any:
-    """Undo whatever codecs did to the update of one client, given what the client started from.
+    """Decode the values of one client's update, whatever codecs encoded them.
+
+    `params` are those that the client started from.
 
     Example:
         >>> from fisherjax import compression
@@ -53,20 +59,18 @@ def decode(values: Any, params: Params) -> Any:
 
 
 def declared(values: Any, most: float = math.inf) -> Any:
-    """Return the shapes and types that an encoded update says it decodes to, without decoding it.
-
-    What decodes an upload of somebody else asks this first: few bytes can stand for an array that
-    no memory holds.
+    """Return the shapes and dtypes that an encoded update decodes to, without decoding it.
 
     Args:
-        values: Of one client, encoded; arrays may be `jax.ShapeDtypeStruct`.
-        most: How many bytes all that is decoded may take, what is decoded on the way included.
+        values: Encoded values of one client; arrays may be `jax.ShapeDtypeStruct`.
+        most: Maximum number of bytes of all decoded arrays, including those that nodes within
+            nodes decode to (default: no limit).
 
     Returns:
         The values with a `jax.ShapeDtypeStruct` in place of every array and every node.
 
     Raises:
-        ValueError: If a node's fields do not fit each other, or it decodes to more bytes.
+        ValueError: If fields of a node do not fit each other, or decoding takes more bytes.
 
     Example:
         >>> from fisherjax import compression
@@ -91,8 +95,8 @@ def declared(values: Any, most: float = math.inf) -> Any:
         if total > most:
             shapes = [list(x.shape) for x in jax.tree.leaves(found)]
             raise ValueError(
-                f"A {type(value).__name__} decodes to arrays of shapes {shapes!s:.80}; all that "
-                f"is decoded would take {total:.3g} bytes, more than {most:.3g}"
+                f"A {type(value).__name__} decodes to arrays of shapes {shapes!s:.80}; all "
+                f"decoded arrays would take {total:.3g} bytes, more than {most:.3g}"
             )
         return found
 
@@ -100,7 +104,7 @@ def declared(values: Any, most: float = math.inf) -> Any:
 
 
 def at(path: Any, function: Callable[[Any], Any], value: Any) -> Any:
-    """Call a function of what is at a path of a pytree, which its errors then name."""
+    """Call a function with the value at a path of a pytree, and name the path in its errors."""
     try:
         return function(value)
     except ValueError as error:
@@ -109,12 +113,15 @@ def at(path: Any, function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def is_encoded(value: Any) -> bool:
-    """Say whether a value stands for something else."""
+    """Return whether a value is a node that stands for arrays."""
     return isinstance(value, Encoded)
 
 
 def check_field(name: str, found: Any, ndim: int | None = None, dtype: Any = None) -> Any:
-    """Refuse a field of a node that is not one array, of so many axes and that type."""
+    """Return a field of a node after checking that it is one array of this rank and dtype.
+
+    None means any rank, and any floating dtype.
+    """
     is_array = hasattr(found, "shape") and hasattr(found, "dtype")
     if (
         not is_array
@@ -129,12 +136,12 @@ def check_field(name: str, found: Any, ndim: int | None = None, dtype: Any = Non
 
 
 def check_shape(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Refuse what a node says of its array, unless it is a shape and a floating type."""
+    """Check the shape and the floating dtype that a node claims for its array, and return both."""
     is_shape = isinstance(shape, tuple) and all(type(axis) is int and axis >= 0 for axis in shape)
-    # NumPy takes neither more axes nor more entries.
+    # NumPy supports neither more axes nor more entries.
     if not is_shape or len(shape) > 32 or math.prod(shape) >= 2**60 or dtype not in _FLOATS:
         raise ValueError(
-            f"An array of shape {shape!s:.80} and type {dtype!s:.80} is none; expected whole "
-            f"numbers, zero or more, and one of {', '.join(_FLOATS)}"
+            f"An array of shape {shape!s:.80} and type {dtype!s:.80} is impossible; expected "
+            f"non-negative integers and one of {', '.join(_FLOATS)}"
         )
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
