@@ -94,7 +94,7 @@ def water_filling(size: float, *, trust: float = 0.03) -> Codec:
         (True, True)
 
     Source: this library, with the theorem that the module names. The default of trust was chosen
-        on the FedFisher authors' clients of MNIST, among values from 0.01 to 1
+        on the FedFisher authors' clients of MNIST, from values between 0.01 and 1
         (docs/how_to/compression.md).
     """
     checks.positive("size", size)
