@@ -1,6 +1,6 @@
 """Compress updates: quantise, truncate, send differences, or fill a given number of bytes."""
 
-from fisherjax.compression.base import Codec, check_codec, compose, compressed, encode, size
+from fisherjax.compression.base import Codec, compose, compressed, encode, size
 from fisherjax.compression.encoded import Encoded, declared, decode
 from fisherjax.compression.matrices import Root, Triangle, Truncated, roots, triangles, truncated
 from fisherjax.compression.quantized import Codes, Difference, differences, quantized
@@ -18,7 +18,6 @@ __all__ = [
     "Stream",
     "Triangle",
     "Truncated",
-    "check_codec",
     "compose",
     "compressed",
     "declared",

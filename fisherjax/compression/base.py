@@ -10,9 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, overload
 
 import jax
-import jax.numpy as jnp
 
-from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
@@ -48,7 +46,7 @@ def compose(*codecs: Codec) -> Codec:
         'differences, 8 bits'
     """
     for codec in codecs:
-        check_codec(codec)
+        _check_codec(codec)
     return _composed(codecs)
 
 
@@ -84,7 +82,7 @@ def compressed(
             another model to each client.
 
     Example:
-        >>> import fisherjax as fj
+        >>> import jax.numpy as jnp, fisherjax as fj
         >>> method = compressed(fj.algorithms.fedavg(), fj.compression.quantized(8))
         >>> federation = fj.clients.federation((jnp.eye(2), jnp.zeros(2)), [[0], [1]])
         >>> models = [jnp.arange(1000.0), jnp.arange(1000.0) + 10]
@@ -95,7 +93,7 @@ def compressed(
         >>> bool(jnp.abs(merged - models[0] - 5).max() < 1009 / 254)
         True
     """
-    check_codec(codec)
+    _check_codec(codec)
     found = tuple(_compressed(each, codec) for each in as_sequence(algorithm))
     return found[0] if isinstance(algorithm, Algorithm) else found
 
@@ -117,7 +115,7 @@ def _compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
         each = jax.lax.map(lambda own: decode(own, params), values["update"])
         return algorithm.decode(each, params)
 
-    kind = _kind(algorithm.kind, codec)
+    kind = f"{algorithm.kind}; {codec.name}"
     return algorithm._replace(summarize=summarize, decode=decoded, kind=kind)
 
 
@@ -130,23 +128,20 @@ def encode(update: Update, codec: Codec, *, start: Params | None = None) -> Upda
         start: Params that all clients started from, for differences.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> from fisherjax import compression
         >>> update = Update({"params": jnp.ones((2, 100))}, "params")
         >>> size(encode(update, compression.quantized(4)))
         108
     """
-    check_codec(codec)
+    _check_codec(codec)
     values = {"update": _encode(codec, update.values, start)}
-    return dataclasses.replace(update, values=values, kind=_kind(update.kind, codec))
+    return dataclasses.replace(update, values=values, kind=f"{update.kind}; {codec.name}")
 
 
 @partial(jit, static_argnums=0)
 def _encode(codec: Codec, values: dict[str, Any], start: Params | None) -> Any:
     return jax.lax.map(lambda own: codec.encode(own, start), values)
-
-
-def _kind(kind: str, codec: Codec) -> str:
-    return f"{kind}; {codec.name}"
 
 
 def size(values: Any) -> int:
@@ -155,29 +150,16 @@ def size(values: Any) -> int:
     `values` may be any pytree, and arrays may be `jax.ShapeDtypeStruct`.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> size({"params": jnp.zeros(3)})
         12
     """
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(values))
 
 
-def check_codec(codec: Any) -> None:
+def _check_codec(codec: Any) -> None:
     """Raise TypeError for anything but a `Codec`."""
     checks.instance("codec", codec, Codec, "a Codec such as compression.quantized(8)")
-
-
-def is_number(leaf: Any) -> bool:
-    """Return whether a leaf is floating and has several entries, so that encoding saves bytes."""
-    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 1
-
-
-def change_params(change: Callable[[str, Array], Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Apply a function of name and leaf to every leaf of "params", if the update has any."""
-    if "params" not in values:
-        return values
-    params = values["params"]
-    leaves = map(change, tree.names(params), jax.tree.leaves(params))
-    return values | {"params": jax.tree.unflatten(jax.tree.structure(params), leaves)}
 
 
 def change_matrices(change: Callable[[Array], Any], values: Any) -> Any:

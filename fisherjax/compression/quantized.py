@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.compression.base import Codec, change_params, is_number
+from fisherjax.compression.base import Codec
 from fisherjax.compression.encoded import Encoded, Leaves, check_field, check_shape
 from fisherjax.typing import Array, Params
 
@@ -142,8 +142,13 @@ def quantized(bits: int | Mapping[str, int]) -> Codec:
 
 
 def codes(values: Any, bits: int) -> Any:
-    """Quantise every array of a pytree."""
-    return jax.tree.map(lambda leaf: _codes(leaf, bits) if is_number(leaf) else leaf, values)
+    """Quantise the floating arrays of a pytree; those of one entry would not become smaller."""
+
+    def one(leaf: Array) -> Any:
+        is_large = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 1
+        return _codes(leaf, bits) if is_large else leaf
+
+    return jax.tree.map(one, values)
 
 
 def _codes(x: Array, bits: int) -> Codes:
@@ -182,12 +187,11 @@ def differences() -> Codec:
                 "The model that the clients started from is unknown; expected the result of "
                 "training.train, or Trained(params, start), to send differences to it."
             )
-        return from_start(values, start)
+        if "params" not in values:
+            return values
+        # By name, as the client may train only some of the leaves of the start.
+        leaves, params = tree.by_name(start), values["params"]
+        sent = [Difference(x - leaves[name], name) for name, x in tree.by_name(params).items()]
+        return values | {"params": jax.tree.unflatten(jax.tree.structure(params), sent)}
 
     return Codec(encode, "differences", needs_start=True)
-
-
-def from_start(values: dict[str, Any], start: Params) -> dict[str, Any]:
-    """Replace "params" by differences to the start, whose leaves are found by name."""
-    leaves = tree.by_name(start)
-    return change_params(lambda name, x: Difference(x - leaves[name], name), values)

@@ -125,7 +125,8 @@ def filled(values: Any, budget: int) -> Stream:
     """Round all `Priced` arrays as finely as a number of bits allows."""
     nodes, structure = jax.tree.flatten(values, is_leaf=lambda x: isinstance(x, Priced))
     places = [place for place, node in enumerate(nodes) if isinstance(node, Priced)]
-    columns = [_columns(nodes[place].array) for place in places]
+    arrays = [nodes[place].array for place in places]
+    columns = [x.reshape(_column_shape(x.shape)) for x in arrays]
     tables = sum(4 + (x.shape[1] + 1) // 2 for x in columns)
     rest = [node for node in nodes if not isinstance(node, Priced)]
     room = budget // 8 - tables - sum(x.size * x.dtype.itemsize for x in rest)
@@ -143,8 +144,7 @@ def filled(values: Any, budget: int) -> Stream:
         )
     steps, widths = divided(columns, [nodes[place].cost for place in places], 8 * room)
     bits = _written(columns, steps, widths, 8 * room)
-    for place, step, width in zip(places, steps, widths, strict=True):
-        array = nodes[place].array
+    for place, array, step, width in zip(places, arrays, steps, widths, strict=True):
         nodes[place] = Slot(step, _nibbles(width), array.shape, array.dtype.name)
     return Stream(jax.tree.unflatten(structure, nodes), bits)
 
@@ -228,17 +228,11 @@ def _read(slots: list[Slot], packed: Array) -> list[Array]:
 
     code = jax.lax.fori_loop(0, _WIDEST, add, jnp.zeros_like(width))
     whole = jnp.where(width > 0, code - (1 << jnp.maximum(width - 1, 0)), 0)
-    ends = [0]
-    for own in widths:
-        ends.append(ends[-1] + own.size)
+    parts = jnp.split(whole, np.cumsum([own.size for own in widths])[:-1])
     return [
-        (whole[begin:end] * slot.step).astype(slot.dtype).reshape(slot.shape)
-        for slot, begin, end in zip(slots, ends[:-1], ends[1:], strict=True)
+        (part * slot.step).astype(slot.dtype).reshape(slot.shape)
+        for slot, part in zip(slots, parts, strict=True)
     ]
-
-
-def _columns(x: Array) -> Array:
-    return x.reshape(_column_shape(x.shape))
 
 
 def _column_shape(shape: tuple[int, ...]) -> tuple[int, int]:

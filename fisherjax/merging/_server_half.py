@@ -96,8 +96,8 @@ def server_half(
     weights = weights if found.weights is weights else shares(found.weights)
     received: Any = (values, weights)
     if algorithm.reduce is not None:
-        received = _reduce(algorithm.reduce, values, weights)
-    mean = _sum(statistics, weights).mean() if statistics else {}
+        received = _compiled(algorithm.reduce, values, weights)
+    mean = _compiled(weighted_sum, statistics, weights).mean() if statistics else {}
     merged = finish(algorithm, received, mean, parts, state, cohort, key, (values, weights))
     return Merged(*merged, weights, found.diverged, values)
 
@@ -129,7 +129,7 @@ def decode_and_screen(
     """Decode an update and screen it, for `Screened` values that are (values, statistics)."""
     values, packed = update.values, ()
     if algorithm.decode is not as_sent:
-        values, packed = _decode(algorithm.decode, values, parts.trained), values
+        values, packed = _compiled(algorithm.decode, values, parts.trained), values
         # Under tracing, codes are screened too, as decoding may hide that they are not finite.
         packed = packed if checks.is_traced(packed) else ()
     every = values | {"statistics": update.statistics} if update.statistics else values
@@ -141,8 +141,12 @@ def decode_and_screen(
 
 def add_up(algorithm: Algorithm, values: Any, statistics: dict, weights: Array) -> Any:
     """Sum stacked updates by `reduce`; return `SumsAndStatistics` if there are statistics."""
-    sums = _reduce(algorithm.reduce, values, weights)
-    return SumsAndStatistics(sums, _sum(statistics, weights)) if statistics else sums
+    sums = _compiled(algorithm.reduce, values, weights)
+    return (
+        SumsAndStatistics(sums, _compiled(weighted_sum, statistics, weights))
+        if statistics
+        else sums
+    )
 
 
 def finish(
@@ -196,20 +200,10 @@ def finish(
     return whole, state, info
 
 
+# Compiled once for a function; factories return the same one for equal arguments.
 @partial(jit, static_argnums=0)
-def _decode(decode: Callable[[Any, Params], Any], values: Any, params: Params) -> Any:
-    return decode(values, params)
-
-
-# Compiled once for an algorithm, as factories return the same function for equal arguments.
-@partial(jit, static_argnums=0)
-def _reduce(reduce: Callable[[Any, Array], Any], values: Any, weights: Array) -> Any:
-    return reduce(values, weights)
-
-
-@jit
-def _sum(statistics: dict[str, Array], weights: Array) -> WeightedSum:
-    return weighted_sum(statistics, weights)
+def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def server_key(algorithm: Algorithm, key: Key | None) -> Key:
@@ -228,14 +222,11 @@ def server_key(algorithm: Algorithm, key: Key | None) -> Key:
     return key
 
 
-_finite_leaves = jit(tree.finite_leaves)
-
-
 def _check_finite(merged: Params, values: Any = None, weights: Array | None = None) -> None:
     """Raise ValueError for a merged model that is not finite, with the leaf and probable cause."""
     if checks.is_traced(merged):
         return
-    finite = np.asarray(_finite_leaves(merged))
+    finite = np.asarray(_compiled(tree.finite_leaves, merged))
     if not finite.all():
         leaf, cause = tree.names(merged)[finite.argmin()], probable_cause(values, weights)
         raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {cause}")

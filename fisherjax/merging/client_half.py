@@ -253,7 +253,6 @@ def _check_summary(
     algorithm: Algorithm, trained: Trained, federation: Federation, key: Key
 ) -> None:
     checks.key(key)
-    checks.stacked(trained.params, federation.num_clients)
     if algorithm.model is not None:
         checks.model(algorithm.model)
         one = leaves.join(*shapes_of_one((trained.params, trained.statistics)), trained.frozen)
