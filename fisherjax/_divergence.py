@@ -22,7 +22,7 @@ from fisherjax._upload_checks import check_any_left
 from fisherjax.clients import shares
 from fisherjax.devices import mesh_of
 from fisherjax.fisher import Operator
-from fisherjax.typing import Array
+from fisherjax.typing import AnyArray, Array
 
 
 @jax.tree_util.register_dataclass
@@ -37,15 +37,15 @@ class Diverged:
         names: Names of all leaves, static.
     """
 
-    leaf: Array
+    leaf: AnyArray
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
-    def present(self) -> Array:
+    def present(self) -> AnyArray:
         """Whether each client's values are finite, [K]."""
         return self.leaf < 0
 
-    def by_client(self, cohort: Array | None = None) -> dict[int, str]:
+    def by_client(self, cohort: AnyArray | None = None) -> dict[int, str]:
         """Return the names of these leaves by client.
 
         Clients are named by the numbers [K] in `cohort`, or by their places if it is None.
@@ -69,13 +69,13 @@ class Screened(NamedTuple):
     """
 
     values: Any
-    weights: Array
+    weights: AnyArray
     diverged: Diverged
 
 
 def screen(
     values: dict[str, Any],
-    weights: Array,
+    weights: AnyArray,
     on_nonfinite: str,
     *,
     first: int = 0,
@@ -161,7 +161,9 @@ def _report(on_nonfinite: str, leaf_of: dict[int, str]) -> None:
     warnings.warn(f"Left out because their updates are not finite: {named}.", stacklevel=4)
 
 
-def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
+def check_updates(
+    updates: Any, weights: AnyArray, on_nonfinite: str = "raise"
+) -> tuple[Any, AnyArray]:
     """Check that stacked values [M, ...] are finite, or leave out the clients that diverged.
 
     Args:
@@ -190,13 +192,13 @@ def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> 
     return found.values, shares(found.weights)
 
 
-def probable_cause(values: Any = None, weights: Array | None = None) -> str:
+def probable_cause(values: Any = None, weights: AnyArray | None = None) -> str:
     """Describe the probable cause of a merged model that is not finite.
 
     The description names the client and leaf with the largest entry if all updates are given.
     """
     cause = "are too large to merge, or a Fisher matrix is not positive semi-definite."
-    if values is None:
+    if values is None or weights is None:
         return f"Every update is finite; the numbers of some client {cause}"
     # Clients of weight zero have no influence on the model.
     counted = jax.tree.leaves(tree.keep(weights > 0, values))
@@ -238,4 +240,4 @@ def _finite_on_host(leaf: np.ndarray) -> np.ndarray:
     """Return whether a leaf of each client is finite, [M], in the precision that JAX will use."""
     with np.errstate(over="ignore"):
         leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
-    return np.isfinite(leaf).all(tuple(range(1, leaf.ndim)))
+    return np.asarray(np.isfinite(leaf).all(tuple(range(1, leaf.ndim))))

@@ -98,7 +98,7 @@ def _is_semidefinite(matrix: np.ndarray) -> bool:
     # LAPACK is called directly, because SciPy's checks of arguments take longer than it does.
     from scipy.linalg import lapack  # imported here, because the import takes 0.4 s
 
-    factorise = lapack.get_lapack_funcs("potrf", (scaled,))
+    [factorise] = lapack.get_lapack_funcs(["potrf"], (scaled,))
     return not factorise(scaled.T, lower=False, clean=False, overwrite_a=True)[1]
 
 

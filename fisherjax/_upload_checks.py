@@ -7,7 +7,7 @@ import numpy as np
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
-from fisherjax.typing import Array
+from fisherjax.typing import AnyArray
 
 
 def stacked(algorithm: Algorithm, updates: Any) -> Update:
@@ -71,7 +71,7 @@ def check_not_all_zero(weights: Any) -> None:
         )
 
 
-def check_any_left(weights: Array) -> None:
+def check_any_left(weights: AnyArray) -> None:
     """Raise ValueError if all clients were left out."""
     if not checks.is_traced(weights) and not np.any(np.asarray(weights) > 0):
         raise ValueError("No client is left: no update of positive weight is finite.")

@@ -89,9 +89,9 @@ def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
         [[1, 1], [2, 1]]
     """
 
-    def rows(place: Array) -> tuple[Array, Array]:
+    def rows(place: Array) -> tuple[AnyArray, Array]:
         client = client_key(key, SPLIT, ids(federation)[place])
-        mixed = shuffled(client, view(federation, place)).indices
+        mixed, _ = rows_of(shuffled(client, view(federation, place)))
         # Shapes cannot depend on a client's size. So the second half is rolled to the front, and
         # the sizes exclude the rest.
         return mixed, jnp.roll(mixed, -(federation.sizes[place] // 2))

@@ -14,7 +14,7 @@ import jax
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms.base import Algorithm, Update, as_sequence
+from fisherjax.algorithms.base import Algorithm, Report, Update, as_sequence
 from fisherjax.compression.encoded import decode
 from fisherjax.fisher import Dense, Kronecker
 from fisherjax.training import Trained
@@ -61,9 +61,17 @@ def _composed(codecs: tuple[Codec, ...]) -> Codec:
     return Codec(encode, name, any(codec.needs_start for codec in codecs))
 
 
+@overload
+def compressed(algorithm: Algorithm[Report], codec: Codec) -> Algorithm[Report]: ...
+
+
+@overload
 def compressed(
-    algorithm: Algorithm | Sequence[Algorithm], codec: Codec
-) -> Algorithm | tuple[Algorithm, ...]:
+    algorithm: Sequence[Algorithm[Report]], codec: Codec
+) -> tuple[Algorithm[Report], ...]: ...
+
+
+def compressed(algorithm: Any, codec: Codec) -> Any:
     """Make an algorithm whose clients encode their updates and whose server decodes them.
 
     Args:

@@ -139,9 +139,11 @@ def decode_and_screen(
     return found._replace(values=(values, found.values.get("statistics", {})))
 
 
-def add_up(algorithm: Algorithm, values: Any, statistics: dict, weights: Array) -> Any:
+def add_up(
+    reduce: Callable[[Any, Array], Any], values: Any, statistics: dict, weights: Array
+) -> Any:
     """Sum stacked updates by `reduce`; return `SumsAndStatistics` if there are statistics."""
-    sums = _compiled(algorithm.reduce, values, weights)
+    sums = _compiled(reduce, values, weights)
     return (
         SumsAndStatistics(sums, _compiled(weighted_sum, statistics, weights))
         if statistics

@@ -15,7 +15,7 @@ from fisherjax.training import untrained
 from fisherjax.typing import Key, Params
 
 
-class Message(NamedTuple):
+class Message(NamedTuple, Generic[Report]):
     """One message of an exchange: a round trip between the server and all clients.
 
     Attributes:
@@ -41,7 +41,7 @@ def exchange(
     key: Key,
     state: Any = None,
     clients_per_chunk: int | None = None,
-) -> tuple[Params, Any, Any]:
+) -> tuple[Params, Any, Report]:
     """Send a model to all clients, summarize it there without training, and merge the updates.
 
     Methods such as `algorithms.analytic_head` take one message. A sequence of algorithms, such as
@@ -71,7 +71,7 @@ def messages(
     key: Key,
     state: Any = None,
     clients_per_chunk: int | None = None,
-) -> Iterator[Message]:
+) -> Iterator[Message[Report]]:
     """Run an `exchange`, with the same arguments, and yield each of its messages.
 
     Example: see `exchange`.

@@ -12,7 +12,7 @@ from fisherjax import leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax._upload_checks import check_not_all_zero, check_weights, stacked
-from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.algorithms.base import Algorithm, Report, Update, check_algorithm
 from fisherjax.clients import shares
 from fisherjax.devices import mesh_of, replicate
 from fisherjax.leaves import Leaves
@@ -71,8 +71,8 @@ def merge(
     params = checks.arrays(params)
     update = stacked(algorithm, updates)
     num_clients = jax.tree.leaves(update)[0].shape[0]
-    weights = check_weights(weights, num_clients)
-    check_not_all_zero(weights)
+    known = check_weights(weights, num_clients)
+    check_not_all_zero(known)
     # Updates may be spread over a mesh, and other arrays must be there too. Weights are scaled
     # before they are rounded to float32, in which their sum may overflow.
     mesh = mesh_of(update)
@@ -92,7 +92,7 @@ def merge_stream(
     state: Any = None,
     key: Key | None = None,
     on_nonfinite: str = "raise",
-) -> tuple[Params, Any, Any]:
+) -> tuple[Params, Any, Report]:
     """Merge client updates that arrive in chunks, with one chunk and the sums in memory.
 
     The result equals `merge` of all clients at once, up to rounding. The algorithm must have a
@@ -152,7 +152,8 @@ def merge_stream(
         parts = split_params(replicate(params, mesh), update, before=seen)
         found = decode_and_screen(algorithm, parts, update, weights, on_nonfinite, first=seen)
         # The total weight is known after the last chunk, so that nothing can be normalised here.
-        sums = add_up(algorithm, *found.values, found.weights)
+        values, statistics = found.values
+        sums = add_up(algorithm.reduce, values, statistics, found.weights)
         totals = sums if totals is None else _add(totals, sums)
         weight, seen = weight + float(found.weights.sum()), seen + num_clients
     if totals is None:
@@ -173,7 +174,7 @@ def merge_sums(
     frozen: Sequence[str] = (),
     state: Any = None,
     key: Key | None = None,
-) -> tuple[Params, Any, Any]:
+) -> tuple[Params, Any, Report]:
     """Merge sums over clients that were computed elsewhere, for instance by secure aggregation.
 
     Args:
@@ -210,8 +211,8 @@ def merge_sums(
 
 
 def _merge_totals(
-    algorithm: Algorithm, parts: Leaves, sums: Any, state: Any, cohort: Array, key: Key
-) -> tuple[Params, Any, Any]:
+    algorithm: Algorithm[Report], parts: Leaves, sums: Any, state: Any, cohort: Array, key: Key
+) -> tuple[Params, Any, Report]:
     statistics = {}
     if isinstance(sums, SumsAndStatistics):
         sums, statistics = sums.sums, sums.statistics.mean()

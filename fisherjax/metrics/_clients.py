@@ -10,7 +10,7 @@ from fisherjax import _sequences, clients
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax._stacked import shapes_of_one
-from fisherjax.clients import Federation, minibatches, view
+from fisherjax.clients import Federation, minibatches, view, weights_of
 from fisherjax.metrics._targets import (
     check_batch_size,
     correct,
@@ -171,7 +171,7 @@ def _performance(
         zeros = (zero,) * (2 if model.positions is None else 3)
         loss, right, *targets = jax.lax.fori_loop(0, number, body, zeros)
         if targets:
-            size = jnp.count_nonzero(examples.weights).astype(size.dtype)
+            size = jnp.count_nonzero(weights_of(examples)).astype(size.dtype)
         # Without examples the result is 0, not 0 / 0.
         number = jnp.maximum(targets[0] if targets else size, 1)
         return Performance(loss / jnp.maximum(size, 1), right / number, size)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from fisherjax import _sequences
 from fisherjax._core import checks
 from fisherjax.likelihoods import bernoulli
-from fisherjax.typing import Array, Model
+from fisherjax.typing import AnyArray, Array, Model
 
 
 def correct(model: Model, outputs: Array, targets: Array) -> Array:
@@ -18,7 +18,7 @@ def correct(model: Model, outputs: Array, targets: Array) -> Array:
     return jnp.where(is_nan, jnp.nan, right.astype(jnp.result_type(float)))
 
 
-def counted(model: Model, inputs: Array, outputs: Array, targets: Array, hits: Array) -> Array:
+def counted(model: Model, inputs: AnyArray, outputs: Array, targets: Array, hits: Array) -> Array:
     """Return which targets count, booleans of the shape of `hits`, the result of `correct`."""
     counts = _sequences.targets_counted(model, inputs, outputs.shape, targets)
     if counts is None:
@@ -38,7 +38,7 @@ def for_inference(model: Model) -> Model:
     return model._replace(apply_train=None, mask=None)
 
 
-def check_batch_size(batch_size: int, inputs: Array) -> int:
+def check_batch_size(batch_size: int, inputs: AnyArray) -> int:
     """Check a batch size, and limit it to the number of inputs."""
     batch_size = checks.count("batch_size", batch_size)
     if len(inputs) == 0:

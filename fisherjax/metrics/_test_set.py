@@ -9,6 +9,7 @@ from fisherjax import _sequences, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax._stacked import shapes_of_one
+from fisherjax.clients import weights_of
 from fisherjax.likelihoods import bernoulli, categorical, gaussian
 from fisherjax.metrics._targets import (
     check_batch_size,
@@ -17,11 +18,11 @@ from fisherjax.metrics._targets import (
     for_inference,
     is_bernoulli,
 )
-from fisherjax.typing import Array, Examples, Model, Params
+from fisherjax.typing import AnyArray, Array, Examples, Model, Params
 
 
 def logits(
-    model: Model, params: Params, inputs: Array, *, stacked: bool = False, batch_size: int = 500
+    model: Model, params: Params, inputs: AnyArray, *, stacked: bool = False, batch_size: int = 500
 ) -> Array:
     """Compute the outputs [N, ..., C] of a network for inputs [N, ...], `batch_size` at a time.
 
@@ -132,7 +133,7 @@ def _map_logits(model: Model, batch_size: int, stacked: Params, inputs: Array) -
     return jax.lax.map(lambda params: _logits(model, batch_size, params, inputs), stacked)
 
 
-def _used_rows(examples: Examples) -> tuple[Array, Array, Array | None]:
+def _used_rows(examples: Examples) -> tuple[AnyArray, AnyArray | None, AnyArray | None]:
     """Return the inputs and targets that `indices` select, and the weights if there are any."""
     checks.examples(examples)
     inputs, targets, indices, weights = examples
@@ -159,7 +160,7 @@ def _accuracy(model: Model, outputs: Array, examples: Examples) -> Array:
     hits = correct(model, outputs, targets)
     if model.positions is None and examples.weights is None:
         return hits.mean()
-    weights = _sequences.weighed(model, examples).weights
+    weights = weights_of(_sequences.weighed(model, examples))
     counts = counted(model, examples.inputs, outputs, targets, hits)
     # Every target of an example has the weight of the example.
     weights = jnp.where(counts, weights.reshape(-1, *(1,) * (hits.ndim - 1)), 0)

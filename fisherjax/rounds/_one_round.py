@@ -8,7 +8,7 @@
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,13 @@ from fisherjax import clients, leaves, merging, training, tree
 from fisherjax._core.compiler import jit
 from fisherjax._divergence import Diverged
 from fisherjax._stacked import copies
-from fisherjax.algorithms.base import Algorithm
+from fisherjax.algorithms.base import Algorithm, Report
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import Given, LocalTraining
 from fisherjax.parallel import Layout
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Key, Model, Params
+from fisherjax.typing import AnyArray, Array, Key, Model, Params
 
 
 class State(NamedTuple):
@@ -45,7 +45,7 @@ class State(NamedTuple):
     statistics: dict[str, Array] = {}  # noqa: RUF012
 
 
-class Round(NamedTuple):
+class Round(NamedTuple, Generic[Report]):
     """Record of one round.
 
     Attributes:
@@ -66,19 +66,19 @@ class Round(NamedTuple):
     trained: Trained
     loss: Array
     left_out: Diverged
-    info: Any
+    info: Report
 
     @property
-    def diverged(self) -> Array:
+    def diverged(self) -> AnyArray:
         """Whether each client of the cohort was left out, [K]."""
         return ~self.left_out.present
 
 
-class Experiment(NamedTuple):
+class Experiment(NamedTuple, Generic[Report]):
     """Arguments of `federated`, on which the program of a round depends."""
 
     model: Model
-    algorithm: Algorithm
+    algorithm: Algorithm[Report]
     cohort: int
     optimizer: optax.GradientTransformation
     epochs: int

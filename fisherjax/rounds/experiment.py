@@ -8,7 +8,7 @@ state repeats the rounds that followed it. Letters: M clients, K of them in a co
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from fisherjax import clients, compression, devices, leaves, parallel, training,
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape
 from fisherjax._stacked import copies
-from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
+from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.rounds._one_round import (
@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
     up: int
 
 
-class Federated(Experiment):
+class Federated(Experiment[Report]):
     """A federated experiment, as `federated` makes and checks it."""
 
     def init(self, params: Params, clients: int | Federation) -> State:
@@ -109,7 +109,7 @@ class Federated(Experiment):
         statistics = tree.by_name(leaves.split(self.model, params, inputs, length).statistics)
         return {name: x for name, x in statistics.items() if name in keeps}
 
-    def round(self, state: State, federation: Federation, key: Key) -> tuple[State, Round]:
+    def round(self, state: State, federation: Federation, key: Key) -> tuple[State, Round[Report]]:
         """Run one round; compiled once for equal experiments and shapes."""
         mesh = federation.mesh
         layout = Layout(self.clients_per_chunk, mesh)
@@ -172,7 +172,7 @@ def federated(
     epochs: int,
     batch_size: int,
     clients_per_chunk: int | None = None,
-) -> Federated:
+) -> Federated[Report]:
     """Make a federated experiment of any algorithm.
 
     A round draws K clients without replacement, trains each from what the algorithm broadcasts,
@@ -223,8 +223,8 @@ def federated(
 
 
 def run(
-    experiment: Federated, state: State, federation: Federation, *, key: Key, rounds: int
-) -> Iterator[tuple[State, Round]]:
+    experiment: Federated[Report], state: State, federation: Federation, *, key: Key, rounds: int
+) -> Iterator[tuple[State, Round[Report]]]:
     """Run rounds one after another, and yield the result of each.
 
     Cohorts and minibatches depend only on the key, the number of the round and the client. Two
@@ -254,7 +254,7 @@ def run(
     experiment.check(state, federation, key)
 
     # A generator of its own: the body of a generator runs, and so checks, at the first `next` only.
-    def generate(state: State) -> Iterator[tuple[State, Round]]:
+    def generate(state: State) -> Iterator[tuple[State, Round[Report]]]:
         # Numbers are counted here, as reading one from a state would wait for its round.
         first = int(state.number)
         for number in range(first, first + rounds):

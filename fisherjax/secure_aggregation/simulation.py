@@ -164,10 +164,12 @@ def contributions(
     weights = jnp.asarray(shares(check_weights(weights, number)), float)
     own = split_params(params, update)
     given = decode_and_screen(algorithm, own, update, weights, "raise").values
-    return [
-        add_up(algorithm, *jax.tree.map(lambda x, c=c: x[c : c + 1], given), weights[c][None])
-        for c in range(number)
-    ]
+
+    def one(client: int) -> Any:
+        values, statistics = jax.tree.map(lambda x: x[client : client + 1], given)
+        return add_up(reduce, values, statistics, weights[client][None])
+
+    return [one(client) for client in range(number)]
 
 
 def _gone(absent: Mapping[str, Collection[int]], number: int) -> Callable:

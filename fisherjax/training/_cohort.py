@@ -40,9 +40,9 @@ class Trained(NamedTuple):
     """
 
     params: Params
-    start: Params | None = None
+    start: Params = None
     steps: Array | None = None
-    loss: Array | None = None
+    loss: Any = None
     extras: Any = ()
     statistics: Params = None
     frozen: Params = None

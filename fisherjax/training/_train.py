@@ -29,7 +29,7 @@ from fisherjax.training._cohort import (
     epoch_memory,
     train_cohort,
 )
-from fisherjax.typing import Array, Key, Model, Params
+from fisherjax.typing import AnyArray, Array, Key, Model, Params
 
 _HIDDEN = "privacy.dp_sgd passes it no loss, as steps that depend on the loss reveal the data."
 
@@ -114,7 +114,7 @@ def untrained(params: Params, num_clients: int, model: Model | None = None) -> T
     params = checks.arrays(params)
     checks.count("num_clients", num_clients)
 
-    def on_host(x: Array) -> Array:
+    def on_host(x: AnyArray) -> AnyArray:
         # An array that is bound to one device could not join clients on others.
         return x if checks.is_traced(x) else np.asarray(x)
 
