@@ -60,8 +60,8 @@ ORDER = [
 BUILT = {  # folders whose files build on one another
     "_core": ["caching", "compat", "compiler", "linalg", "checks"],
     "_layers": [
-        *("equations", "views", "operations", "uses", "normalization", "layer"),
-        *("feeders", "pairs", "locations", "graph"),
+        *("equations", "views", "operations", "uses", "normalized_values", "normalization"),
+        *("layer", "feeders", "arrangement", "pairs", "locations", "graph"),
     ],
     "fisher": [
         *("_columns", "kinds", "operators", "kronecker", "kronecker_sum", "_passes"),
