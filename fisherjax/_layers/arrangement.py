@@ -1,4 +1,9 @@
-"""Arrange what uses read, and the tangents of what they make, as activations and tangents."""
+"""Arrange the inputs and output gradients of a layer's uses as arrays [B, T, features].
+
+A use reads its inputs, and gets the gradient with respect to its result, in whatever layout the
+network has. Here their axes are put in order: examples, locations, features in the order of the
+layer's matrix V. The uses of a layer are concatenated along the locations.
+"""
 
 import math
 from typing import Any
@@ -8,8 +13,8 @@ import jax.numpy as jnp
 
 from fisherjax import nn
 from fisherjax._core import compat
-from fisherjax._layers import equations as inline
 from fisherjax._layers import operations
+from fisherjax._layers.equations import Flat
 from fisherjax._layers.layer import Layer, Part
 from fisherjax._layers.operations import Use
 from fisherjax._layers.views import Place
@@ -17,13 +22,14 @@ from fisherjax.typing import Array
 
 
 def inputs_of_use(use: Use, equation: Any, value: Array) -> Array:
-    """Arrange what a product or convolution reads as [B, T, inputs in the leaf's order]."""
+    """Return the inputs of a product or convolution as [B, T, rows of the layer's matrix]."""
     if use.form == operations.CONVOLUTION:
         return _patches(use, equation, value)
-    return _arranged(value, use.input_axes)
+    return _arrange(value, use.input_axes)
 
 
-def _activations(part: Part, network: inline.Flat, read: dict[Place, Array], batch: int) -> Array:
+def activations(part: Part, network: Flat, read: dict[Place, Array], batch: int) -> Array:
+    """Return a layer's inputs [B, T, a] from the values that its uses read, by place."""
     layer = part.layer
     if layer.form == "scale":
         return jnp.zeros((batch, 0, math.prod(layer.shape)))
@@ -38,55 +44,57 @@ def _activations(part: Part, network: inline.Flat, read: dict[Place, Array], bat
     return jnp.concatenate([inputs, jnp.ones_like(inputs[..., :1])], axis=-1)
 
 
-def _tangents(part: Part, tangents: dict[Place, Array], read: dict) -> Array:
+def layer_tangents(part: Part, tangents: dict[Place, Array], read: dict) -> Array:
+    """Return a layer's output gradients [B, T, o] from those of its uses, by place.
+
+    For a scale, and the shift that follows it, return the gradients [B, 1 or 2, o] of the leaves.
+    """
     if part.layer.form == "product":
         return jnp.concatenate(
-            [_arranged(tangents[u.tangent], u.tangent_axes) for u in part.uses], axis=1
+            [_arrange(tangents[u.tangent], u.tangent_axes) for u in part.uses], axis=1
         )
     if part.layer.form == "table":
-        return jnp.concatenate([_summed(tangents, use) for use in part.uses], axis=1)
-    scales = sum(_summed(tangents, use) * _factor(use, read) for use in part.uses)
-    shifts = [sum(_summed(tangents, use) for use in part.shifts)] if part.shifts else []
+        return jnp.concatenate([_sum_positions(tangents, use) for use in part.uses], axis=1)
+    scales = sum(_sum_positions(tangents, use) * _factor(use, read) for use in part.uses)
+    shifts = [sum(_sum_positions(tangents, use) for use in part.shifts)] if part.shifts else []
     # [B, rows, o] -> [B, 1, size] each: the entries of the leaf in their order.
     flat = [x.reshape(x.shape[0], 1, -1) for x in (scales, *shifts)]
     return jnp.concatenate(flat, axis=1)
 
 
-def _summed(tangents: dict[Place, Array], use: Use) -> Array:
+def _sum_positions(tangents: dict[Place, Array], use: Use) -> Array:
     """Sum tangents over the positions that share an entry of the leaf, [B, rows, o]."""
-    value = _arranged(tangents[use.tangent], use.tangent_axes)
+    value = _arrange(tangents[use.tangent], use.tangent_axes)
     return value if use.form == operations.LOOKUP else value.sum(2)
 
 
 def _factor(use: Use, read: dict[Place, Array]) -> Array | int:
-    return 1 if use.inputs is None else _arranged(read[use.inputs], use.input_axes)
+    return 1 if use.inputs is None else _arrange(read[use.inputs], use.input_axes)
 
 
-def _rows(
-    use: Use, layer: Layer, network: inline.Flat, read: dict[Place, Array], batch: int
-) -> Array:
-    """Give the rows of a table that a use reads, [B, T]."""
+def _rows(use: Use, layer: Layer, network: Flat, read: dict[Place, Array], batch: int) -> Array:
+    """Return the numbers of the table's rows that a use reads, [B, T]."""
     if not isinstance(use.inputs, tuple):
         rows = use.inputs or range(layer.rows)
         return jnp.broadcast_to(jnp.array(rows), (batch, len(rows)))
     gather = network.equations[use.inputs[0]].params["dimension_numbers"]
     rows = read[use.inputs][..., gather.start_index_map.index(0)]
     if use.form == operations.LOOKUP:
-        return _arranged(rows, use.input_axes)
+        return _arrange(rows, use.input_axes)
     return jnp.broadcast_to(rows.ravel(), (batch, rows.size))
 
 
-def _arranged(value: Array, groups: operations.Groups) -> Array:
-    """Transpose and merge axes, one group into each axis of the result."""
+def _arrange(value: Array, groups: operations.Groups) -> Array:
+    """Transpose a value and merge its axes, one group of axes into each axis of the result."""
     sizes = [math.prod(value.shape[a] for a in group) for group in groups]
     return value.transpose(sum(groups, ())).reshape(sizes)
 
 
 def _patches(use: Use, equation: Any, images: Array) -> Array:
-    """Cut out what a kernel sees at each output location, [B, T, inputs in the leaf's order]."""
+    """Return the part of an image that a kernel covers at each output location, [B, T, rows]."""
     how, kernel = equation.params, equation.invars[1].aval.shape
     layout = how["dimension_numbers"]
-    # Channels last: [B, H, W, C], for whatever number of spatial axes.
+    # Channels last: [B, H, W, C], for any number of spatial axes.
     images = images.transpose(layout.lhs_spec[0], *layout.lhs_spec[2:], layout.lhs_spec[1])
     window = tuple(kernel[a] for a in layout.rhs_spec[2:])
     settings = window, how["window_strides"], how["padding"]
@@ -103,15 +111,15 @@ def _patches(use: Use, equation: Any, images: Array) -> Array:
             how["rhs_dilation"],
             jax.lax.ConvDimensionNumbers(spec, (last, last - 1, *range(len(places))), spec),
         )
-        # Channels come first here.
+        # lax's patches have the channels before the places in the window.
         cut = cut.reshape(*cut.shape[:-1], images.shape[-1], math.prod(window)).swapaxes(-1, -2)
     cut = cut.reshape(images.shape[0], -1, *window, images.shape[-1])
     order = sorted(range(len(use.input_axes)), key=lambda axis: use.input_axes[axis])
     return cut.transpose(0, 1, *(axis + 2 for axis in order)).reshape(*cut.shape[:2], -1)
 
 
-def _convolved(equation: Any, images: Array, kernel: Array) -> Array:
-    """Evaluate a convolution, as patches times a matrix where that is possible."""
+def convolve(equation: Any, images: Array, kernel: Array) -> Array:
+    """Evaluate a convolution, if possible by `nn`, which is faster in compiled loops."""
     how = equation.params
     if not _is_plain(how):
         return compat.evaluate(equation, [images, kernel])[0]
@@ -128,10 +136,11 @@ def _convolved(equation: Any, images: Array, kernel: Array) -> Array:
         preferred_element_type=how["preferred_element_type"],
     )
     batch, channel, *places = layout.out_spec
-    # Where each axis of the result comes from.
+    # {axis of the result: axis of y}
     order = {batch: 0, channel: 3} | {place: i for i, place in enumerate(places, 1)}
     return y.transpose(*(order[a] for a in range(4)))
 
 
 def _is_plain(how: dict[str, Any]) -> bool:
+    """Return whether a convolution has two spatial axes and no dilation, as `nn` expects."""
     return len(how["window_strides"]) == 2 and {*how["lhs_dilation"], *how["rhs_dilation"]} == {1}

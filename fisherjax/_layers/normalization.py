@@ -84,7 +84,7 @@ def normalizations(model: Model, params: Params, inputs: Array) -> frozenset[str
 def _flat(model: Model, params: Params, inputs: Array) -> equations.Flat:
     many = tree.shape_of(inputs, MANY)
     try:
-        return equations.flat(model.apply, params, many)
+        return equations.flatten(model.apply, params, many)
     except Exception as error:
         raise ValueError(
             f"The network could not be read ({type(error).__name__}: {error}); expected an apply "

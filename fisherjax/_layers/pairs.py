@@ -1,18 +1,19 @@
-"""Each layer's inputs and output tangents: what diagonal, K-FAC and Gram matrices are sums of.
+"""Compute each layer's pairs of inputs and output gradients, of which layer-wise Fishers are sums.
 
 For a dense or convolution layer with pre-activations s_t = V^T [a_t; 1] at output locations t, the
-gradient of any scalar with respect to V is sum_t a_t g_t^T, with g_t the tangent of s_t. So the
-pairs (a, g) are all that a layer-wise Fisher needs. A table whose rows are looked up or added is
-such a layer with a_t = one-hot(row), and of an elementwise scale and shift the gradients of an
-example are small enough to be formed.
+gradient of any scalar with respect to V is sum_t a_t g_t^T, with g_t the gradient with respect to
+s_t, called the *tangent* as in kfac-jax. So a diagonal, K-FAC factors and Gram matrices need the
+pairs (a, g) only. A table whose rows are looked up or added is such a layer with
+a_t = one-hot(row). For an elementwise scale and shift, the gradients of one example are small
+enough to be computed as they are.
 
-Who does what: this library reads the network. `inline` writes out its equations, `uses` finds where
-trained leaves are used in them, `layers` groups the uses into layers, and the inputs a_t are what
-stands in these equations. kfac-jax computes the tangents: every layer is registered with it by
-`register_dense`, the outputs by `register_normal_predictive_distribution`, and `layer_tags_vjp`
-runs the network once forwards and pulls cotangents of the outputs back to the registered places.
-Its own matching of layers, its estimators and its moving averages are not used: sums over columns,
-examples and locations are those of `kfac`, as they have to be weighted, masked and mapped over
+The work is divided between this library and kfac-jax. This library reads the network: `equations`
+traces it, `uses` finds where trained leaves are used, `layer` groups the uses into layers, and the
+inputs a_t are values in these equations. kfac-jax computes the tangents: each layer is registered
+by `register_dense`, the outputs by `register_normal_predictive_distribution`, and `layer_tags_vjp`
+runs the network once forward and pulls cotangents of the outputs back to the registered layers.
+The layer matching, estimators and moving averages of kfac-jax are not used: `fisher.kfac` sums over
+columns, examples and locations itself, because these sums are weighted, masked and mapped over
 clients.
 """
 
@@ -25,30 +26,30 @@ import jax.numpy as jnp
 
 from fisherjax import tree
 from fisherjax._core import compat
-from fisherjax._layers import equations as inline
-from fisherjax._layers import operations, uses
-from fisherjax._layers.arrangement import _activations, _convolved, _tangents
+from fisherjax._layers import arrangement, equations, operations, uses
+from fisherjax._layers.equations import Flat
 from fisherjax._layers.feeders import Feeders, feeders, output_part
-from fisherjax._layers.layer import Layer, Part, grouped
+from fisherjax._layers.layer import Layer, Part, group
 from fisherjax._layers.operations import Use
 from fisherjax._layers.views import MANY, Place
 from fisherjax.typing import Apply, Array, Params
 
 
 class Trace(NamedTuple):
-    """One minibatch seen from inside the network.
+    """The layers of a network, with their inputs and output gradients on one minibatch.
 
     Attributes:
         outputs: z [B, ..., C].
-        layers: The layers found, in the order in which the network uses them first.
-        activations: For each layer its inputs [B, T, a], with a trailing 1 where it has a bias. Of
-            a table the rows [B, T]; of a scale the zeros [B, 0, a].
-        pullback: Cotangent of the outputs [B, ..., C] -> for each layer the tangents [B, T, o]. Of
-            a scale, and shift, the gradients [B, 1 or 2, o].
-        uncovered: Leaves that belong to no layer, each with the reason.
-        feeders: Whose outputs each layer takes; None where always those of the one before.
-        last: What makes the outputs: the place of a layer, or in words why none does.
-        locations: For each layer the axes that its T runs over, use by use: their sizes.
+        layers: Layers in the order of their first use.
+        activations: For each layer its inputs [B, T, a], with a trailing 1 if it has a bias; for a
+            table the row numbers [B, T]; for a scale an array [B, 0, a].
+        pullback: Cotangent of the outputs [B, ..., C] -> for each layer the tangents [B, T, o]; for
+            a scale, and the shift that follows it, the gradients [B, 1 or 2, o].
+        uncovered: Names of leaves that belong to no layer, each with the reason.
+        feeders: For each layer the names of the layers whose outputs it takes; None if each layer
+            takes the outputs of the one before it.
+        last: Number of the layer that computes the outputs, or the reason why none does.
+        locations: For each layer and use, the sizes of the axes that T runs over.
     """
 
     outputs: Array
@@ -62,14 +63,14 @@ class Trace(NamedTuple):
 
 
 class LayersNotFoundError(ValueError):
-    """The network could not be taken apart into layers."""
+    """An error that says why a network could not be split into layers."""
 
 
 def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
-    """Run a network, which may be jitted, on a minibatch [B, ...] and expose its layers.
+    """Run a network, which may be jitted, on a minibatch [B, ...] and return its layers.
 
     Raises:
-        LayersNotFoundError: If the network cannot be read at all.
+        LayersNotFoundError: If the network cannot be read.
         ValueError: If the network mixes the examples of a batch.
 
     Example:
@@ -79,14 +80,15 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         ([('kernel', 'bias')], (5, 1, 4))
     """
     if inputs.shape[0] == 1:
-        return _first(trace(apply, params, jnp.concatenate([inputs, inputs])))
+        return _first_example(trace(apply, params, jnp.concatenate([inputs, inputs])))
     network, found, uncovered = network_of(apply, params, inputs)
-    outputs, inputs_of, tangents_of = _tagged(network, found, jax.tree.leaves((params, inputs)))
-    activations = tuple(_activations(part, network, inputs_of, outputs.shape[0]) for part in found)
+    outputs, read, tangents_of = _run_tagged(network, found, jax.tree.leaves((params, inputs)))
+    batch = outputs.shape[0]
+    activations = tuple(arrangement.activations(part, network, read, batch) for part in found)
 
     def pullback(cotangent: Array) -> tuple[Array, ...]:
         tangents = tangents_of(cotangent)
-        return tuple(_tangents(part, tangents, inputs_of) for part in found)
+        return tuple(arrangement.layer_tangents(part, tangents, read) for part in found)
 
     layers, sources = tuple(part.layer for part in found), feeders(network, found)
     last = output_part(network, found, uncovered)
@@ -96,30 +98,34 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
 
 def network_of(
     apply: Apply, params: Params, inputs: Array
-) -> tuple[inline.Flat, list[Part], dict[str, str]]:
-    """Read a network at a minibatch, of which shapes suffice: equations, layers, what is none."""
+) -> tuple[Flat, list[Part], dict[str, str]]:
+    """Read a network on a minibatch, or on its shape.
+
+    Returns:
+        The equations, the layers, and the reason for each leaf that belongs to no layer, by name.
+    """
     reading, names = _read(apply, params, inputs)
-    # Traced again, at the examples given, to be run.
-    network = inline.flat(apply, params, inputs)
+    # The layers were read at `MANY` examples; this trace can be run on the given ones.
+    network = equations.flatten(apply, params, inputs)
     if [equation.primitive.name for equation in network.equations] != names:
         raise LayersNotFoundError(
-            f"The network does something else for {inputs.shape[0]} examples than for {MANY}. Let "
-            "apply treat every example alike, however many there are."
+            f"The network does something else for {inputs.shape[0]} examples than for {MANY}. "
+            "Expected an apply that treats every example alike, however many there are."
         )
-    return network, *grouped(reading, tree.names(params), jax.tree.leaves(params))
+    return network, *group(reading, tree.names(params), jax.tree.leaves(params))
 
 
-def _sizes(network: inline.Flat, use: Use) -> tuple[int, ...]:
+def _sizes(network: Flat, use: Use) -> tuple[int, ...]:
     shape = network.equations[use.tangent[0]].outvars[0].aval.shape
     return tuple(shape[axis] for axis in use.tangent_axes[1])
 
 
 def output_layer(seen: Trace) -> int:
-    """Return the place of the dense layer whose product, with its bias, is the output.
+    """Return the number of the dense layer whose product, with its bias, is the output.
 
     Raises:
         ValueError: If anything but a change of shape or dtype follows the last dense layer, or if
-            its kernel is used elsewhere too.
+            its kernel is also used elsewhere.
     """
     if isinstance(seen.last, str):
         _refuse_output(seen.last, seen.outputs.shape)
@@ -127,7 +133,7 @@ def output_layer(seen: Trace) -> int:
 
 
 def check_output_layer(apply: Apply, params: Params, inputs: Array) -> Layer:
-    """Return the layer of `output_layer`, and refuse what it refuses, from shapes alone."""
+    """Return the layer that `output_layer` finds, and raise its errors, from shapes only."""
     params = jax.tree.map(tree.shape_of, params)
     network, found, uncovered = network_of(apply, params, tree.shape_of(inputs, 2))
     last = output_part(network, found, uncovered)
@@ -138,30 +144,33 @@ def check_output_layer(apply: Apply, params: Params, inputs: Array) -> Layer:
 
 def _refuse_output(reason: str, shape: tuple[int, ...]) -> None:
     raise ValueError(
-        "The last layer of this network is no dense layer with an output vector for each target "
-        f"and leaves of its own (outputs have shape {tuple(shape[1:])}): {reason}. The outputs "
-        "must be those of a dense layer, as they are, for it to be solved for: leave a link such "
-        "as softmax to the likelihood, normalise the targets in place of de-normalising the "
-        "outputs, or use a method that solves for no layer (not analytic_head, ccvr or "
-        "natural_gradient)."
+        "The last layer of this network is not a dense layer that can be solved for: the outputs, "
+        f"of shape {tuple(shape[1:])} for each example, must be those of a dense layer that is "
+        f"used once, and unchanged, but {reason}. Leave a link function such as softmax to the "
+        "likelihood, normalise the targets instead of de-normalising the outputs, or use a method "
+        "that solves for no layer (not analytic_head, ccvr or natural_gradient)."
     )
 
 
 def check_examples(apply: Apply, params: Params, inputs: Array) -> None:
-    """Refuse a network that mixes the examples of a batch, as far as it can be read."""
+    """Check that a network does not mix the examples of a batch, as far as it can be read.
+
+    Raises:
+        ValueError: If it does.
+    """
     with contextlib.suppress(LayersNotFoundError):
         _read(apply, params, inputs)
 
 
 def _read(apply: Apply, params: Params, inputs: Array) -> tuple[uses.Reading, list[str]]:
-    # Its own failure is none of the network's.
+    # Imported outside of the `try`, so that its failure is not reported as one of the network.
     compat.import_kfac_jax()
     many = tree.shape_of(inputs, MANY)
     try:
-        network = inline.flat(apply, params, many)
+        network = equations.flatten(apply, params, many)
         reading = uses.read(network)
     except Exception as error:
-        # What apply raises for the inputs themselves is raised as it is.
+        # An error that apply raises for the given inputs, too, is raised as it is.
         jax.eval_shape(apply, params, inputs)
         raise LayersNotFoundError(
             f"The layers of this network could not be found ({type(error).__name__}: {error}). "
@@ -177,8 +186,12 @@ def _read(apply: Apply, params: Params, inputs: Array) -> tuple[uses.Reading, li
     return reading, [equation.primitive.name for equation in network.equations]
 
 
-def _first(seen: Trace) -> Trace:
-    """Take the first example of two: of one alone, axes are dropped that others need."""
+def _first_example(seen: Trace) -> Trace:
+    """Return the trace of the first of two examples.
+
+    A network is not traced on one example, because JAX then drops axes of size one that the reading
+    at `MANY` examples has.
+    """
 
     def pullback(cotangent: Array) -> tuple[Array, ...]:
         both = seen.pullback(jnp.concatenate([cotangent, jnp.zeros_like(cotangent)]))
@@ -188,10 +201,15 @@ def _first(seen: Trace) -> Trace:
     return seen._replace(outputs=seen.outputs[:1], activations=first, pullback=pullback)
 
 
-def _tagged(
-    network: inline.Flat, parts: list[Part], arguments: list[Array]
+def _run_tagged(
+    network: Flat, parts: list[Part], arguments: list[Array]
 ) -> tuple[Array, dict[Place, Array], Callable[[Array], dict[Place, Array]]]:
-    """Run a network; give outputs, what each use reads, and cotangent -> tangents of each use."""
+    """Run a network with its layers registered with kfac-jax.
+
+    Returns:
+        The outputs, the values that uses read, and a function from a cotangent of the outputs to
+        the tangents of uses; values and tangents are by place.
+    """
     kfac_jax = compat.import_kfac_jax()
     every = {use.tangent: use for part in parts for use in (*part.uses, *part.shifts)}
     wanted = {use.inputs for use in every.values() if isinstance(use.inputs, tuple)}
@@ -203,29 +221,34 @@ def _tagged(
         def register(place: Place, value: Array) -> Array:
             if place not in tags:
                 return value
-            # A marker stands for the parameter: that may be a slice of a leaf, or used twice.
+            # kfac-jax wants the parameter of each layer once, but a leaf may be used twice, or in
+            # slices, so a scalar takes its place.
             marker = markers[tags[place]]
             return kfac_jax.register_dense(value, seen.get(every[place].inputs, marker), marker)
 
-        def equation(number: int, one: Any, operands: list[Array]) -> list[Array]:
+        def evaluate(number: int, one: Any, operands: list[Array]) -> list[Array]:
             shape, is_scale = one.outvars[0].aval.shape, one.primitive.name == "mul"
             for i, x in enumerate(operands):
-                # Sums and elementwise products repeat operands, numbers too, to the result's shape.
+                # Sums and elementwise products broadcast their operands to the result's shape.
                 if (number, i) in wanted:
                     seen[number, i] = jnp.broadcast_to(x, shape) if is_scale else x
                 if (number, i) in tags:
                     operands[i] = register((number, i), jnp.broadcast_to(x, shape))
             is_layer = (number, None) in tags and every[number, None].form == operations.CONVOLUTION
-            results = [_convolved(one, *operands)] if is_layer else compat.evaluate(one, operands)
+            if is_layer:
+                results = [arrangement.convolve(one, *operands)]
+            else:
+                results = compat.evaluate(one, operands)
             return [register((number, None), results[0]), *results[1:]]
 
-        outputs = inline.evaluate(network, arguments, equation)
-        # As the mean of a Gaussian, whatever they are: the pullback of any loss starts from them.
+        outputs = equations.evaluate(network, arguments, evaluate)
+        # kfac-jax pulls cotangents of this "mean" back, so any likelihood may be registered.
         kfac_jax.register_normal_predictive_distribution(outputs)
 
     run, _ = kfac_jax.layer_tags_vjp(tagged, params_index=0, auto_register_tags=False)
     (loss,), vjp = run(([jnp.zeros(())] * len(tags), arguments))
-    # What uses read comes with any cotangent; what else zeros give is not used, and dropped.
+    # The values that uses read come with the tangents of any cotangent. For this one the tangents
+    # are not used, and the compiler removes them.
     at_zero = vjp(((jnp.zeros_like(loss.mean),),))
     read = {every[place].inputs: at_zero[tag].primals.inputs[0] for place, tag in tags.items()}
 

@@ -251,7 +251,7 @@ def _output_factor(sharing: Sharing, layer: Layer, g: Array, counts: Array | Non
         # Of a scale and a shift the gradients of each example, [B, r, o] -> [r, r, o].
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
         return jnp.einsum("bro,bso->rso", wide, wide, precision="highest")
-    g = locations.selected(g, counts)
+    g = locations.mask_values(g, counts)
     g = sharing.tangents(g, counts) if layer.form == "product" else g
     # A mean over locations, since A sums over them: kron(A, G) has the exact block's scale.
     if counts is None or g.shape[1] != counts.shape[1]:
@@ -285,7 +285,7 @@ def _input_moment(
         used = jnp.broadcast_to(w[:, None].astype(wide), a.shape)
         used = used if counts is None else jnp.where(counts, used, 0)
         return jnp.zeros(layer.rows, wide).at[a].add(used, mode="drop")
-    a = sharing.inputs(locations.selected(a, counts), counts)
+    a = sharing.inputs(locations.mask_values(a, counts), counts)
     # Both sides of the product carry the root of the weight.
     return second_moment(a * jnp.sqrt(w)[:, None, None].astype(a.dtype))
 

@@ -97,7 +97,7 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
         y = y.reshape(*a.shape[:2], -1).astype(a.dtype)
         if counts is not None:
             counts = counts.reshape(a.shape[:2])
-            a, y = (locations.selected(v, counts) for v in (a, y))
+            a, y = (locations.mask_values(v, counts) for v in (a, y))
         number = a.shape[1] * w.sum() if counts is None else jnp.vdot(w, counts.sum(1))
         # Both sides of a product carry the root of the weight.
         root = jnp.sqrt(w)[:, None, None].astype(a.dtype)

@@ -83,7 +83,7 @@ def exact_products(
         root, places = jnp.sqrt(w)[:, None, None].astype(a.dtype), (*a.shape[:2], -1)
         counts = _sequences.targets_counted(model, x, seen.outputs.shape, y)
         if counts is not None:
-            a = locations.selected(a, counts.reshape(a.shape[:2]))
+            a = locations.mask_values(a, counts.reshape(a.shape[:2]))
             changes = jnp.where(counts[..., None], changes, 0)
         a, residual = root * a, root * residual.reshape(places)
         changes = root * changes.reshape(-1, *residual.shape)
