@@ -1,9 +1,10 @@
-"""Which leaves belong to a normalisation, read off a network's equations.
+"""Find the leaves that belong to a normalisation, from the equations of a network.
 
 A value is normalised where it is divided by a root of its own mean square or variance, as in
-LayerNorm, GroupNorm and RMSNorm, or of kept statistics, as in BatchNorm. The scale that multiplies
-it, the shift that is then added and the statistics are the leaves of a normalisation, whatever
-their names. A root of a sum over a kernel, as in weight normalisation, divides no such value.
+LayerNorm, GroupNorm and RMSNorm, or of running statistics, as in BatchNorm. The scale that
+multiplies it, the shift that is added next and the statistics are the leaves of a normalisation,
+whatever their names are. Weight normalisation divides by a root of a sum over a kernel, which is no
+statistic of a value, so its leaves do not count.
 """
 
 from collections.abc import Iterable
@@ -13,14 +14,14 @@ from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._layers import equations
 from fisherjax._layers.normalized_values import (
-    _ROOTS,
-    _by_rule,
-    _data,
-    _has_examples,
-    _known,
-    _plain,
-    _Value,
-    _Walk,
+    ROOTS,
+    Value,
+    Walk,
+    apply_rule,
+    data_value,
+    default_value,
+    has_examples,
+    known_value,
 )
 from fisherjax._layers.views import MANY
 from fisherjax.typing import Array, Model, Params
@@ -29,23 +30,24 @@ _INSIDE = {"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custo
 
 
 def normalizations(model: Model, params: Params, inputs: Array) -> frozenset[str]:
-    """Find the leaves that belong to normalisations, by what the network computes with them.
+    """Return the names of the leaves that belong to normalisations.
 
-    These are scales and shifts of normalised values and the statistics that values are normalised
-    by, of BatchNorm, LayerNorm, GroupNorm, RMSNorm and the like. A leaf that the network does not
-    use belongs to them where those beside it do.
+    These are the scales and shifts of normalised values, and the statistics that values are
+    normalised by, in BatchNorm, LayerNorm, GroupNorm, RMSNorm and the like. They are found by what
+    the network computes, not by their names. A leaf that the network does not use is among them if
+    its neighbours in the tree are.
 
     Args:
-        model: The network, as it is evaluated.
-        params: Its params, or their shapes.
+        model: The network and its likelihood; `apply` is read, not `apply_train`.
+        params: Params of the network, or their shapes.
         inputs: A batch [B, ...], or its shape and dtype; values are not read.
 
     Returns:
-        Names of leaves, as `fisherjax.tree.names` has them.
+        Names of leaves, as `fisherjax.tree.names` returns them.
 
     Raises:
-        ValueError: If the network cannot be read, or leaves meet a root inside a loop, a branch or
-            a function with derivatives of its own.
+        ValueError: If the network cannot be read, or if leaves are used next to a root inside a
+            loop, a branch or a function with a custom derivative.
 
     Example:
         >>> import jax.numpy as jnp, fisherjax as fj
@@ -60,55 +62,56 @@ def normalizations(model: Model, params: Params, inputs: Array) -> frozenset[str
     """
     checks.model(model)
     checks.outputs(model, params, inputs)
-    network, names = _flat(model, params, inputs), tree.names(params)
+    network, names = _flatten(model, params, inputs), tree.names(params)
     *leaves, data = network.arguments
-    values = {v: _Value(leaves=frozenset({i})) for i, v in enumerate(leaves)}
-    values[data] = _data(data)
-    # What has the axis of the examples is theirs, such as a recurrent network's first state.
-    values |= {v: _data(v) if _has_examples(v) else _Value() for v, _ in network.constants}
-    walk = _Walk(values, {}, [v.aval.shape for v in leaves], set(), set())
+    values = {v: Value(leaves=frozenset({i})) for i, v in enumerate(leaves)}
+    values[data] = data_value(data)
+    # A constant with an axis of examples, such as a recurrent network's initial state, is data.
+    values |= {v: data_value(v) if has_examples(v) else Value() for v, _ in network.constants}
+    walk = Walk(values, {}, [v.aval.shape for v in leaves], set(), set())
     for equation in network.equations:
         _read(walk, equation)
     if walk.unread:
         raise ValueError(
-            f"The network uses {[names[i] for i in sorted(walk.unread)]} beside a root inside a "
-            "loop, a branch or a function with derivatives of its own, where normalisations are "
-            "not looked for; expected plain operations. Write where=lambda name: ... instead."
+            f"The network uses {[names[i] for i in sorted(walk.unread)]} next to a root inside a "
+            "loop, a branch or a function with a custom derivative, where normalisations are not "
+            "found; expected plain operations. Name the leaves by where=lambda name: ... instead."
         )
-    kept = {names[i] for i in walk.found}
+    found = {names[i] for i in walk.found}
     used = {v for e in network.equations for v in equations.variables(e.invars)}
-    idle = [name for v, name in zip(leaves, names, strict=True) if v not in used]
-    return frozenset(kept | {n for n in idle if _parent(n) in set(map(_parent, kept))})
+    unused = [name for v, name in zip(leaves, names, strict=True) if v not in used]
+    return frozenset(found | {n for n in unused if _parent(n) in set(map(_parent, found))})
 
 
-def _flat(model: Model, params: Params, inputs: Array) -> equations.Flat:
+def _flatten(model: Model, params: Params, inputs: Array) -> equations.Flat:
     many = tree.shape_of(inputs, MANY)
     try:
         return equations.flatten(model.apply, params, many)
     except Exception as error:
         raise ValueError(
             f"The network could not be read ({type(error).__name__}: {error}); expected an apply "
-            "that treats every example alike. Write where=lambda name: ... instead."
+            "that treats every example alike. Name the leaves by where=lambda name: ... instead."
         ) from error
 
 
-def _read(walk: _Walk, equation: Any) -> None:
-    operands = [_known(walk, v) for v in equation.invars]
+def _read(walk: Walk, equation: Any) -> None:
+    """Store what is known of the results of an equation."""
+    operands = [known_value(walk, v) for v in equation.invars]
     for v in equation.outvars:
         walk.makers[v] = equation
     name, result = equation.primitive.name, equation.outvars[0]
     if name in _INSIDE and any(x.leaves for x in operands) and _has_root(equation.params.values()):
         walk.unread.update(*(x.leaves for x in operands))
-    value = _by_rule(walk, name, equation, operands)
+    value = apply_rule(walk, name, equation, operands)
     if value is None:
-        value = _plain(equation, operands, result)
+        value = default_value(equation, operands, result)
     walk.values[result] = value
     for v in equation.outvars[1:]:
-        walk.values[v] = _plain(equation, operands, v)
+        walk.values[v] = default_value(equation, operands, v)
 
 
 def _has_root(values: Iterable[Any]) -> bool:
-    """Whether any of the jaxprs among these holds a root."""
+    """Return whether any jaxpr among these parameters of an equation has a root."""
     for value in values:
         if isinstance(value, tuple | list):
             if _has_root(value):
@@ -116,7 +119,7 @@ def _has_root(values: Iterable[Any]) -> bool:
             continue
         jaxpr = getattr(value, "jaxpr", value)
         for equation in getattr(jaxpr, "eqns", ()):
-            if equation.primitive.name in _ROOTS or _has_root(equation.params.values()):
+            if equation.primitive.name in ROOTS or _has_root(equation.params.values()):
                 return True
     return False
 

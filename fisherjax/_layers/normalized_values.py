@@ -1,7 +1,16 @@
-"""What an equation makes of what is known of its operands: roots, factors, normalised values."""
+"""Find values that are divided by a root of their own statistics, and the leaves in them.
+
+`normalizations` walks through the equations of a network; `apply_rule` and `default_value` compute
+what is known of the result of one equation from what is known of its operands. An example: in
+
+    u = x - mean,   v = mean(u^2) + eps,   y = u * rsqrt(v) * scale + shift
+
+`v` depends on data, `rsqrt(v)` is a root of `v`, and `u` is a base. The product `u * rsqrt(v)` is
+normalised, because `v` is a statistic of the base `u`. The leaves `scale` and `shift` then belong
+to a normalisation.
+"""
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
@@ -15,221 +24,231 @@ _MOVES = {
     *("slice", "dynamic_slice", "gather", "concatenate", "rev"),
 }
 _REDUCTIONS = {"reduce_sum", "dot_general", "reduce_window_sum", "conv_general_dilated"}
-_ROOTS = {"rsqrt": -1, "sqrt": 1}
-# How many values a factor may lie behind the one that is normalised.
+ROOTS = {"rsqrt": -1, "sqrt": 1}
+# Most factors between a base and its division by a root.
 _LONGEST = 16
 _NONE: frozenset[int] = frozenset()
-# In place of the leaves of a mean that the network holds as a constant.
+# Stands for the leaves of a mean that the network holds as a constant.
 _CONSTANT = frozenset({-1})
 
 
-class _Root(NamedTuple):
-    """The root that a value is divided by (-1), or is (1), and what is under it."""
+class Root(NamedTuple):
+    """A root among the factors of a value.
+
+    Attributes:
+        under: Variable whose root it is.
+        power: 1 for a factor, -1 for a divisor.
+    """
 
     under: Any
     power: int
 
 
-class _Base(NamedTuple):
-    """A value that a product of factors starts from, and what came after it."""
+class Base(NamedTuple):
+    """A value that may have been normalised later, by a division by a root of its statistics.
+
+    Attributes:
+        variable: The variable.
+        scales: Leaves that it was multiplied by since.
+        centers: Leaves that were subtracted from it since.
+    """
 
     variable: Any
     scales: frozenset[int] = _NONE
     centers: frozenset[int] = _NONE
 
 
-class _Value(NamedTuple):
+class Value(NamedTuple):
     """What is known of a variable.
 
     Attributes:
         data: Whether it depends on the inputs.
-        leaves: Of what does not: all that it is made of. Of what is normalised: its statistics.
-        apart: Of what does not: whether its entries are those of leaves or of constants, changed
-            each by itself.
-        bases: Of what depends on the inputs: newest first.
-        scales: Leaves among its factors, where it has no bases or is normalised.
-        root: The root among its factors.
-        normal: Whether it is normalised, and has no shift yet.
+        leaves: Leaves that it is computed from, if it does not depend on the inputs. If it is
+            normalised, the leaves of its statistics.
+        entrywise: For a value that does not depend on the inputs, whether each entry is computed
+            from one entry of each leaf or constant.
+        bases: Bases of a value that depends on the inputs, newest first.
+        scales: Leaves among its factors, if it has no bases or is normalised.
+        root: The root among its factors, or None.
+        normal: Whether it is normalised, and no shift was added yet.
     """
 
     data: bool = False
     leaves: frozenset[int] = _NONE
-    apart: bool = True
-    bases: tuple[_Base, ...] = ()
+    entrywise: bool = True
+    bases: tuple[Base, ...] = ()
     scales: frozenset[int] = _NONE
-    root: _Root | None = None
+    root: Root | None = None
     normal: bool = False
 
 
-class _Walk(NamedTuple):
-    """What is known so far."""
+class Walk(NamedTuple):
+    """State of the walk through a network's equations.
 
-    values: dict[Any, _Value]
-    makers: dict[Any, Any]  # the equation of each variable
-    shapes: list[tuple[int, ...]]  # of the leaves
+    Attributes:
+        values: What is known of each variable.
+        makers: The equation that computes each variable.
+        shapes: Shapes of the leaves.
+        found: Leaves that belong to normalisations.
+        unread: Leaves that are used inside an equation that is not read, next to a root.
+    """
+
+    values: dict[Any, Value]
+    makers: dict[Any, Any]
+    shapes: list[tuple[int, ...]]
     found: set[int]
     unread: set[int]
 
 
-def _by_rule(walk: _Walk, name: str, equation: Any, operands: list[_Value]) -> _Value | None:
-    """Read an equation that keeps what is known of a value; None if it is none."""
+def apply_rule(walk: Walk, name: str, equation: Any, operands: list[Value]) -> Value | None:
+    """Return what is known of the result of an equation that a rule covers, else None."""
     result = equation.outvars[0]
     if name in _MOVES:
-        return _moved(operands)
-    if name in _ROOTS:
-        return _rooted(equation.invars[0], operands[0], _ROOTS[name])
-    if name == "pow" and (power := _half(equation.invars[1])) is not None:
-        return _rooted(equation.invars[0], operands[0], power)
+        return None if any(x.leaves or x.data for x in operands[1:]) else operands[0]
+    if name in ROOTS:
+        return _take_root(equation.invars[0], operands[0], ROOTS[name])
+    if name == "pow" and (power := _half_power(equation.invars[1])) is not None:
+        return _take_root(equation.invars[0], operands[0], power)
     if name == "integer_pow" and equation.params["y"] == -1:
-        return _inverse(operands[0])
+        return _invert(operands[0])
     if name == "mul" or (name == "dot_general" and _is_elementwise(equation)):
-        return _product(walk, operands, result)
+        return _multiply(walk, operands, result)
     if name == "div":
-        below = _divisor(equation, *operands)
-        return None if below is None else _product(walk, [operands[0], below], result)
+        below = _invert_divisor(equation, *operands)
+        return None if below is None else _multiply(walk, [operands[0], below], result)
     if name in ("add", "add_any", "sub", "max"):
-        is_array = any(getattr(equation.invars[1].aval, "shape", ()))
-        return _sum(walk, name, operands, result, is_array)
+        return _add(walk, name, equation, operands)
     return None
 
 
 def _is_elementwise(equation: Any) -> bool:
-    """Whether a product sums nothing and has no entry of one side with several of the other."""
+    """Return whether a product multiplies each entry with one entry of the other operand."""
     (contracted, _), (left, right) = equation.params["dimension_numbers"]
     ranks = [len(v.aval.shape) for v in equation.invars]
     return not contracted and (len(left) == ranks[0] or len(right) == ranks[1])
 
 
-def _plain(equation: Any, operands: list[_Value], result: Any) -> _Value:
-    """Describe the result of an equation that may do anything."""
-    if any(x.data for x in operands) or _has_examples(result):
-        return _data(result)
-    # One that makes entries of several others, such as a sum over a kernel, has another shape.
-    shape = getattr(result.aval, "shape", ())
-    sizes = [getattr(v.aval, "shape", ()) for v in equation.invars]
-    is_apart = equation.primitive.name not in _REDUCTIONS and (shape in sizes or not sizes)
-    apart = is_apart and all(x.apart for x in operands)
-    return _Value(leaves=_union(x.leaves for x in operands), apart=apart)
+def default_value(equation: Any, operands: list[Value], result: Any) -> Value:
+    """Return what is known of the result of an equation that no rule covers."""
+    if any(x.data for x in operands) or has_examples(result):
+        return data_value(result)
+    # An equation that combines several entries, such as a sum over a kernel, changes the shape.
+    shape, *sizes = (getattr(v.aval, "shape", ()) for v in (result, *equation.invars))
+    keeps_shape = equation.primitive.name not in _REDUCTIONS and (shape in sizes or not sizes)
+    entrywise = keeps_shape and all(x.entrywise for x in operands)
+    return Value(leaves=_NONE.union(*(x.leaves for x in operands)), entrywise=entrywise)
 
 
-def _moved(operands: list[_Value]) -> _Value | None:
-    first, *others = operands
-    return None if any(x.leaves or x.data for x in others) else first
+def _take_root(under: Any, value: Value, power: int) -> Value | None:
+    """Return a root; `_normalize` decides later whether `under` is a statistic."""
+    is_kept = value.data or (value.entrywise and getattr(under.aval, "shape", ()))
+    leaves = _NONE if value.data else value.leaves
+    return Value(value.data, leaves, root=Root(under, power)) if is_kept else None
 
 
-def _rooted(under: Any, value: _Value, power: int) -> _Value | None:
-    """Describe a root: of a statistic, which a look at what is under it decides later."""
-    if value.data:
-        return _Value(data=True, root=_Root(under, power))
-    shape = getattr(under.aval, "shape", ())
-    return _Value(leaves=value.leaves, root=_Root(under, power)) if value.apart and shape else None
+def _invert_divisor(equation: Any, value: Value, below: Value) -> Value | None:
+    """Return the inverse of a divisor."""
+    is_leaf = not below.data and below.leaves and below.entrywise and below.root is None
+    if is_leaf and any(base.centers for base in value.bases):
+        # After a running mean was subtracted, a leaf that divides is a running deviation.
+        return below._replace(root=Root(equation.invars[1], -1), scales=_NONE)
+    return _invert(below)
 
 
-def _divisor(equation: Any, value: _Value, below: _Value) -> _Value | None:
-    is_kept = not below.data and below.leaves and below.apart and below.root is None
-    if is_kept and any(base.centers for base in value.bases):
-        # After a kept mean, a leaf that divides is a kept deviation.
-        root = _Root(equation.invars[1], -1)
-        return below._replace(root=root, scales=_NONE)
-    return _inverse(below)
-
-
-def _inverse(value: _Value) -> _Value | None:
+def _invert(value: Value) -> Value | None:
     if value.root is not None and not value.bases:
-        return value._replace(root=_Root(value.root.under, -value.root.power))
+        return value._replace(root=Root(value.root.under, -value.root.power))
     return value if not value.data else None
 
 
-def _product(walk: _Walk, operands: list[_Value], result: Any) -> _Value | None:
-    # What is normalised or starts from data comes first; a second one makes a value of its own.
+def _multiply(walk: Walk, operands: list[Value], result: Any) -> Value | None:
+    # The operand with bases comes first. If both have bases, then no rule covers the product.
     left, right = sorted(operands, key=lambda x: not x.bases)
     if right.bases or right.normal or (left.root and right.root):
         return None
-    scales = _factors(right)
     if right.data and right.root is None:
         return None
+    scales = _scale_leaves(right)
     if not left.bases:
-        data, leaves = _is_data(operands), left.leaves | right.leaves
-        both = _factors(left) | scales
-        root = left.root or right.root
-        apart = left.apart and right.apart
-        return _Value(data, leaves, apart, (), both, root)
+        data, leaves = left.data or right.data, left.leaves | right.leaves
+        both, root = _scale_leaves(left) | scales, left.root or right.root
+        return Value(data, leaves, left.entrywise and right.entrywise, (), both, root)
     if left.normal:
-        # One scale; what else follows is another layer's.
+        # A normalisation has one scale; further factors belong to another layer.
         if right.root is not None or (scales and left.scales):
             return None
         walk.found.update(scales)
         return left._replace(scales=left.scales | scales)
     after = tuple(b._replace(scales=b.scales | scales) for b in left.bases)
     if right.root is None or right.root.power > 0:
-        return _Value(data=True, bases=(_Base(result), *after)[:_LONGEST])
-    return _normalized(walk, left, right, result)
+        return Value(data=True, bases=(Base(result), *after)[:_LONGEST])
+    return _normalize(walk, left, right, result)
 
 
-def _normalized(walk: _Walk, left: _Value, right: _Value, result: Any) -> _Value | None:
-    """Divide a value by a root, if that is of its own statistics or of kept ones."""
-    under = _known(walk, right.root.under)
+def _normalize(walk: Walk, left: Value, right: Value, result: Any) -> Value | None:
+    """Return the normalised value if a root is of the value's own or of running statistics."""
+    under = known_value(walk, right.root.under)
     if under.data:
         for base in left.bases:
-            inside = _statistic(walk, right.root.under, base.variable)
+            inside = _statistic_leaves(walk, right.root.under, base.variable)
             if inside is not None:
                 scales = base.scales | right.scales
                 walk.found.update(scales | inside)
-                return _Value(True, bases=(_Base(result),), scales=scales, normal=True)
+                return Value(True, bases=(Base(result),), scales=scales, normal=True)
         return None
-    # By a kept variance: the newest value that all of a kept mean was subtracted from.
+    # The root of a running variance: the base is the newest one from which all leaves of a running
+    # mean were subtracted.
     most = max((len(b.centers) for b in left.bases), default=0)
-    first = next((b for b in left.bases if most and len(b.centers) == most), _Base(None))
+    first = next((b for b in left.bases if most and len(b.centers) == most), Base(None))
     if not under.leaves and not most:
-        return None  # a number for each channel that is none of its statistics
-    scales, kept = first.scales | right.scales, under.leaves | (first.centers - _CONSTANT)
-    walk.found.update(scales | kept)
-    return _Value(True, kept, bases=(_Base(result),), scales=scales, normal=True)
+        return None  # a constant for each channel that is no statistic
+    scales, statistics = first.scales | right.scales, under.leaves | (first.centers - _CONSTANT)
+    walk.found.update(scales | statistics)
+    return Value(True, statistics, bases=(Base(result),), scales=scales, normal=True)
 
 
-def _sum(
-    walk: _Walk, name: str, operands: list[_Value], result: Any, is_array: bool
-) -> _Value | None:
-    left, right = operands
+def _add(walk: Walk, name: str, equation: Any, operands: list[Value]) -> Value | None:
+    result, (left, right) = equation.outvars[0], operands
     if name != "sub" and not left.data and (right.data or right.leaves):
         left, right = right, left
     is_number = not right.data and not right.leaves
     if left.root is not None and not left.bases:
-        # A deviation, and a small number.
+        # A small number is added to a deviation.
         return left if is_number and name != "sub" else None
     if not left.data or not left.bases or right.root is not None or name == "max":
         return None
     if left.normal:
         if not right.data:
-            walk.found.update(_shift(walk, left, right))
+            walk.found.update(_shift_leaves(walk, left, right))
         return None
     if right.data:
-        # Less its mean, for instance.
+        # Data is subtracted from data, such as a value's mean from the value.
         older = left.bases if name == "sub" else ()
-        return _Value(data=True, bases=(_Base(result), *older)[:_LONGEST])
+        return Value(data=True, bases=(Base(result), *older)[:_LONGEST])
     if name != "sub":
         return None
+    is_array = any(getattr(equation.invars[1].aval, "shape", ()))
     center = right.leaves or (_CONSTANT if is_array else _NONE)
-    own = tuple(b._replace(centers=b.centers | center) for b in left.bases)
-    return _Value(data=True, bases=(_Base(result), *own)[:_LONGEST])
+    centered = tuple(b._replace(centers=b.centers | center) for b in left.bases)
+    return Value(data=True, bases=(Base(result), *centered)[:_LONGEST])
 
 
-def _shift(walk: _Walk, normal: _Value, added: _Value) -> frozenset[int]:
-    """Say which leaves of what is added to a normalised value are its shift."""
-    # A network that was simplified adds bias - mean * scale / deviation.
+def _shift_leaves(walk: Walk, normal: Value, added: Value) -> frozenset[int]:
+    """Return the leaves of a summand that are the shift of a normalised value."""
+    # A simplified network may add bias - mean * scale / deviation.
     if added.leaves & (normal.scales | normal.leaves):
         return added.leaves
-    if not added.apart:
+    if not added.entrywise:
         return _NONE
-    # A table of positions that follows has other axes.
+    # A table of positions that is added next has other axes than the scale.
     sizes = {math.prod(walk.shapes[i]) for i in normal.scales}
     wide = [sum(n > 1 for n in walk.shapes[i]) for i in added.leaves]
     same = {math.prod(walk.shapes[i]) for i in added.leaves} <= sizes
     return added.leaves if same or (not sizes and max(wide, default=2) <= 1) else _NONE
 
 
-def _statistic(walk: _Walk, under: Any, base: Any) -> frozenset[int] | None:
-    """Say which leaves are in a statistic of a value; None if it is none, or of something else."""
+def _statistic_leaves(walk: Walk, under: Any, base: Any) -> frozenset[int] | None:
+    """Return the leaves in `under` if it is a statistic of the value `base`, else None."""
     waiting, seen, inside, reduces, reached = [under], {under}, set(), False, False
     while waiting:
         variable = waiting.pop()
@@ -252,32 +271,28 @@ def _statistic(walk: _Walk, under: Any, base: Any) -> frozenset[int] | None:
     return frozenset(inside) if reduces and reached else None
 
 
-def _factors(value: _Value) -> frozenset[int]:
-    """Give the leaves that a product with a value scales by, each entry by itself."""
-    is_made_of_leaves = not value.data and value.root is None and value.apart
-    return value.leaves if is_made_of_leaves else value.scales
+def _scale_leaves(value: Value) -> frozenset[int]:
+    """Return the leaves that a product with a value scales by."""
+    is_of_leaves = not value.data and value.root is None and value.entrywise
+    return value.leaves if is_of_leaves else value.scales
 
 
-def _known(walk: _Walk, variable: Any) -> _Value:
-    return _Value() if isinstance(variable, Literal) else walk.values[variable]
+def known_value(walk: Walk, variable: Any) -> Value:
+    """Return what is known of a variable; of a literal, nothing."""
+    return Value() if isinstance(variable, Literal) else walk.values[variable]
 
 
-def _data(variable: Any) -> _Value:
-    return _Value(data=True, bases=(_Base(variable),))
+def data_value(variable: Any) -> Value:
+    """Return what is known of a variable that depends on the inputs in any way."""
+    return Value(data=True, bases=(Base(variable),))
 
 
-def _is_data(operands: list[_Value]) -> bool:
-    return any(x.data for x in operands)
-
-
-def _has_examples(variable: Any) -> bool:
+def has_examples(variable: Any) -> bool:
+    """Return whether a variable has an axis of examples."""
     return any(size and size % MANY == 0 for size in getattr(variable.aval, "shape", ()))
 
 
-def _half(exponent: Any) -> int | None:
+def _half_power(exponent: Any) -> int | None:
+    """Return 1 for the exponent 1/2, -1 for -1/2, else None."""
     value = getattr(exponent, "val", None)
     return {0.5: 1, -0.5: -1}.get(float(value)) if value is not None else None
-
-
-def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
-    return frozenset().union(*sets)
