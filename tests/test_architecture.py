@@ -65,7 +65,7 @@ BUILT = {  # folders whose files build on one another
     ],
     "fisher": [
         *("_columns", "kinds", "operators", "kronecker", "kronecker_sum", "_passes"),
-        *("diagonal", "full", "kfac"),
+        *("diagonal", "full", "_factors", "kfac"),
     ],
 }
 # What the other files of a folder may import, and these in this order.

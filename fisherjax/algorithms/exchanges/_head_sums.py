@@ -18,7 +18,7 @@ from fisherjax._layers.pairs import check_output_layer, output_layer, trace
 from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.fisher import _passes
-from fisherjax.fisher.kfac import second_moment
+from fisherjax.fisher._factors import second_moment
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 

@@ -17,7 +17,7 @@ from fisherjax._layers import locations
 from fisherjax._layers.layer import Layer, matrix, unpack
 from fisherjax._layers.pairs import output_layer, trace
 from fisherjax.fisher import _passes
-from fisherjax.fisher.kfac import second_moment
+from fisherjax.fisher._factors import second_moment
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Examples, Model, Params
 
