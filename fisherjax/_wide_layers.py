@@ -33,7 +33,8 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import linalg
 from fisherjax.fisher import kronecker
-from fisherjax.fisher.kronecker import Kronecker
+from fisherjax.fisher.kronecker import Kronecker, sandwich
+from fisherjax.fisher.operators import PRECISION
 from fisherjax.typing import Array
 
 WIDE = 768
@@ -43,7 +44,6 @@ RANK = 512
 SLACK = 0.3
 """Relative residual of the small solve; so rough that the outer solver must be flexible."""
 _MAX_ITERATIONS = 100
-_PRECISION = "highest"
 
 
 class WideLayer(NamedTuple):
@@ -103,11 +103,11 @@ def _weighted_product(factors: dict[str, Array], votes: Array, value: Array) -> 
     # These are two products without a batch axis: A_i X for all clients, and the sum over clients
     # with G_i. For batched products within a loop XLA takes four times as long on a CPU, and for
     # one client after another it copies each factor out of its stack.
-    products = jnp.einsum("mab,bo->mao", factors["input"], value, precision=_PRECISION)
+    products = jnp.einsum("mab,bo->mao", factors["input"], value, precision=PRECISION)
     votes = votes.astype(value.dtype)[:, None, None]
     # Selected, as in all weighted sums: the product of a client of weight zero may overflow.
     products = jnp.where(votes != 0, votes * products, 0)
-    return jnp.einsum("mao,mop->ap", products, factors["output"], precision=_PRECISION)
+    return jnp.einsum("mao,mop->ap", products, factors["output"], precision=PRECISION)
 
 
 def preconditioner(factors: dict[str, Array], votes: Array, shift: Array) -> WideLayer:
@@ -132,7 +132,7 @@ def preconditioner(factors: dict[str, Array], votes: Array, shift: Array) -> Wid
         for side, x in factors.items()
     }
     small = {
-        side: x if q is None else jax.lax.map(lambda f, q=q: _product(q.T, f, q), x)
+        side: x if q is None else jax.lax.map(lambda f, q=q: sandwich(q.T, f, q), x)
         for (side, x), q in zip(factors.items(), bases.values(), strict=True)
     }
     means = {"input": mean(small["input"]) * total, "output": mean(small["output"])}
@@ -180,7 +180,7 @@ def _solve_small(layer: WideLayer, rhs: Array) -> Array:
         return _weighted_product(layer.factors, layer.votes, x) + layer.shift.astype(x.dtype) * x
 
     def apply_inverse(x: Array) -> Array:
-        return _product(layer.inverse["input"], x, layer.inverse["output"])
+        return sandwich(layer.inverse["input"], x, layer.inverse["output"])
 
     def is_unfinished(state: tuple) -> Array:
         *_, active, step = state
@@ -219,7 +219,7 @@ def _basis(matrix: Array) -> Array | None:
     # The start changes the speed of the solver only, so that a fixed key is used.
     basis = jax.random.normal(jax.random.key(0), (len(matrix), RANK), matrix.dtype)
     for _ in range(2):
-        basis = linalg.orthonormal(jnp.matmul(matrix, basis, precision=_PRECISION))
+        basis = linalg.orthonormal(jnp.matmul(matrix, basis, precision=PRECISION))
     return basis
 
 
@@ -239,7 +239,7 @@ def _scale_votes(votes: Array, *scales: Array) -> Array:
 
 
 def _times(x: Array, matrix: Array | None) -> Array:
-    return x if matrix is None else jnp.matmul(x, matrix, precision=_PRECISION)
+    return x if matrix is None else jnp.matmul(x, matrix, precision=PRECISION)
 
 
 def _project(basis: Array | None, x: Array) -> Array:
@@ -248,8 +248,3 @@ def _project(basis: Array | None, x: Array) -> Array:
 
 def _expand(basis: Array | None, x: Array) -> Array:
     return x if basis is None else _times(basis, x)
-
-
-def _product(left: Array, value: Array, right: Array) -> Array:
-    # Two products, because XLA is slower for one product of three factors, as in `kronecker`.
-    return jnp.matmul(jnp.matmul(left, value, precision=_PRECISION), right, precision=_PRECISION)

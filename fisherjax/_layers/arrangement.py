@@ -118,11 +118,11 @@ def _patches(use: Use, equation: Any, images: Array) -> Array:
     return cut.transpose(0, 1, *(axis + 2 for axis in order)).reshape(*cut.shape[:2], -1)
 
 
-def convolve(equation: Any, images: Array, kernel: Array) -> Array:
+def convolve(equation: Any, operands: list[Array]) -> list[Array]:
     """Evaluate a convolution, if possible by `nn`, which is faster in compiled loops."""
-    how = equation.params
+    how, (images, kernel) = equation.params, operands
     if not _is_plain(how):
-        return compat.evaluate(equation, [images, kernel])[0]
+        return compat.evaluate(equation, operands)
     layout = how["dimension_numbers"]
     images = images.transpose(layout.lhs_spec[0], *layout.lhs_spec[2:], layout.lhs_spec[1])
     kernel = kernel.transpose(*layout.rhs_spec[2:], layout.rhs_spec[1], layout.rhs_spec[0])
@@ -138,7 +138,7 @@ def convolve(equation: Any, images: Array, kernel: Array) -> Array:
     batch, channel, *places = layout.out_spec
     # {axis of the result: axis of y}
     order = {batch: 0, channel: 3} | {place: i for i, place in enumerate(places, 1)}
-    return y.transpose(*(order[a] for a in range(4)))
+    return [y.transpose(*(order[a] for a in range(4)))]
 
 
 def _is_plain(how: dict[str, Any]) -> bool:

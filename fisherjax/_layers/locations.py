@@ -22,7 +22,7 @@ Counted = tuple[Array | None, ...]
 """For each layer the mask [B, T] of the locations that count, or None if all of them count."""
 
 
-def counted(seen: Trace, mask: Array | None) -> Counted:
+def counted(traced: Trace, mask: Array | None) -> Counted:
     """Expand a mask [B, T] of positions to the locations of each layer, use after use.
 
     Raises:
@@ -30,10 +30,10 @@ def counted(seen: Trace, mask: Array | None) -> Counted:
             has length T.
     """
     if mask is None:
-        return (None,) * len(seen.layers)
+        return (None,) * len(traced.layers)
     return tuple(
         None if layer.form == "scale" else _of_layer(layer.kernel, uses, mask)
-        for layer, uses in zip(seen.layers, seen.locations, strict=True)
+        for layer, uses in zip(traced.layers, traced.locations, strict=True)
     )
 
 

@@ -97,17 +97,13 @@ def _flatten(model: Model, params: Params, inputs: Array) -> equations.Flat:
 def _read(walk: Walk, equation: Any) -> None:
     """Store what is known of the results of an equation."""
     operands = [known_value(walk, v) for v in equation.invars]
-    for v in equation.outvars:
-        walk.makers[v] = equation
-    name, result = equation.primitive.name, equation.outvars[0]
+    name = equation.primitive.name
     if name in _INSIDE and any(x.leaves for x in operands) and _has_root(equation.params.values()):
         walk.unread.update(*(x.leaves for x in operands))
-    value = apply_rule(walk, name, equation, operands)
-    if value is None:
-        value = default_value(equation, operands, result)
-    walk.values[result] = value
-    for v in equation.outvars[1:]:
-        walk.values[v] = default_value(equation, operands, v)
+    for v in equation.outvars:
+        walk.makers[v], walk.values[v] = equation, default_value(equation, operands, v)
+    if (value := apply_rule(walk, name, equation, operands)) is not None:
+        walk.values[equation.outvars[0]] = value
 
 
 def _has_root(values: Iterable[Any]) -> bool:

@@ -55,16 +55,16 @@ def product(number: int, operand: int, equation: Any, view: View) -> tuple[Use, 
         raise Obstacle("there is a matrix of it for each group of its inputs")
     shape, batch = equation.invars[1 - operand].aval.shape, batched[1 - operand]
     rest = [a for a in range(len(shape)) if a not in (*theirs, *batch)]
-    own = [a for a in range(len(view.axes)) if a not in (*mine, *batched[operand])]
-    if any(view.axes[axis] is None for axis in (*mine, *own)):
+    kept = [a for a in range(len(view.axes)) if a not in (*mine, *batched[operand])]
+    if any(view.axes[axis] is None for axis in (*mine, *kept)):
         raise Obstacle("its entries are repeated before it is used")
     # The result has the batched axes first, then the remaining axes of the left and of the right
     # operand; ~a stands for axis a of the parameter.
-    ours = [~a for a in own]
+    ours = [~a for a in kept]
     result = [*batch, *rest, *ours] if operand == 1 else [*batch, *ours, *rest]
     example, positions = views.split_examples(shape, [*batch, *rest])
     rows, row_axes = views.sort_axes(zip((view.axes[a] for a in mine), theirs, strict=True))
-    outputs, columns = views.sort_axes((view.axes[a], result.index(~a)) for a in own)
+    outputs, columns = views.sort_axes((view.axes[a], result.index(~a)) for a in kept)
     views.check_whole(view, rows + outputs)
     places = tuple(map(result.index, positions))
     tangent = (number, None), ((result.index(*example),), places, columns)

@@ -75,8 +75,8 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
 
     Example:
         >>> params = {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}
-        >>> seen = trace(lambda p, x: x @ p["kernel"] + p["bias"], params, jnp.ones((5, 3)))
-        >>> [(layer.kernel, layer.bias) for layer in seen.layers], seen.activations[0].shape
+        >>> traced = trace(lambda p, x: x @ p["kernel"] + p["bias"], params, jnp.ones((5, 3)))
+        >>> [(layer.kernel, layer.bias) for layer in traced.layers], traced.activations[0].shape
         ([('kernel', 'bias')], (5, 1, 4))
     """
     if inputs.shape[0] == 1:
@@ -120,16 +120,16 @@ def _sizes(network: Flat, use: Use) -> tuple[int, ...]:
     return tuple(shape[axis] for axis in use.tangent_axes[1])
 
 
-def output_layer(seen: Trace) -> int:
+def output_layer(traced: Trace) -> int:
     """Return the number of the dense layer whose product, with its bias, is the output.
 
     Raises:
         ValueError: If anything but a change of shape or dtype follows the last dense layer, or if
             its kernel is also used elsewhere.
     """
-    if isinstance(seen.last, str):
-        _refuse_output(seen.last, seen.outputs.shape)
-    return seen.last
+    if isinstance(traced.last, str):
+        _refuse_output(traced.last, traced.outputs.shape)
+    return traced.last
 
 
 def check_output_layer(apply: Apply, params: Params, inputs: Array) -> Layer:
@@ -186,7 +186,7 @@ def _read(apply: Apply, params: Params, inputs: Array) -> tuple[uses.Reading, li
     return reading, [equation.primitive.name for equation in network.equations]
 
 
-def _first_example(seen: Trace) -> Trace:
+def _first_example(traced: Trace) -> Trace:
     """Return the trace of the first of two examples.
 
     A network is not traced on one example, because JAX then drops axes of size one that the reading
@@ -194,11 +194,11 @@ def _first_example(seen: Trace) -> Trace:
     """
 
     def pullback(cotangent: Array) -> tuple[Array, ...]:
-        both = seen.pullback(jnp.concatenate([cotangent, jnp.zeros_like(cotangent)]))
+        both = traced.pullback(jnp.concatenate([cotangent, jnp.zeros_like(cotangent)]))
         return tuple(g[:1] for g in both)
 
-    first = tuple(a[:1] for a in seen.activations)
-    return seen._replace(outputs=seen.outputs[:1], activations=first, pullback=pullback)
+    first = tuple(a[:1] for a in traced.activations)
+    return traced._replace(outputs=traced.outputs[:1], activations=first, pullback=pullback)
 
 
 def _run_tagged(
@@ -216,7 +216,7 @@ def _run_tagged(
     tags = {place: tag for tag, place in enumerate(every)}
 
     def tagged(markers: list[Array], arguments: list[Array]) -> None:
-        seen = {}
+        inputs = {}
 
         def register(place: Place, value: Array) -> Array:
             if place not in tags:
@@ -224,22 +224,20 @@ def _run_tagged(
             # kfac-jax wants the parameter of each layer once, but a leaf may be used twice, or in
             # slices, so a scalar takes its place.
             marker = markers[tags[place]]
-            return kfac_jax.register_dense(value, seen.get(every[place].inputs, marker), marker)
+            return kfac_jax.register_dense(value, inputs.get(every[place].inputs, marker), marker)
 
         def evaluate(number: int, one: Any, operands: list[Array]) -> list[Array]:
             shape, is_scale = one.outvars[0].aval.shape, one.primitive.name == "mul"
             for i, x in enumerate(operands):
                 # Sums and elementwise products broadcast their operands to the result's shape.
                 if (number, i) in wanted:
-                    seen[number, i] = jnp.broadcast_to(x, shape) if is_scale else x
+                    inputs[number, i] = jnp.broadcast_to(x, shape) if is_scale else x
                 if (number, i) in tags:
                     operands[i] = register((number, i), jnp.broadcast_to(x, shape))
             is_layer = (number, None) in tags and every[number, None].form == operations.CONVOLUTION
-            if is_layer:
-                results = [arrangement.convolve(one, *operands)]
-            else:
-                results = compat.evaluate(one, operands)
-            return [register((number, None), results[0]), *results[1:]]
+            evaluate_one = arrangement.convolve if is_layer else compat.evaluate
+            first, *others = evaluate_one(one, operands)
+            return [register((number, None), first), *others]
 
         outputs = equations.evaluate(network, arguments, evaluate)
         # kfac-jax pulls cotangents of this "mean" back, so any likelihood may be registered.
@@ -253,7 +251,7 @@ def _run_tagged(
     read = {every[place].inputs: at_zero[tag].primals.inputs[0] for place, tag in tags.items()}
 
     def tangents(cotangent: Array) -> dict[Place, Array]:
-        seen = vjp(((cotangent,),))
-        return {place: seen[tag].tangents.outputs[0] for place, tag in tags.items()}
+        registered = vjp(((cotangent,),))
+        return {place: registered[tag].tangents.outputs[0] for place, tag in tags.items()}
 
     return loss.mean, read, tangents

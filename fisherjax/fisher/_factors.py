@@ -11,6 +11,7 @@ from fisherjax._layers.layer import Layer
 from fisherjax._layers.locations import Counted
 from fisherjax._layers.pairs import Trace
 from fisherjax.fisher._columns import Columns, sum_over_columns, weight
+from fisherjax.fisher.operators import widen
 from fisherjax.typing import Array
 
 
@@ -54,16 +55,16 @@ reduce = Sharing(_mean, _sum)
 
 
 def layer_factors(
-    sharing: Sharing, seen: Trace, counts: Counted, columns: Columns, w: Array
+    sharing: Sharing, traced: Trace, counts: Counted, columns: Columns, w: Array
 ) -> tuple[dict[str, dict[str, Array]], dict[str, Array]]:
     """Return the factors of layers, and the blocks of scales, of one minibatch."""
 
     def output_factors(column: Array) -> dict[str, Array]:
-        tangents = zip(seen.layers, seen.pullback(column[0]), counts, strict=True)
+        tangents = zip(traced.layers, traced.pullback(column[0]), counts, strict=True)
         return {layer.kernel: _output_factor(sharing, layer, g, c) for layer, g, c in tangents}
 
     # The inputs do not depend on the column, so their moments are computed once.
-    inputs = input_moments(seen, w, sharing, counts)
+    inputs = input_moments(traced, w, sharing, counts)
     outputs = sum_over_columns(output_factors, weight(columns, w), at_once=1)
     factors = {name: {"input": a, "output": outputs[name]} for name, a in inputs.items()}
     return factors, {name: block for name, block in outputs.items() if name not in inputs}
@@ -72,28 +73,26 @@ def layer_factors(
 def _output_factor(sharing: Sharing, layer: Layer, g: Array, counts: Array | None) -> Array:
     if layer.form == "scale":
         # g has the gradients of a scale and its shift for each example: [B, r, o] -> [r, r, o].
-        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-        return jnp.einsum("bro,bso->rso", wide, wide, precision="highest")
+        return jnp.einsum("bro,bso->rso", widen(g), widen(g), precision="highest")
     g = locations.mask_values(g, counts)
     g = sharing.tangents(g, counts) if layer.form == "product" else g
     # G is a mean over locations, since A is a sum: kron(A, G) then has the exact block's scale.
     if counts is None or g.shape[1] != counts.shape[1]:
         return second_moment(g) / g.shape[1]
     # The number of locations that count differs from example to example.
-    wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-    return second_moment(wide / jnp.sqrt(locations.number(counts)))
+    return second_moment(widen(g) / jnp.sqrt(locations.number(counts)))
 
 
 def input_moments(
-    seen: Trace, w: Array, sharing: Sharing = expand, counts: Counted | None = None
+    traced: Trace, w: Array, sharing: Sharing = expand, counts: Counted | None = None
 ) -> dict[str, Array]:
     """Sum w_n sum_t a_nt a_nt^T over a minibatch, for each layer by the name of its kernel.
 
     For a table, whose inputs are one-hot, this matrix is diagonal. Its diagonal [a], how often
     each row was used, is returned.
     """
-    counts = (None,) * len(seen.layers) if counts is None else counts
-    triples = zip(seen.layers, seen.activations, counts, strict=True)
+    counts = (None,) * len(traced.layers) if counts is None else counts
+    triples = zip(traced.layers, traced.activations, counts, strict=True)
     return {
         layer.kernel: _input_moment(sharing, layer, a, w, c)
         for layer, a, c in triples

@@ -10,7 +10,7 @@ from fisherjax._layers.layer import Layer, assemble
 from fisherjax._layers.pairs import LayersNotFoundError, Trace, trace
 from fisherjax.fisher import _passes, kinds
 from fisherjax.fisher._columns import Columns, sum_over_columns, weight
-from fisherjax.fisher.operators import Diagonal, Template
+from fisherjax.fisher.operators import Diagonal, Template, widen
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
@@ -74,12 +74,12 @@ def diagonal(
 
 def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: _passes.Factor) -> Diagonal:
     try:
-        seen = trace(apply, params, x)
+        traced = trace(apply, params, x)
     except LayersNotFoundError:
         # Without layers all leaves are computed from gradients of single examples.
-        seen = Trace(apply(params, x), (), (), lambda _: (), {})
-    columns, template = factor(seen.outputs), Template.of(params)
-    sums = _layer_sums(seen, weight(columns, w))
+        traced = Trace(apply(params, x), (), (), lambda _: (), {})
+    columns, template = factor(traced.outputs), Template.of(params)
+    sums = _layer_sums(traced, weight(columns, w))
     rest = [name for name in template.names() if name not in sums]
     return Diagonal(template.restore(sums | leaf_sums(apply, params, x, columns, w, rest)))
 
@@ -100,7 +100,7 @@ def leaf_sums(
         _, pullback = jax.vjp(outputs, {name: leaves[name] for name in names})
         # One forward pass serves several columns.
         (gradients,) = jax.vmap(pullback)(factor)
-        return jax.tree.map(lambda g: jnp.square(_wide(g)).sum(0), gradients)
+        return jax.tree.map(lambda g: jnp.square(widen(g)).sum(0), gradients)
 
     def weighted_squares(columns: Array) -> dict[str, Array]:
         # [few, B, ..., C] -> [B, few, ..., C]: an example has a gradient for each column.
@@ -110,26 +110,26 @@ def leaf_sums(
     return sum_over_columns(weighted_squares, columns)
 
 
-def _layer_sums(seen: Trace, columns: Columns) -> dict[str, Array]:
+def _layer_sums(traced: Trace, columns: Columns) -> dict[str, Array]:
     """Sum squared gradients over a minibatch for the leaves of layers, by name."""
     # The gradient of a leaf in two layers is a sum over both, whose square is not read off them.
-    uses = Counter((layer.leaf, layer.index) for layer in seen.layers)
-    single = [i for i, layer in enumerate(seen.layers) if uses[layer.leaf, layer.index] == 1]
+    uses = Counter((layer.leaf, layer.index) for layer in traced.layers)
+    single = [i for i, layer in enumerate(traced.layers) if uses[layer.leaf, layer.index] == 1]
 
     def layer_squares(columns: Array) -> dict[str, Array]:
-        tangents = jax.lax.map(seen.pullback, columns)
+        tangents = jax.lax.map(traced.pullback, columns)
         return {
-            seen.layers[i].kernel: _squares(seen.layers[i], seen.activations[i], tangents[i])
+            traced.layers[i].kernel: _squares(traced.layers[i], traced.activations[i], tangents[i])
             for i in single
         }
 
-    layers = tuple(seen.layers[i] for i in single)
+    layers = tuple(traced.layers[i] for i in single)
     return assemble(layers, sum_over_columns(layer_squares, columns)) if layers else {}
 
 
 def _squares(layer: Layer, a: Array, g: Array) -> Array:
     if layer.form == "scale":
-        return jnp.square(_wide(g)).sum((0, 1))
+        return jnp.square(widen(g)).sum((0, 1))
     return _squared_gradients(a, g, layer.rows if layer.form == "table" else None)
 
 
@@ -138,7 +138,7 @@ def _squared_gradients(a: Array, g: Array, table: int | None) -> Array:
 
     For a table with `table` rows, a holds row numbers [B, T].
     """
-    a, g = a if table else _wide(a), _wide(g)
+    a, g = a if table else widen(a), widen(g)
     if a.shape[1] == 1 and not table:
         # The square of an outer product is the outer product of the squares: [a, B] times [B, o].
         return jnp.matmul(jnp.square(a[:, 0]).T, jnp.square(g[:, :, 0]).sum(0), precision="highest")
@@ -158,8 +158,3 @@ def _squared_gradients(a: Array, g: Array, table: int | None) -> Array:
         (table or a.shape[2], g.shape[3]), g.dtype if table else jnp.result_type(a, g)
     )
     return jax.lax.scan(one_example, zeros, (a, beside))[0]
-
-
-def _wide(x: Array) -> Array:
-    """Return an array as at least float32, in which squares are summed."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

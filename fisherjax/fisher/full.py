@@ -8,7 +8,7 @@ from fisherjax._core import checks
 from fisherjax._layers.pairs import check_examples
 from fisherjax.fisher import _passes, kinds
 from fisherjax.fisher._columns import blocks, sum_over_columns
-from fisherjax.fisher.operators import Dense, Template, ravel
+from fisherjax.fisher.operators import Dense, Template, ravel, widen
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
@@ -55,8 +55,7 @@ def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: _passes.Fact
 
     def products(some: Array) -> Array:
         # [B, few, d]; a gradient of the minibatch's mean would mix examples.
-        g = jax.vmap(gradients)(x, jnp.moveaxis(some, 0, 1))
-        g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        g = widen(jax.vmap(gradients)(x, jnp.moveaxis(some, 0, 1)))
         # Only one factor carries the weight: [d, B * few] times [B * few, d].
         heavy = (g * w[:, None, None].astype(g.dtype)).reshape(-1, g.shape[-1])
         return jnp.matmul(heavy.T, g.reshape(-1, g.shape[-1]), precision="highest")

@@ -182,26 +182,26 @@ def _sums(
     w: Array,
     factor: _passes.Factor,
 ) -> Kronecker:
-    (fallback, sharing, model), seen = options, trace(apply, params, x)
-    counts = locations.counted(seen, _sequences.counted(model, x))
+    (fallback, sharing, model), traced = options, trace(apply, params, x)
+    counts = locations.counted(traced, _sequences.counted(model, x))
     # This is known while JAX traces, before anything is computed.
-    if seen.uncovered and fallback is None:
+    if traced.uncovered and fallback is None:
         sizes = {name: math.prod(shape) for name, shape in tree.shapes(params).items()}
-        share = sum(sizes[name] for name in seen.uncovered) / sum(sizes.values())
+        share = sum(sizes[name] for name in traced.uncovered) / sum(sizes.values())
         raise ValueError(
             "K-FAC expects parameters of dense and convolution layers, embeddings, position tables "
             f"and normalisations. These parameters are of another kind, {100 * share:.2g} % of all:"
-            f"\n{_list_reasons(seen.uncovered)}\nPass fallback=fisher.diagonal to give them a "
+            f"\n{_list_reasons(traced.uncovered)}\nPass fallback=fisher.diagonal to give them a "
             "diagonal Fisher, or fallback=fisher.zero to leave them at the weighted mean when "
             "merging, or change the network."
         )
-    columns, template = factor(seen.outputs), Template.of(params)
+    columns, template = factor(traced.outputs), Template.of(params)
     leaves = template.by_name(params)
-    entries = {name: jnp.zeros_like(leaves[name]) for name in seen.uncovered}
+    entries = {name: jnp.zeros_like(leaves[name]) for name in traced.uncovered}
     if fallback is not zero:
-        entries |= leaf_sums(apply, params, x, columns, w, list(seen.uncovered))
-    factors, scales = layer_factors(sharing, seen, counts, columns, w)
-    return Kronecker(factors, entries | scales, seen.layers, template, seen.feeders)
+        entries |= leaf_sums(apply, params, x, columns, w, list(traced.uncovered))
+    factors, scales = layer_factors(sharing, traced, counts, columns, w)
+    return Kronecker(factors, entries | scales, traced.layers, template, traced.feeders)
 
 
 def _list_reasons(uncovered: dict[str, str]) -> str:

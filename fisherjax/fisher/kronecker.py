@@ -93,7 +93,8 @@ class Kronecker(Blockwise):
 
     def block_mv(self, blocks: dict[str, Array]) -> dict[str, Array]:
         """Multiply blocks by the operator: A V G."""
-        products = {name: _sandwich(f, blocks[name]) for name, f in self.factors.items()}
+        pairs = self.factors.items()
+        products = {n: sandwich(f["input"], blocks[n], f["output"]) for n, f in pairs}
         return products | {name: _times(f, blocks[name]) for name, f in self.entries.items()}
 
     def block_means(self) -> dict[str, Array]:
@@ -249,11 +250,10 @@ def inverse_factors(factor: dict[str, Array], shift: Array) -> dict[str, Array]:
     }
 
 
-def _sandwich(factor: dict[str, Array], value: Array) -> Array:
-    left, right = factor["input"], factor["output"]
+def sandwich(left: Array, value: Array, right: Array) -> Array:
+    """Return the product of three matrices; the left one may be given as a diagonal."""
     if left.ndim == 1:
         return left[:, None] * jnp.matmul(value, right, precision=PRECISION)
-
     # One product of three factors takes twice as long when it is mapped over clients, because XLA
     # transposes the larger one first.
     return jnp.matmul(jnp.matmul(left, value, precision=PRECISION), right, precision=PRECISION)

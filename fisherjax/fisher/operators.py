@@ -78,6 +78,11 @@ class Template(NamedTuple):
         return jax.tree.unflatten(self.structure, [part.reshape(shape) for part, shape in parts])
 
 
+def widen(x: Array) -> Array:
+    """Return an array as at least float32, in which products are summed."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def ravel(params: Params) -> Array:
     """Concatenate the leaves into one vector [d], in the order of `jax.tree.leaves`."""
     return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
