@@ -10,10 +10,9 @@ whole vector, as the operator splits params),
 so that one number fits every layer, network and data set.
 
 Each block is solved *at scale one*: each client's operator is divided by a power of two near its
-scale. The client's *vote*, p_i times that power, is divided by the largest power among the clients.
-Powers of two change no bits. So Fishers of 1e-30 or 1e+30, whose products and squares leave the
-range of float32, are solved like Fishers near 1. Sums of diagonals without damping keep their
-units, because a quotient of them stays in range.
+scale, and its *vote*, p_i times that power, by the largest power. That changes no bits. So Fishers
+of 1e-30 or 1e+30, whose products leave the range of float32, are solved like Fishers near 1. Sums
+of diagonals without damping keep their units, because a quotient of them stays in range.
 """
 
 from collections.abc import Callable
@@ -121,9 +120,8 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
 def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
     """Return the sums over clients with diagonal or dense Fishers that determine the quadratic.
 
-    The server can add the sums of groups of clients leaf by leaf, and need not have all clients in
-    memory. The arguments are those of `quadratic`, but weights may have any sum. The sums are at
-    least float32.
+    The sums of groups of clients add up leaf by leaf, so the server need not have all clients in
+    memory. Arguments are as in `quadratic`, but weights may have any sum; sums are at least float32.
 
     Raises:
         TypeError: If the operators do not add up.
@@ -142,11 +140,9 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
 
 
 def from_sums(totals: Sums, damping: float) -> Quadratic:
-    """Make the same quadratic as `quadratic` from the sums over clients.
+    """Make the same quadratic as `quadratic` from a result of `sums`, with the same damping.
 
-    Args:
-        totals: Result of `sums`. The operator may also be a `KroneckerSum`, of weight one.
-        damping: Damping delta >= 0, in units of each block's mean eigenvalue.
+    The operator in the sums may also be a `KroneckerSum`, with weight one.
     """
     checks.number("damping", damping)
     is_damped = _is_damped(damping)
@@ -198,10 +194,8 @@ def _system(operator: Operator, damping: Array, product: Any, **system: Any) -> 
 def _scale_clients(
     fishers: Operator, params: Params, weights: Array, damping: Array
 ) -> tuple[Operator, Any, dict[str, Any]]:
-    """Return the clients' operators at scale one, their votes, and parts of the quadratic."""
     operator, blocks = type(fishers), jax.vmap(_wide_blocks)(fishers, params)
     fishers, scales = jax.vmap(operator.at_scale_one)(fishers)
-
     exponents = jax.tree.map(lambda e: jnp.where(weights > 0, e, tree.NOTHING).max(), scales)
     # The scale of a client without weight may be larger than the largest one, hence the minimum.
     powers = jax.tree.map(lambda e, largest: jnp.minimum(e - largest, 0), scales, exponents)
@@ -217,7 +211,6 @@ def _scale_clients(
 
 @partial(jit, static_argnums=2)
 def _scale_sums(totals: Sums, damping: Array, is_damped: bool) -> tuple[Operator, dict[str, Any]]:
-    """Return the mean operator at scale one, and parts of the quadratic."""
     # If the weight is zero, then so are the sums, and they stay zero instead of 0 / 0.
     total = jnp.where(totals.weight > 0, totals.weight, 1)
     fisher, product, mean = jax.tree.map(lambda x: x / total.astype(x.dtype), totals[:3])
@@ -281,7 +274,6 @@ def _weighted_sums(products: Any, votes: Any) -> Any:
 
 @jit
 def _add_damping(values: Any, lambdas: Any, blocks: Any) -> Any:
-    """Add lambda x to a product, or lambda Wbar to the right-hand side."""
     return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, lambdas, blocks)
 
 
