@@ -121,7 +121,7 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
     """Return the sums over clients with diagonal or dense Fishers that determine the quadratic.
 
     The sums of groups of clients add up leaf by leaf, so the server need not have all clients in
-    memory. Arguments are as in `quadratic`, but weights may have any sum; sums are at least float32.
+    memory. Arguments are as in `quadratic`, but weights may have any sum. Sums are float32 or wider.
 
     Raises:
         TypeError: If the operators do not add up.
@@ -267,8 +267,7 @@ def _replace_nothing(exponents: Any) -> Any:
 
 
 def _weighted_sums(products: Any, votes: Any) -> Any:
-    # A product may overflow though an update is finite, and zero times infinity is NaN, so that
-    # clients of weight zero are replaced by zeros first.
+    # The product of a client of weight zero may overflow, and zero times infinity is NaN.
     return jax.tree.map(lambda x, v: tree.weighted_sum(tree.keep(v != 0, x), v), products, votes)
 
 
