@@ -121,7 +121,7 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
     """Return the sums over clients with diagonal or dense Fishers that determine the quadratic.
 
     The sums of groups of clients add up leaf by leaf, so the server need not have all clients in
-    memory. Arguments are as in `quadratic`, but weights may have any sum. Sums are float32 or wider.
+    memory. Arguments are as in `quadratic`, but weights have any sum. Sums are float32 or wider.
 
     Raises:
         TypeError: If the operators do not add up.
