@@ -64,12 +64,12 @@ ORDER = [
 BUILT = {  # folders whose files build on one another
     "_core": ["caching", "compat", "compiler", "linalg", "checks"],
     "_layers": [
-        *("equations", "views", "operations", "uses", "normalization", "layer"),
-        *("feeders", "pairs", "locations", "graph"),
+        *("equations", "views", "operations", "uses", "normalized_values", "normalization"),
+        *("layer", "feeders", "arrangement", "pairs", "locations", "graph"),
     ],
     "fisher": [
         *("_columns", "kinds", "operators", "kronecker", "kronecker_sum", "_passes"),
-        *("diagonal", "full", "kfac"),
+        *("diagonal", "full", "_factors", "kfac"),
     ],
     "training": ["_cohort", "_train"],
     "rounds": ["_one_round", "experiment"],

@@ -18,7 +18,7 @@ from fisherjax._layers.layer import Layer, matrix, unpack
 from fisherjax._layers.pairs import trace
 from fisherjax.algorithms.exchanges._head_sums import check_head
 from fisherjax.fisher import _passes
-from fisherjax.fisher.kfac import second_moment
+from fisherjax.fisher._factors import second_moment
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Examples, Model, Params
 
@@ -93,7 +93,7 @@ def exact_products(
         crossed = inputs = gradient = None
         if head is not None:
             a = seen.activations[seen.last]
-            a = a if counts is None else locations.selected(a, counts.reshape(a.shape[:2]))
+            a = a if counts is None else locations.mask_values(a, counts.reshape(a.shape[:2]))
             a = root.astype(a.dtype) * a
             crossed, inputs = dot("nta,kntc->kac", a, changes), second_moment(a)
             gradient = dot("nta,ntc->ac", a, residual)
