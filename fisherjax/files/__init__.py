@@ -1,6 +1,7 @@
 """Models, factors and uploads as files, and the merge of uploads where no network is."""
 
-from fisherjax.files.arrays import Place, Places, load_arrays, save_arrays, unflatten
+from fisherjax.files._places import Place, Places
+from fisherjax.files.arrays import load_arrays, save_arrays, unflatten
 from fisherjax.files.base import Limits, Sealed, unseal
 from fisherjax.files.merge import Merge, merge_files
 from fisherjax.files.uploads import Record, load_update, of_client, save_update

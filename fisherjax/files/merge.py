@@ -9,25 +9,24 @@ else of the server's half is that of `merging`, called for each part.
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fisherjax import merging
 from fisherjax._core import checks
-from fisherjax._upload_checks import check_left, check_some, check_weights, diverged, indefinite
-from fisherjax.algorithms.base import Algorithm, Update, averaging
+from fisherjax._upload_checks import check_left, check_some, check_weights, diverged
+from fisherjax.algorithms.base import averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads
 from fisherjax.files._claims import STATISTICS
+from fisherjax.files._layerwise import _Cohort, _layer_by_layer
 from fisherjax.files._packed import Opened, check_like, named, unpacked
-from fisherjax.files._parts import Part, split, strengths_of
+from fisherjax.files._parts import split
 from fisherjax.files._reads import check_clients, check_untrained, common, method_of
 from fisherjax.files.base import LIMITS, Kind, Limits
 from fisherjax.files.uploads import Record
-from fisherjax.fisher import Operator
 
 # What the server's half does with statistics, whatever the method; made once, so compiled once.
 _MEAN = averaging()
@@ -174,27 +173,6 @@ def merge_files(
     return Merge(name, tuple(records), shares(weights), left_out, votes)
 
 
-class _Cohort(NamedTuple):
-    """Whose uploads are merged: weight zero for who is left out, by the leaf that is not finite.
-
-    `adds` says whether sums over clients suffice, so that one after another is read.
-    """
-
-    records: list[Record]
-    weights: np.ndarray
-    left_out: dict[str, str]
-    adds: bool
-
-    def read(self, arrays: Sequence[str]) -> Iterator[tuple[Record, Iterator[np.ndarray], float]]:
-        """Read some arrays of each client; zeros, as of `updates.screen`, of who is left out."""
-        kinds = [self.records[0].arrays[name] for name in arrays]
-        for record, weight in zip(self.records, self.weights, strict=True):
-            if record.client in self.left_out:
-                yield record, (np.zeros(kind.shape, kind.dtype) for kind in kinds), weight
-            else:
-                yield record, base.read(record.path, arrays), weight
-
-
 def _frozen(found: Opened, start: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
     """Take the leaves that nobody sent from the start, if there is one; refuse another network."""
     if start is None:
@@ -228,74 +206,6 @@ def _left_out(records: list[Record], names: list[str], on_nonfinite: str) -> dic
         said = "; ".join(f"client {client!r} for leaf '{x}'" for client, x in left_out.items())
         warnings.warn(f"Left out, as uploads that are not finite: {said}.", stacklevel=3)
     return left_out
-
-
-def _layer_by_layer(
-    cohort: _Cohort,
-    parts: Sequence[tuple[Algorithm, Part]],
-    progress: Callable[[str, int, int], None] | None,
-    votes: dict[str, np.ndarray],
-) -> Iterator[dict[str, np.ndarray]]:
-    """Merge each part by its method, and add to the votes; yield merged arrays by leaf name."""
-    for number, (method, part) in enumerate(parts):
-        names = ", ".join(part.names[leaf] for leaf in part.values["params"])
-        if progress is not None:
-            progress(names, number, len(parts))
-        try:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                merged, strengths = _merge_part(method, cohort, part)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{names}: {part.told(error)}") from error
-        for warning in said:
-            warnings.warn(part.told(warning.message), stacklevel=2)
-        # Nobody has curvature: the layer keeps the weighted mean.
-        votes |= {
-            x: shares(np.asarray(own if max(own) > 0 else cohort.weights))
-            for x, own in strengths.items()
-        }
-        yield {leaf or "array": np.asarray(array) for leaf, array in merged.items()}
-
-
-def _merge_part(
-    method: Algorithm, cohort: _Cohort, part: Part
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Merge some leaves of all clients; give each client's strength by layer too."""
-    arrays, structure = jax.tree.flatten(part.values)
-    kinds, strengths = [cohort.records[0].arrays[name] for name in arrays], {}
-    start = jax.tree.unflatten(structure, [np.zeros(k.shape, k.dtype) for k in kinds])["params"]
-
-    def look_at(record: Record, leaves: Sequence[np.ndarray], weight: float) -> None:
-        values = jax.tree.unflatten(structure, leaves)
-        fisher = values.get("fisher")
-        if weight > 0 and isinstance(fisher, Operator) and (bad := indefinite(fisher)):
-            place = bad[0].partition("/")[2].split("/")
-            raise ValueError(
-                f"{str(record.path)!r} of client {record.client!r} has a Fisher that is not "
-                f"symmetric positive semi-definite: {'/'.join(part.names.get(x, x) for x in place)}"
-            )
-        for name, strength in strengths_of(values, weight).items():
-            strengths.setdefault(part.names.get(name, name), []).append(strength)
-
-    def chunks() -> Iterator[tuple[Update, np.ndarray]]:
-        for record, found, weight in cohort.read(arrays):
-            leaves = list(found)
-            look_at(record, leaves, weight)
-            stacked = jax.tree.unflatten(structure, [leaf[None] for leaf in leaves])
-            yield Update(stacked, method.kind), np.array([weight])
-
-    if cohort.adds:
-        merged, _, _ = merging.merge_stream(method, start, chunks())
-    else:
-        # Filled in place: a list and its stack would be twice as much.
-        stacked = [np.empty((len(cohort.records), *kind.shape), kind.dtype) for kind in kinds]
-        for client, (record, found, weight) in enumerate(cohort.read(arrays)):
-            for place, leaf in zip(stacked, found, strict=True):
-                place[client] = leaf
-            look_at(record, [place[client] for place in stacked], weight)
-        update = Update(jax.tree.unflatten(structure, stacked), method.kind)
-        merged, _, _ = merging.merge(method, start, update, cohort.weights)
-    return {part.names[number]: leaf for number, leaf in merged.items()}, strengths
 
 
 def _merged_kind(kind: Kind) -> Kind:

@@ -6,7 +6,8 @@ whose training hides each example. Both add Gaussian noise to a sum of terms of 
 """
 
 from fisherjax.privacy.accounting import Ledger, epsilon
+from fisherjax.privacy.clipping import Clipped, norms
 from fisherjax.privacy.example_gradients import dp_sgd
-from fisherjax.privacy.sums import Clipped, norms, private
+from fisherjax.privacy.sums import private
 
 __all__ = ["Clipped", "Ledger", "dp_sgd", "epsilon", "norms", "private"]
