@@ -1,4 +1,4 @@
-"""What each client adds to the sums, by group, and its clip."""
+"""Contributions: what each client adds to the sums, its norms by group, and its clipping."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,8 +16,7 @@ from fisherjax.algorithms.wrappers.sketched import Sketches
 from fisherjax.typing import Array, Params
 
 ALL = "all"
-"""The one group of a clip that is a number."""
-
+"""Name of the only group if `clip` is one number."""
 
 _SUMS = (WeightedSum, quadratic.Sums)
 
@@ -25,11 +24,11 @@ _SUMS = (WeightedSum, quadratic.Sums)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Clipped:
-    """Sums over clients of bounded norm.
+    """Sums of clipped contributions of clients.
 
     Attributes:
-        sums: What the wrapped `reduce` gives, with every weight one.
-        centred: Static, whether params are differences from the start.
+        sums: Sums like those that the wrapped algorithm's `reduce` returns, all weights one.
+        centred: Whether params in `sums` are differences from the start (static).
     """
 
     sums: Any
@@ -43,18 +42,22 @@ def norms(
     *,
     groups: Sequence[str] = (ALL,),
 ) -> dict[str, Array]:
-    """Measure what each client would add to each group of the sums, L2 norms [K].
+    """Compute the L2 norm of each client's contribution to each group of the sums.
 
-    For choosing clips on public data or simulated clients: norms of real clients are private.
+    Use it to choose clips on public data or simulated clients: the norms of real clients are not
+    protected by differential privacy.
 
     Args:
-        algorithm: Not wrapped yet.
-        updates: Stacked, of that algorithm.
-        params: What clients started from.
-        groups: Those of a clip of `private`.
+        algorithm: The algorithm, not wrapped by `private`.
+        updates: Stacked updates of K clients for that algorithm.
+        params: The params that clients started from.
+        groups: Names of groups, as in the clip of `private`.
+
+    Returns:
+        Norms [K] by group.
 
     Raises:
-        ValueError: If the updates are another algorithm's, or groups are not those of the sums.
+        ValueError: If the updates are for another algorithm, or the groups do not match the sums.
 
     Example:
         >>> import fisherjax as fj
@@ -65,46 +68,46 @@ def norms(
     values = stacked(algorithm, updates).values
     if "params" in values:
         values = values | {"params": jax.tree.map(jnp.subtract, values["params"], params)}
-    each = _each(algorithm, values)
+    each = _contributions(algorithm, values)
     leaves = jax.tree.leaves(each)
 
     def norm(places: list[int]) -> Array:
-        own = [leaves[place] for place in places]
-        return jax.vmap(lambda x: jnp.sqrt(tree.inner(x, x)))(own)
+        group = [leaves[place] for place in places]
+        return jax.vmap(lambda x: jnp.sqrt(tree.inner(x, x)))(group)
 
-    return {name: norm(places) for name, places in _groups(each, tuple(groups)).items()}
+    return {name: norm(places) for name, places in leaves_by_group(each, tuple(groups)).items()}
 
 
-# By itself, so that another noise does not compile the sums again.
+# Cached apart from the noise, so that a new noise multiplier does not compile the sums again.
 @cached
-def _bounded(algorithm: Algorithm, clip: tuple[tuple[str, float | None], ...]) -> Callable:
-    """Make the `reduce` that clips every client."""
+def clipping_reduce(algorithm: Algorithm, clip: tuple[tuple[str, float | None], ...]) -> Callable:
+    """Make the `reduce` that clips every client's contribution before it adds them."""
     bounds = dict(clip)
 
     def reduce(values: dict[str, Any], weights: Array) -> Clipped:
-        each = _each(algorithm, values)
-        groups = _groups(each, tuple(bounds))
+        each = _contributions(algorithm, values)
+        groups = leaves_by_group(each, tuple(bounds))
         leaves, structure = jax.tree.flatten(each)
-        # One whose update is not finite, or who is left out, counts with zeros.
+        # A client that is left out, or whose update is not finite, contributes zeros.
         counts = (weights > 0) & tree.finite(leaves).all(0)
         leaves = tree.keep(counts, leaves)
-        # What is in no group is a weight, which is public: everybody's is one.
+        # Only the public weights are in no group; the weight of every client is one.
         total = [jnp.full(leaf.shape[1:], len(weights), leaf.dtype) for leaf in leaves]
         for name, places in groups.items():
-            own = [leaves[place] for place in places]
+            group = [leaves[place] for place in places]
             if bounds[name] is not None:
-                found, _ = optax.per_example_global_norm_clip(own, bounds[name])
+                clipped, _ = optax.per_example_global_norm_clip(group, bounds[name])
             else:
-                found = [jnp.zeros_like(leaf[0]) for leaf in own]
-            for place, leaf in zip(places, found, strict=True):
+                clipped = [jnp.zeros_like(leaf[0]) for leaf in group]
+            for place, leaf in zip(places, clipped, strict=True):
                 total[place] = leaf
         return Clipped(jax.tree.unflatten(structure, total), "params" in values)
 
     return reduce
 
 
-def _each(algorithm: Algorithm, values: dict[str, Any]) -> Any:
-    """Give what each client would add to the sums, leaves [K, ...], with a weight of one."""
+def _contributions(algorithm: Algorithm, values: dict[str, Any]) -> Any:
+    """Compute what each client adds to the sums with weight one, leaves [K, ...]."""
 
     def alone(update: dict[str, Any]) -> Any:
         return algorithm.reduce(jax.tree.map(lambda leaf: leaf[None], update), jnp.ones(1))
@@ -112,32 +115,36 @@ def _each(algorithm: Algorithm, values: dict[str, Any]) -> Any:
     sums = jax.vmap(alone)(values)
     if isinstance(sums, Sketches):
         raise ValueError(
-            "Factors are recovered from their sketches only if these are exact, and noise makes "
-            "them anything; expected sums that noise moves a little, such as "
-            "fedfisher(model, fisher=fisher.diagonal)."
+            "This method sends sketches. Factors are recovered from their sketches only if these "
+            "are exact, and noise destroys them; expected a method whose sums stay useful with "
+            "noise, such as fedfisher(model, fisher=fisher.diagonal)."
         )
     return sums
 
 
-def _groups(sums: Any, groups: Sequence[str]) -> dict[str, list[int]]:
-    """Say which leaves belong to each group; weights to none."""
+def leaves_by_group(sums: Any, groups: Sequence[str]) -> dict[str, list[int]]:
+    """Find the numbers of the leaves that belong to each group; weights belong to none.
+
+    Raises:
+        ValueError: If a group has no leaves, or a leaf does not belong to exactly one group.
+    """
 
     def mark(x: Any) -> Any:
         public = jax.tree.map(lambda _: False, x)
         return public._replace(weight=True) if isinstance(x, _SUMS) else public
 
     public = jax.tree.leaves(jax.tree.map(mark, sums, is_leaf=lambda x: isinstance(x, _SUMS)))
-    secret = {i: n for i, n in enumerate(tree.names(sums)) if not public[i]}
+    names = {i: name for i, name in enumerate(tree.names(sums)) if not public[i]}
 
     def belongs(name: str, group: str) -> bool:
         return group == ALL or name == group or name.startswith(f"{group}/")
 
-    found = {g: [i for i, name in secret.items() if belongs(name, g)] for g in groups}
-    once = sorted(place for places in found.values() for place in places) == list(secret)
+    found = {g: [i for i, name in names.items() if belongs(name, g)] for g in groups}
+    once = sorted(place for places in found.values() for place in places) == list(names)
     if not all(found.values()) or not once:
         raise ValueError(
-            f"The groups are {list(groups)}, but the sums {list(secret.values())}; expected "
-            "beginnings of those names, such that each belongs to one group. A clip of None "
-            "withholds what no method needs."
+            f"The groups are {list(groups)}, but the sums {list(names.values())}; expected "
+            "beginnings of these names, such that each name belongs to exactly one group. Use a "
+            "clip of None for a group that is not to be released."
         )
     return found

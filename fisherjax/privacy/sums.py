@@ -1,4 +1,4 @@
-"""Sums over clients that hide every client: bounded terms, noise, and what is made of it."""
+"""Client-level differential privacy: clipped and noisy sums over clients."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,14 +10,19 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, as_sent, check_algorithm
 from fisherjax.privacy._repair import repaired
-from fisherjax.privacy.accounting import Ledger, noisy
-from fisherjax.privacy.clipping import ALL, Clipped, _bounded, _groups
+from fisherjax.privacy.accounting import Ledger, add_noise
+from fisherjax.privacy.clipping import ALL, Clipped, clipping_reduce, leaves_by_group
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
 
 class State(NamedTuple):
-    """What the wrapped algorithm keeps, and how many rounds were released."""
+    """State of a private algorithm.
+
+    Attributes:
+        algorithm: State of the wrapped algorithm.
+        rounds: Number of releases so far.
+    """
 
     algorithm: Any
     rounds: Array
@@ -30,39 +35,41 @@ def private(
     noise_multiplier: float | Mapping[str, float],
     damping: float = 2.0,
 ) -> Algorithm:
-    """Clip what each client adds to the sums, and add noise to them: client-level privacy.
+    """Make an algorithm private for clients: clip their contributions, add noise to the sums.
 
         S = sum_i min(1, C / |c_i|) c_i + sigma C N(0, I)    for each group of the sums,
 
-    with c_i what client i alone would give, all weights one, and its params as differences from
-    what it started from. The number of clients is public, and is what sums are divided by: who
-    diverged, or has no examples, adds zeros and is counted. The server is trusted with the sums,
-    and draws the noise by the key of the merge, which has to be secret and used once. What the
-    server makes of noisy sums costs nothing more: a noisy Fisher, or second moment, becomes the
-    nearest that is positive semi-definite and is damped by the size of its own noise, which pulls
-    to the clients' noisy mean.
+    where c_i is the contribution of client i alone, with weight one, and with its params as
+    differences from its start. All clients have equal weights. Sums are divided by the number of
+    clients, which is public: a client that diverged, or has no examples, adds zeros and is counted.
+
+    The server is trusted with the sums. It draws the noise from the key of the merge, which has to
+    be secret and used only once. Post-processing of noisy sums costs no privacy: a noisy Fisher or
+    second moment is replaced by the nearest positive semi-definite one, and is damped by the size
+    of its own noise, which pulls the merged model towards the clients' noisy mean.
 
     Args:
-        algorithm: One with a `reduce`, such as fedavg,
+        algorithm: An algorithm with a `reduce`, such as fedavg,
             fedfisher(model, fisher=fisher.diagonal) or analytic_head(model, ridge=0.01).
-        clip: C, a number for all sums together; or by group, a beginning of the names that
-            `tree.names` gives the leaves of the sums: {"total": C} for averages, "fisher",
-            "product" and "mean" for Fishers, "total/inputs" and so on for heads. None withholds a
-            group: it is zero, and costs nothing.
-        noise_multiplier: sigma, a number for each group or the same for all; 0 is not private.
-        damping: Of a noisy Fisher or second moment, in units of the spectral norm of its noise:
-            below it there is nothing but noise. That is sqrt(2 a) deviations for a matrix [a, a],
-            and sqrt(2 log d) for a diagonal of d entries.
+        clip: C, one number for all sums together, or a dict from groups to numbers. A group is a
+            beginning of names of the sums' leaves (`tree.names`): {"total": C} for averages,
+            "fisher", "product" and "mean" for Fishers, "total/inputs" and so on for heads. A group
+            whose clip is None is not released: its sum is zero and costs nothing.
+        noise_multiplier: sigma, one number for all groups or a dict from groups to numbers. With 0
+            there is no privacy.
+        damping: Damping of a noisy Fisher or second moment, in units of the spectral norm of its
+            noise (default 2); smaller eigenvalues are mostly noise. This norm is sqrt(2 a) standard
+            deviations for a matrix [a, a], and sqrt(2 log d) for a diagonal of d entries.
 
     Returns:
-        The algorithm. Updates are those of the wrapped one, params as differences; it reports a
-        `Ledger`.
+        The algorithm. Its updates are those of the wrapped algorithm, with params as differences.
+        Its `info` is a `Ledger`.
 
     Raises:
-        ValueError: If a clip is not positive, a multiplier negative, or the algorithm has no
-            `reduce` or a wrapper's `decode`; on merge, if groups are not those of the sums; on
-            summarize, of params without a start.
-        TypeError: If an argument has the wrong kind.
+        ValueError: If a clip is not positive, if a noise multiplier is negative, or if the
+            algorithm has no `reduce` or its uploads are encoded. On merge, if groups do not match
+            the sums. On summarize, if params come without their start.
+        TypeError: If an argument has the wrong type.
 
     Example:
         >>> import fisherjax as fj
@@ -82,28 +89,28 @@ def private(
     if algorithm.reduce is None or algorithm.link.personal:
         raise ValueError(
             "This method needs every client's update (its reduce is None), and only sums over "
-            "clients can be made private; expected one that adds up, such as fedavg, fisher_merge "
-            "or fedfisher(model, fisher=fisher.diagonal)."
+            "clients can be made private; expected a method with a reduce, such as fedavg, "
+            "fisher_merge or fedfisher(model, fisher=fisher.diagonal)."
         )
     if algorithm.decode is not as_sent:
         raise ValueError(
-            "This method's updates are encoded on the clients; expected what is to be summed. Wrap "
-            "the other way round: compress the private algorithm."
+            "This method's updates are encoded on the clients; expected updates that can be added "
+            "up. Wrap in the other order: compress the private algorithm."
         )
     clips = clip if isinstance(clip, Mapping) else {ALL: clip}
     for name, bound in clips.items():
         if bound is not None:
             checks.positive(f"clip of '{name}'", bound)
-    noisy = [name for name, bound in clips.items() if bound is not None]
-    if not noisy:
+    released = [name for name, bound in clips.items() if bound is not None]
+    if not released:
         raise ValueError(f"clip is {clip!r}; expected a bound for at least one group.")
     multipliers = noise_multiplier
     if not isinstance(multipliers, Mapping):
-        multipliers = dict.fromkeys(noisy, noise_multiplier)
-    if set(multipliers) != set(noisy):
+        multipliers = dict.fromkeys(released, noise_multiplier)
+    if set(multipliers) != set(released):
         raise ValueError(
-            f"noise_multiplier has groups {sorted(multipliers)}; expected those that are clipped, "
-            f"{sorted(noisy)}."
+            f"noise_multiplier has groups {sorted(multipliers)}; expected those that have a clip, "
+            f"{sorted(released)}."
         )
     for name, sigma in multipliers.items():
         checks.number(f"noise_multiplier of '{name}'", sigma)
@@ -137,15 +144,15 @@ def _private(
     def aggregate(
         key: Key, received: Clipped, params: Params, state: State, cohort: Array
     ) -> tuple[Params, State, Ledger]:
-        own, key = jax.random.split(key)
+        noise_key, key = jax.random.split(key)
         leaves, structure = jax.tree.flatten(received.sums)
         deviations = [0.0] * len(leaves)
-        for name, places in _groups(received.sums, tuple(clips)).items():
+        for name, places in leaves_by_group(received.sums, tuple(clips)).items():
             for place in places:
                 deviations[place] = deviation.get(name, 0.0)
-        sums = jax.tree.unflatten(structure, noisy(own, leaves, deviations))
+        sums = jax.tree.unflatten(structure, add_noise(noise_key, leaves, deviations))
         sums = repaired(sums, jax.tree.unflatten(structure, deviations), damping)
-        # Differences are merged as models near zero: what is merged moves with all of them.
+        # Differences from the start are merged as models near zero, and added to it afterwards.
         start = jax.tree.map(jnp.zeros_like, params) if received.centred else params
         merged, kept, info = algorithm.aggregate(key, sums, start, state.algorithm, cohort)
         if received.centred:
@@ -155,7 +162,7 @@ def _private(
 
     return algorithm._replace(
         summarize=summarize,
-        reduce=_bounded(algorithm, clip),
+        reduce=clipping_reduce(algorithm, clip),
         aggregate=aggregate,
         kind=f"{algorithm.kind}, to be clipped",
         link=algorithm.link._replace(init=init, broadcast=broadcast, draws=True),
@@ -165,8 +172,9 @@ def _private(
 def _difference(params: Params, start: Params | None) -> Params:
     if jax.tree.structure(params) != jax.tree.structure(start):
         raise ValueError(
-            "Clients are clipped by how far they went from what they started from, and that is not "
-            "known, or of other leaves than their update. Pass what training.train returned, or "
-            "training.Trained(stacked params, start); keep_local goes around private."
+            "Clients are clipped by how far they moved from their start, which is not given, or "
+            "has other leaves than their update; expected the result of training.train, or "
+            "training.Trained(stacked params, start). If some leaves stay local, wrap the private "
+            "algorithm in keep_local, not the other way round."
         )
     return jax.tree.map(jnp.subtract, params, start)
