@@ -24,6 +24,7 @@ import fisherjax as fj
 from fisherjax import algorithms, merging, privacy
 from fisherjax.algorithms import Update
 from fisherjax.algorithms.base import WeightedSum
+from fisherjax.algorithms.exchanges._head_sums import HeadSums
 from fisherjax.algorithms.wrappers.sketched import Sketches
 from tests.methods import MERGED, REPEATS, exactly
 
@@ -129,7 +130,7 @@ def updates_of(name, draw, size):
     rows = 5
     shapes = ((rows, rows), (rows, 2), (2,), (), (), ())
     fields = (draw((size, *shape)) for shape in shapes)
-    return {"head": algorithms.exchanges._head_sums.HeadSums(*fields, layer="second")}
+    return {"head": HeadSums(*fields, layer="second")}
 
 
 @pytest.mark.parametrize("name", GROUPS)
