@@ -71,6 +71,7 @@ BUILT = {  # folders whose files build on one another
 # What the other files of a folder may import, and these in this order.
 SHARED = [
     *("accounting", "clipping"),
+    "_limits",
     *("base", "stages", "checks", "_places", "arrays", "values", "_claims", "uploads"),
     *("_packed", "_parts"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),

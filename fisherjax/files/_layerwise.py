@@ -1,4 +1,4 @@
-"""Merge uploads that are files a layer at a time."""
+"""Merge uploads layer by layer, reading only the arrays of one layer at a time."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +17,14 @@ from fisherjax.files.uploads import Record
 from fisherjax.fisher import Operator
 
 
-class _Cohort(NamedTuple):
-    """Whose uploads are merged: weight zero for who is left out, by the leaf that is not finite.
+class Cohort(NamedTuple):
+    """The clients whose uploads are merged.
 
-    `adds` says whether sums over clients suffice, so that one after another is read.
+    Attributes:
+        records: Records of all uploads.
+        weights: [M], zero for clients that are left out.
+        left_out: Leaf that is not finite, by client that is left out.
+        adds: Whether sums over clients suffice, so that clients are read one by one.
     """
 
     records: list[Record]
@@ -29,7 +33,7 @@ class _Cohort(NamedTuple):
     adds: bool
 
     def read(self, arrays: Sequence[str]) -> Iterator[tuple[Record, Iterator[np.ndarray], float]]:
-        """Read some arrays of each client; zeros, as of `updates.screen`, of who is left out."""
+        """Yield some arrays of each client; zeros, as in `screen`, for one that is left out."""
         kinds = [self.records[0].arrays[name] for name in arrays]
         for record, weight in zip(self.records, self.weights, strict=True):
             if record.client in self.left_out:
@@ -38,42 +42,42 @@ class _Cohort(NamedTuple):
                 yield record, base.read(record.path, arrays), weight
 
 
-def _layer_by_layer(
-    cohort: _Cohort,
+def layer_by_layer(
+    cohort: Cohort,
     parts: Sequence[tuple[Algorithm, Part]],
     progress: Callable[[str, int, int], None] | None,
     votes: dict[str, np.ndarray],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Merge each part by its method, and add to the votes; yield merged arrays by leaf name."""
+    """Merge each part by its method; yield merged arrays by leaf name, and fill in the votes."""
     for number, (method, part) in enumerate(parts):
         names = ", ".join(part.names[leaf] for leaf in part.values["params"])
         if progress is not None:
             progress(names, number, len(parts))
         try:
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 merged, strengths = _merge_part(method, cohort, part)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{names}: {part.told(error)}") from error
-        for warning in said:
-            warnings.warn(part.told(warning.message), stacklevel=2)
-        # Nobody has curvature: the layer keeps the weighted mean.
+            raise ValueError(f"{names}: {part.with_names(error)}") from error
+        for warning in caught:
+            warnings.warn(part.with_names(warning.message), stacklevel=2)
+        # Where no client has curvature, the merged layer is the weighted mean.
         votes |= {
-            x: shares(np.asarray(own if max(own) > 0 else cohort.weights))
-            for x, own in strengths.items()
+            x: shares(np.asarray(strength if max(strength) > 0 else cohort.weights))
+            for x, strength in strengths.items()
         }
         yield {leaf or "array": np.asarray(array) for leaf, array in merged.items()}
 
 
 def _merge_part(
-    method: Algorithm, cohort: _Cohort, part: Part
+    method: Algorithm, cohort: Cohort, part: Part
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Merge some leaves of all clients; give each client's strength by layer too."""
+    """Merge some leaves of all clients; return each client's strength by layer too."""
     arrays, structure = jax.tree.flatten(part.values)
     kinds, strengths = [cohort.records[0].arrays[name] for name in arrays], {}
     start = jax.tree.unflatten(structure, [np.zeros(k.shape, k.dtype) for k in kinds])["params"]
 
-    def look_at(record: Record, leaves: Sequence[np.ndarray], weight: float) -> None:
+    def check_and_weigh(record: Record, leaves: Sequence[np.ndarray], weight: float) -> None:
         values = jax.tree.unflatten(structure, leaves)
         fisher = values.get("fisher")
         if weight > 0 and isinstance(fisher, Operator) and (bad := indefinite(fisher)):
@@ -88,19 +92,19 @@ def _merge_part(
     def chunks() -> Iterator[tuple[Update, np.ndarray]]:
         for record, found, weight in cohort.read(arrays):
             leaves = list(found)
-            look_at(record, leaves, weight)
+            check_and_weigh(record, leaves, weight)
             stacked = jax.tree.unflatten(structure, [leaf[None] for leaf in leaves])
             yield Update(stacked, method.kind), np.array([weight])
 
     if cohort.adds:
         merged, _, _ = merging.merge_stream(method, start, chunks())
     else:
-        # Filled in place: a list and its stack would be twice as much.
+        # Filled in place: a list and its stack would need twice the memory.
         stacked = [np.empty((len(cohort.records), *kind.shape), kind.dtype) for kind in kinds]
         for client, (record, found, weight) in enumerate(cohort.read(arrays)):
             for place, leaf in zip(stacked, found, strict=True):
                 place[client] = leaf
-            look_at(record, [place[client] for place in stacked], weight)
+            check_and_weigh(record, [place[client] for place in stacked], weight)
         update = Update(jax.tree.unflatten(structure, stacked), method.kind)
         merged, _, _ = merging.merge(method, start, update, cohort.weights)
     return {part.names[number]: leaf for number, leaf in merged.items()}, strengths

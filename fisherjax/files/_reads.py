@@ -1,4 +1,4 @@
-"""What a method reads of uploads, and whether they fit it and each other."""
+"""Make the method that merges uploads, and check that the uploads fit it and each other."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +15,13 @@ from fisherjax.typing import Model
 
 
 def method_of(records: list[Record], name: str | None, options: dict) -> tuple[str, Algorithm]:
-    """Make the method, which never runs the network."""
+    """Make the method that merges the uploads; it never runs the network."""
     made_for = sorted({record.algorithm for record in records})
     if name is None and len(made_for) > 1:
-        raise ValueError(f"The uploads were made for {made_for}: say which algorithm merges them.")
+        raise ValueError(
+            f"The uploads were made for {made_for}; expected one algorithm: pass the `algorithm` "
+            "that is to merge them."
+        )
     name = made_for[0] if name is None else name
     check_method(name)
     reads = {other: row.reads for other, row in algorithms.METHODS.items()}
@@ -26,32 +29,37 @@ def method_of(records: list[Record], name: str | None, options: dict) -> tuple[s
         known = ", ".join(other for other, own in reads.items() if isinstance(own, Mapping))
         raise ValueError(
             f"{name} {reads[name]}, and does not merge files; expected one of {known}. "
-            "Read the uploads by files.load_update and merge them by merging.merge."
+            "For this method, read the uploads with files.load_update and merge them with "
+            "merging.merge."
         )
     algorithms.check_options(name, options)
     method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
-    # Without its model nobody asks which leaves the network leaves alone.
+    # Without a model there is no mask, against which the leaves of uploads would be checked.
     return name, method._replace(kind=records[0].kind, model=None)
 
 
 def _no_network(*_: Any) -> Any:
-    raise RuntimeError("Files are merged without the network.")
+    raise RuntimeError("Files are merged without the network; nothing may call it.")
 
 
 def check_clients(records: list[Record]) -> None:
-    """Refuse a client that is there twice."""
+    """Check that no two uploads are of the same client."""
     owners: dict[str, Record] = {}
     for record in records:
         first = owners.setdefault(record.client, record)
         if first is not record:
             raise ValueError(
                 f"Client {record.client!r} is in {str(first.path)!r} and in {str(record.path)!r}: "
-                "merge one of them."
+                "merge only one of them."
             )
 
 
 def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any]:
-    """Give the values that a method reads, with names of arrays for leaves; refuse others."""
+    """Return the values that a method reads, with names of arrays as leaves.
+
+    Raises:
+        ValueError: If an upload lacks such values, or its layers differ from the first one's.
+    """
     reads, first = algorithms.METHODS[name].reads, records[0]
     needed = {"params", *reads}
     for record, spec in zip(records, specs, strict=True):
@@ -61,13 +69,17 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
         for key, kind in {"params": dict, **reads}.items():
             if not isinstance(values.get(key), kind):
                 raise ValueError(
-                    f"{where} holds '{record.kind}'; {name} merges params"
-                    + "".join(f" and {x}: {_called(t)}" for x, t in reads.items())
-                    + f". It was made for {record.algorithm}."
+                    f"{where} holds '{record.kind}' and was made for {record.algorithm}; expected "
+                    f"an upload for {name}, which merges params"
+                    + "".join(f" and {x} ({_type_name(t)})" for x, t in reads.items())
+                    + "."
                 )
-        # Fishers of several kinds do not mix; params do, whatever else was sent.
+        # Fishers of several kinds cannot be merged; params can, whatever else was sent.
         if len(needed) > 1 and record.kind != first.kind:
-            raise ValueError(f"{where} holds '{record.kind}', but {first.path} '{first.kind}'.")
+            raise ValueError(
+                f"{where} holds '{record.kind}', but {str(first.path)!r} '{first.kind}'; expected "
+                "uploads of one kind."
+            )
         own, theirs = (
             {n: k for n, k in x.arrays.items() if n.partition("/")[0] in {*needed, STATISTICS}}
             for x in (record, first)
@@ -80,7 +92,10 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
                     "clients must have trained the same network."
                 )
         if any(spec["dict"][key] != specs[0]["dict"][key] for key in needed):
-            raise ValueError(f"{where} describes its layers otherwise than {str(first.path)!r}.")
+            raise ValueError(
+                f"{where} describes its layers differently than {str(first.path)!r}. All clients "
+                "must have trained the same network."
+            )
     if "wiring" in needed:
         leaves.check_all_trained(name, dict.fromkeys((*first.statistics, *first.frozen), 0))
     values = decode(first.path, specs[0], lambda name: name)
@@ -88,7 +103,7 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
 
 
 def check_untrained(records: list[Record]) -> None:
-    """Refuse other frozen leaves than the first client's, and running variances."""
+    """Check that all clients have the same frozen leaves, and that no statistic is a variance."""
     first = records[0]
     for record in records:
         where = f"{str(record.path)!r} of client {record.client!r}"
@@ -108,10 +123,10 @@ def _check_not_packed(where: str, values: dict[str, Any]) -> None:
     nodes = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, Encoded | Slot))
     if found := sorted({type(x).__name__ for x in nodes if isinstance(x, Encoded | Slot)}):
         raise ValueError(
-            f"{where} says that nothing in it is packed, and holds {', '.join(found)}; expected "
-            "what compression.encode or compression.compressed makes, with its codec's name."
+            f"{where} has codec 'none', but holds encoded values ({', '.join(found)}); expected "
+            "an update of compression.encode or compression.compressed, with its codec's name."
         )
 
 
-def _called(kind: type) -> str:
+def _type_name(kind: type) -> str:
     return "array" if kind is str else kind.__name__
