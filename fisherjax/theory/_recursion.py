@@ -1,4 +1,4 @@
-"""A round of local descent and averaging: weights by gradients, coefficients by a recursion."""
+"""Compute rounds of local descent: weights by gradients, coefficients by their recursion."""
 
 from functools import partial
 from typing import NamedTuple
@@ -13,12 +13,13 @@ from fisherjax.typing import Array
 
 
 class State(NamedTuple):
-    """What each client starts a round from: its weights, and what they consist of.
+    """The clients' models at the start of a round, and the coefficients of their weights.
 
     Attributes:
-        weights: [M, d, 2 m], filters of label +1, then of -1.
-        signal: gamma [M, 2 m, S].
-        noise: rho [M, 2 m, M, n], the first axis whose weights, the third whose example.
+        weights: [M, d, 2 m], the filters of label +1 before those of label -1.
+        signal: gamma [M, 2 m, S], coefficients of the signals.
+        noise: rho [M, 2 m, M, n], coefficients of the noise patches: axis 0 is the client whose
+            weights they are, axis 2 the client whose example it is.
     """
 
     weights: Array
@@ -26,12 +27,8 @@ class State(NamedTuple):
     noise: Array
 
 
-def _chunk(num_clients: int) -> int:
-    return parallel.chunk_size(None, num_clients)
-
-
-def _forward(w: Array, mu: Array, y: Array, xi: Array) -> tuple[Array, Array, Array]:
-    """Give outputs [n] and what the filters see of the signal and of the noise, [n, 2 m]."""
+def forward(w: Array, mu: Array, y: Array, xi: Array) -> tuple[Array, Array, Array]:
+    """Compute outputs [n], and the filters' preactivations for signal and for noise, [n, 2 m]."""
     signal, noise = y[:, None] * (mu @ w), xi @ w
     second = jnp.asarray(signs(w.shape[1] // 2), w.dtype)
     return (jax.nn.relu(signal) + jax.nn.relu(noise)) @ second, signal, noise
@@ -40,30 +37,36 @@ def _forward(w: Array, mu: Array, y: Array, xi: Array) -> tuple[Array, Array, Ar
 def _descend(
     client: tuple[Array, ...], local_steps: int, learning_rate: Array
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
-    """Descend on one client's loss; weights by their gradient, coefficients by their recursion."""
-    *first, mu, y, xi = client
-    second = jnp.asarray(signs(first[0].shape[1] // 2), y.dtype)
+    """Compute local steps of one client: weights by the gradient, coefficients by the recursion."""
+    *start, mu, y, xi = client
+    second = jnp.asarray(signs(start[0].shape[1] // 2), y.dtype)
 
     def loss(w: Array) -> Array:
-        return jnp.mean(jax.nn.softplus(-y * _forward(w, mu, y, xi)[0]))
+        return jnp.mean(jax.nn.softplus(-y * forward(w, mu, y, xi)[0]))
 
     def step(carry: tuple, _: None) -> tuple[tuple, tuple[Array, Array]]:
         w, signal, noise = carry
-        outputs, sees_signal, sees_noise = _forward(w, mu, y, xi)
-        # -l'(y f) eta / (n m), [n, 1], of those that a filter sees; relu has no slope at 0.
-        pull = (learning_rate / len(y) * jax.nn.sigmoid(-y * outputs))[:, None]
-        gained = jnp.sum(pull * (sees_signal > 0), 0) * jnp.abs(second) * jnp.sum(mu**2)
-        own = (y[:, None] * pull * (sees_noise > 0) * second) * jnp.sum(xi**2, -1)[:, None]
-        carry = w - learning_rate * jax.grad(loss)(w), signal + gained, noise + own.T
+        outputs, on_signal, on_noise = forward(w, mu, y, xi)
+        # -l'(y f) eta / n, [n, 1]. It counts where a filter is active; relu has no slope at 0.
+        rate = (learning_rate / len(y) * jax.nn.sigmoid(-y * outputs))[:, None]
+        gained = jnp.sum(rate * (on_signal > 0), 0) * jnp.abs(second) * jnp.sum(mu**2)
+        memorised = (y[:, None] * rate * (on_noise > 0) * second) * jnp.sum(xi**2, -1)[:, None]
+        carry = w - learning_rate * jax.grad(loss)(w), signal + gained, noise + memorised.T
         return carry, (carry[1].max(), carry[2].max())
 
-    return jax.lax.scan(step, tuple(first), None, local_steps)
+    return jax.lax.scan(step, tuple(start), None, local_steps)
 
 
 @partial(jit, static_argnums=3)
-def _round(
+def run_round(
     state: State, data: Data, mixing: Array, local_steps: int, learning_rate: Array
 ) -> tuple[State, tuple[Array, Array]]:
+    """Compute one round: local descent of every client, then a mean of the models by `mixing`.
+
+    Returns:
+        The next state, and the largest coefficients of each client's own signal and of its own
+        examples, after each local step and after the mean, [E + 1, M].
+    """
     numbers = jnp.arange(len(data.owners))
     own_signal = state.signal[numbers, :, data.owners]
     own_noise = state.noise[numbers, :, numbers]
@@ -71,10 +74,10 @@ def _round(
     found, path = parallel.map_clients(
         lambda client: _descend(client, local_steps, learning_rate),
         stacked,
-        clients_per_chunk=_chunk(len(numbers)),
+        clients_per_chunk=parallel.chunk_size(None, len(numbers)),
     )
     weights, own_signal, own_noise = found
-    # Others' coefficients stay as they were while a client trains.
+    # A client's coefficients for other clients' signals and examples do not change in training.
     learned = State(
         weights,
         state.signal.at[numbers, :, data.owners].set(own_signal),
