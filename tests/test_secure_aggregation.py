@@ -84,7 +84,7 @@ def test_the_sum_modulo_two_to_the_bits_is_the_sum_of_the_rounded_values(
         ({"w": np.array([0.0, np.nan])}, "'w' of client 3 is not finite"),
         ({"w": np.array([0.0, np.inf])}, "'w' of client 3 is not finite"),
         ({"w": np.array([0.0, -1.5])}, "'w' of client 3 has an entry of 1.5, beyond .* bound 1"),
-        ({"w": np.array([0, 1])}, "'w' of client 3 has dtype int64; floating point"),
+        ({"w": np.array([0, 1])}, "'w' of client 3 has dtype int64; expected floating point"),
         ({"w": np.zeros(3)}, r"client 3 has leaves .*\(3,\).*expected"),
         ({"v": np.zeros(2)}, "client 3 has leaves .*'v'.*expected"),
     ],

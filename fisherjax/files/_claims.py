@@ -89,7 +89,7 @@ def check_sizes(
         if not isinstance(found, Mapping):
             raise ValueError(f"an update is a {type(found).__name__}; expected a dict of values")
         if "update" in values and not jax.tree.leaves(found):
-            raise ValueError("an update has no arrays")
+            raise ValueError("an update has no arrays; expected those of its params")
         for name, kind, *expected in _expected(found):
             if tuple(kind.shape) not in expected:
                 shapes = " or ".join(str(list(shape)) for shape in expected)
@@ -216,6 +216,7 @@ def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     if not isinstance(params, Mapping):
         return
     shapes = {name: tuple(x.shape) for name, x in params.items() if hasattr(x, "shape")}
+    # The template of an operator has the shapes of all leaves, even of encoded params.
     if isinstance(fisher, Dense | Kronecker):
         known = dict(zip(fisher.template.names(), fisher.template.shapes, strict=True))
         for name in known.keys() & shapes.keys():
@@ -236,6 +237,7 @@ def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
         raise ValueError(f"its Fisher lacks the leaves {reprlib.repr(missing)}")
     grams = values.get("grams")
     if isinstance(grams, Mapping):
+        # A Gram matrix has the size of the inputs; a name with ^T is that of a transposed kernel.
         for name, gram in grams.items():
             leaf = shapes[name.removesuffix("^T")]
             sizes = {math.prod(leaf[:-1]), math.prod(leaf[1:])}

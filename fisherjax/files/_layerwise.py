@@ -83,8 +83,8 @@ def _merge_part(
         if weight > 0 and isinstance(fisher, Operator) and (bad := indefinite(fisher)):
             place = bad[0].partition("/")[2].split("/")
             raise ValueError(
-                f"{str(record.path)!r} of client {record.client!r} has a Fisher that is not "
-                f"symmetric positive semi-definite: {'/'.join(part.names.get(x, x) for x in place)}"
+                f"{record.source} has a Fisher that is not symmetric positive semi-definite: "
+                f"{'/'.join(part.names.get(x, x) for x in place)}"
             )
         for name, strength in strengths_of(values, weight).items():
             strengths.setdefault(part.names.get(name, name), []).append(strength)

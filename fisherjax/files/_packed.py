@@ -61,26 +61,25 @@ def start_by_name(start: Any) -> dict[str, np.ndarray] | None:
 
 
 def _check(record: Record, spec: dict[str, Any], start: dict[str, np.ndarray] | None) -> None:
-    where = f"{str(record.path)!r} of client {record.client!r}"
     if record.codec == "none":
         return
     if "update" not in spec["dict"]:
         raise ValueError(
-            f"{where} is packed by {record.codec!r}, but does not hold an encoded update; expected "
-            "one of compression.encode or compression.compressed."
+            f"{record.source} is packed by {record.codec!r}, but does not hold an encoded update; "
+            "expected one of compression.encode or compression.compressed."
         )
     leaves = [x["static"]["leaf"] for x in _nodes(spec, Difference.__name__)]
     if leaves and start is None:
         raise ValueError(
-            f"{where} is packed by {record.codec!r}, as differences from the model that clients "
-            "started from: pass this model as `start`, a pytree or a file of arrays by leaf name "
-            "(--start)."
+            f"{record.source} is packed by {record.codec!r}, as differences from the model that "
+            "clients started from: pass this model as `start` (--start), a pytree or a file of "
+            "arrays by leaf name."
         )
     for leaf in leaves:
         expected, found = record.layers.get(leaf), start.get(leaf)
         if found is None or expected not in (None, found.shape):
             raise ValueError(
-                f"{where} holds differences of '{leaf}' {expected}, but the start has "
+                f"{record.source} holds differences of '{leaf}' {expected}, but the start has "
                 f"{'none' if found is None else found.shape}; expected the model that clients "
                 "started from."
             )
@@ -113,9 +112,8 @@ def check_like(
         shape, other = expected[name]
         if sizes[name].shape != shape:
             raise ValueError(
-                f"{str(record.path)!r} of client {record.client!r} decodes to other layers than "
-                f"{other}: {name} is {sizes[name]}, expected {list(shape)}. All clients must have "
-                "trained the same network."
+                f"{record.source} decodes to other layers than {other}: {name} is {sizes[name]}, "
+                f"expected {list(shape)}. All clients must have trained the same network."
             )
 
 
@@ -132,8 +130,7 @@ def _write(path: Path, record: Record, start: dict[str, np.ndarray] | None, limi
             values = jax.tree.map(lambda x: x[0], found.values)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{str(record.path)!r} of client {record.client!r} cannot be decoded ({error}): ask "
-            "the client to send it again"
+            f"{record.source} cannot be decoded ({error}): ask the client to send it again"
         ) from error
     # The kind of the update without the codec's name, which follows it.
     kind = update.kind.partition(uploads.THEN)[0]

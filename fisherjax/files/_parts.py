@@ -40,6 +40,7 @@ def split(values: dict[str, Any]) -> list[Part]:
         return [Part({name: name for name in params}, values)]
     groups = [[name] for name in params]
     if isinstance(fisher, Kronecker):
+        # A layer couples its kernel and bias; layers that share a leaf are coupled too.
         for layer in fisher.layers:
             leaves = {layer.leaf, layer.bias}
             coupled = [group for group in groups if leaves & set(group)]

@@ -63,22 +63,21 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
     reads, first = algorithms.METHODS[name].reads, records[0]
     needed = {"params", *reads}
     for record, spec in zip(records, specs, strict=True):
-        where = f"{str(record.path)!r} of client {record.client!r}"
         values = decode(record.path, spec, lambda name: name)
-        _check_not_packed(where, values)
+        _check_not_packed(record, values)
         for key, kind in {"params": dict, **reads}.items():
             if not isinstance(values.get(key), kind):
                 raise ValueError(
-                    f"{where} holds '{record.kind}' and was made for {record.algorithm}; expected "
-                    f"an upload for {name}, which merges params"
+                    f"{record.source} holds '{record.kind}' and was made for {record.algorithm}; "
+                    f"expected an upload for {name}, which merges params"
                     + "".join(f" and {x} ({_type_name(t)})" for x, t in reads.items())
                     + "."
                 )
         # Fishers of several kinds cannot be merged; params can, whatever else was sent.
         if len(needed) > 1 and record.kind != first.kind:
             raise ValueError(
-                f"{where} holds '{record.kind}', but {str(first.path)!r} '{first.kind}'; expected "
-                "uploads of one kind."
+                f"{record.source} holds '{record.kind}', but {str(first.path)!r} '{first.kind}'; "
+                "expected uploads of one kind."
             )
         own, theirs = (
             {n: k for n, k in x.arrays.items() if n.partition("/")[0] in {*needed, STATISTICS}}
@@ -87,14 +86,14 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
         for array in sorted(own.keys() | theirs.keys()):
             if own.get(array) != theirs.get(array):
                 raise ValueError(
-                    f"{where} holds other layers than {str(first.path)!r}: {array} is "
+                    f"{record.source} holds other layers than {str(first.path)!r}: {array} is "
                     f"{own.get(array, 'missing')}, expected {theirs.get(array, 'none')}. All "
                     "clients must have trained the same network."
                 )
         if any(spec["dict"][key] != specs[0]["dict"][key] for key in needed):
             raise ValueError(
-                f"{where} describes its layers differently than {str(first.path)!r}. All clients "
-                "must have trained the same network."
+                f"{record.source} describes its layers differently than {str(first.path)!r}. All "
+                "clients must have trained the same network."
             )
     if "wiring" in needed:
         leaves.check_all_trained(name, dict.fromkeys((*first.statistics, *first.frozen), 0))
@@ -106,25 +105,25 @@ def check_untrained(records: list[Record]) -> None:
     """Check that all clients have the same frozen leaves, and that no statistic is a variance."""
     first = records[0]
     for record in records:
-        where = f"{str(record.path)!r} of client {record.client!r}"
         if differing := sorted({*record.frozen} ^ {*first.frozen}):
             raise ValueError(
-                f"{where} has the frozen leaves {list(record.frozen)}, but {str(first.path)!r} "
-                f"{list(first.frozen)}: they differ in {differing}. All clients must have trained "
-                "the same leaves of one network."
+                f"{record.source} has the frozen leaves {list(record.frozen)}, but "
+                f"{str(first.path)!r} {list(first.frozen)}: they differ in {differing}. All "
+                "clients must have trained the same leaves of one network."
             )
         try:
             leaves.check_moments(tuple(record.statistics))
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise ValueError(f"{record.source}: {error}") from error
 
 
-def _check_not_packed(where: str, values: dict[str, Any]) -> None:
+def _check_not_packed(record: Record, values: dict[str, Any]) -> None:
     nodes = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, Encoded | Slot))
     if found := sorted({type(x).__name__ for x in nodes if isinstance(x, Encoded | Slot)}):
         raise ValueError(
-            f"{where} has codec 'none', but holds encoded values ({', '.join(found)}); expected "
-            "an update of compression.encode or compression.compressed, with its codec's name."
+            f"{record.source} has codec 'none', but holds encoded values ({', '.join(found)}); "
+            "expected an update of compression.encode or compression.compressed, with its codec's "
+            "name."
         )
 
 

@@ -163,7 +163,8 @@ def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
     limits.check(path, "name", max(map(len, entries), default=0))
     arrays = {name: _kind(path, name, entry) for name, entry in entries.items()}
     # An array of size zero takes no bytes, but its other axes may be of any length.
-    limits.check(path, "expansion", max(map(_longest, arrays.values()), default=0) // nbytes)
+    longest = max((axis for kind in arrays.values() for axis in kind.shape), default=0)
+    limits.check(path, "expansion", longest // nbytes)
     return Sealed(path, about, arrays, nbytes, metadata[_DIGEST])
 
 
@@ -175,10 +176,6 @@ def _kind(path: Path, name: str, entry: Mapping[str, Any]) -> Kind:
             f"{', '.join(names)}"
         )
     return Kind(names[entry["dtype"]], tuple(entry["shape"]))
-
-
-def _longest(kind: Kind) -> int:
-    return max(kind.shape, default=0)
 
 
 def read(path: Path, names: Iterable[str]) -> Iterator[np.ndarray]:

@@ -198,9 +198,9 @@ def _left_out(records: list[Record], names: list[str], on_nonfinite: str) -> dic
                 break
         if record.client in left_out and on_nonfinite == "raise":
             raise ValueError(
-                f"{str(record.path)!r} of client {record.client!r} is not finite: "
-                f"{left_out[record.client]}. The client diverged: train it with a smaller learning "
-                "rate, or leave it out with on_nonfinite='drop' (--on-nonfinite drop)."
+                f"{record.source} is not finite: {left_out[record.client]}. The client diverged: "
+                "train it with a smaller learning rate, or leave it out with on_nonfinite='drop' "
+                "(--on-nonfinite drop)."
             )
     if left_out:
         clients = "; ".join(f"client {client!r} for leaf '{x}'" for client, x in left_out.items())

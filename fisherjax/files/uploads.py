@@ -57,6 +57,11 @@ class Record(NamedTuple):
     version: str
     sha256: str
 
+    @property
+    def source(self) -> str:
+        """The file and the client, for error messages."""
+        return f"{str(self.path)!r} of client {self.client!r}"
+
 
 def save_update(
     path: str | os.PathLike,

@@ -123,26 +123,17 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
     if isinstance(value, dict):
         for key in value:
             checks.instance(f"A key of '{name}'", key, str, "a string")
-        inner = {key: encode(x, joined(name, key), arrays) for key, x in value.items()}
-        return {"ordered" if isinstance(value, OrderedDict) else "dict": inner}
+        entries = {key: encode(x, joined(name, key), arrays) for key, x in value.items()}
+        return {"ordered" if isinstance(value, OrderedDict) else "dict": entries}
     if _is_known(value):
-        fields = {x.name: x.metadata.get("static", False) for x in dataclasses.fields(value)}
-        # Fields that are None by default are left out, so that older versions can read the file.
-        omitted = {
-            x.name
-            for x in dataclasses.fields(value)
-            if x.default is None and getattr(value, x.name) is None
-        }
-        children = {
-            field: encode(getattr(value, field), joined(name, field), arrays)
-            for field, static in fields.items()
-            if not static
-        }
-        static = {
-            field: _static(getattr(value, field), joined(name, field))
-            for field, is_static in fields.items()
-            if is_static and field not in omitted
-        }
+        children, static = {}, {}
+        for field in dataclasses.fields(value):
+            inner, key = getattr(value, field.name), joined(name, field.name)
+            if not field.metadata.get("static", False):
+                children[field.name] = encode(inner, key, arrays)
+            # A field that is None by default is left out, so that older versions read the file.
+            elif not (inner is None and field.default is None):
+                static[field.name] = _static(inner, key)
         return {"type": type(value).__name__, "children": children, "static": static}
     if not (_is_array(value) or isinstance(value, (int, float))):
         raise TypeError(

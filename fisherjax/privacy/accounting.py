@@ -131,15 +131,15 @@ def _release(spent: Ledger | float, rounds: int) -> tuple[float, int]:
 
 def _checked_cohort(cohort: Any) -> tuple[int, int]:
     try:
-        drawn, everybody = (checks.count("cohort", size) for size in cohort)
+        drawn, total = (checks.count("cohort", size) for size in cohort)
     except (TypeError, ValueError):
-        drawn, everybody = 1, 0
-    if drawn > everybody:
+        drawn, total = 1, 0
+    if drawn > total:
         raise ValueError(
             f"cohort is {cohort!r}; expected (K, M), for K of M clients in each round, both "
             "integers with 1 <= K <= M."
         )
-    return drawn, everybody
+    return drawn, total
 
 
 def _gaussian_epsilon(distance: float, delta: float) -> float:
@@ -197,18 +197,18 @@ def _cohort_epsilon(
             "epsilon with a cohort needs the package dp-accounting: "
             "pip install 'fisherjax[privacy]'."
         ) from error
-    drawn, everybody = cohort
+    drawn, total = cohort
     # Infinity leaves the bound without sampling. It is exact where all clients are drawn, and tiny
     # noise is not amplified. For huge noise the accountant loses the digits of
     # 1 - exp(-2 / sigma^2), so that its epsilon would be too small.
     low, high = _ACCOUNTANT_RANGE
-    if drawn == everybody or not all(low <= sigma <= high for sigma, _ in releases):
+    if drawn == total or not all(low <= sigma <= high for sigma, _ in releases):
         return math.inf
     relation = dp_accounting.NeighboringRelation.REPLACE_ONE
     accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=relation)
     for sigma, times in releases:
         # One client is replaced by another: the sum moves by up to two clips.
         event = dp_accounting.GaussianDpEvent(sigma / 2)
-        event = dp_accounting.SampledWithoutReplacementDpEvent(everybody, drawn, event)
+        event = dp_accounting.SampledWithoutReplacementDpEvent(total, drawn, event)
         accountant.compose(event, times)
     return float(accountant.get_epsilon(delta))

@@ -17,6 +17,8 @@ from fisherjax.typing import Array, Key, Model, Params
 def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
     """Make a model whose training gradients are clipped per example, summed, and noisy.
 
+    The gradient
+
         g = (sum_n min(1, C / |g_n|) g_n + sigma C N(0, I)) / B,    g_n = grad -log p(y_n | x_n),
 
     replaces the mean gradient of a minibatch of B examples, for every algorithm and for every

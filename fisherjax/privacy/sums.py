@@ -37,6 +37,8 @@ def private(
 ) -> Algorithm:
     """Make an algorithm private for clients: clip their contributions, add noise to the sums.
 
+    The server computes
+
         S = sum_i min(1, C / |c_i|) c_i + sigma C N(0, I)    for each group of the sums,
 
     where c_i is the contribution of client i alone, with weight one, and with its params as

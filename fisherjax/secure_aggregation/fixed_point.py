@@ -42,12 +42,17 @@ class Ring(NamedTuple):
     @property
     def dtype(self) -> type:
         """Type of unsigned integers that wrap around at 2^bits."""
-        return np.uint32 if self.bits == 32 else np.uint64
+        return unsigned(self.bits)
 
     @property
     def length(self) -> int:
         """Count of numbers in one contribution."""
         return sum(math.prod(leaf.shape) for leaf in self.leaves)
+
+
+def unsigned(bits: int) -> type:
+    """Return NumPy's type of unsigned integers of 32 or 64 bits."""
+    return np.uint32 if bits == 32 else np.uint64
 
 
 def ring(like: Any, bound: Any, num_clients: int, bits: int = 32) -> Ring:
@@ -148,7 +153,7 @@ def _encoded(leaf: Leaf, values: Any, who: str) -> np.ndarray:
     if jnp.issubdtype(array.dtype, jnp.integer) != leaf.is_integer:
         wanted = "integers" if leaf.is_integer else "floating point"
         raise ValueError(
-            f"Leaf '{leaf.name}' of {who} has dtype {array.dtype}; {wanted} expected, as agreed."
+            f"Leaf '{leaf.name}' of {who} has dtype {array.dtype}; expected {wanted}, as agreed."
         )
     # Before the conversion to int64 below, in which huge unsigned integers turn negative.
     largest = max(abs(float(array.max(initial=0))), abs(float(array.min(initial=0))))

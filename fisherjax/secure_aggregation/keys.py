@@ -22,8 +22,8 @@ _LOW_ORDER = {0, 1, _FIELD - 1, *_EIGHT}
 
 def pair(entropy: Callable[[int], bytes]) -> tuple[bytes, bytes]:
     """Draw a private key, and return it with its public key."""
-    private = _exchange().X25519PrivateKey.from_private_bytes(entropy(SECRET))
-    return private.private_bytes_raw(), private.public_key().public_bytes_raw()
+    private = entropy(SECRET)
+    return private, public(private)
 
 
 def public(private: bytes) -> bytes:

@@ -39,6 +39,7 @@ from fisherjax.secure_aggregation._messages import (
     check_place,
     checked_roster,
 )
+from fisherjax.secure_aggregation.fixed_point import unsigned
 
 Entropy = Callable[[int], bytes]
 """Number of bytes -> random bytes, such as `os.urandom`."""
@@ -99,6 +100,7 @@ def share(
             "keys of its own; expected the keys that it advertised. Do not continue with this "
             "server: it may try to read secrets."
         )
+    # Only the mask key is shared: with the box key, others could read the boxes for this client.
     seed, places = entropy(keys.SECRET), sorted(roster)
     how = (agreed.threshold, places, entropy)
     seeds, masks = shares.split(seed, *how), shares.split(own.private_keys[1], *how)
@@ -149,7 +151,7 @@ def mask(
         )
     if own.boxes:
         raise ValueError(f"Client {own.place} has sent its vector already; expected once per sum.")
-    dtype = _dtype(agreed)
+    dtype = unsigned(agreed.bits)
     if values.shape != (agreed.length,) or values.dtype != dtype:
         raise ValueError(
             f"The vector of client {own.place} has shape {values.shape} and dtype {values.dtype}; "
@@ -238,13 +240,14 @@ def finish(
             f"The answers hold shares of the keys of clients {both}, whose vectors arrived; "
             "expected shares of the keys of clients that dropped out only."
         )
+    # All secrets have shares at the same places, so that their coefficients are computed once.
     coefficients = shares.interpolation(places)
 
     def secret(kind: str, owner: int) -> bytes:
         collected = {place: getattr(answered[place], kind)[owner] for place in places}
         return shares.combine(collected, keys.SECRET, coefficients)
 
-    total = np.zeros(agreed.length, _dtype(agreed))
+    total = np.zeros(agreed.length, unsigned(agreed.bits))
     for message in arrived.values():
         total += message.values
     for stayed in arrived:
@@ -278,12 +281,8 @@ def _box_key(
     return key, agreed.session + use.encode()
 
 
-def _dtype(agreed: Setting) -> type:
-    return np.uint32 if agreed.bits == 32 else np.uint64
-
-
 def _expanded(agreed: Setting, key: bytes) -> np.ndarray:
-    dtype = np.dtype(_dtype(agreed)).newbyteorder("<")
+    dtype = np.dtype(unsigned(agreed.bits)).newbyteorder("<")
     return np.frombuffer(keys.keystream(key, agreed.length * dtype.itemsize), dtype)
 
 

@@ -55,6 +55,7 @@ def split(
     coefficients = [int.from_bytes(secret), *drawn]
     shares = {}
     for place in places:
+        # Horner's rule, at place + 1: the value at zero is the secret.
         value = 0
         for coefficient in reversed(coefficients):
             value = (value * (place + 1) + coefficient) % PRIME

@@ -70,22 +70,26 @@ def secure_sum(
     ring = fixed_point.ring(contributions[0], bound, number, bits)
     # The session is public, and new for each sum.
     agreed = protocol.setting(number, threshold, ring.length, bits, entropy(16))
+    # Round 0: every client draws its keys, and the server sends the public ones to all.
     clients, sent = {}, []
     for place in present("advertise", range(number)):
         clients[place], message = protocol.advertise(agreed, place, entropy)
         sent.append(message)
     roster = protocol.roster(agreed, sent)
+    # Round 1: every client shares its secrets, in boxes that the server passes on.
     sent = []
     for place in present("share", clients):
         clients[place], message = protocol.share(agreed, clients[place], roster, entropy)
         sent.append(message)
     boxes = protocol.deliver(agreed, sent)
+    # Round 2: every client encodes its contribution and masks it.
     masked = []
     for place in present("mask", boxes):
         values = fixed_point.encode(ring, contributions[place], f"client {place}")
         clients[place], message = protocol.mask(agreed, clients[place], boxes[place], values)
         masked.append(message)
     stayed = protocol.survivors(agreed, masked)
+    # Round 4: the clients that stayed send the shares with which the server removes the masks.
     answers = []
     for place in present("unmask", stayed):
         clients[place], message = protocol.unmask(agreed, clients[place], stayed)
@@ -165,9 +169,9 @@ def contributions(
     number = jax.tree.leaves(update)[0].shape[0]
     weights = jnp.asarray(shares(check_weights(weights, number)), float)
     own = told_apart(params, update)
-    given = screened(algorithm, own, update, weights, "raise").values
+    values = screened(algorithm, own, update, weights, "raise").values
     return [
-        added(algorithm, *jax.tree.map(lambda x, c=c: x[c : c + 1], given), weights[c][None])
+        added(algorithm, *jax.tree.map(lambda x, c=c: x[c : c + 1], values), weights[c][None])
         for c in range(number)
     ]
 

@@ -261,6 +261,7 @@ def _linear(models: Array, x: Array, gates: Array) -> Array:
 
 
 def _kernel(inputs: Array, gates: Array) -> Array:
+    # phi_n is an outer product, so that K is the entrywise product of two smaller Gram matrices.
     products = [jnp.matmul(z, z.T, precision="highest") for z in (inputs, gates)]
     return products[0] * products[1] / len(inputs)
 
