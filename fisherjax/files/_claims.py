@@ -153,6 +153,7 @@ def _check_values(file: Sealed, spec: Any, name: str, limits: Limits, depth: int
 
 
 def _check_fields(file: Sealed, spec: dict, name: str, limits: Limits, depth: int) -> None:
+    """Check the type and the fields of a dataclass that a description names."""
     if not isinstance(spec["type"], str) or spec["type"] not in VALUE_TYPES:
         _refuse(
             file,
@@ -175,6 +176,7 @@ def _check_fields(file: Sealed, spec: dict, name: str, limits: Limits, depth: in
 
 
 def _check_static(file: Sealed, value: Any, name: str, limits: Limits, depth: int) -> None:
+    """Check a static field: numbers, strings, None, lists of them, a Layer or a Template."""
     limits.check(file.path, "nesting", depth)
     if isinstance(value, list):
         for inner in value:
@@ -190,6 +192,7 @@ def _check_static(file: Sealed, value: Any, name: str, limits: Limits, depth: in
 
 
 def _is_layer(fields: dict[str, Any]) -> bool:
+    """Return whether fields are those of a `Layer` whose shape and axes are valid."""
     needed = {name for name in Layer._fields if name not in Layer._field_defaults}
     if not needed <= set(fields) <= set(Layer._fields):
         return False
@@ -245,6 +248,7 @@ def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _factors(fisher: Kronecker, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the factors and entries of a Kronecker operator, as `_expected` does."""
     layers = {layer.kernel: layer for layer in fisher.layers}
     leaves = {name for layer in fisher.layers for name in (layer.leaf, layer.bias)}
     expected = {name for name, layer in layers.items() if layer.form != "scale"}
@@ -272,6 +276,7 @@ def _factors(fisher: Kronecker, shapes: dict[str, tuple[int, ...]]) -> Iterator[
 
 
 def _check_wiring(wiring: Wiring, params: Mapping[str, Any]) -> None:
+    """Check that a wiring connects layers whose leaves are among the params."""
     layers, sources, spans = wiring.layers, wiring.sources, wiring.spans
     places = range(len(layers))
     has_leaves = all(
