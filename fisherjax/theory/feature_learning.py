@@ -117,7 +117,7 @@ def begin(start: Array, data: Data) -> State:
     """
     num_clients, num_examples, dim = data.noise.shape
     if jnp.ndim(start) != 2 or start.shape[0] != dim or start.shape[1] % 2:
-        raise ValueError(f"start has shape {jnp.shape(start)}; expected [{dim}, 2 width].")
+        raise ValueError(f"start has shape {jnp.shape(start)}; expected ({dim}, 2 width).")
     filters = start.shape[1]
     weights = jnp.broadcast_to(start, (num_clients, *start.shape))
     signal = jnp.zeros((num_clients, filters, len(data.signals)), start.dtype)
