@@ -83,13 +83,11 @@ def run_round(
         state.signal.at[numbers, :, data.owners].set(own_signal),
         state.noise.at[numbers, :, numbers].set(own_noise),
     )
-    state = jax.tree.map(partial(_mixed, mixing), learned)
+    state = jax.tree.map(
+        lambda x: jnp.tensordot(mixing.astype(x.dtype), x, axes=1, precision="highest"), learned
+    )
     after = (
         state.signal[numbers, :, data.owners].max(-1),
         state.noise[numbers, :, numbers].max((1, 2)),
     )
     return state, jax.tree.map(lambda own, last: jnp.vstack([own.T, last]), path, after)
-
-
-def _mixed(mixing: Array, leaf: Array) -> Array:
-    return jnp.tensordot(mixing.astype(leaf.dtype), leaf, axes=1, precision="highest")
