@@ -248,6 +248,12 @@ def test_streams_and_sums_made_elsewhere_are_the_merge():
     chex.assert_trees_all_close(at_once, summed, rtol=1e-6)
 
 
+def test_norms_are_those_of_sums_so_that_a_method_without_sums_is_refused():
+    method = algorithms.fedavg()._replace(reduce=None)
+    with pytest.raises(ValueError, match="needs each client's update"):
+        privacy.norms(method, Update({"params": jnp.ones((2, 1))}, "params"), jnp.zeros(1))
+
+
 def test_norms_are_of_what_each_client_adds(world):
     method = DIAGONAL
     trained = train(world, MODEL, BASE)

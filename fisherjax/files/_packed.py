@@ -33,9 +33,10 @@ def decoded_files(
     Whole uploads are decoded, because a layer of a stream cannot be read alone. Errors about a
     temporary file name the upload that it was decoded from.
     """
+    first, _, others = found[0]
     for record, spec, sizes in found:
         _check(record, spec, start)
-        check_like(record, sizes, start, *found[0][::2])
+        check_like(record, sizes, start, first, others)
     with tempfile.TemporaryDirectory(prefix=".unpacked-", dir=folder) as place:
         paths = [record.path for record, *_ in found]
         try:
@@ -75,12 +76,13 @@ def _check(record: Record, spec: dict[str, Any], start: dict[str, np.ndarray] | 
             "clients started from: pass this model as `start` (--start), a pytree or a file of "
             "arrays by leaf name."
         )
+    started = {} if start is None else start
     for leaf in leaves:
-        expected, found = record.layers.get(leaf), start.get(leaf)
-        if found is None or expected not in (None, found.shape):
+        expected, given = record.layers.get(leaf), started.get(leaf)
+        if given is None or expected not in (None, given.shape):
             raise ValueError(
                 f"{record.source} holds differences of '{leaf}' {expected}, but the start has "
-                f"{'none' if found is None else found.shape}; expected the model that clients "
+                f"{'none' if given is None else given.shape}; expected the model that clients "
                 "started from."
             )
 

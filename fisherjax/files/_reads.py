@@ -24,18 +24,28 @@ def method_of(records: list[Record], name: str | None, options: dict) -> tuple[s
         )
     name = made_for[0] if name is None else name
     check_method(name)
-    reads = {other: row.reads for other, row in algorithms.METHODS.items()}
-    if isinstance(reads[name], str):
-        known = ", ".join(other for other, own in reads.items() if isinstance(own, Mapping))
-        raise ValueError(
-            f"{name} {reads[name]}, and does not merge files; expected one of {known}. "
-            "For this method, read the uploads with files.load_update and merge them with "
-            "merging.merge."
-        )
+    _reads_of(name)
     algorithms.check_options(name, options)
     method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
     # Without a model there is no mask, against which the leaves of uploads would be checked.
     return name, method._replace(kind=records[0].kind, model=None)
+
+
+def _reads_of(name: str) -> Mapping[str, type]:
+    """Return the values, besides params, that a method reads of uploads.
+
+    Raises:
+        ValueError: If the method does not merge files.
+    """
+    reads = {other: row.reads for other, row in algorithms.METHODS.items()}
+    if isinstance(values := reads[name], Mapping):
+        return values
+    known = ", ".join(other for other, own in reads.items() if isinstance(own, Mapping))
+    raise ValueError(
+        f"{name} {values}, and does not merge files; expected one of {known}. "
+        "For this method, read the uploads with files.load_update and merge them with "
+        "merging.merge."
+    )
 
 
 def _no_network(*_: Any) -> Any:
@@ -60,7 +70,7 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
     Raises:
         ValueError: If an upload lacks such values, or its layers differ from the first one's.
     """
-    reads, first = algorithms.METHODS[name].reads, records[0]
+    reads, first = _reads_of(name), records[0]
     needed = {"params", *reads}
     for record, spec in zip(records, specs, strict=True):
         values = decode(record.path, spec, lambda name: name)

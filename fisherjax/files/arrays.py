@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import numpy as safetensors
 
@@ -225,7 +226,7 @@ def _cast(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
 
 def _is_float(leaf: Any) -> bool:
     # np.issubdtype does not know bfloat16.
-    return jax.dtypes.issubdtype(leaf.dtype, np.floating)
+    return jnp.issubdtype(leaf.dtype, np.floating)
 
 
 def _named(tree: Any) -> dict[str, Any]:

@@ -177,8 +177,9 @@ def _frozen(found: Opened, start: dict[str, np.ndarray] | None) -> dict[str, np.
     """Return the frozen leaves of the start, if there is one; check that the start fits."""
     if start is None:
         return {}
+    first, _, others = found[0]
     for record, _, sizes in found:
-        check_like(record, sizes, start, *found[0][::2])
+        check_like(record, sizes, start, first, others)
     if missing := [leaf for leaf in found[0][0].frozen if leaf not in start]:
         raise ValueError(
             f"The start lacks the frozen leaves {missing}, which clients did not send; expected "

@@ -94,12 +94,12 @@ def clipping_reduce(algorithm: Algorithm, clip: tuple[tuple[str, float | None], 
         # Only the public weights are in no group; the weight of every client is one.
         total = [jnp.full(leaf.shape[1:], len(weights), leaf.dtype) for leaf in leaves]
         for name, places in groups.items():
-            group = [leaves[place] for place in places]
-            if bounds[name] is not None:
-                clipped, _ = optax.per_example_global_norm_clip(group, bounds[name])
+            group, bound = [leaves[place] for place in places], bounds[name]
+            if bound is not None:
+                clipped, _ = optax.per_example_global_norm_clip(group, bound)
             else:
                 clipped = [jnp.zeros_like(leaf[0]) for leaf in group]
-            for place, leaf in zip(places, clipped, strict=True):
+            for place, leaf in zip(places, jax.tree.leaves(clipped), strict=True):
                 total[place] = leaf
         return Clipped(jax.tree.unflatten(structure, total), "params" in values)
 
@@ -108,9 +108,15 @@ def clipping_reduce(algorithm: Algorithm, clip: tuple[tuple[str, float | None], 
 
 def _contributions(algorithm: Algorithm, values: dict[str, Any]) -> Any:
     """Compute what each client adds to the sums with weight one, leaves [K, ...]."""
+    reduce = algorithm.reduce
+    if reduce is None:
+        raise ValueError(
+            "This method needs each client's update (its reduce is None), so it has no sums; "
+            "expected a method with a reduce, such as algorithms.fedavg()."
+        )
 
     def alone(update: dict[str, Any]) -> Any:
-        return algorithm.reduce(jax.tree.map(lambda leaf: leaf[None], update), jnp.ones(1))
+        return reduce(jax.tree.map(lambda leaf: leaf[None], update), jnp.ones(1))
 
     sums = jax.vmap(alone)(values)
     if isinstance(sums, Sketches):

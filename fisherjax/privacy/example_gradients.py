@@ -101,8 +101,9 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
         each = jax.vmap(gradient)(inputs, keys, cotangents * number.astype(cotangents.dtype))
         gradients, structure = jax.tree.flatten(each)
         gradients = tree.keep((weights > 0) & tree.finite(gradients).all(0), gradients)
-        total, _ = optax.per_example_global_norm_clip(gradients, clip)
-        total = add_noise(noise_key, total, [clip * noise_multiplier] * len(total))
+        clipped, _ = optax.per_example_global_norm_clip(gradients, clip)
+        deviations = [clip * noise_multiplier] * len(gradients)
+        total = add_noise(noise_key, jax.tree.leaves(clipped), deviations)
         mean = [leaf / number.astype(leaf.dtype) for leaf in total]
         # Frozen leaves have no gradient, and do not count in the norm that is clipped.
         zeros = jax.tree.map(jnp.zeros_like, params)

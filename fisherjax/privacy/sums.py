@@ -34,7 +34,7 @@ def private(
     clip: float | Mapping[str, float | None],
     noise_multiplier: float | Mapping[str, float],
     damping: float = 2.0,
-) -> Algorithm:
+) -> Algorithm[Ledger]:
     """Make an algorithm private for clients: clip their contributions, add noise to the sums.
 
     The server computes
@@ -106,9 +106,8 @@ def private(
     released = [name for name, bound in clips.items() if bound is not None]
     if not released:
         raise ValueError(f"clip is {clip!r}; expected a bound for at least one group.")
-    multipliers = noise_multiplier
-    if not isinstance(multipliers, Mapping):
-        multipliers = dict.fromkeys(released, noise_multiplier)
+    is_one = not isinstance(noise_multiplier, Mapping)
+    multipliers = dict.fromkeys(released, noise_multiplier) if is_one else noise_multiplier
     if set(multipliers) != set(released):
         raise ValueError(
             f"noise_multiplier has groups {sorted(multipliers)}; expected those that have a clip, "

@@ -96,7 +96,7 @@ def check_place(agreed: Setting, place: Any, what: str) -> int:
     secret itself. `what` begins the error.
     """
     is_integer = isinstance(place, numbers.Integral) and not isinstance(place, bool)
-    if not is_integer or not 0 <= place < agreed.num_clients:
+    if not is_integer or not 0 <= int(place) < agreed.num_clients:
         last = agreed.num_clients - 1
         raise ValueError(f"{what} {place!r}; expected an integer of 0 to {last}, a client's place.")
     return int(place)

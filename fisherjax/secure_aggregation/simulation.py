@@ -14,7 +14,7 @@ from fisherjax.clients import shares
 from fisherjax.merging._server_half import added, screened, told_apart
 from fisherjax.secure_aggregation import fixed_point, protocol
 from fisherjax.secure_aggregation.protocol import Entropy
-from fisherjax.typing import Array, Params
+from fisherjax.typing import Params, Weights
 
 STAGES = ("advertise", "share", "mask", "unmask")
 
@@ -102,7 +102,7 @@ def secure_merge(
     algorithm: Algorithm,
     params: Params,
     updates: Update | Sequence[Update],
-    weights: Array | None = None,
+    weights: Weights | None = None,
     *,
     bound: Any,
     threshold: int,
@@ -144,7 +144,7 @@ def contributions(
     algorithm: Algorithm,
     params: Params,
     updates: Update | Sequence[Update],
-    weights: Array | None = None,
+    weights: Weights | None = None,
 ) -> list[Any]:
     """Compute each client's term of the sum: `algorithm.reduce` of its own update and weight.
 
@@ -159,8 +159,8 @@ def contributions(
         >>> print(own[1].total["w"], own[1].weight)
         [0.   0.75] 0.75
     """
-    update = stacked(algorithm, updates)
-    if algorithm.reduce is None:
+    update, reduce = stacked(algorithm, updates), algorithm.reduce
+    if reduce is None:
         raise ValueError(
             "This method needs each client's update (its reduce is None), as FedFisher with K-FAC "
             "does, so that no sum can hide them; expected a method with a reduce, such as "
@@ -169,11 +169,13 @@ def contributions(
     number = jax.tree.leaves(update)[0].shape[0]
     weights = jnp.asarray(shares(check_weights(weights, number)), float)
     own = told_apart(params, update)
-    values = screened(algorithm, own, update, weights, "raise").values
-    return [
-        added(algorithm, *jax.tree.map(lambda x, c=c: x[c : c + 1], values), weights[c][None])
-        for c in range(number)
-    ]
+    kept = screened(algorithm, own, update, weights, "raise").values
+
+    def contribution(client: int) -> Any:
+        values, statistics = jax.tree.map(lambda x: x[client : client + 1], kept)
+        return added(reduce, values, statistics, weights[client][None])
+
+    return [contribution(client) for client in range(number)]
 
 
 def _presence(absent: Mapping[str, Collection[int]], number: int) -> Callable:

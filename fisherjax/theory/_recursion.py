@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fisherjax import parallel
 from fisherjax._core.compiler import jit
 from fisherjax.theory.signal_noise import Data, signs
-from fisherjax.typing import Array
+from fisherjax.typing import Array, Scalar
 
 
 class State(NamedTuple):
@@ -35,11 +35,11 @@ def forward(w: Array, mu: Array, y: Array, xi: Array) -> tuple[Array, Array, Arr
 
 
 def _descend(
-    client: tuple[Array, ...], local_steps: int, learning_rate: Array
+    client: tuple[Array, ...], local_steps: int, learning_rate: Scalar
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
     """Compute local steps of one client: weights by the gradient, coefficients by the recursion."""
-    *start, mu, y, xi = client
-    second = jnp.asarray(signs(start[0].shape[1] // 2), y.dtype)
+    weights, signal, noise, mu, y, xi = client
+    second = jnp.asarray(signs(weights.shape[1] // 2), y.dtype)
 
     def loss(w: Array) -> Array:
         return jnp.mean(jax.nn.softplus(-y * forward(w, mu, y, xi)[0]))
@@ -54,12 +54,12 @@ def _descend(
         carry = w - learning_rate * jax.grad(loss)(w), signal + gained, noise + memorised.T
         return carry, (carry[1].max(), carry[2].max())
 
-    return jax.lax.scan(step, tuple(start), None, local_steps)
+    return jax.lax.scan(step, (weights, signal, noise), None, local_steps)
 
 
 @partial(jit, static_argnums=3)
 def run_round(
-    state: State, data: Data, mixing: Array, local_steps: int, learning_rate: Array
+    state: State, data: Data, mixing: Array, local_steps: int, learning_rate: Scalar
 ) -> tuple[State, tuple[Array, Array]]:
     """Compute one round: local descent of every client, then a mean of the models by `mixing`.
 

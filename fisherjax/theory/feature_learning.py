@@ -28,7 +28,7 @@ from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax.theory._recursion import State, forward, run_round
 from fisherjax.theory.signal_noise import Data, signs
-from fisherjax.typing import Array
+from fisherjax.typing import Array, Scalar
 
 
 class History(NamedTuple):
@@ -93,12 +93,12 @@ def within_groups(groups: Sequence[int]) -> Array:
 
     Source: The paper above, weighted FedAvg with known similarities of signals.
     """
-    groups = np.asarray(groups)
-    if groups.ndim != 1 or not groups.size:
+    group_of = np.asarray(groups)
+    if group_of.ndim != 1 or not group_of.size:
         raise ValueError(
-            f"groups is {groups.tolist()}; expected one group for each client: [0, 1]."
+            f"groups is {group_of.tolist()}; expected one group for each client: [0, 1]."
         )
-    same = groups[:, None] == groups
+    same = group_of[:, None] == group_of
     return jnp.asarray(same / same.sum(1, keepdims=True), jnp.result_type(float))
 
 
@@ -227,12 +227,13 @@ def _train(
     mixing: Array,
     rounds: int,
     local_steps: int,
-    learning_rate: Array,
+    learning_rate: Scalar,
 ) -> tuple[State, History]:
     def one(state: State, _: None) -> tuple[State, History]:
         state, path = run_round(state, data, mixing, local_steps, learning_rate)
-        seen, held_out = (performance(state.weights, examples) for examples in (data, test))
-        return state, History(*seen, *held_out, *path)
+        train_loss, train_accuracy = performance(state.weights, data)
+        test_loss, test_accuracy = performance(state.weights, test)
+        return state, History(train_loss, train_accuracy, test_loss, test_accuracy, *path)
 
     return jax.lax.scan(one, state, None, rounds)
 

@@ -78,12 +78,14 @@ def draw(
 
     Source: The paper above, definition of its data model.
     """
-    owners = np.asarray(owners)
-    if owners.ndim != 1 or not owners.size:
-        raise ValueError(f"owners is {owners.tolist()}; expected a signal for each client: [0, 1].")
-    if not np.issubdtype(owners.dtype, np.integer) or owners.min() < 0:
-        raise ValueError(f"owners is {owners.tolist()}; expected numbers of signals, from 0.")
-    num_signals = int(owners.max()) + 1
+    signal_of = np.asarray(owners)
+    if signal_of.ndim != 1 or not signal_of.size:
+        raise ValueError(
+            f"owners is {signal_of.tolist()}; expected a signal for each client: [0, 1]."
+        )
+    if not np.issubdtype(signal_of.dtype, np.integer) or signal_of.min() < 0:
+        raise ValueError(f"owners is {signal_of.tolist()}; expected numbers of signals, from 0.")
+    num_signals = int(signal_of.max()) + 1
     num_examples, dim = checks.count("num_examples", num_examples), checks.count("dim", dim)
     if num_signals >= dim:
         raise ValueError(
@@ -92,9 +94,9 @@ def draw(
         )
     checks.positive("norm", norm)
     checks.positive("noise_std", noise_std)
-    labels, noise = _draw(key, (len(owners), num_examples), dim, num_signals, noise_std)
+    labels, noise = _draw(key, (len(signal_of), num_examples), dim, num_signals, noise_std)
     signals = norm * jnp.eye(num_signals, dim)
-    return Data(signals, jnp.asarray(owners), labels, noise)
+    return Data(signals, jnp.asarray(signal_of), labels, noise)
 
 
 def draw_test(key: Key, data: Data, num_examples: int = 2000, noise_std: float = 1.0) -> Data:
