@@ -77,14 +77,15 @@ BUILT = {  # folders whose files build on one another
 }
 # What the other files of a folder may import, and these in this order.
 SHARED = [
-    *("accounting", "encoded"),
-    *("base", "stages", "checks", "arrays", "values", "_claims", "uploads", "_packed", "_parts"),
+    *("accounting", "clipping", "encoded", "_limits"),
+    *("base", "stages", "checks", "_places", "arrays", "values", "_claims", "uploads"),
+    *("_packed", "_parts"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
     *("fixed_point", "shares", "keys", "_messages", "protocol"),
     *("quantized", "matrices", "stream"),
-    *("statistics", "_reads", "client_half", "_server_half", "merges", "_repair"),
-    *("two_layer", "signal_noise"),
+    *("statistics", "_reads", "client_half", "_server_half", "merges", "_layerwise", "_repair"),
+    *("two_layer", "signal_noise", "_recursion"),
 ]
 REGISTRY = "registry"  # the one file that reads all others of its folder, each a paper
 
