@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax._core import checks
+from fisherjax._core import output_checks
 from fisherjax.typing import Array, Examples, Key, Likelihood, Model
 
 _AT_ONCE = 256  # examples whose positions are looked at together
@@ -36,7 +36,7 @@ def counted(model: Model, inputs: Array) -> Array | None:
     """
     if model.positions is None:
         return None
-    checks.positions(model, inputs)
+    output_checks.positions(model, inputs)
     return jnp.asarray(model.positions(inputs)) != 0
 
 
@@ -69,14 +69,14 @@ def targets_counted(
     model: Model, inputs: Array, shape: tuple[int, ...], targets: Array
 ) -> Array | None:
     """Evaluate which output vectors of shape [B, T, ..., C] have a target; None if all do."""
-    if not checks.are_positions(model, inputs, shape):
+    if not output_checks.are_positions(model, inputs, shape):
         return None
     return _with_label(shape, targets, _mask(counted(model, inputs), shape))
 
 
 def likelihood(model: Model, inputs: Array, shape: tuple[int, ...]) -> Likelihood:
     """Make the likelihood of the positions of a minibatch that count, of outputs of this shape."""
-    if not checks.are_positions(model, inputs, shape):
+    if not output_checks.are_positions(model, inputs, shape):
         return model.likelihood
     own, mask = model.likelihood, counted(model, inputs)
 
@@ -88,7 +88,7 @@ def likelihood(model: Model, inputs: Array, shape: tuple[int, ...]) -> Likelihoo
         has_target = _with_label(z.shape, y, _mask(mask, z.shape))
         # Positions like examples: their log-likelihoods add up.
         flat = selected(z).reshape(-1, z.shape[-1])
-        y = checks.labels(model, z.shape, y).reshape(-1, *y.shape[z.ndim - 1 :])
+        y = output_checks.labels(model, z.shape, y).reshape(-1, *y.shape[z.ndim - 1 :])
         each = own.negative_log_likelihood(flat, y).reshape(has_target.shape)
         return jnp.where(has_target, each, 0).sum(tuple(range(1, each.ndim)))
 
@@ -113,7 +113,11 @@ def _mask(mask: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _with_label(shape: tuple[int, ...], targets: Array, mask: Array) -> Array:
-    return mask & (targets != checks.IGNORED) if checks.are_labels(shape, targets) else mask
+    return (
+        mask & (targets != output_checks.IGNORED)
+        if output_checks.are_labels(shape, targets)
+        else mask
+    )
 
 
 def _by_position(draw: Any, key: Key, z: Array, axis: int) -> Array:

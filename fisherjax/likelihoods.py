@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.caching import cached
 from fisherjax.typing import Array, ByPosition, Likelihood
 
@@ -107,7 +107,7 @@ def _check_range(name: str, y: Array, low: int, high: int, meaning: str) -> None
     with jax.ensure_compile_time_eval():
         smallest, largest = float(y.min()), float(y.max())
     if not (low <= smallest and largest <= high):  # negated, because NaN compares false
-        ignored = smallest == checks.IGNORED and len(y.shape) > 1
+        ignored = smallest == output_checks.IGNORED and len(y.shape) > 1
         raise ValueError(
             f"The {name} likelihood expected {meaning} between {low} and {high}, got values from "
             f"{smallest:g} to {largest:g}. Relabel the targets or give the network more outputs."

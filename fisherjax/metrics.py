@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import _sequences, clients, tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import jit
 from fisherjax.clients import Federation, minibatches, view
 from fisherjax.likelihoods import bernoulli, categorical, gaussian
@@ -33,7 +33,7 @@ def logits(
     """
     checks.model(model)
     params, model, inputs = checks.arrays(params), _bare(model), jnp.asarray(inputs)
-    checks.outputs(model, _shapes(params) if stacked else params, inputs)
+    output_checks.outputs(model, _shapes(params) if stacked else params, inputs)
     run = _map_logits if stacked else _logits
     return run(model, _batch_size(batch_size, inputs), params, inputs)
 
@@ -169,7 +169,7 @@ def performance(
     if stacked:
         checks.stacked(params, federation.num_clients)
     one = _shapes(params) if stacked else params
-    checks.outputs(_bare(model), one, federation.inputs, federation.targets)
+    output_checks.outputs(_bare(model), one, federation.inputs, federation.targets)
     layout = Layout(chunk_size(None, federation.num_clients), federation.mesh)
     found = _performance(_bare(model), layout, batch_size, stacked, params, federation)
     return in_order(found, layout.mesh)
@@ -322,7 +322,7 @@ def _share_right(model: Model, outputs: Array, examples: Examples) -> Array:
         raise ValueError(f"targets are None; accuracy needs one {meaning}.")
     # Checked, because a shape that merely broadcasts would compare every output with every target.
     targets = jnp.asarray(targets)
-    known = checks.labels(model, outputs.shape, targets)
+    known = output_checks.labels(model, outputs.shape, targets)
     (bernoulli if _is_of_bits(model) else categorical).check(outputs.shape, known)
     hits = _hits(model, outputs, targets)
     if model.positions is not None:

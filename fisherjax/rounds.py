@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import clients, devices, leaves, merging, parallel, training, tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape, jit
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
@@ -174,7 +174,7 @@ class Federated(NamedTuple):
     def traffic(self, params: Params, federation: Federation) -> Traffic:
         """Count what one client receives and sends; nothing is computed."""
         params = checks.arrays(params)
-        checks.outputs(self.model, params, federation.inputs, federation.targets)
+        output_checks.outputs(self.model, params, federation.inputs, federation.targets)
         state = eval_shape(partial(self.init, clients=federation), params)
 
         def sent(state: State) -> Any:

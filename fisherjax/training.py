@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from fisherjax import _optimizers, clients, devices, leaves, local_update, parallel, tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape, jit
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory, replicate
@@ -253,10 +253,10 @@ def check(
     checks.key(key)
     checks.count("epochs", epochs)
     batch_size = checks.count("batch_size", batch_size)
-    checks.outputs(model, params, federation.inputs, federation.targets)
+    output_checks.outputs(model, params, federation.inputs, federation.targets)
     # No client has more rows than that: the rest of a longer minibatch would be padding.
     batch_size = min(batch_size, federation.indices.shape[1])
-    checks.train_outputs(model, params, federation.inputs, batch_size)
+    output_checks.train_outputs(model, params, federation.inputs, batch_size)
     without = _HIDDEN if local_update.hides_the_loss(model) else ""
     trained = leaves.trained(model, params)
     _optimizers.check("optimizer", optimizer, trained, without, extras)

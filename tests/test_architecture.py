@@ -58,7 +58,7 @@ ORDER = [
     "__main__",
 ]
 BUILT = {  # folders whose files build on one another
-    "_core": ["caching", "compat", "compiler", "linalg", "checks"],
+    "_core": ["caching", "compat", "compiler", "linalg", "checks", "output_checks"],
     "_layers": [
         *("equations", "views", "operations", "uses", "normalization", "layer"),
         *("feeders", "pairs", "locations", "graph"),

@@ -10,7 +10,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import _optimizers, algorithms
-from fisherjax._core import checks
+from fisherjax._core import output_checks
 
 SIZES, EPOCHS = (9, 6), 5
 SOURCE = np.random.default_rng(0)
@@ -208,7 +208,7 @@ def test_what_cannot_train_is_refused_before_anything_is_compiled(world, name, c
     # Small programs make keys, and find the range of the labels.
     federation, start = world
     jax.random.key(0)
-    checks.outputs(MODEL, start, federation.inputs, federation.targets)
+    output_checks.outputs(MODEL, start, federation.inputs, federation.targets)
     for method in (algorithms.fedavg(), algorithms.fedprox()):
         with compilations() as count, pytest.raises(ValueError, match=words):
             train(world, method.optimizer(optimizer))

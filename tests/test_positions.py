@@ -18,7 +18,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import _sequences
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 
 R = np.random.default_rng(0)
 N, WORDS, CLASSES, SHORT, LONG = 12, 9, 3, 6, 9
@@ -358,7 +358,7 @@ def test_a_model_without_positions_goes_through_nothing():
     assert _sequences.counted(model, data.inputs) is None
     assert _sequences.likelihood(model, data.inputs, (N, SHORT, CLASSES)) is model.likelihood
     assert _sequences.targets_counted(model, data.inputs, (N, SHORT, CLASSES), data.targets) is None
-    assert checks.labels(model, (N, SHORT, CLASSES), data.targets) is data.targets
+    assert output_checks.labels(model, (N, SHORT, CLASSES), data.targets) is data.targets
 
 
 def test_positions_are_a_field_of_the_model():

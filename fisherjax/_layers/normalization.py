@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from fisherjax import tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._layers import equations
 from fisherjax._layers.views import MANY
 from fisherjax.typing import Array, Model, Params
@@ -112,7 +112,7 @@ def normalizations(model: Model, params: Params, inputs: Array) -> frozenset[str
         frozenset({'a'})
     """
     checks.model(model)
-    checks.outputs(model, params, inputs)
+    output_checks.outputs(model, params, inputs)
     network, names = _flat(model, params, inputs), tree.names(params)
     *leaves, data = network.arguments
     values = {v: _Value(leaves=frozenset({i})) for i, v in enumerate(leaves)}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fisherjax import _sequences, leaves, tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit
 from fisherjax.clients import draw, minibatches
@@ -196,11 +196,11 @@ def check(
     plan = Plan(model._replace(apply_train=None, mask=mask), by_value(kind), int(batch_size))
     shapes, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, examples.inputs)))
     z = _outputs(plan.model, structure, tuple(shapes))
-    checks.are_positions(model, examples.inputs, z.shape)
+    output_checks.are_positions(model, examples.inputs, z.shape)
     # These kinds read no targets, whatever they are.
     if examples.targets is not None and kind not in (automatic, true):
         shape = examples.targets.shape[0], *z.shape[1:]
-        model.likelihood.check(shape, checks.labels(model, shape, examples.targets))
+        model.likelihood.check(shape, output_checks.labels(model, shape, examples.targets))
     y = None if examples.targets is None else tree.shape_of(examples.targets[:1])
     _columns(model.likelihood, plan.kind, z, y, key is None)
     return plan._replace(max_examples=max_examples)
@@ -211,7 +211,7 @@ def check(
 def _outputs(model: Model, structure: Any, shapes: tuple) -> Any:
     """Give the shape of one example's outputs; refuse a network that does not fit."""
     params, inputs = jax.tree.unflatten(structure, shapes)
-    z = checks.outputs(model, params, tree.shape_of(inputs, 1))
+    z = output_checks.outputs(model, params, tree.shape_of(inputs, 1))
     if z.ndim < 2:
         raise ValueError(
             f"apply returned outputs of shape {z.shape} for one example; expected [1, C]. Keep the "

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from fisherjax import clients, devices, leaves, parallel, tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape, jit
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
@@ -248,7 +248,7 @@ def _check_summary(
         several = trained.params, trained.statistics
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), several)
         one = leaves.join(*one, trained.frozen)
-        checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
+        output_checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
 
 
 @partial(jit, static_argnums=0)

@@ -1,0 +1,133 @@
+"""What a model returns, checked by shapes: outputs, positions and new leaves.
+
+Nothing is computed, however large the data set.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import tree
+from fisherjax._core.checks import is_traced, kind_of
+from fisherjax.typing import Array, Model, Params
+
+IGNORED = -100
+"""The class label of a position that has no loss, as PyTorch and Hugging Face write it."""
+
+
+def positions(value: Model, inputs: Array) -> Any:
+    """Give the shape and dtype of a model's positions; refuse what is no mask [B, T] of 0 and 1."""
+    found = _traced("positions", lambda _, x: value.positions(x), None, tree.shape_of(inputs))
+    given, batch = getattr(found, "shape", None), inputs.shape[0]
+    if given is None or len(given) != 2 or given[0] != batch:
+        raise ValueError(
+            f"positions returned {kind_of(found) if given is None else f'shape {given}'} for "
+            f"inputs of shape {tuple(inputs.shape)}; expected [{batch}, T], a number for each position "
+            "of each example, as lambda tokens: tokens != 0 returns for tokens [B, T]."
+        )
+    is_number = any(jnp.issubdtype(found.dtype, x) for x in (jnp.integer, jnp.floating))
+    if not is_number and found.dtype != bool:
+        raise TypeError(f"positions returned {found.dtype}; expected booleans, or 0 and 1.")
+    known = found.dtype != bool and not is_traced(inputs) and hasattr(inputs, "__array__")
+    if known:
+        with jax.ensure_compile_time_eval():
+            mask = jnp.asarray(value.positions(jnp.asarray(inputs)))
+            fits = bool(((mask == 0) | (mask == 1)).all())
+        if not fits:
+            raise ValueError(
+                f"positions returned {found.dtype} other than 0 and 1; expected which positions "
+                "count, not how much: compare with zero, or pass weights with the examples."
+            )
+    return found
+
+
+def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
+    """Decide from shapes whether outputs [B, T, ..., C] are those of positions that are masked.
+
+    Raises:
+        ValueError: If outputs are sequences of another length.
+    """
+    if model.positions is None:
+        return False
+    length = positions(model, inputs).shape[1]
+    if len(shape) < 3:
+        return False
+    if shape[1] not in (length, 1):
+        raise ValueError(
+            f"The outputs of an example have shape {tuple(shape[1:])}, a sequence of {shape[1]}, "
+            f"but positions says of {length} which count. Let it return [B, {shape[1]}], or let "
+            "apply keep the length of its inputs."
+        )
+    return shape[1] == length
+
+
+def are_labels(shape: tuple[int, ...], targets: Array) -> bool:
+    """Decide from shapes whether targets are class labels, one for each position."""
+    # Unsigned numbers cannot be negative.
+    is_signed = jnp.issubdtype(targets.dtype, jnp.signedinteger)
+    return is_signed and len(shape) > 2 and tuple(targets.shape) == tuple(shape[:-1])
+
+
+def labels(model: Model, shape: tuple[int, ...], targets: Array) -> Array:
+    """Put class 0 for labels that are ignored, so that the others can be checked."""
+    if model.positions is None or not are_labels(shape, targets):
+        return targets
+    return targets * (targets != IGNORED)
+
+
+def outputs(model: Model, params: Params, inputs: Array, targets: Array | None = None) -> Any:
+    """Give the outputs' shape and dtype; refuse a network that fails or targets that do not fit."""
+    # Shapes only: nothing is computed, however large the data set.
+    z = _traced("apply", model.apply, params, tree.shape_of(inputs))
+    if getattr(z, "ndim", 0) < 1:
+        raise ValueError(f"apply returned {z}; expected outputs [B, C], an array.")
+    if model.positions is not None:
+        are_positions(model, inputs, z.shape)
+    if targets is not None:
+        model.likelihood.check(z.shape, labels(model, z.shape, targets))
+    return z
+
+
+def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) -> None:
+    """Trace `apply_train` on a minibatch; refuse it where that fails or does not fit `apply`."""
+    if model.apply_train is None:
+        return
+    # A minibatch, because `apply_train` never sees the whole data set.
+    batch = tree.shape_of(inputs, batch_size)
+    z = _traced("apply", model.apply, params, batch)
+    # The shapes of a key and of weights: nothing is drawn, and nothing runs.
+    key = jax.eval_shape(jax.random.key, 0)
+    weights = jax.ShapeDtypeStruct((batch_size,), jnp.result_type(float))
+    result = _traced("apply_train", model.apply_train, params, batch, key, weights)
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(
+            f"apply_train returned {kind_of(result)}; expected a pair (outputs, new), where new is "
+            "None or like params."
+        )
+    given, new = getattr(result[0], "shape", None), result[1]
+    if given != z.shape:
+        raise ValueError(
+            f"apply_train returned outputs of shape {given}; expected {z.shape}, as apply does."
+        )
+    given, own = ({} if x is None else tree.shapes(x) for x in (new, params))
+    # Leaves that it leaves alone may be missing: None stands there.
+    places = [len(jax.tree.leaves(x, is_leaf=lambda y: y is None)) for x in (new, params)]
+    if not given.items() <= own.items() or (new is not None and places[0] != places[1]):
+        raise ValueError(
+            f"apply_train returned new leaves {given}; expected None, or those of params, {own}."
+        )
+
+
+def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: Any) -> Any:
+    try:
+        return jax.eval_shape(function, params, inputs, *rest)
+    # Of any type, as it is the user's function that fails.
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{name} failed on inputs of shape {inputs.shape} and dtype {inputs.dtype} "
+            f"({type(error).__name__}: {said}). Check that the params and the inputs are those of "
+            "this network."
+        ) from error
