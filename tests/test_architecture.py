@@ -71,6 +71,7 @@ BUILT = {  # folders whose files build on one another
 # What the other files of a folder may import, and these in this order.
 SHARED = [
     "accounting",
+    "reading",
     *("base", "stages", "checks", "arrays", "values", "_claims", "uploads", "_packed", "_parts"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
@@ -87,8 +88,8 @@ ALONE = {  # who may import what the rest must not see
     "flax": {f"networks.{name}" for name in ("functions", "images", "statistics", "transformer")},
     "safetensors": {"files.base", "files.arrays"},
     "dp_accounting": {"privacy.accounting"},
-    "tensorflow_datasets": {"_cinic10", "datasets"},
-    "sklearn": {"datasets"},
+    "tensorflow_datasets": {"_cinic10", "datasets.reading"},
+    "sklearn": {"datasets.reading"},
     "cryptography": {"secure_aggregation.keys"},
 }
 HEAVY = [
