@@ -1,7 +1,7 @@
-"""CINIC-10 for TensorFlow Datasets, which does not know it: to be prepared from its images.
+"""Prepare CINIC-10 with TensorFlow Datasets, from a folder of its images.
 
 Darlow, Crowley, Antoniou, Storkey, CINIC-10 is not ImageNet or CIFAR-10, 2018. Importing this
-module is what lets `tfds.builder` know the name; `datasets.load` does that.
+module registers the name "cinic10" with `tfds.builder`; `datasets.load` imports it.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ _FOLDER = "CINIC-10"
 
 
 class Cinic10(tfds.core.GeneratorBasedBuilder):
-    """The images of a folder, as they are: 32 x 32, ten classes, three splits of 90,000."""
+    """The unchanged images of a folder: 32 x 32 pixels, ten classes, three splits of 90,000."""
 
     VERSION = tfds.core.Version("1.0.0")
     MANUAL_DOWNLOAD_INSTRUCTIONS = (
         f"Unpack CINIC-10.tar.gz to downloads/manual/{_FOLDER} of the data directory, so that it "
-        f"holds {', '.join(_SPLITS.values())}, and each of them a folder of PNG images for each "
-        f"class: {', '.join(CLASSES)}."
+        f"contains {', '.join(_SPLITS.values())}, each with one folder of PNG images per class: "
+        f"{', '.join(CLASSES)}."
     )
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -41,7 +41,7 @@ class Cinic10(tfds.core.GeneratorBasedBuilder):
         folder = dl_manager.manual_dir / _FOLDER
         found = {split: [*(folder / own).glob("*/*.png")] for split, own in _SPLITS.items()}
         for split, own in _SPLITS.items():
-            # TensorFlow Datasets would write a split of nothing.
+            # TensorFlow Datasets would write an empty split without an error.
             absent = {*CLASSES} - {path.parent.name for path in found[split]}
             if absent:
                 raise FileNotFoundError(

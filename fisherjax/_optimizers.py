@@ -19,11 +19,11 @@ from fisherjax import tree
 from fisherjax._core.caching import cached
 from fisherjax.typing import Array, Params
 
-OWN = ("start", "extras", "last_epoch")
+ALGORITHM_ARGUMENTS = ("start", "extras", "last_epoch")
 """What algorithms' wrappers of an optimiser are told besides."""
 _LOSS = (("value", "grad", "value_fn", "grad_fn"), ("value", "grad", "value_fn"), ("value",))
 # All that there is first: some use what they do not insist on.
-_TOLD = (*_LOSS, ("grad_fn",), ())
+_LOSS_CHOICES = (*_LOSS, ("grad_fn",), ())
 
 
 class Refused(ValueError):
@@ -34,7 +34,7 @@ _KEEPERS = (optax.contrib.SAMState, optax.contrib.ScheduleFreeState)
 
 
 @functools.lru_cache(maxsize=64)
-def supported(
+def with_extra_args(
     base: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
     """Make an optimiser take any extra arguments; it is told those that its `update` accepts.
@@ -45,7 +45,9 @@ def supported(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> plateau = supported(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()))
+        >>> plateau = with_extra_args(
+        ...     optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
+        ... )
         >>> w = jnp.ones(2)
         >>> step, _ = plateau.update(w, plateau.init(w), w, value=jnp.array(3.0), last_epoch=True)
         >>> print(step)
@@ -53,12 +55,14 @@ def supported(
     """
 
     def update(gradient: Params, state: Any, params: Params | None = None, **given: Any) -> tuple:
-        return base.update(gradient, state, params, **_told(base, gradient, state, params, given))
+        return base.update(
+            gradient, state, params, **_accepted(base, gradient, state, params, given)
+        )
 
     return optax.GradientTransformationExtraArgs(base.init, update)
 
 
-def _told(
+def _accepted(
     base: optax.GradientTransformation, gradient: Params, state: Any, params: Any, given: dict
 ) -> dict[str, Any]:
     """Find the most that an optimiser takes of what is given: by its names, or by tracing it."""
@@ -84,8 +88,8 @@ def _told(
 def _choices(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Give subsets of extra arguments, each once, the largest first."""
     seen: list[set[str]] = []
-    for own in (OWN, ()):
-        for loss in _TOLD:
+    for own in (ALGORITHM_ARGUMENTS, ()):
+        for loss in _LOSS_CHOICES:
             names = {name for name in given if name in own + loss}
             if names not in seen:
                 seen.append(names)
@@ -160,8 +164,8 @@ def _checked(
         raise
     except Exception as error:
         raise Refused(
-            f"{name} cannot start from these params ({_said(error)}). Labels and masks must have "
-            "the structure of params, here with leaves "
+            f"{name} cannot start from these params ({_summary(error)}). Labels and masks must "
+            "have the structure of params, here with leaves "
             f"{list(tree.names(params))}, and an optimiser that wants something else than params, "
             "as optax.lookahead does, cannot be used."
         ) from error
@@ -170,14 +174,14 @@ def _checked(
         told = {"start": params, "extras": extras, "last_epoch": jnp.array(False)}
         if not without:
             told |= loss_arguments(_any_loss, _any_loss(params), params)
-        return supported(optimizer).update(params, state, params, **told)
+        return with_extra_args(optimizer).update(params, state, params, **told)
 
     try:
         updates, after = jax.eval_shape(step, state, params, extras)
     except Exception as error:
         why = without or "It is told the gradient, value, value_fn(params) and grad_fn(params)."
         raise Refused(
-            f"{name} cannot take a step ({_said(error)}). {why} Use an optimiser that needs no "
+            f"{name} cannot take a step ({_summary(error)}). {why} Use an optimiser that needs no "
             "more than that and moves params as they are (optax.lookahead does not), such as "
             "optax.sgd(1e-2) or optax.adam(1e-3)."
         ) from error
@@ -191,7 +195,7 @@ def _any_loss(params: Params) -> Array:
     return sum(jnp.sum(leaf).astype(float) for leaf in jax.tree.leaves(params))
 
 
-def _said(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
@@ -244,7 +248,7 @@ def check_plain(what: str, base: optax.GradientTransformation, params: Params) -
         )
 
 
-def answer(params: Params, state: Any) -> Params:
+def final_params(params: Params, state: Any) -> Params:
     """Give the params that an optimiser has found, which may not be where it is.
 
     Schedule-free optimisers take gradients beside the average that is their answer, and every other
@@ -255,7 +259,7 @@ def answer(params: Params, state: Any) -> Params:
         >>> sam = optax.contrib.sam(optax.sgd(1.0), optax.sgd(0.5))
         >>> w = jnp.zeros(1)
         >>> step, state = sam.update(jnp.ones(1), sam.init(w), w)
-        >>> print(w + step, answer(w + step, state))
+        >>> print(w + step, final_params(w + step, state))
         [0.5] [0.]
     """
     for keeper in _keepers(state):

@@ -1,12 +1,12 @@
-"""Which positions of sequences count: padding leaves no trace in losses, metrics and Fishers.
+"""Mask positions of sequences, so that padding does not influence losses, metrics and Fishers.
 
-`Model.positions` turns inputs into a mask m [B, T]. Where outputs are sequences [B, T, ..., C] the
-log-likelihood of an example is the sum over the positions with m = 1, and what is drawn at a
-position depends on its number, not on how many there are. A position whose class label is -100 has
-no loss either, but its inputs stay: Fishers that read no targets do not see such labels. Examples
+`Model.positions` maps inputs to a mask m [B, T]. If outputs are sequences [B, T, ..., C], the
+log-likelihood of an example is the sum over the positions with m = 1. The random draws at a
+position depend on its number, but not on the length of the sequence. A position whose class label
+is -100 has no loss either, but its inputs count: Fishers that read no targets include it. Examples
 of which no position counts have weight zero.
 
-Nothing here changes a model without `positions`.
+Models without `positions` are not changed.
 """
 
 from typing import Any
@@ -17,20 +17,20 @@ import jax.numpy as jnp
 from fisherjax._core import output_checks
 from fisherjax.typing import Array, Examples, Key, Likelihood, Model
 
-_AT_ONCE = 256  # examples whose positions are looked at together
+_AT_ONCE = 256  # examples whose positions are evaluated in one batch
 
 
-def counted(model: Model, inputs: Array) -> Array | None:
-    """Evaluate which positions count, booleans [B, T]; None where all do.
+def counted_positions(model: Model, inputs: Array) -> Array | None:
+    """Return which positions count, booleans [B, T], or None if the model has no `positions`.
 
     Raises:
         ValueError: If `positions` returns another shape, or numbers that are not 0 or 1.
-        TypeError: If it returns what are no numbers.
+        TypeError: If it returns neither numbers nor booleans.
 
     Example:
         >>> import fisherjax as fj
         >>> model = fj.Model(lambda w, x: w * x, fj.likelihoods.gaussian, positions=lambda x: x > 0)
-        >>> print(counted(model, jnp.array([[3, 1, 0], [2, 0, 0]])))
+        >>> print(counted_positions(model, jnp.array([[3, 1, 0], [2, 0, 0]])))
         [[ True  True False]
          [ True False False]]
     """
@@ -40,13 +40,13 @@ def counted(model: Model, inputs: Array) -> Array | None:
     return jnp.asarray(model.positions(inputs)) != 0
 
 
-def weighed(model: Model, examples: Examples) -> Examples:
-    """Set the weight of examples of which no position counts to zero.
+def drop_uncounted(model: Model, examples: Examples) -> Examples:
+    """Return examples with weight zero for those of which no position counts.
 
     Example:
         >>> import fisherjax as fj
         >>> model = fj.Model(lambda w, x: w * x, fj.likelihoods.gaussian, positions=lambda x: x > 0)
-        >>> print(weighed(model, Examples(jnp.array([[3, 1, 0], [0, 0, 0]]))).weights)
+        >>> print(drop_uncounted(model, Examples(jnp.array([[3, 1, 0], [0, 0, 0]]))).weights)
         [1. 0.]
     """
     if model.positions is None:
@@ -54,9 +54,9 @@ def weighed(model: Model, examples: Examples) -> Examples:
     inputs, _, indices, weights = examples
 
     def counts(one: Array) -> Array:
-        return counted(model, one[None]).any()
+        return counted_positions(model, one[None]).any()
 
-    # Some at a time: the inputs of a client are not copied.
+    # Examples are mapped in batches: the inputs of a client are never copied as a whole.
     if indices is None:
         found = jax.lax.map(counts, jnp.asarray(inputs), batch_size=_AT_ONCE)
     else:
@@ -65,30 +65,30 @@ def weighed(model: Model, examples: Examples) -> Examples:
     return examples._replace(weights=jnp.where(found, weights, 0))
 
 
-def targets_counted(
+def counted_targets(
     model: Model, inputs: Array, shape: tuple[int, ...], targets: Array
 ) -> Array | None:
-    """Evaluate which output vectors of shape [B, T, ..., C] have a target; None if all do."""
+    """Return which output vectors of shape [B, T, ..., C] have a target, or None if all have."""
     if not output_checks.are_positions(model, inputs, shape):
         return None
-    return _with_label(shape, targets, _mask(counted(model, inputs), shape))
+    return _with_label(shape, targets, _mask(counted_positions(model, inputs), shape))
 
 
 def likelihood(model: Model, inputs: Array, shape: tuple[int, ...]) -> Likelihood:
-    """Make the likelihood of the positions of a minibatch that count, of outputs of this shape."""
+    """Return a likelihood of outputs of this shape that masks positions that do not count."""
     if not output_checks.are_positions(model, inputs, shape):
         return model.likelihood
-    own, mask = model.likelihood, counted(model, inputs)
+    own, mask = model.likelihood, counted_positions(model, inputs)
 
     def selected(z: Array) -> Array:
-        # Before anything is computed of it: what is selected later may have no gradient.
+        # Outputs are masked first: masking a result that is not finite has a NaN gradient.
         return jnp.where(_mask(mask, z.shape)[..., None], z, 0)
 
     def loss(z: Array, y: Array) -> Array:
         has_target = _with_label(z.shape, y, _mask(mask, z.shape))
-        # Positions like examples: their log-likelihoods add up.
+        # Positions are treated as examples, because their log-likelihoods add up.
         flat = selected(z).reshape(-1, z.shape[-1])
-        y = output_checks.labels(model, z.shape, y).reshape(-1, *y.shape[z.ndim - 1 :])
+        y = output_checks.replace_ignored(model, z.shape, y).reshape(-1, *y.shape[z.ndim - 1 :])
         each = own.negative_log_likelihood(flat, y).reshape(has_target.shape)
         return jnp.where(has_target, each, 0).sum(tuple(range(1, each.ndim)))
 
@@ -108,7 +108,7 @@ def likelihood(model: Model, inputs: Array, shape: tuple[int, ...]) -> Likelihoo
 
 
 def _mask(mask: Array, shape: tuple[int, ...]) -> Array:
-    """Repeat [B, T] for output vectors of shape [B, T, ..., C]: [B, T, ...]."""
+    """Repeat a mask [B, T] for outputs of shape [B, T, ..., C]; return it as [B, T, ...]."""
     return jnp.broadcast_to(mask.reshape(*mask.shape, *(1,) * (len(shape) - 3)), shape[:-1])
 
 
@@ -121,7 +121,7 @@ def _with_label(shape: tuple[int, ...], targets: Array, mask: Array) -> Array:
 
 
 def _by_position(draw: Any, key: Key, z: Array, axis: int) -> Array:
-    """Draw at each position by a key of its own: padding does not change what others draw."""
+    """Draw at each position with its own key, so that padding does not change other draws."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(z.shape[axis]))
     return jax.vmap(draw, (0, axis), axis)(keys, z)
 

@@ -60,7 +60,7 @@ def stacked(algorithm: Algorithm, updates: Any) -> Update:
             f"The stacked updates have leading axes {lengths}; expected one length, the clients'."
         )
     _check_untrained(algorithm, updates)
-    return tree.native(updates, "the stacked updates")
+    return tree.to_native(updates, "the stacked updates")
 
 
 def check_weights(weights: Any, num_clients: int) -> Any:
@@ -128,7 +128,7 @@ def screen(
     if checks.is_traced(seen, weights):
         if on_nonfinite == "raise":
             return Screened(values, weights, jnp.ones(weights.shape, bool))
-        present = tree.finite(seen).all(0)
+        present = tree.finite_by_client(seen).all(0)
         # Zeros as well: weight zero does not silence NaN in a sum.
         return Screened(tree.keep(present, values), jnp.where(present, weights, 0), present)
     where = diverged(seen)
@@ -239,7 +239,7 @@ def suspect(values: Any = None, weights: Array | None = None) -> str:
 @partial(jit, static_argnums=0)
 def _finite(mesh: Mesh | None, updates: Any) -> Array:
     """Say of every leaf and client whether it is finite, [leaves, M], on every device."""
-    table = tree.finite(updates)
+    table = tree.finite_by_client(updates)
     if mesh is None:
         return table
     # With several processes, each can read only what lies wholly on its own devices.

@@ -209,7 +209,7 @@ def _basis(matrix: Array) -> Array | None:
     # Of no consequence for the answer: any start does.
     basis = jax.random.normal(jax.random.key(0), (len(matrix), RANK), matrix.dtype)
     for _ in range(2):
-        basis = linalg.orthonormal(jnp.matmul(matrix, basis, precision=_PRECISION))
+        basis = linalg.orthonormal_basis(jnp.matmul(matrix, basis, precision=_PRECISION))
     return basis
 
 

@@ -21,7 +21,7 @@ class LocalTraining(NamedTuple):
     batch_size: int
 
 
-class Kept(NamedTuple):
+class KeptState(NamedTuple):
     """A state of which one part comes back from training; the other is the user's optimiser's."""
 
     own: Any
@@ -36,7 +36,7 @@ class State(NamedTuple):
     statistics: Params
 
 
-class Given(NamedTuple):
+class ClientInputs(NamedTuple):
     """What a client begins with.
 
     Attributes:
@@ -61,14 +61,14 @@ def first_state(local: LocalTraining, params: Params, statistics: Params) -> Sta
     )
 
 
-def kept(state: State) -> Any:
-    """Take what the optimiser lets come back, see `keeping`; () if nothing."""
-    return state.optimizer.own if isinstance(state.optimizer, Kept) else ()
+def kept_state(state: State) -> Any:
+    """Take what the optimiser lets come back, see `keep_state`; () if nothing."""
+    return state.optimizer.own if isinstance(state.optimizer, KeptState) else ()
 
 
-def trained(state: State) -> Params:
+def trained_params(state: State) -> Params:
     """Take the trained leaves that training has found, see `optimizers.answer`."""
-    return _optimizers.answer(state.params, state.optimizer)
+    return _optimizers.final_params(state.params, state.optimizer)
 
 
 def hides_the_loss(model: Model) -> bool:
@@ -81,11 +81,11 @@ def client_epochs(
     federation: Federation,
     place: Array,
     key: Key,
-    given: Given,
+    given: ClientInputs,
     epochs: Array,
 ) -> Callable[[Array, State], tuple[State, Array]]:
     """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
-    examples = _sequences.weighed(local.model, clients.view(federation, place))
+    examples = _sequences.drop_uncounted(local.model, clients.view(federation, place))
     size = _size(local, federation, place)
     # By id, not by place: in a cohort a client draws what it would draw among all.
     key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
@@ -129,7 +129,7 @@ def sizes(local: LocalTraining, federation: Federation) -> Array:
 def _size(local: LocalTraining, federation: Federation, place: Array) -> Array:
     if local.model.positions is None:
         return federation.sizes[place]
-    own = _sequences.weighed(local.model, clients.view(federation, place))
+    own = _sequences.drop_uncounted(local.model, clients.view(federation, place))
     return jnp.count_nonzero(own.weights).astype(federation.sizes.dtype)
 
 
@@ -162,10 +162,10 @@ def _step(
     (value, (total, new)), gradient = jax.value_and_grad(measured, has_aux=True)(state.params)
     if not hides_the_loss(model):
         extra = extra | _optimizers.loss_arguments(mean_loss, value, gradient)
-    update = _optimizers.supported(local.optimizer).update
+    update = _optimizers.with_extra_args(local.optimizer).update
     updates, optimizer_state = update(gradient, state.optimizer, state.params, **extra)
     params = optax.apply_updates(state.params, updates)
-    statistics = state.statistics if new is None else leaves.like(state.statistics, new)
+    statistics = state.statistics if new is None else leaves.select(state.statistics, new)
     # The state of a loop keeps its dtypes.
     return jax.tree.map(_as_before, State(params, optimizer_state, statistics), state), total
 
@@ -199,7 +199,7 @@ def penalised(
     # Equal optimisers give one object, or `jit` would compile training again.
     @functools.lru_cache(maxsize=64)
     def optimizer(base: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-        inner = _optimizers.supported(base)
+        inner = _optimizers.with_extra_args(base)
 
         def update(gradient: Params, state: Any, params: Params, **given: Any) -> tuple:
             added = functools.partial(penalty, start=given["start"], extras=given.get("extras", ()))
@@ -221,7 +221,7 @@ def penalised(
     return optimizer
 
 
-def keeping(
+def keep_state(
     transformation: optax.GradientTransformation, base: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """Put a transformation before an optimiser, and let its state come back from training.
@@ -234,15 +234,17 @@ def keeping(
     Returns:
         The chain of both. `Trained.extras` is the stacked final state of the transformation.
     """
-    first, second = map(_optimizers.supported, (transformation, base))
+    first, second = map(_optimizers.with_extra_args, (transformation, base))
 
-    # Not optax.chain, whose state is a plain tuple: after training `Kept` is known by its type.
-    def init(params: Params) -> Kept:
-        return Kept(first.init(params), second.init(params))
+    # Not optax.chain, whose state is a plain tuple: after training `KeptState` is known by its type.
+    def init(params: Params) -> KeptState:
+        return KeptState(first.init(params), second.init(params))
 
-    def update(gradient: Params, state: Kept, params: Params, **given: Any) -> tuple[Params, Kept]:
+    def update(
+        gradient: Params, state: KeptState, params: Params, **given: Any
+    ) -> tuple[Params, KeptState]:
         gradient, own = first.update(gradient, state.own, params, **given)
         updates, rest = second.update(gradient, state.base, params, **given)
-        return updates, Kept(own, rest)
+        return updates, KeptState(own, rest)
 
     return optax.GradientTransformationExtraArgs(init, update)

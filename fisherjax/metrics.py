@@ -231,7 +231,7 @@ def _performance(
     ) -> Performance:
         # A common model comes in once and is not stacked: M copies would be in memory.
         place, params = own[0], own[1] if stacked else common
-        examples = _sequences.weighed(model, view(federation, place))
+        examples = _sequences.drop_uncounted(model, view(federation, place))
         number, batch = minibatches(examples, batch_size)
 
         def body(step: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -322,7 +322,7 @@ def _share_right(model: Model, outputs: Array, examples: Examples) -> Array:
         raise ValueError(f"targets are None; accuracy needs one {meaning}.")
     # Checked, because a shape that merely broadcasts would compare every output with every target.
     targets = jnp.asarray(targets)
-    known = output_checks.labels(model, outputs.shape, targets)
+    known = output_checks.replace_ignored(model, outputs.shape, targets)
     (bernoulli if _is_of_bits(model) else categorical).check(outputs.shape, known)
     hits = _hits(model, outputs, targets)
     if model.positions is not None:
@@ -337,7 +337,7 @@ def _share_right(model: Model, outputs: Array, examples: Examples) -> Array:
 
 def _share_of_counted(model: Model, outputs: Array, hits: Array, examples: Examples) -> Array:
     """Average over the targets that count, each with the weight of its example."""
-    weights = _sequences.weighed(model, examples).weights
+    weights = _sequences.drop_uncounted(model, examples).weights
     counts = _counts(model, examples.inputs, outputs, examples.targets, hits)
     weights = jnp.where(counts, weights.reshape(-1, *(1,) * (hits.ndim - 1)), 0)
     return jnp.where(weights > 0, hits * weights, 0).sum() / weights.sum()
@@ -345,7 +345,7 @@ def _share_of_counted(model: Model, outputs: Array, hits: Array, examples: Examp
 
 def _counts(model: Model, inputs: Array, outputs: Array, targets: Array, hits: Array) -> Array:
     """Evaluate which targets count, of the shape of `hits`."""
-    counts = _sequences.targets_counted(model, inputs, outputs.shape, targets)
+    counts = _sequences.counted_targets(model, inputs, outputs.shape, targets)
     if counts is None:
         return jnp.ones(hits.shape, bool)
     # Of bits every output has a target.

@@ -201,7 +201,7 @@ def _scaled_clients(
         # Those without weight may be larger.
         return tree.times_power(weights, jnp.minimum(own - largest, 0))
 
-    exponents = jax.tree.map(lambda own: jnp.where(weights > 0, own, tree.NOTHING).max(), own)
+    exponents = jax.tree.map(lambda own: jnp.where(weights > 0, own, tree.ZERO_EXPONENT).max(), own)
     votes = jax.tree.map(vote, own, exponents)
     product = _weighted_sums(jax.vmap(operator.block_mv)(fishers, blocks), votes)
     system = {
@@ -258,7 +258,7 @@ def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:
 
 def _known(exponents: Any) -> Any:
     # Where nobody has curvature everything is zero, in whatever units.
-    return jax.tree.map(lambda e: jnp.where(e > tree.NOTHING // 2, e, 0), exponents)
+    return jax.tree.map(lambda e: jnp.where(e > tree.ZERO_EXPONENT // 2, e, 0), exponents)
 
 
 def _raised_mv(matvec: Partial, exponents: Any, blocks: Any) -> Any:

@@ -20,7 +20,7 @@ from fisherjax._core.compiler import eval_shape, jit
 from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
-from fisherjax.local_update import Given, LocalTraining
+from fisherjax.local_update import ClientInputs, LocalTraining
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Model, Params
@@ -131,7 +131,7 @@ class Federated(NamedTuple):
     def _kept(self, params: Params, inputs: Array | None) -> dict[str, Array]:
         """Give the statistics that each client keeps, by name."""
         link = self.algorithm.link
-        others = leaves.apart(self.model, params)[1]
+        others = leaves.split_trained(self.model, params)[1]
         keeps = [*tree.by_name(others)] if link.mix else link.keeps(others)
         if self.model.apply_train is None or not keeps:
             return {}
@@ -165,7 +165,7 @@ class Federated(NamedTuple):
         model for each client.
         """
         places = jnp.arange(checks.count("num_clients", num_clients))
-        parts = leaves.named(state.params, tuple(state.statistics), ())
+        parts = leaves.split_by_name(state.params, tuple(state.statistics), ())
         parts = parts._replace(trained=leaves.trained(self.model, state.params))
         both = _given(self.algorithm, state, parts, (state.local, state.statistics), places)
         own = [o if c is None else _copies(c, num_clients) for c, o in zip(*both, strict=True)]
@@ -401,7 +401,7 @@ def _given(
     parts: Leaves,
     before: tuple[Any, dict[str, Array]],
     cohort: Array,
-) -> tuple[Given, Given]:
+) -> tuple[ClientInputs, ClientInputs]:
     """Give what clients begin with: what is common to all, and stacked [K, ...] what is not."""
     local, kept = before
     message, axis = _message(algorithm, state, parts.trained, cohort)
@@ -414,9 +414,9 @@ def _given(
     shared, mine = parts.statistics, None
     if kept:
         # Of each kept statistic a client's own, of others everybody's.
-        mine = leaves.filled(_copies(parts.statistics, len(cohort)), kept)
+        mine = leaves.replace(_copies(parts.statistics, len(cohort)), kept)
         shared = None
-    return Given(*common, shared, parts.frozen), Given(*own, mine, None)
+    return ClientInputs(*common, shared, parts.frozen), ClientInputs(*own, mine, None)
 
 
 def _copies(params: Params, number: int) -> Params:

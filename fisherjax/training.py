@@ -20,7 +20,7 @@ from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape, jit
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory, replicate
-from fisherjax.local_update import Given, LocalTraining, State, client_epochs, first_state
+from fisherjax.local_update import ClientInputs, LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -41,7 +41,7 @@ class Trained(NamedTuple):
         start: What these were trained from, one model or stacked; None if that is not known.
         steps: [M] optimiser steps taken.
         loss: [M, epochs] mean training loss in nats, measured while it ran; 0 without data.
-        extras: Stacked, what an optimiser kept of its state, see `local_update.keeping`.
+        extras: Stacked, what an optimiser kept of its state, see `local_update.keep_state`.
         statistics: Stacked, the leaves that training changed without a gradient; None if there are
             none.
         frozen: The leaves that it left alone, once for all clients; None if there are none.
@@ -72,7 +72,7 @@ class Trained(NamedTuple):
         held = [
             name for name, value in zip(self._fields, self, strict=True) if jax.tree.leaves(value)
         ]
-        return tree.line("Trained", tuple(self), " and ".join(held))
+        return tree.describe("Trained", tuple(self), " and ".join(held))
 
 
 class Cohort(NamedTuple):
@@ -89,7 +89,7 @@ class Cohort(NamedTuple):
 
     local: LocalTraining
     layout: Layout
-    given: tuple[Given, Given]
+    given: tuple[ClientInputs, ClientInputs]
     federation: Federation
     key: Key
     epochs: int
@@ -192,7 +192,7 @@ def untrained(params: Params, num_clients: int, model: Model | None = None) -> T
 
     if model is None:
         return Trained(jax.tree.map(stack, params))
-    own, frozen = leaves.apart(model, params)
+    own, frozen = leaves.split_trained(model, params)
     return Trained(jax.tree.map(stack, own), frozen=frozen)
 
 
@@ -298,7 +298,7 @@ def _from_one_start(
     start, statistics, frozen = leaves.split(
         local.model, params, federation.inputs, local.batch_size
     )
-    given = Given(start, None, statistics, frozen), Given(None, extras, None, None)
+    given = ClientInputs(start, None, statistics, frozen), ClientInputs(None, extras, None, None)
     return Cohort(local, layout, given, federation, key, epochs)
 
 
@@ -311,7 +311,7 @@ def _trained(cohort: Cohort, found: tuple[Params, Params, Any], loss: Array) -> 
     return Trained(params, start, steps, loss, kept, statistics, common.frozen)
 
 
-def _first_state(local: LocalTraining, given: Given) -> State:
+def _first_state(local: LocalTraining, given: ClientInputs) -> State:
     return first_state(local, given.start, given.statistics)
 
 
@@ -330,12 +330,12 @@ def _epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> T
         progress(epoch, loss[:, 0])
     # Each [M, 1], as there was room for one epoch; together [M, epochs].
     loss = jnp.concatenate(losses, axis=1)
-    params = jax.vmap(local_update.trained)(states)
-    return _trained(cohort, (params, states.statistics, local_update.kept(states)), loss)
+    params = jax.vmap(local_update.trained_params)(states)
+    return _trained(cohort, (params, states.statistics, local_update.kept_state(states)), loss)
 
 
 @partial(jit, static_argnums=(0, 1))
-def _first_states(local: LocalTraining, num_clients: int, given: Given) -> State:
+def _first_states(local: LocalTraining, num_clients: int, given: ClientInputs) -> State:
     return jax.vmap(lambda _: _first_state(local, given))(jnp.arange(num_clients))
 
 
@@ -346,7 +346,7 @@ def _run(
     layout: Layout,
     capacity: int,
     states: State | None,
-    given: tuple[Given, Given],
+    given: tuple[ClientInputs, ClientInputs],
     federation: Federation,
     key: Key,
     epochs: tuple[Array, Array, Array],
@@ -357,11 +357,13 @@ def _run(
     optimiser kept; otherwise the states. The losses have room for `capacity` epochs.
     """
 
-    def one(own: Any, common: Given, federation: Federation, key: Key, epochs: Any) -> Any:
+    def one(own: Any, common: ClientInputs, federation: Federation, key: Key, epochs: Any) -> Any:
         # One client's slice: its place, its state if it goes on, and what is its own.
         place, state, mine = own
         first, last, total = epochs
-        own_given = Given(*(c if o is None else o for c, o in zip(common, mine, strict=True)))
+        own_given = ClientInputs(
+            *(c if o is None else o for c, o in zip(common, mine, strict=True))
+        )
         epoch = client_epochs(local, federation, place, key, own_given, total)
 
         def body(number: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
@@ -373,7 +375,7 @@ def _run(
         # A loop of traced length: another number of epochs need not compile again.
         end, losses = jax.lax.fori_loop(first, last, body, (begin, losses))
         # At the end the optimiser's state is dropped: only those of a chunk are ever in memory.
-        found = local_update.trained(end), end.statistics, local_update.kept(end)
+        found = local_update.trained_params(end), end.statistics, local_update.kept_state(end)
         return found if state is None else end, losses
 
     return parallel.spread_clients(

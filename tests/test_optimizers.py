@@ -265,8 +265,8 @@ def test_an_optimiser_is_told_the_most_that_it_takes():
     base = optax.GradientTransformationExtraArgs(optax.identity().init, update)
     given = {"value": 1.0, "grad": 2.0, "start": 3.0, "last_epoch": True}
     w = jnp.ones(2)
-    _optimizers.supported(base).update(w, base.init(w), w, **given)
+    _optimizers.with_extra_args(base).update(w, base.init(w), w, **given)
     # Around it, a chain takes anything and passes it on: there are no names to go by.
     sam = optax.chain(optax.clip(1.0), made("sam"))
-    _optimizers.supported(sam).update(w, sam.init(w), w, **given)
+    _optimizers.with_extra_args(sam).update(w, sam.init(w), w, **given)
     assert taken == [(True, True)]

@@ -1,7 +1,7 @@
-"""Every check of an argument, once: what was given, what was expected, how to mend it.
+"""Check arguments: every error says what was given, what was expected and how to mend it.
 
-Checks look at types, shapes and dtypes, and at values where those are known: under tracing they
-pass. Names of arguments come first, so that the messages read alike.
+The functions check types, shapes and dtypes. They check values too, but only where these are known:
+traced values pass. Most functions take the argument's name first, which begins their messages.
 """
 
 import difflib
@@ -20,49 +20,50 @@ from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
 
 
 def is_traced(*values: Any) -> bool:
-    """Say whether any leaf is known to JAX only while a function is traced."""
+    """Return whether any leaf is a tracer, whose value is not known yet."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
 def count(name: str, value: Any) -> int:
-    """Refuse what is not a positive integer; True is none."""
-    # NumPy's integers count too. True is an integer to Python, and a mistake here.
+    """Check that a value is an integer of at least 1, and return it as an int; True is refused."""
+    # NumPy's integers are accepted. True is an integer in Python, but a mistake here.
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; expected an integer of at least 1.")
     return int(value)
 
 
 def number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
-    """Refuse what is not a finite number with low <= value < below."""
+    """Check that a value is a finite number with low <= value < below; traced values pass."""
     if is_traced(value):
         return
     expected = f"{low:g} <= {name} < {below:g}"
     if below == math.inf:
         expected = "a finite number, " + ("zero or more" if low == 0 else f"at least {low:g}")
-    # An array of shape () is one number too, as JAX returns them; True is one to Python only.
+    # An array of shape (), as JAX returns it, is a number too. True is a number in Python only.
     is_array = isinstance(value, (np.ndarray, jax.Array)) and not jnp.shape(value)
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if is_array:
         is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating))
     if not is_real:
         raise TypeError(f"{name} is {value!r}; expected {expected}.")
-    # Python's integers go beyond every floating-point number.
+    # Python's integers can exceed every floating-point number.
     is_huge = isinstance(value, numbers.Rational) and value > sys.float_info.max
-    if is_huge or not low <= value < below:  # negated, because NaN compares false
+    if is_huge or not low <= value < below:  # negated: NaN compares false
         raise ValueError(f"{name} is {value}; expected {expected}.")
 
 
 def positive(name: str, value: Any) -> None:
-    """Refuse what is not a number above zero."""
+    """Check that a value is a number above zero; traced values pass."""
     number(name, value)
     if not is_traced(value) and not value > 0:
         raise ValueError(f"{name} is {value}; expected a positive number.")
 
 
 def one_of(name: str, value: Any, known: Iterable[Any], where: str = "") -> None:
-    """Refuse what is not among known values: name them if they are few, else the nearest three.
+    """Check that a value is one of the known ones.
 
-    `where` says where there is a list of all of them, for names that are many.
+    The error lists all known values, or the nearest three if `where` names the place of the whole
+    list, for lists that are long.
     """
     known = list(known)
     if value in known:
@@ -76,7 +77,7 @@ def one_of(name: str, value: Any, known: Iterable[Any], where: str = "") -> None
 
 
 def nearest(value: Any, known: Iterable[Any]) -> str:
-    """Name the three names that are nearest to a wrong one, the nearest first, whatever the case.
+    """Return the three names that are nearest to a wrong one, nearest first, ignoring case.
 
     Example:
         >>> nearest("FedAvgg", ["fedavg", "fedprox", "regmean", "scaffold", "fedper"])
@@ -89,20 +90,20 @@ def nearest(value: Any, known: Iterable[Any]) -> str:
 
 
 def instance(name: str, value: Any, kind: type, expected: str) -> None:
-    """Refuse what is of another type."""
+    """Check that a value is of this type."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is {kind_of(value)}; expected {expected}.")
 
 
 def function(name: str, value: Any, example: str) -> None:
-    """Refuse what cannot be called."""
+    """Check that a value can be called."""
     if not callable(value):
         raise TypeError(f"{name} is {value!r}; expected a function such as {example}.")
 
 
 def optimizer(name: str, value: Any) -> None:
-    """Refuse what is not an optax optimiser."""
-    # By what it can do, not by its type: a wrapper may have a type of its own.
+    """Check that a value is an optax optimiser."""
+    # Its methods are checked, not its type: a wrapper may have a type of its own.
     if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
         raise TypeError(
             f"{name} is {value!r}; expected an optax optimiser such as optax.sgd(1e-2)."
@@ -110,8 +111,8 @@ def optimizer(name: str, value: Any) -> None:
 
 
 def key(value: Key) -> None:
-    """Refuse old-style keys, several keys, and what is no key."""
-    # What jax.random.PRNGKey makes is a plain array of uint32; only typed keys have this dtype.
+    """Check that a value is one typed key, as `jax.random.key` makes it."""
+    # jax.random.PRNGKey makes a plain array of uint32; only typed keys have this dtype.
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
@@ -124,7 +125,7 @@ def key(value: Key) -> None:
 
 
 def model(value: Model) -> None:
-    """Refuse what is not a `Model`, or a model of parts that are none."""
+    """Check that a value is a `Model` and that its fields have the right types."""
     instance("model", value, Model, "fisherjax.Model(apply, likelihood)")
     function("apply", value.apply, "apply(params, inputs) -> outputs")
     if not isinstance(value.likelihood, Likelihood):
@@ -138,12 +139,12 @@ def model(value: Model) -> None:
 
 
 def mask(value: Model, params: Params) -> tuple[bool, ...]:
-    """Give a model's mask as one True (trained) or False a leaf; refuse one that does not fit."""
+    """Return a model's mask as one bool per leaf, True where it is trained; check that it fits."""
     names = tree.names(params)
     if value.mask is None:
         return (True,) * len(names)
     given = tuple(name for name, _ in value.mask)
-    # In the same order too, as the mask is zipped with the leaves wherever it is used.
+    # The order must be the same too: users of the mask zip it with the leaves.
     if given != names:
         raise ValueError(
             f"The mask has leaves {list(given)}; expected a bool for each leaf of {list(names)}."
@@ -157,27 +158,27 @@ def mask(value: Model, params: Params) -> tuple[bool, ...]:
 
 
 def floating(params: Params, what: str = "params") -> None:
-    """Refuse a pytree that has no leaves, or leaves that are no floating-point numbers."""
+    """Check that a pytree has leaves, and that all of them are floating-point arrays."""
     if not jax.tree.leaves(params):
         raise ValueError(f"{what} has no leaves; expected a pytree of floating-point arrays.")
     for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
         _native(f"Leaf '{name}' of {what}", leaf)
-        # Python's numbers have no dtype; the only ones that count are its floats.
+        # Python's numbers have no dtype; of these only floats are accepted.
         dtype = getattr(leaf, "dtype", None)
-        # JAX's check, as NumPy does not count bfloat16 among the floating types.
+        # JAX's function is used, because NumPy does not count bfloat16 as a floating type.
         if not (type(leaf) is float if dtype is None else jnp.issubdtype(dtype, jnp.floating)):
             given = f"is {kind_of(leaf)}" if dtype is None else f"has dtype {dtype}"
             raise TypeError(
                 f"Leaf '{name}' of {what} {given}; expected floating point. Convert it, or keep "
-                "what is not trained out of the pytree (close over it in apply)."
+                "values that are not trained out of the pytree (close over them in apply)."
             )
 
 
 def arrays(params: Params, what: str = "params") -> Params:
-    """Check params where they come in, and give them with arrays for Python's floats.
+    """Check params, and return them with Python's floats turned into arrays.
 
-    Every function that takes params begins with it, so that a float counts as the array of shape ()
-    of JAX's default precision everywhere.
+    Every public function that takes params calls it first, so that a float is an array of shape ()
+    and of JAX's default precision everywhere.
 
     Example:
         >>> arrays({"scale": 2.0, "w": jnp.ones(2)})["scale"].shape
@@ -188,9 +189,9 @@ def arrays(params: Params, what: str = "params") -> Params:
 
 
 def stacked(params: Params, num_clients: int, what: str = "the stacked params") -> None:
-    """Refuse leaves without a leading axis of clients."""
+    """Check that every leaf has a leading axis of clients."""
     for name, shape in tree.shapes(params).items():
-        # A slice of the shape, because a scalar has no first axis.
+        # The shape is sliced, because a scalar has no first axis.
         if shape[:1] != (num_clients,):
             raise ValueError(
                 f"Leaf '{name}' of {what} has shape {shape}; expected a leading axis of "
@@ -199,8 +200,8 @@ def stacked(params: Params, num_clients: int, what: str = "the stacked params") 
 
 
 def examples(value: Examples) -> None:
-    """Refuse what are not arrays of fitting lengths."""
-    # First each array by itself, then whether they fit together, finally their values.
+    """Check that a value is `Examples`, with arrays of fitting lengths and values in range."""
+    # First each array is checked by itself, then their lengths, finally their values.
     instance("examples", value, Examples, "fisherjax.Examples(inputs, targets)")
     for name, x in value._asdict().items():
         if x is not None and not getattr(x, "ndim", 0):
@@ -226,29 +227,30 @@ def examples(value: Examples) -> None:
             f"weights has shape {weights.shape}; expected ({rows},), one for each row in use."
         )
     _values("weights", weights, 0, math.inf, "finite numbers, zero or more")
-    # JAX clamps a row that is out of range: another example would take its place unseen.
+    # JAX clamps a row that is out of range: another example would replace it without an error.
     _values("indices", indices, 0, inputs.shape[0] - 1, f"rows of {inputs.shape[0]} inputs")
 
 
 def _native(name: str, value: Any) -> None:
-    """Refuse what JAX does not hold, of which `tree.native` makes what it can."""
-    if tree.native(value, name) is not value:
+    """Check that an array has a dtype and a byte order that JAX supports."""
+    if tree.to_native(value, name) is not value:
         raise TypeError(
-            f"{name} has dtype {value.dtype.str}, another byte order than this machine's; expected "
-            "x.astype(x.dtype.newbyteorder('='))."
+            f"{name} has dtype {value.dtype.str}, another byte order than this machine's; "
+            "convert it with x.astype(x.dtype.newbyteorder('='))."
         )
 
 
 def _values(name: str, values: Array | None, low: float, high: float, meaning: str) -> None:
     if values is None or is_traced(values):
         return
-    # Two numbers come to the host, not the array.
+    # Only two numbers are transferred to the host, not the array.
     smallest, largest = float(values.min()), float(values.max())
-    # Negated, because comparisons with NaN are false.
+    # The condition is negated, because comparisons with NaN are false.
     if not (low <= smallest and largest <= high and largest < math.inf):
         raise ValueError(f"{name} run from {smallest:g} to {largest:g}; expected {meaning}.")
 
 
 def kind_of(value: Any) -> str:
+    """Return the name of a value's type with its article, such as "an int"."""
     article = "an" if type(value).__name__[:1] in "aeiouAEIOU" else "a"
     return f"{article} {type(value).__name__}"

@@ -1,6 +1,7 @@
-"""What a model returns, checked by shapes: outputs, positions and new leaves.
+"""Check what a model returns: its outputs, positions and new statistics.
 
-Nothing is computed, however large the data set.
+The model's functions are traced with shapes, so that nothing is computed, however large the data
+set is. Only positions that are numbers are evaluated, because their values must be 0 or 1.
 """
 
 from collections.abc import Callable
@@ -18,14 +19,14 @@ IGNORED = -100
 
 
 def positions(value: Model, inputs: Array) -> Any:
-    """Give the shape and dtype of a model's positions; refuse what is no mask [B, T] of 0 and 1."""
+    """Return the shape and dtype of a model's positions; check that they are a mask [B, T]."""
     found = _traced("positions", lambda _, x: value.positions(x), None, tree.shape_of(inputs))
     given, batch = getattr(found, "shape", None), inputs.shape[0]
     if given is None or len(given) != 2 or given[0] != batch:
         raise ValueError(
             f"positions returned {kind_of(found) if given is None else f'shape {given}'} for "
-            f"inputs of shape {tuple(inputs.shape)}; expected [{batch}, T], a number for each position "
-            "of each example, as lambda tokens: tokens != 0 returns for tokens [B, T]."
+            f"inputs of shape {tuple(inputs.shape)}; expected [{batch}, T], a number for each "
+            "position of each example, as lambda tokens: tokens != 0 returns for tokens [B, T]."
         )
     is_number = any(jnp.issubdtype(found.dtype, x) for x in (jnp.integer, jnp.floating))
     if not is_number and found.dtype != bool:
@@ -37,17 +38,17 @@ def positions(value: Model, inputs: Array) -> Any:
             fits = bool(((mask == 0) | (mask == 1)).all())
         if not fits:
             raise ValueError(
-                f"positions returned {found.dtype} other than 0 and 1; expected which positions "
-                "count, not how much: compare with zero, or pass weights with the examples."
+                f"positions returned {found.dtype} other than 0 and 1; expected 1 where a position "
+                "counts and 0 elsewhere: compare with zero, or pass weights with the examples."
             )
     return found
 
 
 def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
-    """Decide from shapes whether outputs [B, T, ..., C] are those of positions that are masked.
+    """Return whether outputs of this shape, [B, T, ..., C], are sequences that are masked.
 
     Raises:
-        ValueError: If outputs are sequences of another length.
+        ValueError: If the outputs are sequences of another length than the positions.
     """
     if model.positions is None:
         return False
@@ -57,47 +58,46 @@ def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
     if shape[1] not in (length, 1):
         raise ValueError(
             f"The outputs of an example have shape {tuple(shape[1:])}, a sequence of {shape[1]}, "
-            f"but positions says of {length} which count. Let it return [B, {shape[1]}], or let "
+            f"but positions returned a mask of {length}. Make it return [B, {shape[1]}], or make "
             "apply keep the length of its inputs."
         )
     return shape[1] == length
 
 
 def are_labels(shape: tuple[int, ...], targets: Array) -> bool:
-    """Decide from shapes whether targets are class labels, one for each position."""
-    # Unsigned numbers cannot be negative.
+    """Return whether targets are signed class labels, one for each position, judging by shapes."""
+    # Unsigned labels cannot be -100.
     is_signed = jnp.issubdtype(targets.dtype, jnp.signedinteger)
     return is_signed and len(shape) > 2 and tuple(targets.shape) == tuple(shape[:-1])
 
 
-def labels(model: Model, shape: tuple[int, ...], targets: Array) -> Array:
-    """Put class 0 for labels that are ignored, so that the others can be checked."""
+def replace_ignored(model: Model, shape: tuple[int, ...], targets: Array) -> Array:
+    """Replace labels that are ignored by class 0, so that the others can be checked."""
     if model.positions is None or not are_labels(shape, targets):
         return targets
     return targets * (targets != IGNORED)
 
 
 def outputs(model: Model, params: Params, inputs: Array, targets: Array | None = None) -> Any:
-    """Give the outputs' shape and dtype; refuse a network that fails or targets that do not fit."""
-    # Shapes only: nothing is computed, however large the data set.
+    """Return the shape and dtype of the outputs; check that the network runs and targets fit."""
     z = _traced("apply", model.apply, params, tree.shape_of(inputs))
     if getattr(z, "ndim", 0) < 1:
         raise ValueError(f"apply returned {z}; expected outputs [B, C], an array.")
     if model.positions is not None:
         are_positions(model, inputs, z.shape)
     if targets is not None:
-        model.likelihood.check(z.shape, labels(model, z.shape, targets))
+        model.likelihood.check(z.shape, replace_ignored(model, z.shape, targets))
     return z
 
 
 def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) -> None:
-    """Trace `apply_train` on a minibatch; refuse it where that fails or does not fit `apply`."""
+    """Check that `apply_train` runs on a minibatch and that its results fit `apply` and params."""
     if model.apply_train is None:
         return
-    # A minibatch, because `apply_train` never sees the whole data set.
+    # A minibatch is traced, because `apply_train` never sees the whole data set.
     batch = tree.shape_of(inputs, batch_size)
     z = _traced("apply", model.apply, params, batch)
-    # The shapes of a key and of weights: nothing is drawn, and nothing runs.
+    # Only the shapes of a key and of weights are needed: nothing is drawn.
     key = jax.eval_shape(jax.random.key, 0)
     weights = jax.ShapeDtypeStruct((batch_size,), jnp.result_type(float))
     result = _traced("apply_train", model.apply_train, params, batch, key, weights)
@@ -112,7 +112,7 @@ def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) 
             f"apply_train returned outputs of shape {given}; expected {z.shape}, as apply does."
         )
     given, own = ({} if x is None else tree.shapes(x) for x in (new, params))
-    # Leaves that it leaves alone may be missing: None stands there.
+    # Leaves that it does not change may be None.
     places = [len(jax.tree.leaves(x, is_leaf=lambda y: y is None)) for x in (new, params)]
     if not given.items() <= own.items() or (new is not None and places[0] != places[1]):
         raise ValueError(
@@ -123,11 +123,11 @@ def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) 
 def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: Any) -> Any:
     try:
         return jax.eval_shape(function, params, inputs, *rest)
-    # Of any type, as it is the user's function that fails.
+    # The user's function may raise an error of any type.
     except Exception as error:
-        said = str(error).partition("\n")[0]
+        first_line = str(error).partition("\n")[0]
         raise ValueError(
             f"{name} failed on inputs of shape {inputs.shape} and dtype {inputs.dtype} "
-            f"({type(error).__name__}: {said}). Check that the params and the inputs are those of "
-            "this network."
+            f"({type(error).__name__}: {first_line}). Check that the params and the inputs are "
+            "those of this network."
         ) from error

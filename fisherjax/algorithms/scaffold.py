@@ -14,7 +14,7 @@ import optax
 from fisherjax import _optimizers, tree
 from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, Link, weighted_sum
-from fisherjax.local_update import Kept
+from fisherjax.local_update import KeptState
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
@@ -121,18 +121,20 @@ def scaffold() -> Algorithm:
 @functools.lru_cache(maxsize=64)
 def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformation:
     """Subtract the correction after each step of the user's optimiser, and keep it."""
-    inner_optimizer = _optimizers.supported(base)
+    inner_optimizer = _optimizers.with_extra_args(base)
 
-    def init(params: Params) -> Kept:
+    def init(params: Params) -> KeptState:
         _optimizers.check_plain("SCAFFOLD", base, params)
-        return Kept(_zeros(params), base.init(params))
+        return KeptState(_zeros(params), base.init(params))
 
-    def update(gradient: Params, state: Kept, params: Params, *, extras: Any = (), **given: Any):
+    def update(
+        gradient: Params, state: KeptState, params: Params, *, extras: Any = (), **given: Any
+    ):
         # Without a correction, as in a single round, all controls are zero.
         correction = extras if jax.tree.leaves(extras) else state.own
         # Before the correction, so that momentum does not accumulate it.
         updates, inner = inner_optimizer.update(gradient, state.base, params, extras=(), **given)
         updates = jax.tree.map(lambda u, c: u - c.astype(u.dtype), updates, correction)
-        return updates, Kept(correction, inner)
+        return updates, KeptState(correction, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)

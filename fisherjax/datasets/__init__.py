@@ -1,7 +1,7 @@
-"""Data sets as arrays or text, and what prepares images.
+"""Read data sets as arrays or text, and normalise and augment images.
 
-Images stay uint8 until a batch is used: `normalizer` makes the function that scales them,
-`crop_and_flip` the one that also augments them, both for the device.
+Images stay uint8 in memory until a batch is used. Two functions of a batch run on the device:
+`normalizer` makes one that scales images, `crop_and_flip` one that also augments them.
 """
 
 from fisherjax.datasets.images import crop_and_flip, normalizer

@@ -1,8 +1,4 @@
-"""What prepares images on the device: scaling and augmentation.
-
-Images stay uint8 until a batch is used: `normalizer` makes the function that scales them,
-`crop_and_flip` the one that also augments them.
-"""
+"""Normalise and augment images on the device."""
 
 import functools
 import math
@@ -18,15 +14,16 @@ from fisherjax.typing import Array, Key
 
 
 def normalizer(dataset: Dataset) -> Callable[[Array], Array]:
-    """Make the function that turns stored pixels into what a network is trained on.
+    """Make the function that normalises stored pixels for a network.
 
         normalize(x) = (x / scale - mean) / std
 
-    Integer x [..., channels] becomes float32; floating x passes unchanged, as it has been
-    normalised before. Equal constants of a data set give the same function object.
+    Integer x [..., channels] becomes float32. Floating x is returned unchanged, because it has been
+    normalised before. Data sets with equal constants get the same function object.
 
     Raises:
-        ValueError: If the constants cannot normalise (a zero deviation, differing lengths).
+        ValueError: If the scale or a deviation is not positive, or the lengths of mean and std
+            differ.
 
     Example:
         >>> import fisherjax as fj
@@ -38,8 +35,8 @@ def normalizer(dataset: Dataset) -> Callable[[Array], Array]:
     mean, std = (tuple(map(float, values)) for values in (dataset.mean, dataset.std))
     if len(mean) != len(std) or not all(math.isfinite(x) and x > 0 for x in (scale, *std)):
         raise ValueError(
-            f"cannot normalise {dataset.name!r} with scale {scale}, mean {mean}, std {std}: give "
-            "one mean and one std per channel, scale and stds above 0"
+            f"cannot normalise {dataset.name!r} with scale {scale}, mean {mean}, std {std}: pass "
+            "one mean and one std per channel, with scale and stds above 0"
         )
     return _normalizer(scale, mean, std)
 
@@ -54,7 +51,7 @@ def _normalizer(scale, mean, std):
             return x
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"inputs have dtype {x.dtype}, expected stored pixels (integers)")
-        # As many axes as x: JAX can be told to refuse anything else.
+        # As many axes as x, because JAX may be configured to refuse implicit broadcasts.
         per_channel = (1,) * (x.ndim - 1) + (-1,)
         x = x.astype(jnp.float32) / np.float32(scale)
         return (x - mean.reshape(per_channel)) / std.reshape(per_channel)
@@ -64,18 +61,23 @@ def _normalizer(scale, mean, std):
 
 @cached
 def crop_and_flip(normalize: Callable[[Array], Array], padding: int = 4, mode: str = "constant"):
-    """Make the augmentation of the CIFAR experiments: a random crop and a random mirror image.
+    """Make a function that crops and mirrors images at random, the usual augmentation of CIFAR-10.
 
-    Each image is normalised, padded on all sides by `padding` pixels, cut to its old size at a
-    random place and mirrored left to right in half of the cases. The border holds zeros, or with
-    mode "reflect" the image mirrored at its outermost pixels, which needs a padding below its size.
+    Each image is normalised, padded on all sides, cropped to its size at a random place, and
+    mirrored left to right with probability one half.
+
+    Args:
+        normalize: Function of `normalizer`.
+        padding: Pixels of the border on each side (default 4).
+        mode: Content of the border: "constant" is zeros, "reflect" the image mirrored at its
+            outermost pixels, which needs a padding below the image's height and width.
 
     Returns:
-        `augment(key, images)` from stored images [B, H, W, channels] to normalised ones, every
-        image with draws of its own; the same object for the same arguments.
+        `augment(key, images)`, which maps stored images [B, H, W, channels] to normalised ones,
+        with independent draws for each image; the same object for equal arguments.
 
     Raises:
-        ValueError: If the padding or the mode is something else.
+        ValueError: If the padding is negative or no integer, or the mode is unknown.
 
     Example:
         >>> import fisherjax as fj
@@ -84,9 +86,9 @@ def crop_and_flip(normalize: Callable[[Array], Array], padding: int = 4, mode: s
         >>> augment(jax.random.key(0), train.inputs[:2]).shape
         (2, 8, 8, 1)
 
-    Source: with zeros Jhunjhunwala, Wang, Joshi, "FedFisher", AISTATS 2024 (code). It draws once
-    for a whole minibatch; drawing for each image is the usual form and augments more. With
-    reflection Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos", ICDE 2022 (code).
+    Source: mode "constant": Jhunjhunwala, Wang, Joshi, "FedFisher", AISTATS 2024 (code), which
+    draws once for a whole minibatch; drawing for each image is usual and augments more. Mode
+    "reflect": Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos", ICDE 2022 (code).
     """
     if not isinstance(padding, int) or isinstance(padding, bool) or padding < 0:
         raise ValueError(f"padding is {padding!r}, expected a whole number of pixels from 0 up")
@@ -105,18 +107,18 @@ def crop_and_flip(normalize: Callable[[Array], Array], padding: int = 4, mode: s
         offset_key, flip_key = jax.random.split(key)
         down, right = jax.random.randint(offset_key, (2, batch, 1), -padding, padding + 1)
         flipped = jax.random.bernoulli(flip_key, 0.5, (batch, 1))
-        # For each pixel of the result the row [B, H, 1] and column [B, 1, W] of the original that
-        # it shows; outside of the original it shows the border. The padded image is never made.
+        # For each pixel of the result: its row [B, H, 1] and column [B, 1, W] in the original.
+        # Places outside the original are border. The padded image is never stored.
         rows = (jnp.arange(height)[None] + down)[:, :, None]
         columns = jnp.arange(width)[None]
         columns = (jnp.where(flipped, width - 1 - columns, columns) + right)[:, None, :]
         if mode == "reflect":
             rows, columns = _reflected(rows, height), _reflected(columns, width)
-        # One gather of the stored bytes: slicing padded floats image by image took 20 times longer.
+        # One gather of the stored bytes; slicing padded floats image by image is 20 times slower.
         image = jnp.arange(batch)[:, None, None]
         cropped = images[image, rows.clip(0, height - 1), columns.clip(0, width - 1)]
         inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-        # After normalisation: the border is zeros of what the network sees, not black.
+        # The border is set after normalisation: it holds zeros of the normalised image, not black.
         return jnp.where(inside[..., None], normalize(cropped), 0)
 
     return augment

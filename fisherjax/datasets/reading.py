@@ -11,8 +11,8 @@ import numpy as np
 
 from fisherjax._core import checks
 
-# Mean and deviation per channel, as the FedFisher experiments have them: MNIST's also for
-# Fashion-MNIST, CIFAR-10's also for CIFAR-100, and SVHN as it is.
+# Mean and deviation per channel, as in the FedFisher experiments, which use those of MNIST for
+# Fashion-MNIST, those of CIFAR-10 for CIFAR-100, and none for SVHN.
 _MNIST = (0.1307,), (0.3081,)
 _CIFAR = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
 _MOMENTS = {
@@ -27,22 +27,22 @@ _MOMENTS = {
         (0.24205776, 0.23828046, 0.25874835),
     ),
 }
-_OURS = "cinic10"
+_CINIC10 = "cinic10"  # which TensorFlow Datasets does not have
 NAMES = tuple(_MOMENTS)
-"""The data sets that `load` knows."""
+"""The names of the data sets that `load` reads."""
 
 
 class Dataset(NamedTuple):
-    """One split of a data set in memory, with the constants of its normalisation.
+    """One split of a data set in memory, with the constants that normalise it.
 
     Attributes:
         inputs: Images uint8 [N, H, W, channels], or inputs of any other kind [N, ...].
         targets: Class labels int32 [N].
-        num_classes: C.
+        num_classes: The number of classes C.
         scale: The largest value of a pixel.
-        mean: Of each channel, after division by the scale.
-        std: Likewise.
-        name: What `load` calls the data set.
+        mean: Mean of each channel after division by the scale.
+        std: Standard deviation of each channel after division by the scale.
+        name: The name of the data set in `load`.
     """
 
     inputs: np.ndarray
@@ -57,16 +57,20 @@ class Dataset(NamedTuple):
 def load(name: str, data_dir: str | os.PathLike | None = None) -> tuple[Dataset, Dataset]:
     """Read the training and the test split of a data set into memory.
 
-    "digits" comes with scikit-learn: 1797 images of 8x8, of which the last 360 rows of
-    `numpy.random.RandomState(0).permutation(1797)` are for testing. The others (`NAMES`) are read
-    through TensorFlow Datasets, prepared beforehand in `data_dir`, without it in the environment's
-    `TFDS_DATA_DIR`, without that in `~/tensorflow_datasets`; reading them needs no TensorFlow.
-    "cinic10" is prepared from a folder of its images, which nothing downloads; its third split, for
-    validation, is left alone.
+    "digits" comes with scikit-learn: 1797 images of 8x8 pixels, of which the last 360 rows of
+    `numpy.random.RandomState(0).permutation(1797)` are the test split. The others are read with
+    TensorFlow Datasets, without TensorFlow, and must have been prepared once. "cinic10" is prepared
+    from a folder of its images, which is not downloaded; its validation split is not read.
+
+    Args:
+        name: One of `NAMES`.
+        data_dir: Folder of the prepared data sets. The default is the environment variable
+            `TFDS_DATA_DIR`, or `~/tensorflow_datasets` if that is not set.
 
     Raises:
         ValueError: If the name is unknown.
-        FileNotFoundError: If it is not prepared there; the message holds the command that does so.
+        FileNotFoundError: If the data set is not prepared; the message has the command that
+            prepares it.
         ImportError: If the package that reads the data set is missing.
 
     Example:
@@ -79,14 +83,14 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> tuple[Dataset,
     if name not in NAMES:
         raise ValueError(
             f"unknown data set {name!r}: did you mean {checks.nearest(name, NAMES)}? All are in "
-            "datasets.NAMES; examples of your own need no name, see clients.federation"
+            "datasets.NAMES; your own examples need no name, see clients.federation"
         )
     try:
         read = _read_digits() if name == "digits" else _read_tfds(name, data_dir)
     except ImportError as error:
         raise ImportError(
             f"the digits come with scikit-learn, and decoding images needs pillow ({error}): "
-            "pip install 'fisherjax[experiments]'"
+            "run pip install 'fisherjax[experiments]'"
         ) from error
     splits, num_classes, scale = read
     train, test = (Dataset(*split, num_classes, scale, *_MOMENTS[name], name) for split in splits)
@@ -97,7 +101,7 @@ def _read_digits():
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    # Stored as the other data sets are: whole numbers, here from 0 to 16, and one channel.
+    # Stored like the other data sets: integers, here from 0 to 16, and one channel.
     images = digits.images.astype(np.uint8)[..., None]
     rows = np.random.RandomState(0).permutation(len(images))
     targets = digits.target.astype(np.int32)
@@ -105,11 +109,10 @@ def _read_digits():
 
 
 def load_text(name: str = "tiny_shakespeare", data_dir: str | os.PathLike | None = None) -> str:
-    """Read a text into memory: the splits train, validation and test, which follow one another.
+    """Read a text into memory: its splits train, validation and test, one after another.
 
-    The only name is "tiny_shakespeare", parts of nine plays, prepared through TensorFlow Datasets;
-    `data_dir` and what is raised are those of `load`. Your own text is a string already:
-    `Path(file).read_text()`.
+    The only name is "tiny_shakespeare", parts of nine plays, prepared with TensorFlow Datasets;
+    `data_dir` and the errors are those of `load`. Read your own text with `Path(file).read_text()`.
 
     Source: Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks", 2015 (data).
     """
@@ -132,43 +135,43 @@ def _read_tfds(name: str, data_dir):
 def _sources(name: str, feature: str, splits: list[str], data_dir):
     import tensorflow_datasets as tfds
 
-    if name == _OURS:
-        import fisherjax._cinic10  # noqa: F401  otherwise the name would be looked for on the net
+    if name == _CINIC10:
+        import fisherjax._cinic10  # noqa: F401  registers the name with TensorFlow Datasets
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR")
-    # A bucket ("gs://...") is no folder of this machine, and TensorFlow Datasets checks it.
+    # A bucket ("gs://...") is not a local folder; TensorFlow Datasets checks it.
     if data_dir and "://" not in str(data_dir):
         data_dir = Path(data_dir).expanduser()
         if not data_dir.is_dir():
             raise FileNotFoundError(
-                f"the data directory {str(data_dir)!r} does not exist: pass the folder that holds "
+                f"the data directory {str(data_dir)!r} does not exist: pass the folder with "
                 f"{name!r} as data_dir or TFDS_DATA_DIR, or {_how_to_prepare(name, data_dir)}"
             )
     try:
-        # As it is stored: `_decode` takes half the time for images.
+        # Records are read without decoding: `_decode` takes half the time for images.
         decoders = {feature: tfds.decode.SkipDecoding()}
         return tfds.data_source(
             name, split=splits, data_dir=data_dir, decoders=decoders, download=False
         )
-    except ImportError:  # a package is missing, not the data: preparing it again would not help
+    except ImportError:  # a package is missing, not the data
         raise
-    except Exception as error:  # of many types, depending on what is missing
+    except Exception as error:  # the type depends on what is missing
         raise FileNotFoundError(
             f"no data set {name!r} in {str(data_dir or '~/tensorflow_datasets')!r} that can be "
-            f"read without TensorFlow: {_how_to_prepare(name, data_dir)}\nA copy of it in another "
-            "format (tfrecord) would be in the way: choose another data_dir then."
+            f"read without TensorFlow: {_how_to_prepare(name, data_dir)}\nIf that folder has a "
+            "copy of it in another format (tfrecord), choose another data_dir."
         ) from error
 
 
 def _how_to_prepare(name: str, data_dir) -> str:
     where = f", data_dir={json.dumps(str(data_dir))}" if data_dir else ""
-    # The only format that is read without TensorFlow.
-    known = "import fisherjax._cinic10; " if name == _OURS else ""
+    register = "import fisherjax._cinic10; " if name == _CINIC10 else ""
+    # array_record is the only format that can be read without TensorFlow.
     code = (
-        f"import tensorflow_datasets as tfds; {known}"
+        f"import tensorflow_datasets as tfds; {register}"
         f'tfds.builder("{name}"{where}, file_format="array_record").download_and_prepare()'
     )
     images = f"{data_dir or '~/tensorflow_datasets'}/downloads/manual/CINIC-10"
-    first = f" (train, valid and test of CINIC-10.tar.gz in {images})" if name == _OURS else ""
+    first = f" (train, valid and test of CINIC-10.tar.gz in {images})" if name == _CINIC10 else ""
     install = "pip install 'fisherjax[prepare]'"
     return f"prepare it once{first}:\n  {install}\n  python -c {shlex.quote(code)}"
 
@@ -178,12 +181,12 @@ def _decode(source, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
     inputs = np.empty((len(source), *shape), np.uint8)
     targets = np.empty(len(source), np.int32)
-    chunk = 4096  # encoded images held at a time
+    chunk = 4096  # encoded images in memory at a time
     for start in range(0, len(source), chunk):
         rows = range(len(source))[start : start + chunk]
         for row, record in zip(rows, source.__getitems__(list(rows)), strict=True):
             with Image.open(io.BytesIO(record["image"]), formats=("PNG", "JPEG")) as image:
-                # Where images have colours, some may be stored without.
+                # Some images of a colour data set may be stored in grey.
                 image = image.convert("RGB") if shape[-1] == 3 else image
                 inputs[row] = np.asarray(image).reshape(shape)
             targets[row] = record["label"]

@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors
 
 from fisherjax._core.checks import nearest
 from fisherjax.files.base import CODES, appearing, checked_path
-from fisherjax.tree import native
+from fisherjax.tree import to_native
 
 Place = str | tuple[str, tuple[int, ...]]
 """Their name of a leaf; or that and the axes by which ours is transposed to be theirs."""
@@ -240,7 +240,7 @@ def _read(path: Path, cast: bool) -> dict[str, np.ndarray]:
     is_cast = {name for name, x in found.items() if cast and x.dtype.type is np.longdouble}
     try:
         # Archives keep the byte order of the machine that they are for.
-        return {n: x if n in is_cast else native(x, n) for n, x in found.items()}
+        return {n: x if n in is_cast else to_native(x, n) for n, x in found.items()}
     except TypeError as error:
         raise ValueError(f"{str(path)!r} holds what is no array of numbers. {error}") from error
 

@@ -121,9 +121,9 @@ def _mean(
     vector: Params | None,
 ) -> Any:
     model, kind, batch_size, most = plan
-    apply, own = leaves.opened(model, params)
+    apply, own = leaves.bind_untrained(model, params)
     point = own if vector is None else (own, vector)
-    examples = _sequences.weighed(model, examples)
+    examples = _sequences.drop_uncounted(model, examples)
     if most is not None and key is not None:
         examples = draw(jax.random.fold_in(key, _DRAW), examples, most)
 
@@ -150,7 +150,7 @@ def _mean_over_devices(
     own_plan = plan._replace(max_examples=most and -(-most // layout.mesh.shape[axis]))
 
     def on_one(point: tuple, key: Key | None, examples: Examples) -> Any:
-        examples = _sequences.weighed(plan.model, examples)
+        examples = _sequences.drop_uncounted(plan.model, examples)
         # Otherwise all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
         params, vector = point
@@ -200,7 +200,7 @@ def check(
     # These kinds read no targets, whatever they are.
     if examples.targets is not None and kind not in (automatic, true):
         shape = examples.targets.shape[0], *z.shape[1:]
-        model.likelihood.check(shape, output_checks.labels(model, shape, examples.targets))
+        model.likelihood.check(shape, output_checks.replace_ignored(model, shape, examples.targets))
     y = None if examples.targets is None else tree.shape_of(examples.targets[:1])
     _columns(model.likelihood, plan.kind, z, y, key is None)
     return plan._replace(max_examples=max_examples)

@@ -200,7 +200,7 @@ def _sums(
     factor: _passes.Factor,
 ) -> Kronecker:
     (fallback, sharing, model), seen = options, trace(apply, params, x)
-    counts = locations.counted(seen, _sequences.counted(model, x))
+    counts = locations.counted(seen, _sequences.counted_positions(model, x))
     # Still tracing: nothing has been computed yet.
     if seen.uncovered and fallback is None:
         sizes = {name: math.prod(shape) for name, shape in tree.shapes(params).items()}

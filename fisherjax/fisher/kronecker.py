@@ -282,7 +282,7 @@ def inverse(matrix: Array, shift: Array) -> Array:
     identity = identity_like(matrix)
     shifted = matrix + shift.astype(matrix.dtype) * identity
     # The shift makes a semi-definite factor definite.
-    inverse = 1 / shifted if matrix.ndim == 1 else linalg.definite(shifted, identity)
+    inverse = 1 / shifted if matrix.ndim == 1 else linalg.cholesky_solve(shifted, identity)
     # The last entry, one over the last pivot squared, is not finite where any pivot was none; a
     # look at all of them would be compiled for every factor.
     sound = tree.is_finite(inverse if matrix.ndim == 1 else inverse[-1, -1])

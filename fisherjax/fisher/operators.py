@@ -91,7 +91,7 @@ class Blockwise:
 
     def __repr__(self) -> str:
         """Describe the operator in one line, whatever its leaves are."""
-        return tree.line(type(self).__name__, self)
+        return tree.describe(type(self).__name__, self)
 
     def mv(self, params: Params) -> Params:
         """Multiply a vector of the shape of params by the operator."""

@@ -107,7 +107,7 @@ def told_apart(params: Params, update: Update, before: int = 0) -> Leaves:
     """
     if before + max((len(x) for x in update.statistics.values()), default=0) > 1:
         leaves.check_moments(tuple(update.statistics))
-    return leaves.named(params, tuple(update.statistics), update.frozen)
+    return leaves.split_by_name(params, tuple(update.statistics), update.frozen)
 
 
 def screened(
@@ -162,10 +162,10 @@ def finished(
         _check_finite(merged, *(blame or ()))
         return merged, state, info
     _check_shapes(merged, given)
-    averaged = leaves.filled(own.statistics, statistics)
+    averaged = leaves.replace(own.statistics, statistics)
     # Frozen leaves leave as they came, whatever a method that runs the network made of them. By
     # name, as what `files.load_update` read is no tree of the network's structure.
-    whole = join(leaves.filled(trained, tree.by_name(merged)), averaged, own.frozen)
+    whole = join(leaves.replace(trained, tree.by_name(merged)), averaged, own.frozen)
     # Sums and solutions are in at least float32: rounded to the model's dtype once, here.
     whole = jax.tree.map(
         lambda leaf, start: jnp.asarray(leaf, jnp.result_type(start)), whole, join(*own)

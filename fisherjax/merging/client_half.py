@@ -104,7 +104,7 @@ def summarize_memory(
     if algorithm.model is not None:
         own = leaves.split(algorithm.model, params, federation.inputs)
         if start is not None:  # nothing trains, and all others stay as they are
-            mine, others = leaves.apart(algorithm.model, params)
+            mine, others = leaves.split_trained(algorithm.model, params)
             own = leaves.Leaves(mine, None, others)
     if start is None:
         extras = eval_shape(lambda w: _extras(algorithm, w), own.trained)
@@ -208,9 +208,9 @@ def _told_apart(algorithm: Algorithm, trained: Trained, federation: Federation) 
     kinds, start = _kinds(algorithm.model, trained.params, federation), trained.start
     if set(kinds) == {leaves.TRAINED}:  # what `train` gave is told apart already
         return trained
-    own = leaves.of_kinds(kinds, trained.params)
+    own = leaves.split_by_kind(kinds, trained.params)
     if jax.tree.structure(start) == jax.tree.structure(trained.params):
-        start = leaves.of_kinds(kinds, start).trained
+        start = leaves.split_by_kind(kinds, start).trained
     for name, leaf in tree.by_name(own.frozen).items():
         alike = checks.is_traced(leaf) or np.array_equal(
             leaf, np.broadcast_to(leaf[:1], leaf.shape), equal_nan=True

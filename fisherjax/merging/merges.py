@@ -192,7 +192,7 @@ def merge_sums(
     if len(cohort) > 1:
         leaves.check_moments(statistics)
     # Sums may be spread over a mesh.
-    own = leaves.named(checks.arrays(params), statistics, tuple(frozen))
+    own = leaves.split_by_name(checks.arrays(params), statistics, tuple(frozen))
     own = replicate(own, mesh_of(sums))
     return _of_sums(algorithm, own, sums, state, cohort, server_key(algorithm, key))
 

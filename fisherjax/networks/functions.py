@@ -62,7 +62,7 @@ def init(
             few = inputs[: statistics.ENOUGH]
             few = jnp.asarray(few) if normalize is None else normalize(few)
             seen = _cast(few, variables["params"])
-    return statistics.first(module, key, variables, seen)
+    return statistics.first_params(module, key, variables, seen)
 
 
 @cached

@@ -112,7 +112,7 @@ def from_moments(moments: Any) -> Any:
     return _each(_each(moments, _stats), _absolute)
 
 
-def first(
+def first_params(
     module: flax.linen.Module, key: Key, variables: dict[str, Any], inputs: Array | None
 ) -> Params:
     """Return the params of a new network: its statistics are flax's first ones.

@@ -95,7 +95,7 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
         # Of a mean loss: each example's own cotangent is that of the mean, times their number.
         each = jax.vmap(gradient)(inputs, own, cotangents * number.astype(cotangents.dtype))
         found, structure = jax.tree.flatten(each)
-        found = tree.keep((weights > 0) & tree.finite(found).all(0), found)
+        found = tree.keep((weights > 0) & tree.finite_by_client(found).all(0), found)
         total, _ = optax.per_example_global_norm_clip(found, clip)
         total = noisy(noise, total, [clip * noise_multiplier] * len(total))
         mean = [leaf / number.astype(leaf.dtype) for leaf in total]

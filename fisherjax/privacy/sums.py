@@ -184,7 +184,7 @@ def _bounded(algorithm: Algorithm, clip: tuple[tuple[str, float | None], ...]) -
         groups = _groups(each, tuple(bounds))
         leaves, structure = jax.tree.flatten(each)
         # One whose update is not finite, or who is left out, counts with zeros.
-        counts = (weights > 0) & tree.finite(leaves).all(0)
+        counts = (weights > 0) & tree.finite_by_client(leaves).all(0)
         leaves = tree.keep(counts, leaves)
         # What is in no group is a weight, which is public: everybody's is one.
         total = [jnp.full(leaf.shape[1:], len(weights), leaf.dtype) for leaf in leaves]

@@ -98,7 +98,7 @@ def test_a_call_that_comes_too_late_says_so(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=individual_dot")
     devices.disable_faulty_fusion()  # chosen already
     monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.raises(RuntimeError, match=r"begun already.*before JAX computes anything"):
+    with pytest.raises(RuntimeError, match=r"already started.*before JAX computes anything"):
         devices.disable_faulty_fusion()
 
 

@@ -51,14 +51,14 @@ class Products:
 
     def __repr__(self) -> str:
         """Describe the sums in one line, with the layer that they are of."""
-        return tree.line(
+        return tree.describe(
             "Products", self, f"of {str(getattr(self.head, 'kernel', self.head))[:60]}"
         )
 
 
 def regression(model: Model, x: Array, z: Array, y: Array) -> Array:
     """Give what outputs z are fitted to, of their shape: themselves where nothing counts."""
-    counts = _sequences.targets_counted(model, x, z.shape, y)
+    counts = _sequences.counted_targets(model, x, z.shape, y)
     y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
     y = y.astype(z.dtype).reshape(z.shape)
     return y if counts is None else jnp.where(counts[..., None], y, z)
@@ -69,7 +69,7 @@ def exact_products(
     model: Model, batch_size: int, params: Params, directions: Params, examples: Examples
 ) -> Products:
     """Compute the quadratic of stacked directions [K, ...], by minibatches."""
-    apply, params = leaves.opened(model, params)
+    apply, params = leaves.bind_untrained(model, params)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> Products:
         del key
@@ -81,7 +81,7 @@ def exact_products(
         residual = seen.outputs - regression(model, x, seen.outputs, y)
         # Both sides of a product carry the root of the weight; [B, T, ...].
         root, places = jnp.sqrt(w)[:, None, None].astype(a.dtype), (*a.shape[:2], -1)
-        counts = _sequences.targets_counted(model, x, seen.outputs.shape, y)
+        counts = _sequences.counted_targets(model, x, seen.outputs.shape, y)
         if counts is not None:
             a = locations.selected(a, counts.reshape(a.shape[:2]))
             changes = jnp.where(counts[..., None], changes, 0)
@@ -97,7 +97,7 @@ def exact_products(
             head,
         )
 
-    examples = _sequences.weighed(model, examples)
+    examples = _sequences.drop_uncounted(model, examples)
     return _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
 
 
@@ -122,7 +122,7 @@ def best_way(
     pull = (used.gradient + ridge * value)[None]
     sides = jnp.concatenate([used.crossed, pull])
     flat = sides.swapaxes(0, 1).reshape(size, -1)
-    heads = -linalg.definite(used.inputs + ridge * jnp.eye(size), flat)
+    heads = -linalg.cholesky_solve(used.inputs + ridge * jnp.eye(size), flat)
     heads = heads.reshape(size, *sides.shape[::2]).swapaxes(0, 1)
     # Each way as coefficients [P, K] of directions and a move of the head [P, a, C].
     one = jnp.eye(number)
@@ -135,7 +135,7 @@ def best_way(
     curvature = _curvature(held, ways, heads)
     slope = ways @ held.steepness + jnp.einsum("pac,ac->p", heads, held.gradient)
     shift = jnp.where(unit > 0, _RIDGE * jnp.trace(curvature) / len(unit), 1)
-    share = -linalg.definite(curvature + jnp.diag(shift), slope)
+    share = -linalg.cholesky_solve(curvature + jnp.diag(shift), slope)
     predicted = share @ slope + share @ curvature @ share / 2
     step = jax.tree.map(lambda d: jnp.tensordot(share @ ways, d, 1), _but(head, directions))
     leaves = template.by_name(step) | unpack(head, jnp.tensordot(share, heads, 1))
