@@ -1,6 +1,7 @@
-"""One-shot federated learning with Fisher information: merge models that were trained apart.
+"""One-shot federated learning with Fisher information: merge models that were trained separately.
 
-Data is partitioned over clients; clients train and summarize; the server aggregates; metrics judge.
+Data is partitioned over clients, the clients train and summarize, the server aggregates their
+updates, and metrics evaluate the merged model.
 """
 
 import importlib
@@ -71,7 +72,7 @@ __version__ = "0.3.0.dev0"
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import `networks` when it is first used: nothing else here needs flax."""
+    """Import `networks` when it is first used: no other module needs flax."""
     if name == "networks":
         return importlib.import_module("fisherjax.networks")
     raise AttributeError(f"module 'fisherjax' has no attribute {name!r}")

@@ -160,7 +160,8 @@ def select(federation: Federation, clients: Sequence[int] | Array) -> Federation
         differ = clients.ndim == 1 and clients.size == len(np.unique(clients)) > 0
         if not differ or not known.all():
             raise ValueError(
-                f"clients are {clients.tolist()}; expected at least one of 0 to {last}, each once."
+                f"clients are {clients.tolist()}; expected at least one of 0 to {last}, each "
+                "only once."
             )
     kept = jax.tree.map(lambda x: x[clients], (federation.indices, federation.sizes))
     return Federation(federation.inputs, federation.targets, *kept, ids(federation)[clients])

@@ -215,7 +215,7 @@ def test_frozen_leaves_are_in_the_merged_file_only_if_there_is_a_start(paths, ca
     files.save_arrays(start, START)
     words = ["merge", str(out), *map(str, paths)]
     assert main(words) == 0
-    assert "Without 3 frozen leaves, such as 'moments/norm/shift'" in capsys.readouterr().out
+    assert "The file lacks 3 frozen leaves, such as 'moments/norm/shift'" in capsys.readouterr().out
     found = files.load_arrays(out)
     assert found.keys() == START.keys() - FROZEN
     assert main([*words, "--start", str(start)]) == 0
