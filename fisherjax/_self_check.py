@@ -1,7 +1,7 @@
-"""Check that this machine computes a handful of identities right: compilers have faults.
+"""Check that this machine computes a set of identities correctly, because compilers have bugs.
 
-Each identity is a small program in one of the forms that a released compiler has miscompiled, or
-that every merge depends on, and is compared with NumPy in float64. See `devices.self_check`.
+Each identity is a small program, one that a released compiler has miscompiled or one that every
+merge needs. Its result is compared with NumPy in float64. See `devices.self_check`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ from fisherjax.typing import Array
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 _UPDATE = "install another jaxlib, and please report this with the versions"
-# Sums that threads divide are wrong in some calls only.
+# Sums that are divided among threads are wrong in some calls only.
 _REPEATS = 100
 
 
 class Fault(NamedTuple):
-    """An identity that does not hold here.
+    """An identity that does not hold on this machine.
 
     Attributes:
-        identity: What was computed.
-        error: The largest error, relative to the largest entry of the right result.
-        affected: Which of a user's programs may be wrong.
-        cure: What to do.
+        identity: Name of the identity.
+        error: The largest error, relative to the largest entry of the correct result.
+        affected: The programs that may compute wrong results.
+        cure: The remedy.
     """
 
     identity: str
@@ -38,7 +38,7 @@ class Fault(NamedTuple):
     cure: str
 
     def __str__(self) -> str:
-        """Return one line for a person."""
+        """Describe the fault in one line."""
         return (
             f"{self.identity}: wrong by {self.error:.2g} of the largest entry. "
             f"Affected: {self.affected}. To mend it: {self.cure}."
@@ -46,7 +46,15 @@ class Fault(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What is computed, its right value by NumPy, and the relative error that rounding may make."""
+    """A program whose result is known.
+
+    Attributes:
+        name: What is computed.
+        sides: `() -> (computed, correct)`, the results of JAX and of NumPy.
+        tolerance: The largest relative error that rounding can explain.
+        affected: The programs that may compute wrong results if the identity does not hold.
+        cure: The remedy.
+    """
 
     name: str
     sides: Callable[[], tuple[Any, Any]]
@@ -56,9 +64,9 @@ class Identity(NamedTuple):
 
 
 def faults(identities: Sequence[Identity]) -> tuple[Fault, ...]:
-    """Compute both sides of each identity, and return those that differ."""
+    """Compute both sides of each identity; return the identities whose sides differ."""
     errors = [_error(*identity.sides()) for identity in identities]
-    # Not "error > tolerance": a NaN is a fault.
+    # The condition is negated, because a NaN is a fault too.
     return tuple(
         Fault(identity.name, error, identity.affected, identity.cure)
         for identity, error in zip(identities, errors, strict=True)
@@ -138,7 +146,7 @@ def _definite_solve() -> tuple[Any, Any]:
 
 
 def _long_loop_on_all_devices() -> tuple[Any, Any]:
-    """Multiply scaled identities, which the compiler does not know: every norm is known."""
+    """Multiply multiples of the identity matrix, whose norms are known, but not to the compiler."""
 
     def norms(key: Array) -> Array:
         matrices = jax.random.uniform(key, (24, 1, 1), minval=1) * jnp.eye(400)
@@ -160,7 +168,7 @@ def _long_loop_on_all_devices() -> tuple[Any, Any]:
     return found, np.ones(found.shape)
 
 
-_OWN_JIT = "what you compile yourself with jax.jit, fisherjax's functions in it or not"
+_OWN_JIT = "programs that you compile with jax.jit, with functions of fisherjax or without"
 _ALL = "everything that fisherjax computes here"
 IDENTITIES = (
     Identity(

@@ -188,7 +188,7 @@ def test_an_optimiser_that_tells_leaves_apart_has_a_length_for_each(world):
 # As optimisers of gradients of single examples, it takes the first axis for theirs.
 BATCHED = optax.stateless(lambda updates, _: jax.tree.map(lambda leaf: leaf.mean(0), updates))
 REFUSED = {
-    "lookahead": (optax.lookahead(optax.sgd(0.1), 2, 0.5), "moves params as they are"),
+    "lookahead": (optax.lookahead(optax.sgd(0.1), 2, 0.5), "updates params themselves"),
     "labels of other params": (
         optax.multi_transform({"a": optax.sgd(0.1)}, {"V": "a"}),
         r"cannot start from these params .*\['W', 'b'\]",
@@ -238,11 +238,11 @@ def test_the_server_has_no_loss(world):
             method.link.init(start, 2)
     for name in ("sam", "schedule_free"):
         method = algorithms.with_server_optimizer(algorithms.fedavg(), made(name))
-        with pytest.raises(ValueError, match="The server goes by every step"):
+        with pytest.raises(ValueError, match="The server measures every step"):
             method.link.init(start, 2)
     ahead = optax.lookahead(optax.sgd(1.0), 2, 0.5)
     method = algorithms.with_server_optimizer(algorithms.fedavg(), ahead)
-    with pytest.raises(ValueError, match="moves params as they are"):
+    with pytest.raises(ValueError, match="updates params themselves"):
         method.link.init(start, 2)
 
 
