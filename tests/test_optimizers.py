@@ -249,7 +249,7 @@ def test_the_server_has_no_loss(world):
 def test_methods_that_go_by_steps_refuse_what_is_not_where_its_answer_is(world):
     for method, called in ((algorithms.fednova(), "FedNova"), (algorithms.scaffold(), "SCAFFOLD")):
         for name in ("sam", "schedule_free"):
-            with pytest.raises(ValueError, match=f"^{called} goes by every step"):
+            with pytest.raises(ValueError, match=f"^{called} measures every step"):
                 train(world, method.optimizer(made(name)))
     with pytest.raises(ValueError, match=r"^The optimizer that FedNova wraps cannot .*no loss"):
         train(world, algorithms.fednova().optimizer(made("polyak_sgd")))

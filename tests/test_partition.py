@@ -204,9 +204,9 @@ def test_a_beta_that_underflows_gives_each_class_to_one_client_with_room(beta):
 
 def test_niid_bench_says_what_would_meet_the_minimum():
     targets = np.repeat(np.arange(3), 40)
-    with pytest.raises(ValueError, match=r"none of 20 draws.*What would do: min_size=") as error:
+    with pytest.raises(ValueError, match=r"none of 20 draws.*Try min_size=") as error:
         partition.niid_bench(targets, 6, 0.01, seed=0, max_draws=20)
-    advised = int(str(error.value).partition("What would do: min_size=")[2].partition(",")[0])
+    advised = int(str(error.value).partition("Try min_size=")[2].partition(",")[0])
     parts = partition.niid_bench(targets, 6, 0.01, seed=0, max_draws=20, min_size=advised)
     assert min(map(len, parts)) == advised < 10
     assert min(map(len, partition.niid_bench(targets, 6, 1.0, seed=0, max_draws=20))) >= 10
