@@ -99,7 +99,7 @@ def doubled_convolution(images: Array, kernel: Array) -> Array:
     """Convolve images [B, H, W, cin] with doubled pixels and a kernel [3, 3, cin, cout].
 
     The result [B, 2H, 2W, cout] is that of repeating each pixel twice in height and width, and then
-    a convolution with one zero on each side. Two of the three rows that the kernel covers are the same
+    a convolution with one zero on each side. Two of the three rows that the kernel covers are one
     row of the image: the last two for even output rows, the first two for odd ones. Thus a kernel
     of two rows, and likewise two columns, is enough: 4 products in place of 9.
 
