@@ -56,11 +56,9 @@ def drop_uncounted(model: Model, examples: Examples) -> Examples:
     def counts(one: Array) -> Array:
         return counted_positions(model, one[None]).any()
 
-    # Examples are mapped in batches: the inputs of a client are never copied as a whole.
-    if indices is None:
-        found = jax.lax.map(counts, jnp.asarray(inputs), batch_size=_AT_ONCE)
-    else:
-        found = jax.lax.map(lambda row: counts(inputs[row]), indices, batch_size=_AT_ONCE)
+    rows, inputs = jnp.arange(len(inputs)) if indices is None else indices, jnp.asarray(inputs)
+    # Rows are mapped in batches: the inputs of a client are never copied as a whole.
+    found = jax.lax.map(lambda row: counts(inputs[row]), rows, batch_size=_AT_ONCE)
     weights = jnp.ones(found.shape) if weights is None else weights
     return examples._replace(weights=jnp.where(found, weights, 0))
 

@@ -185,8 +185,8 @@ def by_name(kind: Params) -> dict[str, Any]:
         >>> by_name({"a": None, "b": 2.0})
         {'a': None, 'b': 2.0}
     """
-    found = jax.tree_util.tree_leaves_with_path(kind, is_leaf=_is_none)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in found}
+    leaves = jax.tree.leaves(kind, is_leaf=_is_none)
+    return dict(zip(tree.names(kind, _is_none), leaves, strict=True))
 
 
 def check_moments(names: Sequence[str]) -> None:

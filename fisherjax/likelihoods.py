@@ -101,7 +101,7 @@ def _check_shape(name: str, expected: tuple[int, ...], y: Array, meaning: str) -
 
 
 def _check_range(name: str, y: Array, low: int, high: int, meaning: str) -> None:
-    if isinstance(y, jax.core.Tracer) or y.size == 0:
+    if checks.is_traced(y) or y.size == 0:
         return
     # A traced function may close over targets with known values.
     with jax.ensure_compile_time_eval():

@@ -3,7 +3,6 @@
 The memory needed depends on the number of clients in a chunk, not on the number of all clients.
 """
 
-import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -202,13 +201,9 @@ def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:
     """Return a valid number of clients per chunk; None chooses 1 on a CPU and M elsewhere."""
     if clients_per_chunk is None:
         return 1 if jax.default_backend() == "cpu" else num_clients
-    is_integer = isinstance(clients_per_chunk, numbers.Integral) and clients_per_chunk is not True
-    if not is_integer or not 1 <= clients_per_chunk <= num_clients:
-        raise ValueError(
-            f"clients_per_chunk is {clients_per_chunk!r}; expected an integer from 1 (one client "
-            f"after the other) to {num_clients} (all at once), or None for the default."
-        )
-    return int(clients_per_chunk)
+    expected = f"an integer from 1 (one client after the other) to {num_clients} (all at once), or "
+    expected += "None for the default"
+    return checks.count("clients_per_chunk", clients_per_chunk, 1, num_clients, expected)
 
 
 def idle_share(steps: Sequence[int], clients_per_chunk: int = 1, num_devices: int = 1) -> float:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fisherjax import partition
+from fisherjax._core import checks
 
 OPENINGS = (
     ("Coriolanus", "First Citizen:\nBefore we proceed any further"),
@@ -147,8 +148,7 @@ def windows(
         >>> [decode(row, cut.alphabet) for row in (*cut.inputs, *cut.targets)]
         ['Ay', ' m', 'y ', 'me']
     """
-    if context < 1:
-        raise ValueError(f"context is {context}, expected a window of at least 1 character")
+    checks.count("context", context)
     # One character more than a window, as the target of its last character.
     smallest = max(min_characters, context + 1)
     kept = tuple(role for role in roles if len(role.text) >= smallest)

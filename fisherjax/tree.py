@@ -1,7 +1,7 @@
 """Name the leaves of pytrees, stack clients, and sum over the client axis."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ ZERO_EXPONENT = -(2**14)
 """The exponent that stands for zero: below that of any float, far inside the range of int32."""
 
 
-def names(tree: Any) -> tuple[str, ...]:
+def names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[str, ...]:
     """Return the names of the leaves of a pytree, their paths, in the order of `jax.tree.leaves`.
 
     Raises:
@@ -25,7 +25,7 @@ def names(tree: Any) -> tuple[str, ...]:
         >>> names({"dense": {"kernel": 1.0, "bias": 2.0}})
         ('dense/bias', 'dense/kernel')
     """
-    paths = jax.tree_util.tree_leaves_with_path(tree)
+    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
     named = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
     if len(set(named)) < len(named):
         twice = next(name for name in named if named.count(name) > 1)

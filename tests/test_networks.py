@@ -189,7 +189,7 @@ class Counting(flax.linen.Module):
 
 
 def test_a_model_with_other_collections_is_refused(key):
-    with pytest.raises(ValueError, match=r"Counting keeps .*'calls'.*apply_train"):
+    with pytest.raises(ValueError, match=r"Counting has .*'calls'.*apply_train"):
         networks.init(Counting(), key, np.zeros((2, 3)))
 
 

@@ -24,11 +24,16 @@ def is_traced(*values: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
-def count(name: str, value: Any) -> int:
-    """Check that a value is an integer of at least 1, and return it as an int; True is refused."""
+def count(name: str, value: Any, least: int = 1, most: float = math.inf, expected: str = "") -> int:
+    """Check that a value is an integer from `least` to `most`, and return it as an int.
+
+    `expected` describes the valid values in the message, by default as "an integer of at least 1".
+    """
     # NumPy's integers are accepted. True is an integer in Python, but a mistake here.
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; expected an integer of at least 1.")
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:
+        expected = expected or f"an integer of at least {least}"
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
     return int(value)
 
 

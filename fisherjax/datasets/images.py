@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax.datasets.reading import Dataset
 from fisherjax.typing import Array, Key
@@ -90,10 +91,8 @@ def crop_and_flip(normalize: Callable[[Array], Array], padding: int = 4, mode: s
     draws once for a whole minibatch; drawing for each image is usual and augments more. Mode
     "reflect": Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos", ICDE 2022 (code).
     """
-    if not isinstance(padding, int) or isinstance(padding, bool) or padding < 0:
-        raise ValueError(f"padding is {padding!r}, expected a whole number of pixels from 0 up")
-    if mode not in ("constant", "reflect"):
-        raise ValueError(f"mode is {mode!r}, expected 'constant' or 'reflect'")
+    checks.count("padding", padding, 0)
+    checks.one_of("mode", mode, ("constant", "reflect"))
 
     def augment(key: Key, images: Array) -> Array:
         if images.ndim != 4:

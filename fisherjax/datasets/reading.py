@@ -80,11 +80,8 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> tuple[Dataset,
 
     Source: normalisation of Jhunjhunwala, Wang, Joshi, "FedFisher", AISTATS 2024 (code).
     """
-    if name not in NAMES:
-        raise ValueError(
-            f"unknown data set {name!r}: did you mean {checks.nearest(name, NAMES)}? All are in "
-            "datasets.NAMES; your own examples need no name, see clients.federation"
-        )
+    where = "datasets.NAMES; your own examples need no name, see clients.federation"
+    checks.one_of("data set", name, NAMES, where)
     try:
         read = _read_digits() if name == "digits" else _read_tfds(name, data_dir)
     except ImportError as error:

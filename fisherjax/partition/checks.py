@@ -1,10 +1,10 @@
 """Check partitions and the arguments of the schemes that make them."""
 
-import math
-import numbers
 from collections.abc import Sequence
 
 import numpy as np
+
+from fisherjax._core.checks import count
 
 
 def check_partition(partition: Sequence[np.ndarray], num_examples: int) -> None:
@@ -88,28 +88,12 @@ def num_clients(value: int, num_examples: int) -> None:
     count("num_clients", value, 1, num_examples, expected)
 
 
-def concentration(name: str, value: float) -> None:
-    """Check that a value is a valid concentration of a Dirichlet distribution."""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
-        raise ValueError(
-            f"{name} is {value!r}, but a Dirichlet concentration is a finite number above 0: "
-            "try 0.1 for very different clients, 100 for similar ones"
-        )
-
-
-def count(
-    name: str, value: int, smallest: int, largest: float = math.inf, expected: str | None = None
-) -> None:
-    """Check that a value is an integer in a range."""
-    expected = expected or f"{smallest} or more"
-    # True is an integer in Python, but a mistake here.
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, expected an integer, {expected}")
-    if not smallest <= value <= largest:
-        raise ValueError(f"{name} is {value}, expected {expected}")
+def num_classes(value: int, total: int) -> None:
+    """Check that clients have at least one class, and at most all C classes of the targets."""
+    count("num_classes", value, 1, total, f"1 to {total}, the number of classes of the targets")
 
 
 def random_state(seed: int) -> np.random.RandomState:
     """Return NumPy's older generator of a seed, with which the papers draw their splits."""
-    count("seed", seed, 0, 2**32 - 1, "one from 0 to 2**32 - 1")
+    count("seed", seed, 0, 2**32 - 1, "an integer from 0 to 2**32 - 1")
     return np.random.RandomState(int(seed))

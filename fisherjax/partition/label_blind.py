@@ -4,6 +4,7 @@ import numbers
 
 import numpy as np
 
+from fisherjax._core.checks import count
 from fisherjax.partition import checks
 
 
@@ -17,7 +18,7 @@ def iid(targets_or_num_examples, num_clients: int, seed: int) -> list[np.ndarray
 
     Raises:
         ValueError: If `num_clients` is not from 1 to N, or the seed is out of range.
-        TypeError: If a number is not an integer.
+        TypeError: If the number of examples is not an integer.
 
     Example:
         >>> [len(part) for part in iid(10, num_clients=3, seed=0)]
@@ -89,8 +90,8 @@ def hold_out(num_clients: int, num_held_out: int, seed: int) -> tuple[np.ndarray
         The numbers of the clients that train, and those of the held-out clients, each ascending.
 
     Raises:
-        ValueError: If no client would train or none is held out, or the seed is out of range.
-        TypeError: If an argument is not an integer.
+        ValueError: If no client would train or none is held out, or an argument is not an integer
+            or out of range.
 
     Example:
         >>> hold_out(5, 2, seed=0)
@@ -99,9 +100,9 @@ def hold_out(num_clients: int, num_held_out: int, seed: int) -> tuple[np.ndarray
     Source: Yuan, Morningstar, Ning, Singhal, What Do We Mean by Generalization in Federated
     Learning?, ICLR 2022 (participation gap).
     """
-    checks.count("num_clients", num_clients, 2)
+    count("num_clients", num_clients, 2)
     expected = f"1 to {num_clients - 1} of {num_clients} clients, so that some are left to train"
-    checks.count("num_held_out", num_held_out, 1, num_clients - 1, expected)
+    count("num_held_out", num_held_out, 1, num_clients - 1, expected)
     held_out, kept = np.split(checks.random_state(seed).permutation(num_clients), [num_held_out])
     return np.sort(kept), np.sort(held_out)
 

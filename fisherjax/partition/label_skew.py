@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fisherjax._core.checks import count, positive
 from fisherjax.partition import checks
 
 
@@ -43,7 +44,7 @@ def dirichlet_of_client(targets, num_clients: int, alpha: float, seed: int) -> l
     (the limit of small alpha), and a class that no client drew is divided equally.
     """
     classes = _classes(targets, num_clients)
-    checks.concentration("alpha", alpha)
+    positive("alpha", alpha)
     random = checks.random_state(seed)
     shares = _dirichlet_shares(random, num_clients, len(classes), alpha)
     pairs = zip(classes, shares.T, strict=True)
@@ -74,7 +75,7 @@ def niid_bench(
 
     Raises:
         ValueError: If no draw gives each client `min_size` examples, or a number is out of range.
-        TypeError: If the labels or a count are not integers.
+        TypeError: If the labels are not integers.
 
     Example:
         >>> parts = niid_bench([0, 1] * 20, num_clients=2, beta=0.5, seed=0)
@@ -87,9 +88,9 @@ def niid_bench(
     distribution, in logarithms.
     """
     classes, num_examples = _classes(targets, num_clients), len(targets)
-    checks.concentration("beta", beta)
-    checks.count("min_size", min_size, 0)
-    checks.count("max_draws", max_draws, 1)
+    positive("beta", beta)
+    count("min_size", min_size, 0)
+    count("max_draws", max_draws)
     if num_clients * min_size > num_examples:
         raise ValueError(
             f"{num_clients} clients cannot have min_size={min_size} of {num_examples} examples "
@@ -125,7 +126,7 @@ def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -
 
     Raises:
         ValueError: If a class has fewer examples than clients, or an argument is out of range.
-        TypeError: If the labels or a count are not integers.
+        TypeError: If the labels are not integers.
 
     Example:
         >>> targets = [0, 1, 2] * 6
@@ -137,12 +138,7 @@ def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -
     """
     classes = _classes(targets, num_clients)
     total = len(classes)
-    checks.count("num_classes", num_classes, 1)
-    if num_classes > total:
-        raise ValueError(
-            f"num_classes is {num_classes}, but the targets have {total} classes: ask for 1 to "
-            f"{total} classes a client"
-        )
+    checks.num_classes(num_classes, total)
     random = checks.random_state(seed)
     owners = _draw_owners(standard_random.Random(int(seed)), num_clients, num_classes, total)
     clients = [[] for _ in range(num_clients)]

@@ -21,8 +21,8 @@ def pathological(targets, num_clients: int, num_classes: int, seed: int) -> list
         seed: Seed of `numpy.random.RandomState`.
 
     Raises:
-        ValueError: If there are fewer classes, or an argument is out of range.
-        TypeError: If the labels or a count are not integers.
+        ValueError: If an argument is not an integer or out of range.
+        TypeError: If the labels are not integers.
 
     Example:
         >>> from fisherjax.partition import label_counts
@@ -37,12 +37,7 @@ def pathological(targets, num_clients: int, num_classes: int, seed: int) -> list
     targets = checks.labels(targets)
     checks.num_clients(num_clients, len(targets))
     total = int(targets.max()) + 1
-    checks.count("num_classes", num_classes, 1)
-    if num_classes > total:
-        raise ValueError(
-            f"num_classes is {num_classes}, but the targets have {total} classes: ask for 1 to "
-            f"{total} classes a client"
-        )
+    checks.num_classes(num_classes, total)
     random = checks.random_state(seed)
     lacking = np.full(total, num_clients * num_classes // total)
     more = random.permutation(total)[: num_clients * num_classes % total]
