@@ -87,11 +87,11 @@ def _option(text: str) -> tuple[str, Any]:
         ) from error
 
 
-def _limits(given: list[tuple[str, Any]]) -> files.Limits:
-    for name, value in given:
+def _limits(options: list[tuple[str, Any]]) -> files.Limits:
+    for name, value in options:
         checks.one_of("limit", name, files.Limits._fields)
         checks.count(f"limit {name}", value)
-    return files.Limits(**dict(given))
+    return files.Limits(**dict(options))
 
 
 def _merge(
@@ -122,20 +122,20 @@ def _finite(client: str, merged: files.Merge) -> str:
 
 
 def _inspect(file: str, limits: list[tuple[str, Any]]) -> None:
-    found = files.unseal(file, _limits(limits))
-    if found.about.get("what") == "upload":
-        _claims.check(found, _limits(limits))
+    sealed = files.unseal(file, _limits(limits))
+    if sealed.about.get("what") == "upload":
+        _claims.check(sealed, _limits(limits))
     # Statistics are printed among the arrays.
     hidden = "values", _claims.STATISTICS
-    about = {name: value for name, value in found.about.items() if name not in hidden}
+    about = {name: value for name, value in sealed.about.items() if name not in hidden}
     clients = about.pop("clients", {})
-    about |= {"bytes": found.nbytes, "sha256": found.digest}
+    about |= {"bytes": sealed.nbytes, "sha256": sealed.digest}
     _table(None, ((name, str(x)) for name, x in about.items() if x != {}))
     print()
     if clients:
         _table(("client", "share"), ((name, f"{share:.3f}") for name, share in clients.items()))
         print()
-    _table(("array", "type"), ((name, str(kind)) for name, kind in found.arrays.items()))
+    _table(("array", "type"), ((name, str(kind)) for name, kind in sealed.arrays.items()))
 
 
 def _check(one_per_core: bool) -> bool:
@@ -143,12 +143,12 @@ def _check(one_per_core: bool) -> bool:
         devices.one_per_core()
     versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
     print(f"{versions}, {jax.device_count()} {jax.default_backend()} device(s)")
-    found = devices.self_check()
-    for fault in found:
+    faults = devices.self_check()
+    for fault in faults:
         print(f"FAULT  {fault}")
     total = len(IDENTITIES)
-    print(f"{total - len(found)} of {total} identities hold.")
-    return bool(found)
+    print(f"{total - len(faults)} of {total} identities hold.")
+    return bool(faults)
 
 
 def _progress(name: str, number: int, total: int) -> None:

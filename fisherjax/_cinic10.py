@@ -39,16 +39,18 @@ class Cinic10(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         folder = dl_manager.manual_dir / _FOLDER
-        found = {split: [*(folder / own).glob("*/*.png")] for split, own in _SPLITS.items()}
-        for split, own in _SPLITS.items():
+        paths_of = {
+            split: [*(folder / subfolder).glob("*/*.png")] for split, subfolder in _SPLITS.items()
+        }
+        for split, subfolder in _SPLITS.items():
             # TensorFlow Datasets would write an empty split without an error.
-            absent = {*CLASSES} - {path.parent.name for path in found[split]}
+            absent = {*CLASSES} - {path.parent.name for path in paths_of[split]}
             if absent:
                 raise FileNotFoundError(
-                    f"no images of {', '.join(sorted(absent))} in {folder / own}: "
+                    f"no images of {', '.join(sorted(absent))} in {folder / subfolder}: "
                     f"{self.MANUAL_DOWNLOAD_INSTRUCTIONS}"
                 )
-        return {split: self._generate_examples(paths) for split, paths in found.items()}
+        return {split: self._generate_examples(paths) for split, paths in paths_of.items()}
 
     def _generate_examples(self, paths: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         for path in paths:

@@ -88,9 +88,9 @@ def _accepted(
 def _subsets(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield subsets of extra arguments, each once, the largest first."""
     seen: list[set[str]] = []
-    for own in (ALGORITHM_ARGUMENTS, ()):
+    for extra in (ALGORITHM_ARGUMENTS, ()):
         for loss in _LOSS_CHOICES:
-            names = {name for name in given if name in own + loss}
+            names = {name for name in given if name in extra + loss}
             if names not in seen:
                 seen.append(names)
                 yield {name: x for name, x in given.items() if name in names}
@@ -212,8 +212,8 @@ def _check_same(what: str, name: str, before: Any, after: Any) -> None:
 
 
 def _check_keeper(name: str, params: Params, state: Any) -> None:
-    found = _keepers(state)
-    if len(found) > 1 or any(_point(x) != jax.tree.structure(params) for x in found):
+    keepers = _keepers(state)
+    if len(keepers) > 1 or any(_point(x) != jax.tree.structure(params) for x in keepers):
         raise Refused(
             f"{name} has optax.contrib.sam or schedule_free more than once, or for a part of the "
             "params; expected one of them for all params, or neither."

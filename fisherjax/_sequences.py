@@ -58,9 +58,9 @@ def drop_uncounted(model: Model, examples: Examples) -> Examples:
 
     rows, inputs = jnp.arange(len(inputs)) if indices is None else indices, jnp.asarray(inputs)
     # Rows are mapped in batches: the inputs of a client are never copied as a whole.
-    found = jax.lax.map(lambda row: counts(inputs[row]), rows, batch_size=_AT_ONCE)
-    weights = jnp.ones(found.shape) if weights is None else weights
-    return examples._replace(weights=jnp.where(found, weights, 0))
+    is_counted = jax.lax.map(lambda row: counts(inputs[row]), rows, batch_size=_AT_ONCE)
+    weights = jnp.ones(is_counted.shape) if weights is None else weights
+    return examples._replace(weights=jnp.where(is_counted, weights, 0))
 
 
 def counted_targets(
@@ -76,7 +76,7 @@ def likelihood(model: Model, inputs: Array, shape: tuple[int, ...]) -> Likelihoo
     """Return a likelihood of outputs of this shape that masks positions that do not count."""
     if not output_checks.are_positions(model, inputs, shape):
         return model.likelihood
-    own, mask = model.likelihood, counted_positions(model, inputs)
+    unmasked, mask = model.likelihood, counted_positions(model, inputs)
 
     def selected(z: Array) -> Array:
         # Outputs are masked first: masking a result that is not finite has a NaN gradient.
@@ -87,20 +87,20 @@ def likelihood(model: Model, inputs: Array, shape: tuple[int, ...]) -> Likelihoo
         # Positions are treated as examples, because their log-likelihoods add up.
         flat = selected(z).reshape(-1, z.shape[-1])
         y = output_checks.replace_ignored(model, z.shape, y).reshape(-1, *y.shape[z.ndim - 1 :])
-        each = own.negative_log_likelihood(flat, y).reshape(has_target.shape)
+        each = unmasked.negative_log_likelihood(flat, y).reshape(has_target.shape)
         return jnp.where(has_target, each, 0).sum(tuple(range(1, each.ndim)))
 
     def only(columns: Array) -> Array:
         return jnp.where(_mask(mask, columns.shape[1:])[..., None], columns, 0)
 
     def combine(z: Array, r: Array) -> Array:
-        return only(own.combine(selected(z), r)[None])[0]
+        return only(unmasked.combine(selected(z), r)[None])[0]
 
-    return own._replace(
+    return unmasked._replace(
         negative_log_likelihood=loss,
-        sample=lambda key, z: _by_position(own.sample, key, z, 1),
-        factor=lambda z: jax.tree.map(only, own.factor(selected(z))),
-        combine=None if own.combine is None else combine,
+        sample=lambda key, z: _by_position(unmasked.sample, key, z, 1),
+        factor=lambda z: jax.tree.map(only, unmasked.factor(selected(z))),
+        combine=None if unmasked.combine is None else combine,
         signs=_signs,
     )
 

@@ -85,7 +85,8 @@ def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
         partition: The rows [n_i] of each client; a client may have none.
 
     Raises:
-        ValueError: If inputs and targets differ in length, a row does not exist, or there is none.
+        ValueError: If inputs and targets differ in length, a row does not exist, or no row is
+            given.
         TypeError: If rows are not integers.
 
     Example:
@@ -105,13 +106,13 @@ def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
             "one row for each example."
         )
     rows = [client_rows(rows, client, len(inputs)) for client, rows in enumerate(partition)]
-    sizes = np.array([len(own) for own in rows], np.int32)
+    sizes = np.array([len(part) for part in rows], np.int32)
     if sizes.sum() == 0:
         raise ValueError(
             f"The partition gives no example to any of its {len(rows)} clients; expected some rows."
         )
     # [M, n_max]. Padding is row 0, a valid index, which `minibatches` never reads.
-    indices = np.stack([np.pad(own, (0, sizes.max() - len(own))) for own in rows])
+    indices = np.stack([np.pad(part, (0, sizes.max() - len(part))) for part in rows])
     return Federation(*map(jnp.asarray, (inputs, targets, indices, sizes)))
 
 
@@ -263,8 +264,8 @@ def draw(key: Key, examples: Examples, most: int | None) -> Examples:
     if most is None or _rows(examples)[0].shape[0] <= most:
         return examples
     # Examples come before padding.
-    mixed = shuffled(key, examples)
-    return mixed._replace(indices=mixed.indices[:most], weights=mixed.weights[:most])
+    permuted = shuffled(key, examples)
+    return permuted._replace(indices=permuted.indices[:most], weights=permuted.weights[:most])
 
 
 def hold_out(examples: Examples, every: int) -> tuple[Examples, Examples]:

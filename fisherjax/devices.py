@@ -165,7 +165,7 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
         if everywhere.is_fully_addressable or not is_local:
             return jax.device_put(x, everywhere)
         # Arrays reach the devices of another process only from host memory.
-        return by_numpy(lambda own: jax.device_put(own, everywhere), x)
+        return by_numpy(lambda values: jax.device_put(values, everywhere), x)
 
     return jax.tree.map(place, tree)
 
@@ -190,8 +190,8 @@ def share_memory(mesh: Mesh | None) -> bool:
     """Return whether all devices of a mesh are on this process's CPU and share its memory."""
     if mesh is None:
         return False
-    own = jax.process_index()
-    return all(d.platform == "cpu" and d.process_index == own for d in mesh.devices.flat)
+    process = jax.process_index()
+    return all(d.platform == "cpu" and d.process_index == process for d in mesh.devices.flat)
 
 
 def stacked_shapes(tree: Any, num_clients: int, mesh: Mesh | None) -> Any:

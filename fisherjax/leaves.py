@@ -67,8 +67,8 @@ def split(model: Model, params: Params, inputs: Array, batch_size: int = 2) -> L
 
 def split_by_kind(kinds: Sequence[str], params: Params) -> Leaves:
     """Split leaves by their kinds, one for each leaf in order, as `kinds` returns them."""
-    every = TRAINED, STATISTICS, FROZEN
-    return Leaves(*(_pick(params, [x == kind for x in kinds]) for kind in every))
+    all_kinds = TRAINED, STATISTICS, FROZEN
+    return Leaves(*(_pick(params, [x == kind for x in kinds]) for kind in all_kinds))
 
 
 def split_by_name(params: Params, statistics: Sequence[str], frozen: Sequence[str]) -> Leaves:
@@ -89,7 +89,7 @@ def split_by_name(params: Params, statistics: Sequence[str], frozen: Sequence[st
         )
     chosen = [[x not in others for x in names]]
     chosen += [[x in group for x in names] for group in (statistics, frozen)]
-    return Leaves(*(_pick(params, own) for own in chosen))
+    return Leaves(*(_pick(params, is_chosen) for is_chosen in chosen))
 
 
 def replace(kind: Params, values: dict[str, Any]) -> Params:
@@ -99,8 +99,9 @@ def replace(kind: Params, values: dict[str, Any]) -> Params:
         >>> replace({"a": None, "b": 2.0}, {"b": 3.0})
         {'a': None, 'b': 3.0}
     """
-    own = tree.by_name(kind)
-    return jax.tree.unflatten(jax.tree.structure(kind), [values.get(n, x) for n, x in own.items()])
+    leaves = tree.by_name(kind)
+    replaced = [values.get(name, leaf) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(kind), replaced)
 
 
 def trained(model: Model, params: Params) -> Params:
@@ -121,14 +122,14 @@ def bind_untrained(model: Model, params: Params) -> tuple[Apply, Params]:
     The function holds the other leaves. Use it inside a compiled function that takes all of params
     as an argument: there the leaves that it holds are no constants of the program.
     """
-    own, others = split_trained(model, params)
+    trained_leaves, others = split_trained(model, params)
     if not jax.tree.leaves(others):
         return model.apply, params
 
     def apply(trained: Params, inputs: Array) -> Array:
         return model.apply(join(trained, others), inputs)
 
-    return apply, own
+    return apply, trained_leaves
 
 
 def split_trained(model: Model, params: Params) -> tuple[Params, Params]:
@@ -157,8 +158,8 @@ def select(kind: Params, values: Any) -> Params:
         >>> select({"a": 1.0, "b": None}, {"a": 3.0, "b": 2.0})
         {'a': 3.0, 'b': None}
     """
-    own, structure = jax.tree.flatten(kind, is_leaf=_is_none)
-    pairs = zip(own, jax.tree.leaves(values, is_leaf=_is_none), strict=True)
+    leaves, structure = jax.tree.flatten(kind, is_leaf=_is_none)
+    pairs = zip(leaves, jax.tree.leaves(values, is_leaf=_is_none), strict=True)
     return jax.tree.unflatten(structure, [None if x is None else new for x, new in pairs])
 
 
@@ -197,8 +198,8 @@ def check_moments(names: Sequence[str]) -> None:
     """
     for name in names:
         # Each occurrence is checked by itself, because the name of a layer may contain the word.
-        found = [(word.start(), word.end()) for word in _VARIANCE.finditer(name)]
-        for mean in [f"{name[:first]}mean{name[last:]}" for first, last in found]:
+        spans = [(word.start(), word.end()) for word in _VARIANCE.finditer(name)]
+        for mean in [f"{name[:first]}mean{name[last:]}" for first, last in spans]:
             if mean not in names:
                 continue
             raise ValueError(
@@ -228,9 +229,9 @@ def kind_of_moment(name: str) -> str:
 
 def check_all_trained(method: str, *others: Params) -> None:
     """Check that all leaves are trained, for a method that permutes the units of layers."""
-    if found := [name for other in others for name in tree.names(other)]:
+    if untrained := [name for other in others for name in tree.names(other)]:
         raise ValueError(
-            f"{method} changes the order of a layer's units, but {found} are not trained and "
+            f"{method} changes the order of a layer's units, but {untrained} are not trained and "
             "keep theirs; expected a network without frozen leaves and running statistics."
         )
 
@@ -243,10 +244,10 @@ def _returned(
     """Return for each leaf whether `apply_train` returns another value than its input."""
 
     def new_leaves(leaves: list[Array], *rest: Any) -> list[Array]:
-        own = jax.tree.unflatten(structure, leaves)
-        _, new = apply_train(own, *rest)
+        params = jax.tree.unflatten(structure, leaves)
+        _, new = apply_train(params, *rest)
         # It does not change a leaf that it does not return.
-        return leaves if new is None else jax.tree.leaves(join(select(own, new), own))
+        return leaves if new is None else jax.tree.leaves(join(select(params, new), params))
 
     key = jax.eval_shape(partial(jax.random.key, 0))
     weights = jax.ShapeDtypeStruct(inputs.shape[:1], jnp.result_type(float))
@@ -260,11 +261,11 @@ def _origin(program: Any, variable: Any) -> int | None:
         if argument is variable:
             return place
     for equation in program.eqns:
-        for place, own in enumerate(equation.outvars):
-            if own is variable and equation.primitive.name in _SAME:
+        for place, output in enumerate(equation.outvars):
+            if output is variable and equation.primitive.name in _SAME:
                 return _origin(program, equation.invars[place])
             inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            if own is variable and equation.primitive.name in _CALLS and inner is not None:
+            if output is variable and equation.primitive.name in _CALLS and inner is not None:
                 # Some primitives hold a closed jaxpr, others an open one.
                 inner = getattr(inner, "jaxpr", inner)
                 found = _origin(inner, inner.outvars[place])
@@ -275,7 +276,7 @@ def _origin(program: Any, variable: Any) -> int | None:
 def _pick(params: Params, chosen: Sequence[bool]) -> Params:
     values, structure = jax.tree.flatten(params)
     pairs = zip(values, chosen, strict=True)
-    return jax.tree.unflatten(structure, [x if own else None for x, own in pairs])
+    return jax.tree.unflatten(structure, [x if is_chosen else None for x, is_chosen in pairs])
 
 
 def _is_none(x: Any) -> bool:

@@ -110,8 +110,8 @@ def client_epochs(
     def epoch(number: Array, state: State) -> tuple[State, Array]:
         # Folded with the epoch: training that stops after every epoch has the same draws.
         shuffle_key, step_key = jax.random.split(jax.random.fold_in(key, number))
-        mixed = clients.shuffled(shuffle_key, examples)
-        steps, batch = clients.minibatches(mixed, local.batch_size)
+        permuted = clients.shuffled(shuffle_key, examples)
+        steps, batch = clients.minibatches(permuted, local.batch_size)
         extra = {
             "start": given.start,
             "extras": given.extras,
@@ -146,8 +146,8 @@ def sizes(local: LocalTraining, federation: Federation) -> Array:
 def _size(local: LocalTraining, federation: Federation, place: Array) -> Array:
     if local.model.positions is None:
         return federation.sizes[place]
-    own = _sequences.drop_uncounted(local.model, clients.view(federation, place))
-    return jnp.count_nonzero(own.weights).astype(federation.sizes.dtype)
+    examples = _sequences.drop_uncounted(local.model, clients.view(federation, place))
+    return jnp.count_nonzero(examples.weights).astype(federation.sizes.dtype)
 
 
 def _step(
@@ -162,11 +162,11 @@ def _step(
     model, (inputs, targets, weights) = local.model, batch
 
     def losses_of(params: Params) -> tuple[Array, tuple[Array, Params | None]]:
-        every = leaves.join(params, state.statistics, frozen)
+        all_leaves = leaves.join(params, state.statistics, frozen)
         if model.apply_train is None:
-            outputs, new = model.apply(every, inputs), None
+            outputs, new = model.apply(all_leaves, inputs), None
         else:
-            outputs, new = model.apply_train(every, inputs, key, weights)
+            outputs, new = model.apply_train(all_leaves, inputs, key, weights)
         likelihood = _sequences.likelihood(model, inputs, outputs.shape)
         losses = likelihood.negative_log_likelihood(outputs, targets)
         # `where` is used because zero times NaN is NaN.
@@ -219,18 +219,20 @@ def penalised(
         inner = _optimizers.with_extra_args(base)
 
         def update(gradient: Params, state: Any, params: Params, **given: Any) -> tuple:
-            added = functools.partial(penalty, start=given["start"], extras=given.get("extras", ()))
+            penalty_of = functools.partial(
+                penalty, start=given["start"], extras=given.get("extras", ())
+            )
 
             def penalised_gradient(gradient: Params, w: Params) -> Params:
-                return jax.tree.map(jnp.add, gradient, jax.grad(added)(w))
+                return jax.tree.map(jnp.add, gradient, jax.grad(penalty_of)(w))
 
             # An optimiser that reads the loss gets the one that clients minimise, with the penalty.
             if "value_fn" in given:
-                loss, at = given["value_fn"], given["grad_fn"]
-                given["value"] = given["value"] + added(params)
+                loss, grad_fn = given["value_fn"], given["grad_fn"]
+                given["value"] = given["value"] + penalty_of(params)
                 given["grad"] = penalised_gradient(given["grad"], params)
-                given["value_fn"] = lambda w: loss(w) + added(w)
-                given["grad_fn"] = lambda w, *step: penalised_gradient(at(w, *step), w)
+                given["value_fn"] = lambda w: loss(w) + penalty_of(w)
+                given["grad_fn"] = lambda w, *step: penalised_gradient(grad_fn(w, *step), w)
             return inner.update(penalised_gradient(gradient, params), state, params, **given)
 
         return optax.GradientTransformationExtraArgs(base.init, update)

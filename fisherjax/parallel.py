@@ -111,10 +111,10 @@ def spread_clients(
     plan = _divide(costs, mesh.size)
 
     def on_one(table: Array, counts: Array, chunks: Array, stacked: Any, *common: Any) -> Any:
-        own = chunks[table[0]]
-        rows = jnp.arange(own.size).reshape(own.shape)
+        mine = chunks[table[0]]
+        rows = jnp.arange(mine.size).reshape(mine.shape)
         # The number of chunks differs: a device with large clients has fewer of them.
-        return _compute(function, stacked, common, own, rows, counts[0])
+        return _compute(function, stacked, common, mine, rows, counts[0])
 
     given = (plan.table, plan.counts), (chunks, stacked, *common)
     results = _on_devices(on_one, mesh, *given)
@@ -134,7 +134,7 @@ def in_order(spread: Spread, mesh: Mesh | None) -> Any:
         # On the host: JAX ends the process if a device waits for another longer than 40 s.
         places = slice(None) if spread.places is None else np.asarray(spread.places)
         return jax.tree.map(
-            lambda x: by_numpy(lambda own: jnp.asarray(own[places]), x), spread.results
+            lambda x: by_numpy(lambda values: jnp.asarray(values[places]), x), spread.results
         )
     return spread.results if spread.places is None else _in_order(mesh, *spread)
 
@@ -189,12 +189,12 @@ def _divide(costs: Array, num_devices: int) -> _Plan:
     return jax.lax.fori_loop(0, number, assign, empty)
 
 
-def _on_devices(function: Callable[..., Any], mesh: Mesh, own: tuple, common: tuple) -> Any:
-    """Run a function on each device with its part of `own`, by first axis, and all of `common`."""
+def _on_devices(function: Callable[..., Any], mesh: Mesh, divided: tuple, common: tuple) -> Any:
+    """Run a function on each device with its part of `divided` and with all of `common`."""
     by_device, everywhere = PartitionSpec(AXIS), PartitionSpec()
-    in_specs = (by_device,) * len(own) + (everywhere,) * len(common)
+    in_specs = (by_device,) * len(divided) + (everywhere,) * len(common)
     spread = {"mesh": mesh, "in_specs": in_specs, "out_specs": by_device, "check_vma": False}
-    return jax.shard_map(function, **spread)(*own, *common)
+    return jax.shard_map(function, **spread)(*divided, *common)
 
 
 def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:

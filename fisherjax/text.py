@@ -168,7 +168,7 @@ def windows(
         end = (len(numbers) - 1) // context * context
         inputs.append(numbers[:end].reshape(-1, context))
         targets.append(numbers[1 : end + 1].reshape(-1, context))
-    owners = np.repeat(np.arange(len(kept)), [len(own) for own in inputs])
+    owners = np.repeat(np.arange(len(kept)), [len(rows) for rows in inputs])
     targets = np.concatenate(targets).astype(np.int32)
     return Windows(np.concatenate(inputs), targets, partition.natural(owners), kept, alphabet)
 

@@ -97,9 +97,9 @@ def _import_failure(error: Exception) -> str:
     ]
     name = (isinstance(error, ModuleNotFoundError) and error.name) or (others or ["kfac_jax"])[-1]
     package = name.partition(".")[0]
-    found = importlib.metadata.packages_distributions().get(package, ())
-    versions = [f"{one} {importlib.metadata.version(one)}" for one in found]
-    install = (found or [package.replace("_", "-")])[0]
+    distributions = importlib.metadata.packages_distributions().get(package, ())
+    versions = [f"{one} {importlib.metadata.version(one)}" for one in distributions]
+    install = (distributions or [package.replace("_", "-")])[0]
     return (
         f"kfac-jax {_KFAC_JAX}, which finds the layers of networks, could not be imported: package "
         f"{package} ({', '.join(versions) or 'of no installed distribution'}) fails on jax "

@@ -115,8 +115,8 @@ def _pseudo_inverse_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
         return jnp.linalg.multi_dot(factors, precision="highest")
 
     rest = jnp.eye(len(matrix), dtype=matrix.dtype) - product(matrix, inverse)
-    turned = product(inverse, inverse, change, rest)
-    return inverse, turned + turned.T - product(inverse, change, inverse)
+    half = product(inverse, inverse, change, rest)
+    return inverse, half + half.T - product(inverse, change, inverse)
 
 
 def fold_triangle(matrix: Array) -> Array:
@@ -130,13 +130,13 @@ def fold_triangle(matrix: Array) -> Array:
         [[1 2 3]
          [6 4 5]]
     """
-    half, turned = (len(matrix) + 1) // 2, matrix[::-1, ::-1]
+    half, reversed_ = (len(matrix) + 1) // 2, matrix[::-1, ::-1]
     if len(matrix) % 2:
         top = matrix[:half]
-        rest = jnp.concatenate([jnp.zeros_like(matrix[:1]), turned[: half - 1]])
+        rest = jnp.concatenate([jnp.zeros_like(matrix[:1]), reversed_[: half - 1]])
     else:
         top = jnp.pad(matrix[:half], ((0, 0), (1, 0)))
-        rest = jnp.pad(turned[:half], ((0, 0), (0, 1)))
+        rest = jnp.pad(reversed_[:half], ((0, 0), (0, 1)))
     return jnp.where(_from_diagonal(top.shape), top, rest)
 
 

@@ -20,28 +20,28 @@ IGNORED = -100
 
 def positions(value: Model, inputs: Array) -> Any:
     """Return the shape and dtype of a model's positions; check that they are a mask [B, T]."""
-    found = _traced("positions", lambda _, x: value.positions(x), None, tree.shape_of(inputs))
-    given, batch = getattr(found, "shape", None), inputs.shape[0]
-    if given is None or len(given) != 2 or given[0] != batch:
+    traced = _traced("positions", lambda _, x: value.positions(x), None, tree.shape_of(inputs))
+    shape, batch = getattr(traced, "shape", None), inputs.shape[0]
+    if shape is None or len(shape) != 2 or shape[0] != batch:
         raise ValueError(
-            f"positions returned {kind_of(found) if given is None else f'shape {given}'} for "
+            f"positions returned {kind_of(traced) if shape is None else f'shape {shape}'} for "
             f"inputs of shape {tuple(inputs.shape)}; expected [{batch}, T], a number for each "
             "position of each example, as lambda tokens: tokens != 0 returns for tokens [B, T]."
         )
-    is_number = any(jnp.issubdtype(found.dtype, x) for x in (jnp.integer, jnp.floating))
-    if not is_number and found.dtype != bool:
-        raise TypeError(f"positions returned {found.dtype}; expected booleans, or 0 and 1.")
-    known = found.dtype != bool and not is_traced(inputs) and hasattr(inputs, "__array__")
+    is_number = any(jnp.issubdtype(traced.dtype, x) for x in (jnp.integer, jnp.floating))
+    if not is_number and traced.dtype != bool:
+        raise TypeError(f"positions returned {traced.dtype}; expected booleans, or 0 and 1.")
+    known = traced.dtype != bool and not is_traced(inputs) and hasattr(inputs, "__array__")
     if known:
         with jax.ensure_compile_time_eval():
             mask = jnp.asarray(value.positions(jnp.asarray(inputs)))
             fits = bool(((mask == 0) | (mask == 1)).all())
         if not fits:
             raise ValueError(
-                f"positions returned {found.dtype} other than 0 and 1; expected 1 where a position "
-                "counts and 0 elsewhere: compare with zero, or pass weights with the examples."
+                f"positions returned {traced.dtype} other than 0 and 1; expected 1 where a "
+                "position counts and 0 elsewhere: compare with zero, or pass weights with the examples."
             )
-    return found
+    return traced
 
 
 def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
@@ -111,12 +111,13 @@ def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) 
         raise ValueError(
             f"apply_train returned outputs of shape {given}; expected {z.shape}, as apply does."
         )
-    given, own = ({} if x is None else tree.shapes(x) for x in (new, params))
+    given, expected = ({} if x is None else tree.shapes(x) for x in (new, params))
     # Leaves that it does not change may be None.
     places = [len(jax.tree.leaves(x, is_leaf=lambda y: y is None)) for x in (new, params)]
-    if not given.items() <= own.items() or (new is not None and places[0] != places[1]):
+    if not given.items() <= expected.items() or (new is not None and places[0] != places[1]):
         raise ValueError(
-            f"apply_train returned new leaves {given}; expected None, or those of params, {own}."
+            f"apply_train returned new leaves {given}; expected None, or those of params, "
+            f"{expected}."
         )
 
 
