@@ -34,6 +34,7 @@ ORDER = [
     "_self_check",
     "devices",
     "parallel",
+    "_minibatches",
     "clients",
     "_optimizers",
     "local_update",

@@ -73,7 +73,7 @@ def test_names_are_as_many_as_leaves_in_their_order(shapes):
     ],
 )
 def test_names_that_collide_are_refused(params):
-    with pytest.raises(ValueError, match=r"Two leaves .* called 'a/(b|0|b/c)'.*holds a slash"):
+    with pytest.raises(ValueError, match=r"Two leaves .* called 'a/(b|0|b/c)'.*contains a slash"):
         tree.names(params)
 
 

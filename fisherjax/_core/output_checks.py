@@ -39,7 +39,8 @@ def positions(value: Model, inputs: Array) -> Any:
         if not fits:
             raise ValueError(
                 f"positions returned {traced.dtype} other than 0 and 1; expected 1 where a "
-                "position counts and 0 elsewhere: compare with zero, or pass weights with the examples."
+                "position counts and 0 elsewhere: compare with zero, or pass weights with the "
+                "examples."
             )
     return traced
 
