@@ -51,16 +51,16 @@ class Identity(NamedTuple):
     Attributes:
         name: What is computed.
         sides: `() -> (computed, correct)`, the results of JAX and of NumPy.
-        tolerance: The largest relative error that rounding can explain.
         affected: The programs that may compute wrong results if the identity does not hold.
         cure: The remedy.
+        tolerance: The largest relative error that rounding can explain.
     """
 
     name: str
     sides: Callable[[], tuple[Any, Any]]
-    tolerance: float
     affected: str
-    cure: str
+    cure: str = _UPDATE
+    tolerance: float = 1e-5
 
 
 def faults(identities: Sequence[Identity]) -> tuple[Fault, ...]:
@@ -140,7 +140,6 @@ def _gradient_of_a_gather() -> tuple[Any, Any]:
 def _definite_solve() -> tuple[Any, Any]:
     root, rhs = _draw(5, 60, 60), _draw(5, 60)
     matrices = root @ root.swapaxes(1, 2) + 60 * np.eye(60, dtype=np.float32)
-
     found = jax.jit(jax.vmap(linalg.solve_definite))(matrices, rhs)
     return found, np.linalg.solve(np.float64(matrices), np.float64(rhs)[..., None])[..., 0]
 
@@ -169,58 +168,50 @@ def _long_loop_on_all_devices() -> tuple[Any, Any]:
 
 
 _OWN_JIT = "programs that you compile with jax.jit, with functions of fisherjax or without"
-_ALL = "everything that fisherjax computes here"
+_ISSUES = "https://github.com/jax-ml/jax/issues"
 IDENTITIES = (
     Identity(
         "a program of fisherjax with a product whose operand is broadcast, and a maximum",
-        lambda: _product_then_maximum(compiler.jit),
-        *(1e-5, _ALL, _UPDATE),
+        *(lambda: _product_then_maximum(compiler.jit), "everything that fisherjax computes here"),
     ),
     Identity(
         "a convolution of fisherjax.nn and max pooling",
-        _convolution_then_maximum,
-        *(1e-5, "convolutional networks", _UPDATE),
+        *(_convolution_then_maximum, "convolutional networks"),
     ),
-    Identity("a batch of Cholesky solves", _definite_solve, 1e-4, "the server's solves", _UPDATE),
+    Identity("a batch of Cholesky solves", _definite_solve, "the server's solves", tolerance=1e-4),
     Identity(
         "a float32 product at the highest precision",
-        _precise_product,
-        *(1e-5, "Kronecker factors, Gram matrices and the server's solves", _UPDATE),
+        *(_precise_product, "Kronecker factors, Gram matrices and the server's solves"),
     ),
     Identity(
         "the gradient of a gather outside jit",
-        _gradient_of_a_gather,
-        *(1e-6, "gradients of embeddings (https://github.com/jax-ml/jax/issues/39025)", _UPDATE),
+        *(_gradient_of_a_gather, f"gradients of embeddings ({_ISSUES}/39025)", _UPDATE, 1e-6),
     ),
     Identity(
         "a scaled sum of a product and a bias",
-        _scaled_affine,
-        1e-5,
-        "dense layers (https://github.com/jax-ml/jax/issues/39336)",
+        *(_scaled_affine, f"dense layers ({_ISSUES}/39336)"),
         "set XLA_FLAGS=--xla_gpu_autotune_level=3, or install another jaxlib",
     ),
     Identity(
         "a product whose operand is broadcast, and a maximum",
         lambda: _product_then_maximum(jax.jit),
-        *(1e-5, f"{_OWN_JIT}, such as attention with learned queries", compiler.CURE),
+        *(f"{_OWN_JIT}, such as attention with learned queries", compiler.CURE),
     ),
     Identity(
         "a sum of a broadcast",
-        _sum_of_a_broadcast,
-        1e-5,
-        f"{_OWN_JIT}, such as a mean loss of broadcast terms",
-        compiler.CURE,
+        *(
+            _sum_of_a_broadcast,
+            f"{_OWN_JIT}, such as a mean loss of broadcast terms",
+            compiler.CURE,
+        ),
     ),
     Identity(
         "a matrix times 40,000 vectors, and a sum",
-        _many_vectors,
-        *(1e-5, f"{_OWN_JIT}, with large batches", compiler.CURE),
+        *(_many_vectors, f"{_OWN_JIT}, with large batches", compiler.CURE),
     ),
     Identity(
         "a long loop of large products on all devices at once",
-        _long_loop_on_all_devices,
-        1e-4,
-        "clients spread over a CPU's cores (fisherjax.clients.shard), in long solves",
-        "call fisherjax.devices.one_per_core() before JAX computes anything",
+        *(_long_loop_on_all_devices, "clients spread over the cores of a CPU, in long solves"),
+        *("call fisherjax.devices.one_per_core() before JAX computes anything", 1e-4),
     ),
 )

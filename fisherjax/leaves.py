@@ -81,15 +81,14 @@ def split_by_name(params: Params, statistics: Sequence[str], frozen: Sequence[st
         >>> split_by_name({"a": 1.0, "b": 2.0}, (), ("b",)).frozen
         {'a': None, 'b': 2.0}
     """
-    names, others = tree.names(params), {*statistics, *frozen}
-    if unknown := sorted(others.difference(names)):
+    names = tree.names(params)
+    if unknown := sorted({*statistics, *frozen}.difference(names)):
         raise ValueError(
             f"The updates have the leaves {unknown}, but params only {list(names)}. Pass the "
             "params of the network that the clients trained."
         )
-    chosen = [[x not in others for x in names]]
-    chosen += [[x in group for x in names] for group in (statistics, frozen)]
-    return Leaves(*(_pick(params, is_chosen) for is_chosen in chosen))
+    kinds = dict.fromkeys(statistics, STATISTICS) | dict.fromkeys(frozen, FROZEN)
+    return split_by_kind([kinds.get(name, TRAINED) for name in names], params)
 
 
 def replace(kind: Params, values: dict[str, Any]) -> Params:

@@ -173,12 +173,9 @@ def _step(
         total = jnp.where(weights > 0, losses, 0).sum()
         return total / (weights > 0).sum(), (total, new)
 
-    def mean_loss(params: Params) -> Array:
-        return losses_of(params)[0]
-
     (value, (total, new)), gradient = jax.value_and_grad(losses_of, has_aux=True)(state.params)
     if not hides_the_loss(model):
-        extra = extra | _optimizers.loss_arguments(mean_loss, value, gradient)
+        extra = extra | _optimizers.loss_arguments(lambda w: losses_of(w)[0], value, gradient)
     update = _optimizers.with_extra_args(local.optimizer).update
     updates, optimizer_state = update(gradient, state.optimizer, state.params, **extra)
     params = optax.apply_updates(state.params, updates)

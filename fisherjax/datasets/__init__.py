@@ -7,11 +7,4 @@ Images stay uint8 in memory until a batch is used. Two functions of a batch run 
 from fisherjax.datasets.images import crop_and_flip, normalizer
 from fisherjax.datasets.reading import NAMES, Dataset, load, load_text
 
-__all__ = [
-    "NAMES",
-    "Dataset",
-    "crop_and_flip",
-    "load",
-    "load_text",
-    "normalizer",
-]
+__all__ = ["NAMES", "Dataset", "crop_and_flip", "load", "load_text", "normalizer"]

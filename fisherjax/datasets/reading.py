@@ -22,10 +22,7 @@ _MOMENTS = {
     "cifar10": _CIFAR,
     "cifar100": _CIFAR,
     "svhn_cropped": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
-    "cinic10": (
-        (0.47889522, 0.47227842, 0.43047404),
-        (0.24205776, 0.23828046, 0.25874835),
-    ),
+    "cinic10": ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
 }
 _CINIC10 = "cinic10"  # which TensorFlow Datasets does not have
 NAMES = tuple(_MOMENTS)

@@ -103,11 +103,8 @@ def apply_fn(
 
 
 def _as_wide_as_its_leaves(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-    module = context.module
-    if (
-        isinstance(module, (flax.linen.Dense, flax.linen.Conv))
-        and context.method_name == "__call__"
-    ):
+    module, layers = context.module, (flax.linen.Dense, flax.linen.Conv)
+    if isinstance(module, layers) and context.method_name == "__call__":
         kernel = module.get_variable("params", "kernel")
         if kernel is not None and kernel.shape[-1] != module.features:
             # The module belongs to this call only: others keep their widths.
@@ -182,9 +179,8 @@ def model(
     """
     apply = apply_fn(module, normalize, any_width=any_width)
     if not statistics.has_moments(params):
-        train = (
-            None if augment is None else augmented(apply_fn(module, any_width=any_width), augment)
-        )
+        plain = apply_fn(module, any_width=any_width)
+        train = None if augment is None else augmented(plain, augment)
         return Model(apply, likelihood, train, positions=positions)
     if not _takes_train(module):
         raise ValueError(
