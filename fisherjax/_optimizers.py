@@ -55,9 +55,8 @@ def with_extra_args(
     """
 
     def update(gradient: Params, state: Any, params: Params | None = None, **given: Any) -> tuple:
-        return base.update(
-            gradient, state, params, **_accepted(base, gradient, state, params, given)
-        )
+        accepted = _accepted(base, gradient, state, params, given)
+        return base.update(gradient, state, params, **accepted)
 
     return optax.GradientTransformationExtraArgs(base.init, update)
 

@@ -111,11 +111,8 @@ def _mask(mask: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _with_label(shape: tuple[int, ...], targets: Array, mask: Array) -> Array:
-    return (
-        mask & (targets != output_checks.IGNORED)
-        if output_checks.are_labels(shape, targets)
-        else mask
-    )
+    is_label = output_checks.are_labels(shape, targets)
+    return mask & (targets != output_checks.IGNORED) if is_label else mask
 
 
 def _by_position(draw: Any, key: Key, z: Array, axis: int) -> Array:

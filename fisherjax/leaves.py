@@ -2,8 +2,8 @@
 
 *Trained* leaves are those that the model's mask trains, all of them without a mask. *Statistics*
 are other leaves of which `apply_train` returns new values, such as running moments: clients send
-them, and the server averages them, whatever the method is. *Frozen* leaves are the rest: nobody
-sends them, and a merge returns them unchanged.
+them, and the server averages them, whatever the method is. *Frozen* leaves are the rest:
+clients do not send them, and a merge returns them unchanged.
 
 A tree of one kind has the structure of params, with None in place of leaves of other kinds. JAX
 does not count None as a leaf, so that the names of leaves stay the same.

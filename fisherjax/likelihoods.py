@@ -157,9 +157,11 @@ bernoulli = Likelihood(
 def smoothed(share: float) -> Likelihood:
     """Make the categorical likelihood for training on smoothed labels.
 
-        (1 - share) (-log p(y|z)) + share mean_c(-log p(c|z)),
+    The loss is
 
-    whose minimum is at probabilities that are never zero. Clients that train with it are less
+        (1 - share) (-log p(y|z)) + share mean_c(-log p(c|z)).
+
+    Its minimum is at probabilities that are never zero. Clients that train with it are less
     confident, and their models merge better if each has few classes. Only the training loss
     changes: sampling and the true Fisher information are those of `categorical`.
 

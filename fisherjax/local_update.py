@@ -112,11 +112,7 @@ def client_epochs(
         shuffle_key, step_key = jax.random.split(jax.random.fold_in(key, number))
         permuted = clients.shuffled(shuffle_key, examples)
         steps, batch = clients.minibatches(permuted, local.batch_size)
-        extra = {
-            "start": given.start,
-            "extras": given.extras,
-            "last_epoch": number == epochs - 1,
-        }
+        extra = {"start": given.start, "extras": given.extras, "last_epoch": number == epochs - 1}
 
         def body(step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
             state, total = carry
@@ -216,9 +212,8 @@ def penalised(
         inner = _optimizers.with_extra_args(base)
 
         def update(gradient: Params, state: Any, params: Params, **given: Any) -> tuple:
-            penalty_of = functools.partial(
-                penalty, start=given["start"], extras=given.get("extras", ())
-            )
+            start, extras = given["start"], given.get("extras", ())
+            penalty_of = functools.partial(penalty, start=start, extras=extras)
 
             def penalised_gradient(gradient: Params, w: Params) -> Params:
                 return jax.tree.map(jnp.add, gradient, jax.grad(penalty_of)(w))

@@ -128,7 +128,7 @@ def windows(
 
         x_k = c[kL : kL + L],    y_k = c[kL + 1 : kL + L + 1],    k = 0, ..., floor((n - 1) / L) - 1
 
-    for a role with the n characters c. Characters after the last window are dropped, so that no
+    Here c are the n characters of a role. Characters after the last window are dropped, so that no
     window is padded.
 
     Args:

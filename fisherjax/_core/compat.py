@@ -92,9 +92,8 @@ def _import_failure(error: Exception) -> str:
     packages = [module.partition(".")[0] for module in modules]
     # The innermost package is to blame, except Python's own modules and jax, which only lacks a
     # name that the package looks for.
-    others = [
-        p for p in packages if p not in {*sys.stdlib_module_names, "jax", "jaxlib", "fisherjax"}
-    ]
+    ours = {*sys.stdlib_module_names, "jax", "jaxlib", "fisherjax"}
+    others = [package for package in packages if package not in ours]
     name = (isinstance(error, ModuleNotFoundError) and error.name) or (others or ["kfac_jax"])[-1]
     package = name.partition(".")[0]
     distributions = importlib.metadata.packages_distributions().get(package, ())

@@ -74,7 +74,7 @@ class VisionTransformer(flax.linen.Module):
 
         h_t = W_0 x_t + p_t,    blocks as in `Transformer`,    z = W mean_t norm(h_t)
 
-    with x_t the pixels of patch t. Every position attends to all positions.
+    Here x_t are the pixels of patch t. Every position attends to all positions.
 
     Args:
         num_classes: Number of classes C.

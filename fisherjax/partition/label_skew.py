@@ -60,8 +60,8 @@ def niid_bench(
         q_c ~ Dirichlet(beta 1_M),    q_ci <- 0 where client i holds N / M examples or more,
         client i ends at floor(N_c sum_{j <= i} q_cj / sum_j q_cj) of class c
 
-    for one class after the other. The whole partition is drawn again until every client has
-    `min_size` examples; small beta and many clients need most draws.
+    The classes are drawn one after the other. The whole partition is drawn again until every client
+    has `min_size` examples; small beta and many clients need most draws.
 
     Args:
         targets: Class labels, integers [N]; the number of classes is the largest plus one.
