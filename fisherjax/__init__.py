@@ -6,6 +6,7 @@ updates, and metrics evaluate the merged model.
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from fisherjax import (
     algorithms,
@@ -71,8 +72,13 @@ __all__ = [
 __version__ = "0.3.0.dev0"
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import `networks` when it is first used: no other module needs flax."""
-    if name == "networks":
-        return importlib.import_module("fisherjax.networks")
-    raise AttributeError(f"module 'fisherjax' has no attribute {name!r}")
+# `networks` is imported when it is first used, because no other module needs flax.
+if TYPE_CHECKING:
+    from fisherjax import networks
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import `networks` when it is first used."""
+        if name == "networks":
+            return importlib.import_module("fisherjax.networks")
+        raise AttributeError(f"module 'fisherjax' has no attribute {name!r}")

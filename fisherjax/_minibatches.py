@@ -1,18 +1,21 @@
 """Cut a client's examples into minibatches, shuffle them, and draw or hold out some of them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fisherjax._core import checks
-from fisherjax.typing import Array, Examples, Key
+from fisherjax.typing import AnyArray, Array, Examples, Key
 
-Minibatch = tuple[Array, Array | None, Array]  # inputs [B, ...], targets, weights [B]
+Minibatch = tuple[Array, Any, Array]  # inputs [B, ...], targets or None, weights [B]
 
 
-def minibatches(examples: Examples, batch_size: int) -> tuple[Array, Callable[[Array], Minibatch]]:
+def minibatches(
+    examples: Examples, batch_size: int
+) -> tuple[Array, Callable[[Array | int], Minibatch]]:
     """Cut examples, in their order, into minibatches of B, or of all rows if there are fewer.
 
     Returns:
@@ -25,14 +28,14 @@ def minibatches(examples: Examples, batch_size: int) -> tuple[Array, Callable[[A
         >>> print(number, *batch(1)[::2])
         2 [3. 4. 3.] [1. 1. 0.]
     """
-    rows, weights = _rows(examples)
+    rows, weights = rows_of(examples)
     length = min(checks.count("batch_size", batch_size), rows.shape[0])
     # The first row with a weight replaces those without: NaN times weight zero is NaN.
     rows = jnp.where(weights != 0, rows, rows[jnp.argmax(weights != 0)])
     # Minibatches after the last example with a weight are not run.
     used = jnp.max(jnp.where(weights != 0, jnp.arange(1, weights.size + 1), 0))
 
-    def batch(number: Array) -> Minibatch:
+    def batch(number: Array | int) -> Minibatch:
         place = jnp.arange(length)
         # At least 1, as a remainder by 0 is undefined: under vmap an empty client also runs the
         # minibatches of the largest client of its chunk.
@@ -51,7 +54,7 @@ def shuffled(key: Key, examples: Examples) -> Examples:
 
     The permutation depends on the key, but not on the amount of padding.
     """
-    rows, weights = _rows(examples)
+    rows, weights = rows_of(examples)
     # Draws have 32 bits, so that the order is the same with and without float64.
     draws = jax.random.bits(key, rows.shape, jnp.uint32)
     # Padding gets the largest number. The sort is stable: an example that draws it stays before.
@@ -67,11 +70,11 @@ def draw(key: Key, examples: Examples, most: int | None) -> Examples:
         >>> len(set(drawn.indices.tolist()))
         4
     """
-    if most is None or _rows(examples)[0].shape[0] <= most:
+    if most is None or rows_of(examples)[0].shape[0] <= most:
         return examples
     # Examples come before padding.
-    permuted = shuffled(key, examples)
-    return permuted._replace(indices=permuted.indices[:most], weights=permuted.weights[:most])
+    rows, weights = rows_of(shuffled(key, examples))
+    return examples._replace(indices=rows[:most], weights=weights[:most])
 
 
 def hold_out(examples: Examples, every: int) -> tuple[Examples, Examples]:
@@ -82,7 +85,7 @@ def hold_out(examples: Examples, every: int) -> tuple[Examples, Examples]:
         >>> print(others.indices, held.indices)
         [0 2 4] [1 3]
     """
-    rows, weights = _rows(examples)
+    rows, weights = rows_of(examples)
     is_held = np.arange(rows.shape[0]) % checks.count("every", every) == every - 1
 
     def chosen(which: np.ndarray) -> Examples:
@@ -98,9 +101,16 @@ def num_batches(sizes: Array, batch_size: int) -> Array:
     return -(-sizes // batch_size)
 
 
-def _rows(examples: Examples) -> tuple[Array, Array]:
-    """Return rows and weights, by default all rows and weights of one."""
-    rows, weights = examples.indices, examples.weights
+def rows_of(examples: Examples) -> tuple[AnyArray, Array]:
+    """Return the rows in use and their weights, by default all rows and weights of one."""
+    rows = examples.indices
     rows = jnp.arange(examples.inputs.shape[0], dtype=jnp.int32) if rows is None else rows
-    weights = jnp.ones(rows.shape) if weights is None else jnp.asarray(weights, float)
-    return rows, weights
+    return rows, jnp.asarray(weights_of(examples), float)
+
+
+def weights_of(examples: Examples) -> AnyArray:
+    """Return the weights of the rows in use, by default ones."""
+    if examples.weights is not None:
+        return examples.weights
+    rows = examples.inputs if examples.indices is None else examples.indices
+    return jnp.ones(rows.shape[:1])

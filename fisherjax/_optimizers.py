@@ -54,9 +54,9 @@ def with_extra_args(
         [-1. -1.]
     """
 
-    def update(gradient: Params, state: Any, params: Params | None = None, **given: Any) -> tuple:
-        accepted = _accepted(base, gradient, state, params, given)
-        return base.update(gradient, state, params, **accepted)
+    def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
+        accepted = _accepted(base, updates, state, params, given)
+        return base.update(updates, state, params, **accepted)
 
     return optax.GradientTransformationExtraArgs(base.init, update)
 
@@ -73,15 +73,16 @@ def _accepted(
         names = {parameter.name for parameter in named}
         return {name: x for name, x in given.items() if name in names}
     # An optimiser with **kwargs may pass them on to another one that does not accept all.
+    errors: list[Exception] = []
     for subset in _subsets(given):
         try:
             jax.eval_shape(functools.partial(base.update, **subset), gradient, state, params)
         # The user's optimiser may raise an error of any type.
         except Exception as failed:
-            error = failed
+            errors.append(failed)
         else:
             return subset
-    raise error
+    raise errors[-1]
 
 
 def _subsets(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -191,7 +192,7 @@ def _checked(
 
 def _any_loss(params: Params) -> Array:
     # Only its shape is used.
-    return sum(jnp.sum(leaf).astype(float) for leaf in jax.tree.leaves(params))
+    return jnp.asarray(sum(jnp.sum(leaf).astype(float) for leaf in jax.tree.leaves(params)))
 
 
 def _summary(error: Exception) -> str:

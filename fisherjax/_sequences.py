@@ -9,18 +9,20 @@ of which no position counts have weight zero.
 Models without `positions` are not changed.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax._core import output_checks
-from fisherjax.typing import Array, Examples, Key, Likelihood, Model
+from fisherjax.typing import AnyArray, Array, Examples, Key, Likelihood, Model, Positions
 
 _AT_ONCE = 256  # examples whose positions are evaluated in one batch
 
 
-def counted_positions(model: Model, inputs: Array) -> Array | None:
+def counted_positions(model: Model, inputs: AnyArray) -> Array | None:
     """Return which positions count, booleans [B, T], or None if the model has no `positions`.
 
     Raises:
@@ -34,10 +36,12 @@ def counted_positions(model: Model, inputs: Array) -> Array | None:
         [[ True  True False]
          [ True False False]]
     """
-    if model.positions is None:
-        return None
-    output_checks.positions(model, inputs)
-    return jnp.asarray(model.positions(inputs)) != 0
+    return None if model.positions is None else _evaluate(model.positions, inputs)
+
+
+def _evaluate(positions: Positions, inputs: AnyArray) -> Array:
+    output_checks.positions(positions, inputs)
+    return jnp.asarray(positions(inputs)) != 0
 
 
 def drop_uncounted(model: Model, examples: Examples) -> Examples:
@@ -49,12 +53,13 @@ def drop_uncounted(model: Model, examples: Examples) -> Examples:
         >>> print(drop_uncounted(model, Examples(jnp.array([[3, 1, 0], [0, 0, 0]]))).weights)
         [1. 0.]
     """
-    if model.positions is None:
+    positions = model.positions
+    if positions is None:
         return examples
     inputs, _, indices, weights = examples
 
-    def counts(one: Array) -> Array:
-        return counted_positions(model, one[None]).any()
+    def counts(one: AnyArray) -> Array:
+        return _evaluate(positions, one[None]).any()
 
     rows, inputs = jnp.arange(len(inputs)) if indices is None else indices, jnp.asarray(inputs)
     # Rows are mapped in batches: the inputs of a client are never copied as a whole.
@@ -64,19 +69,19 @@ def drop_uncounted(model: Model, examples: Examples) -> Examples:
 
 
 def counted_targets(
-    model: Model, inputs: Array, shape: tuple[int, ...], targets: Array
+    model: Model, inputs: AnyArray, shape: tuple[int, ...], targets: AnyArray
 ) -> Array | None:
     """Return which output vectors of shape [B, T, ..., C] have a target, or None if all have."""
-    if not output_checks.are_positions(model, inputs, shape):
+    if model.positions is None or not output_checks.are_positions(model, inputs, shape):
         return None
-    return _with_label(shape, targets, _mask(counted_positions(model, inputs), shape))
+    return _with_label(shape, targets, _mask(_evaluate(model.positions, inputs), shape))
 
 
-def likelihood(model: Model, inputs: Array, shape: tuple[int, ...]) -> Likelihood:
+def likelihood(model: Model, inputs: AnyArray, shape: tuple[int, ...]) -> Likelihood:
     """Return a likelihood of outputs of this shape that masks positions that do not count."""
-    if not output_checks.are_positions(model, inputs, shape):
+    if model.positions is None or not output_checks.are_positions(model, inputs, shape):
         return model.likelihood
-    unmasked, mask = model.likelihood, counted_positions(model, inputs)
+    unmasked, mask = model.likelihood, _evaluate(model.positions, inputs)
 
     def selected(z: Array) -> Array:
         # Outputs are masked first: masking a result that is not finite has a NaN gradient.
@@ -86,21 +91,22 @@ def likelihood(model: Model, inputs: Array, shape: tuple[int, ...]) -> Likelihoo
         has_target = _with_label(z.shape, y, _mask(mask, z.shape))
         # Positions are treated as examples, because their log-likelihoods add up.
         flat = selected(z).reshape(-1, z.shape[-1])
-        y = output_checks.replace_ignored(model, z.shape, y).reshape(-1, *y.shape[z.ndim - 1 :])
-        each = unmasked.negative_log_likelihood(flat, y).reshape(has_target.shape)
+        known = jnp.asarray(output_checks.replace_ignored(model, z.shape, y))
+        known = known.reshape(-1, *y.shape[z.ndim - 1 :])
+        each = unmasked.negative_log_likelihood(flat, known).reshape(has_target.shape)
         return jnp.where(has_target, each, 0).sum(tuple(range(1, each.ndim)))
 
     def only(columns: Array) -> Array:
         return jnp.where(_mask(mask, columns.shape[1:])[..., None], columns, 0)
 
-    def combine(z: Array, r: Array) -> Array:
-        return only(unmasked.combine(selected(z), r)[None])[0]
+    def combined(combine: Callable[[Array, Array], Array], z: Array, r: Array) -> Array:
+        return only(combine(selected(z), r)[None])[0]
 
     return unmasked._replace(
         negative_log_likelihood=loss,
         sample=lambda key, z: _by_position(unmasked.sample, key, z, 1),
         factor=lambda z: jax.tree.map(only, unmasked.factor(selected(z))),
-        combine=None if unmasked.combine is None else combine,
+        combine=None if unmasked.combine is None else functools.partial(combined, unmasked.combine),
         signs=_signs,
     )
 
@@ -110,7 +116,7 @@ def _mask(mask: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(mask.reshape(*mask.shape, *(1,) * (len(shape) - 3)), shape[:-1])
 
 
-def _with_label(shape: tuple[int, ...], targets: Array, mask: Array) -> Array:
+def _with_label(shape: tuple[int, ...], targets: AnyArray, mask: Array) -> Array:
     is_label = output_checks.are_labels(shape, targets)
     return mask & (targets != output_checks.IGNORED) if is_label else mask
 

@@ -6,7 +6,7 @@ and training, Fisher passes and metrics all read their examples with it.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,20 @@ from jax.sharding import Mesh
 
 from fisherjax import tree
 from fisherjax._core import checks
-from fisherjax._minibatches import draw, hold_out, minibatches, num_batches, shuffled
+from fisherjax._minibatches import (
+    Minibatch,
+    draw,
+    hold_out,
+    minibatches,
+    num_batches,
+    rows_of,
+    shuffled,
+    weights_of,
+)
 from fisherjax.devices import client_mesh, mesh_of, replicate
 from fisherjax.parallel import Spread, in_order
 from fisherjax.partition.checks import client_rows
-from fisherjax.typing import Array, Examples, Key
+from fisherjax.typing import AnyArray, Array, Device, Examples, Key
 
 __all__ = [
     "AGGREGATE",
@@ -28,6 +37,8 @@ __all__ = [
     "SUMMARIZE",
     "TRAIN",
     "Federation",
+    "Minibatch",
+    "Partition",
     "check",
     "client_key",
     "draw",
@@ -36,15 +47,20 @@ __all__ = [
     "ids",
     "minibatches",
     "num_batches",
+    "rows_of",
     "select",
     "shard",
     "shares",
     "shuffled",
     "view",
+    "weights_of",
 ]
 
 # Keys are folded with a purpose, then with a client's id, so that no two draws share a key.
 TRAIN, SUMMARIZE, COHORT, SPLIT, AGGREGATE = range(5)
+
+# The rows [n_i] of each client.
+Partition: TypeAlias = Sequence[Sequence[int] | AnyArray] | AnyArray
 
 
 class Federation(NamedTuple):
@@ -98,7 +114,7 @@ def shares(weights: Any) -> Any:
     return scaled / numpy.where(total > 0, total, 1)
 
 
-def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
+def federation(data: Any, partition: Partition) -> Federation:
     """Make a federation of clients from data and a partition, on the device.
 
     Args:
@@ -160,7 +176,7 @@ def view(federation: Federation, client: int | Array) -> Examples:
     return Examples(federation.inputs, federation.targets, indices, weights)
 
 
-def select(federation: Federation, clients: Sequence[int] | Array) -> Federation:
+def select(federation: Federation, clients: Sequence[int] | AnyArray) -> Federation:
     """Return the federation of the clients at these places [K], such as a cohort, in this order.
 
     The data are shared, not copied. Clients keep the ids with which their keys are folded: a client
@@ -176,17 +192,19 @@ def select(federation: Federation, clients: Sequence[int] | Array) -> Federation
         [2]
     """
     check(federation)
+    places: Any = clients
     if not checks.is_traced(clients):
-        clients, last = np.asarray(clients), federation.num_clients - 1
-        known = np.issubdtype(clients.dtype, np.integer) & np.isin(clients, np.arange(last + 1))
-        differ = clients.ndim == 1 and clients.size == len(np.unique(clients)) > 0
+        places, last = np.asarray(clients), federation.num_clients - 1
+        known = np.issubdtype(places.dtype, np.integer) & np.isin(places, np.arange(last + 1))
+        differ = places.ndim == 1 and places.size == len(np.unique(places)) > 0
         if not differ or not known.all():
             raise ValueError(
-                f"clients are {clients.tolist()}; expected at least one of 0 to {last}, each "
+                f"clients are {places.tolist()}; expected at least one of 0 to {last}, each "
                 "only once."
             )
-    kept = jax.tree.map(lambda x: x[clients], (federation.indices, federation.sizes))
-    return Federation(federation.inputs, federation.targets, *kept, ids(federation)[clients])
+    own = federation.indices, federation.sizes, ids(federation)
+    indices, sizes, numbers = jax.tree.map(lambda x: x[places], own)
+    return Federation(federation.inputs, federation.targets, indices, sizes, numbers)
 
 
 def ids(federation: Federation) -> Array:
@@ -206,7 +224,7 @@ def client_key(key: Key, purpose: int, client: Array) -> Key:
     return jax.random.fold_in(jax.random.fold_in(key, purpose), client)
 
 
-def shard(federation: Federation, devices: Sequence[jax.Device] | None = None) -> Federation:
+def shard(federation: Federation, devices: Sequence[Device] | None = None) -> Federation:
     """Spread the clients over several devices, by default over all.
 
     Each device holds all data and computes some of the clients, so that training and Fisher passes

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.typing import Apply, Array, Model, Params
+from fisherjax.typing import Apply, Array, ArrayOrShape, Model, Params
 
 TRAINED, STATISTICS, FROZEN = "trained", "statistics", "frozen"
 # Equations that call a function with their own arguments in the same order.
@@ -41,7 +41,7 @@ class Leaves(NamedTuple):
     frozen: Params
 
 
-def split(model: Model, params: Params, inputs: Array, batch_size: int = 2) -> Leaves:
+def split(model: Model, params: Params, inputs: ArrayOrShape, batch_size: int = 2) -> Leaves:
     """Split the leaves of a network's params by kind.
 
     Args:
@@ -162,7 +162,9 @@ def select(kind: Params, values: Any) -> Params:
     return jax.tree.unflatten(structure, [None if x is None else new for x, new in pairs])
 
 
-def kinds(model: Model, params: Params, inputs: Array, batch_size: int = 2) -> tuple[str, ...]:
+def kinds(
+    model: Model, params: Params, inputs: ArrayOrShape, batch_size: int = 2
+) -> tuple[str, ...]:
     """Return the kind of each leaf in order; the arguments are those of `split`."""
     mask = checks.mask(model, params)
     if all(mask):

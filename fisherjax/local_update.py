@@ -143,7 +143,7 @@ def _size(local: LocalTraining, federation: Federation, place: Array) -> Array:
     if local.model.positions is None:
         return federation.sizes[place]
     examples = _sequences.drop_uncounted(local.model, clients.view(federation, place))
-    return jnp.count_nonzero(examples.weights).astype(federation.sizes.dtype)
+    return jnp.count_nonzero(clients.weights_of(examples)).astype(federation.sizes.dtype)
 
 
 def _step(
@@ -151,7 +151,7 @@ def _step(
     state: State,
     frozen: Params,
     extra: dict[str, Any],
-    batch: tuple[Array, Array, Array],
+    batch: clients.Minibatch,
     key: Key,
 ) -> tuple[State, Array]:
     """Take one optimiser step; return the new state and the sum of the examples' losses."""
@@ -211,7 +211,7 @@ def penalised(
     def optimizer(base: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         inner = _optimizers.with_extra_args(base)
 
-        def update(gradient: Params, state: Any, params: Params, **given: Any) -> tuple:
+        def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
             start, extras = given["start"], given.get("extras", ())
             penalty_of = functools.partial(penalty, start=start, extras=extras)
 
@@ -225,7 +225,7 @@ def penalised(
                 given["grad"] = penalised_gradient(given["grad"], params)
                 given["value_fn"] = lambda w: loss(w) + penalty_of(w)
                 given["grad_fn"] = lambda w, *step: penalised_gradient(grad_fn(w, *step), w)
-            return inner.update(penalised_gradient(gradient, params), state, params, **given)
+            return inner.update(penalised_gradient(updates, params), state, params, **given)
 
         return optax.GradientTransformationExtraArgs(base.init, update)
 
@@ -251,11 +251,9 @@ def keep_state(
     def init(params: Params) -> KeptState:
         return KeptState(first.init(params), second.init(params))
 
-    def update(
-        gradient: Params, state: KeptState, params: Params, **given: Any
-    ) -> tuple[Params, KeptState]:
-        gradient, own = first.update(gradient, state.own, params, **given)
-        updates, rest = second.update(gradient, state.base, params, **given)
+    def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
+        updates, own = first.update(updates, state.own, params, **given)
+        updates, rest = second.update(updates, state.base, params, **given)
         return updates, KeptState(own, rest)
 
     return optax.GradientTransformationExtraArgs(init, update)

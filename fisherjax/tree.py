@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax.typing import Array
+from fisherjax.typing import AnyArray, Array
 
 _TOO_WIDE = {"longdouble", "clongdouble", "float96", "float128", "complex192", "complex256"}
 ZERO_EXPONENT = -(2**14)
@@ -113,7 +113,7 @@ def inner(left: Any, right: Any) -> Array:
         >>> print(inner({"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}))
         3.0
     """
-    return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, left, right)))
+    return jnp.asarray(sum(jax.tree.leaves(jax.tree.map(jnp.vdot, left, right))))
 
 
 def weighted_sum(stacked: Any, weights: Array) -> Any:
@@ -200,7 +200,7 @@ def times_power(x: Array, exponent: Array) -> Array:
     return x * jnp.ldexp(jnp.ones((), x.dtype), exponent)
 
 
-def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:
+def keep(kept: AnyArray, stacked: Any, otherwise: Any = None) -> Any:
     """Return leaves [M, ...] with those of `otherwise`, or zeros, where `kept` [M] is False.
 
     Example:

@@ -7,7 +7,10 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
 
 
 class _Partial(functools.partial):
@@ -50,7 +53,7 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def cached(factory: Callable) -> Callable:
+def cached(factory: Callable[Options, Result]) -> Callable[Options, Result]:
     """Make a factory return the same object for equal arguments.
 
     The factory must depend on its arguments only. Arguments that cannot be hashed, such as traced
@@ -67,7 +70,7 @@ def cached(factory: Callable) -> Callable:
     remembered = functools.lru_cache(maxsize=256, typed=True)(factory)
 
     @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: Options.args, **kwargs: Options.kwargs) -> Result:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:

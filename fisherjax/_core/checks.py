@@ -14,14 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from fisherjax import tree
-from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
+from fisherjax.typing import AnyArray, Examples, Key, Likelihood, Model, Params
 
 
 def is_traced(*values: Any) -> bool:
     """Return whether any leaf is a tracer, whose value is not known yet."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values))
 
 
 def count(name: str, value: Any, least: int = 1, most: float = math.inf, expected: str = "") -> int:
@@ -31,7 +32,7 @@ def count(name: str, value: Any, least: int = 1, most: float = math.inf, expecte
     """
     # NumPy's integers are accepted. True is an integer in Python, but a mistake here.
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or not least <= value <= most:
+    if not is_integer or not least <= int(value) <= most:
         expected = expected or f"an integer of at least {least}"
         raise ValueError(f"{name} is {value!r}; expected {expected}.")
     return int(value)
@@ -44,17 +45,22 @@ def number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> 
     expected = f"{low:g} <= {name} < {below:g}"
     if below == math.inf:
         expected = "a finite number, " + ("zero or more" if low == 0 else f"at least {low:g}")
-    # An array of shape (), as JAX returns it, is a number too. True is a number in Python only.
-    is_array = isinstance(value, (np.ndarray, jax.Array)) and not jnp.shape(value)
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if is_array:
-        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating))
-    if not is_real:
+    if not _is_real(value):
         raise TypeError(f"{name} is {value!r}; expected {expected}.")
-    # Python's integers can exceed every floating-point number.
-    is_huge = isinstance(value, numbers.Rational) and value > sys.float_info.max
-    if is_huge or not low <= value < below:  # negated: NaN compares false
+    if _is_huge(value) or not low <= value < below:  # negated: NaN compares false
         raise ValueError(f"{name} is {value}; expected {expected}.")
+
+
+def _is_real(value: Any) -> bool:
+    # An array of shape (), as JAX returns it, is a number too. True is a number in Python only.
+    if isinstance(value, (np.ndarray, jax.Array)) and not jnp.shape(value):
+        return any(jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating))
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_huge(value: Any) -> bool:
+    # Python's integers can exceed every floating-point number.
+    return isinstance(value, numbers.Rational) and not value <= sys.float_info.max
 
 
 def positive(name: str, value: Any) -> None:
@@ -245,7 +251,7 @@ def _native(name: str, value: Any) -> None:
         )
 
 
-def _values(name: str, values: Array | None, low: float, high: float, meaning: str) -> None:
+def _values(name: str, values: AnyArray | None, low: float, high: float, meaning: str) -> None:
     if values is None or is_traced(values):
         return
     # Only two numbers are transferred to the host, not the array.

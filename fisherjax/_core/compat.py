@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend as jex
 import jax.extend.core
 import jax.extend.source_info_util
@@ -137,11 +138,16 @@ def _patch_core() -> None:
     def close(jaxpr: Any, consts: list[Any]) -> Any:
         return jex.core.ClosedJaxpr(jaxpr, consts)
 
-    parallel.core = _view(jax.core, **{name: getattr(jex.core, name) for name in _READ_LATER})
-    layers_and_loss_tags.jax = tag_graph_matcher.jax = _view(jax, core=parallel.core)
-    tag_graph_matcher.to_closed_jaxpr = lambda jaxpr: jaxpr
-    tag_graph_matcher.ClosedJaxpr = close
-    tracer.jex = _view(jex, core=_view(jex.core, ClosedJaxpr=close))
+    core = _view(jax.core, **{name: getattr(jex.core, name) for name in _READ_LATER})
+    _set(parallel, core=core)
+    for module in (layers_and_loss_tags, tag_graph_matcher):
+        _set(module, jax=_view(jax, core=core))
+    _set(tag_graph_matcher, to_closed_jaxpr=lambda jaxpr: jaxpr, ClosedJaxpr=close)
+    _set(tracer, jex=_view(jex, core=_view(jex.core, ClosedJaxpr=close)))
+
+
+def _set(module: ModuleType, **names: Any) -> None:
+    vars(module).update(names)
 
 
 def _view(module: ModuleType, **names: Any) -> ModuleType:

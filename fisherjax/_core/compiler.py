@@ -40,7 +40,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 import jaxlib
@@ -59,7 +59,24 @@ CURE = (
 _WITHIN: contextvars.ContextVar[bool] = contextvars.ContextVar("fisherjax_within", default=False)
 
 
-def jit(function: Callable, **settings: Any) -> Callable:
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
+Result = TypeVar("Result", covariant=True)
+
+
+class Compiled(Protocol[Arguments, Result]):
+    """A compiled function, which has the arguments of the original one."""
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Run the function."""
+        ...
+
+    def lower(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> jax.stages.Lowered:
+        """Return the program for these arguments before it is compiled."""
+        ...
+
+
+def jit(function: Callable[Arguments, Returned], **settings: Any) -> Compiled[Arguments, Returned]:
     """Compile a function as `jax.jit` does, without the fusions that jaxlib miscompiles.
 
     Args:
@@ -85,7 +102,6 @@ def jit(function: Callable, **settings: Any) -> Callable:
         _warn_where_needed()
         return plain
 
-    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         compiled = select()
         with _within():
@@ -96,8 +112,9 @@ def jit(function: Callable, **settings: Any) -> Callable:
         with _within():
             return compiled.lower(*args, **kwargs)
 
-    run.lower = lower
-    return run
+    wrapper: Any = functools.wraps(function)(run)
+    wrapper.lower = lower
+    return wrapper
 
 
 def eval_shape(function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +174,7 @@ def _warn_once() -> None:
         frame, level = frame.f_back, level + 1
     warnings.warn(
         "A function of fisherjax is called inside your own jit, vmap, grad or loop, but jaxlib "
-        f"{jaxlib.__version__} miscompiles some programs on a CPU without an error (products with "
-        f"a broadcast operand, sums of broadcasts). To be safe, {CURE}.",
+        f"{jaxlib.version.__version__} miscompiles some programs on a CPU without an error "
+        f"(products with a broadcast operand, sums of broadcasts). To be safe, {CURE}.",
         stacklevel=level,
     )

@@ -159,11 +159,11 @@ def unfold_triangle(rectangle: Array) -> Array:
     return upper + jnp.triu(upper, 1).T
 
 
-def _from_diagonal(shape: tuple[int, int]) -> np.ndarray:
+def _from_diagonal(shape: tuple[int, ...]) -> np.ndarray:
     """Return a mask of the entries of a folded triangle that belong to rows of its first half."""
     rows, columns = np.ogrid[: shape[0], : shape[1]]
     return columns >= rows + (not _is_odd(shape))
 
 
-def _is_odd(shape: tuple[int, int]) -> bool:
+def _is_odd(shape: tuple[int, ...]) -> bool:
     return shape[1] < 2 * shape[0]

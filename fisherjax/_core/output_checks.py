@@ -12,15 +12,15 @@ import jax.numpy as jnp
 
 from fisherjax import tree
 from fisherjax._core.checks import is_traced, kind_of
-from fisherjax.typing import Array, Model, Params
+from fisherjax.typing import AnyArray, ArrayOrShape, Model, Params, Positions
 
 IGNORED = -100
 """The class label of a position that has no loss, as PyTorch and Hugging Face write it."""
 
 
-def positions(value: Model, inputs: Array) -> Any:
+def positions(value: Positions, inputs: ArrayOrShape) -> Any:
     """Return the shape and dtype of a model's positions; check that they are a mask [B, T]."""
-    traced = _traced("positions", lambda _, x: value.positions(x), None, tree.shape_of(inputs))
+    traced = _traced("positions", lambda _, x: value(x), None, tree.shape_of(inputs))
     shape, batch = getattr(traced, "shape", None), inputs.shape[0]
     if shape is None or len(shape) != 2 or shape[0] != batch:
         raise ValueError(
@@ -34,7 +34,7 @@ def positions(value: Model, inputs: Array) -> Any:
     known = traced.dtype != bool and not is_traced(inputs) and hasattr(inputs, "__array__")
     if known:
         with jax.ensure_compile_time_eval():
-            mask = jnp.asarray(value.positions(jnp.asarray(inputs)))
+            mask = jnp.asarray(value(jnp.asarray(inputs)))
             fits = bool(((mask == 0) | (mask == 1)).all())
         if not fits:
             raise ValueError(
@@ -45,7 +45,7 @@ def positions(value: Model, inputs: Array) -> Any:
     return traced
 
 
-def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
+def are_positions(model: Model, inputs: ArrayOrShape, shape: tuple[int, ...]) -> bool:
     """Return whether outputs of this shape, [B, T, ..., C], are sequences that are masked.
 
     Raises:
@@ -53,7 +53,7 @@ def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
     """
     if model.positions is None:
         return False
-    length = positions(model, inputs).shape[1]
+    length = positions(model.positions, inputs).shape[1]
     if len(shape) < 3:
         return False
     if shape[1] not in (length, 1):
@@ -65,21 +65,23 @@ def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
     return shape[1] == length
 
 
-def are_labels(shape: tuple[int, ...], targets: Array) -> bool:
+def are_labels(shape: tuple[int, ...], targets: AnyArray) -> bool:
     """Return whether targets are signed class labels, one for each position, judging by shapes."""
     # Unsigned labels cannot be -100.
     is_signed = jnp.issubdtype(targets.dtype, jnp.signedinteger)
     return is_signed and len(shape) > 2 and tuple(targets.shape) == tuple(shape[:-1])
 
 
-def replace_ignored(model: Model, shape: tuple[int, ...], targets: Array) -> Array:
+def replace_ignored(model: Model, shape: tuple[int, ...], targets: AnyArray) -> AnyArray:
     """Replace labels that are ignored by class 0, so that the others can be checked."""
     if model.positions is None or not are_labels(shape, targets):
         return targets
     return targets * (targets != IGNORED)
 
 
-def outputs(model: Model, params: Params, inputs: Array, targets: Array | None = None) -> Any:
+def outputs(
+    model: Model, params: Params, inputs: ArrayOrShape, targets: AnyArray | None = None
+) -> Any:
     """Return the shape and dtype of the outputs; check that the network runs and targets fit."""
     z = _traced("apply", model.apply, params, tree.shape_of(inputs))
     if getattr(z, "ndim", 0) < 1:
@@ -91,7 +93,7 @@ def outputs(model: Model, params: Params, inputs: Array, targets: Array | None =
     return z
 
 
-def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) -> None:
+def train_outputs(model: Model, params: Params, inputs: ArrayOrShape, batch_size: int) -> None:
     """Check that `apply_train` runs on a minibatch and that its results fit `apply` and params."""
     if model.apply_train is None:
         return

@@ -10,9 +10,9 @@ Without `reduce` it needs each update, and takes the pair (updates, weights) wit
 to one.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import optax
@@ -23,9 +23,9 @@ from fisherjax._core.caching import name_of
 from fisherjax.fisher import Operator, automatic, true
 from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params, Scalar
 
-# Examples of a client at the knee of accuracy for the true Fisher, see docs/merging.md.
+# Examples of a client at the knee of accuracy for the true Fisher, see docs/methods/merging.md.
 ENOUGH = 2000
 
 
@@ -51,7 +51,7 @@ class Update:
     values: dict[str, Any]
     # Part of the structure, since a string cannot be a leaf under `vmap`.
     kind: str = field(metadata={"static": True})
-    statistics: dict[str, Array] = field(default_factory=dict)
+    statistics: Mapping[str, AnyArray] = field(default_factory=dict)
     frozen: tuple[str, ...] = field(default=(), metadata={"static": True})
 
     def __repr__(self) -> str:
@@ -122,8 +122,13 @@ GIVES = ("model", "wider model", "model per client", "votes")
 client and their mean, or all models stacked, which vote."""
 
 
-class Algorithm(NamedTuple):
+Report = TypeVar("Report", covariant=True)
+
+
+class Algorithm(NamedTuple, Generic[Report]):
     """A method as pure functions; the module says when each is called.
+
+    Its type names what it reports: `merging.merge` of an `Algorithm[Info]` returns an `Info`.
 
     Attributes:
         summarize: (key, trained, examples, local) -> (update, local), on one client.
@@ -142,7 +147,7 @@ class Algorithm(NamedTuple):
     """
 
     summarize: Callable[[Key, Trained, Examples, Any], tuple[dict[str, Any], Any]]
-    aggregate: Callable[[Key, Any, Params, Any, Array], tuple[Params, Any, Any]]
+    aggregate: Callable[[Key, Any, Params, Any, Array], tuple[Params, Any, Report]]
     reduce: Callable[[dict[str, Any], Array], Any] | None = None
     decode: Callable[[dict[str, Any], Params], dict[str, Any]] = as_sent
     optimizer: Callable[[optax.GradientTransformation], Any] = unchanged
@@ -154,8 +159,7 @@ class Algorithm(NamedTuple):
 
 def check_algorithm(value: Any) -> None:
     """Refuse what is no `Algorithm`, and a sequence of them, which only exchanges take."""
-    several = isinstance(value, list | tuple) and len(value) > 0
-    if several and all(isinstance(each, Algorithm) for each in value):
+    if _is_sequence(value) and all(isinstance(each, Algorithm) for each in value):
         raise TypeError(
             f"algorithm is a sequence of {len(value)}; expected one Algorithm such as "
             "algorithms.fedavg(). A sequence of messages, such as natural_gradient's, is played by "
@@ -173,11 +177,15 @@ def as_sequence(value: Any) -> tuple[Algorithm, ...]:
         >>> len(as_sequence(averaging())), len(as_sequence([averaging(), averaging()]))
         (1, 2)
     """
-    is_sequence = isinstance(value, list | tuple) and not isinstance(value, Algorithm)
-    found = tuple(value) if is_sequence and value else (value,)
+    found = tuple(value) if _is_sequence(value) else (value,)
     for each in found:
         check_algorithm(each)
     return found
+
+
+def _is_sequence(value: Any) -> bool:
+    # An algorithm is a tuple of functions itself.
+    return isinstance(value, list | tuple) and not isinstance(value, Algorithm) and len(value) > 0
 
 
 def keeps_shapes(algorithm: Algorithm) -> bool:
@@ -212,7 +220,7 @@ def weighted_sum(values: Any, weights: Array) -> WeightedSum:
     return WeightedSum(tree.weighted_sum(values, weights), weights.sum())
 
 
-def averaging(**changes: Any) -> Algorithm:
+def averaging(**changes: Any) -> Algorithm[tuple[()]]:
     """Make federated averaging, W = sum_i p_i W_i, with some fields of `Algorithm` changed."""
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
@@ -223,7 +231,9 @@ def averaging(**changes: Any) -> Algorithm:
         # Not divided yet: sums of groups add up, their means do not.
         return weighted_sum(updates["params"], weights)
 
-    def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
+    def aggregate(
+        key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array
+    ) -> tuple[Params, Any, tuple[()]]:
         del key, params, cohort
         return sums.mean(), state, ()
 
@@ -263,7 +273,7 @@ def fisher_sums(updates: dict[str, Any], weights: Array) -> quadratic.Sums:
     return quadratic.sums(updates["fisher"], updates["params"], weights)
 
 
-def solve_sums(solve: Callable[[quadratic.Quadratic], Any], damping: float = 0.0) -> Callable:
+def solve_sums(solve: Callable[[quadratic.Quadratic], Any], damping: Scalar = 0.0) -> Callable:
     """Make the `aggregate` that solves the quadratic of `fisher_sums`, or of (updates, weights).
 
     It starts from the clients' mean, not from the global model, and reports what the solver does.

@@ -18,8 +18,9 @@ from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, fisher_sums, solve_sums, unchanged
 from fisherjax.clients import minibatches, num_batches, shuffled
 from fisherjax.fisher import Diagonal
+from fisherjax.solvers import Info
 from fisherjax.training import Trained
-from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params, Scalar
 
 
 @cached
@@ -29,8 +30,8 @@ def fedfish(
     batch_size: int = 64,
     last_epoch: bool = False,
     average: bool = False,
-    floor: float = 1e-12,
-) -> Algorithm:
+    floor: Scalar = 1e-12,
+) -> Algorithm[Info]:
     r"""Make FedFish, the coordinate-wise mean of the models weighted by squared batch gradients.
 
         F_i = sum_b (gradient of the mean loss of minibatch b)^2,
@@ -100,7 +101,7 @@ def fedfish(
             weights = examples.weights
             size = examples.inputs.shape[0] if weights is None else jnp.count_nonzero(weights)
             # An empty client has no minibatch, and keeps its zeros.
-            steps = jnp.maximum(num_batches(size, batch_size), 1)
+            steps = jnp.maximum(num_batches(jnp.asarray(size), batch_size), 1)
             total = jax.tree.map(lambda x: x / steps.astype(x.dtype), total)
         return {"params": trained.params, "fisher": Diagonal(total)}, local
 
@@ -116,12 +117,12 @@ def fedfish(
 def _squaring(base: optax.GradientTransformation) -> optax.GradientTransformation:
     """Add up the squared gradients of the last epoch, before the user's optimiser sees them."""
 
-    def update(gradient: Params, total: Params, params: Params, *, last_epoch: Array, **_: Any):
+    def update(updates: Params, state: Params, params: Params = None, **given: Any) -> tuple:
         del params
-        seen = _add_squares(total, gradient)
+        seen = _add_squares(state, updates)
         # The flag is traced: all epochs run one compiled step.
-        total = jax.tree.map(lambda new, old: jnp.where(last_epoch, new, old), seen, total)
-        return gradient, total
+        last = given["last_epoch"]
+        return updates, jax.tree.map(lambda new, old: jnp.where(last, new, old), seen, state)
 
     return local_update.keep_state(optax.GradientTransformationExtraArgs(_zeros, update), base)
 

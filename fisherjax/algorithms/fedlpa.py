@@ -25,9 +25,9 @@ from fisherjax.fisher import Kronecker, _passes, empirical, kfac, zero
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.quadratic import Quadratic
-from fisherjax.solvers.base import Solution, Solver, as_data, power_iteration, ratio, solution
+from fisherjax.solvers.base import Info, Solution, Solver, as_data, power_iteration, ratio, solution
 from fisherjax.training import Trained
-from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+from fisherjax.typing import AnyArray, Apply, Array, Examples, Key, Model, Params, Scalar
 
 
 @cached
@@ -35,14 +35,14 @@ def fedlpa(
     model: Model,
     *,
     kind: Kind = empirical,
-    damping: float = 1e-3,
+    damping: Scalar = 1e-3,
     balanced: bool = False,
     authors_split: bool = True,
     solver: Solver | None = None,
     fallback: Callable[..., Any] | None = None,
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
-) -> Algorithm:
+) -> Algorithm[Info]:
     r"""Make FedLPA, which solves one linear system for each layer V [inputs + 1, outputs].
 
         sum_i p_i A_i V G_i = sum_i p_i A_i V_i G_i,
@@ -127,7 +127,7 @@ def fedlpa(
     return Algorithm(summarize, aggregate, kind=sent, model=model)
 
 
-def _numbers(apply: Apply, params: Params, inputs: Array) -> dict[str, int]:
+def _numbers(apply: Apply, params: Params, inputs: AnyArray) -> dict[str, int]:
     """Count the locations of each layer."""
 
     def activations(params: Params, inputs: Array) -> dict[str, Array]:
@@ -169,7 +169,7 @@ def _authors_split(fisher: Kronecker, numbers: dict[str, Any]) -> Kronecker:
 
 
 @partial(jit, static_argnums=(0, 1))
-def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Array) -> Kronecker:
+def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Scalar) -> Kronecker:
     """Add the damping to every client's factors."""
 
     def shifted(matrix: Array, shift: Array) -> Array:
@@ -281,7 +281,7 @@ def residual_descent(
 
 
 @jit
-def _descend(problem: Quadratic, steps: Array, rate: Array, power_iterations: Array) -> Any:
+def _descend(problem: Quadratic, steps: Scalar, rate: Scalar, power_iterations: Scalar) -> Any:
     matvec, rhs, start, *_ = problem
 
     def residual(blocks: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from fisherjax import leaves, likelihoods, tree
 from fisherjax._core import checks
@@ -54,7 +53,7 @@ def pfnm(
     sweeps: int = 5,
     most_new: int = 700,
     misplaced_prior: bool = False,
-) -> Algorithm:
+) -> Algorithm[Matched]:
     """Make PFNM, whose merged network has as many units as there are different ones.
 
         theta_g = (s mu + sum_{w -> g} w) / (s + m_g)
@@ -320,5 +319,7 @@ def _assigned(
     new = np.square(own + start).sum(1)[:, None] / (1 + precision)
     new = new - np.square(start).sum() / precision
     new = new - 2 * np.log(ranks) + 2 * np.log(prior.concentration / clients)
+    from scipy.optimize import linear_sum_assignment  # half a second, which only PFNM needs
+
     _, found = linear_sum_assignment(np.hstack([gain, new]), maximize=True)
     return found

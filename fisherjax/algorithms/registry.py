@@ -41,7 +41,7 @@ from fisherjax.algorithms.ties import ties
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.algorithms.wrappers.sketched import fedfisher_sketched
 from fisherjax.fisher import Dense, Diagonal, Kronecker
-from fisherjax.typing import Model
+from fisherjax.typing import Array, Model
 
 __all__ = [
     "LAWS",
@@ -127,7 +127,7 @@ class Row(NamedTuple):
     label: str
     paper: str
     sends: str
-    factory: Callable[..., Algorithm]
+    factory: Callable[..., Any]
     laws: tuple[str, ...] = ()
     reads: Mapping[str, type] | str | None = "does not say in its row what it reads of uploads"
     gives: Literal["model", "wider model", "model per client", "votes"] = "model"
@@ -139,7 +139,7 @@ def weighted_fedbn(
     where: Callable[[str], bool] | frozenset[str] | None = None,
     temperature: float = 1.0,
     **options: Any,
-) -> Algorithm:
+) -> Algorithm[Array]:
     """Make Weighted FedAvg with personal BatchNorm, `fedbn(weighted_fedavg(model, ...), where)`.
 
     Example:
@@ -365,7 +365,7 @@ METHODS: dict[str, Row] = {
         "He et al., CVPR 2025",
         "without training, moments of the last layer's inputs and class sums",
         analytic_head,
-        ("exchange",),
+        ("exchange", "frozen"),
         None,
     ),
     "ccvr": Row(
@@ -373,7 +373,7 @@ METHODS: dict[str, Row] = {
         "Luo et al., NeurIPS 2021",
         "without training, moments of the last layer's inputs and class sums",
         ccvr,
-        ("exchange",),
+        ("exchange", "frozen"),
         None,
     ),
     "natural_gradient": Row(
@@ -381,7 +381,7 @@ METHODS: dict[str, Row] = {
         "Martens, Grosse, ICML 2015",
         "without training, gradients, K-FAC factors and products with them",
         natural_gradient,
-        ("exchange",),
+        ("exchange", "frozen"),
         None,
     ),
 }

@@ -25,7 +25,7 @@ from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.fisher.operators import PRECISION
 from fisherjax.solvers import Info
 from fisherjax.solvers.base import Solver, ratio
-from fisherjax.typing import Array, Model, Params
+from fisherjax.typing import Array, Model, Params, Scalar
 
 _LEAST = 0.1  # what is wrong with the mean of clients that agree: factors still count more
 
@@ -37,8 +37,8 @@ class _Settings(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    damping: Array
-    isotropy: Array
+    damping: Scalar
+    isotropy: Scalar
 
 
 @cached
@@ -46,15 +46,15 @@ def fedfisher_sequential(
     model: Model,
     *,
     kind: Kind = automatic,
-    damping: float = 0.01,
+    damping: Scalar = 0.01,
     outputs: bool = True,
-    isotropy: float = 0.3,
+    isotropy: Scalar = 0.3,
     passes: int = 2,
     fallback: Callable[..., Diagonal] | None = None,
     solver: solvers.Solver | None = None,
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
-) -> Algorithm:
+) -> Algorithm[Info]:
     """Make FedFisher with K-FAC that merges one layer after the other, in the forward order.
 
         sum_i p_i A_i (V - V_i) G_i + damping s (V - Vbar) = 0,   s the mean eigenvalue of the sum,
@@ -144,7 +144,7 @@ def fedfisher_sequential(
 def _merged(
     settings: _Settings, fishers: Kronecker, params: Params, weights: Array, sizes: _Sizes
 ) -> tuple[Params, Any]:
-    def solve(part: Kronecker, damping: Array) -> tuple[dict[str, Array], Any]:
+    def solve(part: Kronecker, damping: Scalar) -> tuple[dict[str, Array], Any]:
         problem = quadratic.quadratic(part, params, weights, damping)
         # A part of the layers makes no params.
         return settings.solve(problem._replace(restore=None))
@@ -188,8 +188,8 @@ def _merged(
     _, passes = jax.lax.scan(merge_all, nothing, length=max(settings.passes, 1))
     merged, infos = jax.tree.map(lambda x: x[-1], passes)
     if fishers.entries:
-        scales = tuple(layer for layer in fishers.layers if layer.kernel in fishers.scales)
-        rest = Kronecker({}, fishers.entries, scales, fishers.template)
+        others = tuple(layer for layer in fishers.layers if layer.kernel in fishers.scales)
+        rest = Kronecker({}, fishers.entries, others, fishers.template)
         found, info = solve(rest, Kronecker.default_damping)
         merged, infos = merged | found, [*infos, info]
     return fishers.restore(merged), _joined(infos, fishers.coverage)
@@ -316,4 +316,5 @@ def _joined(infos: list[Any], covered: float) -> Any:
     if not all(isinstance(info, Info) for info in infos):
         return infos
     fields = [[info[number] for info in infos] for number in range(3)]
-    return Info(*({k: v for one in own for k, v in one.items()} for own in fields), covered)
+    iterations, residual, status = ({k: v for one in own for k, v in one.items()} for own in fields)
+    return Info(iterations, residual, status, covered)

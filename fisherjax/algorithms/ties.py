@@ -31,7 +31,7 @@ class Side(NamedTuple):
 
 
 @cached
-def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm:
+def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
     r"""Make TIES, which trims the changes of the global model W, elects signs and averages.
 
         t_i = W_i - W, zero but for the share `density` of its entries that are largest,

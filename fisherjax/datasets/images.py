@@ -11,10 +11,10 @@ import numpy as np
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax.datasets.reading import Dataset
-from fisherjax.typing import Array, Key
+from fisherjax.typing import AnyArray, Array, Key
 
 
-def normalizer(dataset: Dataset) -> Callable[[Array], Array]:
+def normalizer(dataset: Dataset) -> Callable[[AnyArray], Array]:
     """Make the function that normalises stored pixels for a network.
 
         normalize(x) = (x / scale - mean) / std
@@ -46,7 +46,7 @@ def normalizer(dataset: Dataset) -> Callable[[Array], Array]:
 def _normalizer(scale, mean, std):
     mean, std = np.float32(mean), np.float32(std)
 
-    def normalize(x):
+    def normalize(x: AnyArray) -> Array:
         x = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jnp.floating):
             return x

@@ -4,8 +4,9 @@ import io
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,14 +88,15 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> tuple[Dataset,
             "run pip install 'fisherjax[experiments]'"
         ) from error
     splits, num_classes, scale = read
-    train, test = (Dataset(*split, num_classes, scale, *_MOMENTS[name], name) for split in splits)
+    mean, std = _MOMENTS[name]
+    train, test = (Dataset(x, y, num_classes, scale, mean, std, name) for x, y in splits)
     return train, test
 
 
 def _read_digits():
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
+    digits: Any = load_digits()
     # Stored like the other data sets: integers, here from 0 to 16, and one channel.
     images = digits.images.astype(np.uint8)[..., None]
     rows = np.random.RandomState(0).permutation(len(images))
@@ -126,7 +128,7 @@ def _read_tfds(name: str, data_dir):
     return [_decode(source, shape) for source in sources], num_classes, 255.0
 
 
-def _sources(name: str, feature: str, splits: list[str], data_dir):
+def _sources(name: str, feature: str, splits: list[str], data_dir) -> Sequence[Any]:
     import tensorflow_datasets as tfds
 
     if name == _CINIC10:
@@ -143,9 +145,10 @@ def _sources(name: str, feature: str, splits: list[str], data_dir):
     try:
         # Records are read without decoding: `_decode` takes half the time for images.
         decoders = {feature: tfds.decode.SkipDecoding()}
-        return tfds.data_source(
+        sources: Any = tfds.data_source(
             name, split=splits, data_dir=data_dir, decoders=decoders, download=False
         )
+        return sources
     except ImportError:  # a package is missing, not the data
         raise
     except Exception as error:  # the type depends on what is missing

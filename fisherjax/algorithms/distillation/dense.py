@@ -43,7 +43,7 @@ def dense(
     normalize: Callable[[Array], Array] | None = None,
     crop: bool = False,
     score: Callable[[Params], Array] | None = None,
-) -> Algorithm:
+) -> Algorithm[Distilled]:
     """Make DENSE, which distils the clients into a merged model by images that the server draws.
 
         t(x) = sum_i p_i z_i(x),   s(x) = z(x, W),
@@ -95,7 +95,7 @@ def dense(
         statistics, so that such networks are refused; "fresh" is what the clients began from, not
         another draw; the convolutions of the generator are computed on small images, see `nn`.
     """
-    merge = averaging() if start is None else start
+    merge: Algorithm[Any] = averaging() if start is None else start
     _check(model, shape, merge, how)
     checks.count("epochs", epochs)
     for name, function in (("normalize", normalize), ("score", score)):
@@ -128,7 +128,8 @@ def dense(
         if score is None:
             _check_learnt(work, how)
             params = work.student
-        return params, state, Distilled(work.images, *work.losses.T, work.score)
+        synthesis, distillation = work.losses.T
+        return params, state, Distilled(work.images, synthesis, distillation, work.score)
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         if jax.tree.leaves(trained.statistics):

@@ -120,7 +120,8 @@ def open_set(
         # All at once: one pass of three times the minibatch.
         every = jnp.concatenate([images, outliers, harder])
         own, *unknown = jnp.split(_open_outputs(model.apply, params, every), 3)
-        return -(_label_losses(own) + sum(_unknown_loss(z) for z in unknown)[:, None]), None
+        unsure = jnp.asarray(sum(_unknown_loss(z) for z in unknown))
+        return -(_label_losses(own) + unsure[:, None]), None
 
     return model._replace(apply=apply, likelihood=_OPEN, apply_train=apply_train)
 
@@ -234,7 +235,7 @@ def _check_classes(model: Model) -> None:
 
 
 @cached
-def fedov(model: Model) -> Algorithm:
+def fedov(model: Model) -> Algorithm[Voters]:
     """Make FedOV, whose merged model is the clients' models, stacked, for a vote.
 
         W = (W_i) over clients of p_i > 0,   predictions by `voting(model)` at W.

@@ -20,7 +20,7 @@ from fisherjax.clients import draw
 from fisherjax.fisher import _passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params
 
 
 @jax.tree_util.register_dataclass
@@ -115,27 +115,37 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
     return dataclasses.replace(means, count=means.count * (weights > 0).sum())
 
 
-def check_head(model: Model, params: Params, inputs: Array) -> None:
-    """Refuse outputs that are not those of a dense layer that is trained, from shapes alone.
+def check_head(
+    model: Model, params: Params, inputs: AnyArray, *, frozen: bool = False
+) -> Layer | None:
+    """Return the dense layer that makes the outputs, from shapes alone, and refuse other outputs.
+
+    Args:
+        model: The network.
+        params: All its leaves; shapes suffice.
+        inputs: As the network takes them.
+        frozen: Whether the model's mask may leave out leaves of that layer: then it is None.
 
     Raises:
-        ValueError: As `fisher.trace.output_layer`; if the mask leaves that layer out, by its name.
+        ValueError: As `_layers.pairs.output_layer`; if the mask leaves that layer out, by its name.
     """
     try:
-        check_output_layer(*leaves.bind_untrained(model, params), inputs)
+        return check_output_layer(*leaves.bind_untrained(model, params), inputs)
     except ValueError as error:
-        frozen = _frozen_head(model, params, inputs)
-        if not frozen:
+        left_out = _frozen_head(model, params, inputs)
+        if not left_out:
             raise
+        if frozen:
+            return None
         raise ValueError(
-            f"The model's mask leaves out {frozen}, of the dense layer that makes the outputs, "
+            f"The model's mask leaves out {left_out}, of the dense layer that makes the outputs, "
             "which this method solves for or compares clients by; expected a mask that trains "
-            "that layer. Train it, or use a method that needs no such layer (not analytic_head, "
-            "ccvr or natural_gradient, and weighted_fedavg with fisher= only)."
+            "that layer. Train it, or use a method that needs no such layer (not analytic_head or "
+            "ccvr, and weighted_fedavg with fisher= only)."
         ) from error
 
 
-def _frozen_head(model: Model, params: Params, inputs: Array) -> list[str]:
+def _frozen_head(model: Model, params: Params, inputs: AnyArray) -> list[str]:
     """Name the leaves of the layer that makes the outputs that the mask leaves out."""
     # The network as if it had no mask, which may be one that cannot be read.
     with contextlib.suppress(ValueError):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fisherjax import leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
+from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.fisher import Dense, Kronecker
 from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained
@@ -39,7 +39,9 @@ class LocalLeaves:
 
 
 @cached
-def keep_local(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[str]) -> Algorithm:
+def keep_local(
+    algorithm: Algorithm[Report], where: Callable[[str], bool] | frozenset[str]
+) -> Algorithm[Report]:
     """Let every client keep the leaves that are picked out by name; the rest is merged.
 
     The server runs the algorithm on the shared leaves alone, and hands on the local ones of
@@ -86,7 +88,9 @@ def keep_local(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[st
 
 
 @cached
-def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]]) -> Algorithm:
+def keep_chosen(
+    algorithm: Algorithm[Report], choose: Callable[[Params], Collection[str]]
+) -> Algorithm[Report]:
     """Make `keep_local` of the leaves that a function of params, or of their shapes, names."""
     check_algorithm(algorithm)
     check_same_shapes(algorithm)
@@ -181,7 +185,8 @@ def _split(choose: Callable[[Params], Collection[str]], params: Params) -> tuple
             "those that are merged."
         )
     own = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
-    return tuple({n: leaf for n, c, leaf in own if c is kept} for kept in (False, True))
+    shared, held = ({n: leaf for n, c, leaf in own if c is kept} for kept in (False, True))
+    return shared, held
 
 
 def _replace(
@@ -197,7 +202,9 @@ def _replace(
         return not is_operator(x) and jax.tree.structure(x) == structure
 
     def changed(x: Any) -> Any:
-        return on_operator(x) if is_operator(x) else on_params(x) if is_params(x) else x
+        if on_operator is not None and is_operator(x):
+            return on_operator(x)
+        return on_params(x) if is_params(x) else x
 
     return jax.tree.map(changed, values, is_leaf=lambda x: is_operator(x) or is_params(x))
 

@@ -23,8 +23,8 @@ from fisherjax.fisher import Kronecker, KroneckerSum, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.quadratic import Sums
-from fisherjax.solvers.base import Solver
-from fisherjax.typing import Array, Key, Model, Params
+from fisherjax.solvers.base import Info, Solver
+from fisherjax.typing import Array, Key, Model, Params, Scalar
 
 # Rows of the sketch from the left beyond those of the sketch from the right.
 _MORE = 5
@@ -71,11 +71,11 @@ def fedfisher_sketched(
     seed: int = 0,
     fisher: Callable[..., Kronecker] = kfac,
     kind: Kind = automatic,
-    damping: float = 1.0,
+    damping: Scalar = 1.0,
     solver: Solver | None = None,
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
-) -> Algorithm:
+) -> Algorithm[Info]:
     """Make FedFisher with K-FAC whose server needs only sums over clients, of sketches.
 
         R = sum_i p_i u_i v_i^T,   Y = R Omega,   Z = Psi R,   R = Q (Psi Q)^+ Z,   Y = Q T,
@@ -161,8 +161,9 @@ def _sketched(terms: int, seed: int, fisher: Kronecker, params: Params, weights:
         columns[name] = _product(weighted.T, _product(v, right.T))
         rows[name] = _product(_product(weighted, left.T).T, v)
     added = (fisher.entries, jax.vmap(Kronecker.block_mv)(fisher, blocks), blocks)
-    added = tree.weighted_sum(added, weights)
-    return Sketches(columns, rows, *added, weights.sum(), fisher.layers, fisher.template)
+    entries, product, mean = tree.weighted_sum(added, weights)
+    known = weights.sum(), fisher.layers, fisher.template
+    return Sketches(columns, rows, entries, product, mean, *known)
 
 
 @partial(jit, static_argnums=0)
@@ -190,7 +191,7 @@ def _recovered(seed: int, sums: Sketches) -> Sums:
 
 
 def _terms(
-    seed: int, number: int, shape: tuple[int, int], columns: Array, rows: Array
+    seed: int, number: int, shape: tuple[int, ...], columns: Array, rows: Array
 ) -> dict[str, Array]:
     """Recover a layer's terms A_j [k, a, a] and G_j [k, o, o] from its sketches.
 
