@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "fisherjax"
 ORDER = [
     "typing",
     "tree",
+    "_stacked",
     "_core",
     "leaves",
     "likelihoods",
@@ -48,7 +49,9 @@ ORDER = [
     "solvers",
     "algorithms",
     "compression",
+    "_semidefinite",
     "_upload_checks",
+    "_divergence",
     "privacy",
     "merging",
     "secure_aggregation",
@@ -69,15 +72,18 @@ BUILT = {  # folders whose files build on one another
         *("_columns", "kinds", "operators", "kronecker", "kronecker_sum", "_passes"),
         *("diagonal", "full", "kfac"),
     ],
+    "training": ["_cohort", "_train"],
+    "rounds": ["_one_round", "experiment"],
+    "metrics": ["_targets", "_test_set", "_clients"],
 }
 # What the other files of a folder may import, and these in this order.
 SHARED = [
-    "accounting",
-    "reading",
+    *("accounting", "encoded", "reading"),
     *("base", "stages", "checks", "arrays", "values", "_claims", "uploads", "_packed", "_parts"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
-    *("fixed_point", "shares", "keys", "_messages", "protocol", "quantized", "matrices", "stream"),
+    *("fixed_point", "shares", "keys", "_messages", "protocol"),
+    *("quantized", "matrices", "stream"),
     *("statistics", "_reads", "client_half", "_server_half", "merges", "_repair"),
     *("two_layer", "signal_noise"),
 ]
