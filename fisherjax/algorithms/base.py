@@ -57,7 +57,7 @@ class Update:
     def __repr__(self) -> str:
         """Describe the update in one line: what it holds, its kind, how much that is."""
         parts = " and ".join(map(str, self.values)) if isinstance(self.values, dict) else "?"
-        return tree.line("Update", self, parts[:80], f"kind {self.kind}"[:40])
+        return tree.describe("Update", self, parts[:80], f"kind {self.kind}"[:40])
 
 
 def nothing(*_: Any) -> tuple[()]:

@@ -105,7 +105,7 @@ def fedbn(
 
 def _by_names(params: Params) -> set[str]:
     """Choose leaves by their names; refuse params whose names do not say enough."""
-    every = leaves.places(params)
+    every = leaves.by_name(params)
     said = {name: _said(name) for name in every}
     # Of leaves that are not trained there is only the name: all but statistics count as kernels.
     ranks = {name: 2 if leaf is None else jnp.ndim(leaf) for name, leaf in every.items()}

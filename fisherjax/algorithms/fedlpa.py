@@ -101,7 +101,7 @@ def fedlpa(
         # Damping is added to each factor, so that the split changes what is solved, although the
         # product of the factors is the same.
         if authors_split:
-            apply, own = leaves.opened(model, trained.whole)
+            apply, own = leaves.bind_untrained(model, trained.whole)
             if model.positions is None:
                 numbers = _numbers(apply, own, examples.inputs)
             else:
@@ -148,11 +148,11 @@ def _mean_numbers(
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
         seen = trace(model.apply, params, x)
-        counts = locations.counted(seen, _sequences.counted(model, x))
+        counts = locations.counted(seen, _sequences.counted_positions(model, x))
         pairs = zip(seen.layers, counts, strict=True)
         return {x.kernel: jnp.vdot(w, c.sum(1)) for x, c in pairs if c is not None}
 
-    unlabelled = _sequences.weighed(model, examples)._replace(targets=None)
+    unlabelled = _sequences.drop_uncounted(model, examples)._replace(targets=None)
     means = _passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
     # A client without examples has no factors to scale.
     return {name: jnp.where(mean > 0, mean, 1) for name, mean in means.items()}

@@ -49,7 +49,7 @@ def fedper(head: str, algorithm: Algorithm[Report] | None = None) -> Algorithm[R
 def _leaves_of(layer: str) -> Callable[[Params], set[str]]:
     # One object for one name: the algorithm is known by it.
     def choose(params: Params) -> set[str]:
-        parts = {name: name.split("/") for name in leaves.places(params)}
+        parts = {name: name.split("/") for name in leaves.by_name(params)}
         found = {name for name, own in parts.items() if layer in own}
         if not found:
             every = sorted({part for own in parts.values() for part in own[:-1] or own})

@@ -219,7 +219,7 @@ def _distilled(
 ) -> tuple[Params, Any, Array]:
     """Teach the student all images; give it, its optimiser and the last pass's mean loss."""
     how, optimizer = fixed.how, _optimizer(fixed.how)
-    apply, trained = leaves.opened(fixed.model, work.student)
+    apply, trained = leaves.bind_untrained(fixed.model, work.student)
     # Those to come are last in every order, and no step comes to them.
     drawn = jnp.arange(len(work.images)) < work.epoch * how.images
     steps = work.epoch * how.images // how.batch_size

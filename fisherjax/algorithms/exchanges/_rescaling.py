@@ -53,14 +53,14 @@ class Products:
 
     def __repr__(self) -> str:
         """Describe the sums in one line, with the layer that they are of."""
-        return tree.line(
+        return tree.describe(
             "Products", self, f"of {str(getattr(self.head, 'kernel', self.head))[:60]}"
         )
 
 
 def regression(model: Model, x: Array, z: Array, y: Array) -> Array:
     """Give what outputs z are fitted to, of their shape: themselves where nothing counts."""
-    counts = _sequences.targets_counted(model, x, z.shape, y)
+    counts = _sequences.counted_targets(model, x, z.shape, y)
     y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
     y = y.astype(z.dtype).reshape(z.shape)
     return y if counts is None else jnp.where(counts[..., None], y, z)
@@ -71,7 +71,7 @@ def exact_products(
     model: Model, batch_size: int, params: Params, directions: Params, examples: Examples
 ) -> Products:
     """Compute the quadratic of stacked directions [K, ...], by minibatches."""
-    apply, own = leaves.opened(model, params)
+    apply, own = leaves.bind_untrained(model, params)
     dot = partial(jnp.einsum, precision=PRECISION)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> Products:
@@ -83,7 +83,7 @@ def exact_products(
         changes = jax.vmap(derivative)(_but(head, directions))
         z = seen.outputs
         residual = z - regression(model, x, z, y)
-        counts = _sequences.targets_counted(model, x, z.shape, y)
+        counts = _sequences.counted_targets(model, x, z.shape, y)
         if counts is not None:
             changes = jnp.where(counts[..., None], changes, 0)
         # Both sides of a product carry the root of the weight; [B, T, ...].
@@ -101,7 +101,7 @@ def exact_products(
         own_products = dot("jntc,kntc->jk", changes, changes)
         return Products(own_products, crossed, inputs, steepness, gradient, head)
 
-    examples = _sequences.weighed(model, examples)
+    examples = _sequences.drop_uncounted(model, examples)
     return _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
 
 
@@ -133,7 +133,7 @@ def best_way(
         slope += jnp.einsum("pac,ac->p", heads, held.gradient)
     curvature = _curvature(held, ways, heads)
     shift = jnp.where(unit > 0, _RIDGE * jnp.trace(curvature) / len(unit), 1)
-    share = -linalg.definite(curvature + jnp.diag(shift), slope)
+    share = -linalg.cholesky_solve(curvature + jnp.diag(shift), slope)
     predicted = share @ slope + share @ curvature @ share / 2
     step = jax.tree.map(lambda d: jnp.tensordot(share @ ways, d, 1), _but(head, directions))
     leaves = template.by_name(step)
@@ -152,7 +152,7 @@ def _with_heads(used: Products, value: Array) -> tuple[Array, Array]:
     pull = (used.gradient + ridge * value)[None]
     sides = jnp.concatenate([used.crossed, pull])
     flat = sides.swapaxes(0, 1).reshape(size, -1)
-    heads = -linalg.definite(used.inputs + ridge * jnp.eye(size), flat)
+    heads = -linalg.cholesky_solve(used.inputs + ridge * jnp.eye(size), flat)
     heads = heads.reshape(size, *sides.shape[::2]).swapaxes(0, 1)
     ways = jnp.concatenate([one, one, jnp.zeros_like(one[:1])])
     return ways, jnp.concatenate([jnp.zeros_like(used.crossed), heads])

@@ -150,7 +150,7 @@ def _tuned(
         value, state = carry
         of = partial(loss, features=features[batch], labels=labels[batch])
         told = _optimizers.loss_arguments(of, *jax.value_and_grad(of)(value))
-        update = _optimizers.supported(optimizer).update
+        update = _optimizers.with_extra_args(optimizer).update
         updates, state = update(told["grad"], state, value, **told)
         return (optax.apply_updates(value, updates), state), None
 
@@ -165,5 +165,5 @@ def _tuned(
     )
     before = loss(value, features, labels)
     (value, state), _ = jax.lax.scan(step, (value, optimizer.init(value)), batches)
-    value = _optimizers.answer(value, state)
+    value = _optimizers.final_params(value, state)
     return value, Tuned(before, loss(value, features, labels))

@@ -162,7 +162,7 @@ def keep_chosen(
 def _by_name(where: Callable[[str], bool] | frozenset[str]) -> Callable:
     # One object for one `where`: the algorithm is known by it.
     def choose(params: Params) -> set[str]:
-        names = leaves.places(params)
+        names = leaves.by_name(params)
         if not isinstance(where, frozenset):
             return {name for name in names if where(name)}
         if unknown := sorted(where.difference(names)):
