@@ -11,8 +11,6 @@ accuracies, the paper's beside them, and what a round takes in bytes and seconds
 continues. clients.png is drawn in the end, of several numbers of clients.
 """
 
-import sys
-from collections.abc import Sequence
 from functools import partial
 
 from rich.console import Console
@@ -20,21 +18,16 @@ from rich.console import Console
 from experiments.fedfisher_table import table as fedfisher
 from experiments.fedfisher_table.table import Grid
 from experiments.harness import commands, grid_runs, records
-from experiments.harness.tables import Table, markdown, terminal
+from experiments.harness.grids import units
+from experiments.harness.tables import Table, markdown
 
 PROGRAM = "experiments.fedfisher_table"
 
 
-@commands.command(PROGRAM)
-def main(arguments: Sequence[str], console: Console) -> None:
-    grid = commands.read(arguments, PROGRAM, __doc__, Grid)
-    fedfisher.check(grid)
-    done = grid_runs.run(grid.out, fedfisher.units(grid), partial(_write, grid), console)
-    # Wider than most terminals: better a line broken there than every cell.
-    wide = Console(highlight=False, width=max(console.width, 200))
-    for table in _tables(grid, done):
-        wide.print(terminal(table))
-    console.print(fedfisher.footnote(grid), style="dim")
+@commands.command(PROGRAM, __doc__, Grid, fedfisher.check)
+def main(grid: Grid, console: Console) -> None:
+    done = grid_runs.run(grid.out, units(grid), partial(_write, grid), console)
+    grid_runs.show(_tables(grid, done), fedfisher.footnote(grid), console)
     left = ["table.md", "table.csv"]
     if len(grid.num_clients) > 1:
         left.append("clients.png")
@@ -44,7 +37,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
 
 
 def _tables(grid: Grid, done: grid_runs.Done) -> list[Table]:
-    accuracies = [own for dataset in grid.datasets for own in fedfisher.tables(grid, dataset, done)]
+    accuracies = [one for dataset in grid.datasets for one in fedfisher.tables(grid, dataset, done)]
     blocks = [(dataset, number) for dataset in grid.datasets for number in grid.num_clients]
     return accuracies + [fedfisher.costs(grid, *block, done) for block in blocks]
 
@@ -62,4 +55,4 @@ def _write(grid: Grid, done: grid_runs.Done) -> grid_runs.Done:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

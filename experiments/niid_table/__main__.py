@@ -11,43 +11,34 @@ time is predicted first; table.md and table.csv are written anew after every run
 command continues.
 """
 
-import sys
-from collections.abc import Sequence
 from functools import partial
 
 from rich.console import Console
 
 from experiments.harness import accuracies, commands, grid_runs, grids, records
-from experiments.harness.tables import Table, markdown, terminal
+from experiments.harness.tables import Table, markdown
 from experiments.niid_table import table as niid
 
 PROGRAM = "experiments.niid_table"
 
 
-@commands.command(PROGRAM)
-def main(arguments: Sequence[str], console: Console) -> None:
-    grid = commands.read(arguments, PROGRAM, __doc__, grids.Grid)
-    grids.check(grid)
-    write = partial(_write, grid)
-    found, notes = grid_runs.run(grid.out, grids.units(grid), write, console)
-    # Wider than most terminals: better a line broken there than every cell.
-    wide = Console(highlight=False, width=max(console.width, 180))
-    for table in found:
-        wide.print(terminal(table))
-    console.print(notes, style="dim")
+@commands.command(PROGRAM, __doc__, grids.Grid, grids.check)
+def main(grid: grids.Grid, console: Console) -> None:
+    found, notes = grid_runs.run(grid.out, grids.units(grid), partial(_write, grid), console)
+    grid_runs.show(found, notes, console)
     left = "table.md, table.csv, and a folder for each run"
     console.print(f"\nIn {grid.out}/: {left}", soft_wrap=True)
 
 
 def _write(grid: grids.Grid, done: grid_runs.Done) -> tuple[list[Table], str]:
-    """Write what is done until now; return the tables, one for each data set, and notes."""
+    """Write the tables of the finished runs; return the table of each data set, and notes."""
     every = [row for rows in done.values() for row in rows]
     last = accuracies.exchanged(every, grid.merging.algorithms)
     names, results, found = (*grid.merging.algorithms, *last), {}, []
     for dataset in grid.datasets:
         own = {
             cell: niid.measured([row for seed in grid.seeds for row in done[cell, seed]], last)
-            for cell in grids.cells(grid, dataset)
+            for cell in grid.cells(dataset)
         }
         title = f"{dataset}, {grid.num_clients} clients, {grid.epochs} epochs"
         found.append(niid.table(title, own, names, grid.epochs))
@@ -62,4 +53,4 @@ def _write(grid: grids.Grid, done: grid_runs.Done) -> tuple[list[Table], str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
