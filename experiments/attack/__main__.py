@@ -51,8 +51,8 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
     right = 100 * statistics.fmean(one.judge_accuracy for one in measured)
     words = f"The judge is right for {right:.1f} % of the test images."
     shown = [tables.Table(title, headings, lines)]
-    picture = "attack.png", "what the server gets"
-    studies.report(asked, PROGRAM, shown, picture, console, words)
+    pictures = {"attack.png": "what the server gets"}
+    studies.report(asked, PROGRAM, shown, pictures, console, words)
 
 
 def _draw(asked: Config, title: str) -> None:

@@ -37,7 +37,7 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
     headings = ("algorithm", "codec", "bytes", "of FedAvg's", "accuracy %")
     _draw_figure(asked, measured, heading)
     shown = [tables.Table(heading, headings, lines, text=2)]
-    studies.report(asked, PROGRAM, shown, ("compression.png", "accuracy over bytes"), console)
+    studies.report(asked, PROGRAM, shown, {"compression.png": "accuracy over bytes"}, console)
 
 
 def _draw_figure(asked: Config, measured: Sequence[Measurement], heading: str) -> None:

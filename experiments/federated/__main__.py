@@ -1,7 +1,7 @@
 """Run federated rounds, and compare how updates are merged.
 
-In every round a cohort of clients trains from the global model, an algorithm merges the updates, and
-the server's optimiser takes a step. Cohorts, minibatches and initial models are the same for all
+In every round a cohort of clients trains from the global model, an algorithm merges the updates,
+and the server's optimiser takes a step. Cohorts, minibatches and initial models are the same for all
 algorithms of a seed. Where several server learning rates are given, validation clients choose one
 for each algorithm and number of local epochs with the first seed; the other seeds use that rate.
 
@@ -67,7 +67,7 @@ def _execute(asked: config.Federated, rows: list[Row], console: Console) -> list
 
 
 def _shower(bar: Progress, shown: TaskID, unit: runs.Unit) -> Callable[[int, float | None], None]:
-    """Return the function that a unit calls after each round; the first compiles, so is not timed."""
+    """Return what a unit calls after each round; the first round compiles and is not timed."""
     ends: list[tuple[float, int]] = []
 
     def show(number: int, accuracy: float | None) -> None:

@@ -3,12 +3,12 @@
     python -m experiments.fedfisher_table --datasets mnist cifar10 --alphas 0.2 0.1 0.05
     python -m experiments.fedfisher_table --datasets cifar10 --alphas 0.3 --num-clients 10 20 30
 
-Each cell and seed is one run of `experiments.one_shot`, in a folder of its own with its label
-table: clients are trained once for all algorithms but those that change how, which train their own.
-The split is one for all seeds, as in the authors' code; networks and training are theirs, with
-fewer epochs. The time is predicted first; table.md and table.csv are written anew after every run:
-accuracies, the paper's beside them, and what a round takes in bytes and seconds. The same command
-continues. clients.png is drawn in the end, of several numbers of clients.
+Each cell and seed is one run of `experiments.one_shot` in its own folder. Clients are trained once
+for all algorithms, except for algorithms that change the training, which train their own clients.
+All seeds have the same split, as in the authors' code; networks and training are theirs too, with
+fewer epochs. The time is predicted first. After every run table.md and table.csv are written: our
+accuracies, the paper's, and the bytes and seconds of a round. clients.png is drawn at the end if
+there are several numbers of clients. The same command continues an interrupted grid.
 """
 
 from functools import partial
@@ -17,16 +17,15 @@ from rich.console import Console
 
 from experiments.fedfisher_table import table as fedfisher
 from experiments.fedfisher_table.table import Grid
-from experiments.harness import commands, grid_runs, records
-from experiments.harness.grids import units
+from experiments.harness import commands, grid_runs, grids, records
 from experiments.harness.tables import Table, markdown
 
 PROGRAM = "experiments.fedfisher_table"
 
 
-@commands.command(PROGRAM, __doc__, Grid, fedfisher.check)
+@commands.command(PROGRAM, __doc__, Grid, grids.check)
 def main(grid: Grid, console: Console) -> None:
-    done = grid_runs.run(grid.out, units(grid), partial(_write, grid), console)
+    done = grid_runs.run(grid.out, grids.units(grid), partial(_write, grid), console)
     grid_runs.show(_tables(grid, done), fedfisher.footnote(grid), console)
     left = ["table.md", "table.csv"]
     if len(grid.num_clients) > 1:

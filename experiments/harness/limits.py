@@ -37,7 +37,7 @@ _ACCEPTED: tuple[tuple[str, Callable[[float], bool], Sequence[str]], ...] = (
     ("0 to 2**32 - 1", lambda x: 0 <= x < 2**32, ("partition_seed", "partition_seeds", "seeds")),
 )
 """What options may be, whichever command has them: in words, and as a function of each value."""
-_MAY_BE_EMPTY, _MAY_REPEAT = ("calibrate", "table3"), ("channels",)
+_MAY_BE_EMPTY, _MAY_REPEAT = ("calibrate", "table3", "betas", "classes"), ("channels",)
 
 
 def check_options(config: Any) -> None:

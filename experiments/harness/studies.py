@@ -6,7 +6,7 @@ is what was measured at once, so that an interrupted study continues after the l
 
 import csv
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -108,18 +108,23 @@ def report(
     asked: Any,
     program: str,
     shown: Sequence[tables.Table],
-    picture: tuple[str, str],
+    pictures: Mapping[str, str],
     console: Console,
     words: str = "",
+    heading: str = "",
 ) -> None:
-    """Print tables, and write them to summary.md with words, a picture and the command.
+    """Print tables, and write them to summary.md with words, pictures and the command.
 
-    The picture is its file's name in the folder and a description.
+    `pictures` are descriptions by the names of files in the folder. Under a heading, tables have
+    headings of the second level.
     """
     for table in shown:
         console.print(tables.terminal(table))
-    name, description = picture
-    parts = [*map(tables.markdown, shown), *([words, ""] if words else [])]
-    parts += [f"![{description}]({name})", "", "```", commands.write(asked, program), "```", ""]
+    parts = [f"# {heading}", ""] if heading else []
+    parts += [tables.markdown(table, level=2 if heading else 1) for table in shown]
+    parts += [words, ""] if words else []
+    parts += [f"![{description}]({name})" for name, description in pictures.items()]
+    parts += ["", "```", commands.write(asked, program), "```", ""]
     records.write_text(asked.out / "summary.md", "\n".join(parts))
-    console.print(f"In {asked.out}/: config.json, results.csv, {name}, summary.md")
+    files = ", ".join(["config.json", "results.csv", *pictures, "summary.md"])
+    console.print(f"In {asked.out}/: {files}")

@@ -45,7 +45,7 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
     heading = f"{config.title(asked.data)}: accuracy in % over examples a client"
     _draw_figure(asked, found, heading)
     shown = [tables.Table(heading, headings, lines, text=2)]
-    studies.report(asked, PROGRAM, shown, ("knee.png", "accuracy over examples"), console)
+    studies.report(asked, PROGRAM, shown, {"knee.png": "accuracy over examples"}, console)
 
 
 def _draw_figure(asked: Config, found: dict, heading: str) -> None:

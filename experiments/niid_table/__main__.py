@@ -2,13 +2,13 @@
 
     python -m experiments.niid_table --datasets mnist --epochs 10 --seeds 0 1 2 --out runs/niid
 
-Each cell and seed is one run of `experiments.one_shot`, in a folder of its own with its label
-table: clients are trained once for all algorithms but those that change how, which train their own.
-The seed sets the split, the initial model and the minibatches. Training is NIID-Bench's: SGD with
-momentum and weight decay, images scaled to [0, 1] only, those of CIFAR-10 cropped and mirrored.
-Exchanges without training follow each merge where --calibrate or --exchanges asks for them. The
-time is predicted first; table.md and table.csv are written anew after every run; the same
-command continues.
+Each cell and seed is one run of `experiments.one_shot` in its own folder. Clients are trained once
+for all algorithms, except for algorithms that change the training, which train their own clients.
+The seed sets the split, the initial model and the minibatches. Training is that of NIID-Bench: SGD
+with momentum and weight decay, images scaled to [0, 1], and those of CIFAR-10 cropped and mirrored.
+--calibrate and --exchanges add exchanges without training after each merge. The time is predicted
+first, and table.md and table.csv are written after every run. The same command continues an
+interrupted grid.
 """
 
 from functools import partial

@@ -50,8 +50,8 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
         shown.append(tables.Table(title, headings, lines))
     _draw_figure(asked, found, cost)
     words = f"delta {asked.delta:g}; mean ± standard deviation over seeds and draws of the noise."
-    picture = "private.png", "accuracy over epsilon"
-    studies.report(asked, PROGRAM, shown, picture, console, words)
+    pictures = {"private.png": "accuracy over epsilon"}
+    studies.report(asked, PROGRAM, shown, pictures, console, words)
 
 
 def _draw_figure(asked: Config, found: dict, cost: dict[float, float]) -> None:

@@ -41,7 +41,7 @@ def _report(asked: Config, found: Sequence[Measurement], console: Console) -> No
     heading = f"{config.title(asked.data)}: merged from sums alone"
     _draw(asked, found, heading)
     shown = [tables.Table(heading, headings, lines)]
-    studies.report(asked, PROGRAM, shown, ("secure.png", "accuracy over terms"), console)
+    studies.report(asked, PROGRAM, shown, {"secure.png": "accuracy over terms"}, console)
 
 
 def _draw(asked: Config, found: Sequence[Measurement], heading: str) -> None:
