@@ -1,8 +1,8 @@
 """Run federated rounds, and compare how updates are merged.
 
 In every round a cohort of clients trains from the global model, an algorithm merges the updates,
-and the server's optimiser takes a step. Cohorts, minibatches and initial models are the same for all
-algorithms of a seed. Where several server learning rates are given, validation clients choose one
+and the server's optimiser takes a step. Cohorts, minibatches and initial models are the same for
+all algorithms of a seed. If several server learning rates are given, validation clients choose one
 for each algorithm and number of local epochs with the first seed; the other seeds use that rate.
 
 A run writes into its folder: config.json, which is needed to run it again; results.csv with one row

@@ -14,7 +14,6 @@ from experiments.harness import checkpoints, records
 from experiments.harness.config import Federated
 from experiments.harness.methods import check_full, methods
 from experiments.harness.tasks import Rounds
-from fisherjax.algorithms.wrappers.server_optimizer import ServerState
 from fisherjax.metrics import Performance
 from fisherjax.rounds import Round, State
 from fisherjax.typing import Key
@@ -172,7 +171,7 @@ def run(
 def _at_rate(state: State, rate: float) -> State:
     """Set the server's learning rate, which is data: another one compiles nothing."""
     server = state.algorithm
-    if not isinstance(server, ServerState):
+    if not isinstance(server, fj.algorithms.wrappers.server_optimizer.ServerState):
         return state
     rate = jnp.full_like(optax.tree_utils.tree_get(server, "learning_rate"), rate)
     return state._replace(algorithm=optax.tree_utils.tree_set(server, learning_rate=rate))

@@ -17,8 +17,7 @@ from rich.console import Console
 
 from experiments.fedfisher_table import table as fedfisher
 from experiments.fedfisher_table.table import Grid
-from experiments.harness import commands, grid_runs, grids, records
-from experiments.harness.tables import Table, markdown
+from experiments.harness import commands, grid_runs, grids, records, tables
 
 PROGRAM = "experiments.fedfisher_table"
 
@@ -35,7 +34,7 @@ def main(grid: Grid, console: Console) -> None:
     console.print(f"\nIn {grid.out}/: {', '.join(left)}, {more}", soft_wrap=True)
 
 
-def _tables(grid: Grid, done: grid_runs.Done) -> list[Table]:
+def _tables(grid: Grid, done: grid_runs.Done) -> list[tables.Table]:
     accuracies = [one for dataset in grid.datasets for one in fedfisher.tables(grid, dataset, done)]
     blocks = [(dataset, number) for dataset in grid.datasets for number in grid.num_clients]
     return accuracies + [fedfisher.costs(grid, *block, done) for block in blocks]
@@ -43,7 +42,7 @@ def _tables(grid: Grid, done: grid_runs.Done) -> list[Table]:
 
 def _write(grid: Grid, done: grid_runs.Done) -> grid_runs.Done:
     """Write the tables of what is done until now."""
-    parts = [markdown(table, 2) for table in _tables(grid, done)]
+    parts = [tables.markdown(table, 2) for table in _tables(grid, done)]
     if len(grid.num_clients) > 1:
         parts.append("![accuracy over clients](clients.png)\n")
     command = ["", "```", commands.write(grid, PROGRAM), "```", ""]

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.harness import commands, config, figures, grid_runs, grids, steps
-from experiments.harness.records import Row
+from experiments.harness import commands, config, figures, grid_runs, grids, records, steps
 from experiments.harness.tables import Table, csv_text, moments, spread
 
 _PAPER, _CLIENTS = Path(__file__).with_name("fedfisher_paper.csv"), 5
@@ -120,9 +119,9 @@ def published() -> dict[tuple[Cell, str], Published]:
     }
 
 
-def measured(rows: Iterable[Row]) -> dict[str, Measured]:
+def measured(rows: Iterable[records.Row]) -> dict[str, Measured]:
     """Gather the rows by algorithm; the references, such as local, are included."""
-    found: dict[str, dict[str, list[Row]]] = {}
+    found: dict[str, dict[str, list[records.Row]]] = {}
     for row in rows:
         # One client is enough, because the row of each has the seconds of all clients.
         if row.client in (None, 0):

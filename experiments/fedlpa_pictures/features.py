@@ -10,15 +10,13 @@ from sklearn.manifold import TSNE
 from sklearn.neighbors import NearestNeighbors
 
 import fisherjax as fj
-from experiments.harness import figures, tables, tasks
+from experiments.harness import figures, one_round, tables, tasks
 from experiments.harness.config import MODELS, OneShot
-from experiments.harness.one_round import train_and_merge
-from fisherjax.typing import Array, Params
 
 _NEIGHBOURS = 10
 
 
-def features(task: tasks.OneRound, params: Params, images: Array) -> np.ndarray:
+def features(task: tasks.OneRound, params: fj.typing.Params, images: fj.typing.Array) -> np.ndarray:
     """Compute the inputs [n, width] of a network's last layer, of images as they are stored."""
     last = max(name for name in params if name.startswith("dense"))
     width = params[last]["kernel"].shape[0]
@@ -49,7 +47,7 @@ def _embed(points: np.ndarray, seed: int) -> np.ndarray:
 def section(config: OneShot, num_points: int, path: Path) -> str:
     """Merge the clients of one split with one seed, draw what the models see, tell how pure."""
     task, [split], [seed] = tasks.one_round(config), config.partition_seeds, config.seeds
-    _, merged = train_and_merge(task, (split, seed))
+    _, merged = one_round.train_and_merge(task, (split, seed))
     images = task.central.inputs[:num_points]
     labels = np.asarray(task.central.targets[:num_points])
     pixels = np.asarray(images).reshape(len(labels), -1).astype(float)

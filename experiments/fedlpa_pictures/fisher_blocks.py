@@ -11,7 +11,6 @@ from scipy.spatial.distance import cosine
 
 import fisherjax as fj
 from experiments.harness import figures, tables
-from fisherjax.typing import Array
 
 
 class Blocks(NamedTuple):
@@ -29,7 +28,7 @@ class _ThreeConvolutions(flax.linen.Module):
     num_classes: int
 
     @flax.linen.compact
-    def __call__(self, images: Array) -> Array:
+    def __call__(self, images: fj.typing.Array) -> fj.typing.Array:
         fast = {"conv_general_dilated": fj.nn.conv_general_dilated}
         for name, channels in {"conv1": 4, "conv2": 8, "conv3": 8}.items():
             images = flax.linen.Conv(channels, (3, 3), name=name, **fast)(images)

@@ -3,8 +3,8 @@
     python -m experiments.function_space --out runs/function_space
 
 Two clients learn y = sin(2 pi x) on inputs that overlap fully, partly or not at all. They are
-merged in one round by FedAvg, Fisher merging, FedFish and FedFisher. The client-server barrier is the
-merged model's mean squared error on a client's own points less that of the client's own model,
+merged in one round by FedAvg, Fisher merging, FedFish and FedFisher. The client-server barrier is
+the merged model's mean squared error on a client's own points less that of the client's own model,
 averaged over the clients.
 
 functions.png shows the functions of one seed and barriers.png the barriers of all seeds;

@@ -5,11 +5,9 @@ from collections.abc import Iterator
 import jax
 
 import fisherjax as fj
-from experiments.harness import steps
+from experiments.harness import records, steps, tasks
 from experiments.harness.config import OneShot
-from experiments.harness.records import Row
 from experiments.harness.steps import Merged, Progress, Unit
-from experiments.harness.tasks import OneRound
 from fisherjax.algorithms import Algorithm
 
 _ROUNDS, _EXCHANGES = 2, 3  # the library folds keys with 0 to train and with 1 to summarize
@@ -25,14 +23,14 @@ def exchanges(config: OneShot) -> dict[str, tuple[str, ...]]:
     return plans
 
 
-def exchange_of(task: OneRound, step: str) -> Algorithm | tuple[Algorithm, ...]:
+def exchange_of(task: tasks.OneRound, step: str) -> Algorithm | tuple[Algorithm, ...]:
     """Make a step of `exchanges`."""
     return fj.algorithms.make(step, task.model)
 
 
 def rounds(
-    task: OneRound, unit: Unit, name: str, model: Merged, progress: Progress
-) -> Iterator[Row]:
+    task: tasks.OneRound, unit: Unit, name: str, model: Merged, progress: Progress
+) -> Iterator[records.Row]:
     """Go on with rounds of federated averaging, with the same minibatches for every algorithm."""
     params, federation = model.params, task.federations[unit[0]]
     key, epochs = (
@@ -50,8 +48,8 @@ def rounds(
 
 
 def exchanged(
-    task: OneRound, unit: Unit, name: str, model: Merged, progress: Progress
-) -> Iterator[Row]:
+    task: tasks.OneRound, unit: Unit, name: str, model: Merged, progress: Progress
+) -> Iterator[records.Row]:
     """Exchange on without training, in each way that was asked for; rows by round.
 
     Seconds and bytes are of all rounds up to a row's.

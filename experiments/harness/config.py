@@ -9,9 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 import fisherjax as fj
-from experiments.harness import commands
-from experiments.harness.commands import check_name, contents
-from experiments.harness.records import WHERE_AND_HOW
+from experiments.harness import commands, records
 
 MODELS = {
     "mlp": fj.networks.MLP,
@@ -200,7 +198,7 @@ class Federated:
 def one_shot(dataset: str | None = None) -> OneShot:
     """Return what is run if nothing else is asked: the demo on digits, or as FedFisher's paper."""
     dataset = dataset or "digits"
-    check_name("dataset", dataset, IMAGES)
+    commands.check_name("dataset", dataset, IMAGES)
     if dataset == "digits":
         return OneShot()
     model = "lenet" if dataset in ("mnist", "fashion_mnist") else "cnn"
@@ -212,7 +210,7 @@ def federated(dataset: str | None = None) -> Federated:
     """Return what is run in rounds on a data set if nothing else is asked."""
     models = {"digits": "mlp", "mnist": "lenet", "cifar10": "simple_cnn", PLAYS: "transformer"}
     dataset = dataset or "digits"
-    check_name("dataset", dataset, models)
+    commands.check_name("dataset", dataset, models)
     if dataset == "digits":
         return Federated()
     if dataset == PLAYS:
@@ -227,12 +225,12 @@ def federated(dataset: str | None = None) -> Federated:
 
 def name(config: OneShot) -> str:
     """Name an experiment by what it is and a digest of all that can change its result."""
-    first, data = contents(OneShot()), config.data
+    first, data = commands.contents(OneShot()), config.data
     # A run from before these options existed, when the damping was an option, keeps its name.
     changed = {"damping": "default"} | {
         option: value
-        for option, value in contents(config).items()
-        if option not in WHERE_AND_HOW and (option not in _LATER or value != first[option])
+        for option, value in commands.contents(config).items()
+        if option not in records.WHERE_AND_HOW and (option not in _LATER or value != first[option])
     }
     # They took all examples.
     if not changed["max_examples"]:

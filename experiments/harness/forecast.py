@@ -21,7 +21,6 @@ from experiments.harness import one_round, steps, tables, votes
 from experiments.harness.methods import Method
 from experiments.harness.tasks import OneRound
 from fisherjax.algorithms import Stages, Update
-from fisherjax.clients import Federation
 from fisherjax.typing import Key, Params
 
 _TRAINED, _SUMMARIZED = 8, 2  # minibatches of a client
@@ -161,12 +160,12 @@ def told(forecasts: Sequence[tuple[str, int, Forecast | float]]) -> str:
     return "\n".join(lines) + "."
 
 
-def _clients(task: OneRound) -> Federation:
+def _clients(task: OneRound) -> fj.clients.Federation:
     (federation,) = task.federations.values()
     return federation
 
 
-def _few(federation: Federation, most: int | None) -> Federation:
+def _few(federation: fj.clients.Federation, most: int | None) -> fj.clients.Federation:
     """Let clients have so many examples at most, in arrays of the same shapes."""
     if most is None:
         return federation
@@ -174,7 +173,7 @@ def _few(federation: Federation, most: int | None) -> Federation:
     return federation._replace(sizes=fj.devices.replicate(sizes, federation.mesh))
 
 
-def _work(federation: Federation, chunk: int | None, batch: int = 1) -> float:
+def _work(federation: fj.clients.Federation, chunk: int | None, batch: int = 1) -> float:
     """Count minibatches of a pass, and those that clients side by side wait for others."""
     batches = np.asarray(fj.clients.num_batches(federation.sizes, batch))
     side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)

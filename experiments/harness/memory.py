@@ -8,7 +8,6 @@ from jax.sharding import Mesh
 
 import fisherjax as fj
 from experiments.harness import after_merge, one_round, steps, tasks, votes
-from fisherjax.devices import Memory
 
 _FEWER = "Not even one client at a time would fit; use fewer clients or a smaller network"
 
@@ -64,7 +63,7 @@ def predict(task: tasks.OneRound) -> Need:
     return found._replace(idle=fj.parallel.idle_share(batches, side_by_side, found.devices))
 
 
-def of(step: str, need: Memory, side_by_side: int, mesh: Mesh | None) -> Need:
+def of(step: str, need: fj.devices.Memory, side_by_side: int, mesh: Mesh | None) -> Need:
     """Say what a step needs on all devices of a mesh, given what it needs on one."""
     number = mesh.size if mesh else 1
     # Where devices share a memory, it has to hold what all of them need.

@@ -10,16 +10,12 @@ import jax
 import optax
 
 import fisherjax as fj
-from experiments.harness import after_merge, checkpoints, steps, votes
+from experiments.harness import after_merge, checkpoints, names, steps, votes
 from experiments.harness.config import OneShot
 from experiments.harness.methods import Method
-from experiments.harness.names import STUDENT
 from experiments.harness.records import Row
 from experiments.harness.steps import Merged, Progress, Unit
 from experiments.harness.tasks import OneRound
-from fisherjax.algorithms import Algorithm, Stages
-from fisherjax.training import Trained
-from fisherjax.typing import Array, Params
 
 _SAVE_EVERY = 30  # seconds, while the server trains
 _VOTES = 4  # keys: `later` folds with 2 and 3
@@ -46,8 +42,8 @@ def length(task: OneRound, unit: Unit) -> tuple[int, int]:
     rounds = merges * config.then_rounds * (config.then_epochs or config.epochs)
     exchanges = len(config.calibrate) + config.exchanges
     made = (method.server(None).aggregate for method in task.methods.values())
-    others = sum(own.number for own in made if isinstance(own, Stages))
-    others += 0 if task.voting is None else 1 + (STUDENT in task.voting.names)
+    others = sum(own.number for own in made if isinstance(own, fj.algorithms.Stages))
+    others += 0 if task.voting is None else 1 + (names.STUDENT in task.voting.names)
     return config.epochs * len(by_training(task)) + rounds, merges * (1 + exchanges) + others
 
 
@@ -122,9 +118,9 @@ def by_training(task: OneRound) -> dict[optax.GradientTransformation, dict[str, 
 def references(
     task: OneRound,
     unit: Unit,
-    local: Trained,
-    kept: Trained,
-    weights: Array,
+    local: fj.training.Trained,
+    kept: fj.training.Trained,
+    weights: fj.typing.Array,
     seconds: float | None,
 ) -> list[Row]:
     """Measure the clients' own models, and the ensemble of those that are kept."""
@@ -142,9 +138,9 @@ def merge(
     task: OneRound,
     methods: dict[str, Method],
     unit: Unit,
-    params: Params,
-    trained: Trained,
-    weights: Array,
+    params: fj.typing.Params,
+    trained: fj.training.Trained,
+    weights: fj.typing.Array,
     progress: Progress = lambda _: None,
 ) -> dict[str, Merged]:
     """Merge the same clients by several methods; those that send the same are summarized once."""
@@ -172,11 +168,11 @@ def merge(
 
 
 def _followed(
-    task: OneRound, server: Algorithm, unit: Unit, name: str, progress: Progress
-) -> Algorithm:
+    task: OneRound, server: fj.algorithms.Algorithm, unit: Unit, name: str, progress: Progress
+) -> fj.algorithms.Algorithm:
     """Let a merge in stages tell of each, and go on where a killed run saved the last."""
     stages = server.aggregate
-    if not isinstance(stages, Stages):
+    if not isinstance(stages, fj.algorithms.Stages):
         return server
     folder, number, saved = _saved(task, unit, name), stages.number, time.monotonic()
 

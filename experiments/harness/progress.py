@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from experiments.harness import one_round, steps, tables
-from experiments.harness.records import Row
+from experiments.harness import one_round, records, steps, tables
 from experiments.harness.steps import Unit
 from experiments.harness.tasks import OneRound
 
@@ -61,14 +60,14 @@ class Watch:
         return lambda: self._bar.update(self._task, advance=steps_of_all)
 
     def finish(
-        self, units: Sequence[Unit], rows: Sequence[Row], seconds: float, where: str = ""
+        self, units: Sequence[Unit], rows: Sequence[records.Row], seconds: float, where: str = ""
     ) -> None:
         """Say what units gave, which share the seconds, and how long the others may take."""
         for unit in units:
             own = [row for row in rows if row.seed == unit[1]]
             self._finish(unit, own, seconds / len(units), where)
 
-    def _finish(self, unit: Unit, rows: Sequence[Row], seconds: float, where: str) -> None:
+    def _finish(self, unit: Unit, rows: Sequence[records.Row], seconds: float, where: str) -> None:
         measured = [row for row in rows if row.metric == "accuracy" and row.round == 1]
         merged = [row for row in measured if row.algorithm not in ("local", "ensemble")]
         values = "  ".join(f"{row.algorithm} {100 * row.value:.1f}" for row in merged)

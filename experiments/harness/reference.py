@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 import fisherjax as fj
-from fisherjax.typing import Params
 
 LAYERS = {"conv1": "conv1", "conv2": "conv2", "fc1": "dense1", "fc2": "dense2", "fc3": "dense3"}
 """The authors' names of layers, and ours."""
@@ -20,7 +19,7 @@ LAYERS = {"conv1": "conv1", "conv2": "conv2", "fc1": "dense1", "fc2": "dense2", 
 class Reference(NamedTuple):
     """The authors' clients: models [M, ...], rows of the training data, and the whole file."""
 
-    params: Params
+    params: fj.typing.Params
     partition: list[np.ndarray]
     validation: np.ndarray
     arrays: dict[str, np.ndarray]

@@ -9,11 +9,8 @@ import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import config, limits, reference, steps, tasks
+from experiments.harness import config, limits, progress, reference, steps, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
-from experiments.harness.progress import bar
-from fisherjax.training import Trained
-from fisherjax.typing import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Clients:
 
 def clients(
     asked: Clients, algorithms: tuple[str, ...], console: Console
-) -> tuple[tasks.OneRound, Params, Trained]:
+) -> tuple[tasks.OneRound, fj.typing.Params, fj.training.Trained]:
     """Train clients, or read them."""
     merging = Merging(algorithms)
     how = {"partition_seeds": (asked.partition_seed,), "seeds": (asked.seed,), "central": False}
@@ -51,12 +48,12 @@ def clients(
         data = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
         task = tasks.split_up(tasks.shared(whole, *data), {0: found.partition})
         first = jax.tree.map(lambda leaf: leaf[0], found.params)
-        return task, first, Trained(found.params)
+        return task, first, fj.training.Trained(found.params)
     task = tasks.one_round(whole)
     params, key = steps.start(task, asked.seed)
     (federation,) = task.federations.values()
     options = steps.training_options(task, federation)
-    with bar(console) as shown:
+    with progress.bar(console) as shown:
         watched = shown.add_task("training", total=asked.epochs, speed="")
         options["progress"] = lambda *_: shown.advance(watched)
         how = {"key": key, "optimizer": task.optimizer, **options}

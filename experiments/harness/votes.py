@@ -20,10 +20,8 @@ import fisherjax as fj
 from experiments.harness import commands
 from experiments.harness.names import STUDENT, is_vote
 from fisherjax.clients import Federation
-from fisherjax.devices import Memory
 from fisherjax.local_update import Given
 from fisherjax.parallel import Layout, chunk_size
-from fisherjax.training import Cohort, Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 NAME = "fedov"
@@ -77,7 +75,7 @@ def check(voting: Voting, num_clients: int) -> None:
     for option, value in voting.learning.items():
         if value < 1:
             told = option.replace("_", "-")
-            raise ValueError(f"--student.{told} is {value}, expected a whole number from 1 up")
+            raise ValueError(f"--student.{told} is {value}, expected 1 or more")
 
 
 def names(algorithms: Sequence[str]) -> tuple[str, ...]:
@@ -134,7 +132,7 @@ def split(federation: Federation, key: Key) -> tuple[Federation, np.ndarray]:
 
 def trained(
     voting: Voting, federation: Federation, keys: tuple[Key, Key], **options: int | None
-) -> Trained:
+) -> fj.training.Trained:
     """Train the clients, each from an initial model of its own; the keys are of those and of it.
 
     The options are epochs, batch_size and clients_per_chunk.
@@ -145,7 +143,7 @@ def trained(
 
 def memory(
     voting: Voting, federation: Federation, keys: tuple[Key, Key], **options: int | None
-) -> Memory:
+) -> fj.devices.Memory:
     """Predict the bytes that `trained` needs on each device."""
     return fj.training.cohort_memory(_cohort(voting, federation, keys, **options))
 
@@ -158,7 +156,7 @@ def _cohort(
     epochs: int,
     batch_size: int,
     clients_per_chunk: int | None,
-) -> Cohort:
+) -> fj.training.Cohort:
     """Give each client an initial model of its own; all leaves are trained, as `open_set` wants."""
     start_key, train_key = keys
     starts = jax.vmap(voting.init)(jax.random.split(start_key, federation.num_clients))
@@ -168,7 +166,7 @@ def _cohort(
     )
     layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     given = Given(None, (), None, None), Given(starts, None, None, None)
-    return Cohort(local, layout, given, federation, train_key, epochs)
+    return fj.training.Cohort(local, layout, given, federation, train_key, epochs)
 
 
 def taught(voting: Voting, stacked: Params, inputs: Array, key: Key, **changes: int) -> Params:

@@ -16,7 +16,6 @@ from experiments.harness import commands, studies, trained_clients
 from fisherjax.algorithms import Algorithm, Update
 from fisherjax.clients import Federation
 from fisherjax.training import Trained
-from fisherjax.typing import Array
 
 Kind = Literal["true", "curvature_propagation", "sampled", "empirical"]
 
@@ -115,6 +114,6 @@ def growing(
         yield count, sent
 
 
-def _mixed(share: Array, old: Array, new: Array) -> Array:
+def _mixed(share: fj.typing.Array, old: fj.typing.Array, new: fj.typing.Array) -> fj.typing.Array:
     """Return the mean of old and new leaves [M, ...], with a share [M] of the new ones."""
     return old + share.reshape(-1, *(1,) * (old.ndim - 1)) * (new - old)

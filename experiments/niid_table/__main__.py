@@ -15,8 +15,7 @@ from functools import partial
 
 from rich.console import Console
 
-from experiments.harness import accuracies, commands, grid_runs, grids, records
-from experiments.harness.tables import Table, markdown
+from experiments.harness import accuracies, commands, grid_runs, grids, records, tables
 from experiments.niid_table import table as niid
 
 PROGRAM = "experiments.niid_table"
@@ -30,7 +29,7 @@ def main(grid: grids.Grid, console: Console) -> None:
     console.print(f"\nIn {grid.out}/: {left}", soft_wrap=True)
 
 
-def _write(grid: grids.Grid, done: grid_runs.Done) -> tuple[list[Table], str]:
+def _write(grid: grids.Grid, done: grid_runs.Done) -> tuple[list[tables.Table], str]:
     """Write the tables of the finished runs; return the table of each data set, and notes."""
     every = [row for rows in done.values() for row in rows]
     last = accuracies.exchanged(every, grid.merging.algorithms)
@@ -46,7 +45,7 @@ def _write(grid: grids.Grid, done: grid_runs.Done) -> tuple[list[Table], str]:
     how_long = grid.epochs, len(grid.seeds)
     what = niid.footnote(found, names, *how_long, grid.merging.choose)
     notes = f"{what}\n\n{niid.extrapolation(results, *how_long)}"
-    parts = [markdown(table, 2) for table in found]
+    parts = [tables.markdown(table, 2) for table in found]
     records.write_text(grid.out / "table.md", "\n".join([*parts, notes, ""]))
     records.write_text(grid.out / "table.csv", niid.as_csv(results, names, grid.epochs))
     return found, notes

@@ -14,9 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.harness import grids, methods, records
-from experiments.harness.figures import label
-from experiments.harness.grid_runs import WALL
+from experiments.harness import figures, grid_runs, grids, methods, records
 from experiments.harness.names import is_exchanged
 from experiments.harness.tables import Table, csv_text, moments, spread
 
@@ -73,7 +71,7 @@ def measured(rows: Sequence[records.Row], last: Mapping[str, int] | None = None)
             accuracies[row.algorithm] = (*accuracies.get(row.algorithm, ()), 100 * row.value)
         if (row.algorithm == "local" and row.client == 0) or methods.trains_its_own(row.algorithm):
             training[row.seed] += row.seconds or 0.0
-    walls = [row.value for row in rows if row.metric == WALL]
+    walls = [row.value for row in rows if row.metric == grid_runs.WALL]
     medians = (statistics.median(own) if own else None for own in (walls, training.values()))
     return Measured(accuracies, *medians)
 
@@ -89,7 +87,7 @@ def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) 
     """Return the table of one data set, with cells "ours ± deviation (theirs)"."""
     paper = published(epochs)
     names = _columns(algorithms, [name for cell, name in paper if cell in results])
-    headings = ("", *(_THEIRS.get(name) or label(name) for name in names), "seconds")
+    headings = ("", *(_THEIRS.get(name) or figures.label(name) for name in names), "seconds")
     body = []
     for cell, own in results.items():
         seconds = "-" if own.seconds is None else f"{own.seconds:.0f}"

@@ -15,15 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import fisherjax as fj
-from experiments.harness import memory, one_round, steps
+from experiments.harness import memory, one_round, steps, tasks
 from experiments.harness.memory import Need
 from experiments.harness.records import Row
 from experiments.harness.steps import Unit
-from experiments.harness.tasks import OneRound
-from fisherjax import parallel
 from fisherjax.algorithms import Stages
-from fisherjax.devices import replicate
-from fisherjax.parallel import Spread
 from fisherjax.typing import Array, Examples
 
 
@@ -53,7 +49,7 @@ def groups(units: Iterable[Unit]) -> list[list[Unit]]:
     return [list(own) for _, own in itertools.groupby(ordered, key=lambda unit: unit[0])]
 
 
-def program(task: OneRound) -> Program:
+def program(task: tasks.OneRound) -> Program:
     """Make one program of everything that a seed asks for, compiled once for all splits.
 
     Raises:
@@ -78,9 +74,9 @@ def program(task: OneRound) -> Program:
         return named, jnp.stack(losses)
 
     @partial(jax.jit, static_argnums=0)
-    def all_seeds(central: bool, seeds: Array, given: _Given) -> Spread:
+    def all_seeds(central: bool, seeds: Array, given: _Given) -> fj.parallel.Spread:
         how = {"clients_per_chunk": min(asked, len(seeds)), "mesh": mesh}
-        return parallel.spread_clients(partial(one, central=central), seeds, given, **how)
+        return fj.parallel.spread_clients(partial(one, central=central), seeds, given, **how)
 
     def arguments(units: Sequence[Unit]) -> tuple[bool, Array, _Given]:
         split = units[0][0]
@@ -89,11 +85,11 @@ def program(task: OneRound) -> Program:
         given = _Given(federation, task.test, validation)
         seeds = np.array([seed for _, seed in units], np.uint32)
         # A seed has all of its clients on one device.
-        return split is None, *replicate((seeds, given), mesh)
+        return split is None, *fj.devices.replicate((seeds, given), mesh)
 
     def run(units: Sequence[Unit]) -> list[Row]:
         found = all_seeds(*arguments(units))
-        numbers, losses = jax.device_get(parallel.in_order(found, mesh))
+        numbers, losses = jax.device_get(fj.parallel.in_order(found, mesh))
         check(units, numbers, losses, task.config.training.learning_rate)
         return [
             Row(*name)._replace(
@@ -134,7 +130,7 @@ def check(
             )
 
 
-def _refuse(task: OneRound) -> None:
+def _refuse(task: tasks.OneRound) -> None:
     """Refuse what is computed in several programs, or by the host."""
     made = {name: own.server(None) for name, own in task.methods.items()}
     several = [name for name, method in made.items() if isinstance(method.aggregate, Stages)]

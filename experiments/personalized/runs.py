@@ -12,18 +12,16 @@ import fisherjax as fj
 from experiments.personalized import settings
 from experiments.personalized.domains import Domain, domains
 from experiments.personalized.settings import Config, Measurement, Unit
-from fisherjax.clients import Federation
-from fisherjax.typing import Model, Params
 
 
 class Population(NamedTuple):
     """Clients with their own training and test data, and the network."""
 
-    model: Model
-    init: Callable[[Any], Params]
+    model: fj.typing.Model
+    init: Callable[[Any], fj.typing.Params]
     norms: frozenset[str]  # names of the leaves of normalisations
-    train: Federation
-    test: Federation
+    train: fj.clients.Federation
+    test: fj.clients.Federation
     names: Sequence[str]  # of the clients
     shares: np.ndarray  # [M, C], shares of the classes in the training data of each client
     looks: Sequence[Domain]
@@ -34,7 +32,7 @@ Populations = Callable[[str, bool], Population]
 
 
 def population(asked: Config, split: str, held: bool) -> Population:
-    """Read the data and split them; with `held`, clients are tested on a tenth of their training data."""
+    """Read and split the data; with `held`, a tenth of the training data replaces the test data."""
     looks: list[Domain] = []
     if split == "domains":
         number = asked.examples, asked.tested

@@ -11,7 +11,6 @@ from experiments.harness import commands, limits
 from experiments.harness.names import takes
 from experiments.personalized.domains import LOOKS
 from fisherjax.algorithms import Algorithm, Row
-from fisherjax.typing import Model
 
 _WEIGHTED = "weighted_fedavg"
 HEAD = "dense3"
@@ -20,17 +19,17 @@ HEAD = "dense3"
 _CHEAP: dict[str, Any] = {"kind": fj.fisher.sampled, "max_examples": 200}
 
 
-def _by_fisher(structure: Callable, model: Model, temperature: float = 1.0) -> Algorithm:
+def _by_fisher(structure: Callable, model: fj.typing.Model, temperature: float = 1.0) -> Algorithm:
     fisher = partial(structure, kind=_CHEAP["kind"])
     how = {"temperature": temperature, "max_examples": _CHEAP["max_examples"]}
     return fj.algorithms.weighted_fedavg(model, fisher=fisher, **how)
 
 
-def _fedfisher_bn(model: Model, where: frozenset[str] | None = None) -> Algorithm:
+def _fedfisher_bn(model: fj.typing.Model, where: frozenset[str] | None = None) -> Algorithm:
     return fj.algorithms.fedbn(fj.algorithms.fedfisher(model, **_CHEAP), where)
 
 
-def _part_of_fedbn(statistics: bool, model: Model, where: frozenset[str]) -> Algorithm:
+def _part_of_fedbn(statistics: bool, model: fj.typing.Model, where: frozenset[str]) -> Algorithm:
     del model
     chosen = (name for name in where if name.startswith("moments/") == statistics)
     return fj.algorithms.fedbn(where=frozenset(chosen))
@@ -79,7 +78,7 @@ class Config:
     table: Literal["cifar10", "cifar100", "digits"] = "digits"
     """Table 1 of the paper, or tables 2 and 3 (digits); also sets the other defaults."""
     splits: tuple[Literal[*SPLITS], ...] = ("domains",)
-    """Splits: some classes a client, Dirichlet shares of classes, or a domain of digits a client."""
+    """Splits: some classes a client, Dirichlet shares of classes, or one domain a client."""
     algorithms: Annotated[tuple[str, ...], commands.names(methods())] = (
         *_PAPERS,
         *("weighted_fisher", "weighted_kfac", "fedfisher_bn"),
@@ -223,7 +222,7 @@ def testing(asked: Config, temperatures: dict[str, float]) -> list[Unit]:
     return units
 
 
-def method(unit: Unit, model: Model, norms: frozenset[str]) -> Algorithm:
+def method(unit: Unit, model: fj.typing.Model, norms: frozenset[str]) -> Algorithm:
     """Make the algorithm of a unit; `norms` are names of the leaves of normalisations."""
     taken = takes(methods()[unit.algorithm])
     options: dict[str, Any] = {"where": norms} if "where" in taken else {}

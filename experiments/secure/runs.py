@@ -13,8 +13,6 @@ from rich.console import Console
 
 import fisherjax as fj
 from experiments.harness import commands, steps, trained_clients
-from fisherjax.fisher import KroneckerSum
-from fisherjax.quadratic import Sums, from_sums
 
 OPEN, SKETCHED, MASKED, MEAN = "open", "sketched", "masked", "mean factors"
 
@@ -80,11 +78,11 @@ def measured(asked: Config, console: Console) -> Iterator[Measurement]:
             own = fj.secure_aggregation.contributions(method, start, sent, weights)
             yield measure(SKETCHED, terms, damping, merged, against, own[0])
         fisher = fj.tree.weighted_sum(sent.values["fisher"], weights)
-        operator = KroneckerSum(jax.tree.map(lambda x: x[None], fisher))
+        operator = fj.fisher.KroneckerSum(jax.tree.map(lambda x: x[None], fisher))
         # The other sums do not depend on the number of terms.
         sums = method.reduce(sent.values, weights)
-        totals = Sums(operator, sums.product, sums.mean, sums.weight)
-        solved = solver(from_sums(totals, damping)).params
+        totals = fj.quadratic.Sums(operator, sums.product, sums.mean, sums.weight)
+        solved = solver(fj.quadratic.from_sums(totals, damping)).params
         # Leaves that are not trained are the same in every merge.
         merged = fj.leaves.join(solved, fj.leaves.apart(task.model, against)[1])
         yield measure(MEAN, 1, damping, merged, against, (fisher, sums.product, sums.mean))

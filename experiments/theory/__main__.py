@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from experiments.harness import commands, records, tables
-from experiments.harness.progress import bar
+from experiments.harness import commands, progress, records, tables
 from experiments.theory import averaging, constants, phases, theorem
 
 PROGRAM = "experiments.theory"
@@ -74,7 +73,7 @@ def _drawn(asked: Config, name: Figure, console: Console) -> str:
     if asked.seeds is not None:
         setting = dataclasses.replace(setting, seeds=asked.seeds)
     start = time.perf_counter()
-    with bar(console) as shown:
+    with progress.bar(console) as shown:
         watched = shown.add_task(name, total=module.length(setting), speed="")
         found = module.compute(setting, lambda: shown.advance(watched))
     seconds = time.perf_counter() - start

@@ -8,8 +8,6 @@ import jax
 from jax.sharding import Mesh
 
 import fisherjax as fj
-from fisherjax._core.caching import by_value
-from fisherjax.parallel import Spread
 
 
 def compute(function: Callable[..., Any], stacked: Any, *common: Any) -> Any:
@@ -22,7 +20,7 @@ def compute(function: Callable[..., Any], stacked: Any, *common: Any) -> Any:
     mesh = mesh if mesh.size > 1 else None
     chunk = fj.parallel.chunk_size(None, len(jax.tree.leaves(stacked)[0]))
     stacked, common = fj.devices.replicate((stacked, common), mesh)
-    spread = _spread(by_value(function), chunk, mesh, stacked, common)
+    spread = _spread(fj._core.caching.by_value(function), chunk, mesh, stacked, common)
     # Outside of the program: inside it, a device that waits for another would end the process.
     return jax.device_get(fj.parallel.in_order(spread, mesh))
 
@@ -30,6 +28,6 @@ def compute(function: Callable[..., Any], stacked: Any, *common: Any) -> Any:
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _spread(
     function: Callable[..., Any], chunk: int, mesh: Mesh | None, stacked: Any, common: tuple
-) -> Spread:
+) -> fj.parallel.Spread:
     how = {"clients_per_chunk": chunk, "mesh": mesh}
     return fj.parallel.spread_clients(function, stacked, *common, **how)

@@ -16,7 +16,6 @@ import fisherjax as fj
 from experiments.harness import figures, records, tables
 from experiments.theory import parallel_runs
 from fisherjax.theory import laplace, two_layer
-from fisherjax.theory.laplace import Account
 from fisherjax.typing import Array, Key, Params
 
 SERVER_STEPS = (10**4, 10**5, 10**6)
@@ -27,7 +26,7 @@ NUM_EXAMPLES = 200
 SHOWN = 10**5
 """Server steps of which the account is drawn."""
 
-Found = dict[str, Account]
+Found = dict[str, fj.theory.laplace.Account]
 """By way of merging: leaves [points, seeds]."""
 
 
@@ -225,7 +224,7 @@ def look(way: str) -> dict[str, Any]:
 
 
 def _csv(setting: Setting, found: Found) -> str:
-    fields = Account._fields
+    fields = fj.theory.laplace.Account._fields
     lines = (
         (way, point, seed, *(f"{getattr(of, field)[place, seed]:.6g}" for field in fields))
         for way, of in found.items()
