@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.fedfisher_table import table as fedfisher
-from experiments.harness import grids, records
+from experiments.harness import records
 from experiments.harness.grid_runs import WALL
 from experiments.harness.grids import Cell, Grid
 from experiments.harness.records import ONE_SHOT, Row
