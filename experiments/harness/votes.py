@@ -44,7 +44,7 @@ class Voting(NamedTuple):
     def options_of(self, name: str, function: Callable[..., Any]) -> dict[str, Any]:
         """Select the options of a method that are arguments of a function."""
         known = inspect.signature(function).parameters
-        given = {o.removeprefix(f"{name}."): x for o, x in self.options if o.startswith(name)}
+        given = {o.removeprefix(f"{name}."): x for o, x in self.options if o.startswith(f"{name}.")}
         return {option: value for option, value in given.items() if option in known}
 
     @property

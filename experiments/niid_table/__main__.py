@@ -6,9 +6,9 @@ Each cell and seed is one run of `experiments.one_shot` in its own folder. Clien
 for all algorithms, except for algorithms that change the training, which train their own clients.
 The seed sets the split, the initial model and the minibatches. Training is that of NIID-Bench: SGD
 with momentum and weight decay, images scaled to [0, 1], and those of CIFAR-10 cropped and mirrored.
-The options --calibrate and --exchanges add exchanges without training after each merge. The time is
-predicted first, and table.md and table.csv are written after every run. The same command continues an
-interrupted grid.
+The options --calibrate and --exchanges add exchanges without training after each merge. The time
+is predicted first, and table.md and table.csv are written after every run. The same command
+continues an interrupted grid.
 """
 
 from functools import partial

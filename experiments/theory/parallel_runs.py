@@ -8,6 +8,8 @@ import jax
 from jax.sharding import Mesh
 
 import fisherjax as fj
+from fisherjax.theory import signal_noise
+from fisherjax.typing import Array, Key
 
 
 def compute(function: Callable[..., Any], stacked: Any, *common: Any) -> Any:
