@@ -29,6 +29,7 @@ def _check(asked: Config) -> None:
     commands.check_names(asked, "views", VIEWS)
     least, data = gan.FEWEST, asked.data
     commands.check(asked, "known", f"{least} or more", lambda number: number >= least)
+    commands.check(asked, "others", "1 or more", lambda number: number >= 1)
     commands.check(asked, "digit", "0 to 9", lambda digit: 0 <= digit <= 9)
     for option, word in {"dataset": "mnist", "partition": "dirichlet_of_client"}.items():
         commands.check(data, option, word, word.__eq__)

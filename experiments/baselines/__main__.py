@@ -36,10 +36,10 @@ def main(asked: Config, console: Console) -> None:
         records.write_config(asked.out, asked, PROGRAM)
         parts = ["# What four methods do inside\n"]
         for name in asked.algorithms:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             with console.status(name):
                 parts.append(pictures.section(name, asked))
-            console.print(f"{name}.png ({time.perf_counter() - begun:.0f} s)")
+            console.print(f"{name}.png ({time.perf_counter() - start:.0f} s)")
         records.write_summary(asked, parts, PROGRAM)
     console.print("\n".join(parts), markup=False, soft_wrap=True)
     files = ", ".join(f"{name}.png" for name in asked.algorithms)

@@ -157,8 +157,8 @@ def footnote(algorithms: Sequence[str]) -> str:
     all_three = f"of {' and '.join(training)} of all three, " if training else ""
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in REFERENCES.items())
     gains = (
-        "Gains are over fedavg's mean: points/MB for each MB of upload beyond fedavg's, points/s "
-        "for each second. "
+        "Gains are from fedavg's mean: points/MB for each MB that a client sends above fedavg's "
+        "upload, points/s for each of the seconds. "
     )
     return (
         "Test accuracy, its mean and standard deviation over runs (partition seeds x seeds); "

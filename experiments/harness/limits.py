@@ -14,7 +14,7 @@ from experiments.harness.names import STUDENT, distils, is_vote, merged_first
 _COUNTS = (
     *("num_clients", "validation_clients", "held_out_clients", "cohort", "classes_per_client"),
     *("batch_size", "epochs", "local_epochs", "personal_epochs", "rounds", "eval_every"),
-    *("others", "channels", "gan_epochs", "judge_epochs", "images", "restarts", "steps", "draws"),
+    *("channels", "gan_epochs", "judge_epochs", "images", "restarts", "steps", "draws"),
     *("clients", "pilots", "terms", "open_epochs", "dense_epochs", "num_seeds", "num_points"),
     *("width", "fedfish_batch", "num_examples", "examples", "tested", "choosing_rounds"),
     *("table3", "table3_rounds", "seeds_together", "repeats"),

@@ -26,7 +26,7 @@ Progress = Callable[[Any], None]
 
 
 class Merged(NamedTuple):
-    """The merged model of one algorithm, with seconds in all and of the server, and upload bytes."""
+    """The merged model of an algorithm, with seconds in all and of the server, and upload bytes."""
 
     params: Params
     seconds: float

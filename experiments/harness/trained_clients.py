@@ -1,4 +1,4 @@
-"""Clients of one round, trained here or read from a file, as studies of their merges use them."""
+"""Train clients of one round or read them from a file, for studies of merges."""
 
 import dataclasses
 from pathlib import Path
@@ -15,22 +15,22 @@ from experiments.harness.config import Data, Group, Merging, OneShot, Training
 
 @dataclasses.dataclass(frozen=True)
 class Clients:
-    """Which clients are merged."""
+    """The clients that are merged."""
 
     data: Group[Data] = dataclasses.field(default=Data())
     training: Group[Training] = dataclasses.field(default=Training())
     epochs: int = 30
     """Passes of every client over its own data."""
     partition_seed: int = 0
-    """Of the split."""
+    """Seed of the split."""
     seed: int = 0
-    """Of the initial model and of training."""
+    """Seed of the initial model and of training."""
     reference: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """File of trained clients, see `experiments.reference_clients`; otherwise they are trained."""
+    """File of trained clients, see `experiments.reference_clients`; without it they are trained."""
 
     @classmethod
     def usual(cls, dataset: str | None = None) -> Self:
-        """Return what is run if nothing else is asked: clients as those of one_shot."""
+        """Return the default configuration of a data set, with the clients of one_shot."""
         usual = config.one_shot(dataset)
         return cls(usual.data, usual.training, usual.epochs, usual.partition_seeds[0])
 
@@ -38,7 +38,7 @@ class Clients:
 def clients(
     asked: Clients, algorithms: tuple[str, ...], console: Console
 ) -> tuple[tasks.OneRound, fj.typing.Params, fj.training.Trained]:
-    """Train clients, or read them."""
+    """Train clients, or read them; return the task, the initial model and the clients."""
     merging = Merging(algorithms)
     how = {"partition_seeds": (asked.partition_seed,), "seeds": (asked.seed,), "central": False}
     whole = OneShot(asked.data, asked.training, merging, asked.epochs, **how)

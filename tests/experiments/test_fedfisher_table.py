@@ -147,7 +147,7 @@ def test_theirs_stand_in_brackets_where_they_have_some():
 
 def test_every_cell_of_the_default_grid_is_split_as_in_the_authors_code():
     for (cell, seed), asked in grids.units(Grid(datasets=IMAGES)).items():
-        assert (asked.data.partition, asked.data.alpha) == ("fedfisher", cell.alpha)
+        assert (asked.data.partition, asked.data.alpha) == ("dirichlet_of_client", cell.alpha)
         assert (asked.partition_seeds, asked.seeds, asked.central) == ((3,), (seed,), False)
         assert (asked.data.num_clients, asked.epochs) == (5, 10)
     assert len({asked.out for asked in grids.units(Grid()).values()}) == 2 * 3 * 3
@@ -350,7 +350,7 @@ def test_the_time_is_said_before_the_first_run(tmp_path, monkeypatch, capsys):
         ("--datasets", "--datasets is empty, expected at least one"),
         ("--alphas 0", "--alphas is 0.0, expected a number above 0"),
         ("--alphas 0.1 0.1", "--alphas is 0.1 0.1, expected each only once"),
-        ("--num-clients 0", "--num-clients is 0, expected whole numbers from 1 up"),
+        ("--num-clients 0", "--num-clients is 0, expected 1 or more"),
         ("--num-clients 5 5", "expected each only once"),
         ("--num-clients 3 5 --clients-per-chunk 4", "--clients-per-chunk is 4"),
         ("--seeds", "--seeds is empty"),
