@@ -64,7 +64,7 @@ def otfusion(found: list[Fused], path: Path) -> str:
 
 
 def pfnm(found: list[Widened], path: Path) -> str:
-    """Draw how many clients share the units of the merged layers, for growing numbers of clients."""
+    """Draw how many clients share the units of the merged layers, for 2, 3, ... clients."""
     names = [*found[0].shared]
     drawn, panels = figures.canvas(9, 4.9, len(names), sharey=True)
     lines = []
@@ -137,7 +137,7 @@ def dense(found: Drawn, path: Path) -> str:
 
 
 def fedov(found: Voted, path: Path) -> str:
-    """Draw corrupted digits, and a client's probability of "unknown" for its own and other classes."""
+    """Draw corrupted digits, and a client's p(unknown) of its own and of other classes."""
     drawn, above, below, panel = _halves(7.4, (1, 1.15))
     columns = {"as it is": found.digits, **found.broken}
     panels = above.subplots(len(found.digits), len(columns), squeeze=False)

@@ -172,7 +172,7 @@ def otfusion(asked: Config) -> list[Fused]:
 def pfnm(asked: Config) -> list[Widened]:
     """Match the first two, three, ... clients of skewed classes and different initial models."""
     problem, found = _problem(), []
-    parts = _skewed(asked, world)
+    parts = _skewed(asked, problem)
     seeds = range(asked.seed, asked.seed + CLIENTS)
     models = _trained(problem, problem.model, seeds, parts, asked.epochs)
     for number in range(2, CLIENTS + 1):
@@ -190,7 +190,7 @@ def pfnm(asked: Config) -> list[Widened]:
 def dense(asked: Config) -> Drawn:
     """Distil clients of skewed classes and one initial model; record images and the student."""
     problem, accuracies = _problem(), []
-    parts = _skewed(asked, world)
+    parts = _skewed(asked, problem)
     models = _trained(problem, problem.model, [asked.seed] * CLIENTS, parts, asked.epochs)
     federation = fj.clients.federation(problem.train, parts)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)

@@ -1,4 +1,4 @@
-"""Both Fishers over a data set beside nngeometry's, and beside the gradients of one epoch."""
+"""Time both Fishers over a data set beside nngeometry's and the gradients of one epoch."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,7 +24,7 @@ _STRUCTURES = {
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
-    """Give one group for each network and structure: the true Fisher of ten classes.
+    """Yield a group for each network and structure: the true Fisher of ten classes.
 
     With several devices the examples are also spread over all of them. The fact is the relative
     Frobenius error between both sides.
@@ -71,7 +71,7 @@ def _cases(work: Workload, fisher: Callable[..., Any], config: Config, **how: An
 
 
 def _spread(images: Any) -> tuple[Any, Any]:
-    """Give every device as many images, filled up with some of weight zero."""
+    """Place equal numbers of images on all devices, padded by images of weight zero."""
     padding = -len(images) % jax.device_count()
     padded = jnp.pad(images, [(0, padding), *[(0, 0)] * (images.ndim - 1)])
     weights = (jnp.arange(len(padded)) < len(images)).astype(float)
