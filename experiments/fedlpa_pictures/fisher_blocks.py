@@ -1,4 +1,4 @@
-"""How much of the full empirical Fisher information its Kronecker blocks hold, layer by layer."""
+"""Compare the full empirical Fisher information with its Kronecker blocks, layer by layer."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +16,10 @@ from experiments.harness import figures, tables
 class Blocks(NamedTuple):
     """The Fisher information of a network's d parameters."""
 
-    sizes: dict[str, int]  # of its layers, in the order of the matrices
+    sizes: dict[str, int]  # numbers of parameters of layers, in the order of the matrices
     full: np.ndarray  # [d, d]
     kronecker: np.ndarray  # [d, d], of Kronecker factors
-    accuracy: float  # a fraction
+    accuracy: float  # as a fraction
 
 
 class _ThreeConvolutions(flax.linen.Module):
@@ -70,7 +70,7 @@ def similarities(blocks: Blocks) -> dict[str, tuple[float, float]]:
 def section(
     dataset: str, data_dir: Path | None, num_examples: int, epochs: int, seed: int, path: Path
 ) -> str:
-    """Compute both matrices, draw them, and tell how similar they are."""
+    """Compute both matrices, draw them, and return a description with their similarity."""
     data, _ = fj.datasets.load(dataset, data_dir)
     blocks = compute(data, num_examples, epochs, seed)
     draw(blocks, path)

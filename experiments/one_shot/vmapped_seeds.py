@@ -1,8 +1,8 @@
-"""The seeds of a split in one program: nothing comes back before all of them are measured.
+"""Compute all seeds of a split in one program.
 
-What is computed is what `one_round.run` computes, and its rows are these, but for the seconds of
-the parts: there are no parts. Seeds are side by side as clients are elsewhere, and spread over the
-devices, each with all of its clients.
+The program computes what `one_round.run` computes and returns the same rows, without the seconds of
+its phases. Seeds are computed side by side and spread over the devices, each seed with all of its
+clients.
 """
 
 import itertools
@@ -25,11 +25,11 @@ from fisherjax.typing import Array, Examples
 
 @jax.tree_util.register_static
 class _Named(Row):
-    """What a number is of: a row without its number, which a compiled program keeps."""
+    """A row without its value, which a compiled program keeps as a static label."""
 
 
 class _Given(NamedTuple):
-    """The arrays that a program needs besides the seed."""
+    """The arrays that a program takes besides the seed."""
 
     federation: fj.clients.Federation
     test: Examples
@@ -37,23 +37,23 @@ class _Given(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The units of a split: computed at once, and their memory predicted."""
+    """Functions that compute the units of a split at once, and predict their memory."""
 
     run: Callable[[Sequence[Unit]], list[Row]]
     memory: Callable[[Sequence[Unit]], Need]
 
 
 def groups(units: Iterable[Unit]) -> list[list[Unit]]:
-    """List the units of each split together; the ceilings, on all data, are the last."""
+    """Group the units by split; the ceilings, on all data, are the last group."""
     ordered = sorted(units, key=lambda unit: (unit[0] is None, unit[0] or 0, unit[1]))
     return [list(own) for _, own in itertools.groupby(ordered, key=lambda unit: unit[0])]
 
 
 def program(task: tasks.OneRound) -> Program:
-    """Make one program of everything that a seed asks for, compiled once for all splits.
+    """Make one program of all steps of a seed, compiled once for all splits.
 
     Raises:
-        ValueError: If something that was asked for is no part of a program.
+        ValueError: If an algorithm cannot be part of one program.
     """
     _refuse(task)
     asked, mesh = task.config.seeds_together, task.central.mesh
@@ -66,7 +66,7 @@ def program(task: tasks.OneRound) -> Program:
             own = own._replace(central=given.federation, federations={})
         else:
             own = own._replace(federations={0: given.federation}, central=None)
-        # Other steps are told as words.
+        # Other steps call it with a description.
         tell = lambda now: None if isinstance(now, str) else losses.append(now)  # noqa: E731
         rows = [row for row in one_round.run(own, unit, tell) if row.metric != steps.SERVER]
         nameless = {"value": 0.0, "seconds": None, "seed": 0, "partition_seed": None}
@@ -84,7 +84,7 @@ def program(task: tasks.OneRound) -> Program:
         validation = None if split is None else task.validation(split)
         given = _Given(federation, task.test, validation)
         seeds = np.array([seed for _, seed in units], np.uint32)
-        # A seed has all of its clients on one device.
+        # All clients of a seed are on one device.
         return split is None, *fj.devices.replicate((seeds, given), mesh)
 
     def run(units: Sequence[Unit]) -> list[Row]:
@@ -114,7 +114,7 @@ def check(
     losses: np.ndarray,
     learning_rate: float,
 ) -> None:
-    """Refuse what is not finite, which a program cannot: losses [S, trainings], numbers [S]."""
+    """Raise if losses [S, trainings] or numbers [S] are not finite, which a program cannot do."""
     for place, (_, seed) in enumerate(units):
         if not np.isfinite(losses[place]).all():
             raise ValueError(
@@ -131,7 +131,7 @@ def check(
 
 
 def _refuse(task: tasks.OneRound) -> None:
-    """Refuse what is computed in several programs, or by the host."""
+    """Refuse algorithms that need several programs or the host."""
     made = {name: own.server(None) for name, own in task.methods.items()}
     several = [name for name, method in made.items() if isinstance(method.aggregate, Stages)]
     host = [name for name, method in made.items() if method.gives == "wider model"]
