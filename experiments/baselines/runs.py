@@ -16,7 +16,6 @@ import optax
 
 import fisherjax as fj
 from experiments.harness import commands
-from fisherjax.algorithms.distillation import _outliers
 from fisherjax.typing import Array, Examples, Model, Params
 
 METHODS = ("otfusion", "pfnm", "dense", "fedov")
@@ -26,11 +25,11 @@ SHAPE = (8, 8, 1)
 # Minibatches are smaller and steps longer than in the papers, because digits are few and small.
 DISTILLATION = fj.algorithms.Distillation(images=64, batch_size=16, learning_rate=0.05)
 WAYS = {
-    "stretched": _outliers._stretched,
-    "blurred": _outliers._blurred,
-    "erased": _outliers._erased,
-    "cut": _outliers._cut,
-    "rotated": _outliers._rotated,
+    "stretched": fj.algorithms.distillation._outliers._stretched,
+    "blurred": fj.algorithms.distillation._outliers._blurred,
+    "erased": fj.algorithms.distillation._outliers._erased,
+    "cut": fj.algorithms.distillation._outliers._cut,
+    "rotated": fj.algorithms.distillation._outliers._rotated,
 }
 """FedOV's corruptions of an image, in the order of `make_outliers`."""
 _DESTROYED = (0, 3, 7)  # digits that are drawn corrupted

@@ -14,7 +14,6 @@ from experiments.benchmark.config import Config
 from experiments.benchmark.flops import matmul_cases, products
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.workloads import Workload, gradient, workloads
-from fisherjax.typing import Params
 
 _GRADIENTS = "gradients of one epoch"
 _STRUCTURES = {
@@ -45,13 +44,13 @@ def _cases(work: Workload, fisher: Callable[..., Any], config: Config, **how: An
     batches = jnp.arange(samples - samples % batch).reshape(-1, batch)
     one_gradient = gradient(work.model)
 
-    def ours(params: Params, images: Any, weights: Any = None) -> Any:
+    def ours(params: fj.typing.Params, images: Any, weights: Any = None) -> Any:
         examples = fj.Examples(images, weights=weights)
         return fisher(work.model, params, examples, batch_size=config.batch_size)
 
     @jax.jit
-    def epoch(params: Params) -> Params:
-        def add(total: Params, rows: Any) -> tuple[Params, None]:
+    def epoch(params: fj.typing.Params) -> fj.typing.Params:
+        def add(total: fj.typing.Params, rows: Any) -> tuple[fj.typing.Params, None]:
             new = one_gradient(params, images[rows], labels[rows])
             return jax.tree.map(jnp.add, total, new), None
 

@@ -11,7 +11,6 @@ from rich.console import Console
 
 import fisherjax as fj
 from experiments.harness import commands, steps, studies, trained_clients
-from fisherjax import compression
 from fisherjax.compression import Codec, compose, quantized
 
 
@@ -62,8 +61,8 @@ def codecs(asked: Config, name: str) -> dict[str, Codec | None]:
     """Return the codecs of a method's updates by name; None leaves the update as it is."""
     found: dict[str, Codec | None] = {"none": None}
     # The start of clients that come from a file is not known.
-    before = [] if asked.reference else [compression.differences()]
-    before.append(compression.triangles())
+    before = [] if asked.reference else [fj.compression.differences()]
+    before.append(fj.compression.triangles())
     for bits in (16, 8, 6, 4):
         found[f"even, {bits} bits"] = compose(*before, quantized(bits))
     part = {"regmean": "grams", "fedfisher_kfac": "fisher"}.get(name)
@@ -71,8 +70,8 @@ def codecs(asked: Config, name: str) -> dict[str, Codec | None]:
         # The rank rule counts with the 8 bits of the paper's text where the authors' code has 9.
         for bits, counted in ((16, 16), (9, 8), (8, 8), (5, 5)):
             rounded = quantized({"params": 16, part: bits})
-            found[f"paper, {bits} bits"] = compose(compression.truncated(bits=counted), rounded)
-    filled = partial(compression.water_filling, trust=asked.trust)
+            found[f"paper, {bits} bits"] = compose(fj.compression.truncated(bits=counted), rounded)
+    filled = partial(fj.compression.water_filling, trust=asked.trust)
     return found | {f"water filling, {size:g}": filled(size) for size in asked.sizes}
 
 
@@ -104,9 +103,9 @@ def measured(
             sent = {method.kind: fj.merging.summarize(method, trained, federation, key=key)}
         update, codec = sent[method.kind], codecs(asked, name)[codec_name]
         if codec is not None:
-            method = compression.compressed(method, codec)
-            update = compression.encode(update, codec, start=trained.start)
+            method = fj.compression.compressed(method, codec)
+            update = fj.compression.encode(update, codec, start=trained.start)
         merged, *_ = fj.merging.merge(method, start, update, federation.weights)
         accuracy = round(float(task.accuracy(merged, task.test)), 6)
-        size = compression.size(update) // federation.num_clients
+        size = fj.compression.size(update) // federation.num_clients
         yield [Measurement(name, codec_name, size, average, accuracy)]

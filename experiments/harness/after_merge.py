@@ -7,7 +7,6 @@ import jax
 import fisherjax as fj
 from experiments.harness import records, steps, tasks
 from experiments.harness.config import OneShot
-from experiments.harness.steps import Merged, Progress, Unit
 
 _ROUNDS, _EXCHANGES = 2, 3  # the library folds keys with 0 to train and with 1 to summarize
 
@@ -23,7 +22,7 @@ def exchanges(config: OneShot) -> dict[str, tuple[str, ...]]:
 
 
 def rounds(
-    task: tasks.OneRound, unit: Unit, name: str, model: Merged, progress: Progress
+    task: tasks.OneRound, unit: steps.Unit, name: str, model: steps.Merged, progress: steps.Progress
 ) -> Iterator[records.Row]:
     """Run rounds of federated averaging, with the same minibatches after every algorithm."""
     params, federation = model.params, task.federations[unit[0]]
@@ -35,12 +34,12 @@ def rounds(
         trained, seconds = steps.train(task, *given, epochs=epochs)
         sound, weights = steps.finite(task, trained, federation)
         params = steps.average(sound, weights)
-        merged = Merged(params, seconds, steps.upload_bytes(steps.changed(sound)))
+        merged = steps.Merged(params, seconds, steps.upload_bytes(steps.changed(sound)))
         yield steps.measure(task, unit, name, merged)._replace(round=number)
 
 
 def exchanged(
-    task: tasks.OneRound, unit: Unit, name: str, model: Merged, progress: Progress
+    task: tasks.OneRound, unit: steps.Unit, name: str, model: steps.Merged, progress: steps.Progress
 ) -> Iterator[records.Row]:
     """Run each chosen exchange without training after a merge; yield the rows of each round.
 
@@ -59,5 +58,5 @@ def exchanged(
             messages, seconds = steps.timed(list, sent)
             size = sum(steps.upload_bytes(message.sent) for message in messages)
             total = round(current.seconds + seconds, 4), current.upload_bytes + size
-            current = Merged(messages[-1].params, *total)
+            current = steps.Merged(messages[-1].params, *total)
             yield steps.measure(task, unit, f"{name}+{last}", current)._replace(round=number)

@@ -10,10 +10,9 @@ import jax
 import optax
 
 import fisherjax as fj
-from experiments.harness import after_merge, checkpoints, names, steps, votes
+from experiments.harness import after_merge, checkpoints, names, records, steps, votes
 from experiments.harness.config import OneShot
 from experiments.harness.methods import Method
-from experiments.harness.records import Row
 from experiments.harness.steps import Merged, Progress, Unit
 from experiments.harness.tasks import OneRound
 
@@ -29,7 +28,7 @@ def units(config: OneShot) -> list[Unit]:
     return splits + [(None, seed) for seed in config.seeds if config.central]
 
 
-def finished(rows: Iterable[Row]) -> set[Unit]:
+def finished(rows: Iterable[records.Row]) -> set[Unit]:
     """Return the units of rows; files hold only whole units."""
     return {(row.partition_seed, row.seed) for row in rows}
 
@@ -47,7 +46,7 @@ def length(task: OneRound, unit: Unit) -> tuple[int, int]:
     return config.epochs * len(by_training(task)) + rounds, merges * (1 + exchanges) + others
 
 
-def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list[Row]:
+def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list[records.Row]:
     """Compute one unit; return its rows.
 
     With a split, train the clients, merge them by every method, and run the rounds that follow.
@@ -67,7 +66,7 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
     return rows
 
 
-def _voted(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
+def _voted(task: OneRound, unit: Unit, progress: Progress) -> list[records.Row]:
     """Compute FedOV's vote if it was chosen; its clients train separate networks."""
     if task.voting is None:
         return []
@@ -85,7 +84,7 @@ def _voted(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
 
 def train_and_merge(
     task: OneRound, unit: Unit, progress: Progress = lambda _: None
-) -> tuple[list[Row], dict[str, Merged]]:
+) -> tuple[list[records.Row], dict[str, Merged]]:
     """Train the clients of a unit, again for algorithms that change the training, and merge them.
 
     Return the rows of the references, and the merged models by algorithm.
@@ -119,7 +118,7 @@ def references(
     kept: fj.training.Trained,
     weights: fj.typing.Array,
     seconds: float | None,
-) -> list[Row]:
+) -> list[records.Row]:
     """Return the rows of the clients' own models and of the ensemble of those that are kept."""
     accuracies = task.accuracy(local.models, task.test, stacked=True)
     ensemble = _ensemble_accuracy(task.model, kept.models, weights, task.test)

@@ -10,15 +10,14 @@ from rich.console import Console
 
 import fisherjax as fj
 from experiments.harness import config, limits, progress, reference, steps, tasks
-from experiments.harness.config import Data, Group, Merging, OneShot, Training
 
 
 @dataclasses.dataclass(frozen=True)
 class Clients:
     """The clients that are merged."""
 
-    data: Group[Data] = dataclasses.field(default=Data())
-    training: Group[Training] = dataclasses.field(default=Training())
+    data: config.Group[config.Data] = dataclasses.field(default=config.Data())
+    training: config.Group[config.Training] = dataclasses.field(default=config.Training())
     epochs: int = 30
     """Passes of every client over its own data."""
     partition_seed: int = 0
@@ -39,9 +38,9 @@ def clients(
     asked: Clients, algorithms: tuple[str, ...], console: Console
 ) -> tuple[tasks.OneRound, fj.typing.Params, fj.training.Trained]:
     """Train clients, or read them; return the task, the initial model and the clients."""
-    merging = Merging(algorithms)
+    merging = config.Merging(algorithms)
     how = {"partition_seeds": (asked.partition_seed,), "seeds": (asked.seed,), "central": False}
-    whole = OneShot(asked.data, asked.training, merging, asked.epochs, **how)
+    whole = config.OneShot(asked.data, asked.training, merging, asked.epochs, **how)
     limits.check_one_shot(whole)
     if asked.reference is not None:
         found = reference.load(asked.reference)

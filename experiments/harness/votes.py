@@ -19,7 +19,6 @@ import optax
 import fisherjax as fj
 from experiments.harness import commands
 from experiments.harness.names import STUDENT, is_vote
-from fisherjax.clients import Federation
 from fisherjax.local_update import Given
 from fisherjax.parallel import Layout, chunk_size
 from fisherjax.typing import Array, Examples, Key, Model, Params
@@ -95,12 +94,12 @@ class Found(NamedTuple):
 class Ready(NamedTuple):
     """The clients, the student's inputs or None, and the test examples."""
 
-    federation: Federation
+    federation: fj.clients.Federation
     aside: Array | None
     test: Examples
 
 
-def ready(voting: Voting, federation: Federation, test: Examples, key: Key) -> Ready:
+def ready(voting: Voting, federation: fj.clients.Federation, test: Examples, key: Key) -> Ready:
     """Hold out the student's inputs from clients or test examples, if there is a student."""
     if STUDENT not in voting.names:
         return Ready(federation, None, test)
@@ -112,7 +111,7 @@ def ready(voting: Voting, federation: Federation, test: Examples, key: Key) -> R
     return Ready(federation, test.inputs[:half], second)
 
 
-def split(federation: Federation, key: Key) -> tuple[Federation, np.ndarray]:
+def split(federation: fj.clients.Federation, key: Key) -> tuple[fj.clients.Federation, np.ndarray]:
     """Hold out training rows; return the clients' data without them, and the rows."""
     pairs = zip(federation.indices, federation.sizes, strict=True)
     rows = [np.asarray(indices[:size]) for indices, size in pairs]
@@ -129,7 +128,7 @@ def split(federation: Federation, key: Key) -> tuple[Federation, np.ndarray]:
 
 
 def trained(
-    voting: Voting, federation: Federation, keys: tuple[Key, Key], **options: int | None
+    voting: Voting, federation: fj.clients.Federation, keys: tuple[Key, Key], **options: int | None
 ) -> fj.training.Trained:
     """Train the clients, each from its own initial model.
 
@@ -141,7 +140,7 @@ def trained(
 
 
 def memory(
-    voting: Voting, federation: Federation, keys: tuple[Key, Key], **options: int | None
+    voting: Voting, federation: fj.clients.Federation, keys: tuple[Key, Key], **options: int | None
 ) -> fj.devices.Memory:
     """Predict the bytes that `trained` needs on each device."""
     return fj.training.cohort_memory(_cohort(voting, federation, keys, **options))
@@ -149,7 +148,7 @@ def memory(
 
 def _cohort(
     voting: Voting,
-    federation: Federation,
+    federation: fj.clients.Federation,
     keys: tuple[Key, Key],
     *,
     epochs: int,
@@ -177,7 +176,7 @@ def distil(voting: Voting, stacked: Params, inputs: Array, key: Key, **changes: 
 
 def run(
     voting: Voting,
-    federation: Federation,
+    federation: fj.clients.Federation,
     test: Examples,
     *,
     key: Key,

@@ -15,16 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import fisherjax as fj
-from experiments.harness import memory, one_round, steps, tasks
+from experiments.harness import memory, one_round, records, steps, tasks
 from experiments.harness.memory import Need
-from experiments.harness.records import Row
-from experiments.harness.steps import Unit
 from fisherjax.algorithms import Stages
 from fisherjax.typing import Array, Examples
 
 
 @jax.tree_util.register_static
-class _Named(Row):
+class _Named(records.Row):
     """A row without its value, which a compiled program keeps as a static label."""
 
 
@@ -39,11 +37,11 @@ class _Given(NamedTuple):
 class Program(NamedTuple):
     """Functions that compute the units of a split at once, and predict their memory."""
 
-    run: Callable[[Sequence[Unit]], list[Row]]
-    memory: Callable[[Sequence[Unit]], Need]
+    run: Callable[[Sequence[steps.Unit]], list[records.Row]]
+    memory: Callable[[Sequence[steps.Unit]], Need]
 
 
-def groups(units: Iterable[Unit]) -> list[list[Unit]]:
+def groups(units: Iterable[steps.Unit]) -> list[list[steps.Unit]]:
     """Group the units by split; the ceilings, on all data, are the last group."""
     ordered = sorted(units, key=lambda unit: (unit[0] is None, unit[0] or 0, unit[1]))
     return [list(own) for _, own in itertools.groupby(ordered, key=lambda unit: unit[0])]
@@ -78,7 +76,7 @@ def program(task: tasks.OneRound) -> Program:
         how = {"clients_per_chunk": min(asked, len(seeds)), "mesh": mesh}
         return fj.parallel.spread_clients(partial(one, central=central), seeds, given, **how)
 
-    def arguments(units: Sequence[Unit]) -> tuple[bool, Array, _Given]:
+    def arguments(units: Sequence[steps.Unit]) -> tuple[bool, Array, _Given]:
         split = units[0][0]
         federation = task.central if split is None else task.federations[split]
         validation = None if split is None else task.validation(split)
@@ -87,19 +85,19 @@ def program(task: tasks.OneRound) -> Program:
         # All clients of a seed are on one device.
         return split is None, *fj.devices.replicate((seeds, given), mesh)
 
-    def run(units: Sequence[Unit]) -> list[Row]:
+    def run(units: Sequence[steps.Unit]) -> list[records.Row]:
         found = all_seeds(*arguments(units))
         numbers, losses = jax.device_get(fj.parallel.in_order(found, mesh))
         check(units, numbers, losses, task.config.training.learning_rate)
         return [
-            Row(*name)._replace(
+            records.Row(*name)._replace(
                 value=round(float(values[place]), 6), seed=seed, partition_seed=split
             )
             for place, (split, seed) in enumerate(units)
             for name, values in numbers
         ]
 
-    def predict(units: Sequence[Unit]) -> Need:
+    def predict(units: Sequence[steps.Unit]) -> Need:
         found = fj.devices.memory(all_seeds, *arguments(units))
         step, side_by_side = "all that a seed asks for", min(asked, len(units))
         how = {"option": "seeds-together", "fewer": "Leave --seeds-together out"}
@@ -109,8 +107,8 @@ def program(task: tasks.OneRound) -> Program:
 
 
 def check(
-    units: Sequence[Unit],
-    numbers: Sequence[tuple[Row, np.ndarray]],
+    units: Sequence[steps.Unit],
+    numbers: Sequence[tuple[records.Row, np.ndarray]],
     losses: np.ndarray,
     learning_rate: float,
 ) -> None:

@@ -8,7 +8,6 @@ import jax
 from jax.sharding import Mesh
 
 import fisherjax as fj
-from fisherjax.theory import signal_noise
 from fisherjax.typing import Array, Key
 
 
@@ -29,13 +28,13 @@ def compute(function: Callable[..., Any], stacked: Any, *common: Any) -> Any:
 
 def draw(
     setting: Any, owners: tuple[int, ...], key: Key, norm: Array, scale: Array | float
-) -> tuple[Array, signal_noise.Data, signal_noise.Data]:
+) -> tuple[Array, fj.theory.signal_noise.Data, fj.theory.signal_noise.Data]:
     """Draw initial weights, training data and test data of an experiment on signal and noise."""
     for_data, for_test, for_start = jax.random.split(key, 3)
     how = {"num_examples": setting.num_examples, "dim": setting.dim, "norm": norm}
-    data = signal_noise.draw(for_data, owners, **how)
-    test = signal_noise.draw_test(for_test, data, setting.num_test)
-    return signal_noise.initial(for_start, setting.width, setting.dim, scale), data, test
+    data = fj.theory.signal_noise.draw(for_data, owners, **how)
+    test = fj.theory.signal_noise.draw_test(for_test, data, setting.num_test)
+    return fj.theory.signal_noise.initial(for_start, setting.width, setting.dim, scale), data, test
 
 
 def merge(name: str, model: Any, start: Any, models: Any, federation: Any) -> Any:
