@@ -1,8 +1,8 @@
-"""List the commands: what each does in one line, the first of its module's docstring.
+"""List the commands, each with the first line of its module's docstring.
 
     python -m experiments
 
-A name that is no command is refused with the three nearest.
+An unknown name is refused, with the three nearest commands.
 """
 
 import ast
@@ -22,8 +22,8 @@ def commands() -> dict[str, str]:
     for path in sorted(importlib.resources.files("experiments").iterdir(), key=lambda x: x.name):
         source = path / "__main__.py" if path.is_dir() else path
         if source.is_file() and source.name.endswith(".py") and not path.name.startswith("_"):
-            told = ast.get_docstring(ast.parse(source.read_text()))
-            found[path.name.removesuffix(".py")] = told.splitlines()[0]
+            text = ast.get_docstring(ast.parse(source.read_text()))
+            found[path.name.removesuffix(".py")] = text.splitlines()[0]
     return found
 
 
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     print("python -m experiments.NAME runs a command; with --help it prints the options.\n")
     width = max(map(len, found))
-    for name, told in found.items():
-        print(f"  {name:{width}}  {told}")
+    for name, line in found.items():
+        print(f"  {name:{width}}  {line}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Model inversion: images that a network takes for a class, and that look real."""
+"""Invert a model: find images that it classifies as a given class and that look real."""
 
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -12,11 +12,11 @@ from fisherjax.fisher import Kronecker, kfac
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 Factors = dict[str, dict[str, Array]]
-"""Of K-FAC: by layer and side, input and output."""
+"""K-FAC's factors by layer and side, input or output."""
 
 
 class Inversion(Protocol):
-    """How it is tried: the options of the command."""
+    """The options of an inversion, which are options of the command."""
 
     digit: int
     images: int
@@ -27,7 +27,7 @@ class Inversion(Protocol):
 
 
 class Seen(NamedTuple):
-    """What the server sees: a model, K-FAC's factors if any, and what the model's privacy costs."""
+    """What the server sees: a model, K-FAC's factors or None, and the model's epsilon."""
 
     params: Params
     factors: Factors | None = None
@@ -35,27 +35,27 @@ class Seen(NamedTuple):
 
 
 class Pixels(NamedTuple):
-    """What turns images in [0, 1] into what networks are trained on."""
+    """The normalisation of images in [0, 1] that networks are trained on."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def __call__(self, images: Array) -> Array:
-        """Subtract the mean, and divide by the deviation."""
+        """Return images [..., C] less the mean, divided by the standard deviation."""
         return (images - jnp.array(self.mean)) / jnp.array(self.std)
 
 
 def inverted(
     how: Inversion, model: Model, network: gan.Gan, seen: Seen, pixels: Pixels, key: Key
 ) -> Array:
-    """Make images [I, 28, 28, 1] in [0, 1] that what is seen takes for the class.
+    """Return images [I, 28, 28, 1] in [0, 1] that the seen model classifies as the digit.
 
         min_z -mean D(G(z)) + 100 mean -log p(class | G(z)) + w mean_f |F(G(z)) - F|^2 / |F|^2
 
-    over noise z in [-1, 1], F being K-FAC's factors f where they are seen.
+    over noise z in [-1, 1], where F are K-FAC's factors f if they are seen.
 
     Source: Zhang et al., The secret revealer, CVPR 2020, equation 3, as in the FedFisher paper's
-        appendix E, which adds the factors; how it weighs them is not said.
+        appendix E, which adds the factors and does not give their weight.
     """
     optimizer = optax.sgd(how.learning_rate_of_noise, momentum=0.9, nesterov=True)
 
@@ -88,7 +88,7 @@ def inverted(
 
 
 def mismatch(own: Kronecker, seen: Factors) -> Array:
-    """Average squared errors of factors over them, each relative to what was seen."""
+    """Return the mean over factors of |found - seen|^2 / |seen|^2."""
 
     def relative(found: Array, wanted: Array) -> Array:
         return jnp.square(found - wanted).sum() / jnp.square(wanted).sum()
@@ -98,7 +98,7 @@ def mismatch(own: Kronecker, seen: Factors) -> Array:
 
 
 def marginals(factors: Factors, weights: Array) -> Factors:
-    """Give of sum_i p_i A_i (x) G_i what one factor of all would be, by the other's traces."""
+    """Return the factors of all clients that sum_i p_i A_i (x) G_i reveals, by partial traces."""
 
     def mean(pair: dict[str, Array], side: str, other: str) -> Array:
         votes = weights * jnp.trace(pair[other], axis1=1, axis2=2)

@@ -1,4 +1,4 @@
-"""Draw what happens inside OTFusion, PFNM, DENSE and FedOV, and write down the numbers."""
+"""Draw the inner workings of OTFusion, PFNM, DENSE and FedOV, and tabulate the numbers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +13,7 @@ from experiments.harness.figures import GRID, INK, label
 
 _STAYS, _MOVES = "#2b78ad", "#d98200"
 _SHARED = {1: _MOVES, 2: "#cfe3f2", 3: "#94c4e0", 4: "#4f93c4", 5: "#0b4f8a"}
+_GREY = {"cmap": "gray_r", "vmin": 0, "vmax": 1}
 _NAMES = {"dense1": "first hidden layer", "dense2": "second hidden layer"}
 
 
@@ -20,18 +21,19 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _images(panel: Any, images: list[np.ndarray]) -> None:
-    """Draw images [H, W] in a row, with a gap between them."""
-    side = images[0].shape[-1]
-    for place, image in enumerate(images):
-        left = 1.15 * side * place
-        panel.imshow(image, cmap="gray_r", vmin=0, vmax=1, extent=(left, left + side, side, 0))
-    panel.set(xlim=(-0.5, 1.15 * side * len(images)), ylim=(side + 0.5, -0.5), xticks=[], yticks=[])
-    panel.spines[:].set_visible(False)
+def _halves(height: float, ratios: tuple[float, float]) -> Any:
+    """Return a figure, its upper part, and its lower part with one panel."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(8.6, height), layout="constrained")
+    above, below = drawn.subfigures(2, 1, height_ratios=ratios)
+    panel = below.subplots()
+    panel.spines[["top", "right"]].set_visible(False)
+    return drawn, above, below, panel
 
 
 def otfusion(found: list[Fused], path: Path) -> str:
-    """Draw where the second client's units go: a dot for each, blue where it stays."""
+    """Draw the new places of the second client's units: a dot for each, blue if it stays."""
     names = [*found[0].transports]
     drawn, panels = figures.canvas(8, 8.2, len(found), len(names), squeeze=False)
     lines = []
@@ -41,19 +43,19 @@ def otfusion(found: list[Fused], path: Path) -> str:
         stay = {name: int(np.trace(moves)) for name, moves in fused.transports.items()}
         lines.append((what, mean, matched, *map(str, stay.values())))
         for panel, name in zip(axes, names, strict=True):
-            own, place = np.nonzero(fused.transports[name])
+            unit, place = np.nonzero(fused.transports[name])
             units = len(fused.transports[name])
-            kinds = (("it stays", own == place, _STAYS), ("it moves", own != place, _MOVES))
-            for told, chosen, colour in kinds:
-                points = {"s": 14, "marker": "s", "color": colour, "label": told}
-                panel.scatter(place[chosen], own[chosen], **points)
+            kinds = (("it stays", unit == place, _STAYS), ("it moves", unit != place, _MOVES))
+            for words, chosen, colour in kinds:
+                points = {"s": 14, "marker": "s", "color": colour, "label": words}
+                panel.scatter(place[chosen], unit[chosen], **points)
             panel.set(xlim=(-1, units), ylim=(units, -1), aspect="equal")
             panel.set_xlabel("place in client 1's network")
             if not column:
                 panel.set_ylabel(f"{_NAMES[name]}\nunit of client 2")
             panel.set_title(f"{stay[name]} of {units} units stay", fontsize="medium")
-        told = f"Clients of {what}\naveraged {mean}, matched first {matched}"
-        axes[0].set_title(f"{told}\n\n{axes[0].get_title()}", fontsize="medium")
+        title = f"Clients of {what}\naveraged {mean}, matched first {matched}"
+        axes[0].set_title(f"{title}\n\n{axes[0].get_title()}", fontsize="medium")
     drawn.suptitle("OTFusion: where do the units of client 2 belong?", fontsize="large")
     figures.legend(drawn, panels.flat, title="a unit of client 2", markerscale=1.6)
     figures.save(drawn, path)
@@ -62,21 +64,18 @@ def otfusion(found: list[Fused], path: Path) -> str:
 
 
 def pfnm(found: list[Widened], path: Path) -> str:
-    """Draw of how many clients the units of the merged layers are, for the first clients."""
+    """Draw how many clients share the units of the merged layers, for 2, 3, ... clients."""
     names = [*found[0].shared]
     drawn, panels = figures.canvas(9, 4.9, len(names), sharey=True)
     lines = []
     for panel, name in zip(panels, names, strict=True):
         for place, wide in enumerate(found):
             below = 0
-            counts = dict(enumerate(wide.shared[name], 1))
-            for number in sorted(counts, reverse=True):
-                if not (units := counts[number]):
-                    continue
-                told = "of one client alone" if number == 1 else f"shared by {number} clients"
-                panel.bar(place, units, 0.7, below, color=_SHARED[number], label=told)
-                dark = number >= 4
-                how = {"ha": "center", "va": "center", "color": "white" if dark else INK}
+            counts = [(n, units) for n, units in enumerate(wide.shared[name], 1) if units]
+            for number, units in reversed(counts):
+                words = "of one client alone" if number == 1 else f"shared by {number} clients"
+                panel.bar(place, units, 0.7, below, color=_SHARED[number], label=words)
+                how = {"ha": "center", "va": "center", "color": "white" if number >= 4 else INK}
                 panel.text(place, below + units / 2, str(units), **how)
                 below += units
             panel.text(place, below + 1, f"{below}", ha="center", weight="bold")
@@ -93,7 +92,7 @@ def pfnm(found: list[Widened], path: Path) -> str:
     panels[0].set_ylabel("units of the merged network")
     for wide in found:
         accuracies = map(_percent, wide.accuracies.values())
-        units = (f"{sum(own)} ({own[0]} of one client alone)" for own in wide.shared.values())
+        units = (f"{sum(x)} ({x[0]} of one client alone)" for x in wide.shared.values())
         lines.append((str(wide.clients), *accuracies, *units))
     drawn.suptitle("PFNM: a merged network as wide as there are different units", fontsize="large")
     figures.legend(drawn, panels, columns=3)
@@ -103,31 +102,24 @@ def pfnm(found: list[Widened], path: Path) -> str:
 
 
 def dense(found: Drawn, path: Path) -> str:
-    """Draw images that the server drew beside real ones, and the student's accuracy."""
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(8.6, 7.6), layout="constrained")
-    above, below = drawn.subfigures(2, 1, height_ratios=(1.55, 1))
-    rows = {f"drawn in\nepoch {epoch}": own for epoch, own in found.images.items()}
+    """Draw images that the server generated beside real ones, and the student's accuracy."""
+    drawn, above, below, panel = _halves(7.6, (1.55, 1))
+    rows = {f"drawn in\nepoch {epoch}": shown for epoch, shown in found.images.items()}
     rows["real\ndigits"] = found.real
     panels = above.subplots(len(rows), len(found.real.images), squeeze=False)
-    for axes, (name, own) in zip(panels, rows.items(), strict=True):
-        axes[0].set_ylabel(name, rotation=0, ha="right", va="center", labelpad=8)
-        for digit, panel in enumerate(axes):
-            panel.imshow(own.images[digit], cmap="gray_r", vmin=0, vmax=1)
-            panel.set(xticks=[], yticks=[])
-            panel.set_xlabel(f"{100 * own.shares[digit]:.0f} %", fontsize="small", labelpad=2)
-    for digit, panel in enumerate(panels[0]):
-        panel.set_title(f"as a {digit}", fontsize="medium")
+    for axes, (name, shown) in zip(panels, rows.items(), strict=True):
+        for digit, one in enumerate(axes):
+            figures.image(one, shown.images[digit], "" if digit else name, **_GREY)
+            one.set_xlabel(f"{100 * shown.shares[digit]:.0f} %", fontsize="small", labelpad=2)
+    for digit, one in enumerate(panels[0]):
+        one.set_title(f"as a {digit}", fontsize="medium")
     title = "DENSE: images that the server drew, without any data\n"
     title += "below each: how sure the clients together are that it is this digit"
     above.suptitle(title, fontsize="medium")
-    panel = below.subplots()
-    panel.spines[["top", "right"]].set_visible(False)
     panel.grid(color=GRID, linewidth=0.8)
     values = [100 * x for x in found.accuracies]
-    told = f"the student, from {values[0]:.1f} % (the clients' mean) to {values[-1]:.1f} %"
-    panel.plot(range(len(values)), values, "o-", color=_STAYS, label=told, markersize=4)
+    words = f"the student, from {values[0]:.1f} % (the clients' mean) to {values[-1]:.1f} %"
+    panel.plot(range(len(values)), values, "o-", color=_STAYS, label=words, markersize=4)
     teacher = f"its teacher, all clients together: {_percent(found.teacher)}"
     panel.axhline(100 * found.teacher, color=INK, linestyle="--", label=teacher)
     panel.xaxis.get_major_locator().set_params(integer=True)
@@ -139,40 +131,31 @@ def dense(found: Drawn, path: Path) -> str:
     lines = [
         ("teacher: the clients' mean outputs", _percent(found.teacher)),
         ("student before the first epoch: FedAvg", _percent(found.accuracies[0])),
-        *(
-            (f"student after epoch {epoch}", _percent(found.accuracies[epoch]))
-            for epoch in found.images
-        ),
+        *((f"student after epoch {n}", _percent(found.accuracies[n])) for n in found.images),
     ]
     return tables.markdown(tables.Table("", ("model", "test accuracy"), lines))
 
 
 def fedov(found: Voted, path: Path) -> str:
-    """Draw destroyed digits, and how unknown its own and other classes are to a client."""
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(8.6, 7.4), layout="constrained")
-    above, below = drawn.subfigures(2, 1, height_ratios=(1, 1.15))
+    """Draw corrupted digits, and a client's p(unknown) of its own and of other classes."""
+    drawn, above, below, panel = _halves(7.4, (1, 1.15))
     columns = {"as it is": found.digits, **found.broken}
     panels = above.subplots(len(found.digits), len(columns), squeeze=False)
     for place, (name, images) in enumerate(columns.items()):
-        for panel, image in zip(panels[:, place], images, strict=True):
-            panel.imshow(image, cmap="gray_r", vmin=0, vmax=1)
-            panel.set(xticks=[], yticks=[])
+        for one, image in zip(panels[:, place], images, strict=True):
+            figures.image(one, image, **_GREY)
             if not place:
-                panel.spines[:].set(color=_STAYS, linewidth=2)
+                one.spines[:].set(color=_STAYS, linewidth=2)
         panels[0, place].set_title(name, fontsize="medium")
     title = "FedOV: a client learns its digits, and that destroyed ones are “unknown”"
     above.suptitle(title, fontsize="large")
-    panel = below.subplots()
-    panel.spines[["top", "right"]].set_visible(False)
     bins = np.linspace(0, 1, 21)
-    for told, values, colour in (
+    for words, values, colour in (
         (f"its own classes, 0 and 1 ({len(found.own)} images)", found.own, _STAYS),
         (f"classes it never saw, 2 to 9 ({len(found.others)})", found.others, _MOVES),
     ):
         shares = np.full(len(values), 100 / len(values))
-        panel.hist(values, bins, weights=shares, color=colour, alpha=0.65, label=told)
+        panel.hist(values, bins, weights=shares, color=colour, alpha=0.65, label=words)
     panel.set(xlabel="probability that the client of digits 0 and 1 gives “unknown”", xlim=(0, 1))
     panel.set_ylabel("share of test images, %")
     vote, ensemble, one = (_percent(x) for x in found.accuracies.values())
@@ -192,7 +175,7 @@ def fedov(found: Voted, path: Path) -> str:
     return tables.markdown(tables.Table("", ("what", "value"), lines))
 
 
-_TOLD = {
+_DESCRIPTIONS = {
     "otfusion": """Two clients have every other digit each; the second's units are matched with \
 the first's. Accuracies are on the test images; a unit stays if its place is its own.""",
     "pfnm": f"""The first of {runs.CLIENTS} clients (Dirichlet {runs.ALPHA:g}), each \
@@ -211,20 +194,16 @@ _TITLES = {
     "dense": "images that the server drew",
     "fedov": "what is unknown",
 }
-_COMPUTE: dict[str, tuple[Callable, Callable]] = {
-    name: (getattr(runs, name), draw)
-    for name, draw in (("otfusion", otfusion), ("pfnm", pfnm), ("dense", dense), ("fedov", fedov))
-}
+_DRAW: dict[str, Callable] = {"otfusion": otfusion, "pfnm": pfnm, "dense": dense, "fedov": fedov}
 
 
 def section(name: str, asked: Config) -> str:
-    """Compute what a method does, draw it, and tell the numbers."""
-    compute, draw = _COMPUTE[name]
+    """Run a method, draw its inner workings, and return a description with the numbers."""
     path = asked.out / f"{name}.png"
-    table = draw(compute(asked), path)
+    table = _DRAW[name](getattr(runs, name)(asked), path)
     return f"""## {label(name)}: {_TITLES[name]}
 
-{_TOLD[name]}
+{_DESCRIPTIONS[name]}
 
 {table}
 ![{label(name)}: {_TITLES[name]}]({path.name})

@@ -1,14 +1,14 @@
 """Measure how fast fisherjax is, both sides of every comparison in the same run.
 
-Cases take turns, A B A B ..., on one machine; the first call, which compiles, is kept apart, and
-the median of the others counts. A run prints tables and leaves in its folder: results.csv, one row
-for each number; results.json, the same with the hardware, the versions and the configuration;
-plot.png. PyTorch and nngeometry come with the extra `bench`; without them their side is left out.
-Other work on the machine spoils the times, those of PyTorch's threads more than XLA's.
+Cases take turns, A B A B ..., on one machine. The first call, which compiles, is reported
+separately, and the median of the other calls counts. A run prints tables and writes results.csv
+with one row for each number, results.json with the same numbers, the hardware, the versions and
+the configuration, and plot.png. PyTorch and nngeometry come with the extra `bench`; without them
+their side is left out. Other work on the machine disturbs the times, those of PyTorch more than
+those of XLA.
 """
 
 import os
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -28,16 +28,16 @@ GROUPS = {
 
 
 def _spreads(arguments: Sequence[str]) -> bool:
-    # What runs on one device only is a third slower where each core is one: its elementwise
-    # operations are then not divided among threads.
+    # Where each core is a device, programs on one device are a third slower, because their
+    # elementwise operations are not divided among threads.
     return any(word.removeprefix("--suite=") in ("devices", "pipeline") for word in arguments)
 
 
-@commands.command(PROGRAM, continues=False, all_cores=_spreads)
-def main(arguments: Sequence[str], console: Console) -> None:
-    # JAX would claim most of a GPU's memory for itself, and PyTorch computes beside it.
+@commands.command(PROGRAM, __doc__, config.Config, continues=False, all_cores=_spreads)
+def main(asked: config.Config, console: Console) -> None:
+    # JAX would claim most of a GPU's memory, which PyTorch needs in the same process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    asked = config.filled(commands.read(arguments, PROGRAM, __doc__, config.Config))
+    asked = config.filled(asked)
     with records.folder(asked.out):
         if (asked.out / report.JSON).exists():
             held = f"--out {asked.out} holds results already"
@@ -54,8 +54,8 @@ def _run(asked: config.Config, console: Console) -> None:
         console.print(text, style="yellow", soft_wrap=True, markup=False)
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    # Drawn between measurements, never by a thread of its own: that would take part of a measured
-    # core, and would fail to import while TensorFlow Datasets is, which makes imports lazy.
+    # The bar is drawn between measurements and has no thread, which would use a measured core and
+    # could not import modules while TensorFlow Datasets makes imports lazy.
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("preparing", total=None)
         bar.refresh()
@@ -81,4 +81,4 @@ def _run(asked: config.Config, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

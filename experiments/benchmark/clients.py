@@ -1,4 +1,4 @@
-"""How time and memory grow with the number of clients, and of uploads, at fixed data."""
+"""Measure how time and memory grow with the number of clients and of uploads, at fixed data."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -15,11 +15,11 @@ from experiments.benchmark import measure, workloads
 from experiments.benchmark.config import Config
 
 _UPLOADS_PER_CHUNK = 100
-_MOST_HELD = 1_000  # uploads merged all at once, for comparison
+_MOST_HELD = 1_000  # largest number of uploads that are merged at once, for comparison
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
-    """Give one group for each phase and chunk; every number of clients has its own process."""
+    """Yield a group for each phase and chunk; every number of clients has its own process."""
 
     def apart(name: str, *work: Any) -> measure.Apart:
         return measure.Apart(f"fisherjax, {name}", partial(measure.in_own_process, *work))
@@ -40,8 +40,8 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Grou
 def _on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> measure.Measurement:
     """Train the clients, or compute the diagonal Fishers of untrained ones.
 
-    The steps that clients spend waiting for the largest of their chunk are a share of all: as
-    measured, in chunks of ten and all side by side.
+    The facts contain the share of steps that clients wait for the largest of their chunk: as
+    measured, in chunks of ten, and all side by side.
     """
     work = workloads.workload(config, "lenet", config.num_examples)
     federation = workloads.federate(work, num_clients)
@@ -66,7 +66,7 @@ def _on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> mea
         run = partial(fj.merging.summarize, *given, federation, **how)
 
     def facts(result: Any) -> dict[str, float]:
-        # Without the start of the training, which was there before.
+        # The start of the training existed before and does not count.
         made = result._replace(start=None) if phase == "training" else result
         return known | {"result_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(made))}
 
@@ -75,7 +75,7 @@ def _on_clients(config: Config, phase: str, num_clients: int, chunk: int) -> mea
 
 
 def _on_uploads(config: Config, how: str, uploads: int) -> measure.Measurement:
-    """Merge uploads a chunk at a time, each made when it is asked for, or the same all at once."""
+    """Merge uploads in chunks, each made when it is needed, or all of them at once."""
     work = workloads.workload(Config("clients", Path(), data="synthetic"), "lenet", 1)
     algorithm = fj.algorithms.fedfisher(work.model, fisher=fj.fisher.diagonal)
 

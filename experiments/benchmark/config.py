@@ -1,4 +1,4 @@
-"""What the benchmark can be told, and what each suite measures when it is told nothing."""
+"""Define the options of the benchmark, and the defaults of each suite."""
 
 import dataclasses
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ _Networks = tuple[Literal["lenet", "cnn"], ...] | None
 # tyro shows the strings under the fields as --help and keeps their line breaks: one line each.
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One run of one suite; what is None takes the suite's own value."""
+    """One run of one suite; an option that is None takes the suite's default."""
 
     suite: Literal[
         "train", "fisher", "server", "clients", "pipeline", "pfl", "rounds", "personal", "devices"
@@ -26,42 +26,42 @@ class Config:
     out: Folder = tyro.MISSING
     """Folder for results.csv, results.json and plot.png; it must not hold results yet."""
     models: Annotated[_Networks, tyro.conf.arg(metavar="{lenet,cnn} ..."), _Own] = None
-    """LeNet on 28 x 28 x 1 or the 940k CNN on 32 x 32 x 3 images."""
+    """Networks: LeNet on 28 x 28 x 1 or the 940k CNN on 32 x 32 x 3 images."""
     num_clients: _Numbers = None
-    """How many clients; each number is measured on its own."""
+    """Numbers of clients, which are measured separately."""
     num_examples: _Number = None
-    """Examples of all clients together, or of a Fisher pass."""
+    """Number of examples of all clients together, or of a Fisher pass."""
     batch_size: _Number = None
     """Examples of a minibatch."""
     epochs: _Number = None
     """Epochs of a timed training."""
     chunks: _Numbers = None
-    """Clients computed side by side; otherwise one, and all of them."""
+    """Numbers of clients computed side by side; the default compares one and all."""
     fisher_examples: _Number = None
-    """Examples of each client for its K-FAC factors."""
+    """Number of examples of each client for its K-FAC factors."""
     adam_steps: _Number = None
-    """Steps of the paper's Adam; fewer than its 2000 are extrapolated, and marked."""
+    """Steps of the paper's Adam; fewer than 2000 are extrapolated and marked."""
     uploads: _Numbers = None
-    """How many uploads to merge as a stream."""
+    """Numbers of uploads that are merged as a stream."""
     dataset: Annotated[Literal["mnist", "digits"] | None, _Own] = None
-    """What the whole run learns: MNIST with LeNet, or the digits with a small MLP."""
+    """Data of the whole run: MNIST with LeNet, or the digits with a small MLP."""
     data: Literal["auto", "synthetic"] = "auto"
-    """Prepared MNIST and CIFAR-10 images where they are there, or made-up ones."""
+    """Prepared MNIST and CIFAR-10 images if they exist (auto), or synthetic ones."""
     data_dir: FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
     repeats: _Number = None
-    """Timed runs of each case, whose median counts; one more comes before, to compile."""
+    """Number of timed runs of each case, whose median counts, after one that compiles."""
     seconds_per_case: float = 60.0
-    """A case that has taken this long is repeated no more; the number of runs is reported."""
+    """Seconds after which a case is not repeated any more; the number of runs is reported."""
     matmul_size: _Number = None
-    """Of the matrix product that measures the peak; otherwise 2048 on a CPU, 8192 elsewhere."""
+    """Size of the matrix product that measures the peak; 2048 on a CPU, 8192 elsewhere."""
 
 
 _NETWORKS = {"models": ("lenet", "cnn"), "num_examples": None, "batch_size": 64}
 _CLIENTS = {"num_clients": (5, 20, 100, 500, 2_000), "uploads": (100, 1_000, 10_000)}
 _PEAK = {"matmul_size": None}
 
-# Every option that a suite knows, beside those that all know; None is decided later.
+# The options of each suite beside those of all suites; None is filled in later.
 SUITES: dict[str, dict[str, Any]] = {
     "train": dict(_NETWORKS, num_clients=(5,), epochs=1, chunks=(), repeats=7, **_PEAK),
     "fisher": dict(_NETWORKS, repeats=5, **_PEAK),
@@ -87,14 +87,14 @@ _ALL_KNOW = ("suite", "out", "data", "data_dir", "seconds_per_case")
 
 
 def filled(config: Config) -> Config:
-    """Check a configuration and fill in what the suite measures by itself."""
+    """Check a configuration, and fill in the defaults of its suite."""
     known = SUITES[config.suite]
     given = {name: value for name, value in vars(config).items() if value is not None}
     for name in given:
         if name not in (*_ALL_KNOW, *known):
             options = ", ".join(f"--{option}" for option in known)
-            said = f"--{name} means nothing to --suite {config.suite}, which knows {options}"
-            raise ValueError(f"{said}. Leave it out".replace("_", "-"))
+            error = f"--{name} means nothing to --suite {config.suite}, which knows {options}"
+            raise ValueError(f"{error}. Leave it out".replace("_", "-"))
         check(config, name, "a number above 0", lambda x: not isinstance(x, int | float) or x > 0)
     config = dataclasses.replace(config, **known | given)
     check_list(config, *(name for name in ("models", "num_clients", "uploads") if name in known))

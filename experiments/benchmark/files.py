@@ -4,9 +4,9 @@
     python -m experiments.benchmark.files FOLDER files 8
     python -m experiments.benchmark.files FOLDER memory 8
 
-The first writes clients of so many dense layers of 1024 x 1024 and their K-FAC factors; each of the
-others is a process by itself and prints MiB: `files.merge_files`, and all uploads in memory;
-`nothing` is what a process has that merges none.
+`write` writes clients with a number of dense layers of 1024 x 1024 and their K-FAC factors. The
+other words run in separate processes and print MiB: `files` calls `files.merge_files`, `memory`
+loads all uploads, and `nothing` merges none.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def _write(method: fj.algorithms.Algorithm, layers: int, paths: list[Path]) -> N
 
 
 def main() -> None:
-    """Do one of these, and print the peak."""
+    """Run one way, and print the peak memory in MiB."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("way", choices=WAYS)

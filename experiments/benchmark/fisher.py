@@ -1,4 +1,4 @@
-"""Both Fishers over a data set beside nngeometry's, and beside the gradients of one epoch."""
+"""Time both Fishers over a data set beside nngeometry's and the gradients of one epoch."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +14,6 @@ from experiments.benchmark.config import Config
 from experiments.benchmark.flops import matmul_cases, products
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.workloads import Workload, gradient, workloads
-from fisherjax.typing import Params
 
 _GRADIENTS = "gradients of one epoch"
 _STRUCTURES = {
@@ -24,7 +23,7 @@ _STRUCTURES = {
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
-    """Give one group for each network and structure: the true Fisher of ten classes.
+    """Yield a group for each network and structure: the true Fisher of ten classes.
 
     With several devices the examples are also spread over all of them. The fact is the relative
     Frobenius error between both sides.
@@ -45,13 +44,13 @@ def _cases(work: Workload, fisher: Callable[..., Any], config: Config, **how: An
     batches = jnp.arange(samples - samples % batch).reshape(-1, batch)
     one_gradient = gradient(work.model)
 
-    def ours(params: Params, images: Any, weights: Any = None) -> Any:
+    def ours(params: fj.typing.Params, images: Any, weights: Any = None) -> Any:
         examples = fj.Examples(images, weights=weights)
         return fisher(work.model, params, examples, batch_size=config.batch_size)
 
     @jax.jit
-    def epoch(params: Params) -> Params:
-        def add(total: Params, rows: Any) -> tuple[Params, None]:
+    def epoch(params: fj.typing.Params) -> fj.typing.Params:
+        def add(total: fj.typing.Params, rows: Any) -> tuple[fj.typing.Params, None]:
             new = one_gradient(params, images[rows], labels[rows])
             return jax.tree.map(jnp.add, total, new), None
 
@@ -71,7 +70,7 @@ def _cases(work: Workload, fisher: Callable[..., Any], config: Config, **how: An
 
 
 def _spread(images: Any) -> tuple[Any, Any]:
-    """Give every device as many images, filled up with some of weight zero."""
+    """Place equal numbers of images on all devices, padded by images of weight zero."""
     padding = -len(images) % jax.device_count()
     padded = jnp.pad(images, [(0, padding), *[(0, 0)] * (images.ndim - 1)])
     weights = (jnp.arange(len(padded)) < len(images)).astype(float)

@@ -1,14 +1,13 @@
-"""The floors of each phase, what it would take if nothing but its matrix products cost anything.
+"""Compare the time of each phase with its floors, the least time that its matrix products take.
 
-`python -m experiments.benchmark.floors` measures the rates of this machine, a large product's
-FLOP/s and a large copy's bytes/s, then each phase on one minibatch, and prints its time over the
-larger of its two floors: FLOPs over the one rate, bytes read and written by its products over the
-other.
+`python -m experiments.benchmark.floors` measures the FLOP/s of a large product and the bytes/s of a
+large copy on this machine, and then each phase on one minibatch. The floors of a phase are its
+FLOPs over the first rate, and the bytes that its products read and write over the second. It
+prints the time over the larger floor.
 """
 
 import dataclasses
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rich.console import Console
 import fisherjax as fj
 from experiments.benchmark import config, flops, workloads
 from experiments.benchmark.measure import Case, alone
-from experiments.harness import commands, tables
+from experiments.harness import commands, limits, tables
 
 PROGRAM = "experiments.benchmark.floors"
 _HEADINGS = ("phase", "FLOPs, ms", "bytes, ms", "measured, ms", "over the larger floor")
@@ -29,21 +28,18 @@ _HEADINGS = ("phase", "FLOPs, ms", "bytes, ms", "measured, ms", "over the larger
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Sizes and repetitions of the measurements."""
 
     batch_size: int = 64
     """Examples of the minibatch."""
     num_clients: int = 5
-    """Clients whose operators the server's product sums over."""
+    """Number of clients whose operators the server's product sums."""
     repeats: int = 15
-    """Timed runs; the median counts."""
+    """Number of timed runs, of which the median counts."""
 
 
-@commands.command(PROGRAM, continues=False)
-def main(arguments: Sequence[str], console: Console) -> None:
-    asked = commands.read(arguments, PROGRAM, __doc__, Config)
-    for option in vars(asked):
-        commands.check(asked, option, "a number above 0", lambda number: number > 0)
+@commands.command(PROGRAM, __doc__, Config, limits.check_options, continues=False)
+def main(asked: Config, console: Console) -> None:
     square, long = jnp.ones((2048, 2048)), jnp.ones(2**26)
     rate = 2 * 2048**3 / _seconds(asked, jnp.matmul, square, square)
     bandwidth = 2 * long.nbytes / _seconds(asked, lambda x: x + 1, long)
@@ -61,7 +57,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
 
 
 def _phases(work: workloads.Workload, num_clients: int) -> dict[str, tuple]:
-    """Make each phase on one minibatch as a function and its arguments."""
+    """Return each phase on one minibatch, as a function and its arguments."""
     images, labels, params = jnp.asarray(work.images), jnp.asarray(work.labels), work.params
 
     def step(params: Any, state: Any) -> Any:
@@ -88,4 +84,4 @@ def _seconds(asked: Config, function: Callable[..., Any], *arguments: Any) -> fl
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

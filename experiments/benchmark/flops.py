@@ -1,6 +1,6 @@
-"""FLOPs, counted in the traced program, and the rate that large matrix products reach here.
+"""Count FLOPs in traced programs, and measure the rate of large matrix products.
 
-XLA's own count (`cost_analysis`) takes the body of a loop once, however many rounds it has.
+XLA's own count (`cost_analysis`) counts the body of a loop once, whatever its number of rounds.
 """
 
 import math
@@ -18,7 +18,7 @@ from experiments.benchmark.report import MATMUL
 
 
 class Products(NamedTuple):
-    """What matrix products take: FLOPs, 2 m n k each, and bytes, each array once a product."""
+    """FLOPs of matrix products, 2 m n k each, and bytes, with each array once a product."""
 
     flops: float
     bytes: float
@@ -27,10 +27,10 @@ class Products(NamedTuple):
 def products(function: Callable[..., Any], *arguments: Any) -> Products:
     """Count the FLOPs of a function's matrix products and the bytes that they read and write.
 
-    Nothing else counts, as if it were fused into them. The trace is counted without what no result
-    needs, as compilers leave it out, so the numbers are the same on every backend. The body of a
-    loop without a fixed number of rounds counts once. Convolutions must be patches
-    (`fisherjax.nn`). Shapes do in place of arrays.
+    Other operations do not count, as if they were fused into the products, nor do products that no
+    result needs. The numbers are the same on every backend. The body of a loop without a fixed
+    number of rounds counts once. Convolutions must be patches (`fisherjax.nn`). Arguments may be
+    shapes.
 
     Example:
         >>> products(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 5)))
@@ -59,7 +59,7 @@ def _is_jaxpr(x: Any) -> bool:
 
 
 def precisions() -> dict[str, Any]:
-    """Return the precisions worth comparing here, with what `default_matmul_precision` calls them.
+    """Return the precisions to compare on this backend, with JAX's names of them.
 
     JAX's default on a recent GPU rounds the factors of float32 products to TensorFloat-32.
     """
@@ -68,7 +68,7 @@ def precisions() -> dict[str, Any]:
 
 
 def matmul_cases(size: int | None) -> list[Case]:
-    """Make the cases that measure the peak, one for each precision: products of n x n matrices."""
+    """Return the cases that measure the peak: products of n x n matrices in each precision."""
     size = size or (2048 if jax.default_backend() == "cpu" else 8192)
     product = jax.jit(jnp.matmul, static_argnames="precision")
     kinds = [(name, precision, jnp.float32) for name, precision in precisions().items()]

@@ -1,4 +1,4 @@
-"""The one way in which everything is timed: cases in turn, medians, the first call apart."""
+"""Time cases in turn: the first call is reported separately, and the median of others counts."""
 
 import contextlib
 import multiprocessing
@@ -37,7 +37,7 @@ def current_bytes() -> int:
 
 
 def _reset_peak() -> None:
-    """Let the peak of the process start anew, where the system can: Linux, but no device."""
+    """Reset the peak memory of the process; only Linux can, and no device."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -47,7 +47,7 @@ def _device_memory() -> dict[str, int] | None:
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
-    """Run a function of a module in a fresh process, with variables beside those of this one."""
+    """Run a function of a module in a new process, with additional environment variables."""
     spawn = multiprocessing.get_context("spawn")
     with patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as process:
         return process.submit(function, *arguments).result()
@@ -56,26 +56,26 @@ def in_own_process(function: Callable[..., Any], *arguments: Any, **environment:
 class Case(NamedTuple):
     """One side of a comparison."""
 
-    name: str  # who does it
-    run: Callable[[], Any]  # does it once, to the end; JAX arrays in its result are waited for
+    name: str  # name of the side
+    run: Callable[[], Any]  # runs once to the end; JAX arrays in its result are waited for
     units: float = 1.0  # work of a run, in the group's unit
-    flops: float | None = None  # of a run, counted; None where nobody counted
-    precision: str = "default"  # of its matrix products, whose peak its FLOP/s are a fraction of
-    times: float = 1.0  # multiplies the seconds of later calls, for work that is extrapolated
-    facts: Callable[[Any], dict[str, float]] = lambda _: {}  # of the last result, beside the times
+    flops: float | None = None  # FLOPs of a run; None if not counted
+    precision: str = "default"  # precision of its matrix products, for the fraction of the peak
+    times: float = 1.0  # factor of the seconds of later calls, for work that is extrapolated
+    facts: Callable[[Any], dict[str, float]] = lambda _: {}  # more numbers of the last result
     compare: Callable[[Any, Any], dict[str, float]] = lambda *_: {}  # with the reference's result
-    peak: Callable[[Any], int] = lambda _: peak_bytes()  # after a run, which may have returned it
+    peak: Callable[[Any], int] = lambda _: peak_bytes()  # peak memory after a run, of its result
 
 
 class Measurement(NamedTuple):
-    """What came out for one case."""
+    """The numbers of one case."""
 
     name: str
     first: float  # seconds of the first call, which compiles
     seconds: list[float]  # of every later call
-    peak: int | None  # bytes, the largest of those calls; None where nobody looked
-    facts: dict[str, float]  # beside the times
-    units: float = 1.0  # these are the case's
+    peak: int | None  # largest peak memory of those calls in bytes; None if not measured
+    facts: dict[str, float]  # more numbers
+    units: float = 1.0  # as in the case, like the following
     flops: float | None = None
     precision: str = "default"
 
@@ -86,7 +86,7 @@ class Measurement(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """A case that is measured elsewhere: in a process of its own, or by others before."""
+    """A case that is measured in a separate process, or was measured before."""
 
     name: str
     measure: Callable[[], Measurement]
@@ -95,10 +95,10 @@ class Apart(NamedTuple):
 class Group(NamedTuple):
     """Cases that do the same work."""
 
-    workload: str  # the work
-    unit: str  # what it is counted in
+    workload: str  # description of the work
+    unit: str  # unit of work
     reference: str | None  # name of the case that all are compared with
-    cases: Sequence[Case | Apart]  # those apart come first
+    cases: Sequence[Case | Apart]  # cases that are measured elsewhere come first
     beside: str | None = None  # name of the case whose time is the unit of the metric `cost`
 
 
@@ -107,8 +107,8 @@ def measure(
 ) -> list[Measurement]:
     """Run the cases of a group in turn, A B A B ..., once to compile and then to be timed.
 
-    After `budget` seconds a case is left out of further turns, timed once at least. `progress` is
-    told the name of a case before it runs.
+    After `budget` seconds a case takes no further turns, but it is timed at least once. `progress`
+    is called with the name of a case before it runs.
     """
     measurements, cases = [], []
     for case in group.cases:
@@ -143,5 +143,5 @@ def measure(
 
 
 def alone(case: Case, repeats: int, budget: float = float("inf")) -> Measurement:
-    """Measure a case that nothing is compared with."""
+    """Measure a single case, without a comparison."""
     return measure(Group("", "", None, [case]), repeats, budget)[0]

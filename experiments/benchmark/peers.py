@@ -1,6 +1,6 @@
-"""The other sides: the networks in PyTorch, a loop over clients there, and nngeometry's Fishers.
+"""Make the other sides: a loop over clients in PyTorch, and nngeometry's Fishers.
 
-Everything of PyTorch is imported when it is needed, so that the rest runs without it.
+PyTorch is imported only when it is needed, so that the rest runs without it.
 """
 
 import copy
@@ -24,7 +24,7 @@ _Factors = Sequence[tuple[np.ndarray, np.ndarray]]
 
 
 def are_there(note: Callable[[str], None], *packages: str) -> bool:
-    """Tell whether packages are installed; if not, note how to install the first that is not."""
+    """Return whether packages are installed; note how to install the first that is missing."""
     for package in packages:
         try:
             importlib.import_module(package)
@@ -85,7 +85,7 @@ def training(work: Workload, config: Config, num_clients: int) -> Case:
         return total
 
     def run() -> float:
-        # The mean loss of the last epoch leaves the device, so that everything before it is done.
+        # The mean loss of the last epoch is copied to the host, which waits for all work.
         return float(sum(train_client(own) for own in clients)) / len(work.labels)
 
     units = config.epochs * len(work.labels)
@@ -101,7 +101,7 @@ def fisher(work: Workload, representation: str, batch_size: int) -> Case:
     net, device = network(work), _device()
 
     class Batches(torch.utils.data.TensorDataset):
-        """Whole minibatches, so that no time goes into collecting single examples."""
+        """Whole minibatches, so that collecting single examples takes no time."""
 
         __getitems__ = torch.utils.data.TensorDataset.__getitem__
 
@@ -125,7 +125,7 @@ def compare_diagonals(name: str, ours: Any, theirs: Any) -> dict[str, float]:
 
 
 def compare_factors(name: str, ours: Any, theirs: Any) -> dict[str, float]:
-    """Return how far the products of the Kronecker factors are apart; see `kronecker_error`."""
+    """Return the relative error of the products of the factors; see `kronecker_error`."""
     pairs = [ours.factors[layer] for layer in sorted(ours.factors)]
     layers = zip(pairs, _rows(name), strict=True)
     own = [(pair["input"][np.ix_(order, order)], pair["output"]) for pair, order in layers]
@@ -136,7 +136,7 @@ def compare_factors(name: str, ours: Any, theirs: Any) -> dict[str, float]:
 def kronecker_error(ours: _Factors, theirs: _Factors) -> float:
     """Return ||ours - theirs|| / ||theirs|| of the products of factors, in the Frobenius norm.
 
-    Factors (A, G) and (B, H) may split the scale differently; their products never appear:
+    Factors (A, G) and (B, H) may split the scale differently. Their products are never computed:
     ||A (x) G - B (x) H||^2 = |A|^2 |G|^2 - 2 <A, B> <G, H> + |B|^2 |H|^2.
     """
     difference = total = 0.0
@@ -169,14 +169,14 @@ def _weights(name: str, params: Params) -> list[np.ndarray]:
 
 
 def _device() -> str:
-    """Choose cuda where JAX computes on a GPU too."""
+    """Return "cuda" if JAX computes on a GPU too, else "cpu"."""
     import torch
 
     return "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
 
 
 def _peak(_: Any) -> int:
-    """Return the peak memory, PyTorch's own where it computes on a GPU."""
+    """Return the peak memory, as PyTorch reports it on a GPU."""
     import torch
 
     return torch.cuda.max_memory_allocated() if _device() == "cuda" else peak_bytes()

@@ -1,4 +1,4 @@
-"""A whole one-shot run in a fresh process, compilation included."""
+"""Time a whole one-shot run in a new process, including compilation."""
 
 import dataclasses
 import tempfile
@@ -36,12 +36,12 @@ _WARM = {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_PERSISTENT_CACHE_MIN_COMPI
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
-    """Give one group for each number of clients: the run without and with a compilation cache.
+    """Yield a group for each number of clients: the run without and with a compilation cache.
 
     The facts are the accuracy of FedFisher (K-FAC), JAX's sums of compile times, and the seconds of
     each phase.
     """
-    fj.datasets.load(config.dataset, config.data_dir)  # refused here if it is not prepared
+    fj.datasets.load(config.dataset, config.data_dir)  # raises here if the data are not prepared
     is_theirs = config.dataset == "mnist" and config.epochs == 10
     if is_theirs:
         note(f"{_AUTHORS.name}: {_SECONDS:g} s on two CPU cores, not measured here")
@@ -64,7 +64,7 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
 
 
 def _whole_run(config: Config, num_clients: int) -> tuple[dict[str, float], int]:
-    """Run everything once as `experiments.one_shot` does; return the facts and the peak memory."""
+    """Run once what `experiments.one_shot` runs; return the facts and the peak memory."""
     compiling = dict.fromkeys(_EVENTS.values(), 0.0)
 
     def listen(event: str, seconds: float, **_: object) -> None:

@@ -1,4 +1,4 @@
-"""The figure of a run: bars of every case's time, group by group, or curves of growth."""
+"""Draw the figure of a run: bars of the times of all cases, or curves of growth."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -16,11 +16,11 @@ _GROWING = {
     "ms a step, or an upload": lambda case: 1e3 / case["rate"],
     "peak memory, MiB": lambda case: case["peak_memory"] / 2**20,
 }
-_ALIKE = 4  # so many times as long, panels still share an axis
+_ALIKE = 4  # largest ratio of times at which panels share an axis
 
 
 def bars(rows: Sequence[Row]) -> Any:
-    """Draw the median of each case, with how many times as fast as the reference it is."""
+    """Draw the median of each case, with its speed relative to the reference."""
     groups = numbers(row for row in rows if not row.case.startswith(MATMUL))
     compared = {row.unit.removeprefix("x ") for row in rows if row.unit.startswith("x ")}
     counts = list(map(len, groups.values()))
@@ -45,7 +45,7 @@ def bars(rows: Sequence[Row]) -> Any:
 
 
 def growth(rows: Sequence[Row]) -> Any:
-    """Draw time, time for a step or upload, and peak memory over their numbers."""
+    """Draw time, time of a step or upload, and peak memory over their number."""
     curves = []
     for title, own in numbers(rows).items():
         cases = list(own.values())

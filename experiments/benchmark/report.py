@@ -1,4 +1,4 @@
-"""What a run leaves: a table on the terminal, results.csv and results.json."""
+"""Report a run: a table on the terminal, results.csv and results.json."""
 
 import importlib.metadata
 import json
@@ -18,21 +18,21 @@ from experiments.harness import commands, records, tables
 
 CSV, JSON, PLOT = "results.csv", "results.json", "plot.png"
 MATMUL = "matrix product"
-"""How the names of the cases begin that measure the peak."""
+"""Prefix of the names of cases that measure the peak."""
 _VARIABLES = ("XLA_FLAGS", "OMP_NUM_THREADS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 _NAMES = {"flops_per_second": "", "rate": "", "fraction_of_peak": "of peak", "peak_memory": "peak"}
 _SHARES = ("accuracy", "fraction", "wasted")
-# What units are called in a table, and what values are divided by.
+# Names of units in a table, and divisors of their values.
 _SCALES = {"bytes": ("MiB", 2**20), "FLOP/s": ("GFLOP/s", 1e9), "%": ("%", 0.01), "1": ("", 1)}
-_WIDE = 10  # columns; more metrics become lines
+_WIDE = 10  # with more metrics than columns, metrics become lines
 
 
 class Row(NamedTuple):
     """One number; a line of results.csv."""
 
     suite: str
-    workload: str  # what was done by every case of a group
-    case: str  # who did it
+    workload: str  # the work of all cases of a group
+    case: str  # name of the case
     metric: str  # see `rows`
     repeat: int | None  # of `seconds`, from 1
     value: float
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 def rows(suite: str, group: Group, measurements: Iterable[Measurement]) -> list[Row]:
-    """Write measurements as tidy rows, one for each number.
+    """Return measurements as rows, one for each number.
 
     They are `first_call`, `seconds` of each repeat, `median`, `rate` (units of work a second),
     `speedup` (the reference's seconds a unit over this case's), `cost` (this case's seconds a unit
@@ -84,7 +84,7 @@ def numbers(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def table(rows: Sequence[Row]) -> tables.Table:
-    """Lay out a group: a line for each case and a column for each metric, or the other way."""
+    """Return the table of a group, with a line for each case, or for each metric if many."""
     [(workload, cases)] = numbers(rows).items()
     units = {row.metric: row.unit for row in rows if row.metric != "seconds"}
     columns = [("", *cases)]
@@ -125,7 +125,7 @@ def _environment() -> dict[str, Any]:
 
 
 def write(config: Config, rows: Sequence[Row], notes: Sequence[str]) -> None:
-    """Write results.csv and results.json; notes are what the reader must know of the run."""
+    """Write results.csv and results.json; notes are remarks that readers of the run need."""
     records.write_rows(config.out / CSV, rows, Row._fields)
     document = {
         "configuration": commands.contents(config),

@@ -1,12 +1,12 @@
-"""Federated rounds: beside their clients' training alone, and beside one call a batch.
+"""Time federated rounds beside their clients' training alone, and beside one call a batch.
 
 The second workload is that of CIFAR-10 in Granqvist et al., "pfl-research: simulation framework for
 accelerating research in Private Federated Learning", NeurIPS 2024: a cohort of 50 users with 50
 images each, batches of 10, one local epoch, and the network of its benchmarks, 1,626,442
-parameters. Left out: its dropout, on both sides.
+parameters. Both sides leave out its dropout.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,45 +38,58 @@ NETWORK = flax.linen.Sequential(
 )
 
 
+def _cases(
+    work: Workload,
+    algorithms: Mapping[str, fj.algorithms.Algorithm],
+    federation: fj.clients.Federation,
+    rounds: int,
+    **how: Any,
+) -> list[measure.Case]:
+    """Return a case of rounds for each algorithm."""
+    cohort, cases = federation.num_clients, []
+    for name, algorithm in algorithms.items():
+        experiment = fj.rounds.federated(work.model, algorithm, cohort=cohort, **how)
+        state = experiment.init(work.params, federation)
+        options = {"key": jax.random.key(1), "rounds": rounds}
+        run = partial(fj.rounds.run, experiment, state, federation, **options)
+        cases.append(measure.Case(name, lambda run=run: list(run())[-1], rounds))
+    return cases
+
+
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
-    """Give a group for each cohort, and one for rounds of clients that do nothing."""
+    """Yield a group for each cohort, and one for rounds of clients without data."""
     work = workloads.workload(config, "lenet", config.num_examples, note)
-    training = {"epochs": config.epochs, "batch_size": config.batch_size, "optimizer": OPTIMIZER}
-    key = jax.random.key(1)
+    how = {"epochs": config.epochs, "batch_size": config.batch_size, "optimizer": OPTIMIZER}
     fedfish = partial(fj.algorithms.fedfish, work.model, batch_size=config.batch_size)
     algorithms = {
         "fedavg": fj.algorithms.fedavg(),
         "fedfish, last epoch": fedfish(last_epoch=True),
         "fedfish, a pass of its own": fedfish(),
     }
-
-    def played(federation: fj.clients.Federation, rounds: int) -> Iterator[measure.Case]:
-        cohort = federation.num_clients
-        for name, algorithm in algorithms.items():
-            experiment = fj.rounds.federated(work.model, algorithm, cohort=cohort, **training)
-            state = experiment.init(work.params, cohort)
-            run = partial(fj.rounds.run, experiment, state, federation, key=key, rounds=rounds)
-            yield measure.Case(name, lambda run=run: list(run())[-1], rounds)
-
     for cohort in config.num_clients:
         federation = workloads.federate(work, cohort)
         title = f"a round, {cohort} clients, {config.num_examples} images, LeNet"
-        alone = partial(workloads.train, work, config, federation, key=jax.random.fold_in(key, 0))
-        cases = [measure.Case(_ALONE, alone), *played(federation, 1)]
+        alone = partial(
+            workloads.train, work, config, federation, key=jax.random.fold_in(jax.random.key(1), 0)
+        )
+        cases = [measure.Case(_ALONE, alone), *_cases(work, algorithms, federation, 1, **how)]
         yield measure.Group(title, "rounds", None, cases, beside=_ALONE)
         nobody = federation._replace(sizes=jnp.zeros_like(federation.sizes))
         title = f"{_IDLE_ROUNDS} rounds, {cohort} clients without data, LeNet"
-        yield measure.Group(title, "rounds", None, [*played(nobody, _IDLE_ROUNDS)])
+        idle = _cases(work, algorithms, nobody, _IDLE_ROUNDS, **how)
+        yield measure.Group(title, "rounds", None, idle)
 
 
 def personal(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
-    """Give a group for each cohort and chunk: rounds with BatchNorm and models of each client."""
+    """Yield a group for each cohort and chunk: rounds with BatchNorm and models of each client."""
     work = workloads.workload(config, "cnn", config.num_examples, note)
     network = fj.networks.NormedCNN()
     params = fj.networks.init(network, jax.random.key(0), work.images)
-    # Images as the workload prepares them, so that all that differs is what a round adds.
-    model = fj.networks.model(network, params, fj.likelihoods.categorical, normalize=_centred)
-    work, key = work._replace(model=model, params=params), jax.random.key(1)
+    # Images are normalised as in the workload, so that only the additions to a round differ.
+    likelihood = fj.likelihoods.categorical
+    model = fj.networks.model(network, params, likelihood, normalize=workloads.normalize)
+    work = work._replace(model=model, params=params)
+    how = {"epochs": config.epochs, "batch_size": config.batch_size, "optimizer": OPTIMIZER}
     algorithms = {
         "fedavg": fj.algorithms.fedavg(),
         "fedper": fj.algorithms.fedper("dense3"),
@@ -87,33 +100,17 @@ def personal(config: Config, note: Callable[[str], None]) -> Iterator[measure.Gr
     for cohort in config.num_clients:
         federation = workloads.federate(work, cohort)
         for name, chunk in train.chunks(config.chunks, cohort).items():
-            alone = {"key": jax.random.fold_in(key, 0), "clients_per_chunk": chunk}
-            cases = [
-                measure.Case(_ALONE, partial(workloads.train, work, config, federation, **alone))
-            ]
-            for method, algorithm in algorithms.items():
-                experiment = fj.rounds.federated(
-                    model,
-                    algorithm,
-                    cohort=cohort,
-                    optimizer=OPTIMIZER,
-                    epochs=config.epochs,
-                    batch_size=config.batch_size,
-                    clients_per_chunk=chunk,
-                )
-                state = experiment.init(params, federation)
-                run = partial(fj.rounds.run, experiment, state, federation, key=key, rounds=1)
-                cases.append(measure.Case(method, lambda run=run: list(run())[-1]))
+            alone = {"key": jax.random.fold_in(jax.random.key(1), 0), "clients_per_chunk": chunk}
+            first = measure.Case(
+                _ALONE, partial(workloads.train, work, config, federation, **alone)
+            )
+            cases = _cases(work, algorithms, federation, 1, clients_per_chunk=chunk, **how)
             title = f"a round, {cohort} clients, {len(work.labels)} images, NormedCNN, {name}"
-            yield measure.Group(title, "rounds", None, cases, beside=_ALONE)
-
-
-def _centred(images: Array) -> Array:
-    return images.astype(jnp.float32) / 127.5 - 1
+            yield measure.Group(title, "rounds", None, [first, *cases], beside=_ALONE)
 
 
 def pfl(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
-    """Give one group for each cohort: a round of local training and averaging."""
+    """Yield a group for each cohort: a round of local training and averaging."""
     work = workloads.workload(config, "cnn", config.num_examples, note)
     params = fj.networks.init(NETWORK, jax.random.key(0), work.images)
     work = work._replace(model=workloads.classifier(NETWORK), params=params)
@@ -136,7 +133,7 @@ def pfl(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
 def fedavg_round(
     work: Workload, config: Config, federation: fj.clients.Federation, chunk: int
 ) -> Params:
-    """Train the cohort and average its models, by fisherjax."""
+    """Train the cohort and average its models with fisherjax."""
     how = {"optimizer": _OPTIMIZER, "clients_per_chunk": chunk}
     trained = workloads.train(work, config, federation, **how)
     fedavg = fj.algorithms.fedavg()

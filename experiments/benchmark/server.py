@@ -1,4 +1,4 @@
-"""The server's K-FAC solve: conjugate gradients beside the paper's 2000 steps of Adam."""
+"""Time the server's K-FAC solve: conjugate gradients beside the paper's 2000 steps of Adam."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,9 +17,9 @@ _PAPER_STEPS = 2000
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[Group]:
-    """Give one group for each network and number of clients: merging their trained models.
+    """Yield a group for each network and number of clients: merges of their trained models.
 
-    Either solver is in one compiled program; the last case is as users call it, checks included.
+    Both solvers run in one compiled program; the last case is the call of users, with its checks.
     The facts are the largest relative residual of a layer and its products.
     """
     adam = fj.algorithms.paper_adam(epsilon_inside_root=True, steps=config.adam_steps)

@@ -1,4 +1,4 @@
-"""Local training: beside a loop over clients in PyTorch, its choices, and over all devices."""
+"""Time local training beside a loop over clients in PyTorch, its options, and all devices."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ _STRUCTURES = {"diagonal Fisher": fj.fisher.diagonal, "K-FAC Fisher": fj.fisher.
 
 
 def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
-    """Give one group for each network and number of clients.
+    """Yield a group for each network and number of clients.
 
     The facts are the last epoch's mean loss in nats, and the share of steps that clients spend
     waiting for the largest of their chunk.
@@ -34,7 +34,7 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Grou
 
 
 def devices(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
-    """Give a group for each network, number of clients and phase, beside one device alone."""
+    """Yield a group for each network, number of clients and phase, beside a single device."""
     count = jax.device_count()
     if count == 1:
         note("one device; on a CPU XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two")
@@ -60,7 +60,7 @@ def devices(config: Config, note: Callable[[str], None]) -> Iterator[measure.Gro
 
 
 def chunks(asked: Sequence[int], num_clients: int) -> dict[str, int]:
-    """Name the chunks of clients to compare, the backend's default first."""
+    """Return the chunks of clients to compare by name, the backend's default first."""
     default = fj.parallel.chunk_size(None, num_clients)
     names = {1: "one after another", num_clients: "vmapped"}
     return {

@@ -1,4 +1,4 @@
-"""What is measured: networks, images and clients."""
+"""Make the workloads: networks, images and clients."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ NETWORKS = {
 
 
 class Workload(NamedTuple):
-    """A network and what it learns."""
+    """A network and its data."""
 
     name: str
     model: Model
@@ -33,7 +33,7 @@ class Workload(NamedTuple):
 
 
 def workloads(config: Config, note: Callable[[str], None]) -> Iterator[Workload]:
-    """Prepare each network that was asked for, and note where its images are from."""
+    """Yield the workload of each chosen network, and note the source of its images."""
     for name in config.models:
         yield workload(config, name, config.num_examples or EXAMPLES[name][config.suite], note)
 
@@ -41,7 +41,7 @@ def workloads(config: Config, note: Callable[[str], None]) -> Iterator[Workload]
 def workload(
     config: Config, name: str, num_examples: int, note: Callable[[str], None] = lambda _: None
 ) -> Workload:
-    """Prepare a network; its images are drawn with replacement where there are too few."""
+    """Return the workload of a network; too few images are drawn with replacement."""
     network, dataset, shape = NETWORKS[name]
     train = None
     if config.data == "auto":
@@ -68,17 +68,17 @@ def synthetic(shape: tuple[int, ...], num_examples: int) -> tuple[np.ndarray, np
 
 
 def normalize(x: Any) -> Any:
-    """Scale bytes to [-1, 1]; NumPy's and JAX's arrays alike."""
+    """Scale bytes of a NumPy or JAX array to [-1, 1]."""
     return x.astype("float32") / 127.5 - 1
 
 
 def classifier(network: Any) -> Model:
-    """Make a model of a flax network that is given bytes."""
+    """Make the model of a flax network whose inputs are bytes."""
     return Model(fj.networks.apply_fn(network, normalize), fj.likelihoods.categorical)
 
 
 def native_convolutions(model: Model) -> Model:
-    """Put JAX's own convolutions in the place of patches."""
+    """Replace patches by JAX's own convolutions."""
 
     def convolve(_: Array, images: Array, kernel: Array, **settings: Any) -> Array:
         return jax.lax.conv_general_dilated(images, kernel, **settings)
@@ -91,7 +91,7 @@ def native_convolutions(model: Model) -> Model:
 
 
 def in_bfloat16(model: Model) -> Model:
-    """Compute in bfloat16 from float32 params, to float32 outputs."""
+    """Return a model that computes in bfloat16, with float32 params and outputs."""
     cast = optax.tree_utils.tree_cast
     return model._replace(
         apply=lambda w, x: cast(model.apply(cast(w, jnp.bfloat16), x), jnp.float32)
@@ -108,17 +108,17 @@ def gradient(model: Model) -> Callable[[Params, Array, Array], Params]:
 
 
 def split(work: Workload, num_clients: int) -> list[np.ndarray]:
-    """Share the examples among clients of Dirichlet(0.1) sizes."""
+    """Partition the examples over clients of Dirichlet(0.1) sizes."""
     return fj.partition.dirichlet_of_client(work.labels, num_clients, alpha=0.1, seed=3)
 
 
 def federate(work: Workload, num_clients: int) -> fj.clients.Federation:
-    """Give the examples to clients of Dirichlet(0.1) sizes."""
+    """Return the federation of clients of Dirichlet(0.1) sizes."""
     return fj.clients.federation((work.images, work.labels), split(work, num_clients))
 
 
 def train(work: Workload, config: Config, federation: fj.clients.Federation, **how: Any) -> Trained:
-    """Train the clients, always with the same key; `how` are options of `fj.training.train`."""
+    """Train the clients, by default with key 1; `how` are options of `fj.training.train`."""
     how = {"key": jax.random.key(1), "optimizer": OPTIMIZER, **how}
     how |= {"epochs": config.epochs, "batch_size": config.batch_size}
     return fj.training.train(work.model, work.params, federation, **how)

@@ -1,4 +1,4 @@
-"""Accuracies of merges of compressed updates, over the bytes that a client sends."""
+"""Measure accuracies of merges of compressed updates, and the bytes that a client sends."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -10,22 +10,13 @@ import jax
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, steps, trained_clients
-from experiments.harness.progress import bar
-from fisherjax.compression import (
-    Codec,
-    compose,
-    differences,
-    quantized,
-    triangles,
-    truncated,
-    water_filling,
-)
+from experiments.harness import commands, steps, studies, trained_clients
+from fisherjax.compression import Codec, compose, quantized
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(trained_clients.Clients):
-    """Which clients, and how small their updates are."""
+    """Clients, methods that merge them, and codecs of their updates."""
 
     algorithms: tuple[str, ...] = (
         *("fedavg", "fedfisher_diag", "regmean", "fedlpa", "fedfisher_kfac"),
@@ -33,13 +24,13 @@ class Config(trained_clients.Clients):
     )
     """Methods whose updates hold weights."""
     codecs: tuple[str, ...] = ("none", "even", "paper", "water filling")
-    """Ways to compress."""
+    """Kinds of compression: none, evenly rounded numbers, the paper's codec, water filling."""
     max_examples: int = 2000
-    """Examples of a client in its Fisher pass, at most; 0 is all."""
+    """Largest number of examples of a client in its Fisher pass; 0 takes all."""
     sizes: tuple[float, ...] = (0.1, 0.18, 0.25, 0.35, 0.5, 1.0)
-    """Of updates by water filling, in units of the weights' size in float32."""
+    """Sizes of updates by water filling, in units of the weights' size in float32."""
     trust: float = 0.03
-    """Of water filling: how much of what errors of factors cost counts."""
+    """Share of the cost of errors in factors that water filling counts (default 0.03)."""
     out: commands.Folder = Path("runs/compression")
     """Folder for the results; an unfinished run there continues."""
 
@@ -48,10 +39,10 @@ Unit = tuple[str, str]
 """Algorithm and codec."""
 
 
-class Point(NamedTuple):
-    """One accuracy on the test data, a fraction; a line of results.csv.
+class Measurement(NamedTuple):
+    """One accuracy on the test data, a fraction; see `studies`.
 
-    Bytes are those of an update of one client, and of its weights in float32, which FedAvg sends.
+    `bytes` is the size of one client's update, `fedavg` that of its weights in float32.
     """
 
     algorithm: str
@@ -62,29 +53,30 @@ class Point(NamedTuple):
 
     @property
     def unit(self) -> Unit:
-        """What is measured as a whole."""
+        """The unit that the measurement belongs to."""
         return self.algorithm, self.codec
 
 
 def codecs(asked: Config, name: str) -> dict[str, Codec | None]:
-    """List the codecs of a method's updates by what they are called; None sends it as it is."""
+    """Return the codecs of a method's updates by name; None leaves the update as it is."""
     found: dict[str, Codec | None] = {"none": None}
-    # What clients of a file started from is not known.
-    before = [triangles()] if asked.reference else [differences(), triangles()]
+    # The start of clients that come from a file is not known.
+    before = [] if asked.reference else [fj.compression.differences()]
+    before.append(fj.compression.triangles())
     for bits in (16, 8, 6, 4):
         found[f"even, {bits} bits"] = compose(*before, quantized(bits))
     part = {"regmean": "grams", "fedfisher_kfac": "fisher"}.get(name)
     if part is not None:
-        # The rank rule counts with the text's 8 bits where the authors' code has 9.
+        # The rank rule counts with the 8 bits of the paper's text where the authors' code has 9.
         for bits, counted in ((16, 16), (9, 8), (8, 8), (5, 5)):
             rounded = quantized({"params": 16, part: bits})
-            found[f"paper, {bits} bits"] = compose(truncated(bits=counted), rounded)
-    filled = partial(water_filling, trust=asked.trust)
+            found[f"paper, {bits} bits"] = compose(fj.compression.truncated(bits=counted), rounded)
+    filled = partial(fj.compression.water_filling, trust=asked.trust)
     return found | {f"water filling, {size:g}": filled(size) for size in asked.sizes}
 
 
 def units(asked: Config) -> list[Unit]:
-    """List what is computed, and written, as a whole."""
+    """List the units; each is computed and written as a whole."""
     return [
         (name, codec)
         for name in asked.algorithms
@@ -93,29 +85,27 @@ def units(asked: Config) -> list[Unit]:
     ]
 
 
-def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterator[list[Point]]:
+def measured(
+    asked: Config, console: Console, missing: Sequence[Unit]
+) -> Iterator[list[Measurement]]:
     """Train the clients, or read them, compress what they send, and merge it."""
     task, start, trained = trained_clients.clients(asked, asked.algorithms, console)
     (federation,) = task.federations.values()
     sent: dict[str, fj.algorithms.Update] = {}
     average = steps.upload_bytes(steps.changed(trained))
-    with bar(console) as shown:
-        watched = shown.add_task("", total=len(missing), speed="")
-        for name, called in missing:
-            shown.update(watched, description=f"{name}, {called}")
-            known = fj.algorithms.options(name)
-            chosen = {"max_examples": asked.max_examples or None} if "max_examples" in known else {}
-            method = fj.algorithms.make(name, task.model, **chosen)
-            # The layer by layer merge takes what K-FAC's does.
-            if method.kind not in sent:
-                key = jax.random.key(asked.seed)
-                sent = {method.kind: fj.merging.summarize(method, trained, federation, key=key)}
-            update, codec = sent[method.kind], codecs(asked, name)[called]
-            if codec is not None:
-                method = fj.compression.compressed(method, codec)
-                update = fj.compression.encode(update, codec, start=trained.start)
-            merged, *_ = fj.merging.merge(method, start, update, federation.weights)
-            accuracy = round(float(task.accuracy(merged, task.test)), 6)
-            size = fj.compression.size(update) // federation.num_clients
-            shown.advance(watched)
-            yield [Point(name, called, size, average, accuracy)]
+    for name, codec_name in studies.each(console, missing, ", ".join):
+        known = fj.algorithms.options(name)
+        chosen = {"max_examples": asked.max_examples or None} if "max_examples" in known else {}
+        method = fj.algorithms.make(name, task.model, **chosen)
+        # The sequential merge takes the same updates as K-FAC's.
+        if method.kind not in sent:
+            key = jax.random.key(asked.seed)
+            sent = {method.kind: fj.merging.summarize(method, trained, federation, key=key)}
+        update, codec = sent[method.kind], codecs(asked, name)[codec_name]
+        if codec is not None:
+            method = fj.compression.compressed(method, codec)
+            update = fj.compression.encode(update, codec, start=trained.start)
+        merged, *_ = fj.merging.merge(method, start, update, federation.weights)
+        accuracy = round(float(task.accuracy(merged, task.test)), 6)
+        size = fj.compression.size(update) // federation.num_clients
+        yield [Measurement(name, codec_name, size, average, accuracy)]

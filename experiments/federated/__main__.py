@@ -1,19 +1,18 @@
 """Run federated rounds, and compare how updates are merged.
 
-In every round a cohort of clients trains from the global model; an algorithm merges what they send,
-and the server's optimiser takes its step. Cohorts, minibatches and initial models are the same for
-all algorithms of a seed. Where several server learning rates are given, clients set apart choose
-one for each algorithm and number of local epochs, with the first seed; the others use that one.
+In every round a cohort of clients trains from the global model, an algorithm merges the updates,
+and the server's optimiser takes a step. Cohorts, minibatches and initial models are the same for
+all algorithms of a seed. If several server learning rates are given, validation clients choose one
+for each algorithm and number of local epochs with the first seed; the other seeds use that rate.
 
-A run leaves in its folder: config.json, all that is needed to run it again; results.csv, one row
-for each number; summary.md, the table; curves.png and barrier.png; models/, the final params. It
-may be killed at any moment: the same command goes on from the last checkpoint and ends at the same
-params, bit for bit.
+A run writes into its folder: config.json, which is needed to run it again; results.csv with one row
+for each number; summary.md with the table; curves.png and barrier.png; and models/ with the final
+params. It may be killed at any moment: the same command continues from the last checkpoint and
+ends with the same params, bit for bit.
 """
 
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -25,16 +24,8 @@ from experiments.harness.records import Row
 PROGRAM = "experiments.federated"
 
 
-def parse(arguments: Sequence[str]) -> config.Federated:
-    """Read the command line and check it."""
-    asked = commands.read(arguments, PROGRAM, __doc__, config.federated)
-    limits.check_federated(asked)
-    return asked
-
-
-@commands.command(PROGRAM)
-def main(arguments: Sequence[str], console: Console) -> None:
-    asked = parse(arguments)
+@commands.command(PROGRAM, __doc__, config.federated, limits.check_federated)
+def main(asked: config.Federated, console: Console) -> None:
     default = config.federated(asked.data.dataset)
     with records.folder(asked.out):
         rows = records.resume(asked.out, asked, default, records.FEDERATED)
@@ -54,7 +45,7 @@ def _execute(asked: config.Federated, rows: list[Row], console: Console) -> list
     goes_on = rows or (asked.out / runs.CHECKPOINTS).exists()
     done = f"{len(runs.finished(rows))} runs are finished" if goes_on else ""
     records.begin(asked, PROGRAM, console, done)
-    console.print(task.told)
+    console.print(task.description)
 
     def warn(message: str) -> None:
         console.print(message, style="yellow", markup=False, soft_wrap=True)
@@ -63,20 +54,20 @@ def _execute(asked: config.Federated, rows: list[Row], console: Console) -> list
         shown = bar.add_task("compiling", total=None, speed="")
         while (unit := runs.following(asked, rows)) is not None:
             bar.reset(shown, total=runs.number(asked, unit.local_epochs), speed="")
-            method, begun = methods[unit[:2]], time.perf_counter()
+            method, start = methods[unit[:2]], time.perf_counter()
             new = runs.run(task, method, unit, _shower(bar, shown, unit), warn)
             rows = [*rows, *new]
             records.write_rows(asked.out / records.RESULTS, rows, records.FEDERATED)
-            seconds, rate = time.perf_counter() - begun, unit.server_learning_rate
+            seconds, rate = time.perf_counter() - start, unit.server_learning_rate
             test = [r.value for r in new if (r.split, r.metric) == ("test", "accuracy")]
             reached = f"test accuracy {100 * test[-1]:.1f} % after {new[-1].round} rounds"
-            told = f"{_named(unit)}, server rate {rate:g}: {reached} [dim]({seconds:.1f} s)[/]"
-            console.print(told, soft_wrap=True)
+            line = f"{_named(unit)}, server rate {rate:g}: {reached} [dim]({seconds:.1f} s)[/]"
+            console.print(line, soft_wrap=True)
     return rows
 
 
 def _shower(bar: Progress, shown: TaskID, unit: runs.Unit) -> Callable[[int, float | None], None]:
-    """Return what a unit calls after each round; the first one compiles and is not timed."""
+    """Return what a unit calls after each round; the first round compiles and is not timed."""
     ends: list[tuple[float, int]] = []
 
     def show(number: int, accuracy: float | None) -> None:
@@ -96,4 +87,4 @@ def _named(unit: runs.Unit) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

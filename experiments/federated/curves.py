@@ -1,4 +1,4 @@
-"""What an experiment in rounds found: a table, curves, and the barrier round by round."""
+"""Report an experiment in rounds: a table, curves, and the barrier round by round."""
 
 import math
 import statistics
@@ -12,11 +12,11 @@ from experiments.federated import runs as rounds
 from experiments.harness import figures, records, tables
 from experiments.harness.config import PLAYS, Federated, title
 
-_MARKED = 8  # of the points of a curve, about
+_MARKED = 8  # approximate number of markers on a curve
 
 
 def report(config: Federated, rows: Sequence[records.Row], program: str, console: Console) -> None:
-    """Show what a run found, and write summary.md and the figures into its folder."""
+    """Print the results of a run, and write summary.md and the figures into its folder."""
     rates = rounds.select(config, rows)
     own = [r for r in rows if r.server_learning_rate == rates[r.algorithm, r.local_epochs]]
     shown = table(config, own)
@@ -35,7 +35,7 @@ def report(config: Federated, rows: Sequence[records.Row], program: str, console
 
 
 def table(config: Federated, rows: Sequence[records.Row]) -> tables.Table:
-    """Lay the final numbers of runs with the chosen server rates out; text has a perplexity."""
+    """Return the table of final numbers with the chosen server rates; plays have a perplexity."""
     found = [
         _cells(config, [r for r in rows if (r.algorithm, r.local_epochs) == (algorithm, epochs)])
         for epochs in config.local_epochs
@@ -51,7 +51,7 @@ def table(config: Federated, rows: Sequence[records.Row]) -> tables.Table:
 
 
 def footnote(config: Federated) -> str:
-    """Say what the columns are."""
+    """Return the note that explains the columns."""
     what, perplexity = "Accuracy", ""
     if config.data.dataset == PLAYS:
         what = "Next-character accuracy"
@@ -72,12 +72,12 @@ def footnote(config: Federated) -> str:
 def figure(
     config: Federated, rows: Sequence[records.Row], metric: tuple[str, str], what: str, file: str
 ) -> None:
-    """Draw a (split, metric) over local epochs, a panel for each number of them, with all seeds."""
+    """Draw a (split, metric) over all local epochs, with a panel for each number a round."""
     count = len(config.local_epochs)
     width = 2.2 + 3.2 * count
     side_by_side = int(width / 1.8)  # of the legend's labels
     height = 3.7 + 0.22 * math.ceil(len(config.merging.algorithms) / side_by_side)
-    drawn, axes = figures.canvas(width, height, columns=count, sharey=True)
+    drawn, axes = figures.canvas(width, height, columns=count, grid="both", sharey=True)
     panels = np.atleast_1d(axes)
     for panel, epochs in zip(panels, config.local_epochs, strict=True):
         for algorithm in config.merging.algorithms:
@@ -85,7 +85,6 @@ def figure(
         heading = f"{epochs} local epoch{'s' * (epochs > 1)} a round"
         panel.set_title(heading, fontsize="medium", loc="left")
         panel.set_xlabel("local epochs in all")
-        panel.grid(color=figures.GRID, linewidth=0.8)
     panels[0].set_ylabel(what)
     figures.legend(drawn, panels, columns=side_by_side)
     figures.save(drawn, config.out / file)
@@ -94,7 +93,7 @@ def figure(
 def _curve(
     panel: Any, rows: Sequence[records.Row], algorithm: str, epochs: int, metric: tuple[str, str]
 ) -> None:
-    """Draw the mean over seeds, and the range of several."""
+    """Draw the mean over seeds, and their range as a band."""
     series: dict[int, list[float]] = {}
     for row in rows:
         if (row.algorithm, row.local_epochs, row.split, row.metric) == (algorithm, epochs, *metric):
@@ -108,7 +107,7 @@ def _curve(
 
 
 def _cells(config: Federated, rows: Sequence[records.Row]) -> dict[str, str]:
-    """Write the final numbers of an algorithm with so many local epochs, by heading."""
+    """Return the final numbers of an algorithm with a number of local epochs, by heading."""
     first = rows[0]
     last = [row for row in rows if row.round == rounds.number(config, first.local_epochs)]
 

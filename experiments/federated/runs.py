@@ -1,4 +1,4 @@
-"""One unit of an experiment in rounds: one algorithm from one seed, measured, saved, continued."""
+"""Run one unit of an experiment in rounds, with measurements and checkpoints."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,16 +14,15 @@ from experiments.harness import checkpoints, records
 from experiments.harness.config import Federated
 from experiments.harness.methods import check_full, methods
 from experiments.harness.tasks import Rounds
-from fisherjax.algorithms.wrappers.server_optimizer import ServerState
 from fisherjax.metrics import Performance
 from fisherjax.rounds import Round, State
 from fisherjax.typing import Key
 
 CHECKPOINTS = "checkpoints"
 Measures = dict[tuple[str, str, float | None], Any]
-"""By split, metric and fraction: a number."""
+"""Numbers by split, metric and fraction."""
 FRACTIONS = (0.0, 0.25, 0.5)
-# optax.adam's epsilon is 1e-8; 1e-7 is that of the framework FedFish was run in.
+# optax.adam's epsilon is 1e-8; the framework of FedFish's experiments has 1e-7.
 _SERVERS = {
     "none": None,
     "sgd": optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
@@ -35,7 +34,7 @@ _SERVERS = {
 
 
 class Unit(NamedTuple):
-    """One run: what is computed, and written, as a whole."""
+    """One run, which is computed and written as a whole."""
 
     algorithm: str
     local_epochs: int
@@ -44,34 +43,34 @@ class Unit(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """The name of its files."""
         rate = f"{self.server_learning_rate:g}"
         return f"{self.algorithm}-{self.local_epochs}epochs-server{rate}-seed{self.seed}"
 
 
 def number(config: Federated, local_epochs: int) -> int:
-    """Count the rounds of an experiment with so many local epochs."""
+    """Return the number of rounds of an experiment with a number of local epochs a round."""
     return config.rounds if config.total_epochs is None else config.total_epochs // local_epochs
 
 
 def measured(config: Federated, local_epochs: int, round_: int) -> bool:
-    """Say whether a round crosses a multiple of `eval_every` local epochs, or is the last."""
+    """Return whether a round crosses a multiple of `eval_every` local epochs, or is the last."""
     crossed = round_ * local_epochs % config.eval_every < local_epochs
     return crossed or round_ == number(config, local_epochs)
 
 
 def unit_of(row: records.Row) -> Unit:
-    """Return the unit that a row is of."""
+    """Return the unit of a row."""
     return Unit(row.algorithm, row.local_epochs, row.server_learning_rate, row.seed)
 
 
 def finished(rows: Iterable[records.Row]) -> set[Unit]:
-    """Return the units whose rows are all there: traffic comes last."""
+    """Return the units that have all rows, of which traffic is the last."""
     return {unit_of(row) for row in rows if row.metric == "up"}
 
 
 def following(config: Federated, rows: Sequence[records.Row]) -> Unit | None:
-    """Say which unit is computed next, None if all are finished.
+    """Return the unit that is computed next; None if all are finished.
 
     The first seed has a unit for each server learning rate, the others the chosen one alone.
     """
@@ -85,9 +84,9 @@ def following(config: Federated, rows: Sequence[records.Row]) -> Unit | None:
 
 
 def select(config: Federated, rows: Iterable[records.Row]) -> dict[tuple[str, int], float]:
-    """Choose server learning rates, by algorithm and local epochs; of equals the first.
+    """Choose server learning rates by algorithm and local epochs, the first of equals.
 
-    What counts is accuracy on the validation clients with the first seed, after the last round.
+    The criterion is accuracy on the validation clients with the first seed, after the last round.
     """
     best: dict[tuple[str, int], records.Row] = {}
     for row in rows:
@@ -100,9 +99,9 @@ def select(config: Federated, rows: Iterable[records.Row]) -> dict[tuple[str, in
 
 
 def prepare(task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
-    """Make the rounds of each algorithm and number of local epochs; units share what is compiled.
+    """Make the rounds of each algorithm and number of local epochs, which all units share.
 
-    What would not fit into memory, or a layer that a structure does not cover, is refused here.
+    Models that would not fit into memory, and layers that no structure covers, are refused here.
     """
     config, params = task.config, jax.eval_shape(task.init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.cohort)
@@ -130,8 +129,9 @@ def run(
 ) -> list[records.Row]:
     """Run the rounds of a unit, `method` by `prepare`, from its newest checkpoint if there is one.
 
-    After each, `show` gets its number, and the test accuracy if it was measured. The rows are all
-    of the unit's. The final params are in the newest checkpoint and, if wanted, in models/.
+    After each round, `show` is called with its number, and the test accuracy if it was measured.
+    Return all rows of the unit. The final params are in the newest checkpoint and, with
+    `keep_models`, in models/.
     """
     config, last = task.config, number(task.config, unit.local_epochs)
     folder = config.out / CHECKPOINTS / unit.name
@@ -148,8 +148,8 @@ def run(
     for state, done in going:
         count = int(state.number)
         if left_out := done.left_out.by_client(done.cohort):
-            said = "; ".join(f"client {k} for leaf '{leaf}'" for k, leaf in left_out.items())
-            warn(f"{unit.name}, round {count}: left out, as updates not finite: {said}.")
+            names = "; ".join(f"client {k} for leaf '{leaf}'" for k, leaf in left_out.items())
+            warn(f"{unit.name}, round {count}: left out, as updates not finite: {names}.")
         measures = _after_round(task, unit, state, done)
         if count == last:
             measures |= _at_the_end(task, method, state, personal_key)
@@ -170,9 +170,9 @@ def run(
 
 
 def _at_rate(state: State, rate: float) -> State:
-    """Set the server's learning rate, which is data: another one compiles nothing."""
+    """Set the server's learning rate, which is an array, so that nothing compiles again."""
     server = state.algorithm
-    if not isinstance(server, ServerState):
+    if not isinstance(server, fj.algorithms.wrappers.server_optimizer.ServerState):
         return state
     rate = jnp.full_like(optax.tree_utils.tree_get(server, "learning_rate"), rate)
     return state._replace(algorithm=optax.tree_utils.tree_set(server, learning_rate=rate))

@@ -3,38 +3,29 @@
     python -m experiments.fedfisher_table --datasets mnist cifar10 --alphas 0.2 0.1 0.05
     python -m experiments.fedfisher_table --datasets cifar10 --alphas 0.3 --num-clients 10 20 30
 
-Each cell and seed is one run of `experiments.one_shot`, in a folder of its own with its label
-table: clients are trained once for all algorithms but those that change how, which train their own.
-The split is one for all seeds, as in the authors' code; networks and training are theirs, with
-fewer epochs. The time is predicted first; table.md and table.csv are written anew after every run:
-accuracies, the paper's beside them, and what a round takes in bytes and seconds. The same command
-continues. clients.png is drawn in the end, of several numbers of clients.
+Each cell and seed is one run of `experiments.one_shot` in its own folder. Clients are trained once
+for all algorithms, except for algorithms that change the training, which train their own clients.
+All seeds have the same split, as in the authors' code; networks and training are theirs too, with
+fewer epochs. The time is predicted first. After every run table.md and table.csv are written: our
+accuracies, the paper's, and the bytes and seconds of a round. clients.png is drawn at the end if
+there are several numbers of clients. The same command continues an interrupted grid.
 """
 
-import sys
-from collections.abc import Sequence
 from functools import partial
 
 from rich.console import Console
 
 from experiments.fedfisher_table import table as fedfisher
 from experiments.fedfisher_table.table import Grid
-from experiments.harness import commands, grid_runs, records
-from experiments.harness.tables import Table, markdown, terminal
+from experiments.harness import commands, grid_runs, grids, records, tables
 
 PROGRAM = "experiments.fedfisher_table"
 
 
-@commands.command(PROGRAM)
-def main(arguments: Sequence[str], console: Console) -> None:
-    grid = commands.read(arguments, PROGRAM, __doc__, Grid)
-    fedfisher.check(grid)
-    done = grid_runs.run(grid.out, fedfisher.units(grid), partial(_write, grid), console)
-    # Wider than most terminals: better a line broken there than every cell.
-    wide = Console(highlight=False, width=max(console.width, 200))
-    for table in _tables(grid, done):
-        wide.print(terminal(table))
-    console.print(fedfisher.footnote(grid), style="dim")
+@commands.command(PROGRAM, __doc__, Grid, grids.check)
+def main(grid: Grid, console: Console) -> None:
+    done = grid_runs.run(grid.out, grids.units(grid), partial(_write, grid), console)
+    grid_runs.show(_tables(grid, done), fedfisher.footnote(grid), console)
     left = ["table.md", "table.csv"]
     if len(grid.num_clients) > 1:
         left.append("clients.png")
@@ -43,15 +34,15 @@ def main(arguments: Sequence[str], console: Console) -> None:
     console.print(f"\nIn {grid.out}/: {', '.join(left)}, {more}", soft_wrap=True)
 
 
-def _tables(grid: Grid, done: grid_runs.Done) -> list[Table]:
-    accuracies = [own for dataset in grid.datasets for own in fedfisher.tables(grid, dataset, done)]
+def _tables(grid: Grid, done: grid_runs.Done) -> list[tables.Table]:
+    accuracies = [one for dataset in grid.datasets for one in fedfisher.tables(grid, dataset, done)]
     blocks = [(dataset, number) for dataset in grid.datasets for number in grid.num_clients]
     return accuracies + [fedfisher.costs(grid, *block, done) for block in blocks]
 
 
 def _write(grid: Grid, done: grid_runs.Done) -> grid_runs.Done:
     """Write the tables of what is done until now."""
-    parts = [markdown(table, 2) for table in _tables(grid, done)]
+    parts = [tables.markdown(table, 2) for table in _tables(grid, done)]
     if len(grid.num_clients) > 1:
         parts.append("![accuracy over clients](clients.png)\n")
     command = ["", "```", commands.write(grid, PROGRAM), "```", ""]
@@ -62,4 +53,4 @@ def _write(grid: Grid, done: grid_runs.Done) -> grid_runs.Done:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

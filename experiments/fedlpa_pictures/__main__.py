@@ -1,17 +1,15 @@
-"""Draw why FedLPA and FedFisher merge as they do, each picture with the number that it shows.
+"""Draw why FedLPA and FedFisher merge better than averaging, with the numbers that show it.
 
     python -m experiments.fedlpa_pictures --out runs/pictures
 
-gaussians.png: two correlated Gaussians fused by FedAvg, a diagonal, Kronecker factors and the full
-precisions, and the distance to the mode of their product. fisher.png: the full empirical Fisher
-information of a small network and its Kronecker blocks, and their cosine similarity. tsne.png: what
-the last layer of each merged model sees, and how many of a point's ten nearest neighbours have its
-label. summary.md holds the numbers.
+gaussians.png shows two correlated Gaussians fused by FedAvg, a diagonal, Kronecker factors and the
+full precisions, with the distance to the mode of their product. fisher.png shows the full empirical
+Fisher information of a small network and its Kronecker blocks, with their cosine similarity.
+tsne.png shows the inputs of the last layer of each merged model, with the share of a point's ten
+nearest neighbours that have its label. summary.md holds the numbers.
 """
 
 import dataclasses
-import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,33 +26,45 @@ class Config:
     """What to draw."""
 
     dataset: str = "mnist"
-    """Images that the networks learn: those of niid_table; digits to try."""
+    """Images that the networks learn, as in niid_table; digits for a trial."""
     algorithms: tuple[str, ...] = ("fedavg", "fednova", "fedprox", "fedlpa", "fedfisher_kfac")
-    """Methods whose merged models are looked at."""
+    """Methods whose merged models are compared."""
     num_clients: int = 10
     """Clients whose models are merged."""
     beta: float = 0.05
-    """Split of their data, by Dirichlet shares of the classes."""
+    """Dirichlet parameter of the split of each class over the clients."""
     epochs: int = 10
     """Passes of training over the data."""
     seed: int = 0
-    """Seed of all that is random."""
+    """Seed of everything that is random."""
     num_points: int = 2000
     """Training images that t-SNE lays out."""
     num_examples: int = 2000
-    """Training images of the Fisher information."""
+    """Training images for the Fisher information."""
     draws: int = 200
-    """Pairs of random Gaussians over a layer."""
+    """Number of random pairs of Gaussians over a layer."""
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
     out: commands.Folder = Path("runs/pictures")
     """Folder for the pictures and the numbers."""
 
 
-@commands.command(PROGRAM, continues=False)
-def main(arguments: Sequence[str], console: Console) -> None:
-    asked = commands.read(arguments, PROGRAM, __doc__, Config)
-    _check(asked)
+def _experiment(asked: Config) -> config.OneShot:
+    shared = {name: getattr(asked, name) for name in ("epochs", "num_clients", "data_dir", "out")}
+    grid = grids.Grid(merging=config.Merging(asked.algorithms), **shared)
+    cell = grids.Cell(asked.dataset, "niid_bench", f"{asked.beta:g}")
+    return grid.configuration(cell, asked.seed)
+
+
+def _check(asked: Config) -> None:
+    limits.check_options(asked)
+    commands.check_name("dataset", asked.dataset, grids.DATASETS)
+    commands.check(asked, "num_points", "31 or more", lambda x: x > 30)  # t-SNE's perplexity is 30
+    limits.check_one_shot(_experiment(asked))
+
+
+@commands.command(PROGRAM, __doc__, Config, _check, continues=False)
+def main(asked: Config, console: Console) -> None:
     network = asked.num_examples, asked.epochs, asked.seed
     sections = {
         "gaussians": partial(gaussians.section, asked.seed, asked.draws),
@@ -73,20 +83,5 @@ def main(arguments: Sequence[str], console: Console) -> None:
     console.print(f"In {asked.out}/: {files}", soft_wrap=True)
 
 
-def _experiment(asked: Config) -> config.OneShot:
-    shared = {name: getattr(asked, name) for name in ("epochs", "num_clients", "data_dir", "out")}
-    grid = grids.Grid(merging=config.Merging(asked.algorithms), **shared)
-    cell = grids.Cell(asked.dataset, "niid_bench", f"{asked.beta:g}")
-    return grids.configuration(grid, cell, asked.seed)
-
-
-def _check(asked: Config) -> None:
-    commands.check_name("dataset", asked.dataset, grids.DATASETS)
-    commands.check(asked, "num_points", "31 or more", lambda x: x > 30)  # t-SNE's perplexity is 30
-    for option in ("num_examples", "draws"):
-        commands.check(asked, option, "1 or more", lambda x: x >= 1)
-    limits.check_one_shot(_experiment(asked))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Whether a model separates the classes: what its last layer sees, and the labels of neighbours."""
+"""Measure how well a model separates classes, by the inputs of its last layer."""
 
 import math
 from pathlib import Path
@@ -10,19 +10,17 @@ from sklearn.manifold import TSNE
 from sklearn.neighbors import NearestNeighbors
 
 import fisherjax as fj
-from experiments.harness import figures, tables, tasks
+from experiments.harness import figures, one_round, tables, tasks
 from experiments.harness.config import MODELS, OneShot
-from experiments.harness.one_round import train_and_merge
-from fisherjax.typing import Array, Params
 
 _NEIGHBOURS = 10
 
 
-def features(task: tasks.OneRound, params: Params, images: Array) -> np.ndarray:
-    """Compute the inputs [n, width] of a network's last layer, of images as they are stored."""
+def features(task: tasks.OneRound, params: fj.typing.Params, images: fj.typing.Array) -> np.ndarray:
+    """Compute the inputs [n, width] of a network's last layer, for stored images."""
     last = max(name for name in params if name.startswith("dense"))
     width = params[last]["kernel"].shape[0]
-    # The same network with a last layer that changes nothing.
+    # Take the same network with the identity as its last layer.
     identity = {"kernel": np.eye(width, dtype=np.float32), "bias": np.zeros(width, np.float32)}
     layer = {name: identity[name] for name in params[last]}
     network = MODELS[task.config.data.model](num_classes=width)
@@ -31,13 +29,13 @@ def features(task: tasks.OneRound, params: Params, images: Array) -> np.ndarray:
 
 
 def purity(points: np.ndarray, labels: np.ndarray) -> float:
-    """Average the share of each point's nearest neighbours, without itself, that have its label."""
+    """Return the mean share of each point's nearest neighbours that have its label."""
     search = NearestNeighbors(n_neighbors=_NEIGHBOURS).fit(points)
     return float(np.mean(labels[search.kneighbors(return_distance=False)] == labels[:, None]))
 
 
 def _embed(points: np.ndarray, seed: int) -> np.ndarray:
-    """Lay more than 30 points out in the plane by t-SNE, of their first principal components.
+    """Embed more than 30 points in the plane by t-SNE of their first principal components.
 
     Source: van der Maaten and Hinton, "Visualizing data using t-SNE", JMLR 2008; with 9 components
         and perplexity 30 as in the authors' code of FedLPA.
@@ -47,9 +45,9 @@ def _embed(points: np.ndarray, seed: int) -> np.ndarray:
 
 
 def section(config: OneShot, num_points: int, path: Path) -> str:
-    """Merge the clients of one split with one seed, draw what the models see, tell how pure."""
+    """Merge the clients of a split, draw the models' features, and return a description."""
     task, [split], [seed] = tasks.one_round(config), config.partition_seeds, config.seeds
-    _, merged = train_and_merge(task, (split, seed))
+    _, merged = one_round.train_and_merge(task, (split, seed))
     images = task.central.inputs[:num_points]
     labels = np.asarray(task.central.targets[:num_points])
     pixels = np.asarray(images).reshape(len(labels), -1).astype(float)
@@ -83,7 +81,7 @@ def draw(drawn: dict[str, np.ndarray], labels: np.ndarray, path: Path) -> None:
     columns = min(3, len(drawn))
     rows, classes = math.ceil(len(drawn) / columns), np.unique(labels)
     figure, panels = figures.canvas(3 * columns, 3.1 * rows + 0.5, columns, rows, squeeze=False)
-    # Where colours fail, in greyscale or for a colour-blind eye, the number tells.
+    # Numbers tell classes apart in greyscale and for colour-blind readers.
     outline = [withStroke(linewidth=4, foreground="white")]
     number = {"ha": "center", "va": "center", "size": 13, "weight": "bold", "path_effects": outline}
     for axes in panels.flat:

@@ -1,4 +1,4 @@
-"""How much of the full empirical Fisher information its Kronecker blocks hold, layer by layer."""
+"""Compare the full empirical Fisher information with its Kronecker blocks, layer by layer."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -11,16 +11,15 @@ from scipy.spatial.distance import cosine
 
 import fisherjax as fj
 from experiments.harness import figures, tables
-from fisherjax.typing import Array
 
 
 class Blocks(NamedTuple):
     """The Fisher information of a network's d parameters."""
 
-    sizes: dict[str, int]  # of its layers, in the order of the matrices
+    sizes: dict[str, int]  # numbers of parameters of layers, in the order of the matrices
     full: np.ndarray  # [d, d]
     kronecker: np.ndarray  # [d, d], of Kronecker factors
-    accuracy: float  # a fraction
+    accuracy: float  # as a fraction
 
 
 class _ThreeConvolutions(flax.linen.Module):
@@ -29,7 +28,7 @@ class _ThreeConvolutions(flax.linen.Module):
     num_classes: int
 
     @flax.linen.compact
-    def __call__(self, images: Array) -> Array:
+    def __call__(self, images: fj.typing.Array) -> fj.typing.Array:
         fast = {"conv_general_dilated": fj.nn.conv_general_dilated}
         for name, channels in {"conv1": 4, "conv2": 8, "conv3": 8}.items():
             images = flax.linen.Conv(channels, (3, 3), name=name, **fast)(images)
@@ -71,7 +70,7 @@ def similarities(blocks: Blocks) -> dict[str, tuple[float, float]]:
 def section(
     dataset: str, data_dir: Path | None, num_examples: int, epochs: int, seed: int, path: Path
 ) -> str:
-    """Compute both matrices, draw them, and tell how similar they are."""
+    """Compute both matrices, draw them, and return a description with their similarity."""
     data, _ = fj.datasets.load(dataset, data_dir)
     blocks = compute(data, num_examples, epochs, seed)
     draw(blocks, path)

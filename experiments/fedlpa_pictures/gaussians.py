@@ -1,7 +1,7 @@
-"""Two clients as Gaussians: where each way to fuse them lands, against the mode of their product.
+"""Fuse two clients as Gaussians, and compare the results with the mode of their product.
 
 A client is N(mu_k, P_k^-1), its precision P_k the curvature of its loss. The product of Gaussians
-has its mode at (sum_k P_k)^-1 sum_k P_k mu_k; merging methods put something simpler for P_k.
+has its mode at (sum_k P_k)^-1 sum_k P_k mu_k; merging methods approximate P_k.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from experiments.harness import figures, tables
 from experiments.harness.figures import GREY, INK, label, style
 
 _Fusions = dict[str, np.ndarray]
-"""Fused means by the algorithm that fuses so; fedfisher_full finds the mode of the product."""
+"""Fused means by algorithm; fedfisher_full finds the mode of the product."""
 
 
 def plane() -> tuple[np.ndarray, np.ndarray]:
@@ -29,12 +29,12 @@ def plane() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fuse(precisions: np.ndarray, means: np.ndarray) -> np.ndarray:
-    """Find the mode [d] of a product of Gaussians with precisions [K, d, d] and means [K, d]."""
+    """Return the mode [d] of a product of Gaussians with precisions [K, d, d] and means [K, d]."""
     return np.linalg.solve(precisions.sum(0), np.einsum("kij,kj->i", precisions, means))
 
 
 def fuse_plane(precisions: np.ndarray, means: np.ndarray) -> _Fusions:
-    """Fuse layers with one output, where a Kronecker factor is the whole precision."""
+    """Fuse layers with one output, whose Kronecker factor is the whole precision."""
     return {
         "fedavg": means.mean(0),
         "fedfisher_diag": _fuse(precisions * np.eye(means.shape[-1]), means),
@@ -69,13 +69,13 @@ def draw_layers(seed: int, num_examples: int = 200) -> tuple[np.ndarray, np.ndar
 
 
 def distances(fusions: _Fusions) -> dict[str, float]:
-    """Measure how far each fused mean is from the mode of the product."""
+    """Return the distance of each fused mean from the mode of the product."""
     mode = fusions["fedfisher_full"]
     return {name: float(np.linalg.norm(x - mode)) for name, x in fusions.items()}
 
 
 def section(seed: int, draws: int, path: Path) -> str:
-    """Fuse two Gaussians in the plane and many over a layer, draw both, and tell the numbers."""
+    """Fuse two Gaussians in the plane and many over a layer, draw both, and describe them."""
     pair = plane()
     points = fuse_plane(*pair)
     layers = [distances(fuse_layers(*draw_layers(seed + draw))) for draw in range(draws)]

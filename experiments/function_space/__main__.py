@@ -1,20 +1,17 @@
-"""Draw two networks that learned pieces of one curve, and what merging makes of them.
+"""Draw two networks that learned pieces of one curve, and their merged networks.
 
     python -m experiments.function_space --out runs/function_space
 
-Two clients learn y = sin(2 pi x) on inputs that overlap fully, partly or not at all, and are merged
-in one round by FedAvg, by Fisher merging, by FedFish, and by FedFisher. The client-server barrier
-is how much larger the merged model's mean squared error on a client's own points is than that of
-the client's own model, mean over the clients.
+Two clients learn y = sin(2 pi x) on inputs that overlap fully, partly or not at all. They are
+merged in one round by FedAvg, Fisher merging, FedFish and FedFisher. The client-server barrier is
+the merged model's mean squared error on a client's own points less that of the client's own model,
+averaged over the clients.
 
-functions.png: the functions of one seed. barriers.png: the barriers of all seeds. barriers.csv:
-every error and barrier. summary.md: the table.
+functions.png shows the functions of one seed and barriers.png the barriers of all seeds;
+barriers.csv holds every error and barrier, and summary.md the table.
 """
 
 import dataclasses
-import math
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +20,7 @@ from rich.console import Console
 
 from experiments.function_space import barriers, toy_regression
 from experiments.function_space.toy_regression import SUPPORTS, Setting
-from experiments.harness import commands, figures, records, tables
+from experiments.harness import commands, figures, limits, records, tables
 
 PROGRAM = "experiments.function_space"
 Other = Literal["fedfisher_kfac", "fedfisher_full"]
@@ -31,12 +28,12 @@ Other = Literal["fedfisher_kfac", "fedfisher_full"]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to compute."""
+    """Methods, seeds and the setting of the runs."""
 
     others: tuple[Other, ...] = ("fedfisher_kfac", "fedfisher_full")
-    """Besides the others; the full Fisher's memory grows with the fourth power of width."""
+    """More methods; the memory of the full Fisher grows with the fourth power of the width."""
     num_seeds: int = 20
-    """How many seeds, 0, 1, ..., of data and initial models."""
+    """Number of seeds, 0, 1, ..., of data and initial models."""
     drawn_seed: int = 0
     """Seed whose functions are drawn."""
     setting: tyro.conf.OmitArgPrefixes[Setting] = dataclasses.field(default_factory=Setting)
@@ -77,10 +74,15 @@ points, at the final weights.
 """
 
 
-@commands.command(PROGRAM, continues=False)
-def main(arguments: Sequence[str], console: Console) -> None:
-    config = commands.read(arguments, PROGRAM, __doc__, Config)
-    _check(config)
+def _check(config: Config) -> None:
+    limits.check_options(config)
+    last = config.num_seeds - 1
+    seeds = f"one of the --num-seeds {config.num_seeds} seeds, 0 to {last}"
+    commands.check(config, "drawn_seed", seeds, lambda x: 0 <= x <= last)
+
+
+@commands.command(PROGRAM, __doc__, Config, _check, continues=False)
+def main(config: Config, console: Console) -> None:
     setting, out = config.setting, config.out
     with records.folder(out):
         with console.status("training"):
@@ -101,16 +103,5 @@ def main(arguments: Sequence[str], console: Console) -> None:
     console.print(text, f"In {out}/: {files}", sep="\n", markup=False, soft_wrap=True)
 
 
-def _check(config: Config) -> None:
-    setting, last = config.setting, config.num_seeds - 1
-    commands.check(config, "num_seeds", "1 or more", lambda x: x >= 1)
-    for option in ("num_points", "width", "steps", "fedfish_batch"):
-        commands.check(setting, option, "1 or more", lambda x: x >= 1)
-    seeds = f"one of the --num-seeds {config.num_seeds} seeds, 0 to {last}"
-    commands.check(config, "drawn_seed", seeds, lambda x: 0 <= x <= last)
-    commands.check(setting, "noise", "a finite number, zero or more", lambda x: 0 <= x < math.inf)
-    commands.check(setting, "learning_rate", "a number above 0", lambda x: 0 < x < math.inf)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""What merging costs: the merged model's error on a client's points less that of its own model."""
+"""Measure barriers: the merged model's error on a client's points less the client's own error."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def barriers(measured: Errors) -> dict[str, np.ndarray]:
 
 
 def csv(runs: Runs, measured: Errors) -> str:
-    """Write every error and barrier as CSV, run by run; without a client it is the mean."""
+    """Return every error and barrier as CSV; without a client a barrier is the mean."""
     lines = []
     for run, cell in enumerate(cells(runs)):
         for name, values in measured.items():
@@ -45,13 +45,13 @@ def csv(runs: Runs, measured: Errors) -> str:
             if name != "local":
                 own = values[run] - measured["local"][run]
                 found += [("barrier", i, x) for i, x in [*enumerate(own), (None, own.mean())]]
-            # Nine digits tell all numbers of float32 apart.
+            # Nine digits distinguish all numbers of float32.
             lines += [(*cell, name, i, metric, f"{x:.9g}") for metric, i, x in found]
     return csv_text(("overlap", "seed", "algorithm", "client", "metric", "value"), lines)
 
 
 def table(measured: Errors) -> Table:
-    """Tabulate medians and quartiles over seeds, and how often a method is below FedAvg."""
+    """Return a table of medians and quartiles over seeds, and of the seeds below FedAvg."""
     lines, found, local = [], barriers(measured), _by_overlap(measured["local"])
     for place, overlap in enumerate(SUPPORTS):
         for name, values in found.items():
@@ -86,8 +86,8 @@ def draw_functions(
             y = apply(_select(stacked, run), x)
             marks = {"markevery": (12 * number, 60), "ms": 5.5, "linestyle": line_style(name)}
             axes.plot(x, y, lw=1.6, **marks, **style(name))
-        told = [f"{label(n)} {own[place, seed]:.3f}" for n, own in barriers(measured).items()]
-        axes.annotate("\n".join(["barriers:", *told]), bbox=_PAPER, **_CORNER)
+        lines = [f"{label(n)} {own[place, seed]:.3f}" for n, own in barriers(measured).items()]
+        axes.annotate("\n".join(["barriers:", *lines]), bbox=_PAPER, **_CORNER)
         axes.set_title(f"overlap: {overlap}", fontsize="medium", loc="left")
         axes.set_xlabel("x")
     panels[0].set(ylim=(-2.2, 2.6), xticks=[-1, -0.5, 0, 0.5, 1], ylabel="y")

@@ -1,6 +1,6 @@
-"""Two clients learn pieces of one curve, y = sin(2 pi x), and are merged in one round.
+"""Train two clients on pieces of one curve, y = sin(2 pi x), and merge them in one round.
 
-One program trains all runs: side by side on an accelerator, in turn on a CPU, which is faster.
+One program trains all runs: side by side on an accelerator, one by one on a CPU.
 
 Source: Dhawan, Mitchell, Charles, Garrett, Dziugaite, "Leveraging Function Space Aggregation for
     Federated Learning at Scale", TMLR 2024, figure 2, which gives no numbers and draws FedFish.
@@ -27,27 +27,27 @@ SUPPORTS = {
     "partial": ((-1.0, 0.3), (-0.3, 1.0)),
     "disjoint": ((-1.0, -0.2), (0.2, 1.0)),
 }
-"""From where to where each of the two clients sees inputs, by how much they overlap."""
+"""Intervals of the inputs of both clients, by their overlap."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is the same in all runs."""
+    """Settings that all runs share."""
 
     num_points: int = 128
-    """Points of each client."""
+    """Number of points of each client."""
     noise: float = 0.05
     """Standard deviation of the targets around the curve."""
     width: int = 64
     """Units of each of the two hidden layers."""
     steps: int = 2000
-    """Steps of each client, all of its points in each."""
+    """Number of full-batch steps of each client."""
     optimizer: Literal["adam", "sgd"] = "adam"
     """Optimiser of the clients."""
     learning_rate: float = 1e-3
-    """Learning rate of the clients."""
+    """Step size of the clients."""
     fedfish_batch: int = 128
-    """Points of a minibatch whose mean gradient FedFish squares."""
+    """Points of a minibatch, whose mean gradient FedFish squares."""
     start: Literal["zero_biases", "uniform"] = "zero_biases"
     """Initial model: LeCun's normal kernels and no biases, or PyTorch's uniform ones and biases."""
 
@@ -76,7 +76,7 @@ class Network(flax.linen.Module):
         for name, width in {"dense1": self.width, "dense2": self.width, "dense3": 1}.items():
             bound = x.shape[-1] ** -0.5
             draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
-            # Otherwise flax's default, with which all units of the first layer start odd.
+            # With flax's default all units of the first layer start as odd functions.
             drawn = {"kernel_init": draw, "bias_init": draw} if self.start == "uniform" else {}
             x = flax.linen.Dense(width, name=name, **drawn)(x)
             x = x if name == "dense3" else jnp.tanh(x)
@@ -84,7 +84,7 @@ class Network(flax.linen.Module):
 
 
 def model(width: int) -> Model:
-    """Return the network of a width as the library wants it."""
+    """Return the model of a network of a width."""
     return Model(fj.networks.apply_fn(Network(width)), fj.likelihoods.gaussian)
 
 
@@ -92,7 +92,7 @@ def algorithm(name: str, setting: Setting) -> fj.algorithms.Algorithm:
     """Return a way to merge the networks of a setting."""
     known, options = fj.algorithms.options(name), {}
     if "floor" in known:
-        # As good as no floor: only parameters that no client's function depends on fall back.
+        # The floor is so small that it affects only parameters that no function depends on.
         options["floor"] = 1e-12
     if "last_epoch" in known:  # squares are of minibatches
         options["batch_size"] = setting.fedfish_batch
@@ -139,13 +139,13 @@ def merge(method: fj.algorithms.Algorithm, runs: Runs) -> Params:
         updates = fj.merging.summarize(method, trained, run.federations, key=key)
         return fj.merging.merge(method, run.starts, updates)[0]
 
-    # In turn: the full Fisher information of every run at once would fill the memory.
+    # Runs are merged one by one, because all full Fisher matrices would fill the memory.
     return jax.lax.map(one, runs)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "stacked"))
 def errors(model: Model, models: Params, runs: Runs, *, stacked: bool = False) -> Array:
-    """Compute mean squared errors on clients' points, [R, 2]; stacked: of one model a client."""
+    """Compute mean squared errors [R, 2] on clients' points; `stacked` has a model a client."""
 
     def one(run: tuple[Params, fj.clients.Federation]) -> Array:
         # The loss of the Gaussian likelihood is half of the squared error.

@@ -1,7 +1,7 @@
-"""What at least two studies use. Read downwards: a module uses only those above it.
+"""Modules that at least two studies use. Each module imports only modules above it.
 
-names, commands: options read, written again and refused. tables, records, measurements, figures:
-files of a run. config, limits, methods, votes, tasks: what is learned, by whom and how.
-checkpoints, steps, after_merge, one_round, accuracies, memory, progress: one round of merging.
-forecast, grid_runs, grids: many of them. reference, trained_clients: clients of a file.
+names, commands: options of commands. tables, records, figures: files of a run. config, limits,
+methods, votes, tasks: data, networks and methods. checkpoints, steps, after_merge, one_round,
+accuracies, memory, progress: one round of merging. forecast, grid_runs, grids: many rounds of
+merging. reference, trained_clients: clients of a file. studies: measurements and reports.
 """

@@ -1,4 +1,4 @@
-"""What an experiment in one round shows: who owns which label, accuracies, rounds that follow."""
+"""Report an experiment in one round: labels of clients, accuracies, and the rounds that follow."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,19 +10,19 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from experiments.harness import commands, methods, records, tables
-from experiments.harness.figures import GRID, INK, REFERENCES, canvas, label, legend, save, style
+from experiments.harness.figures import INK, REFERENCES, canvas, label, legend, save, style
 from experiments.harness.records import Row
 
 Curves = dict[str, list[tuple[float, ...]]]
-"""By algorithm: for each round the accuracies in percent, one for each unit."""
+"""Accuracies in percent by algorithm: for each round one accuracy for each unit."""
 
 _LABELS, _WIDTH = "label_counts.csv", 110
 _MOST_CLIENTS, _MOST_CLASSES = 20, 20
-_PLAIN = "fedavg"  # what gains are counted from: it sends the model and computes nothing
+_PLAIN = "fedavg"  # gains are counted from it, as it sends only the model
 
 
 class Line(NamedTuple):
-    """One algorithm of the table: percent of each unit, bytes of a client, median seconds."""
+    """One algorithm of the table: accuracy in % of each unit, upload size, median seconds."""
 
     algorithm: str
     accuracies: tuple[float, ...]
@@ -31,31 +31,31 @@ class Line(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Of the accuracies."""
+        """The mean of the accuracies."""
         return statistics.fmean(self.accuracies)
 
 
 def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
-    """Gather rows by algorithm: ways of merging, the best mean first, and then the references."""
+    """Gather rows by algorithm: merges in order of their mean accuracy, then the references."""
     merged, references = [], []
     rows = [row for row in rows if row.metric == "accuracy"]
     last = exchanged(rows, algorithms)
     for name in (*algorithms, *last, *REFERENCES):
-        own = [row for row in rows if (row.algorithm, row.round) == (name, last.get(name, 1))]
+        ones = [row for row in rows if (row.algorithm, row.round) == (name, last.get(name, 1))]
         units: dict[Any, list[float]] = {}
-        for row in own:
+        for row in ones:
             units.setdefault((row.partition_seed, row.seed), []).append(row.value)
         if units:
             means = tuple(100 * statistics.fmean(values) for values in units.values())
-            seconds = [row.seconds for row in own if row.seconds is not None]
+            seconds = [row.seconds for row in ones if row.seconds is not None]
             median = statistics.median(seconds) if seconds else None
-            line = Line(name, means, own[0].upload_bytes, median)
+            line = Line(name, means, ones[0].upload_bytes, median)
             (references if name in REFERENCES else merged).append(line)
     return sorted(merged, key=lambda line: -line.mean) + references
 
 
 def exchanged(rows: Iterable[Row], algorithms: Sequence[str]) -> dict[str, int]:
-    """Name what went on from a merge without training, each with its last round."""
+    """Return the exchanges without training that follow merges, with their last round."""
     last: dict[str, int] = {}
     for row in rows:
         if "+" in row.algorithm and row.algorithm not in algorithms and row.metric == "accuracy":
@@ -64,7 +64,7 @@ def exchanged(rows: Iterable[Row], algorithms: Sequence[str]) -> dict[str, int]:
 
 
 def table(found: Sequence[Line], heading: str) -> tables.Table:
-    """Lay the lines out; the best way of merging stands out. What gains cost is beside FedAvg's."""
+    """Return the table of the lines, with the best merge in bold and gains over FedAvg."""
     merged = [place for place, line in enumerate(found) if line.algorithm not in REFERENCES]
     plain = next((line for line in found if line.algorithm == _PLAIN), None)
     body = []
@@ -87,7 +87,7 @@ def table(found: Sequence[Line], heading: str) -> tables.Table:
 
 
 def _gains(line: Line, plain: Line) -> tuple[str, str]:
-    """Write the points above FedAvg for each MB more that a client sends, and for each second."""
+    """Return the gain over FedAvg in points for each additional MB and for each second."""
     if line.algorithm in (_PLAIN, *REFERENCES):
         return "-", "-"
     gain, more = line.mean - plain.mean, None
@@ -97,9 +97,9 @@ def _gains(line: Line, plain: Line) -> tuple[str, str]:
 
 
 def curves(rows: Sequence[Row], algorithms: Sequence[str]) -> Curves:
-    """Gather merged models by algorithm and round, of those that went on after the first.
+    """Gather accuracies by algorithm and round, of algorithms with more than one round.
 
-    What was exchanged on without training is a curve of its own from the same first round.
+    Exchanges without training are separate curves, which start at the same first round.
     """
     found: Curves = {}
     for name in (*algorithms, *(f"{merge}+natural_gradient" for merge in algorithms)):
@@ -115,22 +115,22 @@ def curves(rows: Sequence[Row], algorithms: Sequence[str]) -> Curves:
 
 
 def curve_table(found: Curves) -> tables.Table:
-    """Lay curves out, means in percent, and a dash where one is over before another."""
+    """Return the table of mean accuracies in percent; a dash marks rounds after the last."""
     longest = max(map(len, found.values()))
     lines = []
-    for name, own in found.items():
-        means = [f"{statistics.fmean(values):.1f}" for values in own]
+    for name, rounds in found.items():
+        means = [f"{statistics.fmean(values):.1f}" for values in rounds]
         lines.append((name, *means, *["-"] * (longest - len(means))))
     headings = ("first round", *map(str, range(1, longest + 1)))
     return tables.Table("Mean accuracy in % after each round", headings, lines)
 
 
 def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console: Console) -> None:
-    """Show what a run found, and write summary.md and the figures into its folder."""
+    """Print the results of a run, and write summary.md and the figures into its folder."""
     out, names = asked.out, asked.merging.algorithms
     found, later = lines(rows, names), curves(rows, names)
     shown = table(found, heading)
-    # Wider than some terminals: better a line broken there than every cell.
+    # The table may be wider than the terminal, where its lines then break.
     wide = Console(file=console.file, highlight=False, width=max(console.width, _WIDTH))
     wide.print(tables.terminal(shown))
     note = footnote(names)
@@ -144,19 +144,17 @@ def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console:
         left.append("rounds.png")
         picture = "![accuracy round by round](rounds.png)"
         parts += [tables.markdown(curve_table(later), 2), picture, ""]
-    options = [
-        (name, " ".join(map(str, value if isinstance(value, list) else [value])))
-        for name, value in commands.contents(asked).items()
-    ]
+    pairs = commands.contents(asked).items()
+    options = [(n, " ".join(map(str, x)) if isinstance(x, list) else str(x)) for n, x in pairs]
     parts += [tables.markdown(tables.Table("", ("option", "value"), options, text=2))]
     records.write_summary(asked, parts, program)
     console.print(f"\nIn {out}/: {', '.join(left)}", soft_wrap=True)
 
 
 def footnote(algorithms: Sequence[str]) -> str:
-    """Say what the columns hold, of these algorithms."""
-    own = [name for name in algorithms if methods.trains_its_own(name)]
-    all_three = f"of {' and '.join(own)} of all three, " if own else ""
+    """Return the note that explains the columns, for these algorithms."""
+    training = [name for name in algorithms if methods.trains_its_own(name)]
+    all_three = f"of {' and '.join(training)} of all three, " if training else ""
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in REFERENCES.items())
     gains = (
         "Gains are from fedavg's mean: points/MB for each MB that a client sends above fedavg's "
@@ -171,7 +169,7 @@ def footnote(algorithms: Sequence[str]) -> str:
 
 
 def label_table(counts: np.ndarray, partition_seed: int) -> RichTable:
-    """Show who owns which label, [M, C]; the largest owner of each stands out."""
+    """Return the table of label counts [M, C]; the client with most examples of a label is bold."""
     few = counts.shape[1] <= _MOST_CLASSES
     headings = map(str, range(counts.shape[1])) if few else ("classes", "most frequent")
     cells = _class_cells if few else _most_frequent
@@ -181,7 +179,7 @@ def label_table(counts: np.ndarray, partition_seed: int) -> RichTable:
     ]
     heading = f"Who owns which label, partition seed {partition_seed}"
     shown = tables.terminal(tables.Table(heading, ("client", *headings, "all"), body, text=0))
-    shown.padding = (0, 1, 0, 0)  # ten classes of ten thousand fit into 80 columns
+    shown.padding = (0, 1, 0, 0)  # ten classes with five digits fit into 80 columns
     left = counts[_MOST_CLIENTS:].sum(axis=1)
     if left.size:
         shown.caption = f"and {left.size} more clients, {left.min()} to {left.max()} examples each"
@@ -189,7 +187,7 @@ def label_table(counts: np.ndarray, partition_seed: int) -> RichTable:
 
 
 def write_labels(out: Path, label_counts: dict[int, np.ndarray]) -> None:
-    """Write label_counts.csv: how many examples of each class each client of a split holds."""
+    """Write label_counts.csv: the number of examples of each class of each client of a split."""
     num_classes = next(iter(label_counts.values())).shape[1]
     lines = (
         (seed, client, *own)
@@ -203,47 +201,45 @@ def write_labels(out: Path, label_counts: dict[int, np.ndarray]) -> None:
 def figure(
     found: Sequence[Line], heading: str, path: Path, names: Mapping[str, str] | None = None
 ) -> None:
-    """Draw a dot for each run, and the mean of each algorithm, by other names where given."""
+    """Draw a dot for each run and the mean of each algorithm; `names` replaces labels."""
     names = {line.algorithm: label(line.algorithm) for line in found} | dict(names or {})
-    # Names of exchanges that follow a merge are long.
+    # Names of exchanges that follow a merge need a wider figure.
     width = 8.4 if any("+" in line.algorithm for line in found) else 7.2
-    drawn, axes = canvas(width, 0.9 + 0.42 * len(found))
+    drawn, axes = canvas(width, 0.9 + 0.42 * len(found), grid="x")
     for place, line in enumerate(found):
         colour = style(line.algorithm)["color"]
         axes.barh(place, line.mean, height=0.62, color=colour, alpha=0.25)
         axes.plot([line.mean] * 2, [place - 0.31, place + 0.31], color=colour, linewidth=2.5)
-        # Side by side across the bar, in the order of the runs.
+        # Dots are spread across the bar in the order of the runs.
         count = len(line.accuracies)
         heights = place + (np.linspace(-0.2, 0.2, count) if count > 1 else np.zeros(1))
         dots = {"markersize": 4, "markeredgecolor": "white", "markeredgewidth": 0.4}
         axes.plot(line.accuracies, heights, style(line.algorithm)["marker"], color=colour, **dots)
-        # In a column of its own beside the axes, where no dot can lie.
+        # The mean stands in a column beside the axes, where no dot can lie.
         beside = {"transform": axes.get_yaxis_transform(), "va": "center", "color": INK}
         axes.text(1.02, place, f"{line.mean:.1f}", **beside)
     axes.set_yticks(range(len(found)), [names[line.algorithm] for line in found])
     axes.set(xlim=(0, 100), ylim=(len(found) - 0.5, -0.5))
     axes.set_xlabel("test accuracy, %: a dot is one run, the bar their mean")
     axes.set_title(heading, fontsize="medium", loc="left")
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     save(drawn, path)
 
 
 def curve_figure(found: Curves, heading: str, path: Path) -> None:
-    """Draw accuracy round by round, means over runs."""
-    drawn, axes = canvas(7.2, 4.6)
+    """Draw mean accuracy over runs, round by round."""
+    drawn, axes = canvas(7.2, 4.6, grid="both")
     exchanged = any("+" in name for name in found)
     for name, rounds in found.items():
         means = [statistics.fmean(values) for values in rounds]
-        # Those that go on by training stand back where others need none.
+        # Curves of training are dashed if there are curves of exchanges.
         line = "--" if exchanged and "+" not in name else "-"
         axes.plot(range(1, len(means) + 1), means, line, markersize=5, **style(name))
     axes.set_xlabel("round: the first by each algorithm, then averaging, or without training")
     axes.set_ylabel("test accuracy, %, mean over runs")
     axes.set_title(heading, fontsize="medium", loc="left")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(color=GRID, linewidth=0.8)
     legend(drawn, [axes], columns=2 if exchanged else 4)
     save(drawn, path)
 

@@ -1,9 +1,9 @@
-"""Checkpoints of a long run: kill it at any moment, and it goes on where it last saved.
+"""Save checkpoints of a long run, so that a killed run continues from the last one.
 
-Orbax numbers them, keeps two, gives one its name when it is whole, and clears away what a killed
-process left. Each holds arrays.safetensors, the leaves of the state; record.json, what leaves these
-are and the results until then, so that both are of the same moment; and sha256sums, of these two
-files: what a disk does to them later shows there.
+Orbax numbers checkpoints, keeps two, names one when it is complete, and removes the remains of a
+killed process. Each holds arrays.safetensors with the leaves of the state; record.json with the
+descriptions of the leaves and the results until then, so that both belong to the same moment; and
+sha256sums of these two files, which reveals later damage.
 """
 
 import dataclasses
@@ -24,23 +24,23 @@ import fisherjax as fj
 from experiments.harness.records import naming, write_text
 
 ARRAYS, RECORD, SUMS = "arrays.safetensors", "record.json", "sha256sums"
-_FILES = "default"  # the folder that orbax makes for them in that of a checkpoint
-# Two, as one may be spoilt; written when `save` returns.
+_FILES = "default"  # orbax puts the files of a checkpoint into this folder
+# Two are kept, as one may be damaged; a checkpoint is on disk when `save` returns.
 _OPTIONS = ocp.CheckpointManagerOptions(
     max_to_keep=2, cleanup_tmp_directories=True, enable_async_checkpointing=False
 )
 
 
 class Checkpoint(NamedTuple):
-    """A run at one moment."""
+    """The state of a run at one moment."""
 
-    number: int  # such as the rounds that are finished
+    number: int  # for example of finished rounds
     state: Any  # a pytree of arrays
-    rows: list  # results until then, as JSON holds them
+    rows: list  # results until then, as JSON values
 
 
 class _Files(ocp.AsyncCheckpointHandler):
-    """Write our files where orbax says, and read them again."""
+    """Write our files into orbax's folders, and read them again."""
 
     def save(self, directory: Path, args: Any) -> None:
         folder = Path(directory)
@@ -49,7 +49,7 @@ class _Files(ocp.AsyncCheckpointHandler):
         write_text(folder / SUMS, _sums(folder))
 
     async def async_save(self, directory: Path, args: Any) -> None:
-        # All the same: from a thread of its own orbax would log an error, with a traceback.
+        # Synchronous all the same: from its own thread orbax would log errors with tracebacks.
         self.save(directory, args)
 
     def restore(self, directory: Path, args: Any = None) -> "_Contents":
@@ -59,23 +59,23 @@ class _Files(ocp.AsyncCheckpointHandler):
 
 
 @ocp.args.register_with_handler(_Files, for_save=True, for_restore=True)
-@dataclasses.dataclass(repr=False)  # a message of orbax shall not hold a model
+@dataclasses.dataclass(repr=False)  # orbax prints it in messages, where a model is too long
 class _Contents(ocp.args.CheckpointArgs):
     arrays: dict[str, np.ndarray]
     record: str
 
 
 def saved(folder: Path) -> list[int]:
-    """Return the numbers of the checkpoints in a folder, readable or not, in order."""
+    """Return the numbers of all checkpoints in a folder in order, readable or not."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
 def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
-    """Add a checkpoint, as a whole or not at all, then delete all but the newest two.
+    """Add a checkpoint as a whole or not at all, then delete all but the newest two.
 
-    The state is a pytree of JAX or NumPy arrays, typed keys too; rows are anything that JSON holds.
-    A TypeError names a leaf that would not come back as it is; an OSError names what cannot be
-    written, and the checkpoints before it stay.
+    The state is a pytree of JAX or NumPy arrays, including typed keys; rows are JSON values. A
+    TypeError names a leaf that could not be restored exactly. An OSError names the path that cannot
+    be written; earlier checkpoints then stay.
     """
     if number < 0:
         raise ValueError(f"number is {number}, expected 0 or more")
@@ -97,13 +97,14 @@ def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
 
 
 def restore(folder: Path, like: Any, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Read the newest checkpoint that is as it was written; None if there is none to go on from.
+    """Read the newest undamaged checkpoint; return None if there is none.
 
-    Those that are not are renamed to NUMBER.unreadable, so that they neither count as kept nor
-    stand in the way of the run that comes to their number again; `warn` is told of each.
+    Damaged checkpoints are renamed to NUMBER.unreadable, so that they neither count as kept nor
+    block the number when the run reaches it again; `warn` is called with a message for each.
 
-    Leaves come back equal in every bit and as those of `like`, for example the initial state: as
-    NumPy arrays, or on the same devices. A ValueError names the first that is of another state.
+    Leaves are restored bit for bit, as NumPy arrays or on the same devices as those of `like`, for
+    example the initial state. A ValueError names the first leaf that differs in name, dtype or
+    shape.
     """
     if any(folder.glob(f"*/{SUMS}")):
         old = f"{folder} holds checkpoints of version 0.1, which are not read any more"
@@ -128,13 +129,13 @@ def _aside(path: Path, why: str) -> str:
 
 
 def _sums(folder: Path) -> str:
-    """Sum up a checkpoint's files, as `sha256sum --check` reads it."""
+    """Return the checksums of a checkpoint's files in the format of `sha256sum --check`."""
     sums = {name: hashlib.sha256((folder / name).read_bytes()) for name in (ARRAYS, RECORD)}
-    return "".join(f"{own.hexdigest()}  {name}\n" for name, own in sums.items())
+    return "".join(f"{one.hexdigest()}  {name}\n" for name, one in sums.items())
 
 
 def _damage(folder: Path) -> str:
-    """Say what is not as it was written; nothing if all is."""
+    """Describe the damage of a checkpoint; return an empty string if there is none."""
     try:
         written, now = (folder / SUMS).read_text(errors="replace"), _sums(folder)
     except OSError as error:
@@ -144,10 +145,10 @@ def _damage(folder: Path) -> str:
 
 
 def _read(checkpoint: Path, like: Any) -> tuple[Any, list]:
-    # When the sums are right, which orbax does not look at.
+    # The checksums were verified before, as orbax does not do it.
     contents = _Files().restore(checkpoint / _FILES)
     record = json.loads(contents.record)
-    # Until 0.2 `rounds.State` called what clients keep private.
+    # Until 0.2, `rounds.State` named the leaves that clients keep `private`.
     leaves = [name.replace("state.private", "state.local", 1) for name in record["leaves"]]
     arrays = {n.replace("state.private", "state.local", 1): x for n, x in contents.arrays.items()}
     pairs = itertools.zip_longest(leaves, _described(like), fillvalue="nothing more")
@@ -162,7 +163,7 @@ def _read(checkpoint: Path, like: Any) -> tuple[Any, list]:
 
 
 def _named(state: Any) -> list[tuple[str, Any]]:
-    """List the leaves of a state by name; refuse what would not come back as it was."""
+    """Return the leaves of a state by name; refuse leaves that could not be restored exactly."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     named = [(f"state{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
     array = "jnp.asarray(number, dtype)"

@@ -1,4 +1,4 @@
-"""How a command is told what to do: options read, written again, checked and refused."""
+"""Read the options of a command, write them again, check them and refuse what cannot be run."""
 
 import argparse
 import dataclasses
@@ -16,16 +16,16 @@ from experiments.harness.names import distils, is_vote
 from fisherjax import algorithms, devices
 from fisherjax._core import checks
 
-_FEW = 12  # names that a refusal lists; more are nobody's to read
+_FEW = 12  # a refusal lists at most so many names
 
 Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
 FolderOrNone = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
 Options = tuple[tuple[str, Any], ...]
-"""Options of methods that are not the defaults: pairs such as ("fedprox.mu", 0.1)."""
+"""Options of methods that differ from the defaults: pairs such as ("fedprox.mu", 0.1)."""
 
 
 def names(known: Collection[str]) -> Any:
-    """Annotate an option whose words are names, for --help."""
+    """Return the annotation of an option whose values are known names; --help lists them."""
     return tyro.conf.arg(metavar="{" + ",".join(known) + "}")
 
 
@@ -34,45 +34,52 @@ def read(
     program: str,
     description: str,
     defaults: Callable[..., Any],
+    check: Callable[[Any], Any] = lambda _: None,
     chooser: str = "dataset",
 ) -> Any:
-    """Read a command line, unchecked; SystemExit for `--help` and options that do not exist.
+    """Read and check a command line.
 
-    The defaults are the dataclass of the configuration, or a function that makes what is run if
-    nothing else is asked, of the value of the option `chooser` or None. Fields that are dataclasses
-    are groups of options. With a group `merging` every merge of the registry is one too.
+    The defaults are the dataclass of the configuration, or a function that returns the default
+    configuration for the value of the option `chooser`, or for None. A field that is a dataclass is
+    a group of options. With a group `merging`, every merge of the registry is a group too.
+
+    Raises:
+        SystemExit: For `--help` and for options that do not exist.
+        ValueError: If `check` refuses the options.
     """
     if isinstance(defaults, type):
         default = defaults()
-    else:  # what is wrong with the other options is said when all are read
+    else:  # errors in the other options are reported when all of them are read
         first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         first.add_argument(f"--{chooser}", nargs="?")
         default = defaults(getattr(first.parse_known_args(arguments)[0], chooser))
     groups = _method_groups() if hasattr(default, "merging") else {}
-    # A class of its own for the command line: the configuration itself knows no method by name.
+    # The command line has its own class, because the configuration names no method.
     fields = [(name, kind, dataclasses.field(default=kind())) for name, kind in groups.items()]
     command = dataclasses.make_dataclass("Command", fields, bases=(type(default),), frozen=True)
-    told = tyro.cli(
+    parsed = tyro.cli(
         command,
         prog=f"python -m {program}",
         args=list(arguments),
         description=description,
         default=command(**vars(default)),
     )
-    own = {name: getattr(told, name) for name in vars(default)}
+    values = {name: getattr(parsed, name) for name in vars(default)}
     options = tuple(
         (f"{name}.{option}", value)
         for name in groups
-        for option, value in vars(getattr(told, name)).items()
+        for option, value in vars(getattr(parsed, name)).items()
         if value != getattr(groups[name](), option)
     )
     if options:
-        own["merging"] = dataclasses.replace(own["merging"], options=options)
-    return type(default)(**own)
+        values["merging"] = dataclasses.replace(values["merging"], options=options)
+    asked = type(default)(**values)
+    check(asked)
+    return asked
 
 
 def contents(config: Any) -> dict[str, Any]:
-    """Return the options of a configuration by name, without groups, as JSON holds them."""
+    """Return the options of a configuration by name, without groups, as JSON values."""
     values: dict[str, Any] = {}
     for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
@@ -87,42 +94,49 @@ def contents(config: Any) -> dict[str, Any]:
 
 
 def write(config: Any, program: str) -> str:
-    """Write the command that runs a configuration again, every option spelled out."""
+    """Return the command that runs a configuration again, with every option written out."""
     words = ["python", "-m", program]
     for name, value in contents(config).items():
         method, dot, option = name.replace("_", "-").rpartition(".")
         if isinstance(value, bool):
             words.append(f"--{method}{dot}{'' if value else 'no-'}{option}")
         elif value is not None or dot:
-            own = value if isinstance(value, list) else [value]
-            words += [f"--{method}{dot}{option}", *map(str, own)]
+            each = value if isinstance(value, list) else [value]
+            words += [f"--{method}{dot}{option}", *map(str, each)]
     return shlex.join(words)
 
 
 def command(
     program: str,
+    description: str,
+    defaults: Callable[..., Any],
+    check: Callable[[Any], Any] = lambda _: None,
+    *,
+    chooser: str = "dataset",
     continues: bool = True,
     all_cores: Callable[[Sequence[str]], bool] = lambda _: True,
 ) -> Callable[..., Callable[..., int]]:
-    """Make a program of a function of its arguments and a console; it says why it stopped.
+    """Make a program of a function of the options and a console.
 
-    Its arguments are those of this process if None. The exit status is 0 when all is done, 1 when
-    something was refused, 130 when interrupted; `continues` if the same command would then go on.
-    `all_cores` says of the arguments whether every core becomes a device.
+    The program reads and checks its options, see `read`, and prints why it stopped. Its arguments
+    are those of this process if None. The exit status is 0 when all is done, 1 when something was
+    refused, 130 when interrupted; `continues` says whether the same command would then go on.
+    `all_cores` returns, for the arguments, whether every core becomes a device.
     """
 
-    def decorate(work: Callable[[Sequence[str], Console], None]) -> Callable[..., int]:
+    def decorate(work: Callable[[Any, Console], None]) -> Callable[..., int]:
         def main(arguments: Sequence[str] | None = None) -> int:
             if arguments is None:
-                # The program of a process, whose cores clients are spread over.
+                # This process runs the program, so clients may be spread over its cores.
                 arguments = sys.argv[1:]
                 devices.disable_faulty_fusion()
                 if all_cores(arguments):
                     devices.one_per_core()
-            # A log has no width of its own; tables are wide.
+            # A log has no width of its own, and tables are wide.
             width = None if sys.stdout.isatty() else 170
             try:
-                work(arguments, Console(highlight=False, width=width))
+                asked = read(arguments, program, description, defaults, check, chooser)
+                work(asked, Console(highlight=False, width=width))
             except (ValueError, OSError) as error:
                 Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
                 print(error, file=sys.stderr)
@@ -139,29 +153,36 @@ def command(
     return decorate
 
 
+def check_names(config: Any, option: str, known: Collection[str]) -> None:
+    """Refuse values of an option that are not among the known names; see `check_name`."""
+    values = getattr(config, option)
+    for value in [values] if isinstance(values, str) else values:
+        check_name(option, value, known)
+
+
 def check_name(option: str, value: str, known: Collection[str]) -> None:
-    """Refuse a name that an option does not know, with the nearest three that it does."""
+    """Refuse a name that is not known, and suggest the nearest three that are."""
     if value not in known:
         every = ", ".join(known) if len(known) <= _FEW else f"{len(known)}, which --help lists"
         near = checks.nearest(value, known)
-        raise ValueError(f"{_told(option, repr(value))}, did you mean {near}? Known: {every}")
+        raise ValueError(f"{_assignment(option, repr(value))}, did you mean {near}? Known: {every}")
 
 
 def check(config: Any, option: str, expected: str, accept: Callable[[Any], bool]) -> None:
-    """Refuse an option of a group that has a value, or one of several, that is not accepted."""
+    """Refuse an option whose value, or one of several values, is not accepted."""
     given = getattr(config, option)
     if not all(map(accept, given if isinstance(given, tuple | list) else [given])):
-        raise ValueError(f"{_told(option, given)}, expected {expected}")
+        raise ValueError(f"{_assignment(option, given)}, expected {expected}")
 
 
 def check_list(config: Any, *options: str) -> None:
-    """Refuse options of several values that have none, or one of them twice."""
+    """Refuse options of several values that have no value, or the same value twice."""
     for option in options:
         values = getattr(config, option)
         if not values:
-            raise ValueError(f"{_told(option, 'empty')}, expected at least one")
+            raise ValueError(f"{_assignment(option, 'empty')}, expected at least one")
         if len(set(values)) < len(values):
-            raise ValueError(f"{_told(option, values)}, expected each only once")
+            raise ValueError(f"{_assignment(option, values)}, expected each only once")
 
 
 _NUMBERS = (int, float, int | None, float | None)
@@ -169,32 +190,33 @@ _OTHERS = {
     "fedov": ("FedOV", (algorithms.open_set, algorithms.voting)),
     "student": ("FedOV's student", (algorithms.distilled,)),
 }
-"""Groups of options that are no factory's of a method: what they are of, and whose."""
+"""Groups of options that belong to no factory of a method: their label, and their functions."""
 
 
 def _method_groups() -> dict[str, type]:
-    """Make a dataclass of each method's options that a word can give: numbers and switches."""
+    """Make a dataclass of each method's numbers and switches, which a command line can set."""
     known = {name: row for name, row in algorithms.merges().items() if not is_vote(name)}
     made = {name: (row.label, (row.factory,)) for name, row in known.items()}
     groups = {}
     for name, (label, functions) in (made | _OTHERS).items():
         fields, described = [], ""
         for function in functions:
-            own, said = _options(function)
-            fields, described = fields + own, described + said
+            more, text = _options(function)
+            fields, described = fields + more, described + text
         if fields:
             kind = dataclasses.make_dataclass(f"Options_{name}", fields, frozen=True)
-            of = f"{label}; None is what --distillation has" if distils(name) else label
-            # What --help says of each is what the docstring of its function says.
-            kind.__doc__ = f"Of {of}.\n\nArgs:\n{described}"
+            none = "; None takes the value of --distillation" if distils(name) else ""
+            # --help describes each option by the docstring of its function.
+            kind.__doc__ = f"Options of {label}{none}.\n\nArgs:\n{described}"
             groups[name] = kind
     return groups
 
 
 def _options(function: Callable[..., Any]) -> tuple[list[tuple[str, Any, Any]], str]:
-    """List the options of a function, each with its type and default, and what is said of them.
+    """Return the options of a function, each with its type and default, and their descriptions.
 
-    Those of the constants that it takes are among them, None for what the constants have.
+    Options of `Distillation` constants are included if the function takes some; their default,
+    None, stands for the value of the constants.
     """
     plain = getattr(function, "func", function)
     kinds = inspect.get_annotations(inspect.unwrap(plain), eval_str=True)
@@ -206,13 +228,13 @@ def _options(function: Callable[..., Any]) -> tuple[list[tuple[str, Any, Any]], 
     described = described.partition("\n\n")[0] + "\n"
     for constants in defaults.values():
         if isinstance(constants, algorithms.Distillation):
-            own = inspect.get_annotations(type(constants), eval_str=True)
-            fields += [(o, kind | None, None) for o, kind in own.items() if kind in _NUMBERS]
+            known = inspect.get_annotations(type(constants), eval_str=True)
+            fields += [(o, kind | None, None) for o, kind in known.items() if kind in _NUMBERS]
             _, _, more = (inspect.getdoc(type(constants)) or "").partition("Attributes:\n")
             described += more
     return fields, described
 
 
-def _told(option: str, value: Any) -> str:
+def _assignment(option: str, value: Any) -> str:
     words = " ".join(map(str, value)) if isinstance(value, tuple | list) else value
     return f"--{option.replace('_', '-')} is {words}"

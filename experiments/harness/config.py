@@ -1,4 +1,4 @@
-"""What an experiment can be told: groups of options that commands share, and defaults."""
+"""Define the options that commands share, in groups, and their defaults."""
 
 import dataclasses
 import hashlib
@@ -9,9 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 import fisherjax as fj
-from experiments.harness import commands
-from experiments.harness.commands import check_name, contents
-from experiments.harness.records import WHERE_AND_HOW
+from experiments.harness import commands, records
 
 MODELS = {
     "mlp": fj.networks.MLP,
@@ -35,92 +33,92 @@ _LATER = (
     *("label_smoothing", "distillation", "choose", "aside"),
     *("then_rounds", "then_epochs", "central", "calibrate", "exchanges"),
 )
-"""Options that the first runs did not have; their defaults are what those runs did."""
+"""Options that the first runs did not have; the defaults give what those runs computed."""
 
 
 # tyro shows the strings under the fields as --help and keeps their line breaks: one line each.
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What is learned, and who holds which part of it."""
+    """The data set, the network, and the partition over clients."""
 
     dataset: Annotated[str, commands.names(IMAGES)] = "digits"
-    """What to learn; also chooses the other defaults: see `--dataset mnist --help`."""
+    """Data set; it also sets other defaults, see `--dataset mnist --help`."""
     model: Annotated[str, commands.names(OF_IMAGES)] = "mlp"
-    """The network; lenet and cnn take images of at least 16 x 16 pixels."""
+    """Network; lenet and cnn take images of at least 16 x 16 pixels."""
     num_clients: int = 5
-    """Over how many clients the training data are split."""
+    """Number of clients over which the training data are split."""
     partition: Annotated[str, commands.names(PARTITIONS)] = "dirichlet_of_client"
-    """How: Dirichlet shares of each client or of each class (niid_bench), classes, or iid."""
+    """Split: Dirichlet shares of each client or of each class (niid_bench), classes, or iid."""
     alpha: float = 0.1
-    """Of dirichlet_of_client: 0.05 gives a client one or two classes, 100 nearly equal shares."""
+    """Parameter of dirichlet_of_client: 0.05 is one or two classes a client, 100 nearly equal."""
     beta: float = 0.1
-    """Of niid_bench: at 0.01 a class goes to one client or two, at 100 to all equally."""
+    """Parameter of niid_bench: at 0.01 one or two clients have a class, at 100 all equally."""
     min_size: int = 10
-    """Of niid_bench: it is drawn again until every client has so many examples."""
+    """Smallest number of examples of a client in niid_bench, which is drawn until all have it."""
     classes_per_client: int = 2
-    """Of classes_per_client: how many classes each client owns ("#C")."""
+    """Number of classes of each client in classes_per_client ("#C")."""
     augment: bool = False
-    """Crop and mirror training images at random; never for the Fisher information."""
+    """Crop and mirror training images at random, but not for the Fisher information."""
     augment_border: Literal["constant", "reflect"] = "constant"
-    """What crops see beyond the edge: zeros, or the image mirrored there."""
+    """Padding of crops beyond the edge: zeros, or the mirrored image."""
     normalize: bool = True
     """Subtract the mean of the pixels and divide by their deviation, after scaling to [0, 1]."""
     data_dir: commands.FolderOrNone = None
-    """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
+    """Folder of the prepared data sets; None takes the environment's TFDS_DATA_DIR."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AnyData(Data):
-    """What is learned, and who holds which part of it."""
+    """The data set, the network, and the partition over clients."""
 
     dataset: Annotated[str, commands.names((*IMAGES, PLAYS))] = "digits"
-    """What to learn; also chooses the other defaults: see `--dataset mnist --help`."""
+    """Data set; it also sets other defaults, see `--dataset mnist --help`."""
     model: Annotated[str, commands.names(MODELS)] = "mlp"
-    """The network; lenet and cnn take images of at least 16 x 16 pixels, transformer plays."""
+    """Network; lenet and cnn take images of at least 16 x 16 pixels, transformer takes plays."""
     num_clients: int = 30
-    """Over how many clients the training data are split; plays have a client for each role."""
+    """Number of clients of the training data; plays have a client for each role."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How clients train: by stochastic gradient descent."""
+    """Local training by stochastic gradient descent (SGD)."""
 
     learning_rate: float = 0.05
-    """Of every step."""
+    """Step size of SGD."""
     momentum: float = 0.9
-    """0 is plain stochastic gradient descent."""
+    """Momentum of SGD."""
     weight_decay: float = 0.0
-    """Times the weights, added to every gradient."""
+    """Weight decay, a multiple of the weights that is added to every gradient."""
     label_smoothing: float = 0.0
-    """Share of a label that all classes get alike; 0.1 helps clients of few classes to merge."""
+    """Share of a label spread over all classes; 0.1 helps to merge clients of few classes."""
     batch_size: int = 32
-    """Examples of a step."""
+    """Examples of a minibatch."""
     clients_per_chunk: int | None = None
-    """Clients computed side by side; otherwise one on a CPU and all elsewhere."""
+    """Number of clients computed side by side; None is one on a CPU and all elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Merging:
-    """How client models become one; each method's own options are in the groups below."""
+    """Methods that merge client models; the groups below have the options of each method."""
 
     algorithms: Annotated[tuple[str, ...], commands.names(fj.algorithms.merges())] = (
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
-    """Methods, NAME+dense and fedov+student too; fedfisher_full takes a few thousand parameters."""
+    """Methods, also NAME+dense and fedov+student; fedfisher_full is for small networks only."""
     fisher_kind: Literal["true", "sampled", "empirical", "curvature_propagation"] = "true"
-    """Of which labels: all (true; random sums for plays), random sums, drawn ones, the data's."""
+    """Labels of the Fisher information: exact, sampled, the data's, or random sums of all."""
     max_examples: int = 2000
-    """Of a client, drawn at random, for its Fisher information or Gram matrices; 0 is all."""
+    """Largest number of a client's examples for Fisher information or Gram matrices; 0 is all."""
     solver: Literal["cg", "gd", "adam"] = "cg"
-    """Of fedfisher_*; gd and the paper's adam without damping, adam with 500 validation images."""
+    """Solver of fedfisher_*; gd and adam have no damping, adam validates on 500 images."""
     distillation: Literal["fedfisher", "fedlpa"] = "fedfisher"
-    """Of dense: constants, start and weights of the teacher, as in the experiments of a paper."""
+    """Constants, start and teacher weights of dense, as in the experiments of a paper."""
     choose: Literal["last", "validation", "test"] = "last"
-    """Of dense and otfusion: nothing (last), or the best on 500 training, or on the test images."""
+    """Choice of dense and otfusion: none (last), or by 500 training or the test images."""
     aside: Literal["train", "test"] = "train"
-    """Where fedov+student learns the vote: held-out training rows, or half of the test images."""
+    """Images that teach fedov+student: held-out training images, or half of the test images."""
     options: tyro.conf.Suppress[commands.Options] = ()
-    """What methods were told, ("fedprox.mu", 0.1) for example."""
+    """Options of methods that differ from the defaults, for example ("fedprox.mu", 0.1)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,25 +131,25 @@ class OneShot:
     epochs: int = 30
     """Passes of every client over its own data."""
     partition_seeds: tuple[int, ...] = (0, 1, 2, 3)
-    """One split for each; they have nothing to do with the seeds of training."""
+    """Seeds of the splits, independent of the seeds of training."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of the initial model and of training; each is trained once on each split."""
+    """Seeds of the initial model and of training; each trains once on each split."""
     then_rounds: int = 0
-    """Rounds of federated averaging after each merged model."""
+    """Number of rounds of federated averaging after each merged model."""
     then_epochs: int = 0
-    """Of each of those rounds; 0 is as many as before the merge."""
+    """Epochs of each of those rounds; 0 is as many as before the merge."""
     calibrate: tuple[Literal["analytic_head", "ccvr"], ...] = ()
-    """After each merge, an exchange without training: a row ALGORITHM+analytic_head, or +ccvr."""
+    """Exchanges without training after each merge: rows ALGORITHM+analytic_head or +ccvr."""
     exchanges: int = 0
-    """So many after each merge, the head and natural gradients: rows ALGORITHM+natural_gradient."""
+    """Exchanges after each merge, a head and natural gradients: ALGORITHM+natural_gradient."""
     central: bool = True
-    """Also train a model on all the data, the ceiling."""
+    """Also train a model on all the data, which is the ceiling."""
     seeds_together: int | None = None
-    """So many seeds side by side, all of a split in one program, which takes no seconds apart."""
+    """Number of seeds in one program; per-phase timings are then unavailable."""
     on_nonfinite: Literal["raise", "drop"] = "raise"
-    """Stop when a client diverges, or leave it out of every merge."""
+    """Stop when a client diverges (raise), or leave it out of every merge (drop)."""
     out: commands.FolderOrNone = None
-    """Folder for the results, otherwise runs/NAME; an unfinished run there continues."""
+    """Folder for the results, by default runs/NAME; an unfinished run there continues."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,45 +160,45 @@ class Federated:
     training: Group[Training] = Training(momentum=0.0, batch_size=10)
     merging: Group[Merging] = Merging(algorithms=("fedavg", "fedfish"))
     rounds: int = 20
-    """Of communication, for each algorithm."""
+    """Number of communication rounds of each algorithm."""
     total_epochs: int | None = None
-    """In place of --rounds: so many local epochs in all, whatever --local-epochs is."""
+    """Total number of local epochs, which replaces --rounds."""
     local_epochs: tuple[int, ...] = (1, 4)
-    """Passes of a client over its data in a round; each is an experiment of its own."""
+    """Passes of a client over its data in a round; each number is a separate experiment."""
     cohort: int = 10
-    """Clients that take part in a round."""
+    """Number of clients that take part in a round."""
     validation_clients: int = 5
-    """That choose among server learning rates."""
+    """Number of clients that choose among server learning rates."""
     held_out_clients: int = 5
-    """That the model is personalised on."""
+    """Number of clients on which the model is personalised."""
     held_out_plays: int = 0
-    """Of tiny_shakespeare: hold out all roles of so many plays instead (transfer)."""
+    """Number of plays of tiny_shakespeare whose roles are all held out instead (transfer)."""
     partition_seed: int = 3
-    """Of the split and of who is held out."""
+    """Seed of the split and of the held-out clients."""
     server_optimizer: Annotated[str, commands.names(SERVER_OPTIMIZERS)] = "none"
-    """On the pseudo-gradient; none takes the merged model as it is."""
+    """Optimiser of the server on the pseudo-gradient; none takes the merged model."""
     server_learning_rate: tuple[float, ...] = (1.0,)
-    """Of several, validation clients choose one for each algorithm, with the first seed."""
+    """Server step sizes; validation clients choose one for each algorithm with the first seed."""
     seeds: tuple[int, ...] = (0,)
-    """Of the initial model, of cohorts and minibatches."""
+    """Seeds of the initial model, of cohorts and of minibatches."""
     personal_epochs: int = 1
-    """Of fine-tuning on held-out clients."""
+    """Epochs of fine-tuning on held-out clients."""
     eval_every: int = 1
-    """Local epochs between two measurements, over all rounds; after the last round always."""
+    """Local epochs between two measurements; the last round is always measured."""
     barrier: bool = True
     """Also measure the client-server barrier; each takes two passes over the cohort's data."""
     checkpoint_seconds: float = 30.0
-    """Between two checkpoints; 0 saves after every round."""
+    """Seconds between two checkpoints; 0 saves after every round."""
     keep_models: bool = True
-    """Leave the final models in models/."""
+    """Write the final models into models/."""
     out: commands.Folder = Path("runs/federated")
     """Folder for the results; an unfinished run there continues."""
 
 
 def one_shot(dataset: str | None = None) -> OneShot:
-    """Return what is run if nothing else is asked: the demo on digits, or as FedFisher's paper."""
+    """Return the defaults of a data set: the demo for digits, else as in FedFisher's paper."""
     dataset = dataset or "digits"
-    check_name("dataset", dataset, IMAGES)
+    commands.check_name("dataset", dataset, IMAGES)
     if dataset == "digits":
         return OneShot()
     model = "lenet" if dataset in ("mnist", "fashion_mnist") else "cnn"
@@ -209,14 +207,14 @@ def one_shot(dataset: str | None = None) -> OneShot:
 
 
 def federated(dataset: str | None = None) -> Federated:
-    """Return what is run in rounds on a data set if nothing else is asked."""
+    """Return the defaults of experiments in rounds for a data set."""
     models = {"digits": "mlp", "mnist": "lenet", "cifar10": "simple_cnn", PLAYS: "transformer"}
     dataset = dataset or "digits"
-    check_name("dataset", dataset, models)
+    commands.check_name("dataset", dataset, models)
     if dataset == "digits":
         return Federated()
     if dataset == PLAYS:
-        # The loss of a window is a sum over its 80 characters: 0.1 for their mean.
+        # The loss of a window sums over 80 characters; for their mean the rate would be 0.1.
         training = Training(learning_rate=0.00125, batch_size=8)
         who = {"cohort": 16, "validation_clients": 10, "held_out_clients": 20}
         return Federated(AnyData(dataset, models[dataset]), training, personal_epochs=4, **who)
@@ -226,18 +224,18 @@ def federated(dataset: str | None = None) -> Federated:
 
 
 def name(config: OneShot) -> str:
-    """Name an experiment by what it is and a digest of all that can change its result."""
-    first, data = contents(OneShot()), config.data
-    # A run from before these options existed, when the damping was an option, keeps its name.
+    """Return the name of an experiment, with a digest of all options that change its result."""
+    first, data = commands.contents(OneShot()), config.data
+    # Runs from before these options existed, when damping was one, keep their names.
     changed = {"damping": "default"} | {
         option: value
-        for option, value in contents(config).items()
-        if option not in WHERE_AND_HOW and (option not in _LATER or value != first[option])
+        for option, value in commands.contents(config).items()
+        if option not in records.WHERE_AND_HOW and (option not in _LATER or value != first[option])
     }
-    # They took all examples.
+    # Those runs took all examples.
     if not changed["max_examples"]:
         del changed["max_examples"]
-    # Folders keep the word that version 0.2 had for this partition, so that its runs continue.
+    # Folders keep version 0.2's name of this partition, so that its runs continue.
     word = {"dirichlet_of_client": "fedfisher"}.get(data.partition, data.partition)
     changed["partition"] = word
     digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:6]
@@ -246,7 +244,7 @@ def name(config: OneShot) -> str:
 
 
 def title(data: Data) -> str:
-    """Say in one line what is learned, and by whom."""
+    """Return a title with the data set, the network and the clients."""
     if data.dataset == PLAYS:
         return f"{data.dataset}, {data.model}, a client for each role"
     split = "".join([data.partition, *_number(data)])
@@ -254,7 +252,7 @@ def title(data: Data) -> str:
 
 
 def _number(data: Data) -> tuple[str, str]:
-    """Return what stands in a title before the number that data are split by, and the number."""
+    """Return the words before the parameter of the partition in a title, and the parameter."""
     return {
         "iid": ("", ""),
         "dirichlet_of_client": (", alpha ", f"{data.alpha:g}"),

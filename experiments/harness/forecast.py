@@ -1,9 +1,8 @@
-"""How long runs will take, told before they start: by those that are done, or by a probe.
+"""Predict how long runs will take, from finished runs or by a probe.
 
-The probe trains all clients on a few minibatches of their own and lets them summarize fewer still,
-by the programs that the runs need anyway: little comes on top of compiling, which is done then. Of
-merges that take long, in stages, the first two are played and the last, and of FedOV's student a
-few epochs.
+The probe trains all clients on a few of their minibatches and summarizes even fewer, with the
+programs that the runs compile anyway, so it costs little more than compilation. Of a long merge in
+stages it computes the first two stages and the last, and of FedOV's student a few epochs.
 """
 
 import statistics
@@ -21,15 +20,14 @@ from experiments.harness import one_round, steps, tables, votes
 from experiments.harness.methods import Method
 from experiments.harness.tasks import OneRound
 from fisherjax.algorithms import Stages, Update
-from fisherjax.clients import Federation
 from fisherjax.typing import Key, Params
 
-_TRAINED, _SUMMARIZED = 8, 2  # minibatches of a client
-_EPOCHS = 3  # of which the first compiles
+_TRAINED, _SUMMARIZED = 8, 2  # numbers of minibatches of a client
+_EPOCHS = 3  # the first epoch compiles
 
 
 class Forecast(NamedTuple):
-    """Seconds of some runs, all together; of the server only what trains: DENSE, and a student."""
+    """Seconds of several runs together; `distillation` is the server's training only."""
 
     training: float
     summaries: float
@@ -37,12 +35,12 @@ class Forecast(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all parts."""
+        """The sum of all parts."""
         return sum(self)
 
 
 def probe(ready: Sequence[OneRound]) -> Forecast:
-    """Time little of what the first run has to compute, and scale it to all of every run."""
+    """Time a small part of the first run, and scale the time to all runs."""
     task, federations = ready[0], [_clients(own) for own in ready]
     params, key = steps.start(task, task.config.seeds[0])
     options = steps.training_options(task, federations[0])
@@ -55,7 +53,7 @@ def probe(ready: Sequence[OneRound]) -> Forecast:
         trained = fj.training.train(task.model, params, little, progress=clock, **how)
         passes = task.config.epochs * sum(_work(own, chunk, batch) for own in federations)
         training += clock.shortest * passes / _work(little, chunk, batch)
-        # What sends the same is summarized once, by the first that asks.
+        # Methods with equal uploads share a summary, which the first of them computes.
         first = {method.sent: name for name, method in reversed(methods.items())}
         for name in first.values():
             summarized = methods[name].clients, trained, less
@@ -73,7 +71,7 @@ def probe(ready: Sequence[OneRound]) -> Forecast:
 
 
 def _of_votes(ready: Sequence[OneRound], key: Key) -> tuple[float, float]:
-    """Time FedOV's clients and its student, if it was asked for, and scale them to all."""
+    """Time FedOV's clients and its student, if they are chosen, and scale the time to all runs."""
     task, voting = ready[0], ready[0].voting
     if voting is None:
         return 0.0, 0.0
@@ -91,22 +89,22 @@ def _of_votes(ready: Sequence[OneRound], key: Key) -> tuple[float, float]:
         return training, 0.0
     clock = _Clock()
     for epochs in (1, 1, _EPOCHS):  # the first compiles
-        clock(0, votes.taught(voting, stacked, each[0].aside, key, epochs=epochs))
+        clock(0, votes.distil(voting, stacked, each[0].aside, key, epochs=epochs))
     _, first, all_ = np.diff(clock.ends)
-    # What is done once, the vote itself, is no part of an epoch.
+    # The vote itself is computed once and does not scale with epochs.
     more = max(all_ - first, 0.0) / (_EPOCHS - 1)
     return training, len(ready) * float(first + (voting.learning["epochs"] - 1) * more)
 
 
 def _of_stages(task: OneRound, method: Method, params: Params, sent: Update, key: Key) -> float:
-    """Time the first and the last stage of a merge, if it has any, and scale their mean to all."""
+    """Time the first and the last stage of a merge in stages, and scale their mean to all."""
     ((split, federation),) = task.federations.items()
     server, seconds = method.server(task.validation(split)), []
     stages = server.aggregate
     if not isinstance(stages, Stages):
         return 0.0
     number = stages.number
-    # The last stage learns from the images of all, which are blank here, and may diverge.
+    # The last stage learns from the images of all stages, which are blank here, and may diverge.
     finish = lambda _, state: (params, state, ())  # noqa: E731
     server = server._replace(aggregate=stages._replace(finish=finish))
     for left, done in ((2, 0), (1, number - 1)):  # the first compiles
@@ -117,14 +115,14 @@ def _of_stages(task: OneRound, method: Method, params: Params, sent: Update, key
     return number * statistics.fmean(seconds)
 
 
-def _skipped(played: int, done: int, work: Any) -> tuple[int, Any]:
-    """Leave stages out, and let the work believe that so many are done, where it counts them."""
+def _skipped(number: int, done: int, work: Any) -> tuple[int, Any]:
+    """Skip a number of stages, and set the epochs that the work counts as done, if it counts."""
     counts = "epoch" in getattr(work, "_fields", ())
-    return played, work._replace(epoch=jnp.full_like(work.epoch, done)) if counts else work
+    return number, work._replace(epoch=jnp.full_like(work.epoch, done)) if counts else work
 
 
 class _Clock:
-    """Notes when results are there."""
+    """Record the times at which results are computed."""
 
     def __init__(self) -> None:
         self.ends = [time.perf_counter()]
@@ -135,19 +133,19 @@ class _Clock:
 
     @property
     def shortest(self) -> float:
-        """Of the times between results, without the machine's other work and compilation."""
+        """The shortest time between results, which excludes compilation and other work."""
         return float(np.diff(self.ends).min())
 
 
-def told(forecasts: Sequence[tuple[str, int, Forecast | float]]) -> str:
-    """Say what is expected of so many runs of each name, and of all together.
+def describe(forecasts: Sequence[tuple[str, int, Forecast | float]]) -> str:
+    """Describe the expected time of runs, by their name and number, and of all together.
 
-    A number in place of a forecast is the seconds of one run, as those that are done took.
+    A number in place of a forecast is the seconds of one finished run.
     """
-    lines, total, without = [], 0.0, False
+    lines, total, probed = [], 0.0, False
     for name, count, found in forecasts:
         if isinstance(found, Forecast):
-            seconds, without = found.seconds, True
+            seconds, probed = found.seconds, True
             parts = f"training {_time(found.training)}, summaries {_time(found.summaries)}"
             if found.distillation:
                 parts += f", distillation {_time(found.distillation)}"
@@ -156,26 +154,26 @@ def told(forecasts: Sequence[tuple[str, int, Forecast | float]]) -> str:
         lines.append(f"{name}: {count} to run, about {_time(seconds)} ({parts})")
         total += seconds
     lines.append(f"Predicted: about {_time(total)} in all")
-    if without:
+    if probed:
         lines[-1] += ", by a probe; compiling and the server's other merges come on top"
     return "\n".join(lines) + "."
 
 
-def _clients(task: OneRound) -> Federation:
+def _clients(task: OneRound) -> fj.clients.Federation:
     (federation,) = task.federations.values()
     return federation
 
 
-def _few(federation: Federation, most: int | None) -> Federation:
-    """Let clients have so many examples at most, in arrays of the same shapes."""
+def _few(federation: fj.clients.Federation, most: int | None) -> fj.clients.Federation:
+    """Limit the examples of each client, in arrays of the same shapes."""
     if most is None:
         return federation
     sizes = jnp.asarray(np.minimum(federation.sizes, most))
     return federation._replace(sizes=fj.devices.replicate(sizes, federation.mesh))
 
 
-def _work(federation: Federation, chunk: int | None, batch: int = 1) -> float:
-    """Count minibatches of a pass, and those that clients side by side wait for others."""
+def _work(federation: fj.clients.Federation, chunk: int | None, batch: int = 1) -> float:
+    """Return the minibatches of a pass, with those that clients side by side wait for others."""
     batches = np.asarray(fj.clients.num_batches(federation.sizes, batch))
     side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)
     number = federation.mesh.size if federation.mesh else 1
@@ -183,7 +181,7 @@ def _work(federation: Federation, chunk: int | None, batch: int = 1) -> float:
 
 
 def _most_examples(task: OneRound, name: str) -> int | None:
-    """Say how many examples of a client a method summarizes at most."""
+    """Return the largest number of examples of a client that a method summarizes."""
     name = name.partition("+")[0]
     if "max_examples" not in fj.algorithms.options(name):
         return None

@@ -1,7 +1,8 @@
-"""Many runs of `experiments.one_shot`, each in a folder of its own: foretold, computed, continued.
+"""Run the units of a grid, each a run of `experiments.one_shot` in its own folder.
 
-A unit of a grid is a cell and a seed: one run, on one split. Those of one data set and one number
-of clients, a block, share what is compiled.
+A unit of a grid is a cell and a seed: one run on one split. The units of one data set and one
+number of clients are a block, which shares compiled programs. Time is predicted before a grid
+starts, and an interrupted grid continues.
 """
 
 import contextlib
@@ -9,33 +10,20 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from experiments.harness import accuracies, config, forecast, memory, one_round, records, tasks
 from experiments.harness.progress import Watch, bar
+from experiments.harness.tables import Table, terminal
 
 WALL = "wall_seconds"
-"""The metric of the row that says how long all of a run took."""
-
-
-class Cell(Protocol):
-    """A row of a data set's table: who learns it."""
-
-    @property
-    def dataset(self) -> str:
-        """What is learned."""
-
-    @property
-    def label(self) -> str:
-        """What the row is called."""
-
-
+"""The metric of the row that holds the seconds of a whole run."""
 Unit = tuple[Any, int]
-"""A `Cell` and a seed."""
+"""A cell, which has a data set and a label, and a seed."""
 Done = dict[Unit, list[records.Row]]
-"""The rows of every unit; none where it is missing."""
+"""The rows of every unit; an empty list where the unit is missing."""
 _Written = TypeVar("_Written")
 
 
@@ -45,19 +33,19 @@ def run(
     write: Callable[[Done], _Written],
     console: Console,
 ) -> _Written:
-    """Compute the units that are missing; write what there is after each, and in the end.
+    """Compute the missing units; call `write` after each and at the end, and return its result.
 
-    The configurations differ in data sets, splits, seeds and folders only. All that can be refused
-    is, and the time that is needed is said, before the first starts. Returned is what `write` gave.
+    The configurations differ only in data sets, splits, seeds and folders. Errors are raised and
+    the time is predicted before the first unit starts.
     """
     with contextlib.ExitStack() as held:
-        # The folders of the runs too: `experiments.one_shot` could be at work there.
-        for folder in (out, *(own.out for own in runs.values())):
+        # Hold the folders of the runs too, where `experiments.one_shot` could be running.
+        for folder in (out, *(asked.out for asked in runs.values())):
             held.enter_context(records.folder(folder))
-        done = {
-            unit: records.resume(own.out, own, config.one_shot(own.data.dataset), records.ONE_SHOT)
-            for unit, own in runs.items()
-        }
+        done = {}
+        for unit, asked in runs.items():
+            default = config.one_shot(asked.data.dataset)
+            done[unit] = records.resume(asked.out, asked, default, records.ONE_SHOT)
         missing: dict[tuple[str, int], list[Unit]] = {}
         for unit, rows in done.items():
             if not rows:
@@ -66,36 +54,46 @@ def run(
             block: tasks.one_rounds([runs[unit] for unit in units])
             for block, units in missing.items()
         }
-        _foretell(ready, runs, done, console)
+        _predict(ready, runs, done, console)
         for block, units in missing.items():
-            # The data of a block that is over make room.
+            # A finished block frees the memory of its data.
             _compute(units, ready.pop(block), done, write, console)
         return write(done)
+
+
+def show(shown: Sequence[Table], notes: str, console: Console) -> None:
+    """Print tables and notes; tables may be wider than the terminal, where their lines break."""
+    wide = Console(highlight=False, width=max(console.width, 200))
+    for table in shown:
+        wide.print(terminal(table))
+    console.print(notes, style="dim")
 
 
 def _block(asked: config.OneShot) -> tuple[str, int]:
     return asked.data.dataset, asked.data.num_clients
 
 
-def _foretell(
+def _predict(
     ready: Mapping[tuple[str, int], Sequence[tasks.OneRound]],
     runs: Mapping[Unit, config.OneShot],
     done: Done,
     console: Console,
 ) -> None:
-    """Say what memory and how much time is needed, or refuse what does not fit."""
+    """Print the memory and the time that are needed, or refuse what does not fit."""
     found = []
-    for block, own in ready.items():
+    for block, runs_of_block in ready.items():
         name = f"{block[0]}, {block[1]} clients"
-        console.print(f"{name}: {memory.check(memory.predict(own[0]), memory.available())}")
+        need = memory.predict(runs_of_block[0])
+        console.print(f"{name}: {memory.check(need, memory.available())}")
         before = [unit for unit, asked in runs.items() if _block(asked) == block]
         walls = [row.value for unit in before for row in done[unit] if row.metric == WALL]
-        found.append((name, len(own), statistics.median(walls) if walls else forecast.probe(own)))
+        expected = statistics.median(walls) if walls else forecast.probe(runs_of_block)
+        found.append((name, len(runs_of_block), expected))
     if found:
-        said = forecast.told(found)
+        text = forecast.describe(found)
         if any(asked.calibrate or asked.exchanges for asked in runs.values()):
-            said += " Exchanges without training, of runs that are not done, are not in it."
-        console.print(said, soft_wrap=True)
+            text += " Exchanges without training, of runs that are not done, are not in it."
+        console.print(text, soft_wrap=True)
 
 
 def _compute(
@@ -106,7 +104,7 @@ def _compute(
     console: Console,
 ) -> None:
     """Compute the units of a block."""
-    # What `one_round` calls a unit: the seeds of the split and of training.
+    # A unit of `one_round` is the seed of the split and the seed of training.
     named = [(*task.config.partition_seeds, *task.config.seeds) for task in ready]
     with bar(console) as shown:
         watch = Watch(console, shown, ready[0], named)

@@ -1,8 +1,8 @@
-"""The cells of the FedLPA paper's table: every split of NIID-Bench, and how they are trained."""
+"""Define grids of experiments, and the grid of the FedLPA paper's table: splits of NIID-Bench."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from experiments.harness import commands, config, limits
 
@@ -13,7 +13,7 @@ DATASETS: dict[str, dict[str, Any]] = {
     "svhn_cropped": {"model": "simple_cnn"},
     "digits": {"model": "mlp"},
 }
-"""The networks of the paper, by data set; digits are for trying."""
+"""The networks of the FedLPA paper by data set; digits are for trials."""
 
 
 class Cell(NamedTuple):
@@ -25,93 +25,103 @@ class Cell(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the paper calls it."""
+        """The paper's name of the row."""
         return f"{'β' if self.partition == 'niid_bench' else '#C'} = {self.number}"
 
 
-Unit = tuple[Cell, int]
+Unit = tuple[Any, int]
 """A cell and a seed: one run."""
 _METHODS = ("fedlpa", "fedlpa_ea", "fednova", "scaffold", "fedavg", "fedprox", "fedfisher_kfac")
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """Which cells, and how they are trained."""
+class Cells:
+    """The options that every grid has."""
 
     merging: config.Group[config.Merging] = dataclasses.field(default=config.Merging(_METHODS))
     datasets: tuple[str, ...] = ("mnist", "cifar10")
-    """One table each: mnist, fashion_mnist, cifar10, svhn_cropped; digits to try."""
-    betas: tuple[float, ...] = (0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
-    """Dirichlet splits of the classes over the clients."""
-    classes: tuple[int, ...] = (1, 2, 3)
-    """Splits with so many classes at each client."""
+    """Data sets, one table each; digits are for trials."""
     epochs: int = 10
-    """Passes of every client over its own data; the paper has 10, 20, 50, 100 and 200."""
+    """Passes of every client over its own data; the papers have 30 (FedFisher) or 200 (FedLPA)."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of the split and of training."""
-    num_clients: int = 10
-    """Over how many clients the data are split."""
+    """Seeds of the initial model and of training; in niid_table of the split too."""
     calibrate: tuple[Literal["analytic_head", "ccvr"], ...] = ()
-    """After each merge, an exchange without training: ALGORITHM+analytic_head, or +ccvr."""
-    exchanges: int = 0
-    """So many after each merge, the head and natural gradients: ALGORITHM+natural_gradient."""
+    """Exchanges without training after each merge: rows ALGORITHM+analytic_head or +ccvr."""
     clients_per_chunk: int | None = None
-    """Clients computed side by side; otherwise one on a CPU and all elsewhere."""
+    """Number of clients computed side by side; None is one on a CPU and all elsewhere."""
     data_dir: commands.FolderOrNone = None
-    """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
+    """Folder of the prepared data sets; None takes the environment's TFDS_DATA_DIR."""
+    known: ClassVar = config.IMAGES
+
+    def cells(self, dataset: str) -> list[Any]:
+        """List the rows of a data set's table, in the paper's order."""
+        raise NotImplementedError
+
+    def configuration(self, cell: Any, seed: int) -> config.OneShot:
+        """Return the run of one cell with one seed."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid(Cells):
+    """The cells of the FedLPA paper's table, and how clients are trained."""
+
+    betas: tuple[float, ...] = (0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
+    """Dirichlet parameters of splits of the classes over the clients."""
+    classes: tuple[int, ...] = (1, 2, 3)
+    """Numbers of classes of each client, for splits by classes."""
+    num_clients: int = 10
+    """Number of clients that the data are split over."""
+    exchanges: int = 0
+    """Exchanges after each merge, a head and then natural gradients: ALGORITHM+natural_gradient."""
     out: commands.Folder = Path("runs/niid_table")
     """Folder for the results."""
+    known: ClassVar = DATASETS
+
+    def cells(self, dataset: str) -> list[Cell]:
+        """List the rows of a data set's table, in the paper's order."""
+        betas = [Cell(dataset, "niid_bench", f"{beta:g}") for beta in self.betas]
+        return betas + [Cell(dataset, "classes_per_client", str(k)) for k in self.classes]
+
+    def configuration(self, cell: Cell, seed: int) -> config.OneShot:
+        """Return the run of one cell with one seed."""
+        is_beta = cell.partition == "niid_bench"
+        number = (
+            {"beta": float(cell.number)} if is_beta else {"classes_per_client": int(cell.number)}
+        )
+        split = {"num_clients": self.num_clients, "partition": cell.partition, **number}
+        raw = {"normalize": False, "data_dir": self.data_dir}
+        how = {"weight_decay": 1e-5, "batch_size": 64, "clients_per_chunk": self.clients_per_chunk}
+        return config.OneShot(
+            data=config.Data(cell.dataset, **DATASETS[cell.dataset], **split, **raw),
+            training=config.Training(learning_rate=0.01, **how),
+            merging=self.merging,
+            epochs=self.epochs,
+            partition_seeds=(seed,),
+            seeds=(seed,),
+            calibrate=self.calibrate,
+            exchanges=self.exchanges,
+            central=False,
+            out=self.out / cell.dataset / f"{cell.partition}{cell.number}-seed{seed}",
+        )
 
 
-def cells(grid: Grid, dataset: str) -> list[Cell]:
-    """List the rows of a data set's table, in the paper's order."""
-    betas = [Cell(dataset, "niid_bench", f"{beta:g}") for beta in grid.betas]
-    return betas + [Cell(dataset, "classes_per_client", str(k)) for k in grid.classes]
-
-
-def configuration(grid: Grid, cell: Cell, seed: int) -> config.OneShot:
-    """Say how one cell is computed with one seed."""
-    is_beta = cell.partition == "niid_bench"
-    number = {"beta": float(cell.number)} if is_beta else {"classes_per_client": int(cell.number)}
-    split = {"num_clients": grid.num_clients, "partition": cell.partition, **number}
-    raw = {"normalize": False, "data_dir": grid.data_dir}
-    return config.OneShot(
-        data=config.Data(cell.dataset, **DATASETS[cell.dataset], **split, **raw),
-        training=config.Training(
-            learning_rate=0.01,
-            weight_decay=1e-5,
-            batch_size=64,
-            clients_per_chunk=grid.clients_per_chunk,
-        ),
-        merging=grid.merging,
-        epochs=grid.epochs,
-        partition_seeds=(seed,),
-        seeds=(seed,),
-        calibrate=grid.calibrate,
-        exchanges=grid.exchanges,
-        central=False,
-        out=grid.out / cell.dataset / f"{cell.partition}{cell.number}-seed{seed}",
-    )
-
-
-def units(grid: Grid) -> dict[Unit, config.OneShot]:
-    """Say what is computed and how, seed by seed: an interrupted grid has whole tables."""
+def units(grid: Cells) -> dict[Unit, config.OneShot]:
+    """Return the run of each unit, seed by seed, so that an interrupted grid has whole tables."""
     return {
-        (cell, seed): configuration(grid, cell, seed)
+        (cell, seed): grid.configuration(cell, seed)
         for dataset in grid.datasets
         for seed in grid.seeds
-        for cell in cells(grid, dataset)
+        for cell in grid.cells(dataset)
     }
 
 
-def check(grid: Grid) -> None:
-    """Refuse cells that cannot be computed, with a ValueError that names the option."""
-    for dataset in grid.datasets:
-        commands.check_name("datasets", dataset, DATASETS)
-    if not units(grid):
-        raise ValueError("no cells: expected one of --datasets, --seeds, --betas or --classes")
-    for field in ("datasets", "betas", "classes", "seeds"):
-        if getattr(grid, field):
-            commands.check_list(grid, field)
-    for asked in units(grid).values():
+def check(grid: Cells) -> None:
+    """Refuse grids without cells, and cells that cannot be computed; name the option."""
+    limits.check_options(grid)
+    commands.check_names(grid, "datasets", grid.known)
+    runs = units(grid)
+    if not runs:
+        raise ValueError("no cells: expected at least one of --betas or --classes")
+    for asked in runs.values():
         limits.check_one_shot(asked)

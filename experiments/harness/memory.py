@@ -1,4 +1,4 @@
-"""What memory a run will need, asked of its compiled programs, and whether the device has it."""
+"""Predict the memory of a run from its compiled programs, and compare it with the device's."""
 
 import os
 from typing import NamedTuple
@@ -8,15 +8,15 @@ from jax.sharding import Mesh
 
 import fisherjax as fj
 from experiments.harness import after_merge, one_round, steps, tasks, votes
-from fisherjax.devices import Memory
 
 _FEWER = "Not even one client at a time would fit; use fewer clients or a smaller network"
 
 
 class Need(NamedTuple):
-    """The step that needs the most: bytes that stay, and bytes of so many clients side by side.
+    """The step that needs the most memory.
 
-    Or seeds, where these are; the option says which, and `fewer` what to do if one is too many.
+    `resident` are bytes that stay, `scratch` bytes of the clients, or seeds, that are computed side
+    by side. `option` sets their number, and `fewer` is the advice if one is too many.
     """
 
     step: str
@@ -24,13 +24,13 @@ class Need(NamedTuple):
     scratch: int
     side_by_side: int
     devices: int = 1
-    idle: float = 0.0  # share of the training that devices wait for each other
+    idle: float = 0.0  # share of the training time in which devices wait for each other
     option: str = "clients-per-chunk"
     fewer: str = _FEWER
 
 
 def predict(task: tasks.OneRound) -> Need:
-    """Find the step of the clients' half that needs the most, by compiling the run's programs."""
+    """Find the step of the clients that needs the most, by compiling the run's programs."""
     federation = next(iter(task.federations.values()))
     params, key = steps.start(task, task.config.seeds[0])
     options = steps.training_options(task, federation)
@@ -44,17 +44,17 @@ def predict(task: tasks.OneRound) -> Need:
     if task.voting is not None:
         given = task.voting, federation, (key, key)
         needs[f"training for {votes.NAME}"] = votes.memory(*given, **options)
-    # What sends the same is summarized once, by the first that asks.
+    # Methods with equal uploads share a summary, which the first of them computes.
     first = {method.sent: name for name, method in reversed(task.methods.items())}
     for name in first.values():
         method = task.methods[name]
         needs[f"the clients' summaries for {name}"] = fj.merging.summarize_memory(
             method.clients, params, federation, key=key, clients_per_chunk=chunk
         )
-    # Whatever a model was merged by, exchanges are the same programs.
+    # Exchanges are the same programs after every merge.
     plans = after_merge.exchanges(task.config).values()
     for name in dict.fromkeys(step for plan in plans for step in plan):
-        given = after_merge.exchange_of(task, name), params, federation
+        given = fj.algorithms.make(name, task.model), params, federation
         found = fj.merging.exchange_memory(*given, key=key, clients_per_chunk=chunk)
         needs[f"the exchange of {name}"] = max(found, key=sum)
     step = max(needs, key=lambda name: sum(needs[name]))
@@ -64,16 +64,16 @@ def predict(task: tasks.OneRound) -> Need:
     return found._replace(idle=fj.parallel.idle_share(batches, side_by_side, found.devices))
 
 
-def of(step: str, need: Memory, side_by_side: int, mesh: Mesh | None) -> Need:
-    """Say what a step needs on all devices of a mesh, given what it needs on one."""
+def of(step: str, need: fj.devices.Memory, side_by_side: int, mesh: Mesh | None) -> Need:
+    """Return the need of a step on all devices of a mesh, given its memory on one."""
     number = mesh.size if mesh else 1
-    # Where devices share a memory, it has to hold what all of them need.
+    # Devices that share a memory need it for all of them.
     together = number if fj.devices.share_memory(mesh) else 1
     return Need(step, together * need.resident, together * need.scratch, side_by_side, number)
 
 
 def available() -> int | None:
-    """Ask for the bytes of a device, or of the machine where that is it; None if nobody knows."""
+    """Return the bytes of the device, or of the machine for a CPU; None if unknown."""
     statistics = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in statistics:
         return statistics["bytes_limit"]
@@ -84,14 +84,14 @@ def available() -> int | None:
 
 
 def check(need: Need, limit: int | None) -> str:
-    """Say what a run needs of the device's bytes, None if unknown; refuse it if that is more."""
+    """Describe the need of a run; raise if it exceeds the limit in bytes, which may be None."""
     total = need.resident + need.scratch
     where = f" on each of {need.devices} devices" if need.devices > 1 else ""
-    said = f"about {total / 1e9:.3g} GB ({need.step}, {need.side_by_side} side by side{where})"
-    said += "" if limit is None else f" of {limit / 1e9:.3g} GB"
+    text = f"about {total / 1e9:.3g} GB ({need.step}, {need.side_by_side} side by side{where})"
+    text += "" if limit is None else f" of {limit / 1e9:.3g} GB"
     if limit is None or total <= limit:
         waits = f" Devices wait for each other {100 * need.idle:.0f} % of the training's time."
-        return f"Needs {said}.{waits if need.devices > 1 else ''}"
+        return f"Needs {text}.{waits if need.devices > 1 else ''}"
     fitting = int((limit - need.resident) * need.side_by_side / max(need.scratch, 1))
     advice = f"Use --{need.option} {fitting}" if fitting >= 1 else need.fewer
-    raise ValueError(f"This run needs {said}. {advice}")
+    raise ValueError(f"This run needs {text}. {advice}")

@@ -1,4 +1,4 @@
-"""Methods by their names: those of the registry, with the options of the command."""
+"""Make the methods of the registry by name, with the options of the command."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,14 +16,15 @@ from experiments.harness.names import distils, is_vote, merged_first, sends_full
 from fisherjax.algorithms import FEDLPA_DISTILLATION, Distillation
 from fisherjax.typing import Array, Examples, Model, Params
 
-_FULL_LIMIT = 4e9  # bytes of all clients' full Fisher matrices together
+_FULL_LIMIT = 4e9  # largest size in bytes of all clients' full Fisher matrices together
 
 
 class Method(NamedTuple):
-    """One algorithm, the same objects in all runs, so that nothing compiles twice.
+    """One algorithm; all runs share its objects, so that nothing compiles twice.
 
-    It says how clients train, and what they send; the server's half is made of validation images.
-    Methods with equal `sent` need the same updates of the same clients, which are computed once.
+    `clients` defines how clients train and what they send. `server` returns the algorithm that
+    merges, given validation images or None. Methods with equal `sent` need the same updates of the
+    same clients, which are computed once.
     """
 
     clients: fj.algorithms.Algorithm
@@ -31,18 +32,18 @@ class Method(NamedTuple):
 
     @property
     def sent(self) -> Any:
-        """What tells updates apart."""
+        """The kind of the updates, or the algorithm if its kind has no name."""
         return self.clients if self.clients.kind == "unnamed" else self.clients.kind
 
 
 class Images(NamedTuple):
-    """What methods that draw images have to know of the data.
+    """The data that methods need which generate images.
 
     Attributes:
-        shape: Of an image, (H, W, C).
+        shape: Shape of an image, (H, W, C).
         crop: Whether clients train on cropped images.
-        test: What judges students where the test data choose.
-        normalize: What the network is trained on in place of pixels from 0 to 1, or None for those.
+        test: Test images, which choose the student with `--choose test`.
+        normalize: Normalisation of pixels from 0 to 1 for the network, or None.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +55,7 @@ class Images(NamedTuple):
 def methods(
     merging: Merging, model: Model, batch_size: int, images: Images | None = None
 ) -> dict[str, Method]:
-    """Make the algorithms that were asked for, by name; clients train with such minibatches."""
+    """Make the chosen algorithms by name, for clients that train with minibatches of a size."""
     made = {}
     for name in merging.algorithms:
         first, last = merged_first(name), name.rpartition("+")[2]
@@ -63,8 +64,8 @@ def methods(
                 raise ValueError("--algorithms names a vote, which is no model: see one_shot")
             continue
         if distils(first):
-            plain = fj.algorithms.fedavg()
-            start = Method(plain, lambda _, own=plain: own)
+            average = fj.algorithms.fedavg()
+            start = Method(average, lambda _, average=average: average)
             made[name] = _distilled(merging, model, images, last, start)
         else:
             made[name] = _method(merging, model, batch_size, first)
@@ -75,6 +76,11 @@ def methods(
     return made
 
 
+def _options(merging: Merging, name: str) -> dict[str, Any]:
+    """Select the options that were given for a method."""
+    return {o.removeprefix(f"{name}."): x for o, x in merging.options if o.startswith(f"{name}.")}
+
+
 def _distilled(
     merging: Merging,
     model: Model,
@@ -83,67 +89,66 @@ def _distilled(
     start: Method,
     keep_start: bool = False,
 ) -> Method:
-    """Let DENSE, by its name, go on from what a method makes of the same updates."""
+    """Make DENSE, by its name, which continues from another method's merge of the same updates."""
     if images is None:
         raise ValueError(f"--algorithms names {name}, which merges once: use experiments.one_shot")
     how = {"fedfisher": Distillation(), "fedlpa": FEDLPA_DISTILLATION}[merging.distillation]
-    own = {o.removeprefix(f"{name}."): x for o, x in merging.options if o.startswith(f"{name}.")}
-    how = how._replace(**{o: own.pop(o) for o in how._fields if o in own})
+    options = _options(merging, name)
+    how = how._replace(**{o: options.pop(o) for o in how._fields if o in options})
     drawn = {"shape": images.shape, "normalize": images.normalize, "crop": images.crop}
-    own = {"how": how, **drawn, **own}
 
-    def server(judges: Examples | None) -> fj.algorithms.Algorithm:
-        first = start.server(judges) if keep_start else None
-        score = _score(merging, model, images, judges)
+    def server(validation: Examples | None) -> fj.algorithms.Algorithm:
+        first = start.server(validation) if keep_start else None
+        score = _score(model, _chosen(merging, images, validation))
+        own = {"how": how, **drawn, **options}
         return fj.algorithms.make(name, model, start=first, score=score, **own)
 
-    server(None)  # what is wrong with the options is said before anything is trained
+    server(None)  # errors in the options are raised before anything is trained
     return Method(start.clients, server)
 
 
-def _score(
-    merging: Merging, model: Model, images: Images, judges: Examples | None
-) -> Callable[[Params], Array] | None:
-    """Make what chooses as was asked, if anything does."""
-    examples = {"last": None, "validation": judges, "test": images.test}[merging.choose]
+def _chosen(merging: Merging, images: Images, validation: Examples | None) -> Examples | None:
+    """Return the examples that choose among models, if any do."""
+    return {"last": None, "validation": validation, "test": images.test}[merging.choose]
+
+
+def _score(model: Model, examples: Examples | None) -> Callable[[Params], Array] | None:
+    """Return the accuracy on examples as a function of params; None without examples."""
     accuracy = fj._core.caching.by_value(partial(fj.metrics.accuracy, model))
-    # The images are data of the score, not constants of the program.
+    # The examples are data of the score and no constants of the program.
     return None if examples is None else Partial(accuracy, examples=examples)
 
 
 def _scored(
     merging: Merging, model: Model, images: Images | None, name: str, plain: Method
 ) -> Method:
-    """Let a method choose among its own options by what was asked."""
+    """Make a method choose among its own options by the accuracy on examples."""
     if images is None:
         raise ValueError(
             f"--choose is {merging.choose}, expected last in rounds: {name} chooses only in "
             "experiments.one_shot"
         )
-    own = {o.removeprefix(f"{name}."): x for o, x in merging.options if o.startswith(f"{name}.")}
-    make = partial(fj.algorithms.make, name, model, **own)
-    make(score=jnp.sum)  # what is wrong with the options is said before anything is trained
+    make = partial(fj.algorithms.make, name, model, **_options(merging, name))
+    make(score=jnp.sum)  # errors in the options are raised before anything is trained
 
-    def server(judges: Examples | None) -> fj.algorithms.Algorithm:
-        return make(score=_score(merging, model, images, judges))
+    def server(validation: Examples | None) -> fj.algorithms.Algorithm:
+        return make(score=_score(model, _chosen(merging, images, validation)))
 
     return plain._replace(server=server)
 
 
 def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Method:
-    known = fj.algorithms.options(name)
-    own = ((option.split("."), value) for option, value in merging.options)
-    asked = {option: value for (method, option), value in own if method == name}
-    # FedLPA's labels are the data's; "true" is the automatic kind, which draws those of plays.
+    known, asked = fj.algorithms.options(name), _options(merging, name)
+    # FedLPA's labels are the data's; "true" is the automatic kind, which samples for plays.
     if known.get("kind") is fj.fisher.automatic and merging.fisher_kind != "true":
         asked["kind"] = getattr(fj.fisher, merging.fisher_kind)
     if "max_examples" in known:
         asked.setdefault("max_examples", merging.max_examples or None)
-    # FedFish's squares are of the minibatches that clients train on.
+    # FedFish squares gradients of the minibatches that clients train on.
     if "last_epoch" in known:
         asked.setdefault("batch_size", batch_size)
     if "fisher" in known and merging.solver != "cg":
-        # The paper has none: its solvers stay near the mean because they stop early.
+        # The paper has no damping; its solvers stay near the mean because they stop early.
         asked.setdefault("damping", 0.0)
     if "fisher" in known and merging.solver == "gd":
         asked["solver"] = fj.solvers.gradient_descent()
@@ -152,26 +157,21 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
     if "fisher" not in known or merging.solver != "adam":
         return Method(algorithm, lambda _: algorithm)
     # The authors put epsilon inside the root for K-FAC and outside for the diagonal.
-    inside = known["fisher"] is not fj.fisher.diagonal
-    accuracy = fj._core.caching.by_value(partial(fj.metrics.accuracy, model))
-
-    def server(images: Examples | None) -> fj.algorithms.Algorithm:
-        # The images are data of the score, not constants of the program.
-        score = None if images is None else Partial(accuracy, examples=images)
-        return make(solver=fj.algorithms.paper_adam(epsilon_inside_root=inside, score=score))
-
-    return Method(algorithm, server)
+    adam = partial(
+        fj.algorithms.paper_adam, epsilon_inside_root=known["fisher"] is not fj.fisher.diagonal
+    )
+    return Method(algorithm, lambda images: make(solver=adam(score=_score(model, images))))
 
 
 def trains_its_own(algorithm: str) -> bool:
-    """Say whether an algorithm changes how clients train; False for what is no algorithm."""
+    """Return whether an algorithm changes how clients train; False for other names."""
     if algorithm not in fj.algorithms.merges():
         return False
     if fj.algorithms.required(algorithm):
-        return False  # it has to know the data, for the server's half
+        return False  # only its server's half needs the data
     if is_vote(algorithm):
-        return True  # networks of its own
-    base, model = optax.identity(), Model(jnp.matmul, fj.likelihoods.categorical)  # any
+        return True  # its clients train networks of their own
+    base, model = optax.identity(), Model(jnp.matmul, fj.likelihoods.categorical)  # any will do
     return fj.algorithms.make(algorithm, model).optimizer(base) is not base
 
 

@@ -1,4 +1,4 @@
-"""What names of methods on a command line mean, by the rows of the registry and what they take."""
+"""Interpret the names of methods on a command line by the rows of the registry."""
 
 import inspect
 
@@ -6,11 +6,11 @@ from fisherjax.algorithms import METHODS, Distillation, Row
 from fisherjax.fisher import Dense
 
 STUDENT = "fedov+student"
-"""The name of a model that learns FedOV's vote."""
+"""The name of the model that distils FedOV's vote."""
 
 
 def takes(row: Row) -> set[str]:
-    """Return the arguments of a row's factory by name.
+    """Return the names of the arguments of a row's factory.
 
     Example:
         >>> sorted(takes(METHODS["fedprox"]))
@@ -20,7 +20,7 @@ def takes(row: Row) -> set[str]:
 
 
 def distils(name: str) -> bool:
-    """Return whether a method trains its model on the server, on images that it draws there.
+    """Return whether a method trains its model on the server, on images generated there.
 
     Example:
         >>> distils("dense"), distils("fedavg"), distils("ensemble")
@@ -33,7 +33,7 @@ def distils(name: str) -> bool:
 
 
 def merged_first(name: str) -> str:
-    """Return the method whose model NAME+dense begins from, or a name without that as it is.
+    """Return the method from whose model NAME+dense starts; other names are returned unchanged.
 
     Example:
         >>> merged_first("fedavg+dense"), merged_first("dense"), merged_first("fedov+student")
@@ -44,7 +44,7 @@ def merged_first(name: str) -> str:
 
 
 def is_vote(name: str) -> bool:
-    """Return whether a name is of a method whose clients vote, or of a student of their vote.
+    """Return whether a name is a method whose clients vote, or the student of their vote.
 
     Example:
         >>> is_vote("fedov"), is_vote(STUDENT), is_vote("fedavg")

@@ -1,4 +1,4 @@
-"""One unit of an experiment in one round: train every client once, merge in every way."""
+"""Compute one unit of an experiment in one round: train every client, merge by every method."""
 
 import shutil
 import time
@@ -10,52 +10,47 @@ import jax
 import optax
 
 import fisherjax as fj
-from experiments.harness import after_merge, checkpoints, steps, votes
+from experiments.harness import after_merge, checkpoints, names, records, steps, votes
 from experiments.harness.config import OneShot
 from experiments.harness.methods import Method
-from experiments.harness.names import STUDENT
-from experiments.harness.records import Row
 from experiments.harness.steps import Merged, Progress, Unit
 from experiments.harness.tasks import OneRound
-from fisherjax.algorithms import Algorithm, Stages
-from fisherjax.training import Trained
-from fisherjax.typing import Array, Params
 
-_SAVE_EVERY = 30  # seconds, while the server trains
-_VOTES = 4  # keys: `later` folds with 2 and 3
-# Compiled once for equal models, whichever task they belong to.
+_SAVE_EVERY = 30  # seconds between checkpoints while the server trains
+_VOTES = 4  # folded into the key; `after_merge` uses 2 and 3
+# Compiled once for equal models of all tasks.
 _ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
 
 
 def units(config: OneShot) -> list[Unit]:
-    """List each seed on each split, and last the ceilings: an interrupted run has merged most."""
+    """List each seed on each split, and last the ceilings, which are the least needed."""
     splits = [(split, seed) for seed in config.seeds for split in config.partition_seeds]
     return splits + [(None, seed) for seed in config.seeds if config.central]
 
 
-def finished(rows: Iterable[Row]) -> set[Unit]:
-    """Return the units that rows belong to; files never hold a part of one."""
+def finished(rows: Iterable[records.Row]) -> set[Unit]:
+    """Return the units of rows; files hold only whole units."""
     return {(row.partition_seed, row.seed) for row in rows}
 
 
 def length(task: OneRound, unit: Unit) -> tuple[int, int]:
-    """Count the epochs of a unit, in all of its trainings, and its other steps."""
+    """Return the number of epochs of a unit, in all of its trainings, and of its other steps."""
     if unit[0] is None:
         return task.config.epochs, 0
     config, merges = task.config, len(task.methods)
     rounds = merges * config.then_rounds * (config.then_epochs or config.epochs)
     exchanges = len(config.calibrate) + config.exchanges
     made = (method.server(None).aggregate for method in task.methods.values())
-    others = sum(own.number for own in made if isinstance(own, Stages))
-    others += 0 if task.voting is None else 1 + (STUDENT in task.voting.names)
+    others = sum(own.number for own in made if isinstance(own, fj.algorithms.Stages))
+    others += 0 if task.voting is None else 1 + (names.STUDENT in task.voting.names)
     return config.epochs * len(by_training(task)) + rounds, merges * (1 + exchanges) + others
 
 
-def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list[Row]:
-    """Compute one unit; a ValueError names a client whose model is not finite.
+def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list[records.Row]:
+    """Compute one unit; return its rows.
 
-    With a split, train the clients, merge them in every way, and go on for the rounds that were
-    asked for. Without, train on all the data.
+    With a split, train the clients, merge them by every method, and run the rounds that follow.
+    Without a split, train on all the data. A ValueError names a client whose model is not finite.
     """
     if unit[0] is None:
         params, key = steps.start(task, unit[1])
@@ -65,14 +60,14 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
     rows, merged = train_and_merge(task, unit, progress)
     rows += _voted(task, unit, progress)
     for name, model in merged.items():
-        rows += [steps.measure(task, unit, name, model), steps.server_row(unit, name, model)]
+        rows += [steps.measure(task, unit, name, model), steps.server_row(unit, name, model.server)]
         rows += after_merge.rounds(task, unit, name, model, progress)
         rows += after_merge.exchanged(task, unit, name, model, progress)
     return rows
 
 
-def _voted(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
-    """Let clients vote where that was asked for; they train once more, networks of their own."""
+def _voted(task: OneRound, unit: Unit, progress: Progress) -> list[records.Row]:
+    """Compute FedOV's vote if it was chosen; its clients train separate networks."""
     if task.voting is None:
         return []
     federation = task.federations[unit[0]]
@@ -80,22 +75,19 @@ def _voted(task: OneRound, unit: Unit, progress: Progress) -> list[Row]:
     key = jax.random.fold_in(steps.start(task, unit[1])[1], _VOTES)
     found = votes.run(task.voting, federation, task.test, key=key, progress=progress, **options)
     rows = []
-    for name, own in found.items():
-        model = Merged((), round(own.seconds, 4), own.upload_bytes, own.server)
-        more = {"seconds": model.seconds, "upload_bytes": model.upload_bytes}
-        rows += [
-            steps.row_of(name, unit, own.accuracy, **more),
-            steps.server_row(unit, name, model),
-        ]
+    for name, one in found.items():
+        more = {"seconds": round(one.seconds, 4), "upload_bytes": one.upload_bytes}
+        rows.append(steps.row_of(name, unit, one.accuracy, **more))
+        rows.append(steps.server_row(unit, name, one.server))
     return rows
 
 
 def train_and_merge(
     task: OneRound, unit: Unit, progress: Progress = lambda _: None
-) -> tuple[list[Row], dict[str, Merged]]:
-    """Train the clients of a unit, once and again for algorithms that change how, and merge them.
+) -> tuple[list[records.Row], dict[str, Merged]]:
+    """Train the clients of a unit, again for algorithms that change the training, and merge them.
 
-    The rows are those of the references.
+    Return the rows of the references, and the merged models by algorithm.
     """
     params, key = steps.start(task, unit[1])
     rows, merged = [], {}
@@ -112,7 +104,7 @@ def train_and_merge(
 
 
 def by_training(task: OneRound) -> dict[optax.GradientTransformation, dict[str, Method]]:
-    """Group methods by the optimiser that their clients train with; the plain one comes first."""
+    """Group methods by the optimiser of their clients; the unchanged optimiser comes first."""
     groups: dict[optax.GradientTransformation, dict[str, Method]] = {task.optimizer: {}}
     for name, method in task.methods.items():
         groups.setdefault(method.clients.optimizer(task.optimizer), {})[name] = method
@@ -122,12 +114,12 @@ def by_training(task: OneRound) -> dict[optax.GradientTransformation, dict[str, 
 def references(
     task: OneRound,
     unit: Unit,
-    local: Trained,
-    kept: Trained,
-    weights: Array,
+    local: fj.training.Trained,
+    kept: fj.training.Trained,
+    weights: fj.typing.Array,
     seconds: float | None,
-) -> list[Row]:
-    """Measure the clients' own models, and the ensemble of those that are kept."""
+) -> list[records.Row]:
+    """Return the rows of the clients' own models and of the ensemble of those that are kept."""
     accuracies = task.accuracy(local.models, task.test, stacked=True)
     ensemble = _ensemble_accuracy(task.model, kept.models, weights, task.test)
     size = steps.upload_bytes(steps.changed(kept))
@@ -142,12 +134,12 @@ def merge(
     task: OneRound,
     methods: dict[str, Method],
     unit: Unit,
-    params: Params,
-    trained: Trained,
-    weights: Array,
+    params: fj.typing.Params,
+    trained: fj.training.Trained,
+    weights: fj.typing.Array,
     progress: Progress = lambda _: None,
 ) -> dict[str, Merged]:
-    """Merge the same clients by several methods; those that send the same are summarized once."""
+    """Merge the same clients by several methods; methods with equal uploads share a summary."""
     federation, images = task.federations[unit[0]], task.validation(unit[0])
     chunk = steps.training_options(task, federation)["clients_per_chunk"]
     how = {"key": steps.start(task, unit[1])[1], "clients_per_chunk": chunk}
@@ -163,7 +155,7 @@ def merge(
                 updates, seconds = steps.timed(fj.merging.summarize, *clients, **how)
             else:
                 progress(f"{name}: merge")
-            server = _followed(task, method.server(images), unit, name, progress)
+            server = _with_progress(task, method.server(images), unit, name, progress)
             given = server, params, updates, weights
             own = {"key": how["key"], "on_nonfinite": drop}
             (merged, *_), more = steps.timed(fj.merging.merge, *given, **own)
@@ -171,12 +163,12 @@ def merge(
     return results
 
 
-def _followed(
-    task: OneRound, server: Algorithm, unit: Unit, name: str, progress: Progress
-) -> Algorithm:
-    """Let a merge in stages tell of each, and go on where a killed run saved the last."""
+def _with_progress(
+    task: OneRound, server: fj.algorithms.Algorithm, unit: Unit, name: str, progress: Progress
+) -> fj.algorithms.Algorithm:
+    """Add progress and checkpoints to a merge in stages, so that a killed run continues."""
     stages = server.aggregate
-    if not isinstance(stages, Stages):
+    if not isinstance(stages, fj.algorithms.Stages):
         return server
     folder, number, saved = _saved(task, unit, name), stages.number, time.monotonic()
 
@@ -196,11 +188,11 @@ def _followed(
 
 
 def _saved(task: OneRound, unit: Unit, name: str) -> Path | None:
-    """Say where a merge in stages is saved until its unit is written."""
+    """Return the folder of the checkpoints of a merge in stages, until its unit is written."""
     return task.config.out and task.config.out / "stages" / f"{name}-{unit[0]}-{unit[1]}"
 
 
 def clear(task: OneRound) -> None:
-    """Remove what was saved of merges in stages: the rows of their unit are written."""
+    """Remove the checkpoints of merges in stages, after the rows of their unit are written."""
     if task.config.out:
         shutil.rmtree(task.config.out / "stages", ignore_errors=True)

@@ -1,6 +1,6 @@
-"""The files of a run: what was asked (config.json), what came out (results.csv), and whose it is.
+"""Read and write the files of a run: its options (config.json) and its results (results.csv).
 
-A file changes as a whole or not at all; a folder belongs to one process at a time and to one
+A file is replaced as a whole or not at all. A folder belongs to one process at a time, and to one
 experiment for ever.
 """
 
@@ -23,7 +23,7 @@ from experiments.harness import commands, tables
 
 try:
     import fcntl
-except ImportError:  # not on every system: there a folder is not locked
+except ImportError:  # systems without it do not lock folders
     fcntl = None
 
 CONFIG, RESULTS = "config.json", "results.csv"
@@ -39,7 +39,7 @@ WHERE_AND_HOW = (
     *("data_dir", "out", "clients_per_chunk", "seeds_together", "checkpoint_seconds"),
     "keep_models",
 )
-"""Options that change no result beyond rounding: a run may continue with others."""
+"""Options that change results only by rounding, so that a run may continue with other values."""
 _MOVED = {
     "algorithm": ("algorithms",),
     "mu": ("fedprox.mu",),
@@ -47,15 +47,15 @@ _MOVED = {
     "fedlpa_damping": ("fedlpa.damping", "fedlpa_ea.damping", "fedlpa_gd.damping"),
     "fedlpa_balanced": ("fedlpa.balanced", "fedlpa_ea.balanced", "fedlpa_gd.balanced"),
 }
-"""What options of version 0.1 are called now."""
+"""Current names of options of version 0.1."""
 
 
 class Row(NamedTuple):
-    """One number of a run; a line of results.csv, which has the columns that its command fills in.
+    """One number of a run; a line of results.csv, which has the columns of its command.
 
-    Seconds are of the clients' summaries and the merge, and of the training where an algorithm
-    trains its own clients or in a later round; for `local` and `central` of the training, of all
-    clients together. The first run of a process includes compilation.
+    Seconds are those of the clients' summaries and the merge. They include the training if an
+    algorithm trains its own clients, and in later rounds. For `local` and `central` they are the
+    training of all clients together. The first run of a process includes compilation.
     """
 
     algorithm: str  # or `local` (a client's own model), `ensemble` (mean of outputs), `central`
@@ -65,17 +65,17 @@ class Row(NamedTuple):
     metric: str  # accuracies are fractions, losses nats of a prediction, traffic bytes of a client
     value: float
     partition_seed: int | None = None
-    client: int | None = None  # whose model; None for a merged one
+    client: int | None = None  # owner of the model; None for a merged model
     seconds: float | None = None
     upload_bytes: int | None = None
     local_epochs: int | None = None
     server_learning_rate: float | None = None
-    fraction: float | None = None  # of a held-out client's data that the model was fine-tuned on
+    fraction: float | None = None  # share of a held-out client's data used for fine-tuning
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name what could not be written: the system's message of a full disk does not say where."""
+    """Add the path to an OSError, because the system's message of a full disk has none."""
     try:
         yield
     except OSError as error:
@@ -83,7 +83,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a file, as a whole or not at all; an OSError has the path."""
+    """Replace a file as a whole or not at all; an OSError has the path."""
     partial = path.with_name(f".{path.name}.partial")
     with naming(path):
         try:
@@ -97,17 +97,17 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file, as `write_bytes`."""
+    """Replace a text file, like `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Write rows, as `write_bytes`; a row is a line of the columns."""
+    """Write rows with the given columns, like `write_bytes`."""
     write_text(path, tables.csv_text(columns, ([getattr(row, c) for c in columns] for row in rows)))
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
-    """Read rows that `write_rows` wrote with these columns; none if there is no file."""
+    """Read rows that `write_rows` wrote with these columns; return [] if there is no file."""
     if not path.exists():
         return []
     with damage(path), open(path, newline="") as file:
@@ -123,12 +123,12 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
 
 @contextlib.contextmanager
 def folder(out: Path) -> Iterator[None]:
-    """Make the folder of a run and hold it: nobody else writes there until this is over."""
+    """Make the folder of a run and lock it, so that no other process writes there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
-        # Of the folder itself: nothing is left behind, and who is killed lets go.
+        # The lock is on the folder itself, so no file is left and a killed process frees it.
         held = os.open(out, os.O_RDONLY) if fcntl else None
     except OSError as error:
         raise OSError(f"cannot write to --out {out} ({error}): choose another folder") from error
@@ -146,7 +146,7 @@ def folder(out: Path) -> Iterator[None]:
 
 
 def resume(out: Path, config: Any, default: Any, columns: Sequence[str]) -> list[Row]:
-    """Return the rows that the same experiment, see `check_config`, has left in its folder."""
+    """Return the rows that an unfinished run of the same experiment wrote; see `check_config`."""
     rows = read_rows(out / RESULTS, columns)
     if rows:
         check_config(out, config, default)
@@ -154,20 +154,20 @@ def resume(out: Path, config: Any, default: Any, columns: Sequence[str]) -> list
 
 
 def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> None:
-    """Refuse to continue in a folder what another experiment has begun, and name what differs.
+    """Refuse a folder of another experiment, and name the options that differ.
 
-    The default, which is run on the same data set if nothing else is asked, says what options did
-    that did not exist yet; `found` is what is in the folder.
+    The default configuration of the data set gives the values of options that did not exist yet;
+    `found` names the file in the folder.
     """
     if not (out / CONFIG).exists():
         raise ValueError(
-            f"{out} holds a {found} without a {CONFIG}, so nobody knows what it is of: choose "
+            f"{out} holds a {found} without a {CONFIG}, so its options are unknown: choose "
             "another --out"
         )
     before = commands.contents(default) | _modern(_document(out)["configuration"])
     now = commands.contents(config)
 
-    def counts(name: str) -> bool:  # of methods only those that run
+    def counts(name: str) -> bool:  # options of methods count only if the method runs
         method, dot, _ = name.rpartition(".")
         ran = {one for name in now.get("algorithms", ()) for one in name.split("+")}
         return name not in WHERE_AND_HOW and (not dot or method in ran)
@@ -180,7 +180,7 @@ def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> 
 
 
 def begin(config: Any, program: str, console: Console, done: str) -> None:
-    """Say what a run that goes on has done already, if anything, or write what it is."""
+    """Print what a continued run has done already, or write the configuration of a new run."""
     if not done:
         write_config(config.out, config, program)
         return
@@ -190,7 +190,7 @@ def begin(config: Any, program: str, console: Console, done: str) -> None:
 
 
 def write_config(out: Path, config: Any, program: str) -> None:
-    """Write what is needed to run an experiment again."""
+    """Write config.json, which is needed to run an experiment again."""
     document = {
         "configuration": commands.contents(config),
         "command": commands.write(config, program),
@@ -200,7 +200,7 @@ def write_config(out: Path, config: Any, program: str) -> None:
 
 
 def write_summary(config: Any, parts: Sequence[str], program: str) -> None:
-    """Write summary.md: what was found, the command that does it again, and where it was run."""
+    """Write summary.md: the results, the command that repeats them, and the environment."""
     environment = _document(config.out)["environment"]
     where = ", ".join(f"{name} {value}" for name, value in environment.items())
     end = ["```", commands.write(config, program), "```", "", f"Run with {where}.", ""]
@@ -223,7 +223,7 @@ def environment() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def damage(path: Path) -> Iterator[None]:
-    """Name the file that cannot be read."""
+    """Add the path to an error of a file that cannot be read."""
     try:
         yield
     except (ValueError, csv.Error) as error:
@@ -244,14 +244,14 @@ def _document(out: Path) -> dict[str, Any]:
 
 
 def _modern(configuration: dict[str, Any]) -> dict[str, Any]:
-    """Give options of earlier versions what they are called today, a method's if no default."""
+    """Rename options of earlier versions; a method's option is kept if it is no default."""
     found = {old: value for old, value in configuration.items() if old not in _MOVED}
     if "fisher_kind" in configuration:
-        found.setdefault("max_examples", 0)  # they took all
+        found.setdefault("max_examples", 0)  # earlier versions took all examples
     for old in configuration.keys() & _MOVED.keys():
         value, names, default = configuration[old], _MOVED[old], "default"
         if old == "damping" and "cohort" in configuration:
-            # Rounds had a damping of K-FAC only, 1 if nothing was asked: the library's.
+            # Experiments in rounds had only K-FAC's damping, with the library's default of 1.
             names, default = ("fedfisher_kfac.damping",), 1
         for name in names:
             method, _, option = name.rpartition(".")

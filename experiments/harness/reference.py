@@ -1,4 +1,4 @@
-"""Clients that the FedFisher authors' PyTorch code trained, as a file, in our layout.
+"""Read clients that the FedFisher authors' PyTorch code trained, in the layout of flax.
 
 A file holds `client{i}/L` for each client i and each layer L of LeNet or the CNN, weights in
 PyTorch's layout; `partition_indices` and `partition_sizes`, the training examples of each client
@@ -11,23 +11,22 @@ from typing import NamedTuple
 import numpy as np
 
 import fisherjax as fj
-from fisherjax.typing import Params
 
 LAYERS = {"conv1": "conv1", "conv2": "conv2", "fc1": "dense1", "fc2": "dense2", "fc3": "dense3"}
-"""The authors' names of layers, and ours."""
+"""Names of layers in the authors' code and here."""
 
 
 class Reference(NamedTuple):
-    """The authors' clients: models [M, ...], rows of the training data, and the whole file."""
+    """The authors' clients: models [M, ...], rows of the training data, and all arrays."""
 
-    params: Params
+    params: fj.typing.Params
     partition: list[np.ndarray]
     validation: np.ndarray
     arrays: dict[str, np.ndarray]
 
 
 def load(path: Path) -> Reference:
-    """Read the authors' clients; a ValueError names what is missing in a file or does not fit."""
+    """Read the authors' clients; a ValueError names arrays that are missing or do not fit."""
     arrays = fj.files.load_arrays(path)
     needed = ["partition_indices", "partition_sizes", "validation_indices"]
     sizes = arrays.get("partition_sizes", [])
@@ -56,12 +55,12 @@ def load(path: Path) -> Reference:
 
 
 def channels(arrays: dict[str, np.ndarray], name: str) -> int:
-    """Count the channels of what a layer flattens: the first dense one sees images."""
+    """Return the channels of a layer's inputs; the first dense layer flattens images."""
     return arrays["client0/conv2"].shape[0] if name == "fc1" else arrays[f"client0/{name}"].shape[1]
 
 
 def from_torch(weight: np.ndarray, channels: int) -> np.ndarray:
-    """Bring a weight, or anything of its shape, from PyTorch's layout to flax's.
+    """Convert a weight, or an array of its shape, from PyTorch's layout to flax's.
 
     (out, in) becomes (in, out), and (out, in, height, width) becomes (height, width, in, out). The
     inputs of a dense layer may be images with so many channels, flattened: PyTorch does so by

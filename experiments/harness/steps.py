@@ -1,4 +1,4 @@
-"""What a unit of an experiment in one round is made of: training, and rows of what was measured."""
+"""Train the clients of a unit of an experiment in one round, and make the rows of results."""
 
 import time
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from fisherjax.training import Trained
 from fisherjax.typing import Array, Key, Params
 
 Unit = tuple[int | None, int]
-"""(partition seed, seed): what is computed, and written, as a whole. No split: all the data."""
+"""(partition seed, seed), computed and written as a whole; None means all data at one client."""
 
 SERVER = "server_seconds"
-"""The metric of the rows that hold the seconds of the server's half alone, by algorithm."""
+"""The metric of the rows that hold the seconds of the server alone, by algorithm."""
 Progress = Callable[[Any], None]
-"""Told the mean loss after each epoch of training, and before each other step what it is."""
+"""Called with the mean loss after each epoch, and with a description before other steps."""
 
 
 class Merged(NamedTuple):
-    """What one algorithm gave; seconds and bytes as in a row, of the seconds `server` a part."""
+    """The merged model of an algorithm, with seconds in all and of the server, and upload bytes."""
 
     params: Params
     seconds: float
@@ -35,13 +35,13 @@ class Merged(NamedTuple):
 
 
 def start(task: OneRound, seed: int) -> tuple[Params, Key]:
-    """Draw the initial model; return it and the key of everything else."""
+    """Draw the initial model; return it and the key of all other random numbers."""
     init_key, key = jax.random.split(jax.random.key(seed))
     return task.init(init_key), key
 
 
 def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
-    """Return how clients are trained, as options of `fj.training.train` but for the optimiser."""
+    """Return the options of `fj.training.train`, without the optimiser."""
     training = task.config.training
     side_by_side = training.clients_per_chunk
     return {
@@ -52,20 +52,20 @@ def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
 
 
 def measure(task: OneRound, unit: Unit, name: str, model: Merged) -> Row:
-    """Make the row of a merged model."""
+    """Return the row of a merged model's accuracy."""
     accuracy = task.accuracy(model.params, task.test)
     return row_of(name, unit, accuracy, seconds=model.seconds, upload_bytes=model.upload_bytes)
 
 
-def server_row(unit: Unit, name: str, model: Merged) -> Row:
-    """Make the row of the server's seconds."""
+def server_row(unit: Unit, name: str, seconds: float) -> Row:
+    """Return the row of the server's seconds."""
     split, seed = unit
-    return Row(name, seed, 1, "server", SERVER, round(model.server, 4), partition_seed=split)
+    return Row(name, seed, 1, "server", SERVER, round(seconds, 4), partition_seed=split)
 
 
 def row_of(algorithm: str, unit: Unit, accuracy: Any, **more: Any) -> Row:
-    """Make the row of an accuracy on the test data, after one round."""
-    # Within a program of many seeds it is not a number yet.
+    """Return the row of an accuracy on the test data, after one round."""
+    # Inside a compiled program of many seeds the accuracy is traced.
     value = accuracy if fj._core.checks.is_traced(accuracy) else round(float(accuracy), 6)
     split, seed = unit
     return Row(algorithm, seed, 1, "test", "accuracy", value, partition_seed=split, **more)
@@ -80,10 +80,10 @@ def train(
     optimizer: optax.GradientTransformation,
     **changes: int,
 ) -> tuple[Trained, float]:
-    """Train all clients, telling the mean loss of each epoch, and take the seconds.
+    """Train all clients, and return them with the seconds that it took.
 
-    Within a program of many seeds there is nothing to tell before the end: the last epoch's loss,
-    NaN where a model is not finite.
+    `progress` is called with the mean loss of each epoch. Inside a compiled program of many seeds
+    it is called once, with the loss of the last epoch, or NaN if a model is not finite.
     """
     how = {"key": key, "optimizer": optimizer}
     how |= training_options(task, federation) | changes
@@ -113,29 +113,29 @@ def train(
 
 
 def finite(task: OneRound, trained: Trained, federation: Federation) -> tuple[Trained, Array]:
-    """Give the clients that are merged, and weights; refuse or drop what diverged."""
+    """Return the clients that are merged, and weights [M]; raise or drop those that diverged."""
     how = task.config.on_nonfinite
     sound, weights = fj.merging.check_updates(changed(trained), federation.weights, how)
     return trained._replace(**sound), weights
 
 
 def changed(trained: Trained) -> dict[str, Params]:
-    """Give what training changed, which is what clients send of their models, stacked."""
+    """Return the leaves that training changed and clients send, stacked."""
     return {"params": trained.params, "statistics": trained.statistics}
 
 
 def average(trained: Trained, weights: Array) -> Params:
-    """Average clients' models; what is not trained stays as it is, bit for bit."""
+    """Average clients' models; leaves that are not trained stay the same, bit for bit."""
     return trained._replace(**fj.tree.weighted_sum(changed(trained), weights)).whole
 
 
 def upload_bytes(stacked: Any) -> int:
-    """Count the bytes of one client's update."""
+    """Return the size in bytes of one client's upload."""
     return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(stacked))
 
 
 def timed(compute: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, float]:
-    """Compute to the end, and take the seconds."""
-    begun = time.perf_counter()
+    """Compute a result to the end; return it and the seconds that it took."""
+    start = time.perf_counter()
     result = jax.block_until_ready(compute(*arguments, **options))
-    return result, round(time.perf_counter() - begun, 4)
+    return result, round(time.perf_counter() - start, 4)

@@ -1,4 +1,4 @@
-"""One table, wherever it is read: in a terminal, in Markdown, as CSV."""
+"""Write tables for a terminal, in Markdown and as CSV."""
 
 import csv
 import io
@@ -16,14 +16,14 @@ class Table(NamedTuple):
     title: str
     headings: Sequence[str]
     lines: Sequence[Sequence[str]]
-    text: int = 1  # columns on the left that are words; the others are numbers
-    best: int | None = None  # the line that stands out
-    dim: Sequence[int] = ()  # lines that are there to compare with
-    sections: Sequence[int] = ()  # lines after which a terminal shows a rule
+    text: int = 1  # number of columns on the left that hold words; the others hold numbers
+    best: int | None = None  # index of the line that is set in bold
+    dim: Sequence[int] = ()  # indices of the lines of references
+    sections: Sequence[int] = ()  # indices of the lines after which a terminal shows a rule
 
 
 def terminal(table: Table) -> RichTable:
-    """Lay a table out for a terminal."""
+    """Return a table for a terminal."""
     shown = RichTable(
         title=table.title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
     )
@@ -36,7 +36,7 @@ def terminal(table: Table) -> RichTable:
 
 
 def markdown(table: Table, level: int = 1) -> str:
-    """Write a table in Markdown, under its title as a heading of a level."""
+    """Return a table in Markdown, under its title as a heading of the given level."""
     rules = ["---" if place < table.text else "---:" for place in range(len(table.headings))]
     lines = [
         [f"**{cell}**" for cell in line] if place == table.best else line
@@ -47,7 +47,7 @@ def markdown(table: Table, level: int = 1) -> str:
 
 
 def csv_text(columns: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-    """Write lines as CSV; None is an empty cell."""
+    """Return lines as CSV; None becomes an empty cell."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -56,15 +56,22 @@ def csv_text(columns: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Write a mean, with the standard deviation of several values: 1.5 ± 0.7."""
+    """Return the mean as text, with the standard deviation of several values: 1.5 ± 0.7."""
     if not values:
         return "-"
     mean = f"{statistics.fmean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
+def moments(values: Sequence[float]) -> tuple[float | None, float | None, int]:
+    """Return mean and standard deviation of two digits, None where undefined, and the number."""
+    mean = round(statistics.fmean(values), 2) if values else None
+    deviation = round(statistics.stdev(values), 2) if len(values) > 1 else None
+    return mean, deviation, len(values)
+
+
 def quotient(number: float, of: float | None) -> str:
-    """Write a number for each unit of something, as 1.05 or 54.0; a dash where there is none."""
+    """Return number / of as text of three digits, or a dash if `of` is None or not above 0."""
     if of is None or of <= 0:
         return "-"
     found = number / of
@@ -72,7 +79,7 @@ def quotient(number: float, of: float | None) -> str:
 
 
 def size(count: float) -> str:
-    """Write a number of bytes, for example 35.3 kB."""
+    """Return a number of bytes as text, for example 35.3 kB."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -81,6 +88,6 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Round a time for reading: 2 min or 2.0 h."""
+    """Return a time as text, for example 2 min or 2.0 h."""
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""What is learned: the network, the clients that train, and the data that judge."""
+"""Prepare experiments: networks, clients that train, and test data."""
 
 import dataclasses
 import math
@@ -14,15 +14,7 @@ import optax
 import fisherjax as fj
 from experiments.harness import votes
 from experiments.harness.commands import check
-from experiments.harness.config import (
-    MODELS,
-    PLAYS,
-    Data,
-    Federated,
-    OneShot,
-    Training,
-    title,
-)
+from experiments.harness.config import MODELS, PLAYS, Data, Federated, OneShot, Training, title
 from experiments.harness.methods import Images, Method, check_full, methods
 from fisherjax.clients import Federation
 from fisherjax.datasets import Dataset
@@ -30,30 +22,30 @@ from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
 
 _NUM_VALIDATION = 500
 _SPLIT = ("partition", "alpha", "beta", "min_size", "classes_per_client")
-# Compiled once for equal models, whichever task they belong to.
+# Compiled once for equal models of all tasks.
 _accuracy = jax.jit(fj.metrics.accuracy, static_argnums=0, static_argnames="stacked")
 
 
 class OneRound(NamedTuple):
-    """What the units of an experiment share: the same functions and shapes, compiled once."""
+    """The functions and data that all units of an experiment share, so that they compile once."""
 
     config: OneShot
-    model: Model  # on stored images; training may crop and mirror them
-    normalize: Callable[[Array], Array]  # what it does to them first
+    model: Model  # takes stored images; training may crop and mirror them
+    normalize: Callable[[Array], Array]  # the first operation of the model on images
     init: Callable[[Key], Params]
     optimizer: optax.GradientTransformation
     methods: dict[str, Method]
     federations: dict[int, Federation]  # by partition seed
     central: Federation  # all training data at one client
     label_counts: dict[int, np.ndarray]  # by partition seed, [M, C]
-    validation: Callable[[int], Examples]  # by partition seed, for solvers that need some
+    validation: Callable[[int], Examples]  # by partition seed, for solvers that choose by it
     test: Examples
-    accuracy: Callable[..., Array]  # of `metrics`, with this model, compiled
-    voting: votes.Voting | None = None  # where FedOV was asked for
+    accuracy: Callable[..., Array]  # compiled `fj.metrics.accuracy` of this model
+    voting: votes.Voting | None = None  # None without FedOV
 
 
 class Rounds(NamedTuple):
-    """What experiments in rounds learn, and who trains, chooses and is held out."""
+    """The model of experiments in rounds, and clients that train, validate and are held out."""
 
     config: Federated
     model: Model
@@ -62,18 +54,18 @@ class Rounds(NamedTuple):
     train: Federation
     validation: Federation
     held_out: Federation
-    test: Federation  # everybody's, as one client
-    positions: int  # targets of an example, more than one for sequences
-    told: str  # what the data are, in a sentence
+    test: Federation  # the test data of all, as one client
+    positions: int  # number of targets of an example, above one for sequences
+    description: str  # of the data, in one line
 
 
 def one_round(config: OneShot) -> OneRound:
-    """Read the data, split them and build the network; everything that can be refused is here."""
+    """Read the data, split them and build the network; options are refused here."""
     return one_rounds([config])[0]
 
 
 def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
-    """Prepare experiments that differ in splits, seeds and folders; they share what is compiled."""
+    """Prepare experiments that differ in splits, seeds and folders, and share compiled programs."""
     config = configs[0]
     for other in configs:
         split = {option: getattr(other.data, option) for option in _SPLIT}
@@ -89,7 +81,7 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
         for own in configs
     ]
     task = shared(config, train, test)
-    # Federations of equal shapes: padding costs nothing, another shape a compilation.
+    # Federations have equal shapes: padding costs nothing, but another shape is compiled again.
     longest = max(len(rows) for own in partitions for split in own.values() for rows in split)
     return [
         split_up(task._replace(config=own), splits, longest)
@@ -98,7 +90,7 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
 
 
 def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
-    """Build what does not depend on how data are split: the network, methods, measurements."""
+    """Build everything that does not depend on the split: network, methods, measurements."""
     rows = fj.algorithms.METHODS
     names = [name.partition("+")[0] for name in config.merging.algorithms]
     wide = any(rows[name].gives == "wider model" for name in names)
@@ -106,10 +98,10 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     params = jax.eval_shape(init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
     data = jnp.asarray(train.inputs), jnp.asarray(train.targets)
-    judges = Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets))
+    tested = Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets))
     moments = {"mean": tuple(train.mean), "deviation": tuple(train.std)}
     normal = partial(_standardized, **moments) if config.data.normalize else None
-    images = Images(train.inputs.shape[1:], config.data.augment, judges, normal)
+    images = Images(train.inputs.shape[1:], config.data.augment, tested, normal)
     return OneRound(
         config=config,
         model=model,
@@ -121,7 +113,7 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
         central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
         label_counts={},
         validation=partial(_draw_validation, Examples(*data)),
-        test=judges,
+        test=tested,
         accuracy=partial(_accuracy, model),
         voting=_voting(config, train, model, normalize, init),
     )
@@ -134,14 +126,14 @@ def _voting(
     normalize: Callable[[Array], Array],
     init: Callable[[Key], Params],
 ) -> votes.Voting | None:
-    """Make the networks of FedOV, if it was asked for: one output more than there are classes."""
+    """Make the networks of FedOV if it is chosen; they have an additional "unknown" class."""
     asked = votes.names(config.merging.algorithms)
     if not asked:
         return None
     network = MODELS[config.data.model](num_classes=train.num_classes + 1)
     open_init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
     shapes, likelihood = jax.eval_shape(open_init, jax.random.key(0)), fj.likelihoods.categorical
-    # With BatchNorm it trains by itself already, which `open_set` refuses.
+    # `open_set` refuses models with their own training function, which BatchNorm needs.
     plain = fj.networks.model(network, shapes, likelihood, normalize=normalize)
     student = Model(model.apply, fj.likelihoods.categorical)
     given = asked, plain, open_init, normalize, student, init
@@ -153,7 +145,7 @@ def _voting(
 def split_up(
     task: OneRound, splits: dict[int, list[np.ndarray]], longest: int | None = None
 ) -> OneRound:
-    """Give a task its clients, by partition seed; indices are padded to the longest of others."""
+    """Return a task with its clients by partition seed; indices are padded to `longest`."""
     data = task.central.inputs, task.central.targets
 
     def federation(rows: list[np.ndarray]) -> Federation:
@@ -174,18 +166,20 @@ def _on_all_devices(federation: Federation) -> Federation:
 
 
 def rounds(config: Federated) -> Rounds:
-    """Read the data and split them over those who train, choose and are held out."""
+    """Read the data and split them over clients that train, validate and are held out."""
     read = _plays if config.data.dataset == PLAYS else _images
-    model, init, everybody, groups, test, told = read(config)
-    # Each group is numbered from 0: what its clients draw does not depend on who they were.
-    own = [fj.clients.select(everybody, group)._replace(ids=None) for group in groups]
-    own = [_on_all_devices(group) for group in own]
+    model, init, everybody, groups, test, words = read(config)
+    # Each group is numbered from 0, so that random draws do not depend on the original numbers.
+    federations = [fj.clients.select(everybody, group)._replace(ids=None) for group in groups]
+    federations = map(_on_all_devices, federations)
     positions = math.prod(test.targets.shape[1:])
-    return Rounds(config, model, init, optimizer(config.training), *own, test, positions, told)
+    return Rounds(
+        config, model, init, optimizer(config.training), *federations, test, positions, words
+    )
 
 
 def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[np.ndarray]:
-    """Split training data over clients as was asked."""
+    """Partition training data over clients by the options; return the rows of each client."""
     if data.partition == "classes_per_client":
         expected = f"1 to the {train.num_classes} classes of {train.name}"
         check(data, "classes_per_client", expected, lambda owned: owned <= train.num_classes)
@@ -200,7 +194,7 @@ def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[n
 
 @fj._core.caching.cached
 def optimizer(training: Training) -> optax.GradientTransformation:
-    """Make the clients' optimiser, the same object for equal options: nothing compiles again."""
+    """Return the clients' optimiser; equal options give the same object, compiled once."""
     descent = optax.sgd(training.learning_rate, training.momentum or None)
     if training.weight_decay == 0:
         return descent
@@ -208,14 +202,14 @@ def optimizer(training: Training) -> optax.GradientTransformation:
 
 
 def _draw_validation(data: Examples, partition_seed: int) -> Examples:
-    """Draw training images with replacement, the same for all seeds of training."""
+    """Draw training images with replacement; all seeds of training get the same."""
     random = np.random.default_rng((partition_seed, _NUM_VALIDATION))
     rows = random.integers(len(data.targets), size=_NUM_VALIDATION)
     return Examples(data.inputs[rows], data.targets[rows])
 
 
 def _likelihood(training: Training) -> Likelihood:
-    """Say what clients fit: labels as they are, or smoothed."""
+    """Return the likelihood that clients fit, of labels or of smoothed labels."""
     smooth = training.label_smoothing
     return fj.likelihoods.smoothed(smooth) if smooth else fj.likelihoods.categorical
 
@@ -223,9 +217,9 @@ def _likelihood(training: Training) -> Likelihood:
 def _network(
     data: Data, train: Dataset, training: Training, any_width: bool = False
 ) -> tuple[Model, Callable[[Array], Array], Callable[[Key], Params]]:
-    """Make the network on stored images, what it does to them first, and its initial models."""
+    """Return the model of stored images, its normalisation, and its initialiser."""
     network = MODELS[data.model](num_classes=train.num_classes)
-    # Otherwise pixels stay as they are, but for their scale.
+    # Without --normalize, pixels are only scaled.
     channels = len(train.mean)
     raw = train._replace(mean=(0.0,) * channels, std=(1.0,) * channels)
     normalize = fj.datasets.normalizer(train if data.normalize else raw)
@@ -240,7 +234,7 @@ def _network(
 
 
 def _standardized(images: Array, mean: Sequence[float], deviation: Sequence[float]) -> Array:
-    """Normalise pixels that were drawn between 0 and 1, as stored ones are."""
+    """Normalise generated pixels between 0 and 1 as stored images are normalised."""
     return (images - np.float32(mean)) / np.float32(deviation)
 
 
@@ -252,7 +246,7 @@ def _images(config: Federated) -> tuple[Any, ...]:
     everybody = fj.clients.federation(train, rows)
     model, _, init = _network(data, train, config.training)
     tested = fj.clients.federation(test, fj.partition.central(len(test.targets)))
-    groups = _apart(config, np.arange(number), number)
+    groups = _draw_groups(config, np.arange(number), number)
     return model, init, everybody, groups, tested, title(data)
 
 
@@ -266,11 +260,11 @@ def _plays(config: Federated) -> tuple[Any, ...]:
         names = list(dict.fromkeys(plays))
         _, chosen = fj.partition.hold_out(len(names), config.held_out_plays, config.partition_seed)
         away = np.isin(plays, [names[i] for i in chosen])
-        trained, validating, _ = _apart(config, roles[~away], number, personal=0)
+        trained, validating, _ = _draw_groups(config, roles[~away], number, personal=0)
         groups = trained, validating, roles[away]
         transfer = f", transfer to {' and '.join(names[i] for i in chosen)}"
     else:
-        groups, transfer = _apart(config, roles, number), ""
+        groups, transfer = _draw_groups(config, roles, number), ""
     trained, _, held_out = groups
     expected = f"1 to the {len(trained)} roles that train"
     check(config, "cohort", expected, lambda cohort: cohort <= len(trained))
@@ -279,14 +273,14 @@ def _plays(config: Federated) -> tuple[Any, ...]:
     init = jax.jit(lambda key: fj.networks.init(network, key, windows.inputs))
     test = [np.concatenate([windows.partition[client] for client in held_out])]
     counts = f"{len(trained)} roles train, {len(held_out)} are held out"
-    told = f"tiny Shakespeare, {counts}{transfer}"
-    return model, init, everybody, groups, fj.clients.federation(windows, test), told
+    words = f"tiny Shakespeare, {counts}{transfer}"
+    return model, init, everybody, groups, fj.clients.federation(windows, test), words
 
 
-def _apart(
+def _draw_groups(
     config: Federated, clients: np.ndarray, number: int, personal: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw who trains, who validates and who is held out."""
+    """Draw the clients that train, validate and are held out."""
     personal = config.held_out_clients if personal is None else personal
     wanted = config.validation_clients + personal
     if wanted >= len(clients):

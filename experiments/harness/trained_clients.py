@@ -1,4 +1,4 @@
-"""Clients of one round, trained here or read from a file, as studies of their merges use them."""
+"""Train clients of one round or read them from a file, for studies of merges."""
 
 import dataclasses
 from pathlib import Path
@@ -9,54 +9,50 @@ import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import config, limits, reference, steps, tasks
-from experiments.harness.config import Data, Group, Merging, OneShot, Training
-from experiments.harness.progress import bar
-from fisherjax.training import Trained
-from fisherjax.typing import Params
+from experiments.harness import config, limits, progress, reference, steps, tasks
 
 
 @dataclasses.dataclass(frozen=True)
 class Clients:
-    """Which clients are merged."""
+    """The clients that are merged."""
 
-    data: Group[Data] = dataclasses.field(default=Data())
-    training: Group[Training] = dataclasses.field(default=Training())
+    data: config.Group[config.Data] = dataclasses.field(default=config.Data())
+    training: config.Group[config.Training] = dataclasses.field(default=config.Training())
     epochs: int = 30
     """Passes of every client over its own data."""
     partition_seed: int = 0
-    """Of the split."""
+    """Seed of the split."""
     seed: int = 0
-    """Of the initial model and of training."""
+    """Seed of the initial model and of training."""
     reference: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """File of trained clients, see `experiments.reference_clients`; otherwise they are trained."""
+    """File of trained clients, see `experiments.reference_clients`; without it they are trained."""
 
     @classmethod
     def usual(cls, dataset: str | None = None) -> Self:
-        """Return what is run if nothing else is asked: clients as those of one_shot."""
+        """Return the default configuration of a data set, with the clients of one_shot."""
         usual = config.one_shot(dataset)
         return cls(usual.data, usual.training, usual.epochs, usual.partition_seeds[0])
 
 
 def clients(
     asked: Clients, algorithms: tuple[str, ...], console: Console
-) -> tuple[tasks.OneRound, Params, Trained]:
-    """Train clients, or read them."""
-    merging = Merging(algorithms)
+) -> tuple[tasks.OneRound, fj.typing.Params, fj.training.Trained]:
+    """Train clients, or read them; return the task, the initial model and the clients."""
+    merging = config.Merging(algorithms)
     how = {"partition_seeds": (asked.partition_seed,), "seeds": (asked.seed,), "central": False}
-    whole = OneShot(asked.data, asked.training, merging, asked.epochs, **how)
+    whole = config.OneShot(asked.data, asked.training, merging, asked.epochs, **how)
     limits.check_one_shot(whole)
     if asked.reference is not None:
         found = reference.load(asked.reference)
         data = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
         task = tasks.split_up(tasks.shared(whole, *data), {0: found.partition})
         first = jax.tree.map(lambda leaf: leaf[0], found.params)
-        return task, first, Trained(found.params)
+        return task, first, fj.training.Trained(found.params)
     task = tasks.one_round(whole)
     params, key = steps.start(task, asked.seed)
     (federation,) = task.federations.values()
     options = steps.training_options(task, federation)
-    with bar(console) as shown:
+    with progress.bar(console) as shown:
         watched = shown.add_task("training", total=asked.epochs, speed="")
         options["progress"] = lambda *_: shown.advance(watched)
         how = {"key": key, "optimizer": task.optimizer, **options}

@@ -1,11 +1,11 @@
-"""The one-shot table of the FedLPA paper, ours beside theirs, and what it takes to compute it.
+"""Tabulate our results beside the one-shot table of the FedLPA paper.
 
-Their numbers, from Liu, Liu, Ye, Shen, Li, Jiang, Li, "FedLPA: One-shot Federated Learning with
-Layer-Wise Posterior Aggregation", NeurIPS 2024, are in fedlpa_paper.csv: six methods after 200
+The paper's numbers, from Liu, Liu, Ye, Shen, Li, Jiang, Li, "FedLPA: One-shot Federated Learning
+with Layer-Wise Posterior Aggregation", NeurIPS 2024, are in fedlpa_paper.csv: six methods after 200
 epochs (Table 1) and after 10, 20, 50 and 100 (Tables 5 to 8), and FedOV with two classes of MNIST
-a client (Table 11). Each is a mean of 3 seeds in percent with a spread behind its ±, of which the
-paper does not say what it is; FedLPA's and DENSE's are the best on the test data of several
-candidates.
+a client (Table 11). Each is a mean of 3 seeds in percent with a spread after its ±, which the paper
+does not define. For FedLPA and DENSE the paper takes the best of several candidates on the test
+data.
 """
 
 import csv
@@ -14,44 +14,41 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.harness import grids, methods, records
-from experiments.harness.figures import label
-from experiments.harness.grid_runs import WALL
+from experiments.harness import figures, grid_runs, grids, methods, records
 from experiments.harness.names import is_exchanged
-from experiments.harness.tables import Table, csv_text, spread
+from experiments.harness.tables import Table, csv_text, moments, spread
 
 _PAPER = Path(__file__).with_name("fedlpa_paper.csv")
 _ORDER = (
     *("fedlpa", "fedlpa_ea", "fedlpa_gd", "fednova", "scaffold", "fedavg", "fedprox", "dense"),
     *("fedov", "fedfisher_kfac"),
 )
-"""In the paper's order. Others come after them."""
+"""Methods in the paper's order; other methods come after them."""
 _THEIRS = {"dense": "DENSE", "fedov": "FedOV"}
-"""Columns of the paper's numbers even if nobody asked for ours."""
+"""Methods whose published numbers are shown also where ours were not computed."""
 _MOST_EPOCHS = 200
-_NO_MORE: Mapping[str, int] = {}
 
 
 class Published(NamedTuple):
-    """What the paper reports, in percent: a mean of 3 seeds, and what stands behind its ±."""
+    """The paper's mean of 3 seeds and the number after its ±, in percent."""
 
     accuracy: float
     spread: float
 
 
 class Measured(NamedTuple):
-    """What the runs of a cell gave, over all seeds."""
+    """The results of a cell over all seeds."""
 
-    accuracies: dict[str, tuple[float, ...]]  # by algorithm, percent of each seed
-    seconds: float | None  # the median, of all that was computed
-    training: float | None  # of that the part that grows with the epochs
+    accuracies: dict[str, tuple[float, ...]]  # by algorithm, in percent of each seed
+    seconds: float | None  # median time of a whole run
+    training: float | None  # median time of its training, which grows with the epochs
 
 
 Results = dict[grids.Cell, Measured]
 
 
 def published(epochs: int) -> dict[tuple[grids.Cell, str], Published]:
-    """Read the paper's numbers after so many epochs: 10, 20, 50, 100 or 200, none after others."""
+    """Read the paper's numbers after a number of epochs; it has 10, 20, 50, 100 and 200."""
     with open(_PAPER, newline="") as file:
         _, *lines = csv.reader(file)
     return {
@@ -61,33 +58,36 @@ def published(epochs: int) -> dict[tuple[grids.Cell, str], Published]:
     }
 
 
-def measured(rows: Sequence[records.Row], last: Mapping[str, int] = _NO_MORE) -> Measured:
-    """Gather the rows of one cell, of all its seeds: of the first round, or of the last by name."""
+def measured(rows: Sequence[records.Row], last: Mapping[str, int] | None = None) -> Measured:
+    """Gather the rows of one cell over all seeds.
+
+    The accuracy of an algorithm is that of the first round, or of its round in `last`.
+    """
     accuracies: dict[str, tuple[float, ...]] = {}
     training = {row.seed: 0.0 for row in rows}
     for row in rows:
         counts = row.client is None and row.metric == "accuracy"
-        if counts and row.round == last.get(row.algorithm, 1):
+        if counts and row.round == (last or {}).get(row.algorithm, 1):
             accuracies[row.algorithm] = (*accuracies.get(row.algorithm, ()), 100 * row.value)
         if (row.algorithm == "local" and row.client == 0) or methods.trains_its_own(row.algorithm):
             training[row.seed] += row.seconds or 0.0
-    walls = [row.value for row in rows if row.metric == WALL]
+    walls = [row.value for row in rows if row.metric == grid_runs.WALL]
     medians = (statistics.median(own) if own else None for own in (walls, training.values()))
     return Measured(accuracies, *medians)
 
 
 def _columns(algorithms: Sequence[str], paper: Iterable[str]) -> list[str]:
-    """Order algorithms as the paper does, with those of its own that stand beside them anyway."""
+    """Order algorithms as the paper does, with those of its methods that are always shown."""
     shown = {*algorithms, *(name for name in paper if name in _THEIRS)}
     order = [name for name in _ORDER if name in shown]
     return order + [name for name in algorithms if name not in _ORDER]
 
 
 def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) -> Table:
-    """Lay out the table of one data set, "ours ± deviation (theirs)"."""
+    """Return the table of one data set, with cells "ours ± deviation (theirs)"."""
     paper = published(epochs)
     names = _columns(algorithms, [name for cell, name in paper if cell in results])
-    headings = ("", *(_THEIRS.get(name) or label(name) for name in names), "seconds")
+    headings = ("", *(_THEIRS.get(name) or figures.label(name) for name in names), "seconds")
     body = []
     for cell, own in results.items():
         seconds = "-" if own.seconds is None else f"{own.seconds:.0f}"
@@ -99,7 +99,7 @@ def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) 
 def footnote(
     tables: Sequence[Table], algorithms: Sequence[str], epochs: int, num_seeds: int, choose: str
 ) -> str:
-    """Say what the tables hold; `choose` is how ours were, as in `config.Merging`."""
+    """Return the note that explains the tables; `choose` is the option of `config.Merging`."""
     shown = {heading for table in tables for heading in table.headings}
     theirs = [own for name, own in _THEIRS.items() if name not in algorithms and own in shown]
     verb = "is" if len(theirs) == 1 else "are"
@@ -127,7 +127,7 @@ def footnote(
 
 
 def extrapolation(results: Results, epochs: int, num_seeds: int) -> str:
-    """Say how long the same cells would take with the paper's epochs; only training grows."""
+    """Return a sentence that extrapolates the time of the same cells to the paper's epochs."""
     timed = [own for own in results.values() if own.seconds is not None]
     if not timed:
         return ""
@@ -142,15 +142,13 @@ def extrapolation(results: Results, epochs: int, num_seeds: int) -> str:
 
 
 def as_csv(results: Results, algorithms: Sequence[str], epochs: int) -> str:
-    """Write the table as CSV, a line for each cell and algorithm."""
+    """Return the table as CSV, with a line for each cell and algorithm."""
     paper, lines = published(epochs), []
-    for cell, own in results.items():
+    for cell, found in results.items():
         for name in _columns(algorithms, [name for other, name in paper if other == cell]):
-            values = own.accuracies.get(name, ())
-            mean = round(statistics.fmean(values), 2) if values else None
-            deviation = round(statistics.stdev(values), 2) if len(values) > 1 else None
+            values = moments(found.accuracies.get(name, ()))
             theirs = paper.get((cell, name), (None, None))
-            lines.append((*cell, name, epochs, mean, deviation, len(values), *theirs))
+            lines.append((*cell, name, epochs, *values, *theirs))
     more = ("algorithm", "epochs", "mean", "std", "runs", "paper", "paper_spread")
     return csv_text((*grids.Cell._fields, *more), lines)
 

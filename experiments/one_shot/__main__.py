@@ -1,20 +1,17 @@
-"""Train clients apart, then merge their models in one round, in every way that was asked for.
+"""Train clients independently, then merge their models in one round by each chosen algorithm.
 
 Each client trains on its own part of a data set. Every algorithm then merges the same trained
-clients into one model, beside three references: the clients' own models (local), the mean of their
-outputs (ensemble) and a model trained on all the data (central), the ceiling. Without any option
-this is the digits demo, which takes seconds and needs no download.
+clients into one model. Three references stand beside the merged models: the clients' own models
+(local), the mean of their outputs (ensemble), and a model trained on all the data (central), the
+ceiling. Without any option this is the digits demo, which takes seconds and needs no download.
 
-A run leaves in its folder: config.json, all that is needed to run it again; results.csv, one row
-for each number; label_counts.csv, who owns which label; summary.md, the table; accuracy.png, the
-figure, and rounds.png if rounds follow. An interrupted run keeps what it finished, and continues
-when the same command is given again.
+A run writes into its folder: config.json, which is needed to run it again; results.csv with one row
+for each number; label_counts.csv with the labels of each client; summary.md with the table;
+accuracy.png, and rounds.png if rounds follow. The same command continues an interrupted run.
 """
 
 import dataclasses
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -36,16 +33,9 @@ from experiments.one_shot import vmapped_seeds
 PROGRAM = "experiments.one_shot"
 
 
-def parse(arguments: Sequence[str]) -> config.OneShot:
-    """Read the command line and check it; `out` is filled in."""
-    asked = commands.read(arguments, PROGRAM, __doc__, config.one_shot)
-    limits.check_one_shot(asked)
-    return dataclasses.replace(asked, out=asked.out or Path("runs") / config.name(asked))
-
-
-@commands.command(PROGRAM)
-def main(arguments: Sequence[str], console: Console) -> None:
-    asked = parse(arguments)
+@commands.command(PROGRAM, __doc__, config.one_shot, limits.check_one_shot)
+def main(asked: config.OneShot, console: Console) -> None:
+    asked = dataclasses.replace(asked, out=asked.out or Path("runs") / config.name(asked))
     with records.folder(asked.out):
         default = config.one_shot(asked.data.dataset)
         rows = records.resume(asked.out, asked, default, records.ONE_SHOT)
@@ -58,7 +48,7 @@ def main(arguments: Sequence[str], console: Console) -> None:
 def _execute(
     task: tasks.OneRound, rows: list[records.Row], missing: list[Unit], console: Console
 ) -> list[records.Row]:
-    """Compute the missing units, and write the rows after each, or after each split's."""
+    """Compute the missing units, and write the rows after each unit, or after each split."""
     asked = task.config
     whole = vmapped_seeds.program(task) if asked.seeds_together else None
     groups = vmapped_seeds.groups(missing) if whole else [[unit] for unit in missing]
@@ -89,4 +79,4 @@ def _execute(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,11 +1,10 @@
-"""Draw the README's figure: what merging makes of five LeNets, from the record of one experiment.
+"""Draw the README's figure, the accuracies of merging five LeNets, from a recorded experiment.
 
     python -m experiments.one_shot.headline
 
-It reads experiments/results/mnist_lenet/results.csv, computes nothing, and takes seconds.
+It reads experiments/results/mnist_lenet/results.csv, trains nothing, and takes seconds.
 """
 
-import sys
 from pathlib import Path
 
 from experiments.harness import accuracies, records
@@ -23,7 +22,7 @@ SHOWN = {
     "local": "no merge: one of the five, on average",
     "central": "one LeNet trained on all the data",
 }
-"""What is drawn, from the top, and what it is called."""
+"""Algorithms that are drawn, from the top, and their labels."""
 
 
 def main(record: Path = RECORD) -> None:
@@ -36,4 +35,4 @@ def main(record: Path = RECORD) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,8 @@
-"""The seeds of a split in one program: nothing comes back before all of them are measured.
+"""Compute all seeds of a split in one program.
 
-What is computed is what `one_round.run` computes, and its rows are these, but for the seconds of
-the parts: there are no parts. Seeds are side by side as clients are elsewhere, and spread over the
-devices, each with all of its clients.
+The program computes what `one_round.run` computes and returns the same rows, without the seconds of
+its phases. Seeds are computed side by side and spread over the devices, each seed with all of its
+clients.
 """
 
 import itertools
@@ -15,25 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import fisherjax as fj
-from experiments.harness import memory, one_round, steps
+from experiments.harness import memory, one_round, records, steps, tasks
 from experiments.harness.memory import Need
-from experiments.harness.records import Row
-from experiments.harness.steps import Unit
-from experiments.harness.tasks import OneRound
-from fisherjax import parallel
 from fisherjax.algorithms import Stages
-from fisherjax.devices import replicate
-from fisherjax.parallel import Spread
 from fisherjax.typing import Array, Examples
 
 
 @jax.tree_util.register_static
-class _Named(Row):
-    """What a number is of: a row without its number, which a compiled program keeps."""
+class _Named(records.Row):
+    """A row without its value, which a compiled program keeps as a static label."""
 
 
 class _Given(NamedTuple):
-    """The arrays that a program needs besides the seed."""
+    """The arrays that a program takes besides the seed."""
 
     federation: fj.clients.Federation
     test: Examples
@@ -41,23 +35,23 @@ class _Given(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The units of a split: computed at once, and their memory predicted."""
+    """Functions that compute the units of a split at once, and predict their memory."""
 
-    run: Callable[[Sequence[Unit]], list[Row]]
-    memory: Callable[[Sequence[Unit]], Need]
+    run: Callable[[Sequence[steps.Unit]], list[records.Row]]
+    memory: Callable[[Sequence[steps.Unit]], Need]
 
 
-def groups(units: Iterable[Unit]) -> list[list[Unit]]:
-    """List the units of each split together; the ceilings, on all data, are the last."""
+def groups(units: Iterable[steps.Unit]) -> list[list[steps.Unit]]:
+    """Group the units by split; the ceilings, on all data, are the last group."""
     ordered = sorted(units, key=lambda unit: (unit[0] is None, unit[0] or 0, unit[1]))
     return [list(own) for _, own in itertools.groupby(ordered, key=lambda unit: unit[0])]
 
 
-def program(task: OneRound) -> Program:
-    """Make one program of everything that a seed asks for, compiled once for all splits.
+def program(task: tasks.OneRound) -> Program:
+    """Make one program of all steps of a seed, compiled once for all splits.
 
     Raises:
-        ValueError: If something that was asked for is no part of a program.
+        ValueError: If an algorithm cannot be part of one program.
     """
     _refuse(task)
     asked, mesh = task.config.seeds_together, task.central.mesh
@@ -70,7 +64,7 @@ def program(task: OneRound) -> Program:
             own = own._replace(central=given.federation, federations={})
         else:
             own = own._replace(federations={0: given.federation}, central=None)
-        # Other steps are told as words.
+        # Other steps call it with a description.
         tell = lambda now: None if isinstance(now, str) else losses.append(now)  # noqa: E731
         rows = [row for row in one_round.run(own, unit, tell) if row.metric != steps.SERVER]
         nameless = {"value": 0.0, "seconds": None, "seed": 0, "partition_seed": None}
@@ -78,32 +72,32 @@ def program(task: OneRound) -> Program:
         return named, jnp.stack(losses)
 
     @partial(jax.jit, static_argnums=0)
-    def all_seeds(central: bool, seeds: Array, given: _Given) -> Spread:
+    def all_seeds(central: bool, seeds: Array, given: _Given) -> fj.parallel.Spread:
         how = {"clients_per_chunk": min(asked, len(seeds)), "mesh": mesh}
-        return parallel.spread_clients(partial(one, central=central), seeds, given, **how)
+        return fj.parallel.spread_clients(partial(one, central=central), seeds, given, **how)
 
-    def arguments(units: Sequence[Unit]) -> tuple[bool, Array, _Given]:
+    def arguments(units: Sequence[steps.Unit]) -> tuple[bool, Array, _Given]:
         split = units[0][0]
         federation = task.central if split is None else task.federations[split]
         validation = None if split is None else task.validation(split)
         given = _Given(federation, task.test, validation)
         seeds = np.array([seed for _, seed in units], np.uint32)
-        # A seed has all of its clients on one device.
-        return split is None, *replicate((seeds, given), mesh)
+        # All clients of a seed are on one device.
+        return split is None, *fj.devices.replicate((seeds, given), mesh)
 
-    def run(units: Sequence[Unit]) -> list[Row]:
+    def run(units: Sequence[steps.Unit]) -> list[records.Row]:
         found = all_seeds(*arguments(units))
-        numbers, losses = jax.device_get(parallel.in_order(found, mesh))
+        numbers, losses = jax.device_get(fj.parallel.in_order(found, mesh))
         check(units, numbers, losses, task.config.training.learning_rate)
         return [
-            Row(*name)._replace(
+            records.Row(*name)._replace(
                 value=round(float(values[place]), 6), seed=seed, partition_seed=split
             )
             for place, (split, seed) in enumerate(units)
             for name, values in numbers
         ]
 
-    def predict(units: Sequence[Unit]) -> Need:
+    def predict(units: Sequence[steps.Unit]) -> Need:
         found = fj.devices.memory(all_seeds, *arguments(units))
         step, side_by_side = "all that a seed asks for", min(asked, len(units))
         how = {"option": "seeds-together", "fewer": "Leave --seeds-together out"}
@@ -113,12 +107,12 @@ def program(task: OneRound) -> Program:
 
 
 def check(
-    units: Sequence[Unit],
-    numbers: Sequence[tuple[Row, np.ndarray]],
+    units: Sequence[steps.Unit],
+    numbers: Sequence[tuple[records.Row, np.ndarray]],
     losses: np.ndarray,
     learning_rate: float,
 ) -> None:
-    """Refuse what is not finite, which a program cannot: losses [S, trainings], numbers [S]."""
+    """Raise if losses [S, trainings] or numbers [S] are not finite, which a program cannot do."""
     for place, (_, seed) in enumerate(units):
         if not np.isfinite(losses[place]).all():
             raise ValueError(
@@ -134,8 +128,8 @@ def check(
             )
 
 
-def _refuse(task: OneRound) -> None:
-    """Refuse what is computed in several programs, or by the host."""
+def _refuse(task: tasks.OneRound) -> None:
+    """Refuse algorithms that need several programs or the host."""
     made = {name: own.server(None) for name, own in task.methods.items()}
     several = [name for name, method in made.items() if isinstance(method.aggregate, Stages)]
     host = [name for name, method in made.items() if method.gives == "wider model"]

@@ -1,23 +1,24 @@
-"""Digits of five looks, each a client's own: made of MNIST, CIFAR-10, scikit-learn and fonts."""
+"""Make domains of digits, one for each client, from MNIST, CIFAR-10, scikit-learn and fonts."""
 
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
 import fisherjax as fj
 from experiments.harness import figures
-from fisherjax.datasets import Dataset
 
 SIZE = 28
-"""Of all images, in pixels, which have three channels."""
+"""Height and width of all images, which have three channels."""
 Images = tuple[np.ndarray, np.ndarray]  # uint8 [N, 28, 28, 3], labels [N]
 
 
 class Domain(NamedTuple):
-    """What one client sees, to train on and to be judged by."""
+    """The training and test images of one client."""
 
     name: str
     train: Images
@@ -27,14 +28,18 @@ class Domain(NamedTuple):
 def domains(
     names: Sequence[str], number: int, tested: int, seed: int, data_dir: Path | None
 ) -> list[Domain]:
-    """Make so many images of each domain to train on, and up to so many to test.
+    """Make `number` training images of each domain, and at most `tested` test images.
 
-    mnist: as it is. mnist_m: |patch of a photograph - digit|, as Ganin et al., JMLR 2016, who take
-    those of BSDS500 where this takes CIFAR-10's. fonts: drawn from the fonts that matplotlib has,
-    anywhere, turned and coloured, as the Synthetic Digits there. scans: scikit-learn's digits of
-    8 x 8 pixels enlarged, which have the look of USPS. coloured: MNIST in random colours, half of
-    it inverted, with noise. svhn_cropped: where it is prepared. No two domains share an image of
-    MNIST.
+    - mnist: unchanged.
+    - mnist_m: |patch of a photograph - digit|, as in Ganin et al., JMLR 2016, with photographs of
+      CIFAR-10 in place of BSDS500.
+    - fonts: digits in the fonts of matplotlib, shifted, rotated and coloured, like the Synthetic
+      Digits of the same paper.
+    - scans: scikit-learn's digits of 8 x 8 pixels, enlarged, which look like USPS.
+    - coloured: MNIST in random colours, half of it inverted, with noise.
+    - svhn_cropped: if it is prepared.
+
+    No two domains share an image of MNIST.
     """
     found, halves = [], {}
     for name in names:
@@ -64,20 +69,18 @@ def domains(
 
 
 def draw(found: Sequence[Domain], path: Path) -> None:
-    """Draw two samples of each digit and domain."""
+    """Draw two samples of each digit of each domain."""
     figure, axes = figures.canvas(9, 0.95 * len(found), 1, len(found), squeeze=False)
     for domain, panel in zip(found, axes[:, 0], strict=True):
         images, labels = domain.train
         rows = [row for label in range(10) for row in np.flatnonzero(labels == label)[:2]]
-        panel.imshow(np.concatenate(images[rows], axis=1))
-        panel.set(xticks=[], yticks=[])
-        panel.set_ylabel(domain.name, rotation=0, ha="right", va="center")
+        figures.image(panel, np.concatenate(images[rows], axis=1), domain.name)
         panel.spines[:].set_visible(False)
     figures.save(figure, path)
 
 
-def _shares(both: Sequence[Dataset], kinds: Sequence[str], seed: int) -> dict[str, Any]:
-    """Give every kind a share of MNIST's training images and one of its test images."""
+def _shares(both: Sequence[fj.datasets.Dataset], kinds: Sequence[str], seed: int) -> dict[str, Any]:
+    """Return for each kind its share of MNIST's training images and of its test images."""
     shares = []
     for data in both:
         rows = np.random.default_rng(seed).permutation(len(data.targets))
@@ -86,26 +89,19 @@ def _shares(both: Sequence[Dataset], kinds: Sequence[str], seed: int) -> dict[st
     return dict(zip(kinds, zip(*shares, strict=True), strict=True))
 
 
-def _grey(source: Any, images: np.ndarray, labels: Any, photos: Any) -> np.ndarray:
-    del source, labels, photos
+def _grey(_: Any, images: np.ndarray, *__: Any) -> np.ndarray:
     return np.repeat(images, 3, axis=-1)
 
 
-def _blended(source: Any, images: np.ndarray, labels: Any, photos: Dataset) -> np.ndarray:
-    del labels
+def _blended(source: Any, images: np.ndarray, _: Any, photos: fj.datasets.Dataset) -> np.ndarray:
     chosen = source.integers(0, len(photos.targets), len(images))
     tops, lefts = source.integers(0, 32 - SIZE + 1, (2, len(images)))
-    patches = np.stack(
-        [
-            photos.inputs[n, top : top + SIZE, left : left + SIZE]
-            for n, top, left in zip(chosen, tops, lefts, strict=True)
-        ]
-    )
-    return np.abs(patches.astype(float) - images)
+    corners = zip(chosen, tops, lefts, strict=True)
+    patches = [photos.inputs[n, y : y + SIZE, x : x + SIZE] for n, y, x in corners]
+    return np.abs(np.stack(patches).astype(float) - images)
 
 
-def _coloured(source: Any, images: np.ndarray, labels: Any, photos: Any) -> np.ndarray:
-    del labels, photos
+def _coloured(source: Any, images: np.ndarray, *_: Any) -> np.ndarray:
     back, ink = _two_colours(source, len(images))
     share = images / 255
     inverted = source.random(len(images)) < 0.5
@@ -117,7 +113,7 @@ def _coloured(source: Any, images: np.ndarray, labels: Any, photos: Any) -> np.n
 def _two_colours(source: Any, number: int) -> np.ndarray:
     """Draw pairs of colours [2, number, 3] that can be told apart."""
     colours = source.integers(0, 256, (2, number, 3)).astype(float)
-    # Luminances at least 80 apart: too close ones are moved to either end.
+    # Brightnesses that are less than 80 apart are moved to either end.
     bright = colours.mean(-1)
     close = np.abs(bright[0] - bright[1]) < 80
     high = np.where(bright[0] > bright[1], 0, 1)
@@ -127,26 +123,17 @@ def _two_colours(source: Any, number: int) -> np.ndarray:
     return colours
 
 
-def _enlarged(source: Any, images: np.ndarray, labels: Any, photos: Any) -> np.ndarray:
-    from PIL import Image
-
-    del source, labels, photos
-    inner, border = 20, (SIZE - 20) // 2
-    large = [
-        np.asarray(Image.fromarray(x[..., 0].astype(np.uint8)).resize((inner, inner), 3))
-        for x in images
-    ]
-    padded = np.pad(np.stack(large), ((0, 0), (border, border), (border, border)))
+def _enlarged(_: Any, images: np.ndarray, *__: Any) -> np.ndarray:
+    border = (SIZE - 20) // 2
+    small = (Image.fromarray(x[..., 0].astype(np.uint8)) for x in images)
+    large = np.stack([np.asarray(x.resize((20, 20), Image.Resampling.BICUBIC)) for x in small])
+    padded = np.pad(large, ((0, 0), (border, border), (border, border)))
     return np.repeat(padded[..., None], 3, axis=-1)
 
 
-def _written(source: Any, images: Any, labels: np.ndarray, photos: Any) -> np.ndarray:
-    import matplotlib
-    from PIL import Image, ImageDraw, ImageFont
-
-    del images, photos
+def _written(source: Any, _: Any, labels: np.ndarray, __: Any) -> np.ndarray:
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    # Text fonts: those of mathematical symbols have no digits, or others.
+    # Fonts of mathematical symbols are left out, because they lack digits or draw others.
     paths = sorted(p for p in folder.glob("*.ttf") if p.name.startswith(("DejaVu", "STIXGeneral")))
     paths = [p for p in paths if "Display" not in p.name]
     colours, drawn = _two_colours(source, len(labels)), []
@@ -162,9 +149,8 @@ def _written(source: Any, images: Any, labels: np.ndarray, photos: Any) -> np.nd
     return drawn + source.normal(0, 8, drawn.shape)
 
 
-def _photographed(source: Any, images: np.ndarray, labels: Any, photos: Any) -> np.ndarray:
-    """Take the middle of larger photographs."""
-    del source, labels, photos
+def _photographed(_: Any, images: np.ndarray, *__: Any) -> np.ndarray:
+    """Return the middle of larger photographs."""
     top, left = ((edge - SIZE) // 2 for edge in images.shape[1:3])
     return images[:, top : top + SIZE, left : left + SIZE]
 
@@ -178,4 +164,4 @@ _DRAWN: dict[str, Callable[..., np.ndarray]] = {
     "svhn_cropped": _photographed,
 }
 LOOKS = tuple(_DRAWN)
-"""Domains that can be asked for."""
+"""Names of the domains."""

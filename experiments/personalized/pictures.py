@@ -1,117 +1,102 @@
-"""Tables and figures of methods that make a model for each client."""
+"""Draw tables and figures of methods that train a model for each client."""
 
 import csv
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from experiments.harness import figures, records, tables
 from experiments.personalized import settings
-from experiments.personalized.runs import World
-from experiments.personalized.settings import Config, Point
+from experiments.personalized.runs import Population
+from experiments.personalized.settings import Config, Measurement
 
 
 def label(name: str, temperature: float | None) -> str:
-    """Say what a method is called, with its temperature if it has one."""
-    told = settings.methods()[name].label
-    return told if temperature is None else f"{told}, tau {temperature:g}"
+    """Return the label of a method, with its temperature if it has one."""
+    words = settings.methods()[name].label
+    return words if temperature is None else f"{words}, tau {temperature:g}"
 
 
-def _methods(points: Sequence[Point], split: str, asked: Config) -> list[tuple]:
-    """List what was judged, (name, temperature), in the order of the command."""
-    own = {
-        (p.algorithm, p.temperature)
-        for p in points
-        if p.split == split and not p.held and _is_main(p, asked)
-    }
+def _by_method(
+    found: Sequence[Measurement], split: str, asked: Config
+) -> dict[tuple[str, float | None], list[Measurement]]:
+    """Group tests of a split by method and temperature, in the order of the command."""
+    groups: dict[tuple[str, float | None], list[Measurement]] = {}
+    main = split, False, asked.epochs, asked.rounds
+    for one in found:
+        if (one.split, one.held, one.epochs, one.rounds) == main:
+            groups.setdefault((one.algorithm, one.temperature), []).append(one)
     order = asked.algorithms.index
-    return sorted(own, key=lambda one: (order(one[0]), -(one[1] or 0)))
+    return dict(sorted(groups.items(), key=lambda own: (order(own[0][0]), -(own[0][1] or 0))))
 
 
-def _is_main(point: Point, asked: Config) -> bool:
-    return (point.epochs, point.rounds) == (asked.epochs, asked.rounds)
-
-
-def _values(points: Sequence[Point], split: str, one: tuple, asked: Config) -> list[Point]:
-    return [
-        p
-        for p in points
-        if (p.split, p.algorithm, p.temperature) == (split, *one)
-        and not p.held
-        and _is_main(p, asked)
-    ]
-
-
-def table(asked: Config, points: Sequence[Point], split: str, names: Sequence[str]) -> tables.Table:
-    """Lay out accuracies at the end in %, mean and deviation over seeds; of few clients each."""
-    each = names if len(names) <= 8 else []
+def table(
+    asked: Config, found: Sequence[Measurement], split: str, names: Sequence[str]
+) -> tables.Table:
+    """Return final accuracies in %, mean and deviation over seeds; of each client if few."""
+    each = range(len(names) if len(names) <= 8 else 0)
     lines, means = [], []
-    for one in _methods(points, split, asked):
-        own = [p for p in _values(points, split, one, asked) if p.round == asked.rounds]
-        found = [[100 * p.accuracy for p in own if p.client == place] for place in range(len(each))]
-        whole = [100 * p.accuracy for p in own if p.client is None]
-        # The worst served client matters as much as the mean.
+    for method, ones in _by_method(found, split, asked).items():
+        last = [x for x in ones if x.round == asked.rounds]
+        whole = [100 * x.accuracy for x in last if x.client is None]
+        of_clients = [[100 * x.accuracy for x in last if x.client == client] for client in each]
         worst = [
-            100 * min(p.accuracy for p in own if p.seed == seed and p.client is not None)
-            for seed in sorted({p.seed for p in own})
+            100 * min(x.accuracy for x in last if x.seed == seed and x.client is not None)
+            for seed in sorted({x.seed for x in last})
         ]
         means.append(statistics.fmean(whole))
-        cells = [tables.spread(values) for values in (*found, whole, worst)]
-        lines.append((label(*one), *cells))
+        cells = [tables.spread(values) for values in (*of_clients, whole, worst)]
+        lines.append((label(*method), *cells))
     title = f"{asked.table}, {split}: accuracy in % after {asked.rounds} rounds, own test data"
-    headings = ("method", *each, "mean", "worst client")
+    headings = ("method", *names[: len(each)], "mean", "worst client")
     return tables.Table(title, headings, lines, best=int(np.argmax(means)) if means else None)
 
 
-def epochs_table(asked: Config, points: Sequence[Point]) -> tables.Table:
-    """Lay out federated averaging with more local epochs, over rounds: table 3."""
-    own = [p for p in points if p.rounds == asked.table3_rounds and p.algorithm == "fedavg"]
-    own = [p for p in own if p.epochs in asked.table3 and p.client is None and not p.held]
-    rounds = sorted({p.round for p in own})
+def epochs_table(asked: Config, found: Sequence[Measurement]) -> tables.Table:
+    """Return the accuracies of FedAvg over local epochs and rounds: table 3."""
+    percent: dict[tuple[int, int], list[float]] = {}
+    for one in found:
+        is_fedavg = (one.algorithm, one.rounds) == ("fedavg", asked.table3_rounds)
+        if is_fedavg and one.epochs in asked.table3 and one.client is None and not one.held:
+            percent.setdefault((one.epochs, one.round), []).append(100 * one.accuracy)
+    rounds = sorted({number for _, number in percent})
     lines = [
-        (
-            str(epochs),
-            *(
-                tables.spread([100 * p.accuracy for p in own if (p.epochs, p.round) == (epochs, r)])
-                for r in rounds
-            ),
-        )
+        (str(epochs), *(tables.spread(percent.get((epochs, number), [])) for number in rounds))
         for epochs in asked.table3
     ]
     title = f"{asked.table}: FedAvg with more local epochs, accuracy in % after so many rounds"
     return tables.Table(title, ("local epochs", *map(str, rounds)), lines)
 
 
-def draw_accuracies(asked: Config, points: Sequence[Point], path: Path) -> None:
-    """Draw accuracy over rounds, and every client's at the end as a dot."""
+def draw_accuracies(asked: Config, found: Sequence[Measurement], path: Path) -> None:
+    """Draw mean accuracy over rounds, and the final accuracy of every client as a dot."""
     rows = len(asked.splits)
-    figure, axes = figures.canvas(11, 4.2 * rows, 2, rows, squeeze=False)
+    figure, axes = figures.canvas(11, 4.2 * rows, 2, rows, grid="x", squeeze=False)
     colours = _colours(asked)
     for split, (over, dots) in zip(asked.splits, axes, strict=True):
-        found = _methods(points, split, asked)
-        for place, one in enumerate(found):
-            own = _values(points, split, one, asked)
-            rounds = sorted({p.round for p in own})
-            mean = [
-                100 * statistics.fmean(p.accuracy for p in own if p.round == r and p.client is None)
-                for r in rounds
-            ]
-            # The same colour for one method, the paper's temperature dotted.
-            look = {"color": colours[one[0]], "linestyle": ":" if one[1] == 1 else "-"}
-            over.plot(rounds, mean, label=label(*one), **look)
-            ends = [100 * p.accuracy for p in own if p.client is not None]
+        groups = _by_method(found, split, asked)
+        for place, (method, ones) in enumerate(groups.items()):
+            values: dict[int, list[float]] = {}
+            for one in ones:
+                if one.client is None:
+                    values.setdefault(one.round, []).append(100 * one.accuracy)
+            rounds = sorted(values)
+            # Temperatures of one method share its colour; the paper's temperature is dotted.
+            look = {"color": colours[method[0]], "linestyle": ":" if method[1] == 1 else "-"}
+            means = [statistics.fmean(values[number]) for number in rounds]
+            over.plot(rounds, means, label=label(*method), **look)
+            ends = [100 * one.accuracy for one in ones if one.client is not None]
             spread = place + np.linspace(-0.25, 0.25, len(ends)) if ends else []
             dots.plot(ends, spread, ".", color=look["color"], markersize=4)
             if ends:
                 dots.plot([statistics.fmean(ends)] * 2, [place - 0.4, place + 0.4], color="black")
         over.set(xlabel="round", ylabel="accuracy, %, mean over clients", title=split)
-        over.grid(color=figures.GRID, linewidth=0.8)
-        dots.set_yticks(range(len(found)), [label(*one) for one in found])
+        over.grid(axis="y", color=figures.GRID, linewidth=0.8)
+        dots.set_yticks(range(len(groups)), [label(*method) for method in groups])
         dots.set(xlabel="accuracy of a client, %", title="at the end: dots are clients and seeds")
         dots.invert_yaxis()
-        dots.grid(axis="x", color=figures.GRID, linewidth=0.8)
     figures.legend(figure, axes[:, 0], columns=3, fontsize="small")
     figures.save(figure, path)
 
@@ -123,21 +108,20 @@ def _colours(asked: Config) -> dict[str, str]:
     return {name: palette[order.index(name) % len(palette)] for name in asked.algorithms}
 
 
-def draw_temperatures(points: Sequence[Point], path: Path) -> None:
-    """Draw accuracy on training data held aside over the temperature, by which it is chosen."""
-    ends = [p for p in points if p.held and p.client is None and p.round == p.rounds]
-    figure, panel = figures.canvas(6, 3.6)
-    for name in dict.fromkeys(p.algorithm for p in ends):
-        own = sorted((p.temperature or 0, 100 * p.accuracy) for p in ends if p.algorithm == name)
-        panel.plot(*zip(*own, strict=True), marker="o", label=settings.methods()[name].label)
-    panel.set(xscale="log", xlabel="temperature", ylabel="accuracy, %, held aside")
-    panel.grid(color=figures.GRID, linewidth=0.8)
+def draw_temperatures(found: Sequence[Measurement], path: Path) -> None:
+    """Draw the accuracy on held-out training data, which chooses temperatures, over these."""
+    ends = [x for x in found if x.held and x.client is None and x.round == x.rounds]
+    figure, panel = figures.canvas(6, 3.6, grid="both")
+    for name in dict.fromkeys(x.algorithm for x in ends):
+        curve = sorted((x.temperature or 0, 100 * x.accuracy) for x in ends if x.algorithm == name)
+        panel.plot(*zip(*curve, strict=True), marker="o", label=settings.methods()[name].label)
+    panel.set(xscale="log", xlabel="temperature", ylabel="accuracy, %, held out")
     figures.legend(figure, [panel], columns=2, fontsize="small")
     figures.save(figure, path)
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:
-    """Read the weights of each run, [M, M]."""
+    """Read the weights [M, M] of each run."""
     found: dict[str, list[list[float]]] = {}
     if path.exists():
         with open(path, newline="") as file:
@@ -159,8 +143,8 @@ def keep_weights(path: Path, name: str, weights: np.ndarray) -> None:
     records.write_text(path, tables.csv_text(columns, rows))
 
 
-def draw_weights(asked: Config, worlds: dict[tuple[str, bool], World], out: Path) -> bool:
-    """Draw how clients are mixed, beside how alike their classes are; say whether there is any."""
+def draw_weights(asked: Config, populations: Mapping[str, Population], out: Path) -> bool:
+    """Draw the weights of clients beside the similarity of their classes; return if any were."""
     weights = read_weights(out / "weights.csv")
     if not weights:
         return False
@@ -168,14 +152,13 @@ def draw_weights(asked: Config, worlds: dict[tuple[str, bool], World], out: Path
     most = 1 + max(sum(run.startswith(f"{s}, ") for run in weights) for s in splits)
     figure, axes = figures.canvas(2.6 * most, 3.1 * len(splits), most, len(splits), squeeze=False)
     for split, panels in zip(splits, axes, strict=True):
-        of = worlds[split, False]
+        of = populations[split]
         unit = of.shares / np.linalg.norm(of.shares, axis=1, keepdims=True)
-        own = {run: x for run, x in weights.items() if run.startswith(f"{split}, ")}
-        shown = {f"{split}: classes in common": unit @ unit.T} | own
-        for panel in panels:
+        shown = {f"{split}: classes in common": unit @ unit.T}
+        shown |= {run: x for run, x in weights.items() if run.startswith(f"{split}, ")}
+        for panel in panels[len(shown) :]:
             panel.set_visible(False)
         for panel, (run, matrix) in zip(panels, shown.items(), strict=False):
-            panel.set_visible(True)
             image = panel.imshow(matrix, cmap="Blues", vmin=0, vmax=matrix.max())
             title = run.removeprefix(f"{split}, ")
             for place in (", ", ": ", " (", " + "):

@@ -1,4 +1,4 @@
-"""A model for each client: who the clients are, and a run of rounds among them."""
+"""Make the clients of a split, and run rounds that train a model for each client."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,26 +11,28 @@ import optax
 import fisherjax as fj
 from experiments.personalized import settings
 from experiments.personalized.domains import Domain, domains
-from experiments.personalized.settings import Config, Point, Unit
-from fisherjax.clients import Federation
-from fisherjax.typing import Model, Params
+from experiments.personalized.settings import Config, Measurement, Unit
 
 
-class World(NamedTuple):
+class Population(NamedTuple):
     """Clients with their own training and test data, and the network."""
 
-    model: Model
-    init: Callable[[Any], Params]
-    norms: frozenset[str]  # leaves of normalisations
-    train: Federation
-    test: Federation
-    names: Sequence[str]
-    shares: np.ndarray  # [M, C], of the classes in their training data
+    model: fj.typing.Model
+    init: Callable[[Any], fj.typing.Params]
+    norms: frozenset[str]  # names of the leaves of normalisations
+    train: fj.clients.Federation
+    test: fj.clients.Federation
+    names: Sequence[str]  # of the clients
+    shares: np.ndarray  # [M, C], shares of the classes in the training data of each client
     looks: Sequence[Domain]
 
 
-def world(asked: Config, split: str, held: bool) -> World:
-    """Read the data and split them; with `held` a tenth of everybody's training data judges."""
+Populations = Callable[[str, bool], Population]
+"""The clients of a split, with their test data, or with held-out training data in its place."""
+
+
+def population(asked: Config, split: str, held: bool) -> Population:
+    """Read and split the data; with `held`, a tenth of the training data replaces the test data."""
     looks: list[Domain] = []
     if split == "domains":
         number = asked.examples, asked.tested
@@ -40,7 +42,7 @@ def world(asked: Config, split: str, held: bool) -> World:
         for side in sides:
             images, labels = (np.concatenate(x) for x in zip(*side, strict=True))
             pairs.append((images, labels))
-            ends = np.cumsum([len(own) for _, own in side])[:-1]
+            ends = np.cumsum([len(labels_of_one) for _, labels_of_one in side])[:-1]
             rows.append(np.split(np.arange(len(labels)), ends))
         names = [look.name for look in looks]
         normalize, num_classes = _centred, 10
@@ -52,8 +54,8 @@ def world(asked: Config, split: str, held: bool) -> World:
         normalize, num_classes = fj.datasets.normalizer(train), train.num_classes
     train_rows, test_rows = rows
     if held:
-        test_rows = [own[::10] for own in train_rows]
-        train_rows = [np.delete(own, np.s_[::10]) for own in train_rows]
+        test_rows = [rows[::10] for rows in train_rows]
+        train_rows = [np.delete(rows, np.s_[::10]) for rows in train_rows]
         pairs[1] = pairs[0]
     sides = map(fj.clients.federation, pairs, (train_rows, test_rows))
     counts = fj.partition.label_counts(pairs[0][1], train_rows)
@@ -63,11 +65,11 @@ def world(asked: Config, split: str, held: bool) -> World:
     model = fj.networks.model(network, shapes, fj.likelihoods.categorical, normalize=normalize)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     norms = fj.algorithms.normalizations(model, shapes, pairs[0][0])
-    return World(model, init, norms, *sides, names, shares, looks)
+    return Population(model, init, norms, *sides, names, shares, looks)
 
 
 def _centred(pixels: Any) -> Any:
-    """Scale to [-1, 1], as FedBN's code does for its digits."""
+    """Scale pixels to [-1, 1], as FedBN's code does for its digits."""
     return pixels.astype(jnp.float32) / 127.5 - 1
 
 
@@ -76,21 +78,21 @@ def _by_classes(asked: Config, split: str, train: Any, test: Any) -> list[list[n
         rows = fj.partition.pathological(train, asked.num_clients, asked.classes, seed=0)
     else:
         rows = fj.partition.niid_bench(train, asked.num_clients, asked.beta, seed=0)
-    # Of everybody's own distribution, and only then as many as fit.
+    # First draw test data of each client's own distribution, then take as many as asked for.
     counts = fj.partition.label_counts(train, rows)
     both = [(rows, asked.examples), (fj.partition.in_proportion(test, counts, 0), asked.tested)]
     source = np.random.default_rng(0)
     return [[source.permutation(own)[:most] for own in side] for side, most in both]
 
 
-# One object: programs are known by it.
+# Equal options give the same object, so that nothing compiles again.
 @fj._core.caching.cached
 def _sgd(learning_rate: float, momentum: float) -> optax.GradientTransformation:
     return optax.sgd(learning_rate, momentum or None)
 
 
-def measured(asked: Config, unit: Unit, of: World) -> Iterator[tuple[Point | None, Any]]:
-    """Play a run; yield after each round, with every accuracy that is measured, and the info."""
+def measured(asked: Config, unit: Unit, of: Population) -> Iterator[tuple[list[Measurement], Any]]:
+    """Run the rounds of a unit; yield after each its measurements and the algorithm's info."""
     number = of.train.num_clients
     experiment = fj.rounds.federated(
         of.model,
@@ -104,15 +106,15 @@ def measured(asked: Config, unit: Unit, of: World) -> Iterator[tuple[Point | Non
     first = experiment.init(of.init(start_key), of.train)
     every = max(1, unit.rounds // 10)
     for state, done in fj.rounds.run(experiment, first, of.train, key=key, rounds=unit.rounds):
-        play, points = int(done.number) + 1, []
-        if play == 1 or play % every == 0 or play == unit.rounds:
-            models = experiment.models(state, number)
-            judged = fj.metrics.performance(of.model, models, of.test, stacked=True, batch_size=250)
-            values = [float(judged.mean().accuracy)]
-            # Each client's own at the end only.
-            values += map(float, judged.accuracy) if play == unit.rounds else []
-            points = [
-                Point(*unit, play, place - 1 if place else None, round(value, 6))
-                for place, value in enumerate(values)
+        count, found = int(done.number) + 1, []
+        if count == 1 or count % every == 0 or count == unit.rounds:
+            models, how = experiment.models(state, number), {"stacked": True, "batch_size": 250}
+            tested = fj.metrics.performance(of.model, models, of.test, **how)
+            values = {None: tested.mean().accuracy}
+            # The accuracy of each client is measured after the last round only.
+            values |= dict(enumerate(tested.accuracy)) if count == unit.rounds else {}
+            found = [
+                Measurement(*unit, count, client, round(float(value), 6))
+                for client, value in values.items()
             ]
-        yield points, done.info
+        yield found, done.info

@@ -1,4 +1,4 @@
-"""A model for each client: what is compared, and by which runs."""
+"""Define the methods that are compared, the options, and the runs that compare them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,132 +7,115 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import fisherjax as fj
-from experiments.harness import commands
-from experiments.harness.config import check_name
+from experiments.harness import commands, limits
 from experiments.harness.names import takes
 from experiments.personalized.domains import LOOKS
 from fisherjax.algorithms import Algorithm, Row
-from fisherjax.typing import Model
 
 _WEIGHTED = "weighted_fedavg"
 HEAD = "dense3"
 """The layer of the network that FedPer keeps."""
-# With drawn labels, of few examples: rounds are many.
+# Cheap Fisher information, with drawn labels and few examples, because there are many rounds.
 _CHEAP: dict[str, Any] = {"kind": fj.fisher.sampled, "max_examples": 200}
 
 
-def _by_fisher(structure: Callable, model: Model, temperature: float = 1.0) -> Algorithm:
+def _by_fisher(structure: Callable, model: fj.typing.Model, temperature: float = 1.0) -> Algorithm:
     fisher = partial(structure, kind=_CHEAP["kind"])
     how = {"temperature": temperature, "max_examples": _CHEAP["max_examples"]}
     return fj.algorithms.weighted_fedavg(model, fisher=fisher, **how)
 
 
-def _fedfisher_bn(model: Model, where: frozenset[str] | None = None) -> Algorithm:
+def _fedfisher_bn(model: fj.typing.Model, where: frozenset[str] | None = None) -> Algorithm:
     return fj.algorithms.fedbn(fj.algorithms.fedfisher(model, **_CHEAP), where)
 
 
-def _part_of_fedbn(statistics: bool, model: Model, where: frozenset[str]) -> Algorithm:
+def _part_of_fedbn(statistics: bool, model: fj.typing.Model, where: frozenset[str]) -> Algorithm:
     del model
     chosen = (name for name in where if name.startswith("moments/") == statistics)
     return fj.algorithms.fedbn(where=frozenset(chosen))
 
 
 _HERE = "this study"
-_OWN: dict[str, Any] = {"reads": None, "gives": "model per client"}
+_row = partial(Row, reads=None, gives="model per client")
 BEYOND = {
-    "weighted_fisher": Row(
-        "Weighted FedAvg (diagonal Fishers)",
-        _HERE,
-        "weights and diagonal Fisher",
+    "weighted_fisher": _row(
+        *("Weighted FedAvg (diagonal Fishers)", _HERE, "weights and diagonal Fisher"),
         partial(_by_fisher, fj.fisher.diagonal),
-        **_OWN,
     ),
-    "weighted_kfac": Row(
-        "Weighted FedAvg (K-FAC)",
-        _HERE,
-        "weights and K-FAC factors",
+    "weighted_kfac": _row(
+        *("Weighted FedAvg (K-FAC)", _HERE, "weights and K-FAC factors"),
         partial(_by_fisher, fj.fisher.kfac),
-        **_OWN,
     ),
-    "fedfisher_bn": Row(
-        "FedFisher (K-FAC) + personal BN",
-        _HERE,
-        "weights but for BatchNorm, and K-FAC factors",
+    "fedfisher_bn": _row(
+        *("FedFisher (K-FAC) + personal BN", _HERE, "weights but for BatchNorm, and K-FAC factors"),
         _fedfisher_bn,
-        **_OWN,
     ),
-    # Two halves of FedBN, to see which does what; the first is SiloBN.
-    "fedbn_statistics": Row(
-        "FedBN, scales averaged",
-        "Andreux et al., 2020",
-        "weights but for BatchNorm's statistics",
-        partial(_part_of_fedbn, True),
-        **_OWN,
+    # The two halves of FedBN, to separate their effects; the first is SiloBN.
+    "fedbn_statistics": _row(
+        *("FedBN, scales averaged", "Andreux et al., 2020"),
+        *("weights but for BatchNorm's statistics", partial(_part_of_fedbn, True)),
     ),
-    "fedbn_scales": Row(
-        "FedBN, statistics averaged",
-        _HERE,
-        "weights but for BatchNorm's scales",
+    "fedbn_scales": _row(
+        *("FedBN, statistics averaged", _HERE, "weights but for BatchNorm's scales"),
         partial(_part_of_fedbn, False),
-        **_OWN,
     ),
 }
-"""What the paper does not have."""
+"""Methods that the paper does not have."""
 _PAPERS = ("single_set", "fedavg", "fedper", "fedbn", "weighted_fedavg", "weighted_fedbn")
 SPLITS = ("pathological", "dirichlet", "domains")
 
 
 def methods() -> dict[str, Row]:
-    """List what is compared: no communication, federated averaging, and the personal methods."""
+    """Return the methods: no communication, federated averaging, and the personal methods."""
     first = {name: fj.algorithms.METHODS[name] for name in _PAPERS[:2]}
     return first | fj.algorithms.personal() | BEYOND
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Which clients learn what, in how many rounds."""
+    """Clients, methods, rounds and training."""
 
     table: Literal["cifar10", "cifar100", "digits"] = "digits"
-    """Table 1 of the paper, or tables 2 and 3; also chooses the other defaults."""
+    """Table 1 of the paper, or tables 2 and 3 (digits); also sets the other defaults."""
     splits: tuple[Literal[*SPLITS], ...] = ("domains",)
-    """Clients with some of the classes, with Dirichlet shares of them, or with a look of digits."""
+    """Splits: some classes a client, Dirichlet shares of classes, or one domain a client."""
     algorithms: Annotated[tuple[str, ...], commands.names(methods())] = (
         *_PAPERS,
         *("weighted_fisher", "weighted_kfac", "fedfisher_bn"),
     )
-    """Methods."""
+    """Methods that are compared."""
     num_clients: int = 20
-    """Of the splits by classes."""
+    """Number of clients of the splits by classes."""
     classes: int = 8
-    """Of a client of the pathological split."""
+    """Number of classes of a client in the pathological split."""
     beta: float = 0.8
-    """Of the Dirichlet split: of each class over the clients."""
+    """Dirichlet parameter of the split of each class over the clients."""
     domains: Annotated[tuple[str, ...], commands.names(LOOKS)] = LOOKS[:5]
-    """Of digits, a client each."""
+    """Domains of digits, one for each client."""
     examples: int = 743
-    """Of a client, to train on, at most."""
+    """Largest number of training examples of a client."""
     tested: int = 2000
-    """Of a client, to be judged by, at most."""
+    """Largest number of test examples of a client."""
     rounds: int = 30
-    """Of training and averaging; every client takes part."""
+    """Rounds of training and averaging; every client takes part in each."""
     epochs: int = 1
-    """Of local training in a round."""
+    """Epochs of local training in a round."""
     learning_rate: float = 0.02
-    """Of stochastic gradient descent."""
+    """Step size of SGD."""
     momentum: float = 0.0
-    """Of stochastic gradient descent."""
+    """Momentum of SGD."""
     batch_size: int = 32
-    """Examples of a step."""
+    """Examples of a minibatch."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of the initial model and of training; the split stays, and the first split has them all."""
+    """Seeds of the initial model and of training; splits after the first take the first seed."""
     temperatures: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
-    """Each weighted method takes what is best on training data held aside; 1 is the paper's."""
+    """Temperatures from which held-out training data choose; the paper's is 1."""
     choosing_rounds: int = 10
-    """Of the runs that choose."""
+    """Rounds of the runs that choose temperatures."""
     table3: tuple[int, ...] = (5, 10, 15)
-    """Local epochs, with federated averaging; none leaves table 3 out."""
+    """Local epochs of FedAvg in table 3; none leaves the table out."""
     table3_rounds: int = 10
-    """Of table 3."""
+    """Rounds of table 3."""
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
     out: commands.Folder = Path("runs/personalized")
@@ -140,26 +123,18 @@ class Config:
 
 
 def default(table: str | None = None) -> Config:
-    """Return what is run if nothing else is asked."""
+    """Return the default configuration of a table."""
     table = table or "digits"
-    check_name("table", table, ("cifar10", "cifar100", "digits"))
+    commands.check_name("table", table, ("cifar10", "cifar100", "digits"))
     if table == "digits":
         return Config()
-    return Config(
-        table,
-        ("pathological", "dirichlet"),
-        (*_PAPERS, "weighted_fisher"),
-        classes=8 if table == "cifar10" else 20,
-        examples=250,
-        tested=500,
-        rounds=30,
-        learning_rate=0.05,
-        table3=(),
-    )
+    how = {"classes": 8 if table == "cifar10" else 20, "learning_rate": 0.05, "table3": ()}
+    methods = (*_PAPERS, "weighted_fisher")
+    return Config(table, ("pathological", "dirichlet"), methods, examples=250, tested=500, **how)
 
 
 class Unit(NamedTuple):
-    """What is computed, and written, as a whole."""
+    """One run of rounds, which is computed and written as a whole."""
 
     split: str
     algorithm: str
@@ -167,11 +142,11 @@ class Unit(NamedTuple):
     epochs: int
     seed: int
     rounds: int
-    held: bool  # judged by training data held aside
+    held: bool  # whether clients are tested on held-out training data
 
 
-class Point(NamedTuple):
-    """One accuracy, a fraction; a line of results.csv. Without a client: the mean over clients."""
+class Measurement(NamedTuple):
+    """One accuracy, a fraction; see `studies`. Without a client it is the mean over clients."""
 
     split: str
     algorithm: str
@@ -186,26 +161,27 @@ class Point(NamedTuple):
 
     @property
     def unit(self) -> Unit:
-        """Whose it is."""
+        """The unit that the measurement belongs to."""
         return Unit(*self[:7])
 
 
 def is_weighted(name: str) -> bool:
-    """Say whether a method has a temperature."""
+    """Return whether a method has a temperature."""
     return "temperature" in takes(methods()[name])
 
 
 def _chooser(name: str) -> str:
-    """Name the method whose temperature a method has: how alike clients are does not change.
+    """Return the name of the method whose temperature is also that of the given method.
 
-    Of the paper's two methods, the one that keeps normalisations has the other's.
+    A method that keeps normalisations takes the temperature of weighted FedAvg, because both
+    measure the similarity of clients alike.
     """
     keeps = is_weighted(name) and "where" in takes(methods()[name])
     return _WEIGHTED if keeps else name
 
 
 def choosing(asked: Config) -> list[Unit]:
-    """List the runs that choose temperatures."""
+    """List the runs that choose temperatures, on held-out training data."""
     first = asked.splits[0], asked.seeds[0]
     several = len(asked.temperatures) > 1
     names = dict.fromkeys(_chooser(name) for name in asked.algorithms if is_weighted(name))
@@ -216,24 +192,24 @@ def choosing(asked: Config) -> list[Unit]:
     ]
 
 
-def chosen(asked: Config, points: Sequence[Point]) -> dict[str, float]:
-    """Choose each weighted method's temperature: that of the best accuracy on data held aside."""
-    ends = [p for p in points if p.held and p.client is None and p.round == p.rounds]
+def chosen(asked: Config, measured: Sequence[Measurement]) -> dict[str, float]:
+    """Return each weighted method's temperature, the best on held-out training data."""
+    ends = [x for x in measured if x.held and x.client is None and x.round == x.rounds]
     best = {}
     for name in filter(is_weighted, asked.algorithms):
-        own = {p.temperature: p.accuracy for p in ends if p.algorithm == _chooser(name)}
-        best[name] = max(own, key=own.__getitem__) if own else asked.temperatures[0]
+        found = {x.temperature: x.accuracy for x in ends if x.algorithm == _chooser(name)}
+        best[name] = max(found, key=found.__getitem__, default=asked.temperatures[0])
     return best
 
 
-def judging(asked: Config, temperatures: dict[str, float]) -> list[Unit]:
-    """List the runs that tables are of; only the first split has all seeds."""
+def testing(asked: Config, temperatures: dict[str, float]) -> list[Unit]:
+    """List the runs of the tables; only the first split has all seeds."""
     units = []
     for place, split in enumerate(asked.splits):
         for seed in asked.seeds if place == 0 else asked.seeds[:1]:
             for name in asked.algorithms:
                 values = {temperatures[name]} if is_weighted(name) else {None}
-                # The paper's.
+                # The paper's methods also run with the paper's temperature.
                 values |= {1.0} if is_weighted(name) and name not in BEYOND else set()
                 units += [
                     Unit(split, name, value, asked.epochs, seed, asked.rounds, False)
@@ -246,8 +222,8 @@ def judging(asked: Config, temperatures: dict[str, float]) -> list[Unit]:
     return units
 
 
-def method(unit: Unit, model: Model, norms: frozenset[str]) -> Algorithm:
-    """Make what a unit trains by; `norms` are the leaves of normalisations."""
+def method(unit: Unit, model: fj.typing.Model, norms: frozenset[str]) -> Algorithm:
+    """Make the algorithm of a unit; `norms` are names of the leaves of normalisations."""
     taken = takes(methods()[unit.algorithm])
     options: dict[str, Any] = {"where": norms} if "where" in taken else {}
     if unit.temperature is not None:
@@ -260,22 +236,13 @@ def method(unit: Unit, model: Model, norms: frozenset[str]) -> Algorithm:
 
 
 def check(asked: Config) -> None:
-    """Refuse what cannot be run."""
-    commands.check_list(asked, "splits", "algorithms", "seeds", "temperatures", "domains")
-    for name in asked.algorithms:
-        check_name("algorithms", name, methods())
-    for name in asked.domains:
-        check_name("domains", name, LOOKS)
+    """Refuse options that cannot be run."""
+    limits.check_options(asked)
+    commands.check_names(asked, "algorithms", methods())
+    commands.check_names(asked, "domains", LOOKS)
     fits = ("domains",) if asked.table == "digits" else SPLITS[:2]
     expected = f"{' or '.join(fits)} for --table {asked.table}"
     commands.check(asked, "splits", expected, lambda split: split in fits)
     total = {"digits": 10, "cifar10": 10, "cifar100": 100}[asked.table]
     expected = f"1 to the {total} classes of {asked.table}"
     commands.check(asked, "classes", expected, lambda number: 1 <= number <= total)
-    for option in ("num_clients", "examples", "tested", "rounds", "epochs", "batch_size"):
-        commands.check(asked, option, "1 or more", lambda number: number >= 1)
-    for option in ("choosing_rounds", "table3", "table3_rounds"):
-        commands.check(asked, option, "1 or more", lambda number: number >= 1)
-    for option in ("beta", "learning_rate", "temperatures"):
-        commands.check(asked, option, "a number above 0", lambda x: 0 < x < float("inf"))
-    commands.check(asked, "momentum", "a number from 0 to below 1", lambda x: 0 <= x < 1)

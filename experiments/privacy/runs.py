@@ -1,10 +1,10 @@
-"""Accuracies of private merges of one round of training, over what they cost."""
+"""Measure accuracies of private merges after one round of training, and their epsilon."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,8 @@ import numpy as np
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, steps, tasks
+from experiments.harness import commands, steps, studies, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
-from experiments.harness.progress import bar
 from fisherjax import merging, privacy
 from fisherjax.algorithms import Algorithm, Update
 from fisherjax.clients import Federation
@@ -28,45 +27,51 @@ _GROUPS = {
     "head": ("total/inputs", "total/products"),
 }
 _WITHHELD = dict.fromkeys(f"total/{n}" for n in ("targets", "squares", "negative", "count"))
-_CHUNK = 100  # clients whose models are in memory at once
+_CHUNK = 100  # number of clients whose models are in memory at once
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How many clients, how they are merged, and with how much noise."""
+    """Clients, methods that merge them, and the noise."""
 
     data: Group[Data] = dataclasses.field(default=Data())
     training: Group[Training] = dataclasses.field(default=Training())
     clients: tuple[int, ...] = (5, 100, 1000)
-    """Over how many the training data are split, in place of --num-clients."""
+    """Numbers of clients over which the training data are split; replaces --num-clients."""
     pilots: int = 10
-    """Public clients besides, never merged: clips are their median norms."""
+    """Number of additional public clients, never merged; clips are their median norms."""
     epochs: int = 5
     """Passes of every client over its own data."""
     seeds: tuple[int, ...] = (0, 1)
-    """Of the split, the initial model and training."""
+    """Seeds of the split, the initial model and training."""
     algorithms: Annotated[tuple[str, ...], commands.names(METHODS)] = METHODS
-    """Methods; head is a ridge head at the initial network, fedavg+head at the average."""
+    """Methods; head is a ridge head on the initial network, fedavg+head one on the average."""
     noise_multipliers: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
-    """Of all that a method releases together; 0 clips only."""
+    """Noise multipliers of everything that a method releases together; 0 only clips."""
     draws: int = 2
-    """Of the noise."""
+    """Number of draws of the noise."""
     delta: float = 1e-5
-    """Of every epsilon."""
+    """Delta of every epsilon."""
     noise_damping: float = 2.0
-    """Of noisy curvature, in units of the spectral norm of its noise."""
+    """Damping of noisy curvature, in units of the spectral norm of its noise."""
     ridge: float = 0.01
-    """Of the heads, in units of the mean eigenvalue."""
+    """Ridge of the heads, in units of the mean eigenvalue."""
     out: commands.Folder = Path("runs/private")
     """Folder for the results; an unfinished run there continues."""
 
+    @classmethod
+    def usual(cls, dataset: str | None = None) -> Self:
+        """Return the default configuration."""
+        data = Data(dataset or "mnist", "mlp", partition="dirichlet_of_client", alpha=0.5)
+        return cls(data, Training(learning_rate=0.05, batch_size=32))
+
 
 Unit = tuple[int, int]
-"""Clients and seed."""
+"""Number of clients and seed."""
 
 
-class Point(NamedTuple):
-    """One accuracy on the test data, a fraction, and what it cost; a line of results.csv."""
+class Measurement(NamedTuple):
+    """One accuracy on the test data, a fraction, and its epsilon; see `studies`."""
 
     clients: int
     seed: int
@@ -80,17 +85,17 @@ class Point(NamedTuple):
 
     @property
     def unit(self) -> Unit:
-        """What is measured as a whole."""
+        """The unit that the measurement belongs to."""
         return self.clients, self.seed
 
 
 def units(asked: Config) -> list[Unit]:
-    """List what is computed, and written, as a whole."""
+    """List the units; each is computed and written as a whole."""
     return [(number, seed) for number in asked.clients for seed in asked.seeds]
 
 
-class _World(NamedTuple):
-    """Who trains from which model, and the public clients beside them."""
+class _Setup(NamedTuple):
+    """The clients of a unit, their initial model, and the public clients."""
 
     asked: Config
     task: tasks.OneRound
@@ -100,27 +105,24 @@ class _World(NamedTuple):
     key: Key
 
 
-def measured(asked: Config, console: Console, missing: Sequence[Unit]) -> Iterator[list[Point]]:
-    """Train so many clients once, and merge them with every noise."""
+def measured(
+    asked: Config, console: Console, missing: Sequence[Unit]
+) -> Iterator[list[Measurement]]:
+    """Train the clients of each unit once, and merge them with every noise."""
     whole = OneShot(asked.data, asked.training, Merging(("fedavg",)), asked.epochs, central=False)
     train, test = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
     task = tasks.shared(whole, train, test)
     _check_hides_all(task)
     data = task.central.inputs, task.central.targets
-    with bar(console) as shown:
-        watched = shown.add_task("", total=len(missing), speed="")
-        for number, seed in missing:
-            shown.update(watched, description=f"{number} clients, seed {seed}")
-            rows = tasks.partition(asked.data, train, number + asked.pilots, seed)
-            own = (fj.clients.federation(data, some) for some in (rows[:number], rows[number:]))
-            params, key = steps.start(task, seed)
-            world = _World(asked, task, params, *own, key)
-            yield [*_points(world, number, seed)]
-            shown.advance(watched)
+    for number, seed in studies.each(console, missing, "{0[0]} clients, seed {0[1]}".format):
+        rows = tasks.partition(asked.data, train, number + asked.pilots, seed)
+        groups = (fj.clients.federation(data, some) for some in (rows[:number], rows[number:]))
+        params, key = steps.start(task, seed)
+        yield [*_merges(_Setup(asked, task, params, *groups, key), number, seed)]
 
 
 def _check_hides_all(task: tasks.OneRound) -> None:
-    """Refuse networks of which clients would send something as it is."""
+    """Refuse networks with leaves that clients would send without noise."""
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     kept = fj.tree.names(fj.leaves.split(task.model, shapes, task.central.inputs).statistics)
     if kept:
@@ -130,36 +132,35 @@ def _check_hides_all(task: tasks.OneRound) -> None:
         )
 
 
-def _points(world: _World, number: int, seed: int) -> Iterator[Point]:
-    asked, task, params = world.asked, world.task, world.params
+def _merges(setup: _Setup, number: int, seed: int) -> Iterator[Measurement]:
+    asked, task, params = setup.asked, setup.task, setup.params
     head = fj.algorithms.analytic_head(task.model, ridge=asked.ridge)
     average = fj.algorithms.fedavg()
     diagonal = fj.algorithms.make("fedfisher_diag", task.model)
-    own = {"fedavg": average, "fedfisher_diag": diagonal}
-    sums = _summed(world, own, params, asked.epochs) | _summed(world, {"head": head}, params)
+    methods = {"fedavg": average, "fedfisher_diag": diagonal}
+    sums = _sums(setup, methods, params, asked.epochs) | _sums(setup, {"head": head}, params)
     for sigma in asked.noise_multipliers:
         for draw in range(asked.draws if sigma else 1):
-            key = jax.random.fold_in(jax.random.fold_in(world.key, draw), round(1000 * sigma))
+            key = jax.random.fold_in(jax.random.fold_in(setup.key, draw), round(1000 * sigma))
             for name in asked.algorithms:
                 first, _, then = name.partition("+")
-                # Of two methods each has half of what is spent.
+                # Each of two methods gets half of the privacy budget.
                 share = sigma * (2**0.5 if then else 1)
-                merged, ledger = _noisy(world, *sums[first], params, share, key)
+                merged, ledger = _noisy(setup, *sums[first], params, share, key)
                 ledgers = [ledger]
                 if then:
-                    again = _summed(world, {"head": head}, merged)["head"]
+                    again = _sums(setup, {"head": head}, merged)["head"]
                     key = jax.random.fold_in(key, 1)
-                    merged, ledger = _noisy(world, *again, merged, share, key)
+                    merged, ledger = _noisy(setup, *again, merged, share, key)
                     ledgers.append(ledger)
                 cost = privacy.epsilon(*ledgers, delta=asked.delta)
-                spent = "; ".join(map(_written, ledgers))
+                spent = round(cost, 3), asked.delta, "; ".join(map(_written, ledgers))
                 accuracy = round(float(task.accuracy(merged, task.test)), 4)
-                spent = round(cost, 3), asked.delta, spent
-                yield Point(number, seed, name, sigma, draw, *spent, accuracy)
+                yield Measurement(number, seed, name, sigma, draw, *spent, accuracy)
 
 
 def _noisy(
-    world: _World,
+    setup: _Setup,
     algorithm: Algorithm,
     clip: dict[str, float | None],
     sums: privacy.Clipped,
@@ -167,61 +168,58 @@ def _noisy(
     sigma: float,
     key: Key,
 ) -> tuple[Params, privacy.Ledger]:
-    """Add noise to the groups of a method so that they cost what one of this multiplier would."""
+    """Merge with noise on all groups of a method, which together cost as much as one of `sigma`."""
     noisy = sigma * sum(bound is not None for bound in clip.values()) ** 0.5
     method = privacy.private(
-        algorithm, clip=clip, noise_multiplier=noisy, damping=world.asked.noise_damping
+        algorithm, clip=clip, noise_multiplier=noisy, damping=setup.asked.noise_damping
     )
-    everybody = jnp.arange(world.clients.num_clients)
-    merged, _, ledger = merging.merge_sums(method, params, sums, everybody, key=key)
+    cohort = jnp.arange(setup.clients.num_clients)
+    merged, _, ledger = merging.merge_sums(method, params, sums, cohort, key=key)
     return merged, ledger
 
 
-def _summed(
-    world: _World, methods: dict[str, Algorithm], params: Params, epochs: int = 0
+def _sums(
+    setup: _Setup, methods: dict[str, Algorithm], params: Params, epochs: int = 0
 ) -> dict[str, tuple]:
-    """Let clients train and answer, a chunk at a time; give method, clips and clipped sums."""
+    """Train and summarize clients in chunks; return method, clips and clipped sums by name."""
     clips: dict[str, dict[str, float | None]] = {}
-    for name, sent in _told(world, methods, world.pilots, params, epochs).items():
+    for name, sent in _updates(setup, methods, setup.pilots, params, epochs).items():
         groups = (*_GROUPS[name], *(_WITHHELD if name == "head" else ()))
         found = privacy.norms(methods[name], sent, params, groups=groups)
         clips[name] = {g: float(np.median(found[g])) for g in _GROUPS[name]}
         clips[name] |= _WITHHELD if name == "head" else {}
     totals: dict[str, privacy.Clipped] = {}
-    number = world.clients.num_clients
+    number = setup.clients.num_clients
     for begin in range(0, number, _CHUNK):
         some = jnp.arange(begin, min(begin + _CHUNK, number))
-        chunk = fj.clients.select(world.clients, some)
-        for name, sent in _told(world, methods, chunk, params, epochs).items():
+        chunk = fj.clients.select(setup.clients, some)
+        for name, sent in _updates(setup, methods, chunk, params, epochs).items():
             method = privacy.private(methods[name], clip=clips[name], noise_multiplier=0.0)
-            own = _reduce(method, sent.values, params)
-            total = totals.get(name)
-            totals[name] = own if total is None else jax.tree.map(jnp.add, total, own)
+            new = _reduce(method, sent.values, params)
+            totals[name] = jax.tree.map(jnp.add, totals[name], new) if name in totals else new
     return {name: (methods[name], clips[name], totals[name]) for name in methods}
 
 
-def _told(
-    world: _World, methods: dict[str, Algorithm], some: Federation, params: Params, epochs: int
+def _updates(
+    setup: _Setup, methods: dict[str, Algorithm], some: Federation, params: Params, epochs: int
 ) -> dict[str, Update]:
     trained = fj.training.untrained(params, some.num_clients)
     if epochs:
-        training = world.asked.training
-        how = {"optimizer": world.task.optimizer, "batch_size": training.batch_size}
-        how |= {"clients_per_chunk": training.clients_per_chunk, "epochs": epochs}
-        trained = fj.training.train(world.task.model, params, some, key=world.key, **how)
-    return {n: merging.summarize(m, trained, some, key=world.key) for n, m in methods.items()}
+        how = steps.training_options(setup.task, some) | {"optimizer": setup.task.optimizer}
+        trained = fj.training.train(setup.task.model, params, some, key=setup.key, **how)
+    return {n: merging.summarize(m, trained, some, key=setup.key) for n, m in methods.items()}
 
 
 @partial(jax.jit, static_argnums=0)
 def _reduce(method: Algorithm, values: dict, params: Params) -> privacy.Clipped:
-    """Clip and add up what the wrapped method's clients sent."""
+    """Clip the uploads of the wrapped method's clients, and add them up."""
     if "params" in values:
         values = values | {"params": jax.tree.map(jnp.subtract, values["params"], params)}
     return method.reduce(values, jnp.ones(len(jax.tree.leaves(values)[0])))
 
 
 def _written(ledger: privacy.Ledger) -> str:
-    """Write a ledger in a cell: of each group its clip and the noise's deviation."""
+    """Return a ledger as text: the clip and the noise's standard deviation of each group."""
     parts = (
         f"{group} {float(ledger.sensitivity[group]):.4g}|{float(ledger.deviation[group]):.4g}"
         for group in ledger.sensitivity

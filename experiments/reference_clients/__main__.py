@@ -3,15 +3,13 @@
     python -m experiments.reference_clients --reference FILE --dataset mnist --model lenet
 
 The file mnist_lenet_m5_alpha01.npz holds five LeNets trained on MNIST; any other file of its layout
-does as well. Nothing is trained here: each algorithm merges the same weights, from the same data.
+works too. Nothing is trained here: each algorithm merges the same weights, from the same data.
 
-A run leaves in its folder what `experiments.one_shot` does: config.json, results.csv,
-label_counts.csv, summary.md, the table, and accuracy.png, the figure.
+A run writes the same files as `experiments.one_shot`: config.json, results.csv, label_counts.csv,
+summary.md with the table, and accuracy.png.
 """
 
 import dataclasses
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,15 +18,7 @@ import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import (
-    accuracies,
-    commands,
-    limits,
-    one_round,
-    records,
-    reference,
-    tasks,
-)
+from experiments.harness import accuracies, commands, limits, one_round, records, reference, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot
 from experiments.harness.methods import trains_its_own
 from experiments.harness.reference import Reference
@@ -43,31 +33,30 @@ AUTHORS = {
     "fedfisher_kfac": 91.48,
     "pfnm": 77.1,
 }
-"""Accuracies in % that their code reports of their file for MNIST; with compressed uploads."""
+"""Accuracies in % that the authors' code reports for their MNIST file, with compressed uploads."""
 FILE = "mnist_lenet_m5_alpha01.npz"
-_UNIT = (0, 0)  # nothing is drawn but validation images, which the file names
+_UNIT = (0, 0)  # only validation images are drawn by the seeds, and the file lists these
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Which clients, and how they are merged."""
+    """The clients of a file, and methods that merge them."""
 
     merging: Group[Merging] = dataclasses.field(default=Merging())
     reference: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("../shared/reference") / FILE
-    """Client models and partition, in the layout of the reference clients."""
+    """File of client models and their partition, in the layout of `harness.reference`."""
     dataset: Literal["mnist", "cifar10"] = "mnist"
-    """What they were trained on."""
+    """Data set that the clients were trained on."""
     model: Literal["lenet", "cnn"] = "lenet"
-    """Their network."""
+    """Network of the clients."""
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
     out: commands.Folder = Path("runs/reference_clients")
     """Folder for the results."""
 
 
-@commands.command(PROGRAM, continues=False)
-def main(arguments: Sequence[str], console: Console) -> None:
-    asked = commands.read(arguments, PROGRAM, __doc__, Config)
+@commands.command(PROGRAM, __doc__, Config, continues=False)
+def main(asked: Config, console: Console) -> None:
     found = reference.load(asked.reference)
     task = prepare(asked, found)
     with records.folder(asked.out):
@@ -81,12 +70,12 @@ def main(arguments: Sequence[str], console: Console) -> None:
         heading = f"{asked.dataset}, {asked.model}, {len(found.partition)} clients of a file"
         accuracies.report(asked, heading, rows, PROGRAM, console)
     if asked.reference.name == FILE:
-        told = ", ".join(f"{name} {value:.1f}" for name, value in AUTHORS.items())
-        console.print(f"The authors' code reports, of its own merges: {told}.", soft_wrap=True)
+        reported = ", ".join(f"{name} {value:.1f}" for name, value in AUTHORS.items())
+        console.print(f"The authors' code reports, of its own merges: {reported}.", soft_wrap=True)
 
 
 def prepare(asked: Config, found: Reference) -> tasks.OneRound:
-    """Read the data, and give each client those that it has in the file."""
+    """Read the data, and assign to each client the examples that the file lists."""
     data = Data(asked.dataset, asked.model, len(found.partition), data_dir=asked.data_dir)
     whole = OneShot(data, merging=asked.merging, partition_seeds=(0,), seeds=(0,), central=False)
     limits.check_one_shot(whole)
@@ -108,7 +97,7 @@ def prepare(asked: Config, found: Reference) -> tasks.OneRound:
 
 
 def merge(task: tasks.OneRound, found: Reference) -> list[records.Row]:
-    """Merge the clients in every way, and measure them alone."""
+    """Merge the clients by every method, and measure their own models."""
     params, weights = jax.tree.map(lambda leaf: leaf[0], found.params), task.federations[0].weights
     trained = fj.training.Trained(found.params)
     merged = one_round.merge(task, task.methods, _UNIT, params, trained, weights)
@@ -117,4 +106,4 @@ def merge(task: tasks.OneRound, found: Reference) -> list[records.Row]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,1 +1,1 @@
-"""Merges from masked sums: `python -m experiments.secure`."""
+"""Merge from masked sums: `python -m experiments.secure`."""

@@ -1,4 +1,4 @@
-"""Merges of K-FAC clients by sums alone: from sketches, from mean factors, under masks."""
+"""Merge K-FAC clients from sums alone: from sketches, from mean factors, under masks."""
 
 import dataclasses
 import math
@@ -13,26 +13,28 @@ from rich.console import Console
 
 import fisherjax as fj
 from experiments.harness import commands, steps, trained_clients
-from fisherjax.fisher import KroneckerSum
-from fisherjax.quadratic import Sums, from_sums
 
 OPEN, SKETCHED, MASKED, MEAN = "open", "sketched", "masked", "mean factors"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(trained_clients.Clients):
-    """Which clients, and how many terms; the seed is of the sketches too."""
+    """Clients, and the terms of the sketches, which are drawn from the same seed."""
 
     terms: tuple[int, ...] = (1, 2, 3, 4, 5)
-    """Of the sketches."""
+    """Numbers of terms of the sketches."""
     dampings: tuple[float, ...] = (1.0, 10.0)
-    """In units of each block's mean eigenvalue."""
+    """Dampings, in units of the mean eigenvalue of each block."""
     out: commands.Folder = Path("runs/secure")
     """Folder for the results."""
 
 
-class Point(NamedTuple):
-    """A merge; `sent` is the size of one client's upload over that of its model."""
+class Measurement(NamedTuple):
+    """One merge; a line of results.csv.
+
+    `difference` is the relative distance from the open merge, `sent` the size of one client's
+    upload over the size of its model.
+    """
 
     way: str
     terms: int
@@ -42,23 +44,25 @@ class Point(NamedTuple):
     sent: float
 
 
-def measured(asked: Config, console: Console) -> Iterator[Point]:
+def measured(asked: Config, console: Console) -> Iterator[Measurement]:
     """Merge the same clients in every way."""
     task, start, trained = trained_clients.clients(asked, ("fedfisher_kfac",), console)
     (federation,) = task.federations.values()
     weights, solver = federation.weights, fj.solvers.conjugate_gradients(1e-6, 500)
-    # Of what federated averaging sends.
+    # The size of a model is that of an upload of federated averaging.
     size = _numbers(steps.changed(trained)) // federation.num_clients
     method = fj.algorithms.fedfisher(task.model)
     with console.status("Fisher information"):
         key = jax.random.key(asked.seed)
         sent = fj.merging.summarize(method, trained, federation, key=key)
 
-    def point(way: str, terms: int, damping: float, merged: Any, against: Any, sent: Any) -> Point:
+    def measure(
+        way: str, terms: int, damping: float, merged: Any, against: Any, sent: Any
+    ) -> Measurement:
         gap = jax.tree.map(jnp.subtract, merged, against)
         distance = math.sqrt(fj.tree.inner(gap, gap) / fj.tree.inner(against, against))
         accuracy = float(task.accuracy(merged, task.test))
-        found = Point(way, terms, damping, accuracy, distance, _numbers(sent) / size)
+        found = Measurement(way, terms, damping, accuracy, distance, _numbers(sent) / size)
         console.print(*found)
         return found
 
@@ -67,22 +71,22 @@ def measured(asked: Config, console: Console) -> Iterator[Point]:
         method = fj.algorithms.fedfisher(task.model, **how)
         against, *_ = fj.merging.merge(method, start, sent, weights)
         one = jax.tree.map(lambda x: x[0], sent.values)
-        yield point(OPEN, 0, damping, against, against, one)
+        yield measure(OPEN, 0, damping, against, against, one)
         for terms in asked.terms:
             method = fj.algorithms.fedfisher_sketched(task.model, terms=terms, **how)
             merged, *_ = fj.merging.merge(method, start, sent, weights)
             own = fj.secure_aggregation.contributions(method, start, sent, weights)
-            yield point(SKETCHED, terms, damping, merged, against, own[0])
+            yield measure(SKETCHED, terms, damping, merged, against, own[0])
         fisher = fj.tree.weighted_sum(sent.values["fisher"], weights)
-        operator = KroneckerSum(jax.tree.map(lambda x: x[None], fisher))
+        operator = fj.fisher.KroneckerSum(jax.tree.map(lambda x: x[None], fisher))
         # The other sums do not depend on the number of terms.
         sums = method.reduce(sent.values, weights)
-        totals = Sums(operator, sums.product, sums.mean, sums.weight)
-        solved = solver(from_sums(totals, damping)).params
-        # What is not trained is the same in all ways.
+        totals = fj.quadratic.Sums(operator, sums.product, sums.mean, sums.weight)
+        solved = solver(fj.quadratic.from_sums(totals, damping)).params
+        # Leaves that are not trained are the same in every merge.
         merged = fj.leaves.join(solved, fj.leaves.split_trained(task.model, against)[1])
-        yield point(MEAN, 1, damping, merged, against, (fisher, sums.product, sums.mean))
-        # Twice the largest of anybody stands for what clients agree on before.
+        yield measure(MEAN, 1, damping, merged, against, (fisher, sums.product, sums.mean))
+        # Twice the largest number of any client stands for a bound that clients agree on before.
         bound = jax.tree.map(lambda *x: 2 * max(float(jnp.abs(y).max()) for y in x) or 1.0, *own)
         for bits in (32, 64):
             secure = {"bound": bound, "threshold": len(own) // 2 + 1, "entropy": os.urandom}
@@ -90,7 +94,7 @@ def measured(asked: Config, console: Console) -> Iterator[Point]:
                 method, start, sent, weights, **secure, bits=bits
             )
             way = f"{MASKED}, {bits} bits"
-            yield point(way, terms, damping, merged, against, [own[0]] * (bits // 32))
+            yield measure(way, terms, damping, merged, against, [own[0]] * (bits // 32))
 
 
 def _numbers(tree: Any) -> int:

@@ -1,28 +1,26 @@
-"""Draw what is proven about small networks, each picture with the numbers that judge its claim.
+"""Draw theorems about small networks in figures, each with the numbers that test its claim.
 
     python -m experiments.theory --figure fedfisher1a fedfisher1b --out runs/theory
 
-fedfisher1a, fedfisher1b: FedFisher's theorem, the loss of a merged network with one hidden layer
-over its width and over local steps, and where it comes from. features1 to features4: what FedAvg
-learns of signal and noise, beside a client alone, in 1000 and in 8000 dimensions, step by step, and
-for groups of clients. phase: accuracy over clients and signal-to-noise ratio, the boundary of the
-theory, and what one merge by curvature does there. constants: which of the constants that the
-papers do not give make their pictures.
+fedfisher1a and fedfisher1b show FedFisher's theorem: the loss of a merged network with one hidden
+layer over its width and over local steps, and the sources of this loss. features1 to features4 show
+what FedAvg and a single client learn of signal and noise: in 1000 and in 8000 dimensions, step by
+step, and for groups of clients. phase shows accuracy over clients and signal-to-noise ratio, the
+boundary that theory predicts, and the result of one merge by curvature. constants varies the
+constants that the papers do not give.
 
-Of each figure: FIGURE.png, FIGURE.csv with every seed, FIGURE.md with the claim and its numbers.
+Each figure writes FIGURE.png, FIGURE.csv with every seed, and FIGURE.md with the claim and its
+numbers.
 """
 
 import dataclasses
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from experiments.harness import commands, records, tables
-from experiments.harness.progress import bar
+from experiments.harness import commands, progress, records, tables
 from experiments.theory import averaging, constants, phases, theorem
 
 PROGRAM = "experiments.theory"
@@ -31,7 +29,7 @@ FIGURES = {
     for module in (theorem, averaging, phases, constants)
     for name, settings in module.FIGURES.items()
 }
-"""Where each is computed, and its setting, as the papers have it and quick."""
+"""The module that computes each figure, its setting as in the papers, and its quick setting."""
 Figure = Literal[
     *("fedfisher1a", "fedfisher1b", "features1", "features2", "features3", "features4"),
     *("phase", "constants"),
@@ -40,24 +38,25 @@ Figure = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to draw."""
+    """Figures that are drawn, and their seeds."""
 
     figure: tuple[Figure, ...] = tuple(FIGURES)
-    """Figures, in this order."""
+    """Figures, in the order in which they are drawn."""
     seeds: int | None = None
-    """How many seeds, 0, 1, ...; those of the papers if None."""
+    """Number of seeds, 0, 1, ...; None takes the number of the papers."""
     quick: bool = False
-    """Small networks, few rounds and seeds: to see that it runs, not what is true."""
+    """Take small networks, few rounds and few seeds, to test that everything runs."""
     out: commands.Folder = Path("runs/theory")
     """Folder for the pictures and the numbers."""
 
 
-@commands.command(PROGRAM, continues=False)
-def main(arguments: Sequence[str], console: Console) -> None:
-    asked = commands.read(arguments, PROGRAM, __doc__, Config)
+def _check(asked: Config) -> None:
     commands.check_list(asked, "figure")
-    if asked.seeds is not None:
-        commands.check(asked, "seeds", "1 or more", lambda x: x >= 1)
+    commands.check(asked, "seeds", "1 or more", lambda x: x is None or x >= 1)
+
+
+@commands.command(PROGRAM, __doc__, Config, _check, continues=False)
+def main(asked: Config, console: Console) -> None:
     with records.folder(asked.out):
         for name in asked.figure:
             text = _drawn(asked, name, console)
@@ -73,14 +72,14 @@ def _drawn(asked: Config, name: Figure, console: Console) -> str:
     setting: Any = settings[asked.quick]
     if asked.seeds is not None:
         setting = dataclasses.replace(setting, seeds=asked.seeds)
-    begun = time.perf_counter()
-    with bar(console) as shown:
+    start = time.perf_counter()
+    with progress.bar(console) as shown:
         watched = shown.add_task(name, total=module.length(setting), speed="")
         found = module.compute(setting, lambda: shown.advance(watched))
-    seconds = time.perf_counter() - begun
-    told = f"{seconds:.0f} s" if seconds < 90 else tables.duration(seconds)
-    return f"{module.section(name, setting, found, asked.out)}\nComputed in {told}.\n"
+    seconds = time.perf_counter() - start
+    took = f"{seconds:.0f} s" if seconds < 90 else tables.duration(seconds)
+    return f"{module.section(name, setting, found, asked.out)}\nComputed in {took}.\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Signal and noise: what federated averaging learns of it, one client alone, and groups."""
+"""Draw what federated averaging, a single client and groups learn of signal and noise."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,12 +21,12 @@ WAYS = {
     "weighted": ("Weighted FedAvg", "#c4501b"),
 }
 GROUPS = (0,) + 3 * (1,) + 6 * (2,) + 10 * (3,)
-"""Which signal each of twenty clients has: groups of 1, 3, 6 and 10."""
+"""The signal of each of twenty clients, in groups of 1, 3, 6 and 10."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The paper's synthetic experiment; it does not say the initial scale."""
+    """The paper's synthetic experiment; the paper does not give the initial scale."""
 
     owners: tuple[int, ...] = 20 * (0,)
     ways: tuple[str, ...] = ("fedavg", "alone")
@@ -50,9 +50,9 @@ _SETTINGS = {
     "features4": Setting(owners=GROUPS, ways=tuple(WAYS), seeds=5),
 }
 FIGURES = {name: (own, dataclasses.replace(own, **_QUICK)) for name, own in _SETTINGS.items()}
-"""The paper's figures: as it has them, and quick."""
+"""The paper's figures, each as in the paper and quick."""
 Found = dict[str, History]
-"""By way of averaging: leaves [seeds, rounds, ...]."""
+"""Histories by way of averaging, with leaves [seeds, rounds, ...]."""
 
 
 def length(setting: Setting) -> int:
@@ -61,12 +61,12 @@ def length(setting: Setting) -> int:
 
 
 def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Train in every way, all seeds in one compiled program, and say after each that it is done."""
+    """Train in every way, all seeds in one compiled program; call `advance` after each way."""
     found = {}
     keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
     for way in setting.ways:
         mixing = mixing_of(way, setting.owners)
-        # The numbers are traced: another of them compiles nothing.
+        # These numbers are traced, so that other values compile nothing.
         numbers = jnp.array([setting.norm, setting.scale, setting.learning_rate])
         shapes = dataclasses.replace(setting, norm=1, scale=1, learning_rate=1, seeds=1, ways=())
         found[way] = parallel_runs.compute(partial(_history, shapes), keys, mixing, numbers)
@@ -75,7 +75,7 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
 
 
 def mixing_of(way: str, owners: tuple[int, ...]) -> Array:
-    """Give the mixing of a way of averaging."""
+    """Return the mixing matrix [M, M] of a way of averaging."""
     if way == "weighted":
         return feature_learning.within_groups(owners)
     return getattr(feature_learning, {"fedavg": "average"}.get(way, way))(len(owners))
@@ -83,28 +83,22 @@ def mixing_of(way: str, owners: tuple[int, ...]) -> Array:
 
 def _history(setting: Setting, key: Key, mixing: Array, numbers: Array) -> History:
     norm, scale, learning_rate = numbers
-    for_data, for_test, for_start = jax.random.split(key, 3)
-    how = {"num_examples": setting.num_examples, "dim": setting.dim, "norm": norm}
-    data = signal_noise.draw(for_data, setting.owners, **how)
-    test = signal_noise.draw_test(for_test, data, setting.num_test)
-    start = signal_noise.initial(for_start, setting.width, setting.dim, scale)
+    drawn = parallel_runs.draw(setting, setting.owners, key, norm, scale)
     how = {"rounds": setting.rounds, "local_steps": setting.local_steps}
-    return feature_learning.train(start, data, test, mixing, learning_rate=learning_rate, **how)[1]
+    return feature_learning.train(*drawn, mixing, learning_rate=learning_rate, **how)[1]
 
 
 def section(name: str, setting: Setting, found: Found, out: Path) -> str:
-    """Write a figure's numbers and picture into a folder, and tell what they say in Markdown."""
+    """Write a figure's numbers and picture into a folder; return a description in Markdown."""
     records.write_text(out / f"{name}.csv", _csv(setting, found))
     path = out / f"{name}.png"
     show = {"features2": _growth, "features4": _groups}.get(name, _curves)
     claim = show(setting, found, path)
     snr = setting.norm / setting.dim**0.5
     sizes = np.bincount(setting.owners).tolist()
-    strengths = [
-        signal_noise.strength(setting.num_examples, size, len(setting.owners), snr, setting.dim)
-        for size in sizes
-    ]
-    alone = signal_noise.strength(setting.num_examples, 1, 1, snr, setting.dim)
+    number, count, dim = setting.num_examples, len(setting.owners), setting.dim
+    strengths = [signal_noise.strength(number, size, count, snr, dim) for size in sizes]
+    alone = signal_noise.strength(number, 1, 1, snr, dim)
     return f"""## {name}
 
 {len(setting.owners)} clients of {setting.num_examples} examples, d = {setting.dim}, \
@@ -119,8 +113,8 @@ n chi^2 SNR^4 d / M: {", ".join(f"{x:.3g}" for x in strengths)}; alone {alone:.3
 
 
 def _curves(setting: Setting, found: Found, path: Path) -> str:
-    """Draw losses and accuracies of client 1 over rounds; judge that averaging generalises."""
-    figure, panels = figures.canvas(11, 3.6, columns=4)
+    """Draw losses and accuracies of client 1 over rounds; test that averaging generalises."""
+    figure, panels = figures.canvas(11, 3.6, columns=4, grid="both")
     for axes, field in zip(panels, History._fields[:4], strict=True):
         for way, history in found.items():
             words, colour = WAYS[way]
@@ -130,7 +124,6 @@ def _curves(setting: Setting, found: Found, path: Path) -> str:
             ends = values.min(0), values.max(0)
             axes.fill_between(rounds, *ends, color=colour, alpha=0.15, linewidth=0)
         axes.set(xlabel="round", title=field.replace("_", " "))
-        axes.grid(color=figures.GRID)
         if "loss" in field:
             axes.set_yscale("log")
     figures.legend(figure, panels)
@@ -149,26 +142,25 @@ def _curves(setting: Setting, found: Found, path: Path) -> str:
 
 
 def _growth(setting: Setting, found: Found, path: Path) -> str:
-    """Draw coefficients step by step; judge that signal grows and noise decays at each mean."""
-    figure, panels = figures.canvas(10, 3.6, columns=2)
+    """Draw coefficients step by step; test that signal grows and each mean reduces noise."""
+    figure, panels = figures.canvas(10, 3.6, columns=2, grid="both")
     rounds = np.arange(setting.rounds)[:, None]
     lines = []
     for way, history in found.items():
         words, colour = WAYS[way]
         row = []
         for axes, field in zip(panels, ("signal", "noise"), strict=True):
-            # Of client 1, [seeds, rounds, E + 1]: after each step, and after the mean.
-            own = getattr(history, field)[..., 0]
-            # The mean is drawn where the last step is: a drop.
-            within = np.minimum(np.arange(1, own.shape[-1] + 1) / setting.local_steps, 1)
-            axes.plot((rounds + within).ravel(), own.mean(0).ravel(), color=colour, label=words)
-            row += kept(own)
+            # Coefficients of client 1, [seeds, rounds, E + 1], after each step and the mean.
+            values = getattr(history, field)[..., 0]
+            # The mean is drawn at the place of the last step, as a drop.
+            within = np.minimum(np.arange(1, values.shape[-1] + 1) / setting.local_steps, 1)
+            axes.plot((rounds + within).ravel(), values.mean(0).ravel(), color=colour, label=words)
+            row += kept(values)
         ratio = history.signal[:, -1, -1, 0] / history.noise[:, -1, -1, 0]
         lines.append((words, *row, tables.spread([*ratio], 3)))
     titles = "signal learned, largest gamma", "noise memorised, largest rho"
     for axes, title in zip(panels, titles, strict=True):
         axes.set(xlabel="round", title=title)
-        axes.grid(color=figures.GRID)
     shown = min(5, setting.rounds)
     inset = panels[1].inset_axes((0.5, 0.1, 0.45, 0.4), xlim=(0, shown))
     for line in panels[1].get_lines():
@@ -184,19 +176,19 @@ def _growth(setting: Setting, found: Found, path: Path) -> str:
 
 
 def kept(own: np.ndarray) -> list[str]:
-    """Say how often local steps of [seeds, rounds, E + 1] rise, and what the means keep of it."""
+    """Return how often local steps [seeds, rounds, E + 1] rise, and the share that means keep."""
     before = np.concatenate([np.zeros_like(own[:, :1, -1]), own[:, :-1, -1]], 1)
     steps = np.diff(np.concatenate([before[..., None], own[..., :-1]], -1))
     gained, kept = own[..., -2] - before, own[..., -1] - before
-    # Where next to nothing is gained there is no share to speak of.
+    # Where almost nothing is gained, the share is undefined.
     enough = gained > 1e-3 * own.max()
     share = np.median(kept[enough] / gained[enough])
     return [f"{100 * np.mean(steps >= -1e-6):.1f}", f"{share:.3f}"]
 
 
 def _groups(setting: Setting, found: Found, path: Path) -> str:
-    """Draw each client's accuracy; judge the mean of each group."""
-    figure, axes = figures.canvas(8, 3.6)
+    """Draw each client's accuracy; compare the mean of each group."""
+    figure, axes = figures.canvas(8, 3.6, grid="y")
     sizes = np.bincount(setting.owners)
     clients, lines = np.arange(len(setting.owners)), []
     for number, (way, history) in enumerate(found.items()):
@@ -208,10 +200,9 @@ def _groups(setting: Setting, found: Found, path: Path) -> str:
         owners = np.array(setting.owners)
         groups = [last[:, owners == group].mean(-1) for group in range(len(sizes))]
         lines.append((words, *(tables.spread([*x]) for x in (*groups, last.mean(-1)))))
-    axes.set(xlabel="client", ylabel="test accuracy, %", ylim=(40, 101), xticks=clients)
+    axes.set(ylabel="test accuracy, %", ylim=(40, 101), xticks=clients)
     axes.set_xticklabels([f"{size}" for size in sizes[np.array(setting.owners)]])
     axes.set_xlabel("client, by how many have its signal")
-    axes.grid(axis="y", color=figures.GRID)
     figures.legend(figure, [axes])
     figures.save(figure, path)
     headings = ("test accuracy, %, of groups of", *map(str, sizes), "all clients")
@@ -221,16 +212,9 @@ def _groups(setting: Setting, found: Found, path: Path) -> str:
 def _csv(setting: Setting, found: Found) -> str:
     fields = History._fields[:4]
     lines = (
-        (
-            *(way, seed, number + 1, client),
-            *(f"{getattr(of, field)[seed, number, client]:.6g}" for field in fields),
-            *(
-                f"{x[seed, number, end, client]:.6g}"
-                for x in (of.signal, of.noise)
-                for end in (-2, -1)
-            ),
-        )
+        (*(way, seed, number + 1, client), *(f"{x[seed, number, client]:.6g}" for x in columns))
         for way, of in found.items()
+        for columns in [[getattr(of, field) for field in fields] + _ends(of)]
         for seed in range(setting.seeds)
         for number in _recorded(setting.rounds)
         for client in range(len(setting.owners))
@@ -239,6 +223,11 @@ def _csv(setting: Setting, found: Found) -> str:
     return tables.csv_text(("averaging", "seed", "round", "client", *fields, *ends), lines)
 
 
+def _ends(of: History) -> list[np.ndarray]:
+    """Return signal and noise [seeds, rounds, M] before and after the mean of each round."""
+    return [x[:, :, end] for x in (of.signal, of.noise) for end in (-2, -1)]
+
+
 def _recorded(rounds: int) -> list[int]:
-    # Every round at first, then every tenth: the file stays small.
+    # Record every round at first and then every tenth, so that the file stays small.
     return [number for number in range(rounds) if number < 10 or (number + 1) % 10 == 0]

@@ -1,4 +1,4 @@
-"""Constants that the papers do not give: which of them make their pictures."""
+"""Vary constants that the papers do not give, and test which reproduce their figures."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,34 +10,28 @@ from experiments.harness import figures, records, tables
 from experiments.theory import averaging, theorem
 
 Found = dict[tuple[str, float], dict[str, np.ndarray]]
-"""By picture and constant: losses or accuracies by way, [points, seeds]."""
+"""Losses or accuracies [points, seeds] by figure and constant, and then by way."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is varied, one at a time, in which picture."""
+    """The constants, which are varied one at a time, and the settings of the figures."""
 
     widths: theorem.Setting
     steps: theorem.Setting
     rounds: averaging.Setting
     variances: tuple[float, ...] = (0.03125, 0.125, 0.5, 2.0)
-    """Of the initial weights of FedFisher's networks; the paper's kappa is 1/2."""
+    """Variances of the initial weights of FedFisher's networks; the paper's kappa is 1/2."""
     scales: tuple[float, ...] = (0.001, 0.01, 0.03, 0.1)
-    """Of the initial weights of the networks that learn features."""
+    """Scales of the initial weights of the networks that learn features."""
     rates: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
-    """Learning rates of theirs; the paper's is 1."""
+    """Learning rates of the networks that learn features; the paper's is 1."""
     seeds: int = 2
-    """Of the networks that learn features."""
+    """Number of seeds of the networks that learn features."""
 
 
-_QUICK = [
-    figures[name][1]
-    for figures, name in (
-        (theorem.FIGURES, "fedfisher1a"),
-        (theorem.FIGURES, "fedfisher1b"),
-        (averaging.FIGURES, "features1"),
-    )
-]
+_FIGURES = theorem.FIGURES | averaging.FIGURES
+_QUICK = [_FIGURES[name][1] for name in ("fedfisher1a", "fedfisher1b", "features1")]
 FIGURES = {
     "constants": (
         Setting(
@@ -48,16 +42,16 @@ FIGURES = {
         Setting(*_QUICK, (0.5,), (0.01,), (1.0,), 1),
     )
 }
-"""All of it, and quick."""
+"""All constants, and a quick selection."""
 
 
 def length(setting: Setting) -> int:
-    """Count the constants that are tried."""
+    """Return the number of constants."""
     return 2 * len(setting.variances) + len(setting.scales) + len(setting.rates)
 
 
 def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Compute every picture with every constant, and say after each that it is done."""
+    """Compute each figure with each constant, and call `advance` after each."""
     found: Found = {}
     for name, variance in _pairs("widths", setting.variances) + _pairs("steps", setting.variances):
         own = dataclasses.replace(getattr(setting, name), variance=variance)
@@ -66,7 +60,7 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
     for name, value in _pairs("scale", setting.scales) + _pairs("learning_rate", setting.rates):
         own = dataclasses.replace(setting.rounds, seeds=setting.seeds, **{name: value})
         histories = averaging.compute(own)
-        # At the end, mean over clients.
+        # Take the accuracy after the last round, averaged over clients.
         found[name, value] = {
             way: of.test_accuracy[:, -1].mean(-1)[None] for way, of in histories.items()
         }
@@ -79,12 +73,12 @@ def _pairs(name: str, values: tuple[float, ...]) -> list[tuple[str, float]]:
 
 
 def section(name: str, setting: Setting, found: Found, out: Path) -> str:
-    """Write the numbers and the picture into a folder, and tell what they say in Markdown."""
+    """Write the numbers and the picture into a folder; return a description in Markdown."""
     lines = (
-        (picture, constant, way, place, seed, f"{values[place, seed]:.6g}")
+        (picture, constant, way, *place, f"{x:.6g}")
         for (picture, constant), ways in found.items()
         for way, values in ways.items()
-        for place, seed in np.ndindex(values.shape)
+        for place, x in np.ndenumerate(values)
     )
     columns = ("picture", "constant", "way", "point", "seed", "value")
     records.write_text(out / f"{name}.csv", tables.csv_text(columns, lines))
@@ -96,22 +90,15 @@ def section(name: str, setting: Setting, found: Found, out: Path) -> str:
         ("steps", _rises, f"most local steps over the best number, {setting.steps.points}"),
     ):
         ways = [way for way in found[picture, setting.variances[0]] if way != "fedavg"]
-        rows = [
-            (
-                theorem.label(way),
-                *(f"{shown(found[picture, v][way]):.2f}" for v in setting.variances),
-            )
-            for way in ways
-        ]
+        columns = [found[picture, variance] for variance in setting.variances]
+        rows = [(theorem.label(way), *(f"{shown(x[way]):.2f}" for x in columns)) for way in ways]
         title = f"Loss, median over {setting.widths.seeds} seeds: {words}"
         headings = ("initial variance", *variances)
         parts.append(tables.markdown(tables.Table(title, headings, rows), level=3))
     for picture, values in {"scale": setting.scales, "learning_rate": setting.rates}.items():
+        columns = [found[picture, value] for value in values]
         rows = [
-            (
-                averaging.WAYS[way][0],
-                *(f"{100 * found[picture, value][way].mean():.1f}" for value in values),
-            )
+            (averaging.WAYS[way][0], *(f"{100 * x[way].mean():.1f}" for x in columns))
             for way in setting.rounds.ways
         ]
         title = f"Test accuracy in %, {setting.rounds.rounds} rounds, {setting.seeds} seeds"
@@ -131,7 +118,7 @@ def _rises(losses: np.ndarray) -> float:
 
 
 def _draw(found: Found, path: Path) -> None:
-    figure, panels = figures.canvas(12, 3.6, columns=4)
+    figure, panels = figures.canvas(12, 3.6, columns=4, grid="both")
     titles = {
         "widths": "widest / narrowest, loss",
         "steps": "most steps / best, loss",
@@ -139,18 +126,17 @@ def _draw(found: Found, path: Path) -> None:
         "learning_rate": "features1, test accuracy",
     }
     for axes, (picture, title) in zip(panels, titles.items(), strict=True):
-        own = {constant: ways for (name, constant), ways in found.items() if name == picture}
-        for way in next(iter(own.values())):
+        curve = {constant: ways for (name, constant), ways in found.items() if name == picture}
+        shown = {"widths": _falls, "steps": _rises}.get(picture, np.mean)
+        for way in next(iter(curve.values())):
             if picture in ("widths", "steps"):
-                shown = _falls if picture == "widths" else _rises
-                axes.plot([*own], [shown(ways[way]) for ways in own.values()], **theorem.look(way))
+                look = theorem.look(way)
             else:
                 words, colour = averaging.WAYS[way]
-                means = [ways[way].mean() for ways in own.values()]
-                axes.plot([*own], means, color=colour, marker="s", label=words)
+                look = {"color": colour, "marker": "s", "label": words}
+            axes.plot([*curve], [shown(ways[way]) for ways in curve.values()], **look)
         axes.set(xscale="log", title=title)
         axes.set_xlabel("variance" if picture in ("widths", "steps") else picture.replace("_", " "))
-        axes.grid(color=figures.GRID)
     for axes in panels[:2]:
         axes.axhline(1, color=figures.GREY, linewidth=0.8)
         axes.set_yscale("log")

@@ -1,10 +1,11 @@
-"""Where averaging learns the signal: accuracy over clients and signal-to-noise ratio, and a merge.
+"""Draw accuracy over the number of clients and the signal-to-noise ratio.
 
-Besides rounds of federated averaging, which the theory is about, the clients that trained alone are
-merged once, by their mean and by curvature: does one round learn what averaging learns in many?
+The theory is about rounds of federated averaging. Clients that trained alone are also merged once,
+by their mean and by curvature, to see whether one round learns what averaging learns in many.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import fisherjax as fj
 from experiments.harness import figures, records, tables
 from experiments.theory import parallel_runs
 from fisherjax.theory import feature_learning, signal_noise
@@ -22,12 +22,12 @@ from fisherjax.theory.signal_noise import Data
 from fisherjax.typing import Array, Key
 
 MERGES = ("fedavg", "fedfisher_diag", "fedfisher_diag+rotated", "fedfisher_kfac")
-"""Rotated: in a random orthonormal basis of the inputs, which only the diagonal depends on."""
+"""`rotated` is in a random orthonormal basis of the inputs, which changes only the diagonal."""
 LEARNED = 0.9
-"""An accuracy of which we say that the signal is learned."""
+"""The accuracy from which the signal counts as learned."""
 SIGNAL, NOISE = "signal kept", "noise kept"
 Found = dict[str, dict[str, np.ndarray]]
-"""By grid and way: accuracies [points, ratios, seeds]; by `way, part` what each merge keeps."""
+"""Accuracies [points, ratios, seeds] by grid and way; by `way, part` the shares that are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Setting:
     """A grid of clients by ratios of signal to noise."""
 
     clients: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
-    """How many there are, all with one signal."""
+    """Numbers of clients, all with one signal."""
     similar: tuple[int, ...] = tuple(range(1, 13))
-    """Of `total` clients how many have the signal that is asked for; the others have their own."""
+    """Numbers of clients, of `total`, that share the tested signal; the others have their own."""
     total: int = 12
     ratios: tuple[float, ...] = tuple(float(x) for x in np.geomspace(0.02, 0.25, 12).round(4))
     """||mu|| / (sigma sqrt(d))."""
@@ -60,11 +60,11 @@ FIGURES = {
         ),
     )
 }
-"""The grid, and a quick one."""
+"""The grid and a quick one."""
 
 
 def grids(setting: Setting) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
-    """List the points of both grids: what is counted, and the signals of the clients."""
+    """Return the points of both grids: the count, and the signals of the clients."""
     return {
         "clients": [(number, number * (0,)) for number in setting.clients],
         "similar": [
@@ -75,12 +75,12 @@ def grids(setting: Setting) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
 
 
 def length(setting: Setting) -> int:
-    """Count the points of both grids, each of which is a program."""
+    """Return the number of points of both grids; each is a program."""
     return sum(map(len, grids(setting).values()))
 
 
 def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Compute both grids, and say after each point that it is done.
+    """Compute both grids, and call `advance` after each point.
 
     All ratios and seeds of a point are one compiled program.
     """
@@ -95,11 +95,11 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
 
 
 def point(setting: Setting, owners: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Compute a point, whose clients have these signals: by way and part kept, [ratios, seeds]."""
+    """Compute a point, whose clients have the signals `owners`; return arrays [ratios, seeds]."""
     keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
     pairs = len(setting.ratios), setting.seeds
     norms = jnp.repeat(jnp.array(setting.ratios) * setting.dim**0.5, setting.seeds)
-    # Of both grids, and of any ratios, one program serves the same owners.
+    # One program serves the same owners in both grids and with any ratios.
     shapes = dataclasses.replace(setting, clients=(), similar=(), ratios=())
     one = partial(_accuracies, shapes, owners)
     found = parallel_runs.compute(one, (jnp.tile(keys, pairs[0]), norms))
@@ -111,30 +111,24 @@ def _accuracies(
 ) -> dict[str, Array]:
     """Measure accuracies on the signal of client 0."""
     key, norm = given
-    for_data, for_test, for_start = jax.random.split(key, 3)
+    start, data, test = parallel_runs.draw(setting, owners, key, norm, setting.scale)
     for_turn = jax.random.fold_in(key, 3)
-    how = {"num_examples": setting.num_examples, "dim": setting.dim, "norm": norm}
-    data = signal_noise.draw(for_data, owners, **how)
-    test = signal_noise.draw_test(for_test, data, setting.num_test)
-    start = signal_noise.initial(for_start, setting.width, setting.dim, setting.scale)
     mean, alone = feature_learning.average(len(owners)), feature_learning.alone(len(owners))
     how = {"rounds": setting.rounds, "local_steps": setting.local_steps}
     averaged, _ = feature_learning.train(start, data, test, mean, **how)
-    # As many steps, but in one round.
+    # One round with the same number of steps.
     how = {"rounds": 1, "local_steps": setting.rounds * setting.local_steps}
     apart, _ = feature_learning.train(start, data, test, alone, **how)
     models = {"rounds": averaged.weights[0], "alone": apart.weights[0]}
     kept = {}
     for name in MERGES:
         method, *basis = name.split("+")
-        # Signals are unit vectors: the diagonal sees them apart from the noise, unless rotated.
+        # Signals are unit vectors, which the diagonal separates from noise unless rotated.
         turn = jnp.linalg.qr(jax.random.normal(for_turn, (setting.dim, setting.dim)))[0]
         turn = turn if basis else None
         models[name] = _merged(method, setting.width, start, apart.weights, data, turn)
         shares = _kept(models[name] - start, apart.weights - start, len(data.signals))
-        kept |= {
-            f"{name}, {part}": share for part, share in zip((SIGNAL, NOISE), shares, strict=True)
-        }
+        kept |= {f"{name}, {SIGNAL}": shares[0], f"{name}, {NOISE}": shares[1]}
     first = Data(data.signals, data.owners[:1], *test[2:])
     accuracies = {
         way: feature_learning.performance(weights[None], first)[1][0]
@@ -144,9 +138,10 @@ def _accuracies(
 
 
 def _kept(merged: Array, apart: Array, num_signals: int) -> tuple[Array, Array]:
-    """Say what share of the clients' mean signal a merge has, and of each client's own noise.
+    """Return the shares of the clients' mean signal and of their own noise that a merge keeps.
 
-    Of what was learned, [d, 2 m] and [M, d, 2 m]; signals are the first unit vectors.
+    The arguments are changes of weights, [d, 2 m] and [M, d, 2 m]; signals are the first unit
+    vectors.
     """
     signal, noise = apart[:, :num_signals].mean(0), apart[:, num_signals:]
     return (
@@ -158,19 +153,17 @@ def _kept(merged: Array, apart: Array, num_signals: int) -> tuple[Array, Array]:
 def _merged(
     name: str, width: int, start: Array, weights: Array, data: Data, turn: Array | None
 ) -> Array:
-    method = fj.algorithms.make(name, signal_noise.network(width))
     federation = signal_noise.federation(data)
-    if turn is not None:  # the same networks in another basis: inputs x Q, weights Q^T w
+    if turn is not None:  # the same networks in another basis: inputs x Q and weights Q^T w
         federation = federation._replace(inputs=federation.inputs @ turn)
         start, weights = turn.T @ start, turn.T @ weights
-    trained = fj.training.Trained(weights)
-    updates = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
-    merged = fj.merging.merge(method, start, updates)[0]
+    model = signal_noise.network(width)
+    merged = parallel_runs.merge(name, model, start, weights, federation)
     return merged if turn is None else turn @ merged
 
 
 def section(name: str, setting: Setting, found: Found, out: Path) -> str:
-    """Write the grids' numbers and picture into a folder, and tell what they say in Markdown."""
+    """Write the grids' numbers and picture into a folder; return a description in Markdown."""
     records.write_text(out / f"{name}.csv", _csv(setting, found))
     _draw(setting, found, out / f"{name}.png")
     parts = [
@@ -191,8 +184,7 @@ of clients that all have the signal, and -1/2 of those among a fixed number that
         counts = [count for count, _ in grids(setting)[grid]]
         lines = []
         for way in _ways(found):
-            values = found[grid][way]
-            ratios = [threshold(setting.ratios, row.mean(-1)) for row in values]
+            ratios = [threshold(setting.ratios, row.mean(-1)) for row in found[grid][way]]
             known = [(m, r) for m, r in zip(counts, ratios, strict=True) if r is not None]
             slope = f"{power(known):+.2f}" if len(known) > 2 else "-"
             shown = ["-" if r is None else f"{r:.3f}" for r in ratios]
@@ -201,13 +193,10 @@ of clients that all have the signal, and -1/2 of those among a fixed number that
             lines.append((_words(way), *shown, slope, between))
         headings = ("learned from SNR", *map(str, counts), "power", "n chi^2 SNR^4 d / M there")
         parts.append(tables.markdown(tables.Table(title, headings, lines), level=3))
+        pairs = itertools.product(MERGES, (SIGNAL, NOISE))
         lines = [
-            (
-                f"{_words(way)}: {part}",
-                *(f"{row.mean():.2f}" for row in found[grid][f"{way}, {part}"]),
-            )
-            for way in MERGES
-            for part in (SIGNAL, NOISE)
+            (f"{_words(way)}: {x}", *(f"{row.mean():.2f}" for row in found[grid][f"{way}, {x}"]))
+            for way, x in pairs
         ]
         parts.append(tables.markdown(tables.Table("", ("mean", *map(str, counts)), lines)))
     explained = """Kept is the share of the clients' mean signal that the merged network has, and \
@@ -217,10 +206,10 @@ of the noise that each client has memorised by itself, mean over ratios and seed
 
 
 def threshold(ratios: tuple[float, ...], accuracies: np.ndarray) -> float | None:
-    """Find from which ratio on the signal is learned, between two of the grid; None if nowhere."""
+    """Interpolate the ratio from which the signal is learned; None if beyond the grid."""
     learned = np.flatnonzero(accuracies < LEARNED)
     first = int(learned[-1]) + 1 if len(learned) else 0
-    if first in (0, len(ratios)):  # everywhere, or nowhere: it lies beyond the grid
+    if first in (0, len(ratios)):  # the signal is learned everywhere, or nowhere
         return None
     low, high = accuracies[first - 1], accuracies[first]
     share = (LEARNED - low) / (high - low)
@@ -228,7 +217,7 @@ def threshold(ratios: tuple[float, ...], accuracies: np.ndarray) -> float | None
 
 
 def power(known: list[tuple[int, float]]) -> float:
-    """Fit a power law to pairs of a count and a ratio."""
+    """Return the exponent of a power law fitted to pairs of a count and a ratio."""
     return float(np.polyfit(*np.log(np.array(known)).T, 1)[0])
 
 
@@ -248,12 +237,10 @@ def _words(way: str) -> str:
 
 def _csv(setting: Setting, found: Found) -> str:
     lines = (
-        (grid, count, ratio, seed, way, f"{values[place, number, seed]:.4f}")
+        (grid, grids(setting)[grid][place][0], setting.ratios[number], seed, way, f"{x:.4f}")
         for grid, ways in found.items()
         for way, values in ways.items()
-        for place, (count, _) in enumerate(grids(setting)[grid])
-        for number, ratio in enumerate(setting.ratios)
-        for seed in range(setting.seeds)
+        for (place, number, seed), x in np.ndenumerate(values)
     )
     return tables.csv_text(("grid", "count", "snr", "seed", "way", "accuracy"), lines)
 
@@ -268,14 +255,14 @@ def _draw(setting: Setting, found: Found, path: Path) -> None:
             look = {"cmap": "cividis", "vmin": 0.5, "vmax": 1, "shading": "nearest"}
             values = own[way].mean(-1).T
             shown = axes.pcolormesh(np.arange(len(counts)), setting.ratios, values, **look)
-            # The theorem's boundary, with the constants 1 and 10 for "large".
+            # The theorem's boundary, with the constants 1 and 10 in place of "large".
             for constant, line in ((1, "-"), (10, "--")):
                 ratio = [(constant / _strength(setting, grid, m, 1.0)) ** 0.25 for m in counts]
                 axes.plot(range(len(counts)), ratio, line, color="white", linewidth=1.2)
             axes.set_ylim(setting.ratios[0], setting.ratios[-1])
             axes.set_yscale("log")
-            axes.set_yticks(ticks := setting.ratios[:: max(1, len(setting.ratios) // 4)])
-            axes.set_yticklabels([f"{tick:.2g}" for tick in ticks])
+            ticks = setting.ratios[:: max(1, len(setting.ratios) // 4)]
+            axes.set_yticks(ticks, [f"{tick:.2g}" for tick in ticks])
             axes.minorticks_off()
             axes.set_xticks(range(len(counts)), counts.tolist(), fontsize="x-small")
             axes.set_title(_words(way).replace(", ", ",\n"), fontsize="small")

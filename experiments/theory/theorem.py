@@ -1,4 +1,4 @@
-"""FedFisher's theorem in numbers: loss and its sources over the width and over local steps."""
+"""Draw FedFisher's theorem: the loss and its sources over the width and over local steps."""
 
 import contextlib
 import dataclasses
@@ -16,34 +16,33 @@ import fisherjax as fj
 from experiments.harness import figures, records, tables
 from experiments.theory import parallel_runs
 from fisherjax.theory import laplace, two_layer
-from fisherjax.theory.laplace import Decomposition
-from fisherjax.typing import Array, Key, Params
+from fisherjax.typing import Array, Key
 
 SERVER_STEPS = (10**4, 10**5, 10**6)
-"""Of the server's gradient descent; the paper does not say how many it takes."""
+"""Steps of the server's gradient descent; the paper does not give their number."""
 LEARNING_RATE, SERVER_RATE = 0.1, 0.001
 NUM_EXAMPLES = 200
-"""Of both clients."""
+"""Number of examples of both clients."""
 SHOWN = 10**5
-"""Server steps of which the account is drawn."""
+"""Number of server steps whose account is drawn."""
 
-Found = dict[str, Decomposition]
-"""By way of merging: leaves [points, seeds]."""
+Found = dict[str, fj.theory.laplace.Decomposition]
+"""Accounts by way of merging, with leaves [points, seeds]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is swept, from one common start to merged models."""
+    """The widths and the numbers of local steps, and the seeds."""
 
     widths: tuple[int, ...] = tuple(2**power for power in range(5, 13))
     steps: tuple[int, ...] = (2048,)
     seeds: int = 50
     variance: float = 0.5
-    """Of the initial weights; the paper's kappa."""
+    """Variance of the initial weights, the paper's kappa."""
 
     @property
     def is_over_width(self) -> bool:
-        """Whether the width is what differs between points; otherwise local steps."""
+        """Whether points differ in width; otherwise they differ in local steps."""
         return len(self.widths) > 1
 
     @property
@@ -59,12 +58,12 @@ FIGURES = {
         Setting(widths=(64,), steps=(16, 64, 256), seeds=3),
     ),
 }
-"""The paper's figures: as it has them, and quick."""
+"""The paper's figures, each as in the paper and quick."""
 
 
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
-    """Compute in float64 for a while: Gram matrices of inputs on a circle are close to singular."""
+    """Compute in float64, because Gram matrices of inputs on a circle are close to singular."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
     try:
@@ -74,12 +73,12 @@ def float64() -> Iterator[None]:
 
 
 def length(setting: Setting) -> int:
-    """Count the widths, each of which is a program."""
+    """Return the number of widths; each is a program."""
     return len(setting.widths)
 
 
 def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Compute all points and seeds, and say after each width that it is done.
+    """Compute all points and seeds, and call `advance` after each width.
 
     All seeds of a width, and all numbers of steps, are one compiled program.
     """
@@ -90,7 +89,7 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
             one = partial(_seed, width, setting.steps)
             found.append(parallel_runs.compute(one, keys, jnp.asarray(setting.variance)))
             advance()
-    # Of one width [seeds, steps]; together [points, seeds].
+    # Leaves are [seeds, steps] for one width, and [points, seeds] together.
     return jax.tree.map(lambda *leaves: np.concatenate([x.T for x in leaves]), *found)
 
 
@@ -104,25 +103,17 @@ def _seed(width: int, steps: tuple[int, ...], key: Key, variance: Array) -> Foun
 
 def _judged(start: Array, federation: fj.clients.Federation, models: Array) -> Found:
     quadratic = laplace.gram(models, federation)
-    # The paper's quadratic is a sum over clients, this one a mean.
+    # The paper's quadratic is a sum over clients; this one is a mean.
     rate = SERVER_RATE * len(models)
     merged = {f"descent_{steps}": laplace.descent(quadratic, steps, rate) for steps in SERVER_STEPS}
     merged |= {"optimum": laplace.optimum(quadratic)}
+    model = two_layer.network(start.shape[-1])
     for name in ("fedavg", "fedfisher_diag", "fedfisher_kfac"):
-        merged[name] = _by_library(name, start, models, federation)
+        merged[name] = parallel_runs.merge(name, model, start, models, federation)
     return {
         name: laplace.decompose(w, start, models, quadratic, federation)
         for name, w in merged.items()
     }
-
-
-def _by_library(
-    name: str, start: Params, models: Params, federation: fj.clients.Federation
-) -> Params:
-    method = fj.algorithms.make(name, two_layer.network(start.shape[-1]))
-    trained = fj.training.Trained(models)
-    updates = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
-    return fj.merging.merge(method, start, updates)[0]
 
 
 LOOKS = {
@@ -138,24 +129,20 @@ TERMS = {
 
 
 def section(name: str, setting: Setting, found: Found, out: Path) -> str:
-    """Write a figure's numbers and picture into a folder, and tell what they say in Markdown."""
+    """Write a figure's numbers and picture into a folder; return a description in Markdown."""
     records.write_text(out / f"{name}.csv", _csv(setting, found))
     _draw(setting, found, out / f"{name}.png")
     axis = "width" if setting.is_over_width else "local steps"
     fixed = (
         f"{setting.steps[0]} local steps" if setting.is_over_width else f"width {setting.widths[0]}"
     )
-    lines = [
-        (label(way), *(f"{statistics.median(x):.4f}" for x in of.loss)) for way, of in found.items()
-    ]
+    lines = [(label(way), *_medians(of.loss, ".4f")) for way, of in found.items()]
     table = tables.Table("", ("loss, median", *map(str, setting.points)), lines)
     shown = found[f"descent_{SHOWN}"]
     sources = [
-        (words, *(f"{statistics.median(x):.3g}" for x in getattr(shown, term)))
+        (words, *_medians(getattr(shown, term), ".3g"))
         for term, words in {
-            "laplace": "Laplace approximation",
-            "server": "server's descent",
-            "local": "local training",
+            **{term: words for term, (words, _) in TERMS.items()},
             "distance": "distance of clients from the start",
             "furthest": "of the unit that went furthest",
             "moved": "distance of the server from the mean",
@@ -181,27 +168,30 @@ Where the loss of {label(f"descent_{SHOWN}")} comes from, and what the theorem i
 """
 
 
+def _medians(values: np.ndarray, form: str) -> list[str]:
+    return [format(statistics.median(x), form) for x in values]
+
+
 def _falls(setting: Setting, found: Found) -> str:
-    """Judge figure 1a: the loss falls with the width."""
+    """Test the claim of figure 1a that the loss falls with the width."""
     lines = []
     for way, of in found.items():
         loss = np.median(of.loss, 1)
         slope = np.polyfit(np.log(setting.widths), np.log(loss), 1)[0]
         lower = np.mean(of.loss[-1] < of.loss[0])
-        lines.append(
-            (label(way), f"{slope:+.2f}", f"{loss[-1] / loss[0]:.2f}", f"{100 * lower:.0f}")
-        )
+        shown = f"{slope:+.2f}", f"{loss[-1] / loss[0]:.2f}", f"{100 * lower:.0f}"
+        lines.append((label(way), *shown))
     headings = ("claim: it falls", "slope of log loss", "widest / narrowest", "lower, % of seeds")
     return tables.markdown(tables.Table("", headings, lines))
 
 
 def _turns(setting: Setting, found: Found) -> str:
-    """Judge figure 1b: the loss over local steps has a minimum inside."""
+    """Test the claim of figure 1b that the loss over local steps has a minimum inside."""
     lines = []
     for way, of in found.items():
         loss = np.median(of.loss, 1)
         best = int(loss.argmin())
-        # Of each seed, as seeds differ more than points.
+        # Compare within each seed, as seeds differ more than points.
         rises = np.mean(of.loss[-1] > of.loss[best])
         shown = setting.steps[best], loss[0] / loss[best], loss[-1] / loss[best], 100 * rises
         lines.append((label(way), *(f"{x:.3g}" for x in shown)))
@@ -213,12 +203,12 @@ def _turns(setting: Setting, found: Found) -> str:
 
 
 def label(way: str) -> str:
-    """Say what a way to merge is called."""
+    """Return the label of a way to merge."""
     return LOOKS[way][0] if way in LOOKS else figures.label(way)
 
 
 def look(way: str) -> dict[str, Any]:
-    """Give a way to merge its colour, its line and its name."""
+    """Return the colour, the line style and the label of a way to merge."""
     if way not in LOOKS:
         return figures.style(way) | {"markersize": 4}
     words, colour = LOOKS[way]
@@ -226,7 +216,7 @@ def look(way: str) -> dict[str, Any]:
 
 
 def _csv(setting: Setting, found: Found) -> str:
-    fields = Decomposition._fields
+    fields = fj.theory.laplace.Decomposition._fields
     lines = (
         (way, point, seed, *(f"{getattr(of, field)[place, seed]:.6g}" for field in fields))
         for way, of in found.items()
@@ -238,16 +228,15 @@ def _csv(setting: Setting, found: Found) -> str:
 
 
 def _draw(setting: Setting, found: Found, path: Path) -> None:
-    figure, (left, middle, right) = figures.canvas(11.5, 4.2, columns=3)
+    figure, (left, middle, right) = figures.canvas(11.5, 4.2, columns=3, grid="both")
     for way, of in found.items():
         _band(left, setting.points, of.loss, **look(way))
     left.set_ylabel("loss of the merged network")
     shown = found[f"descent_{SHOWN}"]
     _band(middle, setting.points, shown.loss, color="#0b4f8a", label=label(f"descent_{SHOWN}"))
     for term, (words, colour) in TERMS.items():
-        _band(
-            middle, setting.points, getattr(shown, term), color=colour, label=words, linestyle="--"
-        )
+        look_of = {"color": colour, "label": words, "linestyle": "--"}
+        _band(middle, setting.points, getattr(shown, term), **look_of)
     middle.set_ylabel("its sources")
     for term, (words, colour) in {
         "distance": ("clients' distance from the start", "#0b4f8a"),
@@ -255,7 +244,7 @@ def _draw(setting: Setting, found: Found, path: Path) -> None:
         "switched": ("share of gates that switch", "#c4501b"),
     }.items():
         _band(right, setting.points, getattr(shown, term), color=colour, label=words, marker="s")
-    # The smallest eigenvalue, which the theorem divides by, is zero to rounding.
+    # The theorem divides by the smallest eigenvalue, which is zero up to rounding.
     share = shown.rank / NUM_EXAMPLES
     words = f"Gram matrix at the start: its rank / {NUM_EXAMPLES}"
     _band(right, setting.points, share, color="#8b1e6b", label=words, marker="o")
@@ -265,13 +254,12 @@ def _draw(setting: Setting, found: Found, path: Path) -> None:
         axes.set_xlabel("width" if setting.is_over_width else "local steps")
         axes.set_xticks(setting.points, map(str, setting.points), rotation=45)
         axes.minorticks_off()
-        axes.grid(color=figures.GRID)
     figures.legend(figure, [left, middle, right], columns=4, fontsize="small")
     figures.save(figure, path)
 
 
 def _band(axes: Any, points: Sequence[int], values: np.ndarray, **look: Any) -> None:
-    """Draw medians over seeds, and quartiles as a band."""
+    """Draw medians over seeds, with quartiles as a band."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=1)
     axes.plot(points, middle, **look)
     axes.fill_between(points, low, high, color=look["color"], alpha=0.12, linewidth=0)

@@ -13,6 +13,7 @@ from experiments.attack import __main__ as attack
 from experiments.attack import gan, inversion
 from experiments.attack.inversion import Seen
 from experiments.attack.runs import Config, split
+from experiments.harness.config import Data
 
 WHOLE = inversion.Pixels((0.0,), (1.0,))
 HOW = SimpleNamespace(
@@ -120,7 +121,7 @@ def test_factors_of_one_client_are_what_their_sum_tells():
 
 def test_the_attacked_client_has_all_of_a_class_and_some_others():
     targets = np.random.default_rng(0).integers(0, 10, 3000)
-    asked = Config(attack.Data("mnist", "lenet", num_clients=4), others=100)
+    asked = Config(Data("mnist", "lenet", num_clients=4), others=100)
     own, *others = split(asked, targets, seed=0)
     assert (targets[own] == 3).sum() == (targets == 3).sum()
     assert (targets[own] != 3).sum() == 100
@@ -151,9 +152,9 @@ def test_a_run_leaves_each_view_and_continues(tmp_path, shared):
         ("--dataset digits", "--dataset is digits, expected mnist"),
         ("--digit 10", "--digit is 10, expected 0 to 9"),
         ("--num-clients 1", "--num-clients is 1, expected 2 or more"),
-        ("--clip 0", "--clip is 0.0, expected above 0"),
+        ("--clip 0", "--clip is 0.0, expected a number above 0"),
         ("--known 319", "--known is 319, expected 320 or more"),
-        ("--partition iid", "--partition is iid, expected fedfisher"),
+        ("--partition iid", "--partition is iid, expected dirichlet_of_client"),
         ("--learning-rate -1", "--learning-rate is -1.0, expected"),
         ("--restarts 0", "--restarts is 0, expected 1 or more"),
     ],

@@ -93,7 +93,7 @@ def test_an_interrupted_run_does_not_promise_that_it_continues(tmp_path, capsys,
 
 def test_floors_refuse_what_they_cannot_measure(capsys):
     assert floors.main(["--repeats", "0"]) == 1
-    assert "--repeats is 0, expected a number above 0" in capsys.readouterr().err
+    assert "--repeats is 0, expected 1 or more" in capsys.readouterr().err
 
 
 def check_files(out: Path) -> dict:

@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2] / "experiments"
 
 ORDER = [
     *("names", "commands"),
-    *("tables", "records", "measurements", "figures"),
+    *("tables", "records", "figures"),
     *("config", "limits", "methods", "votes", "tasks"),
     *("checkpoints", "steps", "after_merge", "one_round", "accuracies", "memory"),
-    *("progress", "forecast", "grid_runs", "grids", "reference", "trained_clients"),
+    *("progress", "forecast", "grid_runs", "grids", "reference", "trained_clients", "studies"),
 ]
 MOST_LINES = 150
 

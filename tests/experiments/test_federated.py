@@ -22,7 +22,7 @@ import fisherjax as fj
 from experiments.federated import __main__ as federated
 from experiments.federated import curves, runs
 from experiments.federated.__main__ import main
-from experiments.harness import figures, records, tasks
+from experiments.harness import commands, config, figures, limits, records, tasks
 from experiments.harness.config import AnyData, Federated, Merging
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,10 @@ SMALL = (
     *("--cohort", "3", "--alpha", "1", "--batch-size", "40", "--rounds", "3"),
     *("--local-epochs", "1", "--algorithms", "fedavg"),
 )
+
+
+def parse(words):
+    return commands.read(words, "", "", config.federated, limits.check_federated)
 
 
 def rows_of(folder):
@@ -97,7 +101,7 @@ def test_validation_clients_choose_the_rate_that_other_seeds_use(finished):
 
 def test_the_numbers_are_those_of_the_model_that_was_left(finished):
     command = json.loads((finished / "config.json").read_text())["command"]
-    prepared = tasks.rounds(federated.parse(shlex.split(command)[3:]))
+    prepared = tasks.rounds(parse(shlex.split(command)[3:]))
     like = prepared.init(jax.random.key(0))
     params = fj.files.load_arrays(finished / "models" / f"{NAME}.safetensors", like)
     found = fj.metrics.performance(prepared.model, params, prepared.test)
@@ -373,10 +377,10 @@ def test_who_is_left_out_of_a_round_is_named_with_the_leaf(tmp_path, capsys):
 @pytest.mark.long
 def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
     def algorithm(*words):
-        asked = federated.parse([*SMALL, "--algorithms", name, *words])
+        asked = parse([*SMALL, "--algorithms", name, *words])
         return runs.prepare(task._replace(config=asked))[name, 1].algorithm
 
-    name, task = "fedfisher_diag", tasks.rounds(federated.parse(SMALL))
+    name, task = "fedfisher_diag", tasks.rounds(parse(SMALL))
     made = [algorithm(), algorithm("--solver", "gd"), algorithm("--solver", "adam")]
     made += [algorithm("--fedfisher-diag.damping", "2"), algorithm("--fisher-kind", "sampled")]
     assert len(set(made)) == 5
@@ -387,7 +391,7 @@ def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
     ("options", "message"),
     [
         (["--cohort", "9"], "--cohort is 9, expected 1 to the 8 clients"),
-        (["--rounds", "0"], "--rounds is 0, expected a whole number from 1 up"),
+        (["--rounds", "0"], "--rounds is 0, expected 1 or more"),
         (["--held-out-clients", "0"], "--held-out-clients is 0"),
         (["--algorithms", "fedfisch"], "did you mean 'fedfish'"),
         (["--total-epochs", "5", "--local-epochs", "2"], "--total-epochs is 5"),
@@ -407,7 +411,7 @@ def test_what_cannot_be_is_refused(tmp_path, capsys, options, message):
 @pytest.mark.long
 def test_roles_of_held_out_plays_take_no_part_in_training(shared):
     words = ["--dataset", "tiny_shakespeare", "--held-out-plays", "2"]
-    prepared = tasks.rounds(federated.parse([*words, "--data-dir", str(shared / "data")]))
+    prepared = tasks.rounds(parse([*words, "--data-dir", str(shared / "data")]))
     rows = [
         {
             row

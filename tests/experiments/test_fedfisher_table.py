@@ -13,7 +13,7 @@ import fisherjax as fj
 from experiments.fedfisher_table import __main__ as fedfisher_table
 from experiments.fedfisher_table import table as fedfisher
 from experiments.fedfisher_table.table import Cell, Grid
-from experiments.harness import forecast, one_round, records, steps, tasks, votes
+from experiments.harness import forecast, grids, one_round, records, steps, tasks, votes
 from experiments.harness.config import IMAGES, Merging
 from experiments.harness.grid_runs import WALL
 from experiments.harness.records import ONE_SHOT, Row
@@ -113,7 +113,7 @@ def test_the_halves_of_a_round_are_told_apart_where_they_were_timed_apart():
     assert found["fedavg+ccvr"].accuracies == (70.0,)
     assert found["local"].seconds == 3.0
     grid = Grid(datasets=("digits",), alphas=(0.1,), seeds=(0,), calibrate=("ccvr",))
-    done = {unit: rows for unit in fedfisher.units(grid)}
+    done = {unit: rows for unit in grids.units(grid)}
     _, after = fedfisher.tables(grid, "digits", done)
     assert after.lines[0][:2] == ("5 clients, α = 0.1", "70.0")
     cost = {line[0]: line[1:] for line in fedfisher.costs(grid, "digits", 5, done).lines}
@@ -138,7 +138,7 @@ def test_the_papers_numbers_are_those_of_its_table():
 
 def test_theirs_stand_in_brackets_where_they_have_some():
     grid = Grid(datasets=("cifar10",), num_clients=(5, 10), alphas=(0.1,), seeds=(0,))
-    done = {unit: [row("fedavg", 0.25)] for unit in fedfisher.units(grid)}
+    done = {unit: [row("fedavg", 0.25)] for unit in grids.units(grid)}
     (table,) = fedfisher.tables(grid, "cifar10", done)
     cells = [dict(zip(table.headings, line, strict=True)) for line in table.lines]
     assert [own["FedAvg"] for own in cells] == ["25.0 (36.4)", "25.0"]
@@ -146,11 +146,11 @@ def test_theirs_stand_in_brackets_where_they_have_some():
 
 
 def test_every_cell_of_the_default_grid_is_split_as_in_the_authors_code():
-    for (cell, seed), asked in fedfisher.units(Grid(datasets=IMAGES)).items():
-        assert (asked.data.partition, asked.data.alpha) == ("fedfisher", cell.alpha)
+    for (cell, seed), asked in grids.units(Grid(datasets=IMAGES)).items():
+        assert (asked.data.partition, asked.data.alpha) == ("dirichlet_of_client", cell.alpha)
         assert (asked.partition_seeds, asked.seeds, asked.central) == ((3,), (seed,), False)
         assert (asked.data.num_clients, asked.epochs) == (5, 10)
-    assert len({asked.out for asked in fedfisher.units(Grid()).values()}) == 2 * 3 * 3
+    assert len({asked.out for asked in grids.units(Grid()).values()}) == 2 * 3 * 3
 
 
 # Continued
@@ -215,7 +215,7 @@ def test_a_killed_grid_has_the_table_of_what_was_finished(finished, tmp_path, mo
 def ready():
     merging = Merging(("fedavg", "fisher_merge"))
     grid = Grid(merging, datasets=("digits",), alphas=(0.1, 0.5), seeds=(0,), epochs=3)
-    return tasks.one_rounds(list(fedfisher.units(grid).values()))
+    return tasks.one_rounds(list(grids.units(grid).values()))
 
 
 @pytest.mark.long
@@ -269,7 +269,7 @@ def test_a_merge_in_stages_is_foretold_from_the_first_of_them_and_the_last(ready
 def voting():
     merging = Merging(("fedavg", "fedov", "fedov+student"))
     grid = Grid(merging, datasets=("digits",), alphas=(0.1, 0.5), seeds=(0,), epochs=3)
-    return tasks.one_rounds(list(fedfisher.units(grid).values()))
+    return tasks.one_rounds(list(grids.units(grid).values()))
 
 
 @pytest.mark.long
@@ -321,7 +321,7 @@ def test_the_probe_compiles_what_fedov_needs(voting, compilations):
 def test_twice_the_runs_take_twice_the_time():
     one = forecast.Forecast(30.0, 12.0)
     assert one.seconds == 42.0
-    said = forecast.told([("digits, 5 clients", 3, one), ("digits, 9 clients", 2, 600.0)])
+    said = forecast.describe([("digits, 5 clients", 3, one), ("digits, 9 clients", 2, 600.0)])
     assert "digits, 5 clients: 3 to run, about 42 s (training 30 s, summaries 12 s)" in said
     assert "digits, 9 clients: 2 to run, about 20 min (as those that are done)" in said
     assert "Predicted: about 21 min in all" in said
@@ -348,9 +348,9 @@ def test_the_time_is_said_before_the_first_run(tmp_path, monkeypatch, capsys):
     [
         ("--datasets minst", "--datasets is 'minst', did you mean 'mnist'"),
         ("--datasets", "--datasets is empty, expected at least one"),
-        ("--alphas 0", "--alphas is 0.0, expected numbers above 0"),
+        ("--alphas 0", "--alphas is 0.0, expected a number above 0"),
         ("--alphas 0.1 0.1", "--alphas is 0.1 0.1, expected each only once"),
-        ("--num-clients 0", "--num-clients is 0, expected whole numbers from 1 up"),
+        ("--num-clients 0", "--num-clients is 0, expected 1 or more"),
         ("--num-clients 5 5", "expected each only once"),
         ("--num-clients 3 5 --clients-per-chunk 4", "--clients-per-chunk is 4"),
         ("--seeds", "--seeds is empty"),

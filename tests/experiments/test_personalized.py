@@ -102,7 +102,7 @@ def test_temperatures_are_chosen_by_what_is_held_aside():
     asked = settings.Config(algorithms=("weighted_fedavg",), temperatures=(0.1, 1.0))
     units = settings.choosing(asked)
     points = [
-        settings.Point(*unit, unit.rounds, None, accuracy)
+        settings.Measurement(*unit, unit.rounds, None, accuracy)
         for unit, accuracy in zip(units, (0.7, 0.6), strict=True)
     ]
     # Whatever the test data say.
@@ -113,7 +113,7 @@ def test_temperatures_are_chosen_by_what_is_held_aside():
 @pytest.mark.long
 def test_what_is_held_aside_is_training_data_that_nobody_trains_on():
     asked = settings.Config(domains=("scans", "fonts"), examples=40, tested=30)
-    whole, aside = (runs.world(asked, "domains", held) for held in (False, True))
+    whole, aside = (runs.population(asked, "domains", held) for held in (False, True))
     rows = fj.clients.view
     for client in range(2):
         kept, judged, everything = (
@@ -139,7 +139,7 @@ def test_clients_of_classes_are_judged_on_their_own(monkeypatch):
     monkeypatch.setattr(fj.datasets, "load", lambda *_: (data, data))
     for split in ("pathological", "dirichlet"):
         asked = settings.Config("cifar10", (split,), num_clients=5, examples=10**6, tested=10**6)
-        of = runs.world(asked, split, held=False)
+        of = runs.population(asked, split, held=False)
         counts = []
         for side in (of.train, of.test):
             rows = [np.asarray(own)[:n] for own, n in zip(side.indices, side.sizes, strict=True)]

@@ -361,7 +361,7 @@ def test_any_file_leaves_what_one_shot_does(merged, tmp_path, capsys):
     ("words", "changes", "said"),
     [
         ("--algorithms fedavg fedprox", {}, "--algorithms has fedprox, which change how clients"),
-        ("--max-examples -1", {}, "--max-examples is -1, expected a whole number from 0 up"),
+        ("--max-examples -1", {}, "--max-examples is -1, expected 0 or more"),
         ("--algorithms fedlpq", {}, "did you mean 'fedlpa'"),
         ("--model cnn", {}, "apply failed on inputs of shape (60, 28, 28, 1)"),
         ("", {"partition_sizes": np.array([30, 21])}, "50 partition_indices and partition_sizes"),

@@ -309,7 +309,7 @@ def test_what_the_first_version_was_told_is_told_by_its_name_of_today_for_method
     merging = dataclasses.replace(merging, options=tuple((name, value) for name in names))
     asked = OneShot(merging=merging, out=old)
     words = shlex.split(commands.write(asked, PROGRAM))[3:]
-    assert resume(old, one_shot.parse(words)) == rows_of(OneShot())
+    assert resume(old, commands.read(words, "", "", config.one_shot)) == rows_of(OneShot())
 
 
 def test_other_options_of_the_first_version_are_still_compared(old):
@@ -348,7 +348,9 @@ def test_stored_runs_continue(tmp_path, name):
         command = command.replace(f" {words} ", " ")
     command = command.replace("--partition fedfisher", "--partition dirichlet_of_client")
     # They took all examples.
-    asked = one_shot.parse(["--max-examples", "0", *shlex.split(command)[3:]])
+    asked = commands.read(
+        ["--max-examples", "0", *shlex.split(command)[3:]], "", "", config.one_shot
+    )
     default = config.one_shot(asked.data.dataset)
     rows = records.resume(out, asked, default, ONE_SHOT)
     assert rows == records.read_rows(STORED / name / RESULTS, ONE_SHOT) != []

@@ -111,7 +111,7 @@ def test_what_nobody_chose_is_as_in_the_library():
     [
         ("fedov.quorum", 3, "--fedov.quorum is 3, expected 1 to the 2 clients"),
         ("fedov.steps", 0, "steps"),
-        ("student.batch_size", 0, "--student.batch-size is 0, expected a whole number from 1 up"),
+        ("student.batch_size", 0, "--student.batch-size is 0, expected 1 or more"),
     ],
 )
 def test_what_a_vote_cannot_be_told_is_refused_before_anything_is_trained(option, value, message):
