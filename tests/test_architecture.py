@@ -205,6 +205,12 @@ def test_the_package_offers_every_module_and_the_two_nouns_that_everybody_writes
         _ = fisherjax.network
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_a_file_has_at_most_300_lines(module):
+    """A longer one holds two ideas."""
+    assert len(MODULES[module].read_text().splitlines()) <= 300
+
+
 @pytest.mark.parametrize("library", ALONE)
 def test_a_foreign_world_stops_at_the_files_that_know_it(library):
     users = {
