@@ -711,7 +711,7 @@ REFUSED = {
             lambda structure=structure: structure(
                 MODEL, world().params, world().examples, max_examples=7
             ),
-            "max_examples is 7 of 40 examples, which are drawn at random, but there is no key: pass key",
+            "max_examples is 7 of 40 examples, which are drawn at random",
         )
         for structure in (fisher.kfac, fisher.diagonal, fisher.full)
     },

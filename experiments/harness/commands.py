@@ -15,6 +15,7 @@ from rich.console import Console
 from experiments.harness.names import distils, is_vote
 from fisherjax import algorithms, devices
 from fisherjax._core import checks
+from fisherjax.typing import Scalar
 
 _FEW = 12  # a refusal lists at most so many names
 
@@ -186,6 +187,7 @@ def check_list(config: Any, *options: str) -> None:
 
 
 _NUMBERS = (int, float, int | None, float | None)
+_FLOATS: dict[Any, Any] = {Scalar: float, Scalar | None: float | None}
 _OTHERS = {
     "fedov": ("FedOV", (algorithms.open_set, algorithms.voting)),
     "student": ("FedOV's student", (algorithms.distilled,)),
@@ -220,6 +222,8 @@ def _options(function: Callable[..., Any]) -> tuple[list[tuple[str, Any, Any]], 
     """
     plain = getattr(function, "func", function)
     kinds = inspect.get_annotations(inspect.unwrap(plain), eval_str=True)
+    # A number that may be traced is a float on a command line.
+    kinds = {option: _FLOATS.get(kind, kind) for option, kind in kinds.items()}
     # The signature of a `partial` shows what it fixes as defaults.
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
