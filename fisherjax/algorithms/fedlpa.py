@@ -24,8 +24,7 @@ from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
 from fisherjax.fisher import Kronecker, _passes, empirical, kfac, zero
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
-from fisherjax.quadratic import Quadratic
-from fisherjax.solvers.base import Solution, Solver, as_data, power_iteration, ratio, solution
+from fisherjax.solvers.base import Solver, ratio
 from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
@@ -212,100 +211,3 @@ def _expectation(fishers: Kronecker, weights: Array) -> Kronecker:
 
     entries = {name: inverse_entries(name) for name in mean.entries}
     return dataclasses.replace(mean, factors=jax.tree.map(inverse, mean.factors), entries=entries)
-
-
-@cached
-def expectation_approximation() -> Solver:
-    """Make FedLPA's approximate solution, exact where all clients agree on one of the factors.
-
-        V = (sum_i p_i A_i)^-1 (sum_i p_i A_i V_i G_i) (sum_i p_i G_i)^-1.
-
-    Raises:
-        ValueError: On solving, if the problem has no preconditioner, which is the approximation.
-
-    Example:
-        >>> half = Partial(lambda x: x / 2)
-        >>> problem = Quadratic(lambda x: 2 * x, jnp.ones(2), jnp.zeros(2), precondition=half)
-        >>> solved = expectation_approximation()(problem)
-        >>> print(solved.params, solved.info.residual)
-        [0.5 0.5] 0.0
-
-    Source: FedLPA, section 3.3.
-    """
-
-    def solve(problem: Quadratic) -> Solution:
-        return solution(problem, _approximation(problem), 1)
-
-    return solve
-
-
-@cached
-def residual_descent(
-    steps: int = 10_000, learning_rate: float = 1.0, power_iterations: int = 50
-) -> Solver:
-    r"""Make the authors' refinement: gradient steps on the mean squared residual of each layer.
-
-        V <- V - min(2 eta / N, 1 / lambda_max^2) L(L(V) - Z),   L(V) = sum_i p_i A_i V G_i,
-
-    from the expectation approximation, with N the number of entries of V. What belongs to a small
-    eigenvalue lambda of L shrinks by 1 - 2 eta lambda^2 / N only, so that large layers hardly move.
-
-    Args:
-        steps: Gradient steps.
-        learning_rate: eta.
-        power_iterations: Products spent on lambda_max, started at the first residual.
-
-    Raises:
-        ValueError: If a number is not positive.
-
-    Example:
-        >>> poor = Partial(lambda x: 0 * x)
-        >>> problem = Quadratic(lambda x: 2 * x, jnp.ones(2), jnp.zeros(2), precondition=poor)
-        >>> print(residual_descent(steps=100)(problem).params)
-        [0.5 0.5]
-
-    Source: the authors' code of FedLPA, which has no cap: steps beyond 2 / lambda_max^2 diverge.
-    """
-    checks.count("steps", steps)
-    checks.positive("learning_rate", learning_rate)
-    checks.count("power_iterations", power_iterations)
-
-    def solve(problem: Quadratic) -> Solution:
-        started = as_data(problem._replace(init=_approximation(problem)))
-        # Numbers are traced, so that solvers with other steps or rates share the program.
-        blocks = _descend(started, steps, learning_rate, power_iterations)
-        # Each step takes two products, L(L(V) - Z).
-        return solution(problem, blocks, 2 * steps + power_iterations + 1)
-
-    return solve
-
-
-@jit
-def _descend(problem: Quadratic, steps: Array, rate: Array, power_iterations: Array) -> Any:
-    matvec, rhs, start, *_ = problem
-
-    def residual(blocks: Any) -> Any:
-        return jax.tree.map(jnp.subtract, matvec(blocks), rhs)
-
-    top = power_iteration(matvec, residual(start), power_iterations)
-    # The top eigenvector has norm one, so that its product has norm lambda_max.
-    largest = jax.tree.map(jnp.linalg.norm, matvec(top))
-
-    def step(x: Array, largest: Array, slope: Array) -> Array:
-        # A layer without curvature has lambda_max zero: its cap is huge, not 1 / 0.
-        cap = 1 / jnp.maximum(jnp.square(largest), jnp.finfo(largest.dtype).tiny)
-        return x - jnp.minimum(2 * rate / x.size, cap).astype(x.dtype) * slope
-
-    def descend(_: Array, blocks: Any) -> Any:
-        return jax.tree.map(step, blocks, largest, matvec(residual(blocks)))
-
-    return jax.lax.fori_loop(0, steps, descend, start)
-
-
-def _approximation(problem: Quadratic) -> Any:
-    if problem.precondition is None:
-        raise ValueError(
-            "This solver starts from the expectation approximation, which is the preconditioner of "
-            "FedLPA's problem; this problem has none. Use solvers.conjugate_gradients()."
-        )
-    return problem.precondition(problem.rhs)

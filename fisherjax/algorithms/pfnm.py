@@ -11,19 +11,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from fisherjax import leaves, likelihoods, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._layers.graph import Wiring, wiring
 from fisherjax._layers.layer import Layer, matrix, unpack
+from fisherjax.algorithms._unit_matching import Prior, match_units
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
-
-_MOST_COUNTED = 10
 
 
 class Matched(NamedTuple):
@@ -34,14 +32,6 @@ class Matched(NamedTuple):
     """
 
     places: dict[str, list[np.ndarray]]
-
-
-class _Prior(NamedTuple):
-    precision: float
-    mean: float
-    concentration: float
-    sweeps: int
-    most_new: int
 
 
 @cached
@@ -126,7 +116,7 @@ def pfnm(
     checks.instance("misplaced_prior", misplaced_prior, bool, "True or False")
     for name, value in (("sweeps", sweeps), ("most_new", most_new)):
         checks.count(name, value)
-    prior = _Prior(prior_precision, float(prior_mean), concentration, sweeps, most_new)
+    prior = Prior(prior_precision, float(prior_mean), concentration, sweeps, most_new)
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key
@@ -184,7 +174,7 @@ def _class_counts(examples: Examples, classes: int) -> Array:
 
 
 def _merged(
-    prior: _Prior,
+    prior: Prior,
     misplaced: bool,
     wires: Wiring,
     leaves: dict[str, np.ndarray],
@@ -204,7 +194,7 @@ def _merged(
         else:
             mean = np.zeros(len(own[0]))
             mean[0 if misplaced and places else -1] = prior.mean
-            units, places = _matched(prior, mean, [x.T for x in own], order)
+            units, places = match_units(prior, mean, [x.T for x in own], order)
             value, found[layer.kernel] = units.T, places
         wide = layer if not width else _widened(layer, outer, inner, width)
         wide = wide._replace(shape=_replaced(wide.shape, wide.outputs[0], value.shape[1]))
@@ -255,70 +245,3 @@ def _by_class(stacked: np.ndarray, counts: np.ndarray) -> np.ndarray:
     total = counts.sum(0)
     shares = np.where(total > 0, counts / np.where(total > 0, total, 1), 1 / len(counts))
     return np.einsum("mac,mc->ac", stacked, shares)
-
-
-def _matched(
-    prior: _Prior, mean: np.ndarray, clients: list[np.ndarray], order: np.random.Generator
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Match units [o_i, D] of all clients; give the merged units and the place of each own one."""
-    start = prior.precision * mean
-    totals, popularity = np.zeros((0, len(mean))), np.zeros(0)
-    places: list[np.ndarray] = [np.zeros(0, int)] * len(clients)
-
-    def add(client: int) -> None:
-        nonlocal totals, popularity
-        own = clients[client]
-        found = _assigned(prior, start, own, totals, popularity, len(clients))
-        # New units in the order of their own, whichever place of the new ones they were given.
-        fresh = np.flatnonzero(found >= len(totals))
-        found[fresh] = len(totals) + np.arange(len(fresh))
-        totals = np.vstack([totals, np.tile(start, (len(fresh), 1))])
-        popularity = np.concatenate([popularity, np.zeros(len(fresh))])
-        totals[found] += own
-        popularity[found] += 1
-        places[client] = found
-
-    def remove(client: int) -> None:
-        nonlocal totals, popularity
-        totals[places[client]] -= clients[client]
-        popularity[places[client]] -= 1
-        kept = popularity > 0
-        names = np.cumsum(kept) - 1
-        totals, popularity = totals[kept], popularity[kept]
-        for other in range(len(clients)):
-            if other != client:
-                places[other] = names[places[other]]
-
-    # The widest comes first.
-    for client in sorted(range(len(clients)), key=lambda i: -len(clients[i])):
-        add(client)
-    for _ in range(prior.sweeps):
-        for client in order.permutation(len(clients)):
-            remove(client)
-            add(client)
-    return totals / (prior.precision + popularity)[:, None], places
-
-
-def _assigned(
-    prior: _Prior,
-    start: np.ndarray,
-    own: np.ndarray,
-    totals: np.ndarray,
-    popularity: np.ndarray,
-    clients: int,
-) -> np.ndarray:
-    """Assign a client's units [o, D] to units that there are, or to new ones, by gain."""
-    squares, precision = np.square(own).sum(1)[:, None], prior.precision
-    sizes = np.square(totals).sum(1)
-    strength = precision + popularity
-    counted = np.minimum(popularity, _MOST_COUNTED)
-    gain = (squares + 2 * own @ totals.T + sizes) / (1 + strength) - sizes / strength
-    gain += np.log(counted / (clients - counted))
-    # As many as leave no unit of the client without a place.
-    number = min(len(own), max(prior.most_new - len(totals), len(own) - len(totals), 1))
-    ranks = np.arange(1, number + 1)
-    new = np.square(own + start).sum(1)[:, None] / (1 + precision)
-    new = new - np.square(start).sum() / precision
-    new = new - 2 * np.log(ranks) + 2 * np.log(prior.concentration / clients)
-    _, found = linear_sum_assignment(np.hstack([gain, new]), maximize=True)
-    return found

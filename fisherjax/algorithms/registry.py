@@ -7,14 +7,14 @@ read it, so that a paper is a file beside this one, an import and a row here, an
 that these hold and that the others do not.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from fisherjax import fisher
-from fisherjax._core import checks
 from fisherjax._layers.graph import Wiring
+from fisherjax.algorithms._fedlpa_solvers import expectation_approximation, residual_descent
+from fisherjax.algorithms._rows import Row
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.algorithms.distillation.dense import dense
 from fisherjax.algorithms.distillation.fedov import fedov
@@ -26,7 +26,7 @@ from fisherjax.algorithms.fedbn import fedbn
 from fisherjax.algorithms.feddyn import feddyn
 from fisherjax.algorithms.fedfish import fedfish
 from fisherjax.algorithms.fedfisher import fedfisher
-from fisherjax.algorithms.fedlpa import expectation_approximation, fedlpa, residual_descent
+from fisherjax.algorithms.fedlpa import fedlpa
 from fisherjax.algorithms.fednova import fednova
 from fisherjax.algorithms.fedper import fedper
 from fisherjax.algorithms.fedprox import fedprox
@@ -44,12 +44,9 @@ from fisherjax.fisher import Dense, Diagonal, Kronecker
 from fisherjax.typing import Model
 
 __all__ = [
-    "LAWS",
     "METHODS",
-    "Row",
     "analytic_head",
     "ccvr",
-    "check_options",
     "dense",
     "expectation_approximation",
     "fedavg",
@@ -65,15 +62,10 @@ __all__ = [
     "fedper",
     "fedprox",
     "fisher_merge",
-    "make",
-    "merges",
     "natural_gradient",
-    "options",
     "otfusion",
-    "personal",
     "pfnm",
     "regmean",
-    "required",
     "residual_descent",
     "scaffold",
     "single_set",
@@ -81,56 +73,6 @@ __all__ = [
     "weighted_fedavg",
     "weighted_fedbn",
 ]
-
-LAWS = {
-    "identity": "Clients that all send one model get that model back, whatever else they send.",
-    "single client": "A single client gets its own model back.",
-    "order": "The order in which the clients stand does not matter.",
-    "weights": "Only the ratios of the weights matter; without weights all clients count equally.",
-    "empty": "A client of weight zero has no influence, whatever it sends.",
-    "shift": "If the start and all models move by the same amount, so does the merged model.",
-    "equal curvatures": "Clients whose curvatures are equal, or that send none, get the weighted "
-    "mean of their models.",
-    "damping": "A growing `damping` moves the merged model steadily to the weighted mean.",
-    "layerwise": "Layers can be merged without those that come after them.",
-    "statistics": "The merged running statistics of BatchNorm are those of the clients' mixture.",
-    "frozen": "Leaves that the model's mask freezes are not sent, and come back bit for bit.",
-    "exchange": "Clients that do not train improve the model that they receive: the method is one "
-    "of `merging.exchange`, and merges no models.",
-}
-"""The laws that a method may obey, by name; `Row.laws` lists those that hold."""
-
-
-class Row(NamedTuple):
-    """What there is to know of a method.
-
-    Attributes:
-        label: Name in tables and figures.
-        paper: Authors, venue and year.
-        sends: What a client sends to the server.
-        factory: Makes the algorithm. Its first argument is `model` if it needs the network, its
-            defaults are the options of the command line.
-        laws: Names of the `LAWS` that hold.
-        reads: What `files.merge_files` reads of an upload besides params, with its type; or why
-            files cannot be merged by the method, as a sentence without its subject; None if there
-            are no uploads of the method.
-        gives: What the algorithm gives: one model of the clients' shapes, one of more units, a
-            model for each client, or all of the clients' models, which vote.
-
-    Example:
-        >>> METHODS["mean"] = Row("Mean", "an example", "weights", fedavg, reads={})
-        >>> make("mean", None) is fedavg()
-        True
-        >>> del METHODS["mean"]
-    """
-
-    label: str
-    paper: str
-    sends: str
-    factory: Callable[..., Algorithm]
-    laws: tuple[str, ...] = ()
-    reads: Mapping[str, type] | str | None = "does not say in its row what it reads of uploads"
-    gives: Literal["model", "wider model", "model per client", "votes"] = "model"
 
 
 def weighted_fedbn(
@@ -386,94 +328,3 @@ METHODS: dict[str, Row] = {
     ),
 }
 """Every method by the name that commands know it by. A program may add a row of its own."""
-
-
-def merges() -> dict[str, Row]:
-    """Select the methods that merge the models of clients that trained, but for personal ones.
-
-    Example:
-        >>> list(merges())[:2], "fedper" in merges(), "analytic_head" in merges()
-        (['fedavg', 'fisher_merge'], False, False)
-    """
-    return {
-        name: row
-        for name, row in METHODS.items()
-        if row.gives != "model per client" and "exchange" not in row.laws
-    }
-
-
-def personal() -> dict[str, Row]:
-    """Select the methods that make a model for each client.
-
-    Example:
-        >>> list(personal())[:3]
-        ['single_set', 'fedper', 'fedbn']
-    """
-    return {name: row for name, row in METHODS.items() if row.gives == "model per client"}
-
-
-def options(name: str) -> dict[str, object]:
-    """Return the keyword options of a method and their defaults.
-
-    Example:
-        >>> options("fedprox")
-        {'mu': 0.001}
-    """
-    # The signature of a `partial` shows what it fixes as defaults.
-    parameters = inspect.signature(_row(name).factory).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def required(name: str) -> tuple[str, ...]:
-    """Return the arguments of a method that have no default, besides the model.
-
-    Example:
-        >>> required("fedper"), required("regmean")
-        (('head',), ())
-    """
-    parameters = inspect.signature(_row(name).factory).parameters.values()
-    needed = (p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
-    return tuple(p.name for p in needed if p.name != "model")
-
-
-def make(name: str, model: Model, **chosen: object) -> Algorithm:
-    """Make a method of `METHODS`, the same object for equal arguments.
-
-    Some methods do without the model; what may be chosen are their `options`, and what has to be
-    chosen is `required`: FedPer needs its `head`, and DENSE the `shape` of images.
-
-    Raises:
-        ValueError: If the name is unknown; the message names the nearest three.
-        TypeError: If the method has no such option.
-
-    Example:
-        >>> make("fedprox", None, mu=0.1) is fedprox(mu=0.1)
-        True
-    """
-    factory = _row(name).factory
-    parameters = inspect.signature(factory).parameters
-    check_options(name, chosen)
-    return factory(model, **chosen) if "model" in parameters else factory(**chosen)
-
-
-def check_options(name: str, chosen: Iterable[str]) -> None:
-    """Refuse options that a method does not have, with a TypeError that names the nearest.
-
-    Example:
-        >>> check_options("fedprox", ["mu"])
-    """
-    parameters = inspect.signature(_row(name).factory).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return  # they are those of another method, which knows them
-    known = sorted(parameters.keys() - {"model"})
-    for option in sorted(set(chosen) - set(known)):
-        hint = f"Did you mean {checks.nearest(option, known)}? " if known else ""
-        raise TypeError(
-            f"{name} has no option {option!r}. {hint}algorithms.options({name!r}) gives all with "
-            "their defaults."
-        )
-
-
-def _row(name: str) -> Row:
-    checks.one_of("algorithm", name, METHODS, "algorithms.METHODS")
-    return METHODS[name]

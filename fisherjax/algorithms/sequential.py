@@ -14,20 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import quadratic, solvers, tree
+from fisherjax import quadratic, solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
+from fisherjax.algorithms._layer_errors import Squares, agreement, share, squares
 from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
-from fisherjax.fisher.operators import PRECISION
 from fisherjax.solvers import Info
 from fisherjax.solvers.base import Solver, ratio
 from fisherjax.typing import Array, Model, Params
-
-_LEAST = 0.1  # what is wrong with the mean of clients that agree: factors still count more
 
 
 class _Settings(NamedTuple):
@@ -160,7 +158,7 @@ def _merged(
         scales[layer.kernel] = jnp.trace(known, axis1=1, axis2=2) / known.shape[-1]
     before = _before(fishers, list(outputs))
     last = layers[-1].kernel
-    iota = sizes.isotropy * _agreement(models[last], inputs[last], weights)
+    iota = sizes.isotropy * agreement(models[last], inputs[last], weights)
     for name in [name for name in outputs if before[name]]:
         inputs[name] = _plus(inputs[name], jnp.full(weights.shape, iota), _mean)
 
@@ -168,7 +166,7 @@ def _merged(
         merged, infos, known = {}, [], {}
         for layer in layers:
             name = layer.kernel
-            rho = _share([known[x] for x in before[name] if x in known], weights.shape)
+            rho = share([known[x] for x in before[name] if x in known], weights.shape)
             output = _plus(outputs[name], sigma[name], _ones)
             factor = {
                 "input": _plus(inputs[name], rho, diagonal_of),
@@ -179,7 +177,7 @@ def _merged(
             merged |= found
             infos.append(info)
             if settings.passes:
-                known[name] = _squares(found[name], models[name], factor["input"], jnp.matmul)
+                known[name] = squares(found[name], models[name], factor["input"], jnp.matmul)
         if settings.passes:
             sigma = _backward(merged, models, outputs, scales, before)
         return sigma, (merged, infos)
@@ -213,13 +211,6 @@ def _units(stacked: Array, present: Array) -> tuple[Array, Array]:
     return units, votes.astype(stacked.dtype)
 
 
-def _agreement(models: Array, factors: Array, weights: Array) -> Array:
-    """Say by how much what is right in the clients' mean [a, o] outweighs what is wrong."""
-    squares = _squares(tree.weighted_sum(models, weights), models, factors, jnp.matmul)
-    wrong = jnp.dot(weights, jnp.where(weights > 0, _share([squares], weights.shape), 0))
-    return jnp.maximum(1 / jnp.maximum(wrong, _LEAST) - 2, 0)
-
-
 def _ones(matrix: Array) -> Array:
     return jnp.ones(len(matrix), matrix.dtype)
 
@@ -251,13 +242,13 @@ def _backward(
 ) -> dict[str, Array]:
     """Give sigma of every layer: zero at the ends, in between the error of those after."""
     sigma = {name: jnp.zeros(len(models[name])) for name in outputs}
-    known: dict[str, _Squares] = {}
+    known: dict[str, Squares] = {}
     # From the last on, but not of the first, whose output factor is the identity.
     for name in list(outputs)[:0:-1]:
         after = [known[x] for x in known if name in before[x]]
-        sigma[name] = _share(after, sigma[name].shape)
+        sigma[name] = share(after, sigma[name].shape)
         factor = _plus(outputs[name], sigma[name], _ones)
-        own = _squares(merged[name], models[name], factor, _from_the_right)
+        own = squares(merged[name], models[name], factor, _from_the_right)
         # Output factors are in units, but gradients that meet are not.
         known[name] = own._replace(scale=own.scale * scales[name])
     return sigma
@@ -265,50 +256,6 @@ def _backward(
 
 def _from_the_right(factor: Array, x: Array, **how: Any) -> Array:
     return jnp.matmul(x, factor, **how)
-
-
-class _Squares(NamedTuple):
-    """tr (V - V_i)^T A (V - V_i) and tr V_i^T A V_i of each client, in units of A's scale."""
-
-    error: Array
-    size: Array
-    scale: Array
-
-
-def _squares(merged: Array, models: Array, factors: Array, multiply: Callable) -> _Squares:
-    """Say how far each client's layer [M, a, o] is from the merged one, and how large it is."""
-
-    def one(factor: Array, model: Array) -> _Squares:
-        # Neither its scale nor the layer's matters, but squares must stay in range.
-        mean = jnp.mean(diagonal_of(factor))
-        factor = ratio(mean > 0, factor, mean)
-
-        def square(x: Array) -> Array:
-            diagonal = factor.ndim == 1
-            product = factor[:, None] * x if diagonal else multiply(factor, x, precision=PRECISION)
-            return jnp.vdot(x, product, precision=PRECISION)
-
-        return _Squares(square(merged - model), square(model), mean)
-
-    return jax.vmap(one)(factors, models)
-
-
-def _share(parts: list[_Squares], shape: tuple[int, ...]) -> Array:
-    """Say which share of what several layers give together is wrong, at most 1; zero of none."""
-    if not parts:
-        return jnp.zeros(shape)
-    error, size, _ = parts[0]
-    if len(parts) > 1:
-        scales = jnp.stack([part.scale for part in parts])
-        largest = scales.max(0)
-        votes = jnp.where(largest > 0, ratio(largest > 0, scales, largest), 1)
-        error, size = (
-            jnp.sum(votes * jnp.stack([getattr(part, name) for part in parts]), 0)
-            for name in ("error", "size")
-        )
-    # Whatever is wrong with layers of zeros is all of it.
-    share = jnp.where(size > 0, ratio(size > 0, error, size), error > 0)
-    return jnp.clip(share, 0, 1)
 
 
 def _joined(infos: list[Any], covered: float) -> Any:

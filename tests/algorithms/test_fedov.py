@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import fisherjax as fj
+from fisherjax.algorithms.distillation._open_set import _adversarial, open_set
 from fisherjax.algorithms.distillation._outliers import (
     _blurred,
     _cut,
@@ -15,7 +16,7 @@ from fisherjax.algorithms.distillation._outliers import (
     _stretched,
 )
 from fisherjax.algorithms.distillation._outliers import make_outliers as one_by_one
-from fisherjax.algorithms.distillation.fedov import _adversarial, fedov, open_set, voting
+from fisherjax.algorithms.distillation.fedov import fedov, voting
 from fisherjax.algorithms.distillation.student import distilled
 
 IMAGES = np.random.default_rng(0).random((6, 8, 8, 2), np.float32)

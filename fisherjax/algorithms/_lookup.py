@@ -1,0 +1,102 @@
+"""Select, describe and make the methods of the registry by name."""
+
+import inspect
+from collections.abc import Iterable
+
+from fisherjax._core import checks
+from fisherjax.algorithms._rows import Row
+from fisherjax.algorithms.base import Algorithm
+from fisherjax.algorithms.registry import METHODS
+from fisherjax.typing import Model
+
+
+def merges() -> dict[str, Row]:
+    """Select the methods that merge the models of clients that trained, but for personal ones.
+
+    Example:
+        >>> list(merges())[:2], "fedper" in merges(), "analytic_head" in merges()
+        (['fedavg', 'fisher_merge'], False, False)
+    """
+    return {
+        name: row
+        for name, row in METHODS.items()
+        if row.gives != "model per client" and "exchange" not in row.laws
+    }
+
+
+def personal() -> dict[str, Row]:
+    """Select the methods that make a model for each client.
+
+    Example:
+        >>> list(personal())[:3]
+        ['single_set', 'fedper', 'fedbn']
+    """
+    return {name: row for name, row in METHODS.items() if row.gives == "model per client"}
+
+
+def options(name: str) -> dict[str, object]:
+    """Return the keyword options of a method and their defaults.
+
+    Example:
+        >>> options("fedprox")
+        {'mu': 0.001}
+    """
+    # The signature of a `partial` shows what it fixes as defaults.
+    parameters = inspect.signature(_row(name).factory).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def required(name: str) -> tuple[str, ...]:
+    """Return the arguments of a method that have no default, besides the model.
+
+    Example:
+        >>> required("fedper"), required("regmean")
+        (('head',), ())
+    """
+    parameters = inspect.signature(_row(name).factory).parameters.values()
+    needed = (p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
+    return tuple(p.name for p in needed if p.name != "model")
+
+
+def make(name: str, model: Model, **chosen: object) -> Algorithm:
+    """Make a method of `METHODS`, the same object for equal arguments.
+
+    Some methods do without the model; what may be chosen are their `options`, and what has to be
+    chosen is `required`: FedPer needs its `head`, and DENSE the `shape` of images.
+
+    Raises:
+        ValueError: If the name is unknown; the message names the nearest three.
+        TypeError: If the method has no such option.
+
+    Example:
+        >>> from fisherjax.algorithms import fedprox
+        >>> make("fedprox", None, mu=0.1) is fedprox(mu=0.1)
+        True
+    """
+    factory = _row(name).factory
+    parameters = inspect.signature(factory).parameters
+    check_options(name, chosen)
+    return factory(model, **chosen) if "model" in parameters else factory(**chosen)
+
+
+def check_options(name: str, chosen: Iterable[str]) -> None:
+    """Refuse options that a method does not have, with a TypeError that names the nearest.
+
+    Example:
+        >>> check_options("fedprox", ["mu"])
+    """
+    parameters = inspect.signature(_row(name).factory).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # they are those of another method, which knows them
+    known = sorted(parameters.keys() - {"model"})
+    for option in sorted(set(chosen) - set(known)):
+        hint = f"Did you mean {checks.nearest(option, known)}? " if known else ""
+        raise TypeError(
+            f"{name} has no option {option!r}. {hint}algorithms.options({name!r}) gives all with "
+            "their defaults."
+        )
+
+
+def _row(name: str) -> Row:
+    checks.one_of("algorithm", name, METHODS, "algorithms.METHODS")
+    return METHODS[name]

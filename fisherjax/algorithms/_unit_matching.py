@@ -1,0 +1,83 @@
+"""Match units of several networks by the posterior of a Beta-Bernoulli process."""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+_MOST_COUNTED = 10
+
+
+class Prior(NamedTuple):
+    precision: float
+    mean: float
+    concentration: float
+    sweeps: int
+    most_new: int
+
+
+def match_units(
+    prior: Prior, mean: np.ndarray, clients: list[np.ndarray], order: np.random.Generator
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Match units [o_i, D] of all clients; give the merged units and the place of each own one."""
+    start = prior.precision * mean
+    totals, popularity = np.zeros((0, len(mean))), np.zeros(0)
+    places: list[np.ndarray] = [np.zeros(0, int)] * len(clients)
+
+    def add(client: int) -> None:
+        nonlocal totals, popularity
+        own = clients[client]
+        found = _assigned(prior, start, own, totals, popularity, len(clients))
+        # New units in the order of their own, whichever place of the new ones they were given.
+        fresh = np.flatnonzero(found >= len(totals))
+        found[fresh] = len(totals) + np.arange(len(fresh))
+        totals = np.vstack([totals, np.tile(start, (len(fresh), 1))])
+        popularity = np.concatenate([popularity, np.zeros(len(fresh))])
+        totals[found] += own
+        popularity[found] += 1
+        places[client] = found
+
+    def remove(client: int) -> None:
+        nonlocal totals, popularity
+        totals[places[client]] -= clients[client]
+        popularity[places[client]] -= 1
+        kept = popularity > 0
+        names = np.cumsum(kept) - 1
+        totals, popularity = totals[kept], popularity[kept]
+        for other in range(len(clients)):
+            if other != client:
+                places[other] = names[places[other]]
+
+    # The widest comes first.
+    for client in sorted(range(len(clients)), key=lambda i: -len(clients[i])):
+        add(client)
+    for _ in range(prior.sweeps):
+        for client in order.permutation(len(clients)):
+            remove(client)
+            add(client)
+    return totals / (prior.precision + popularity)[:, None], places
+
+
+def _assigned(
+    prior: Prior,
+    start: np.ndarray,
+    own: np.ndarray,
+    totals: np.ndarray,
+    popularity: np.ndarray,
+    clients: int,
+) -> np.ndarray:
+    """Assign a client's units [o, D] to units that there are, or to new ones, by gain."""
+    squares, precision = np.square(own).sum(1)[:, None], prior.precision
+    sizes = np.square(totals).sum(1)
+    strength = precision + popularity
+    counted = np.minimum(popularity, _MOST_COUNTED)
+    gain = (squares + 2 * own @ totals.T + sizes) / (1 + strength) - sizes / strength
+    gain += np.log(counted / (clients - counted))
+    # As many as leave no unit of the client without a place.
+    number = min(len(own), max(prior.most_new - len(totals), len(own) - len(totals), 1))
+    ranks = np.arange(1, number + 1)
+    new = np.square(own + start).sum(1)[:, None] / (1 + precision)
+    new = new - np.square(start).sum() / precision
+    new = new - 2 * np.log(ranks) + 2 * np.log(prior.concentration / clients)
+    _, found = linear_sum_assignment(np.hstack([gain, new]), maximize=True)
+    return found
