@@ -72,7 +72,7 @@ BUILT = {  # folders whose files build on one another
 SHARED = [
     "accounting",
     *("base", "stages", "checks", "arrays", "values", "_claims", "uploads", "_packed", "_parts"),
-    *("_rows", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
+    *("_rows", "_fisher_updates", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
     "distillation._open_set",

@@ -15,7 +15,8 @@ import optax
 from fisherjax import _sequences, leaves, local_update, solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import Algorithm, fisher_sums, solve_sums, unchanged
+from fisherjax.algorithms._fisher_updates import fisher_sums, solve_sums
+from fisherjax.algorithms.base import Algorithm, unchanged
 from fisherjax.clients import minibatches, num_batches, shuffled
 from fisherjax.fisher import Diagonal
 from fisherjax.training import Trained

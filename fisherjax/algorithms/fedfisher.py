@@ -16,7 +16,8 @@ from fisherjax import solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import Diagonal, Operator, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.quadratic import Quadratic, in_fisher_units

@@ -20,7 +20,8 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.pairs import trace
-from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.algorithms._fisher_updates import fisher_summary
+from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import Kronecker, _passes, empirical, kfac, zero
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like

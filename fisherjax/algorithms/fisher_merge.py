@@ -5,7 +5,8 @@ Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, 
 
 from fisherjax import solvers
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import automatic, diagonal
 from fisherjax.fisher.kinds import Kind
 from fisherjax.typing import Model

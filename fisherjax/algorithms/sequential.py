@@ -18,8 +18,9 @@ from fisherjax import quadratic, solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
+from fisherjax.algorithms._fisher_updates import fisher_summary
 from fisherjax.algorithms._layer_errors import Squares, agreement, share, squares
-from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like

@@ -18,7 +18,8 @@ from fisherjax._core import checks, linalg
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer
-from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.algorithms._fisher_updates import fisher_summary
+from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import Kronecker, KroneckerSum, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import PRECISION, Template
