@@ -1,6 +1,6 @@
-"""Merging methods, one paper a file, one interface, and the registry of them.
+"""Merging methods with one interface, one paper per file, and the registry of all methods.
 
-A paper is one file and one row of `METHODS` in `registry`, whose names are all here.
+A paper is one file and one row of `METHODS` in `registry`, whose public names are all here.
 """
 
 from fisherjax._layers.normalization import normalizations

@@ -20,8 +20,8 @@ def fisher_summary(
     batch_size: int,
     max_examples: int | None = ENOUGH,
 ) -> tuple[Callable, str]:
-    """Make `summarize` of {"params": W_i, "fisher": F_i} and its kind; arguments as `fedfisher`."""
-    # Here, before any client trains, and not in the first Fisher pass after it.
+    """Make `summarize` of {"params": W_i, "fisher": F_i}, and its kind; see `fedfisher`."""
+    # Checked here, before any client trains, rather than in the first Fisher pass after training.
     checks.model(model)
     checks.function("fisher", fisher, "fisher.kfac")
     checks.function("kind", kind, "fisher.true")
@@ -33,23 +33,24 @@ def fisher_summary(
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         params = trained.params
         # At the client's own model, around which the server's quadratic expands its loss.
-        own = fisher(model, trained.whole, examples, key=key, **how)
-        return {"params": params, "fisher": own}, local
+        computed = fisher(model, trained.whole, examples, key=key, **how)
+        return {"params": params, "fisher": computed}, local
 
-    # Exact or drawn, the automatic kind is of the true Fisher: updates of both merge.
-    named = name_of(true if kind is automatic else kind)
-    return summarize, f"params, {named} {name_of(fisher)} Fisher"
+    # The automatic kind estimates the true Fisher, exactly or by random draws: updates of both can
+    # be merged.
+    kind_name = name_of(true if kind is automatic else kind)
+    return summarize, f"params, {kind_name} {name_of(fisher)} Fisher"
 
 
 def fisher_sums(updates: dict[str, Any], weights: Array) -> quadratic.Sums:
-    """Add up stacked updates {"params": W_i, "fisher": F_i}, where operators add up: a `reduce`."""
+    """Sum stacked updates {"params": W_i, "fisher": F_i}; a `reduce` for operators that add up."""
     return quadratic.sums(updates["fisher"], updates["params"], weights)
 
 
 def solve_sums(solve: Callable[[quadratic.Quadratic], Any], damping: float = 0.0) -> Callable:
     """Make the `aggregate` that solves the quadratic of `fisher_sums`, or of (updates, weights).
 
-    It starts from the clients' mean, not from the global model, and reports what the solver does.
+    The solver starts from the clients' mean, not from the global model; its report is returned.
     """
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:

@@ -11,7 +11,7 @@ from fisherjax.typing import Model
 
 
 def merges() -> dict[str, Row]:
-    """Select the methods that merge the models of clients that trained, but for personal ones.
+    """Return the methods that merge trained models into one, or into models that vote.
 
     Example:
         >>> list(merges())[:2], "fedper" in merges(), "analytic_head" in merges()
@@ -25,7 +25,7 @@ def merges() -> dict[str, Row]:
 
 
 def personal() -> dict[str, Row]:
-    """Select the methods that make a model for each client.
+    """Return the methods that make a model for each client.
 
     Example:
         >>> list(personal())[:3]
@@ -41,7 +41,7 @@ def options(name: str) -> dict[str, object]:
         >>> options("fedprox")
         {'mu': 0.001}
     """
-    # The signature of a `partial` shows what it fixes as defaults.
+    # In the signature of a `partial`, the arguments that it fixes are defaults.
     parameters = inspect.signature(_row(name).factory).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
@@ -61,8 +61,8 @@ def required(name: str) -> tuple[str, ...]:
 def make(name: str, model: Model, **chosen: object) -> Algorithm:
     """Make a method of `METHODS`, the same object for equal arguments.
 
-    Some methods do without the model; what may be chosen are their `options`, and what has to be
-    chosen is `required`: FedPer needs its `head`, and DENSE the `shape` of images.
+    The model is ignored if the method does not need it. The keyword arguments are `options` of the
+    method, and must include those that are `required`: `head` of FedPer, `shape` of DENSE.
 
     Raises:
         ValueError: If the name is unknown; the message names the nearest three.
@@ -80,20 +80,20 @@ def make(name: str, model: Model, **chosen: object) -> Algorithm:
 
 
 def check_options(name: str, chosen: Iterable[str]) -> None:
-    """Refuse options that a method does not have, with a TypeError that names the nearest.
+    """Raise TypeError if a method does not have one of the options; it names the nearest option.
 
     Example:
         >>> check_options("fedprox", ["mu"])
     """
     parameters = inspect.signature(_row(name).factory).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return  # they are those of another method, which knows them
+        return  # passed on to another factory, which checks them
     known = sorted(parameters.keys() - {"model"})
     for option in sorted(set(chosen) - set(known)):
         hint = f"Did you mean {checks.nearest(option, known)}? " if known else ""
         raise TypeError(
-            f"{name} has no option {option!r}. {hint}algorithms.options({name!r}) gives all with "
-            "their defaults."
+            f"{name} has no option {option!r}. {hint}algorithms.options({name!r}) returns all "
+            "options with their defaults."
         )
 
 

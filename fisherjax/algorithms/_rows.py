@@ -1,4 +1,4 @@
-"""What the registry says of a method: the columns of its table, and the laws of merging."""
+"""The columns of the registry's table of methods, and the laws that a merge may obey."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
@@ -6,18 +6,18 @@ from typing import Literal, NamedTuple
 from fisherjax.algorithms.base import Algorithm
 
 LAWS = {
-    "identity": "Clients that all send one model get that model back, whatever else they send.",
-    "single client": "A single client gets its own model back.",
-    "order": "The order in which the clients stand does not matter.",
-    "weights": "Only the ratios of the weights matter; without weights all clients count equally.",
+    "identity": "If all clients send one model, the merge is that model, whatever else they send.",
+    "single client": "The merge of a single client is its own model.",
+    "order": "The merge does not depend on the order of the clients.",
+    "weights": "Only the ratios of the weights matter; without weights, all clients count equally.",
     "empty": "A client of weight zero has no influence, whatever it sends.",
     "shift": "If the start and all models move by the same amount, so does the merged model.",
-    "equal curvatures": "Clients whose curvatures are equal, or that send none, get the weighted "
-    "mean of their models.",
-    "damping": "A growing `damping` moves the merged model steadily to the weighted mean.",
-    "layerwise": "Layers can be merged without those that come after them.",
+    "equal curvatures": "If the curvatures of all clients are equal, or none is sent, the merge is "
+    "the weighted mean of the models.",
+    "damping": "As `damping` grows, the merged model moves monotonically to the weighted mean.",
+    "layerwise": "Each layer can be merged without the layers after it.",
     "statistics": "The merged running statistics of BatchNorm are those of the clients' mixture.",
-    "frozen": "Leaves that the model's mask freezes are not sent, and come back bit for bit.",
+    "frozen": "Leaves that the model's mask freezes are not sent, and stay the same bit for bit.",
     "exchange": "Clients that do not train improve the model that they receive: the method is one "
     "of `merging.exchange`, and merges no models.",
 }
@@ -25,20 +25,20 @@ LAWS = {
 
 
 class Row(NamedTuple):
-    """What there is to know of a method.
+    """A method, as the registry lists it.
 
     Attributes:
         label: Name in tables and figures.
         paper: Authors, venue and year.
-        sends: What a client sends to the server.
-        factory: Makes the algorithm. Its first argument is `model` if it needs the network, its
-            defaults are the options of the command line.
+        sends: Content of an upload, in words.
+        factory: Function that makes the algorithm. Its first argument is `model` if the method
+            needs the network; its keyword arguments are the options of the command line.
         laws: Names of the `LAWS` that hold.
-        reads: What `files.merge_files` reads of an upload besides params, with its type; or why
-            files cannot be merged by the method, as a sentence without its subject; None if there
-            are no uploads of the method.
-        gives: What the algorithm gives: one model of the clients' shapes, one of more units, a
-            model for each client, or all of the clients' models, which vote.
+        reads: What `files.merge_files` reads of an upload besides params, as types by name; or the
+            reason why the method cannot merge files, as a sentence without its subject; None if the
+            method has no uploads.
+        gives: What a merge returns: one model of the clients' shapes, one of more units, a model
+            for each client, or all models stacked, for a vote.
 
     Example:
         >>> from fisherjax.algorithms import METHODS, fedavg, make

@@ -303,7 +303,7 @@ def test_what_pfnm_cannot_do_is_refused():
 def test_wrappers_that_go_on_from_the_merged_model_refuse_another_shape(wrap):
     method = pfnm(fj.Model(dense, fj.likelihoods.categorical))
     given = optax.sgd(1.0) if wrap == "with_server_optimizer" else (lambda name: name == "b")
-    with pytest.raises(ValueError, match="gives 'wider model'"):
+    with pytest.raises(ValueError, match="returns 'wider model'"):
         getattr(fj.algorithms, wrap)(method, given)
 
 
