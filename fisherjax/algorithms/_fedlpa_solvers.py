@@ -1,4 +1,4 @@
-"""The two solvers of FedLPA's authors, which start from the expectation approximation."""
+"""The solvers of FedLPA's authors: the expectation approximation, and descent from there."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ from fisherjax.typing import Array
 
 @cached
 def expectation_approximation() -> Solver:
-    """Make FedLPA's approximate solution, exact where all clients agree on one of the factors.
+    """Make FedLPA's approximate solver, exact if one of the factors is equal at all clients.
 
         V = (sum_i p_i A_i)^-1 (sum_i p_i A_i V_i G_i) (sum_i p_i G_i)^-1.
 
     Raises:
-        ValueError: On solving, if the problem has no preconditioner, which is the approximation.
+        ValueError: On solving, if the problem has no preconditioner; FedLPA's is the approximation.
 
     Example:
         >>> half = jax.tree_util.Partial(lambda x: x / 2)
@@ -42,17 +42,18 @@ def expectation_approximation() -> Solver:
 def residual_descent(
     steps: int = 10_000, learning_rate: float = 1.0, power_iterations: int = 50
 ) -> Solver:
-    r"""Make the authors' refinement: gradient steps on the mean squared residual of each layer.
+    r"""Make the authors' refinement: gradient descent on the mean squared residual of each layer.
 
         V <- V - min(2 eta / N, 1 / lambda_max^2) L(L(V) - Z),   L(V) = sum_i p_i A_i V G_i,
 
-    from the expectation approximation, with N the number of entries of V. What belongs to a small
-    eigenvalue lambda of L shrinks by 1 - 2 eta lambda^2 / N only, so that large layers hardly move.
+    from the expectation approximation, where N is the number of entries of V. An error along an
+    eigenvector of L with a small eigenvalue lambda shrinks by a factor of 1 - 2 eta lambda^2 / N
+    per step only, so that large layers hardly move.
 
     Args:
-        steps: Gradient steps.
+        steps: Number of gradient steps.
         learning_rate: eta.
-        power_iterations: Products spent on lambda_max, started at the first residual.
+        power_iterations: Number of power iterations for lambda_max, from the first residual.
 
     Raises:
         ValueError: If a number is not positive.
@@ -71,9 +72,9 @@ def residual_descent(
 
     def solve(problem: Quadratic) -> Solution:
         started = as_data(problem._replace(init=_approximation(problem)))
-        # Numbers are traced, so that solvers with other steps or rates share the program.
+        # The numbers are traced, so that solvers with other steps or rates share one program.
         blocks = _descend(started, steps, learning_rate, power_iterations)
-        # Each step takes two products, L(L(V) - Z).
+        # Each step needs two products with L.
         return solution(problem, blocks, 2 * steps + power_iterations + 1)
 
     return solve
@@ -87,11 +88,11 @@ def _descend(problem: Quadratic, steps: Array, rate: Array, power_iterations: Ar
         return jax.tree.map(jnp.subtract, matvec(blocks), rhs)
 
     top = power_iteration(matvec, residual(start), power_iterations)
-    # The top eigenvector has norm one, so that its product has norm lambda_max.
+    # The top eigenvector has norm one, so that its product with L has norm lambda_max.
     largest = jax.tree.map(jnp.linalg.norm, matvec(top))
 
     def step(x: Array, largest: Array, slope: Array) -> Array:
-        # A layer without curvature has lambda_max zero: its cap is huge, not 1 / 0.
+        # If a layer has no curvature, lambda_max is zero; its cap is then huge instead of 1 / 0.
         cap = 1 / jnp.maximum(jnp.square(largest), jnp.finfo(largest.dtype).tiny)
         return x - jnp.minimum(2 * rate / x.size, cap).astype(x.dtype) * slope
 

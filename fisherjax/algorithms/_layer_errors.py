@@ -12,22 +12,28 @@ from fisherjax.fisher.operators import PRECISION
 from fisherjax.solvers.base import ratio
 from fisherjax.typing import Array
 
-_LEAST = 0.1  # what is wrong with the mean of clients that agree: factors still count more
+_SMALLEST = 0.1  # smallest e: otherwise iota would outweigh the factors
 
 
 class Squares(NamedTuple):
-    """tr (V - V_i)^T A (V - V_i) and tr V_i^T A V_i of each client, in units of A's scale."""
+    """Squared errors of a merged layer at each client, in the metric of its factor A.
+
+    Attributes:
+        error: tr (V - V_i)^T A (V - V_i), [M], in units of the scale of A.
+        size: tr V_i^T A V_i, [M], in the same units.
+        scale: Mean eigenvalue of A, [M].
+    """
 
     error: Array
     size: Array
     scale: Array
 
 
-def squares(merged: Array, models: Array, factors: Array, multiply: Callable) -> Squares:
-    """Say how far each client's layer [M, a, o] is from the merged one, and how large it is."""
+def squared_errors(merged: Array, models: Array, factors: Array, multiply: Callable) -> Squares:
+    """Compute how far each client's layer [M, a, o] is from the merged one, and its size."""
 
     def one(factor: Array, model: Array) -> Squares:
-        # Neither its scale nor the layer's matters, but squares must stay in range.
+        # Only ratios matter, but squares must stay in range.
         mean = jnp.mean(diagonal_of(factor))
         factor = ratio(mean > 0, factor, mean)
 
@@ -41,8 +47,8 @@ def squares(merged: Array, models: Array, factors: Array, multiply: Callable) ->
     return jax.vmap(one)(factors, models)
 
 
-def share(parts: list[Squares], shape: tuple[int, ...]) -> Array:
-    """Say which share of what several layers give together is wrong, at most 1; zero of none."""
+def relative_error(parts: list[Squares], shape: tuple[int, ...]) -> Array:
+    """Compute the relative error [M] of several layers together, at most 1; zero for no layers."""
     if not parts:
         return jnp.zeros(shape)
     error, size, _ = parts[0]
@@ -54,13 +60,12 @@ def share(parts: list[Squares], shape: tuple[int, ...]) -> Array:
             jnp.sum(votes * jnp.stack([getattr(part, name) for part in parts]), 0)
             for name in ("error", "size")
         )
-    # Whatever is wrong with layers of zeros is all of it.
-    share = jnp.where(size > 0, ratio(size > 0, error, size), error > 0)
-    return jnp.clip(share, 0, 1)
+    # If the layers of a client are zero, any error counts as 1.
+    return jnp.clip(jnp.where(size > 0, ratio(size > 0, error, size), error > 0), 0, 1)
 
 
 def agreement(models: Array, factors: Array, weights: Array) -> Array:
-    """Say by how much what is right in the clients' mean [a, o] outweighs what is wrong."""
-    found = squares(tree.weighted_sum(models, weights), models, factors, jnp.matmul)
-    wrong = jnp.dot(weights, jnp.where(weights > 0, share([found], weights.shape), 0))
-    return jnp.maximum(1 / jnp.maximum(wrong, _LEAST) - 2, 0)
+    """Compute max(0, 1 / e - 2), with e the relative error of the mean of models [M, a, o]."""
+    found = squared_errors(tree.weighted_sum(models, weights), models, factors, jnp.matmul)
+    wrong = jnp.dot(weights, jnp.where(weights > 0, relative_error([found], weights.shape), 0))
+    return jnp.maximum(1 / jnp.maximum(wrong, _SMALLEST) - 2, 0)

@@ -5,10 +5,12 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-_MOST_COUNTED = 10
+_MOST_COUNTED = 10  # clients that raise a unit's prior probability; further ones do not
 
 
 class Prior(NamedTuple):
+    """The prior of the Beta-Bernoulli process, and how matches are searched; see `pfnm`."""
+
     precision: float
     mean: float
     concentration: float
@@ -19,7 +21,7 @@ class Prior(NamedTuple):
 def match_units(
     prior: Prior, mean: np.ndarray, clients: list[np.ndarray], order: np.random.Generator
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Match units [o_i, D] of all clients; give the merged units and the place of each own one."""
+    """Match units [o_i, D] of all clients; return merged units [o, D] and matches [o_i] of each."""
     start = prior.precision * mean
     totals, popularity = np.zeros((0, len(mean))), np.zeros(0)
     places: list[np.ndarray] = [np.zeros(0, int)] * len(clients)
@@ -28,7 +30,7 @@ def match_units(
         nonlocal totals, popularity
         own = clients[client]
         found = _assigned(prior, start, own, totals, popularity, len(clients))
-        # New units in the order of their own, whichever place of the new ones they were given.
+        # New units keep the client's order, whichever new places were assigned to them.
         fresh = np.flatnonzero(found >= len(totals))
         found[fresh] = len(totals) + np.arange(len(fresh))
         totals = np.vstack([totals, np.tile(start, (len(fresh), 1))])
@@ -48,7 +50,7 @@ def match_units(
             if other != client:
                 places[other] = names[places[other]]
 
-    # The widest comes first.
+    # The widest client is matched first.
     for client in sorted(range(len(clients)), key=lambda i: -len(clients[i])):
         add(client)
     for _ in range(prior.sweeps):
@@ -66,14 +68,14 @@ def _assigned(
     popularity: np.ndarray,
     clients: int,
 ) -> np.ndarray:
-    """Assign a client's units [o, D] to units that there are, or to new ones, by gain."""
+    """Assign units [o, D] of a client to existing units or to new ones, by largest gain."""
     squares, precision = np.square(own).sum(1)[:, None], prior.precision
     sizes = np.square(totals).sum(1)
     strength = precision + popularity
     counted = np.minimum(popularity, _MOST_COUNTED)
     gain = (squares + 2 * own @ totals.T + sizes) / (1 + strength) - sizes / strength
     gain += np.log(counted / (clients - counted))
-    # As many as leave no unit of the client without a place.
+    # At least so many new units that each unit of the client has a place.
     number = min(len(own), max(prior.most_new - len(totals), len(own) - len(totals), 1))
     ranks = np.arange(1, number + 1)
     new = np.square(own + start).sum(1)[:, None] / (1 + precision)

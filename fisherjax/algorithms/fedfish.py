@@ -93,8 +93,8 @@ def fedfish(
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         if last_epoch and not jax.tree.leaves(trained.extras):
             raise ValueError(
-                "FedFish with last_epoch=True needs the squared gradients of the last epoch. Train with "
-                "training.train(..., optimizer=algorithm.optimizer(base)), or pass "
+                "FedFish with last_epoch=True needs the squared gradients of the last epoch. "
+                "Train with training.train(..., optimizer=algorithm.optimizer(base)), or pass "
                 "last_epoch=False to compute them in a pass over the data."
             )
         total = trained.extras if last_epoch else squares(key, trained.whole, examples)

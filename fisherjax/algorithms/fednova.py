@@ -71,8 +71,8 @@ def fednova() -> Algorithm:
         del key, examples
         if trained.start is None or not isinstance(trained.extras, _Length):
             raise ValueError(
-                "FedNova needs the model that each client started from and how far its optimiser moves: "
-                "train them with training.train(..., optimizer=algorithm.optimizer(base))."
+                "FedNova needs the model that each client started from and the length of its "
+                "steps: train them with training.train(..., optimizer=algorithm.optimizer(base))."
             )
         # The numbers decrease, because their gradients are one.
         length = jax.tree.map(lambda x: jnp.abs(x).reshape(()), trained.extras.moved)

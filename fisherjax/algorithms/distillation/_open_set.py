@@ -13,11 +13,11 @@ from fisherjax.typing import Apply, Array, Key, Model, Params
 
 
 def _known_only(shape: tuple[int, ...], y: Array) -> None:
-    # Without the last output: nobody labels an example as unknown.
+    # Without the last output: no example is labelled as unknown.
     likelihoods.categorical.check((*shape[:-1], shape[-1] - 1), y)
 
 
-# Outputs are log-probabilities already, or while training minus the loss of every label.
+# Outputs are log-probabilities already, or in training the negative loss of each label.
 _OPEN = likelihoods.categorical._replace(
     negative_log_likelihood=lambda z, y: -jnp.take_along_axis(z, y[..., None], -1)[..., 0],
     check=_known_only,
@@ -32,34 +32,36 @@ def open_set(
     steps: int = 5,
     step: float = 0.002,
 ) -> Model:
-    """Make the model that FedOV's clients train: it takes corrupted images for unknown.
+    """Make the model that FedOV's clients train, which learns that corrupted images are unknown.
 
         l = CE(z(x), y) + CE(z(x'), u) + CE(z(x) without z_y, u) + CE(z(x''), u)
 
-    is the loss of an example, u the last of C + 1 outputs z: an image is its class y, and of the
-    others rather unknown; x', the image corrupted in one of five ways, is unknown, and so is x'',
-    made of it by steps that raise CE(z(x''), u), each by +-step in every pixel.
+    is the loss of an example with label y, where u is the last of C + 1 outputs z. The image x
+    should get its class y, and "unknown" the highest of the other outputs. The image x', corrupted
+    in one of five ways, should be unknown, and so should x'', which is made from x' by steps of
+    +-step in each pixel that increase CE(z(x''), u).
 
-    Training takes l of every label from `apply_train`, as outputs -l [B, C + 1], for which
-    B (C + 1)^2 numbers are in memory; elsewhere outputs are log-probabilities.
+    In training, `apply_train` computes l of each label, as outputs -l [B, C + 1], which needs
+    B (C + 1)^2 numbers of memory; otherwise outputs are log-probabilities.
 
     Args:
-        model: `apply(params, images [B, H, W, channels]) -> logits [B, C + 1]` of floating images
-            as `normalize` gives them, with H = W even, at least 6. So works
-            `networks.apply_fn(module, normalize)` with `datasets.normalizer`, which takes floats
-            as they are. The likelihood is the categorical one.
-        normalize: From stored images to floats; None takes floats. The paper divides by 255 only.
-        steps: How many steps up lead from x' to x''.
-        step: Of each, in the units of the normalised images.
+        model: `apply(params, images [B, H, W, channels]) -> logits [B, C + 1]`, where the images
+            are floats, as `normalize` returns them, and H = W is even and at least 6. A suitable
+            one is `networks.apply_fn(module, normalize)` with `datasets.normalizer`, which leaves
+            floats as they are. The likelihood is the categorical one.
+        normalize: Function from stored images to floats (default none, for floats). The paper
+            divides by 255 only.
+        steps: Number of steps from x' to x''.
+        step: Size of each step, in units of the normalised images.
 
     Returns:
-        The model to give `training.train`; its targets are the C classes.
+        The model for `training.train`; its targets are the C classes.
 
     Raises:
-        ValueError: If the model trains by itself already, as with BatchNorm or dropout, or has
-            another likelihood, or a number is out of range; on use, if there are fewer than 3
-            outputs, or inputs are no such images.
-        TypeError: On use, if inputs are not floats and nothing normalises them.
+        ValueError: If the model has an `apply_train`, as with BatchNorm or dropout, or another
+            likelihood, or a number is out of range; on use, if there are fewer than 3 outputs, or
+            inputs are not such images.
+        TypeError: On use, if inputs are not floats and there is no `normalize`.
 
     Example:
         >>> import fisherjax as fj
@@ -72,10 +74,11 @@ def open_set(
         >>> print(model.likelihood.negative_log_likelihood(z, jnp.array([0, 1])).round(2))
         [3.99 3.99]
 
-    Source: the paper above and its code. Deviations: no mixtures of features, whose loss the code
-        adds with weight 0.01 only where no example is paired with one of its own label, as hardly
-        ever happens with 64 examples of two classes; x'' is not projected, as it cannot leave the
-        projection's ball of radius 0.5.
+    Source: Diao, Li, He, Towards addressing label skews in one-shot federated learning, ICLR 2023,
+        and its code. Deviations: no mixtures of features; the code adds their loss with weight 0.01
+        if no example is paired with one of its own label, which hardly ever happens with 64
+        examples of two classes. x'' is not projected, because it cannot leave the ball of radius
+        0.5 onto which it would be projected.
     """
     _check_plain(model)
     if model.likelihood is not likelihoods.categorical:
@@ -88,18 +91,18 @@ def open_set(
     checks.count("steps", steps)
     checks.positive("step", step)
 
-    def ready(inputs: Array) -> Array:
+    def normalized(inputs: Array) -> Array:
         return jnp.asarray(inputs if normalize is None else normalize(inputs))
 
     def apply(params: Params, inputs: Array) -> Array:
-        return jax.nn.log_softmax(open_outputs(model.apply, params, ready(inputs)))
+        return jax.nn.log_softmax(open_outputs(model.apply, params, normalized(inputs)))
 
     def apply_train(params: Params, inputs: Array, key: Key, weights: Array) -> tuple[Array, None]:
-        del weights  # what they leave out is left out of the loss
-        images = ready(inputs)
+        del weights  # the loss is weighted later
+        images = normalized(inputs)
         outliers = make_outliers(key, images)
         harder = _adversarial(model.apply, params, outliers, steps, step)
-        # All at once: one pass of three times the minibatch.
+        # In one pass of three times the minibatch.
         every = jnp.concatenate([images, outliers, harder])
         own, *unknown = jnp.split(open_outputs(model.apply, params, every), 3)
         return -(_label_losses(own) + sum(_unknown_loss(z) for z in unknown)[:, None]), None
@@ -112,7 +115,7 @@ def _check_plain(model: Model) -> None:
     if model.apply_train is not None:
         raise ValueError(
             "The model has an apply_train already, for BatchNorm, dropout or augmentation; "
-            "expected one that trains by apply alone, as FedOV puts its own there."
+            "expected one that trains by apply alone, because FedOV sets its own apply_train."
         )
 
 
@@ -132,15 +135,15 @@ def _unknown_loss(z: Array) -> Array:
 
 
 def _label_losses(z: Array) -> Array:
-    """Compute CE(z, y) + CE(z without z_y, u) of every label y, [B, C + 1]."""
+    """Compute CE(z, y) + CE(z without z_y, u) of each label y, [B, C + 1]."""
     others = jnp.where(jnp.eye(z.shape[-1], dtype=bool), -jnp.inf, z[:, None, :])
-    # Summed anew without each, because log(1 - p_y) of a sure network is that of rounding.
+    # A sum without each label, because log(1 - p_y) is a rounding error if p_y is near one.
     return jax.nn.logsumexp(others, axis=-1) - z[:, -1:] - jax.nn.log_softmax(z)
 
 
 def _adversarial(apply: Apply, params: Params, images: Array, steps: int, step: float) -> Array:
-    """Move every pixel by steps of a fixed size that raise CE(z, u); no gradient passes."""
-    # Stopped before the loop, which otherwise is differentiated in vain.
+    """Move each pixel by steps of fixed size that increase CE(z, u); gradients are stopped."""
+    # Stopped before the loop, which would otherwise be differentiated without need.
     params, images = jax.lax.stop_gradient((params, images))
 
     def loss(x: Array) -> Array:

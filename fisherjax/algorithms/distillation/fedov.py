@@ -1,7 +1,7 @@
-"""FedOV: clients learn what they do not know, and vote only as far as they know.
+"""FedOV: clients learn which inputs are unknown to them, and vote by what they know.
 
-Diao, Li, He, Towards addressing label skews in one-shot federated learning, ICLR 2023. A network
-has one output more than there are classes, the last: unknown.
+Diao, Li, He, Towards addressing label skews in one-shot federated learning, ICLR 2023. The network
+has one output more than there are classes, the last, for "unknown".
 """
 
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 class Voters(NamedTuple):
-    """What FedOV reports of the stacked models that it gives.
+    """Report of FedOV.
 
     Attributes:
-        clients: [V] whose they are, places among all clients.
+        clients: Indices [V], among all clients, of the clients that the stacked models belong to.
     """
 
     clients: Array
@@ -31,25 +31,25 @@ class Voters(NamedTuple):
 
 @cached
 def voting(model: Model, quorum: int | None = None) -> Model:
-    """Make the model of several: the vote of those that know an input best.
+    """Make a model whose outputs are the vote of several models, of those that know an input best.
 
         log v(c | x) = log mean_{i in Q(x)} p_i(c | x),   c = 1 .. C
 
-    with p_i the softmax of all C + 1 outputs of model i, and Q(x) the models with the lowest
-    p_i(unknown | x). A model that does not know has little to say: it gives all to unknown.
+    where p_i is the softmax of all C + 1 outputs of model i, and Q(x) are the models with the
+    lowest p_i(unknown | x). A model with a high probability of "unknown" hardly affects the vote.
 
     Args:
-        model: The network of one client, with C + 1 outputs: the one given to `open_set`, or what
-            that made.
-        quorum: How many models vote on an input; None is all.
+        model: The network of one client, with C + 1 outputs: the argument of `open_set`, or its
+            result.
+        quorum: Number of models that vote on an input (default all).
 
     Returns:
-        A model whose params are stacked, leaves [V, ...], such as those that `fedov` merges to:
+        A model with stacked params, leaves [V, ...], such as those that `fedov` merges to:
         `metrics.accuracy(voting(model), stacked, test)`. Its outputs are [B, C].
 
     Raises:
-        ValueError: If the likelihood is no categorical one or the quorum is out of range; on use,
-            if there are fewer models than it, or fewer than 3 outputs.
+        ValueError: If the likelihood is not categorical or the quorum is out of range; on use, if
+            there are fewer models than the quorum, or fewer than 3 outputs.
 
     Example:
         >>> import fisherjax as fj
@@ -60,7 +60,7 @@ def voting(model: Model, quorum: int | None = None) -> Model:
         >>> print(*(f"{v:.2f}" for v in jnp.exp(voting(model, quorum=1).apply(stacked, x))[0]))
         0.80 0.10
 
-    Source: the paper above, section 3, where a vote is the sum.
+    Source: the paper above, section 3, where the vote is a sum instead of a mean.
     """
     _check_classes(model)
     if quorum is not None:
@@ -71,7 +71,7 @@ def voting(model: Model, quorum: int | None = None) -> Model:
         checks.stacked(stacked, number)
         if quorum is not None and quorum > number:
             raise ValueError(f"quorum is {quorum}; expected at most the {number} models.")
-        # In turn: the activations of one model only are in memory.
+        # One after another, so that only the activations of one model are in memory.
         z = jax.lax.map(lambda params: open_outputs(model.apply, params, inputs), stacked)
         votes = jax.nn.log_softmax(z)
         chosen = number if quorum is None else quorum
@@ -94,25 +94,25 @@ def _check_classes(model: Model) -> None:
 
 @cached
 def fedov(model: Model) -> Algorithm:
-    """Make FedOV, whose merged model is the clients' models, stacked, for a vote.
+    """Make FedOV, whose merged model is the stack of the clients' models, for a vote.
 
         W = (W_i) over clients of p_i > 0,   predictions by `voting(model)` at W.
 
-    Weights say only who is left out. Clients train `open_set(model)`, best from initial models of
-    their own. `distilled` makes one model of it.
+    Weights only say which clients are left out. Clients train `open_set(model)`, preferably each
+    from an initial model of its own. `distilled` trains one model on the vote.
 
     Args:
-        model: The network of one client, with C + 1 outputs: the one given to `open_set`, or what
-            that made.
+        model: The network of one client, with C + 1 outputs: the argument of `open_set`, or its
+            result.
 
     Returns:
-        The algorithm. Updates are {"params": W_i}. The merged leaves are [V, ...], so that rounds
-        cannot go on from them. It reports `Voters`.
+        The algorithm. Updates are {"params": W_i}. Merged leaves are [V, ...], so that rounds
+        cannot continue from them. It reports `Voters`.
 
     Raises:
-        ValueError: If the likelihood is no categorical one; on a merge, if the clients' leaves have
+        ValueError: If the likelihood is not categorical; on a merge, if the clients' leaves have
             other shapes than params.
-        TypeError: On a merge under `jit`: who is left out is found on the host.
+        TypeError: On a merge under `jit`, because clients without weight are found on the host.
 
     Example:
         >>> import fisherjax as fj
@@ -149,7 +149,7 @@ def fedov(model: Model) -> Algorithm:
             )
         present = np.flatnonzero(np.asarray(weights) > 0)
         stacked = jax.tree.map(lambda leaf: leaf[present], updates["params"])
-        # A vote runs all of them: what nobody trains is there for each.
+        # The vote runs all models: each has a copy of the leaves that are not trained.
         copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(present), *jnp.shape(x))), params)
         stacked = leaves.join(stacked, copies)
         return stacked, state, Voters(jnp.asarray(cohort)[present])

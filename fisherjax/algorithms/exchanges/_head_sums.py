@@ -1,4 +1,4 @@
-"""What methods share that make the last layer anew: its sums over everybody's features."""
+"""Sums over the inputs of the last layer, from which methods compute this layer again."""
 
 import contextlib
 import dataclasses
@@ -26,16 +26,16 @@ from fisherjax.typing import Array, Examples, Key, Model, Params
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class HeadSums:
-    """What a client knows of the layer that makes the outputs; means over its examples.
+    """A client's sums for the layer that makes the outputs, as means over its examples.
 
     Attributes:
-        inputs: A = E[a a^T], [a, a].
-        products: B = E[a y^T], [a, C].
-        targets: E[y], [C]: of classes their shares.
+        inputs: A = E[a a^T], [a, a], with a the layer's inputs.
+        products: B = E[a y^T], [a, C], with y the targets.
+        targets: E[y], [C]; for classes, their shares.
         squares: E|y|^2.
         negative: E|min(a, 0)|^2, zero behind a ReLU.
-        count: How many target vectors: one for each example, or position of a sequence.
-        layer: Which layer it is, static.
+        count: Number of target vectors, one for each example or position of a sequence.
+        layer: The layer, static.
     """
 
     inputs: Array
@@ -47,7 +47,7 @@ class HeadSums:
     layer: Layer = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
-        """Describe the sums in one line, with the layer that they are of."""
+        """Describe the sums in one line, with the name of their layer."""
         return tree.line(
             "HeadSums", self, f"of {str(getattr(self.layer, 'kernel', self.layer))[:60]}"
         )
@@ -56,7 +56,7 @@ class HeadSums:
 def head_summary(
     model: Model, aggregate: Callable, batch_size: int, max_examples: int | None
 ) -> Algorithm:
-    """Make the algorithm whose clients send {"head": HeadSums}, given what the server does."""
+    """Make the algorithm whose clients send {"head": HeadSums}, from its `aggregate`."""
     checks.model(model)
     checks.count("batch_size", batch_size)
     if max_examples is not None:
@@ -68,7 +68,7 @@ def head_summary(
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
         total, weight = weighted_sum(updates["head"], weights)
-        # Examples count once each, however large their client's weight.
+        # Each example counts once, whatever the weight of its client.
         count = tree.weighted_sum(updates["head"].count, (weights > 0).astype(weights.dtype))
         return WeightedSum(dataclasses.replace(total, count=count), weight)
 
@@ -76,13 +76,13 @@ def head_summary(
 
 
 def head_mean(sums: WeightedSum) -> HeadSums:
-    """Divide by the weight, but for the count."""
+    """Return the sums divided by the weight, except the count."""
     return dataclasses.replace(sums.mean(), count=sums.total.count)
 
 
 @partial(jit, static_argnums=(0, 1))
 def head_sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
-    """Compute what a client knows of its last layer, by minibatches."""
+    """Compute a client's sums for its last layer, by minibatches."""
     apply, own = leaves.opened(model, params)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
@@ -99,13 +99,13 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
             counts = counts.reshape(a.shape[:2])
             a, y = (locations.selected(v, counts) for v in (a, y))
         number = a.shape[1] * w.sum() if counts is None else jnp.vdot(w, counts.sum(1))
-        # Both sides of a product carry the root of the weight.
+        # Each side of a product is multiplied by the root of the weight.
         root = jnp.sqrt(w)[:, None, None].astype(a.dtype)
         both, size = second_moment(root * jnp.concatenate([a, y], axis=-1)), a.shape[-1]
         squares = jnp.trace(both[size:, size:])
         below = jnp.square(root * jnp.minimum(a, 0)).sum()
         moments = both[:size, :size], both[:size, size:], jnp.einsum("n,ntc->c", w, y), squares
-        # Means are of examples, of which each may have several positions.
+        # Means are over examples, each of which may have several positions.
         return HeadSums(*moments, below, number, seen.layers[place])
 
     examples = _sequences.weighed(model, examples)
