@@ -1,7 +1,7 @@
 """Select, describe and make the methods of the registry by name."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from fisherjax._core import checks
 from fisherjax.algorithms._rows import Row
@@ -41,8 +41,7 @@ def options(name: str) -> dict[str, object]:
         >>> options("fedprox")
         {'mu': 0.001}
     """
-    # In the signature of a `partial`, the arguments that it fixes are defaults.
-    parameters = inspect.signature(_row(name).factory).parameters.values()
+    parameters = _parameters(name).values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
@@ -53,7 +52,7 @@ def required(name: str) -> tuple[str, ...]:
         >>> required("fedper"), required("regmean")
         (('head',), ())
     """
-    parameters = inspect.signature(_row(name).factory).parameters.values()
+    parameters = _parameters(name).values()
     needed = (p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
     return tuple(p.name for p in needed if p.name != "model")
 
@@ -73,10 +72,9 @@ def make(name: str, model: Model, **chosen: object) -> Algorithm:
         >>> make("fedprox", None, mu=0.1) is fedprox(mu=0.1)
         True
     """
-    factory = _row(name).factory
-    parameters = inspect.signature(factory).parameters
     check_options(name, chosen)
-    return factory(model, **chosen) if "model" in parameters else factory(**chosen)
+    factory = METHODS[name].factory
+    return factory(model, **chosen) if "model" in _parameters(name) else factory(**chosen)
 
 
 def check_options(name: str, chosen: Iterable[str]) -> None:
@@ -85,7 +83,7 @@ def check_options(name: str, chosen: Iterable[str]) -> None:
     Example:
         >>> check_options("fedprox", ["mu"])
     """
-    parameters = inspect.signature(_row(name).factory).parameters
+    parameters = _parameters(name)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return  # passed on to another factory, which checks them
     known = sorted(parameters.keys() - {"model"})
@@ -97,6 +95,7 @@ def check_options(name: str, chosen: Iterable[str]) -> None:
         )
 
 
-def _row(name: str) -> Row:
+def _parameters(name: str) -> Mapping[str, inspect.Parameter]:
     checks.one_of("algorithm", name, METHODS, "algorithms.METHODS")
-    return METHODS[name]
+    # In the signature of a `partial`, the arguments that it fixes are defaults.
+    return inspect.signature(METHODS[name].factory).parameters

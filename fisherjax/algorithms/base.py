@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from fisherjax import tree
@@ -200,6 +201,40 @@ def check_same_shapes(algorithm: Algorithm) -> None:
             "that clients train; expected a method whose merged model clients can train further, "
             "such as fedavg. Merge once, by merging.merge."
         )
+
+
+def check_pass(batch_size: Any, max_examples: Any) -> None:
+    """Raise unless both are positive integers, or `max_examples` is None, for all examples."""
+    checks.count("batch_size", batch_size)
+    if max_examples is not None:
+        checks.count("max_examples", max_examples)
+
+
+def present_on_host(what: str, received: Any, params: Params, *others: Any) -> np.ndarray:
+    """Return the indices of the clients that have a weight, for a merge that `jit` cannot compile.
+
+    Args:
+        what: Beginning of the message of the TypeError, such as "PFNM computes its width".
+        received: The pair (updates, weights), with stacked params among the updates.
+        params: The leaves that clients train.
+        others: Further arguments that must not be traced.
+
+    Raises:
+        TypeError: If an argument is traced.
+        ValueError: If the clients' leaves have other shapes than params.
+    """
+    if checks.is_traced(received, *others):
+        raise TypeError(
+            f"{what} on the host: call merging.merge outside of jit and vmap, and not in rounds."
+        )
+    updates, weights = received
+    shapes = tree.shapes(jax.tree.map(lambda leaf: leaf[0], updates["params"]))
+    if shapes != tree.shapes(params):
+        raise ValueError(
+            f"Clients have leaves of shapes {shapes}, but params has {tree.shapes(params)}. Pass "
+            "the params of the network that the clients trained."
+        )
+    return np.flatnonzero(np.asarray(weights) > 0)
 
 
 class WeightedSum(NamedTuple):

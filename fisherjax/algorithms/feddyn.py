@@ -4,11 +4,11 @@ Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama, Federated learning bas
 regularization, ICLR 2021, algorithm 1.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
@@ -16,8 +16,6 @@ from fisherjax.algorithms.base import Algorithm, Link, WeightedSum, weighted_sum
 from fisherjax.local_update import penalised
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
-
-_zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
 
 class Dynamics(NamedTuple):
@@ -60,7 +58,6 @@ def feddyn(alpha: float = 0.01) -> Algorithm:
             unknown.
 
     Example:
-        >>> import optax
         >>> optimizer, w = feddyn(alpha=0.5).optimizer(optax.sgd(1.0)), jnp.array(3.0)
         >>> arguments = {"start": jnp.array(1.0), "extras": jnp.array(0.25)}
         >>> step, _ = optimizer.update(0 * w, optimizer.init(w), w, **arguments)
@@ -77,7 +74,7 @@ def feddyn(alpha: float = 0.01) -> Algorithm:
 
     def penalty(params: Params, *, start: Params, extras: Any) -> Array:
         # A single round has no stored gradients: all g_i are zero.
-        gradient = extras if jax.tree.leaves(extras) else _zeros(params)
+        gradient = extras if jax.tree.leaves(extras) else optax.tree.zeros_like(params)
 
         def leaf(w: Array, centre: Array, g: Array) -> Array:
             return (alpha / 2 * jnp.square(w - centre) - g * w).sum()
@@ -85,7 +82,7 @@ def feddyn(alpha: float = 0.01) -> Algorithm:
         return sum(jax.tree.leaves(jax.tree.map(leaf, params, start, gradient)))
 
     def init(params: Params, num_clients: int) -> Dynamics:
-        return Dynamics(_zeros(params), jnp.asarray(num_clients, jnp.int32))
+        return Dynamics(optax.tree.zeros_like(params), jnp.asarray(num_clients, jnp.int32))
 
     def receive(start: Params, local: Params) -> tuple[Params, Params]:
         return start, local
@@ -120,7 +117,7 @@ def feddyn(alpha: float = 0.01) -> Algorithm:
         stored = jax.tree.map(lambda new, old: new.astype(old.dtype), gradient, state.gradient)
         return merged, state._replace(gradient=stored), ()
 
-    link = Link(init=init, init_client=_zeros, receive=receive)
+    link = Link(init=init, init_client=optax.tree.zeros_like, receive=receive)
     return Algorithm(
         summarize, aggregate, reduce, optimizer=penalised(penalty), kind="params", link=link
     )

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import leaves, likelihoods, tree
+from fisherjax import leaves, likelihoods
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._layers.graph import Wiring, wiring
 from fisherjax._layers.layer import Layer, matrix, unpack
 from fisherjax.algorithms._unit_matching import Prior, match_units
-from fisherjax.algorithms.base import Algorithm
+from fisherjax.algorithms.base import Algorithm, present_on_host
 from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
@@ -133,19 +133,9 @@ def pfnm(
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del cohort
-        if checks.is_traced(received, params, key):
-            raise TypeError(
-                "PFNM computes on the host how wide the merged network is: call merging.merge "
-                "outside of jit and vmap, and not in rounds."
-            )
-        updates, weights = received
-        one = jax.tree.map(lambda leaf: leaf[0], updates["params"])
-        if tree.shapes(one) != tree.shapes(params):
-            raise ValueError(
-                f"Clients have leaves of shapes {tree.shapes(one)}, but params has "
-                f"{tree.shapes(params)}. Pass the params of the network that the clients trained."
-            )
-        present = np.flatnonzero(np.asarray(weights) > 0)
+        # The widths of the merged leaves depend on values.
+        present = present_on_host("PFNM computes its width", received, params, params, key)
+        updates, _ = received
         order = np.random.default_rng(np.asarray(jax.random.key_data(key)))
         counts = np.asarray(updates["counts"], float)[present]
         leaves = Template.of(params).by_name(updates["params"])

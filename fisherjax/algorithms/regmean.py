@@ -16,7 +16,7 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.pairs import trace
-from fisherjax.algorithms.base import ENOUGH, Algorithm, weighted_sum
+from fisherjax.algorithms.base import ENOUGH, Algorithm, check_pass, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.fisher import _passes
 from fisherjax.fisher.kfac import expand, input_moments
@@ -69,9 +69,7 @@ def regmean(
     """
     checks.model(model)
     checks.number("shrink", shrink, below=1.0)
-    checks.count("batch_size", batch_size)
-    if max_examples is not None:
-        checks.count("max_examples", max_examples)
+    check_pass(batch_size, max_examples)
 
     # Without `apply_train`, so that networks that differ only in it share a program.
     plain = model._replace(apply_train=None)

@@ -18,8 +18,6 @@ from fisherjax.local_update import Kept
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
-_zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-
 
 class Controls(NamedTuple):
     """The server's state of SCAFFOLD.
@@ -66,7 +64,7 @@ def scaffold() -> Algorithm:
     """
 
     def init(params: Params, num_clients: int) -> Controls:
-        return Controls(_zeros(params), jnp.asarray(num_clients, jnp.int32))
+        return Controls(optax.tree.zeros_like(params), jnp.asarray(num_clients, jnp.int32))
 
     def broadcast(params: Params, state: Controls, place: None) -> tuple[Params, Params]:
         del place
@@ -111,14 +109,9 @@ def scaffold() -> Algorithm:
         server = jax.tree.map(moved, state.server, sums["change"])
         return sums["params"].mean(), state._replace(server=server), ()
 
-    return Algorithm(
-        summarize,
-        aggregate,
-        reduce,
-        optimizer=_corrected,
-        kind="params and changes of controls",
-        link=Link(init=init, init_client=_zeros, broadcast=broadcast, receive=receive),
-    )
+    link = Link(init, optax.tree.zeros_like, broadcast, receive)
+    kind = "params and changes of controls"
+    return Algorithm(summarize, aggregate, reduce, optimizer=_corrected, kind=kind, link=link)
 
 
 # The same wrapper for the same optimiser, so that `jit` does not compile training again.
@@ -129,7 +122,7 @@ def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformati
 
     def init(params: Params) -> Kept:
         _optimizers.check_plain("SCAFFOLD", base, params)
-        return Kept(_zeros(params), base.init(params))
+        return Kept(optax.tree.zeros_like(params), base.init(params))
 
     def update(gradient: Params, state: Kept, params: Params, *, extras: Any = (), **given: Any):
         # A single round has no correction: all controls are zero.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached, name_of
-from fisherjax.algorithms.base import ENOUGH, Algorithm, Link
+from fisherjax.algorithms.base import ENOUGH, Algorithm, Link, check_pass
 from fisherjax.algorithms.exchanges._head_sums import head_sums
 from fisherjax.clients import draw
 from fisherjax.fisher import Kronecker, Operator
@@ -79,9 +79,7 @@ def weighted_fedavg(
     checks.positive("temperature", temperature)
     if fisher is not None:
         checks.function("fisher", fisher, "fisher.diagonal")
-    checks.count("batch_size", batch_size)
-    if max_examples is not None:
-        checks.count("max_examples", max_examples)
+    check_pass(batch_size, max_examples)
 
     def init(params: Params, num_clients: int) -> Params:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *jnp.shape(x))), params)

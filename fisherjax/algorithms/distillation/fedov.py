@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import leaves, likelihoods, tree
+from fisherjax import leaves, likelihoods
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import Algorithm, Link
+from fisherjax.algorithms.base import Algorithm, Link, present_on_host
 from fisherjax.algorithms.distillation._open_set import open_outputs
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
@@ -134,20 +134,10 @@ def fedov(model: Model) -> Algorithm:
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key
-        if checks.is_traced(received):
-            raise TypeError(
-                "FedOV finds on the host which clients have weight: call merging.merge outside of "
-                "jit and vmap, and not in rounds."
-            )
-        updates, weights = received
-        one = jax.tree.map(lambda leaf: leaf[0], updates["params"])
+        # The number of merged models depends on values.
         trained = leaves.trained(model, params)
-        if tree.shapes(one) != tree.shapes(trained):
-            raise ValueError(
-                f"Clients have leaves of shapes {tree.shapes(one)}, but params has "
-                f"{tree.shapes(trained)}. Pass the params of the network that the clients trained."
-            )
-        present = np.flatnonzero(np.asarray(weights) > 0)
+        present = present_on_host("FedOV finds clients without weight", received, trained)
+        updates, _ = received
         stacked = jax.tree.map(lambda leaf: leaf[present], updates["params"])
         # The vote runs all models: each has a copy of the leaves that are not trained.
         copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(present), *jnp.shape(x))), params)

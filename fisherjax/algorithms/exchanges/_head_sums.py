@@ -15,7 +15,7 @@ from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.layer import Layer
 from fisherjax._layers.pairs import check_output_layer, output_layer, trace
-from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
+from fisherjax.algorithms.base import Algorithm, WeightedSum, check_pass, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.fisher import _passes
 from fisherjax.fisher.kfac import second_moment
@@ -58,9 +58,7 @@ def head_summary(
 ) -> Algorithm:
     """Make the algorithm whose clients send {"head": HeadSums}, from its `aggregate`."""
     checks.model(model)
-    checks.count("batch_size", batch_size)
-    if max_examples is not None:
-        checks.count("max_examples", max_examples)
+    check_pass(batch_size, max_examples)
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         examples = draw(key, examples, max_examples)

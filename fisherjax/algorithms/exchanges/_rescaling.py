@@ -1,7 +1,7 @@
-"""The exact quadratic of the squared error on a few directions and the head: the best way on it.
+"""The exact quadratic of the squared error along a few directions and in the head.
 
 Martens and Grosse (Optimizing neural networks with Kronecker-factored approximate curvature, ICML
-2015, sections 6.4 and 7) read off it how far to go along a direction of K-FAC.
+2015, sections 6.4 and 7) compute from it the length of a step along a direction of K-FAC.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ from fisherjax.fisher.kfac import second_moment
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Examples, Model, Params
 
-# Of the coefficients and of the head, in units of the mean eigenvalue of each one's matrix. The
-# sweep is in docs/merging.md.
+# Ridge of the coefficients and of the head, in units of the mean eigenvalue of the matrix of each.
+# docs/merging.md has a sweep of it.
 _RIDGE = 1e-2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Products:
-    """The exact quadratic of what K directions and the inputs a of the head do to the outputs.
+    """The exact quadratic of the outputs along K directions and in the head with inputs a.
 
-    Means over examples, of J_k, the derivative of the outputs along direction k, and r = z - y.
+    Means over examples; J_k is the derivative of the outputs along direction k, and r = z - y.
 
     Attributes:
         directions: E[J_j . J_k], [K, K].
@@ -50,14 +50,14 @@ class Products:
     head: Layer = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
-        """Describe the sums in one line, with the layer that they are of."""
+        """Describe the sums in one line, with the name of their layer."""
         return tree.line(
             "Products", self, f"of {str(getattr(self.head, 'kernel', self.head))[:60]}"
         )
 
 
 def regression(model: Model, x: Array, z: Array, y: Array) -> Array:
-    """Give what outputs z are fitted to, of their shape: themselves where nothing counts."""
+    """Return the targets of outputs z, in their shape; z itself at positions not counted."""
     counts = _sequences.targets_counted(model, x, z.shape, y)
     y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
     y = y.astype(z.dtype).reshape(z.shape)
