@@ -28,14 +28,14 @@ def match_units(
 
     def add(client: int) -> None:
         nonlocal totals, popularity
-        own = clients[client]
-        found = _assigned(prior, start, own, totals, popularity, len(clients))
+        units = clients[client]
+        found = _assigned(prior, start, units, totals, popularity, len(clients))
         # New units keep the client's order, whichever new places were assigned to them.
         fresh = np.flatnonzero(found >= len(totals))
         found[fresh] = len(totals) + np.arange(len(fresh))
         totals = np.vstack([totals, np.tile(start, (len(fresh), 1))])
         popularity = np.concatenate([popularity, np.zeros(len(fresh))])
-        totals[found] += own
+        totals[found] += units
         popularity[found] += 1
         places[client] = found
 
@@ -63,22 +63,22 @@ def match_units(
 def _assigned(
     prior: Prior,
     start: np.ndarray,
-    own: np.ndarray,
+    units: np.ndarray,
     totals: np.ndarray,
     popularity: np.ndarray,
     clients: int,
 ) -> np.ndarray:
     """Assign units [o, D] of a client to existing units or to new ones, by largest gain."""
-    squares, precision = np.square(own).sum(1)[:, None], prior.precision
+    squares, precision = np.square(units).sum(1)[:, None], prior.precision
     sizes = np.square(totals).sum(1)
     strength = precision + popularity
     counted = np.minimum(popularity, _MOST_COUNTED)
-    gain = (squares + 2 * own @ totals.T + sizes) / (1 + strength) - sizes / strength
+    gain = (squares + 2 * units @ totals.T + sizes) / (1 + strength) - sizes / strength
     gain += np.log(counted / (clients - counted))
     # At least so many new units that each unit of the client has a place.
-    number = min(len(own), max(prior.most_new - len(totals), len(own) - len(totals), 1))
+    number = min(len(units), max(prior.most_new - len(totals), len(units) - len(totals), 1))
     ranks = np.arange(1, number + 1)
-    new = np.square(own + start).sum(1)[:, None] / (1 + precision)
+    new = np.square(units + start).sum(1)[:, None] / (1 + precision)
     new = new - np.square(start).sum() / precision
     new = new - 2 * np.log(ranks) + 2 * np.log(prior.concentration / clients)
     _, found = linear_sum_assignment(np.hstack([gain, new]), maximize=True)

@@ -83,12 +83,12 @@ def fedfish(
         # Shuffled, because a squared mean gradient depends on which examples share a minibatch.
         examples = _sequences.weighed(model, examples)
         number, batch = minibatches(shuffled(key, examples), batch_size)
-        apply, own = leaves.opened(model, params)
+        apply, trained = leaves.opened(model, params)
 
         def body(step: Array, total: Params) -> Params:
-            return _add_squares(total, jax.grad(partial(loss, apply))(own, *batch(step)))
+            return _add_squares(total, jax.grad(partial(loss, apply))(trained, *batch(step)))
 
-        return jax.lax.fori_loop(0, number, body, _zeros(own))
+        return jax.lax.fori_loop(0, number, body, _zeros(trained))
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         if last_epoch and not jax.tree.leaves(trained.extras):

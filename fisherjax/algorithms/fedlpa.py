@@ -103,9 +103,9 @@ def fedlpa(
         # Damping is added to each factor, so that the solution depends on the split although the
         # product of the factors does not.
         if authors_split:
-            apply, own = leaves.opened(model, trained.whole)
+            apply, opened = leaves.opened(model, trained.whole)
             if model.positions is None:
-                counts = _location_counts(apply, own, examples.inputs)
+                counts = _location_counts(apply, opened, examples.inputs)
             else:
                 plain = model._replace(apply_train=None)
                 counts = _mean_location_counts(plain, batch_size, trained.whole, examples)

@@ -48,9 +48,9 @@ def _leaves_of(layer: str) -> Callable[[Params], set[str]]:
     # Cached, because equal arguments must give the same algorithm.
     def choose(params: Params) -> set[str]:
         parts = {name: name.split("/") for name in leaves.places(params)}
-        found = {name for name, own in parts.items() if layer in own}
+        found = {name for name, path in parts.items() if layer in path}
         if not found:
-            every = sorted({part for own in parts.values() for part in own[:-1] or own})
+            every = sorted({part for path in parts.values() for part in path[:-1] or path})
             raise ValueError(
                 f"No layer is called {layer!r}: did you mean {checks.nearest(layer, every)}? "
                 f"The leaves are {list(parts)}."

@@ -194,10 +194,10 @@ def _aligned(
     moved, transports = {}, {}
     *_, last = wires.layers
     for layer, sources, span in zip(wires.layers, wires.sources, wires.spans, strict=True):
-        own = client[layer.kernel]
+        value = client[layer.kernel]
         before = [transports[wires.layers[source].kernel] for source in sources]
-        inputs = _moved_inputs(own, before, span)
-        transport = jnp.eye(layer.columns, dtype=own.dtype)
+        inputs = _moved_inputs(value, before, span)
+        transport = jnp.eye(layer.columns, dtype=value.dtype)
         # Outputs keep their order: only the inputs of the layer are moved.
         skipped = layer == last and how.fix_last_layer
         if not skipped:
@@ -206,21 +206,21 @@ def _aligned(
             # The pivot stays as it is: it is not shrunk, and equal units of it are not exchanged.
             transport = jnp.where(stays, transport, found)
         transports[layer.kernel] = transport
-        kept = inputs if how.past_correction or skipped else own
+        kept = inputs if how.past_correction or skipped else value
         moved[layer.kernel] = jnp.matmul(kept, transport, precision=PRECISION)
     return moved, transports
 
 
-def _moved_inputs(own: Array, before: list[Array], span: tuple[int, int]) -> Array:
+def _moved_inputs(value: Array, before: list[Array], span: tuple[int, int]) -> Array:
     """Move the rows [b * units * c] of a layer's matrix, except a bias, by the mean transport."""
     if not before:
-        return own
+        return value
     transport, (outer, inner) = sum(before) / len(before), span
     units = len(transport)
     rows = outer * units * inner
-    kernel = own[:rows].reshape(outer, units, inner, -1)
+    kernel = value[:rows].reshape(outer, units, inner, -1)
     kernel = jnp.einsum("uv,buco->bvco", transport, kernel, precision=PRECISION)
-    return jnp.concatenate([kernel.reshape(rows, -1), own[rows:]])
+    return jnp.concatenate([kernel.reshape(rows, -1), value[rows:]])
 
 
 def _matched(columns: Array, others: Array) -> Array:

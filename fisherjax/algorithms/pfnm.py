@@ -181,17 +181,18 @@ def _merged(
     """Merge stacked leaves by name; return them and the matches of each client's units."""
     merged, found, places, width = {}, {}, [], 0
     *_, last = wires.layers
+    clients = [{name: leaf[i] for name, leaf in leaves.items()} for i in range(len(counts))]
     for layer, (outer, inner) in zip(wires.layers, wires.spans, strict=True):
-        own = [_with_bias(layer, {n: x[i] for n, x in leaves.items()}) for i in range(len(counts))]
+        matrices = [_with_bias(layer, client) for client in clients]
         if places:
-            pairs = zip(own, places, strict=True)
-            own = [_moved_inputs(value, moved, width, outer, inner) for value, moved in pairs]
+            pairs = zip(matrices, places, strict=True)
+            matrices = [_moved_inputs(value, moved, width, outer, inner) for value, moved in pairs]
         if layer == last:
-            value = _by_class(np.stack(own), counts)
+            value = _by_class(np.stack(matrices), counts)
         else:
-            mean = np.zeros(len(own[0]))
+            mean = np.zeros(len(matrices[0]))
             mean[0 if misplaced and places else -1] = prior.mean
-            units, places = match_units(prior, mean, [x.T for x in own], order)
+            units, places = match_units(prior, mean, [x.T for x in matrices], order)
             value, found[layer.kernel] = units.T, places
         wide = layer if not width else _widened(layer, outer, inner, width)
         wide = wide._replace(shape=_replaced(wide.shape, wide.outputs[0], value.shape[1]))

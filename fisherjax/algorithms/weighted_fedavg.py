@@ -93,8 +93,8 @@ def weighted_fedavg(
     ) -> tuple[dict[str, Any], Any]:
         if fisher is not None:
             how = {"key": key, "batch_size": batch_size, "max_examples": max_examples}
-            own = fisher(model, trained.whole, examples, **how)
-            return {"params": trained.params, "fisher": own}, local
+            computed = fisher(model, trained.whole, examples, **how)
+            return {"params": trained.params, "fisher": computed}, local
         examples = draw(key, examples, max_examples)
         sums = head_sums(model, batch_size, trained.whole, examples)
         # E[a y^T] / E[y] are class means; the last row of products belongs to the bias, if any.
@@ -112,8 +112,8 @@ def weighted_fedavg(
         similarity = shares(values, weights)
         # The params of a client without weight may not be finite.
         sent = tree.keep(weights > 0, values["params"])
-        own = jax.vmap(lambda row: tree.weighted_sum(sent, row))(similarity)
-        models = jax.tree.map(lambda x, new: x.at[cohort].set(new.astype(x.dtype)), state, own)
+        means = jax.vmap(lambda row: tree.weighted_sum(sent, row))(similarity)
+        models = jax.tree.map(lambda x, new: x.at[cohort].set(new.astype(x.dtype)), state, means)
         return tree.weighted_sum(sent, weights), models, similarity
 
     return Algorithm(
@@ -139,8 +139,8 @@ def _cosines(compared: Any) -> Array:
     sizes = jnp.stack([math.prod(map(_size, block)) for block in products])
     sizes /= jnp.where(sizes.max(0) > 0, sizes.max(0), 1)
     inner = sum(
-        own[:, None] * own * math.prod(map(_inner, block))
-        for own, block in zip(sizes, products, strict=True)
+        size[:, None] * size * math.prod(map(_inner, block))
+        for size, block in zip(sizes, products, strict=True)
     )
     norms = jnp.sqrt(jnp.diagonal(inner))
     return inner / jnp.where(norms > 0, norms, 1)[:, None] / jnp.where(norms > 0, norms, 1)

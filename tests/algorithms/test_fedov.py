@@ -407,7 +407,7 @@ def test_what_cannot_be_merged_or_distilled_is_refused():
     with pytest.raises(ValueError, match="of an open set', but this algorithm merges"):
         fj.merging.merge(fj.algorithms.fedavg(), drawn(0), sent)
     stacked = fj.tree.stack([drawn(0)] * 2)
-    with pytest.raises(ValueError, match=r"\(6, 4\); expected \(6, 3\)"):
+    with pytest.raises(ValueError, match=r"\(6, 4\); expected that of the vote, \(6, 3\)"):
         distilled(voting(MODEL), stacked, MODEL, drawn(0), IMAGES, key=KEY)
     with pytest.raises(ValueError, match="data set is empty"):
         distilled(voting(MODEL), stacked, MODEL, drawn(0, outputs=3), IMAGES[:0], key=KEY)

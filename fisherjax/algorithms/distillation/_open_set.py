@@ -104,8 +104,8 @@ def open_set(
         harder = _adversarial(model.apply, params, outliers, steps, step)
         # In one pass of three times the minibatch.
         every = jnp.concatenate([images, outliers, harder])
-        own, *unknown = jnp.split(open_outputs(model.apply, params, every), 3)
-        return -(_label_losses(own) + sum(_unknown_loss(z) for z in unknown)[:, None]), None
+        known, *unknown = jnp.split(open_outputs(model.apply, params, every), 3)
+        return -(_label_losses(known) + sum(_unknown_loss(z) for z in unknown)[:, None]), None
 
     return model._replace(apply=apply, likelihood=_OPEN, apply_train=apply_train)
 

@@ -139,12 +139,12 @@ def _cut(key: Key, image: Array) -> Array:
     # First rows of the target and of the copied half.
     pairs = jnp.array([(a, b) for a in range(half) for b in range(half) if 2 * abs(a - b) >= half])
     to, source = pairs[jax.random.randint(pair_key, (), 0, len(pairs))]
-    own = jnp.arange(side)
-    copied = jnp.where((own >= to) & (own < to + half), own - to + source, own)
+    index = jnp.arange(side)
+    copied = jnp.where((index >= to) & (index < to + half), index - to + source, index)
     swapped = jax.random.bernoulli(swap_key, 1 / 3)
-    moved = jnp.where(swapped, (own + half) % side, copied)
+    moved = jnp.where(swapped, (index + half) % side, copied)
     of_rows = jax.random.bernoulli(turn_key)
-    rows, columns = jnp.where(of_rows, moved, own), jnp.where(of_rows, own, moved)
+    rows, columns = jnp.where(of_rows, moved, index), jnp.where(of_rows, index, moved)
     return image[rows[:, None], columns]
 
 

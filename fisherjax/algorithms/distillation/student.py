@@ -86,11 +86,11 @@ def distilled(
     inputs = jnp.asarray(inputs)
     checks.examples(Examples(inputs))
     length = min(checks.count("batch_size", batch_size), len(inputs))
-    vote, own = checks.outputs(voters, stacked, inputs), checks.outputs(student, start, inputs)
-    if vote.shape != own.shape:
+    vote, outputs = checks.outputs(voters, stacked, inputs), checks.outputs(student, start, inputs)
+    if vote.shape != outputs.shape:
         raise ValueError(
-            f"The student's outputs have shape {own.shape}; expected {vote.shape}, those of the "
-            "vote: one for each class, and none for unknown."
+            f"The student's outputs have shape {outputs.shape}; expected that of the vote, "
+            f"{vote.shape}: one for each class, and none for unknown."
         )
     target = jax.nn.softmax(_over_inputs(voters.apply, length, stacked, inputs))
     federation = clients.federation((inputs, target), [np.arange(len(inputs))])
@@ -109,7 +109,7 @@ def distilled(
 def _over_inputs(apply: Apply, length: int, params: Params, inputs: Array) -> Array:
     """Run a network over all inputs [N, ...], `length` at a time, and return outputs [N, C]."""
     rows = jnp.pad(jnp.arange(len(inputs)), (0, -len(inputs) % length)).reshape(-1, length)
-    outputs = jax.lax.map(lambda own: apply(params, inputs[own]), rows)
+    outputs = jax.lax.map(lambda batch: apply(params, inputs[batch]), rows)
     return outputs.reshape(-1, outputs.shape[-1])[: len(inputs)]
 
 

@@ -158,7 +158,7 @@ def _epoch(
     def teacher(x: Array) -> Array:
         # Leaves that are not trained are the student's.
         outputs = jax.lax.map(
-            lambda own: fixed.model.apply(leaves.join(own, frozen), x), stacked, batch_size=chunk
+            lambda one: fixed.model.apply(leaves.join(one, frozen), x), stacked, batch_size=chunk
         )
         return jnp.tensordot(votes.astype(outputs.dtype), outputs, 1)
 

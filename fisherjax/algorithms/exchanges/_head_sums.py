@@ -81,11 +81,11 @@ def head_mean(sums: WeightedSum) -> HeadSums:
 @partial(jit, static_argnums=(0, 1))
 def head_sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
     """Compute a client's sums for its last layer, by minibatches."""
-    apply, own = leaves.opened(model, params)
+    apply, trained = leaves.opened(model, params)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
         del key
-        seen = trace(apply, own, x)
+        seen = trace(apply, trained, x)
         if isinstance(seen.last, str):
             check_head(model, params, x)
         place = output_layer(seen)

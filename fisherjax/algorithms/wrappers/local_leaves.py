@@ -95,7 +95,7 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
     def shared(params: Params) -> dict[str, Array]:
         return _split(choose, params)[0]
 
-    def own(params: Params) -> dict[str, Array]:
+    def local_part(params: Params) -> dict[str, Array]:
         return _split(choose, params)[1]
 
     def init(params: Params, num_clients: int) -> Any:
@@ -108,7 +108,7 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
                 "This algorithm runs the network in summarize and has a local state on clients; "
                 "keep_local accepts algorithms that do at most one of the two."
             )
-        return LocalLeaves(own(params), kept, Template.of(params))
+        return LocalLeaves(local_part(params), kept, Template.of(params))
 
     def broadcast(params: Params, state: Any, place: Array | None) -> Any:
         return algorithm.link.broadcast(shared(params), state, place)
@@ -133,11 +133,11 @@ def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]
         visible = trained if algorithm.model is not None else restricted(trained)
         values, kept = algorithm.summarize(key, visible, examples, local.algorithm)
         sent = restricted(values) if algorithm.model is not None else values
-        return sent, dataclasses.replace(local, leaves=own(params), algorithm=kept)
+        return sent, dataclasses.replace(local, leaves=local_part(params), algorithm=kept)
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         merged, state, info = algorithm.aggregate(key, received, shared(params), state, cohort)
-        return Template.of(params).restore(merged | own(params)), state, info
+        return Template.of(params).restore(merged | local_part(params)), state, info
 
     return algorithm._replace(
         summarize=summarize,
@@ -181,8 +181,8 @@ def _split(choose: Callable[[Params], Collection[str]], params: Params) -> tuple
             "expected a predicate on names that is true for the leaves that clients keep, and "
             "false for those that are merged."
         )
-    own = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
-    return tuple({n: leaf for n, c, leaf in own if c is kept} for kept in (False, True))
+    triples = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
+    return tuple({n: leaf for n, c, leaf in triples if c is kept} for kept in (False, True))
 
 
 def _replace(

@@ -230,14 +230,14 @@ def _projections(
     """Draw a layer's Psi [k + 5, size of u] and the transpose of its Omega [k, size of v]."""
     # The barrier keeps the compiler from evaluating them at compile time, which is slow.
     key = jax.random.key(jax.lax.optimization_barrier(jnp.uint32(seed)))
-    own = jax.random.split(jax.random.fold_in(key, number))
+    keys = jax.random.split(jax.random.fold_in(key, number))
 
     def drawn(key: Key, count: int, like: Array) -> Array:
         one = jnp.ones(like.shape[1:], like.dtype) if like.ndim == 2 else jnp.eye(like.shape[-1])
         first = _packed(one.astype(like.dtype))[None]
         return jnp.concatenate([first, jax.random.normal(key, (count - 1, first.size), like.dtype)])
 
-    return drawn(own[0], terms + _EXTRA, factor["input"]), drawn(own[1], terms, factor["output"])
+    return drawn(keys[0], terms + _EXTRA, factor["input"]), drawn(keys[1], terms, factor["output"])
 
 
 def _packed(factor: Array) -> Array:
