@@ -88,9 +88,9 @@ def fedlpa(
         >>> print(f"{fj.merging.merge(method, start, updates)[0]['w'].item():.4f}")
         0.3077
 
-    Source: the paper above and the authors' code. Deviations: the code runs
-        both `expectation_approximation` and `residual_descent` and reports the better one on the
-        test data; here one is selected beforehand. Its Fisher pass uses augmented images.
+    Source: the paper above and the authors' code. Deviations: the code runs both
+        `expectation_approximation` and `residual_descent` and reports the better one on the test
+        data; here one is selected beforehand. Its Fisher pass uses augmented images.
     """
     checks.number("damping", damping)
     solve = solvers.conjugate_gradients() if solver is None else solver

@@ -58,8 +58,8 @@ def pfnm(
 
     Therefore, at s = 1, the weights of a unit that only one client has are halved, and if all
     clients are identical, all layers except the last shrink by M / (M + s), provided that their
-    units are large. Units near zero may not be matched, because new units are
-    cheap: each client then adds its own.
+    units are large. Units near zero may not be matched, because new units are cheap: each client
+    then adds its own.
 
     Args:
         model: The network, a chain of dense and convolution layers with activations, pooling and

@@ -99,9 +99,9 @@ def dense(
         ((16, 2), (16, 4, 4, 1))
 
     Source: the paper above; constants from the experiments of Jhunjhunwala, Wang, Joshi, FedFisher,
-        AISTATS 2024, and Liu et al., FedLPA, NeurIPS 2024. Both papers select an epoch,
-        the first by validation data, the second by test data: `score`. Deviations: without the loss
-        of BatchNorm's statistics, networks with them are refused; a "fresh" student starts from the
+        AISTATS 2024, and Liu et al., FedLPA, NeurIPS 2024. Both papers select an epoch, the first
+        by validation data, the second by test data: `score`. Deviations: without the loss of
+        BatchNorm's statistics, networks with them are refused; a "fresh" student starts from the
         clients' initial model, not from another random one; convolutions of the generator are
         computed on small images, see `nn`.
     """
