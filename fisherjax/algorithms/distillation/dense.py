@@ -1,4 +1,4 @@
-"""DENSE: the server generates images and distils the clients' models into one by them.
+"""DENSE: the server generates images, and distils the clients' models into one.
 
 Zhang, Chen, Li, Lyu, Wu, Ding, Shen, Zhang, DENSE: data-free one-shot federated learning, NeurIPS
 2022, algorithm 1, as the baseline of the papers of FedFisher and FedLPA.
@@ -51,7 +51,7 @@ def dense(
     crop: bool = False,
     score: Callable[[Params], Array] | None = None,
 ) -> Algorithm:
-    """Make DENSE, which distils the clients' models into one by images that the server generates.
+    """Make DENSE, which distils the clients' models into one, on images that the server generates.
 
         t(x) = sum_i p_i z_i(x),   s(x) = z(x, W),
         G, v <- argmin CE(t(x), y) - a mean_n [argmax t != argmax s] KL(t || s),   x = G(v),
