@@ -60,6 +60,9 @@ lint: $(VENV)/.dev ## Check style and formatting
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 
+types: $(VENV)/.dev ## Check types of the library, and of a script that uses it
+	$(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python
+
 format: $(VENV)/.dev ## Mend style and formatting where that can be done by itself
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
@@ -75,6 +78,11 @@ notebook-update: $(VENV)/.dev ## Write the notebooks anew from their sources, wi
 	$(VENV)/bin/jupytext --quiet --to ipynb --update $(NOTEBOOKS:=.py)
 	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 --overwrite $(NOTEBOOKS:=.ipynb)
 
+docs: $(VENV)/.dev ## Build the site into build/docs/html; DOCS_ONLINE=1 links other packages too
+	rm -rf build/docs
+	$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --doctree-dir build/docs/doctrees \
+		docs build/docs/html
+
 wheel: ## Build the wheel, install it into an empty environment and use it there
 	rm -rf $(WHEEL)
 	$(call environment,$(WHEEL)/env)
@@ -84,6 +92,7 @@ wheel: ## Build the wheel, install it into an empty environment and use it there
 
 clean: ## Remove the environments, caches and build products; results under runs/ stay
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(PREVIOUS) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf docs/get_started/*.ipynb docs/reference/*.rst docs/reference/*/
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file an environment: nothing is installed again until pyproject.toml changes.
@@ -129,4 +138,4 @@ define environment
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help demo test test-long test-slow test-oldest test-newest test-foreign lint format notebook notebook-update wheel clean
+.PHONY: help demo test test-long test-slow test-oldest test-newest test-foreign lint types format notebook notebook-update docs wheel clean

@@ -5,6 +5,7 @@ Data is partitioned over clients; clients train and summarize; the server aggreg
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from fisherjax import (
     algorithms,
@@ -70,8 +71,13 @@ __all__ = [
 __version__ = "0.3.0.dev0"
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import `networks` when it is first used: nothing else here needs flax."""
-    if name == "networks":
-        return importlib.import_module("fisherjax.networks")
-    raise AttributeError(f"module 'fisherjax' has no attribute {name!r}")
+# Imported when it is first used, because nothing else here needs flax.
+if TYPE_CHECKING:
+    from fisherjax import networks
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import `networks` when it is first used."""
+        if name == "networks":
+            return importlib.import_module("fisherjax.networks")
+        raise AttributeError(f"module 'fisherjax' has no attribute {name!r}")

@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m fisherjax", description=__doc__.split(":")[0] + ".")
+    parser = argparse.ArgumentParser(
+        "python -m fisherjax", description=(__doc__ or "").split(":")[0] + "."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     merge = commands.add_parser("merge", help="merge uploads to one model")
     merge.set_defaults(command=_merge)
@@ -94,7 +96,7 @@ def _merge(
     out: str, uploads: list[str], damping: float | None, options: list[tuple[str, Any]], **how: Any
 ) -> None:
     how["limits"] = _limits(how["limits"])
-    given = dict(options) | ({} if damping is None else {"damping": damping})
+    given: dict[str, Any] = dict(options) | ({} if damping is None else {"damping": damping})
     progress = _progress if sys.stderr.isatty() else None
     merged = files.merge_files(out, uploads, progress=progress, **how, **given)
     clients = (
@@ -136,7 +138,7 @@ def _inspect(file: str, limits: list[tuple[str, Any]]) -> None:
 def _check(one_per_core: bool) -> bool:
     if one_per_core:
         devices.one_per_core()
-    versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    versions = f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}"
     print(f"{versions}, {jax.device_count()} {jax.default_backend()} device(s)")
     found = devices.self_check()
     for fault in found:

@@ -4,8 +4,8 @@ Darlow, Crowley, Antoniou, Storkey, CINIC-10 is not ImageNet or CIFAR-10, 2018. 
 module is what lets `tfds.builder` know the name; `datasets.load` does that.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import tensorflow_datasets as tfds
@@ -33,9 +33,12 @@ class Cinic10(tfds.core.GeneratorBasedBuilder):
             "image": tfds.features.Image(shape=(32, 32, 3)),
             "label": tfds.features.ClassLabel(names=CLASSES),
         }
-        described = {"features": tfds.features.FeaturesDict(features)}
-        described |= {"supervised_keys": ("image", "label"), "description": __doc__}
-        return tfds.core.DatasetInfo(builder=self, **described)
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=__doc__,
+            features=tfds.features.FeaturesDict(features),
+            supervised_keys=("image", "label"),
+        )
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         folder = dl_manager.manual_dir / _FOLDER
@@ -50,7 +53,7 @@ class Cinic10(tfds.core.GeneratorBasedBuilder):
                 )
         return {split: self._generate_examples(paths) for split, paths in found.items()}
 
-    def _generate_examples(self, paths: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _generate_examples(self, paths: Sequence[PurePath]) -> Iterator[tuple[str, dict[str, Any]]]:
         for path in paths:
             label = path.parent.name
             yield f"{label}/{path.name}", {"image": path, "label": label}

@@ -52,8 +52,8 @@ def supported(
         [-1. -1.]
     """
 
-    def update(gradient: Params, state: Any, params: Params | None = None, **given: Any) -> tuple:
-        return base.update(gradient, state, params, **_told(base, gradient, state, params, given))
+    def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
+        return base.update(updates, state, params, **_told(base, updates, state, params, given))
 
     return optax.GradientTransformationExtraArgs(base.init, update)
 
@@ -70,15 +70,16 @@ def _told(
         names = {parameter.name for parameter in named}
         return {name: x for name, x in given.items() if name in names}
     # What it takes any of it may pass on to another that does not.
+    errors: list[Exception] = []
     for told in _choices(given):
         try:
             jax.eval_shape(functools.partial(base.update, **told), gradient, state, params)
         # Of any type, as it is somebody else's function that fails.
         except Exception as failed:
-            error = failed
+            errors.append(failed)
         else:
             return told
-    raise error
+    raise errors[-1]
 
 
 def _choices(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -188,7 +189,7 @@ def _checked(
 
 def _any_loss(params: Params) -> Array:
     # Of which nothing but the shape is looked at.
-    return sum(jnp.sum(leaf).astype(float) for leaf in jax.tree.leaves(params))
+    return jnp.asarray(sum(jnp.sum(leaf).astype(float) for leaf in jax.tree.leaves(params)))
 
 
 def _said(error: Exception) -> str:

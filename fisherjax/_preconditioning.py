@@ -16,11 +16,12 @@ from jax.tree_util import Partial
 
 from fisherjax import _wide_layers, tree
 from fisherjax._core.compiler import jit
-from fisherjax.fisher import Diagonal, Kronecker, KroneckerSum, Operator
+from fisherjax.fisher import Diagonal, Kronecker, KroneckerSum
+from fisherjax.fisher.operators import Blockwise
 from fisherjax.typing import Array
 
 
-def of_clients(fishers: Operator, votes: Any, strengths: Any) -> tuple[Partial | None, Any]:
+def of_clients(fishers: Blockwise, votes: Any, strengths: Any) -> tuple[Partial | None, Any]:
     """Precondition sum_i v_i F_i + lambda of stacked clients, leaves [M, ...].
 
     Args:
@@ -41,7 +42,7 @@ def of_clients(fishers: Operator, votes: Any, strengths: Any) -> tuple[Partial |
     return Partial(_turned, inverse, wide), jnp.asarray(_wide_layers.SLACK)
 
 
-def of_sums(fisher: Operator, strengths: Any) -> Partial | None:
+def of_sums(fisher: Blockwise, strengths: Any) -> Partial | None:
     """Precondition F + lambda of an operator that holds all clients; None where there is none."""
     if isinstance(fisher, Diagonal):
         return Partial(_divided, *jax.lax.stop_gradient((fisher.entries, strengths)))

@@ -80,9 +80,13 @@ def _shared_operand(rows: Array, weights: Array) -> Array:
     return jnp.einsum("gnk,gok->gno", rows, shared).max(1)
 
 
+def _wide(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
 def _product_then_maximum(compile_: Callable) -> tuple[Any, Any]:
     rows, weights = _draw(8, 256, 72), _draw(8, 72)
-    right = (np.float64(rows) @ np.float64(weights).T).max(1)
+    right = (_wide(rows) @ _wide(weights).T).max(1)
     return compile_(lambda r, w: _shared_operand(r, w))(rows, weights), right
 
 
@@ -95,7 +99,7 @@ def _sum_of_a_broadcast() -> tuple[Any, Any]:
 def _many_vectors() -> tuple[Any, Any]:
     vectors, matrix = _draw(40_000, 3), _draw(3, 3)
     run = jax.jit(lambda m, x: jax.vmap(lambda row: jnp.sum((m @ row) ** 2))(x))
-    return run(matrix, vectors), ((np.float64(vectors) @ np.float64(matrix).T) ** 2).sum(1)
+    return run(matrix, vectors), ((_wide(vectors) @ _wide(matrix).T) ** 2).sum(1)
 
 
 def _convolution_then_maximum() -> tuple[Any, Any]:
@@ -105,22 +109,23 @@ def _convolution_then_maximum() -> tuple[Any, Any]:
         y = nn.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=_LAYOUT)
         return jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
-    padded = np.pad(np.float64(images), ((0, 0), (1, 1), (1, 1), (0, 0)))
-    right = sum(padded[:, i : i + 8, j : j + 8] @ kernel[i, j] for i in range(3) for j in range(3))
-    return jax.jit(pooled)(images, kernel), right.reshape(32, 4, 2, 4, 2, 8).max((2, 4))
+    padded = np.pad(_wide(images), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    places = [(i, j) for i in range(3) for j in range(3)]
+    right = sum(padded[:, i : i + 8, j : j + 8] @ kernel[i, j] for i, j in places)
+    return jax.jit(pooled)(images, kernel), np.reshape(right, (32, 4, 2, 4, 2, 8)).max((2, 4))
 
 
 def _precise_product() -> tuple[Any, Any]:
     a, b = _draw(256, 512), _draw(512, 64)
     product = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
-    return product(a, b), np.float64(a) @ np.float64(b)
+    return product(a, b), _wide(a) @ _wide(b)
 
 
 def _scaled_affine() -> tuple[Any, Any]:
     a, b, bias = _draw(32, 15), _draw(100, 15), 100 * _draw(32)
     run = jax.jit(jax.vmap(lambda s, x: s * (a @ x + bias), in_axes=(None, 0)))
     with jax.default_matmul_precision("highest"):
-        return run(0.1, b), 0.1 * (np.float64(b) @ np.float64(a).T + bias)
+        return run(0.1, b), 0.1 * (_wide(b) @ _wide(a).T + bias)
 
 
 def _gradient_of_a_gather() -> tuple[Any, Any]:
@@ -134,7 +139,7 @@ def _definite_solve() -> tuple[Any, Any]:
     matrices = root @ root.swapaxes(1, 2) + 60 * np.eye(60, dtype=np.float32)
 
     found = jax.jit(jax.vmap(linalg.solve_definite))(matrices, rhs)
-    return found, np.linalg.solve(np.float64(matrices), np.float64(rhs)[..., None])[..., 0]
+    return found, np.linalg.solve(_wide(matrices), _wide(rhs)[..., None])[..., 0]
 
 
 def _long_loop_on_all_devices() -> tuple[Any, Any]:

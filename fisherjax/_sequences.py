@@ -9,18 +9,20 @@ of which no position counts have weight zero.
 Nothing here changes a model without `positions`.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax._core import checks
-from fisherjax.typing import Array, Examples, Key, Likelihood, Model
+from fisherjax.typing import AnyArray, Array, Examples, Key, Likelihood, Model, Positions
 
 _AT_ONCE = 256  # examples whose positions are looked at together
 
 
-def counted(model: Model, inputs: Array) -> Array | None:
+def counted(model: Model, inputs: AnyArray) -> Array | None:
     """Evaluate which positions count, booleans [B, T]; None where all do.
 
     Raises:
@@ -34,10 +36,12 @@ def counted(model: Model, inputs: Array) -> Array | None:
         [[ True  True False]
          [ True False False]]
     """
-    if model.positions is None:
-        return None
-    checks.positions(model, inputs)
-    return jnp.asarray(model.positions(inputs)) != 0
+    return None if model.positions is None else _counted(model.positions, inputs)
+
+
+def _counted(positions: Positions, inputs: AnyArray) -> Array:
+    checks.positions(positions, inputs)
+    return jnp.asarray(positions(inputs)) != 0
 
 
 def weighed(model: Model, examples: Examples) -> Examples:
@@ -49,12 +53,13 @@ def weighed(model: Model, examples: Examples) -> Examples:
         >>> print(weighed(model, Examples(jnp.array([[3, 1, 0], [0, 0, 0]]))).weights)
         [1. 0.]
     """
-    if model.positions is None:
+    positions = model.positions
+    if positions is None:
         return examples
     inputs, _, indices, weights = examples
 
-    def counts(one: Array) -> Array:
-        return counted(model, one[None]).any()
+    def counts(one: AnyArray) -> Array:
+        return _counted(positions, one[None]).any()
 
     # Some at a time: the inputs of a client are not copied.
     if indices is None:
@@ -66,19 +71,19 @@ def weighed(model: Model, examples: Examples) -> Examples:
 
 
 def targets_counted(
-    model: Model, inputs: Array, shape: tuple[int, ...], targets: Array
+    model: Model, inputs: AnyArray, shape: tuple[int, ...], targets: AnyArray
 ) -> Array | None:
     """Evaluate which output vectors of shape [B, T, ..., C] have a target; None if all do."""
-    if not checks.are_positions(model, inputs, shape):
+    if model.positions is None or not checks.are_positions(model, inputs, shape):
         return None
-    return _with_label(shape, targets, _mask(counted(model, inputs), shape))
+    return _with_label(shape, targets, _mask(_counted(model.positions, inputs), shape))
 
 
-def likelihood(model: Model, inputs: Array, shape: tuple[int, ...]) -> Likelihood:
+def likelihood(model: Model, inputs: AnyArray, shape: tuple[int, ...]) -> Likelihood:
     """Make the likelihood of the positions of a minibatch that count, of outputs of this shape."""
-    if not checks.are_positions(model, inputs, shape):
+    if model.positions is None or not checks.are_positions(model, inputs, shape):
         return model.likelihood
-    own, mask = model.likelihood, counted(model, inputs)
+    own, mask = model.likelihood, _counted(model.positions, inputs)
 
     def selected(z: Array) -> Array:
         # Before anything is computed of it: what is selected later may have no gradient.
@@ -88,21 +93,22 @@ def likelihood(model: Model, inputs: Array, shape: tuple[int, ...]) -> Likelihoo
         has_target = _with_label(z.shape, y, _mask(mask, z.shape))
         # Positions like examples: their log-likelihoods add up.
         flat = selected(z).reshape(-1, z.shape[-1])
-        y = checks.labels(model, z.shape, y).reshape(-1, *y.shape[z.ndim - 1 :])
-        each = own.negative_log_likelihood(flat, y).reshape(has_target.shape)
+        known = jnp.asarray(checks.labels(model, z.shape, y))
+        known = known.reshape(-1, *y.shape[z.ndim - 1 :])
+        each = own.negative_log_likelihood(flat, known).reshape(has_target.shape)
         return jnp.where(has_target, each, 0).sum(tuple(range(1, each.ndim)))
 
     def only(columns: Array) -> Array:
         return jnp.where(_mask(mask, columns.shape[1:])[..., None], columns, 0)
 
-    def combine(z: Array, r: Array) -> Array:
-        return only(own.combine(selected(z), r)[None])[0]
+    def combined(combine: Callable[[Array, Array], Array], z: Array, r: Array) -> Array:
+        return only(combine(selected(z), r)[None])[0]
 
     return own._replace(
         negative_log_likelihood=loss,
         sample=lambda key, z: _by_position(own.sample, key, z, 1),
         factor=lambda z: jax.tree.map(only, own.factor(selected(z))),
-        combine=None if own.combine is None else combine,
+        combine=None if own.combine is None else functools.partial(combined, own.combine),
         signs=_signs,
     )
 
@@ -112,7 +118,7 @@ def _mask(mask: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(mask.reshape(*mask.shape, *(1,) * (len(shape) - 3)), shape[:-1])
 
 
-def _with_label(shape: tuple[int, ...], targets: Array, mask: Array) -> Array:
+def _with_label(shape: tuple[int, ...], targets: AnyArray, mask: Array) -> Array:
     return mask & (targets != checks.IGNORED) if checks.are_labels(shape, targets) else mask
 
 

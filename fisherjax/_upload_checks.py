@@ -4,6 +4,7 @@ Values are checked on the host; under tracing they are not known, and who diverg
 but not refused.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fisherjax import tree
@@ -22,7 +22,37 @@ from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import shares
 from fisherjax.devices import mesh_of
 from fisherjax.fisher import Diagonal, Operator
-from fisherjax.typing import Array
+from fisherjax.typing import AnyArray, Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Diverged:
+    """Whose values are not finite, and in which leaf first: data, which programs can return.
+
+    Attributes:
+        leaf: [K], the place of that leaf among `names`; -1 for a client whose values are finite.
+        names: Of all leaves, static.
+    """
+
+    leaf: Array
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def present(self) -> Array:
+        """Whether each client's values are finite, [K]."""
+        return self.leaf < 0
+
+    def by_client(self, cohort: Array | None = None) -> dict[int, str]:
+        """Name the leaf of each client that diverged, by its number in `cohort`, [K], or here.
+
+        Example:
+            >>> Diverged(jnp.array([-1, 0, 1]), ("a", "b")).by_client(jnp.array([2, 5, 7]))
+            {5: 'a', 7: 'b'}
+        """
+        leaf = np.asarray(self.leaf)
+        clients = np.arange(len(leaf)) if cohort is None else np.asarray(cohort)
+        return {int(clients[k]): self.names[leaf[k]] for k in np.flatnonzero(leaf >= 0)}
 
 
 class Screened(NamedTuple):
@@ -31,12 +61,12 @@ class Screened(NamedTuple):
     Attributes:
         values: [K, ...].
         weights: [K].
-        present: [K], False for a client that is left out.
+        diverged: Who is left out, and for which leaf.
     """
 
     values: Any
-    weights: Array
-    present: Array
+    weights: AnyArray
+    diverged: Diverged
 
 
 def stacked(algorithm: Algorithm, updates: Any) -> Update:
@@ -95,11 +125,11 @@ def check_some(weights: Any) -> None:
 
 def screen(
     values: dict[str, Any],
-    weights: Array,
+    weights: AnyArray,
     on_nonfinite: str,
     *,
     first: int = 0,
-    others: Any = None,
+    others: dict[str, Any] | None = None,
 ) -> Screened:
     """Find clients whose update holds NaN or infinity, before it spoils a merge.
 
@@ -112,7 +142,7 @@ def screen(
         on_nonfinite: "raise", or "drop": who diverged has weight zero and finite entries then, and
             a warning names it. Under tracing "raise" lets everything pass.
         first: Number of the first client, in messages.
-        others: More of what clients computed, leaves [K, ...], that has to be finite too.
+        others: More of what clients computed, leaves [K, ...], that has to be finite too, by name.
 
     Raises:
         ValueError: With "raise", naming the clients and a leaf; if a client's Fisher information is
@@ -120,30 +150,33 @@ def screen(
 
     Example:
         >>> found = screen({"w": jnp.ones((2, 1))}, jnp.array([0.5, 0.5]), "raise")
-        >>> print(found.weights, found.present)
+        >>> print(found.weights, found.diverged.present)
         [0.5 0.5] [ True  True]
     """
     checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
-    seen = values if others is None else (values, others)
+    seen, names = (values, others), (*tree.names(values), *tree.names(others))
+    everybody = Screened(values, weights, Diverged(np.full(weights.shape, -1), names))
     if checks.is_traced(seen, weights):
         if on_nonfinite == "raise":
-            return Screened(values, weights, jnp.ones(weights.shape, bool))
-        present = tree.finite(seen).all(0)
+            return everybody
+        found = _diverged(tree.finite(seen), names)
         # Zeros as well: weight zero does not silence NaN in a sum.
-        return Screened(tree.keep(present, values), jnp.where(present, weights, 0), present)
-    where = diverged(seen)
-    if where is None:  # everything is known, but inside somebody's jit
-        return Screened(values, weights, jnp.ones(weights.shape, bool))
-    kept = np.array([client not in where for client in range(len(weights))])
-    if where:
+        kept = found.present
+        return Screened(tree.keep(kept, values), jnp.where(kept, weights, 0), found)
+    table = _finite_table(seen)
+    if table is None:  # everything is known, but inside somebody's jit
+        return everybody
+    found = _diverged(table, names)
+    kept = np.asarray(found.present)
+    if where := found.by_client():
         _tell(on_nonfinite, {first + client: leaf for client, leaf in where.items()})
     counts = kept & (np.asarray(weights) > 0)  # whoever has no weight may have anything finite
     # Of convolutions alone there are no Gram matrices.
     fishers = {n: x for n, x in values.items() if isinstance(x, Operator) or (n == "grams" and x)}
     values = values | {name: _definite(name, x, counts, first) for name, x in fishers.items()}
     if kept.all():
-        return Screened(values, weights, kept)
-    return Screened(tree.keep(kept, values), jnp.where(kept, weights, 0), kept)
+        return Screened(values, weights, found)
+    return Screened(tree.keep(kept, values), jnp.where(kept, weights, 0), found)
 
 
 def diverged(values: Any) -> dict[int, str] | None:
@@ -158,14 +191,8 @@ def diverged(values: Any) -> dict[int, str] | None:
         >>> diverged({"b": jnp.zeros((2, 3)), "w": jnp.array([1.0, jnp.nan])})
         {1: 'w'}
     """
-    leaves = jax.tree.leaves(values)
-    # What comes of files is looked at as it is, without a program for each shape.
-    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
-    table = [*map(_finite_on_host, leaves)] if on_host else _finite(mesh_of(values), values)
-    if checks.is_traced(table):
-        return None
-    table, names = np.asarray(table), tree.names(values)
-    return {int(c): names[table[:, c].argmin()] for c in np.flatnonzero(~table.all(0))}
+    table = _finite_table(values)
+    return None if table is None else _diverged(table, tree.names(values)).by_client()
 
 
 def _tell(on_nonfinite: str, where: dict[int, str]) -> None:
@@ -181,7 +208,9 @@ def _tell(on_nonfinite: str, where: dict[int, str]) -> None:
     warnings.warn(f"Left out, as updates that are not finite: {said}.", stacklevel=4)
 
 
-def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> tuple[Any, Array]:
+def check_updates(
+    updates: Any, weights: AnyArray, on_nonfinite: str = "raise"
+) -> tuple[Any, AnyArray]:
     """Screen stacked values [M, ...]; return them, and weights that sum to one again.
 
     Raises:
@@ -202,7 +231,7 @@ def check_updates(updates: Any, weights: Array, on_nonfinite: str = "raise") -> 
     return found.values, shares(found.weights)
 
 
-def check_left(weights: Array) -> None:
+def check_left(weights: AnyArray) -> None:
     """Refuse a merge of nobody."""
     if not checks.is_traced(weights) and not np.any(np.asarray(weights) > 0):
         raise ValueError("No client is left: every update with weight is not finite.")
@@ -220,10 +249,10 @@ def indefinite(fisher: Any) -> list[str]:
     return [name for name, x in named if not np.all(x)]
 
 
-def suspect(values: Any = None, weights: Array | None = None) -> str:
+def suspect(values: Any = None, weights: AnyArray | None = None) -> str:
     """Name the client and leaf with the largest entry, where the updates of all are at hand."""
     advice = "its numbers are too large to merge, or a Fisher is not positive semi-definite"
-    if values is None:
+    if values is None or weights is None:
         return f"Every update is finite; of some client {advice}."
     # Who has no weight is not to blame.
     counted = jax.tree.leaves(tree.keep(weights > 0, values))
@@ -234,6 +263,21 @@ def suspect(values: Any = None, weights: Array | None = None) -> str:
         f"Every update is finite; client {client} has the largest entry, "
         f"{float(largest.max()):.3g} in leaf '{tree.names(values)[leaf]}': {advice}."
     )
+
+
+def _finite_table(values: Any) -> np.ndarray | None:
+    """Say of every leaf and client whether it is finite, [leaves, K]; None inside a `jit`."""
+    leaves = jax.tree.leaves(values)
+    # What comes of files is looked at as it is, without a program for each shape.
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    table = [*map(_finite_on_host, leaves)] if on_host else _finite(mesh_of(values), values)
+    return None if checks.is_traced(table) else np.asarray(table)
+
+
+def _diverged(table: Any, names: tuple[str, ...]) -> Diverged:
+    """Find each client's first leaf that is not finite in a table [leaves, K], of either kind."""
+    array = np if isinstance(table, np.ndarray) else jnp
+    return Diverged(array.where(table.all(0), -1, table.argmin(0)), names)
 
 
 @partial(jit, static_argnums=0)
@@ -250,7 +294,7 @@ def _finite_on_host(leaf: np.ndarray) -> np.ndarray:
     """Say of every client whether a leaf is finite, [M], in the precision that JAX has."""
     with np.errstate(over="ignore"):
         leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
-    return np.isfinite(leaf).all(tuple(range(1, leaf.ndim)))
+    return np.asarray(np.isfinite(leaf).all(tuple(range(1, leaf.ndim))))
 
 
 # By NumPy: whether a matrix is definite is asked once, and its answer changes what happens.
@@ -316,7 +360,9 @@ def _is_semidefinite(matrix: np.ndarray) -> bool:
     # A sum of many outer products is singular up to rounding, which grows with the size.
     np.einsum("ii->i", scaled)[:] += len(matrix) * np.finfo(wide.dtype).eps
     # LAPACK itself, as what looks at its arguments first takes longer than it does.
-    factorise = scipy.linalg.lapack.get_lapack_funcs("potrf", (scaled,))
+    from scipy.linalg import lapack  # 0.4 s to import, which only host checks need
+
+    [factorise] = lapack.get_lapack_funcs(["potrf"], (scaled,))
     return not factorise(scaled.T, lower=False, clean=False, overwrite_a=True)[1]
 
 

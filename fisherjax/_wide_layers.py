@@ -125,10 +125,12 @@ def preconditioner(factors: dict[str, Array], votes: Array, shift: Array) -> Wid
         side: _basis(tree.weighted_sum(x, _shares(votes, sizes[side])))
         for side, x in factors.items()
     }
-    small = {
-        side: x if bases[side] is None else jax.lax.map(lambda f, q=bases[side]: _turned(q, f), x)
-        for side, x in factors.items()
-    }
+
+    def turned(side: str, x: Array) -> Array:
+        basis = bases[side]
+        return x if basis is None else jax.lax.map(lambda f: _turned(basis, f), x)
+
+    small = {side: turned(side, x) for side, x in factors.items()}
     means = {"input": mean(small["input"]) * total, "output": mean(small["output"])}
     left = {side: _left(x, small[side]) for side, x in factors.items()}
 

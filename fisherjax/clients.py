@@ -6,7 +6,7 @@ training, Fisher passes and metrics all take their examples from there.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,16 @@ from fisherjax._core import checks
 from fisherjax.devices import client_mesh, mesh_of, replicate
 from fisherjax.parallel import Spread, in_order
 from fisherjax.partition.checks import client_rows
-from fisherjax.typing import Array, Examples, Key
+from fisherjax.typing import AnyArray, Array, Device, Examples, Key
 
 # Keys are folded by purpose, then by client, so that no two draws share a key.
 TRAIN, SUMMARIZE, COHORT, SPLIT, AGGREGATE = range(5)
 
-Minibatch = tuple[Array, Array | None, Array]  # inputs [B, ...], targets, weights [B]
+Minibatch = tuple[Array, Any, Array]  # inputs [B, ...], targets or None, weights [B]
+
+
+# For every client its rows [n_i].
+Partition: TypeAlias = Sequence[Sequence[int] | AnyArray] | AnyArray
 
 
 class Federation(NamedTuple):
@@ -77,7 +81,7 @@ def shares(weights: Any) -> Any:
     return scaled / numpy.where(total > 0, total, 1)
 
 
-def federation(data: Any, partition: Sequence[np.ndarray]) -> Federation:
+def federation(data: Any, partition: Partition) -> Federation:
     """Give every client its examples, on the device.
 
     Args:
@@ -138,7 +142,7 @@ def view(federation: Federation, client: int | Array) -> Examples:
     return Examples(federation.inputs, federation.targets, indices, weights)
 
 
-def select(federation: Federation, clients: Sequence[int] | Array) -> Federation:
+def select(federation: Federation, clients: Sequence[int] | AnyArray) -> Federation:
     """Keep the clients at these places [K], in this order: a cohort, or those that are held out.
 
     The data are shared, not copied, and keys are folded as before: a client trains alone exactly as
@@ -153,17 +157,19 @@ def select(federation: Federation, clients: Sequence[int] | Array) -> Federation
         [2]
     """
     check(federation)
+    places: Any = clients
     if not checks.is_traced(clients):
-        clients, last = np.asarray(clients), federation.num_clients - 1
-        known = np.issubdtype(clients.dtype, np.integer) & np.isin(clients, np.arange(last + 1))
-        differ = clients.ndim == 1 and clients.size == len(np.unique(clients)) > 0
+        places, last = np.asarray(clients), federation.num_clients - 1
+        known = np.issubdtype(places.dtype, np.integer) & np.isin(places, np.arange(last + 1))
+        differ = places.ndim == 1 and places.size == len(np.unique(places)) > 0
         if not differ or not known.all():
             raise ValueError(
-                f"clients are {clients.tolist()}; expected at least one of 0 to {last}, each only "
+                f"clients are {places.tolist()}; expected at least one of 0 to {last}, each only "
                 "once."
             )
-    kept = jax.tree.map(lambda x: x[clients], (federation.indices, federation.sizes))
-    return Federation(federation.inputs, federation.targets, *kept, ids(federation)[clients])
+    own = federation.indices, federation.sizes, ids(federation)
+    indices, sizes, numbers = jax.tree.map(lambda x: x[places], own)
+    return Federation(federation.inputs, federation.targets, indices, sizes, numbers)
 
 
 def ids(federation: Federation) -> Array:
@@ -183,7 +189,7 @@ def client_key(key: Key, purpose: int, client: Array) -> Key:
     return jax.random.fold_in(jax.random.fold_in(key, purpose), client)
 
 
-def shard(federation: Federation, devices: Sequence[jax.Device] | None = None) -> Federation:
+def shard(federation: Federation, devices: Sequence[Device] | None = None) -> Federation:
     """Spread the clients over several devices, all of them by default.
 
     Each device holds the data and works on clients of its own: training and the Fisher pass then
@@ -205,7 +211,9 @@ def shard(federation: Federation, devices: Sequence[jax.Device] | None = None) -
     return replicate(federation, client_mesh(devices))
 
 
-def minibatches(examples: Examples, batch_size: int) -> tuple[Array, Callable[[Array], Minibatch]]:
+def minibatches(
+    examples: Examples, batch_size: int
+) -> tuple[Array, Callable[[Array | int], Minibatch]]:
     """Cut examples, in their order, into minibatches of B, or of all rows if there are fewer.
 
     Returns:
@@ -218,14 +226,14 @@ def minibatches(examples: Examples, batch_size: int) -> tuple[Array, Callable[[A
         >>> print(number, *batch(1)[::2])
         2 [3. 4. 3.] [1. 1. 0.]
     """
-    rows, weights = _rows(examples)
+    rows, weights = rows_of(examples)
     length = min(checks.count("batch_size", batch_size), rows.shape[0])
     # The first row that counts replaces those that do not: weight zero does not silence NaN.
     rows = jnp.where(weights != 0, rows, rows[jnp.argmax(weights != 0)])
     # Nothing after the last example that counts is run.
     used = jnp.max(jnp.where(weights != 0, jnp.arange(1, weights.size + 1), 0))
 
-    def batch(number: Array) -> Minibatch:
+    def batch(number: Array | int) -> Minibatch:
         place = jnp.arange(length)
         # At least 1, as a remainder by 0 means nothing: an empty client runs minibatches in vain
         # where it waits for others of its chunk.
@@ -244,7 +252,7 @@ def shuffled(key: Key, examples: Examples) -> Examples:
 
     The draw of a row depends on the key and its place only, not on how much padding there is.
     """
-    rows, weights = _rows(examples)
+    rows, weights = rows_of(examples)
     # Always 32 bits: the order is the same with and without float64.
     draws = jax.random.bits(key, rows.shape, jnp.uint32)
     # Padding has the largest number; in a stable sort an example that drew it too stays before.
@@ -260,11 +268,11 @@ def draw(key: Key, examples: Examples, most: int | None) -> Examples:
         >>> len(set(drawn.indices.tolist()))
         4
     """
-    if most is None or _rows(examples)[0].shape[0] <= most:
+    if most is None or rows_of(examples)[0].shape[0] <= most:
         return examples
     # What counts comes first.
-    mixed = shuffled(key, examples)
-    return mixed._replace(indices=mixed.indices[:most], weights=mixed.weights[:most])
+    rows, weights = rows_of(shuffled(key, examples))
+    return examples._replace(indices=rows[:most], weights=weights[:most])
 
 
 def hold_out(examples: Examples, every: int) -> tuple[Examples, Examples]:
@@ -275,7 +283,7 @@ def hold_out(examples: Examples, every: int) -> tuple[Examples, Examples]:
         >>> print(others.indices, held.indices)
         [0 2 4] [1 3]
     """
-    rows, weights = _rows(examples)
+    rows, weights = rows_of(examples)
     is_held = np.arange(rows.shape[0]) % checks.count("every", every) == every - 1
 
     def chosen(which: np.ndarray) -> Examples:
@@ -291,9 +299,16 @@ def num_batches(sizes: Array, batch_size: int) -> Array:
     return -(-sizes // batch_size)
 
 
-def _rows(examples: Examples) -> tuple[Array, Array]:
-    """Fill in what `Examples` leaves out: all rows, all of weight one."""
-    rows, weights = examples.indices, examples.weights
+def rows_of(examples: Examples) -> tuple[AnyArray, Array]:
+    """Return the rows and weights of examples, with what `Examples` leaves out: all, and ones."""
+    rows = examples.indices
     rows = jnp.arange(examples.inputs.shape[0], dtype=jnp.int32) if rows is None else rows
-    weights = jnp.ones(rows.shape) if weights is None else jnp.asarray(weights, float)
-    return rows, weights
+    return rows, jnp.asarray(weights_of(examples), float)
+
+
+def weights_of(examples: Examples) -> AnyArray:
+    """Return the weights of examples, ones where `Examples` leaves them out."""
+    if examples.weights is not None:
+        return examples.weights
+    rows = examples.inputs if examples.indices is None else examples.indices
+    return jnp.ones(rows.shape[:1])

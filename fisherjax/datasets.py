@@ -10,9 +10,9 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.typing import Array, Key
+from fisherjax.typing import AnyArray, Array, Key
 
 # Mean and deviation per channel, as the FedFisher experiments have them: MNIST's also for
 # Fashion-MNIST, CIFAR-10's also for CIFAR-100, and SVHN as it is.
@@ -100,14 +100,15 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> tuple[Dataset,
             "pip install 'fisherjax[experiments]'"
         ) from error
     splits, num_classes, scale = read
-    train, test = (Dataset(*split, num_classes, scale, *_MOMENTS[name], name) for split in splits)
+    mean, std = _MOMENTS[name]
+    train, test = (Dataset(x, y, num_classes, scale, mean, std, name) for x, y in splits)
     return train, test
 
 
 def _read_digits():
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
+    digits: Any = load_digits()
     # Stored as the other data sets are: whole numbers, here from 0 to 16, and one channel.
     images = digits.images.astype(np.uint8)[..., None]
     rows = np.random.RandomState(0).permutation(len(images))
@@ -140,7 +141,7 @@ def _read_tfds(name: str, data_dir):
     return [_decode(source, shape) for source in sources], num_classes, 255.0
 
 
-def _sources(name: str, feature: str, splits: list[str], data_dir):
+def _sources(name: str, feature: str, splits: list[str], data_dir) -> Sequence[Any]:
     import tensorflow_datasets as tfds
 
     if name == _OURS:
@@ -157,9 +158,10 @@ def _sources(name: str, feature: str, splits: list[str], data_dir):
     try:
         # As it is stored: `_decode` takes half the time for images.
         decoders = {feature: tfds.decode.SkipDecoding()}
-        return tfds.data_source(
+        found: Any = tfds.data_source(
             name, split=splits, data_dir=data_dir, decoders=decoders, download=False
         )
+        return found
     except ImportError:  # a package is missing, not the data: preparing it again would not help
         raise
     except Exception as error:  # of many types, depending on what is missing
@@ -201,7 +203,7 @@ def _decode(source, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     return inputs, targets
 
 
-def normalizer(dataset: Dataset) -> Callable[[Array], Array]:
+def normalizer(dataset: Dataset) -> Callable[[AnyArray], Array]:
     """Make the function that turns stored pixels into what a network is trained on.
 
         normalize(x) = (x / scale - mean) / std
@@ -231,7 +233,7 @@ def normalizer(dataset: Dataset) -> Callable[[Array], Array]:
 def _normalizer(scale, mean, std):
     mean, std = np.float32(mean), np.float32(std)
 
-    def normalize(x):
+    def normalize(x: AnyArray) -> Array:
         x = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jnp.floating):
             return x

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fisherjax._core import compiler
+from fisherjax._core import checks, compiler
 from fisherjax._self_check import IDENTITIES, Fault, faults
-from fisherjax.typing import Array
+from fisherjax.typing import Array, Device
 
 AXIS = "clients"
 _PASS = "cpu-parallel-task-assigner"
@@ -47,7 +47,8 @@ def one_per_core() -> None:
         fj.devices.one_per_core()
         federation = fj.clients.shard(federation)
     """
-    chosen = jax.config.jax_num_cpu_devices
+    # JAX adds its options at run time.
+    chosen = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     number = chosen if chosen not in (None, -1) else _forced_devices() or _num_cores()
     if chosen in (None, -1) and not _forced_devices():
         jax.config.update("jax_num_cpu_devices", number)
@@ -104,7 +105,7 @@ def _num_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+def client_mesh(devices: Sequence[Device] | None = None) -> Mesh:
     """Lay devices of one kind out along the client axis: all, over all processes, if None.
 
     Raises:
@@ -134,12 +135,18 @@ def client_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     return mesh
 
 
+def layout_of(tree: Any) -> NamedSharding | None:
+    """Find how arrays are spread over a mesh, None for a single device and for tracers."""
+    first = jax.tree.leaves(tree)[0]
+    if checks.is_traced(first) or not isinstance(first, jax.Array):
+        return None
+    return first.sharding if isinstance(first.sharding, NamedSharding) else None
+
+
 def mesh_of(tree: Any) -> Mesh | None:
     """Find the mesh over which arrays are spread, None for a single device and for tracers."""
-    first = jax.tree.leaves(tree)[0]
-    if isinstance(first, jax.core.Tracer) or not isinstance(first, jax.Array):
-        return None
-    return first.sharding.mesh if isinstance(first.sharding, NamedSharding) else None
+    layout = layout_of(tree)
+    return layout.mesh if layout is not None and isinstance(layout.mesh, Mesh) else None
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
@@ -190,8 +197,7 @@ def share_memory(mesh: Mesh | None) -> bool:
 
 def stacked_shapes(tree: Any, num_clients: int, mesh: Mesh | None) -> Any:
     """Give the shapes of M copies of each array, [M, ...], as `in_order` would lay them out."""
-    spread = mesh is not None and not share_memory(mesh)
-    sharding = by_client(mesh, num_clients) if spread else None
+    sharding = None if mesh is None or share_memory(mesh) else by_client(mesh, num_clients)
 
     def stack(x: Any) -> jax.ShapeDtypeStruct:
         # What the array will have: float64 becomes float32 unless 64 bits are enabled.

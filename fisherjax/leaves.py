@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.typing import Apply, Array, Model, Params
+from fisherjax.typing import Apply, Array, ArrayOrShape, Model, Params
 
 TRAINED, STATISTICS, FROZEN = "trained", "statistics", "frozen"
 # Equations that run a function as it stands, whose arguments are theirs in the same order.
@@ -40,7 +40,7 @@ class Leaves(NamedTuple):
     frozen: Params
 
 
-def split(model: Model, params: Params, inputs: Array, batch_size: int = 2) -> Leaves:
+def split(model: Model, params: Params, inputs: ArrayOrShape, batch_size: int = 2) -> Leaves:
     """Tell a network's leaves apart.
 
     Args:
@@ -160,7 +160,9 @@ def like(kind: Params, values: Any) -> Params:
     return jax.tree.unflatten(structure, [None if x is None else new for x, new in pairs])
 
 
-def kinds(model: Model, params: Params, inputs: Array, batch_size: int = 2) -> tuple[str, ...]:
+def kinds(
+    model: Model, params: Params, inputs: ArrayOrShape, batch_size: int = 2
+) -> tuple[str, ...]:
     """Say of each leaf in order which kind it is; arguments as in `split`."""
     mask = checks.mask(model, params)
     if all(mask):

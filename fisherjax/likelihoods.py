@@ -16,7 +16,7 @@ import optax
 
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.typing import Array, ByPosition, Likelihood
+from fisherjax.typing import AnyArray, Array, ByPosition, Likelihood
 
 
 def _over_examples(values: Array) -> Array:
@@ -71,7 +71,7 @@ def _quotient(numerator: Array, denominator: Array) -> Array:
     return numerator / jnp.where(denominator > 0, denominator, 1)
 
 
-def _check_categorical(shape: tuple[int, ...], y: Array) -> None:
+def _check_categorical(shape: tuple[int, ...], y: AnyArray) -> None:
     _check_shape("categorical", tuple(shape[:-1]), y, "one class index for each output vector")
     if not jnp.issubdtype(y.dtype, jnp.integer):
         raise TypeError(
@@ -81,18 +81,18 @@ def _check_categorical(shape: tuple[int, ...], y: Array) -> None:
     _check_range("categorical", y, 0, shape[-1] - 1, f"class labels of {shape[-1]} outputs")
 
 
-def _check_gaussian(shape: tuple[int, ...], y: Array) -> None:
+def _check_gaussian(shape: tuple[int, ...], y: AnyArray) -> None:
     _check_shape("gaussian", tuple(shape), y, "the shape of the outputs")
     if not jnp.issubdtype(y.dtype, jnp.floating):
         raise TypeError(f"The gaussian likelihood takes floating-point targets, not {y.dtype}.")
 
 
-def _check_bernoulli(shape: tuple[int, ...], y: Array) -> None:
+def _check_bernoulli(shape: tuple[int, ...], y: AnyArray) -> None:
     _check_shape("bernoulli", tuple(shape), y, "the shape of the outputs")
     _check_range("bernoulli", y, 0, 1, "Bernoulli targets")
 
 
-def _check_shape(name: str, expected: tuple[int, ...], y: Array, meaning: str) -> None:
+def _check_shape(name: str, expected: tuple[int, ...], y: AnyArray, meaning: str) -> None:
     if tuple(y.shape) != expected:
         raise ValueError(
             f"The {name} likelihood expected targets of shape {expected} ({meaning}), got "
@@ -100,8 +100,8 @@ def _check_shape(name: str, expected: tuple[int, ...], y: Array, meaning: str) -
         )
 
 
-def _check_range(name: str, y: Array, low: int, high: int, meaning: str) -> None:
-    if isinstance(y, jax.core.Tracer) or y.size == 0:
+def _check_range(name: str, y: AnyArray, low: int, high: int, meaning: str) -> None:
+    if checks.is_traced(y) or y.size == 0:
         return
     # Known targets may be closed over by a function that is being traced.
     with jax.ensure_compile_time_eval():

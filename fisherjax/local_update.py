@@ -130,7 +130,7 @@ def _size(local: LocalTraining, federation: Federation, place: Array) -> Array:
     if local.model.positions is None:
         return federation.sizes[place]
     own = _sequences.weighed(local.model, clients.view(federation, place))
-    return jnp.count_nonzero(own.weights).astype(federation.sizes.dtype)
+    return jnp.count_nonzero(clients.weights_of(own)).astype(federation.sizes.dtype)
 
 
 def _step(
@@ -138,7 +138,7 @@ def _step(
     state: State,
     frozen: Params,
     extra: dict[str, Any],
-    batch: tuple[Array, Array, Array],
+    batch: clients.Minibatch,
     key: Key,
 ) -> tuple[State, Array]:
     """Take one step; return the sum of the valid examples' losses too."""
@@ -201,7 +201,7 @@ def penalised(
     def optimizer(base: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         inner = _optimizers.supported(base)
 
-        def update(gradient: Params, state: Any, params: Params, **given: Any) -> tuple:
+        def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
             added = functools.partial(penalty, start=given["start"], extras=given.get("extras", ()))
 
             def tilted(gradient: Params, w: Params) -> Params:
@@ -214,7 +214,7 @@ def penalised(
                 given["grad"] = tilted(given["grad"], params)
                 given["value_fn"] = lambda w: loss(w) + added(w)
                 given["grad_fn"] = lambda w, *step: tilted(at(w, *step), w)
-            return inner.update(tilted(gradient, params), state, params, **given)
+            return inner.update(tilted(updates, params), state, params, **given)
 
         return optax.GradientTransformationExtraArgs(base.init, update)
 
@@ -240,9 +240,9 @@ def keeping(
     def init(params: Params) -> Kept:
         return Kept(first.init(params), second.init(params))
 
-    def update(gradient: Params, state: Kept, params: Params, **given: Any) -> tuple[Params, Kept]:
-        gradient, own = first.update(gradient, state.own, params, **given)
-        updates, rest = second.update(gradient, state.base, params, **given)
+    def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
+        updates, own = first.update(updates, state.own, params, **given)
+        updates, rest = second.update(updates, state.base, params, **given)
         return updates, Kept(own, rest)
 
     return optax.GradientTransformationExtraArgs(init, update)

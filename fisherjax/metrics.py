@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from fisherjax import _sequences, clients, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax.clients import Federation, minibatches, view
+from fisherjax.clients import Federation, minibatches, view, weights_of
 from fisherjax.likelihoods import bernoulli, categorical, gaussian
 from fisherjax.parallel import Layout, Spread, chunk_size, in_order, spread_clients
-from fisherjax.typing import Array, Examples, Model, Params
+from fisherjax.typing import AnyArray, Array, Examples, Model, Params
 
 
 def logits(
-    model: Model, params: Params, inputs: Array, *, stacked: bool = False, batch_size: int = 500
+    model: Model, params: Params, inputs: AnyArray, *, stacked: bool = False, batch_size: int = 500
 ) -> Array:
     """Run a network over inputs [N, ...], `batch_size` at a time: outputs [N, ..., C].
 
@@ -251,7 +251,7 @@ def _performance(
         zeros = (zero,) * (2 if model.positions is None else 3)
         loss, right, *targets = jax.lax.fori_loop(0, number, body, zeros)
         if targets:
-            size = jnp.count_nonzero(examples.weights).astype(size.dtype)
+            size = jnp.count_nonzero(weights_of(examples)).astype(size.dtype)
         # 0, not 0 / 0, without examples.
         number = jnp.maximum(targets[0] if targets else size, 1)
         return Performance(loss / jnp.maximum(size, 1), right / number, size)
@@ -300,7 +300,7 @@ def _map_logits(model: Model, batch_size: int, stacked: Params, inputs: Array) -
     return jax.lax.map(lambda params: _logits(model, batch_size, params, inputs), stacked)
 
 
-def _in_use(examples: Examples) -> tuple[Array, Array, Array | None]:
+def _in_use(examples: Examples) -> tuple[AnyArray, AnyArray | None, AnyArray | None]:
     """Give the rows that are in use, and their weights where they differ."""
     checks.examples(examples)
     inputs, targets, indices, weights = examples
@@ -326,7 +326,7 @@ def _share_right(model: Model, outputs: Array, examples: Examples) -> Array:
     (bernoulli if _is_of_bits(model) else categorical).check(outputs.shape, known)
     hits = _hits(model, outputs, targets)
     if model.positions is not None:
-        return _share_of_counted(model, outputs, hits, examples)
+        return _share_of_counted(model, outputs, targets, hits, examples)
     if weights is None:
         return hits.mean()
     # An example may have several targets, all of its weight.
@@ -335,15 +335,17 @@ def _share_right(model: Model, outputs: Array, examples: Examples) -> Array:
     return jnp.where(weights > 0, hits * weights, 0).sum() / weights.sum()
 
 
-def _share_of_counted(model: Model, outputs: Array, hits: Array, examples: Examples) -> Array:
+def _share_of_counted(
+    model: Model, outputs: Array, targets: Array, hits: Array, examples: Examples
+) -> Array:
     """Average over the targets that count, each with the weight of its example."""
-    weights = _sequences.weighed(model, examples).weights
-    counts = _counts(model, examples.inputs, outputs, examples.targets, hits)
+    weights = weights_of(_sequences.weighed(model, examples))
+    counts = _counts(model, examples.inputs, outputs, targets, hits)
     weights = jnp.where(counts, weights.reshape(-1, *(1,) * (hits.ndim - 1)), 0)
     return jnp.where(weights > 0, hits * weights, 0).sum() / weights.sum()
 
 
-def _counts(model: Model, inputs: Array, outputs: Array, targets: Array, hits: Array) -> Array:
+def _counts(model: Model, inputs: AnyArray, outputs: Array, targets: Array, hits: Array) -> Array:
     """Evaluate which targets count, of the shape of `hits`."""
     counts = _sequences.targets_counted(model, inputs, outputs.shape, targets)
     if counts is None:
@@ -378,7 +380,7 @@ def _bare(model: Model) -> Model:
     return model._replace(apply_train=None, mask=None)
 
 
-def _batch_size(batch_size: int, inputs: Array) -> int:
+def _batch_size(batch_size: int, inputs: AnyArray) -> int:
     batch_size = checks.count("batch_size", batch_size)
     if len(inputs) == 0:
         raise ValueError("There are no inputs; expected at least one example.")

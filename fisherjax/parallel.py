@@ -129,12 +129,16 @@ def in_order(spread: Spread, mesh: Mesh | None) -> Any:
         return jax.tree.map(
             lambda x: by_numpy(lambda own: jnp.asarray(own[places]), x), spread.results
         )
-    return spread.results if spread.places is None else _in_order(mesh, *spread)
+    if spread.places is None:
+        return spread.results
+    return _in_order(mesh, spread.results, spread.places)
 
 
 @partial(jit, static_argnums=0)
-def _in_order(mesh: Mesh, results: Any, places: Array) -> Any:
+def _in_order(mesh: Mesh | None, results: Any, places: Array) -> Any:
     ordered = jax.tree.map(lambda x: x[places], results)
+    if mesh is None:
+        return ordered
     return jax.lax.with_sharding_constraint(ordered, by_client(mesh, places.shape[0]))
 
 
@@ -208,15 +212,15 @@ def idle_share(steps: Sequence[int], clients_per_chunk: int = 1, num_devices: in
         >>> idle_share([3, 2, 1], num_devices=2)
         0.0
     """
-    steps = np.asarray(steps)
-    most = min(clients_per_chunk, -(-len(steps) // num_devices))
+    own = np.asarray(steps)
+    most = min(clients_per_chunk, -(-len(own) // num_devices))
     # [chunks, length], as `map_clients` forms them: each takes as long as its largest client.
-    computed = steps[_chunks(np.argsort(steps, kind="stable"), most)]
+    computed = own[_chunks(np.argsort(own, kind="stable"), most)]
     longest = computed.max(1)
     if num_devices > 1:
         longest = _divide(jnp.asarray(longest, float), num_devices).loads.max()
     total = num_devices * computed.shape[1] * float(longest.sum())
-    return max(0.0, float(1 - steps.sum() / total)) if total else 0.0
+    return max(0.0, float(1 - own.sum() / total)) if total else 0.0
 
 
 def _map_chunks(

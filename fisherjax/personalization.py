@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from fisherjax import clients, metrics, training
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax.clients import SPLIT, Federation, client_key, ids, shuffled, view
+from fisherjax.clients import SPLIT, Federation, client_key, ids, rows_of, shuffled, view
 from fisherjax.metrics import Performance
-from fisherjax.typing import Array, Key, Model, Params
+from fisherjax.typing import AnyArray, Array, Key, Model, Params
 
 
 def personalize(
@@ -80,9 +80,9 @@ def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
         [[1, 1], [2, 1]]
     """
 
-    def rows(place: Array) -> tuple[Array, Array]:
+    def rows(place: Array) -> tuple[AnyArray, Array]:
         own = client_key(key, SPLIT, ids(federation)[place])
-        mixed = shuffled(own, view(federation, place)).indices
+        mixed, _ = rows_of(shuffled(own, view(federation, place)))
         # Rolled, not cut, as shapes cannot depend on a client's size: the second half comes first,
         # and the sizes hide what is behind it.
         return mixed, jnp.roll(mixed, -(federation.sizes[place] // 2))

@@ -26,7 +26,8 @@ from fisherjax import _preconditioning, _wide_layers, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax.fisher import Diagonal, Kronecker, Operator
-from fisherjax.typing import Array, Params
+from fisherjax.fisher.operators import Blockwise
+from fisherjax.typing import Array, Params, Scalar
 
 
 class Quadratic(NamedTuple):
@@ -60,6 +61,11 @@ class Quadratic(NamedTuple):
     slack: Array | None = None
 
 
+def restored(problem: Quadratic, blocks: Any) -> Params:
+    """Put blocks together to params; without `restore` they are params already."""
+    return blocks if problem.restore is None else problem.restore(blocks)
+
+
 class Sums(NamedTuple):
     """What the quadratic needs of the clients, for operators that add up leaf by leaf.
 
@@ -70,13 +76,13 @@ class Sums(NamedTuple):
         weight: sum_i w_i, which the quadratic divides by.
     """
 
-    fisher: Operator
+    fisher: Blockwise
     product: Any
     mean: Any
     weight: Array
 
 
-def quadratic(fishers: Operator, params: Params, weights: Array, damping: float) -> Quadratic:
+def quadratic(fishers: Operator, params: Params, weights: Array, damping: Scalar) -> Quadratic:
     """Set up the server's quadratic for stacked clients; the operators are never summed.
 
     Args:
@@ -103,12 +109,12 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: float)
     """
     checks.number("damping", damping)
     weights = _checked(weights, jax.tree.leaves(params)[0].shape[0])
-    fishers, votes, system = _scaled_clients(fishers, params, weights, damping)
+    scaled, votes, system = _scaled_clients(fishers, params, weights, damping)
     # Products of clients are added, not operators: Kronecker factors do not add up.
-    problem = _problem(fishers, Partial(_weighted_mv, fishers, votes), system)
+    problem = _problem(scaled, Partial(_weighted_mv, scaled, votes), system)
     if not _damped(damping):
         return problem
-    precondition, slack = _preconditioning.of_clients(fishers, votes, system["strengths"])
+    precondition, slack = _preconditioning.of_clients(scaled, votes, system["strengths"])
     return problem._replace(precondition=precondition, slack=slack)
 
 
@@ -128,13 +134,13 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
         )
     blocks = jax.vmap(_blocks)(fishers, params)
     # Client by client: sum_i w_i F_i W_i does not follow from the sums of F_i and of W_i.
-    products = tree.keep(weights != 0, jax.vmap(type(fishers).block_mv)(fishers, blocks))
+    products = tree.keep(weights != 0, _products(fishers, blocks))
     product = tree.weighted_sum(products, weights)
     fisher, mean = (tree.weighted_sum(x, weights) for x in (fishers, blocks))
     return Sums(fisher, product, mean, jnp.sum(weights))
 
 
-def from_sums(totals: Sums, damping: float) -> Quadratic:
+def from_sums(totals: Sums, damping: Scalar) -> Quadratic:
     """Set up the same quadratic from what `sums` gives; damping is that of `quadratic`.
 
     A `KroneckerSum` of weight one serves too.
@@ -172,7 +178,11 @@ def in_fisher_units(problem: Quadratic) -> Quadratic:
     return problem._replace(**changes, exponents=None)
 
 
-def _problem(operator: Operator, matvec: Partial, system: dict[str, Any]) -> Quadratic:
+def _products(fishers: Blockwise, blocks: Any, axis: int | None = 0) -> Any:
+    return jax.vmap(type(fishers).block_mv, (0, axis))(fishers, blocks)
+
+
+def _problem(operator: Blockwise, matvec: Partial, system: dict[str, Any]) -> Quadratic:
     system = dict(system)
     matvec = Partial(_damped_mv, matvec, system.pop("strengths"))
     # Stacked operators serve too: `restore` reads names and shapes, none of their arrays.
@@ -180,20 +190,20 @@ def _problem(operator: Operator, matvec: Partial, system: dict[str, Any]) -> Qua
     return Quadratic(matvec, restore=restore, is_diagonal=isinstance(operator, Diagonal), **system)
 
 
-def _damped(damping: Array | float) -> bool:
+def _damped(damping: Scalar) -> bool:
     # Whether a traced damping is zero is decided leaf by leaf.
     return checks.is_traced(damping) or bool(damping > 0)
 
 
-def _system(operator: Operator, damping: Array, product: Any, **system: Any) -> dict[str, Any]:
+def _system(operator: Blockwise, damping: Scalar, product: Any, **system: Any) -> dict[str, Any]:
     strengths = operator.strengths(system["means"], damping)
     return system | {"rhs": _pull(product, strengths, system["init"]), "strengths": strengths}
 
 
 @jit
 def _scaled_clients(
-    fishers: Operator, params: Params, weights: Array, damping: Array
-) -> tuple[Operator, Any, dict[str, Any]]:
+    fishers: Blockwise, params: Params, weights: Array, damping: Scalar
+) -> tuple[Blockwise, Any, dict[str, Any]]:
     operator, blocks = type(fishers), jax.vmap(_blocks)(fishers, params)
     fishers, own = jax.vmap(operator.at_scale_one)(fishers)
 
@@ -203,7 +213,7 @@ def _scaled_clients(
 
     exponents = jax.tree.map(lambda own: jnp.where(weights > 0, own, tree.NOTHING).max(), own)
     votes = jax.tree.map(vote, own, exponents)
-    product = _weighted_sums(jax.vmap(operator.block_mv)(fishers, blocks), votes)
+    product = _weighted_sums(_products(fishers, blocks), votes)
     system = {
         "init": tree.weighted_sum(blocks, weights),
         "means": _weighted_sums(jax.vmap(operator.block_means)(fishers), votes),
@@ -213,7 +223,7 @@ def _scaled_clients(
 
 
 @partial(jit, static_argnums=2)
-def _scaled_sums(totals: Sums, damping: Array, damped: bool) -> tuple[Operator, dict[str, Any]]:
+def _scaled_sums(totals: Sums, damping: Scalar, damped: bool) -> tuple[Blockwise, dict[str, Any]]:
     def divide(x: Array) -> Array:
         # Sums without any weight are zero, and stay zero in place of 0 / 0.
         return x / jnp.where(totals.weight > 0, totals.weight, 1).astype(x.dtype)
@@ -229,7 +239,7 @@ def _scaled_sums(totals: Sums, damping: Array, damped: bool) -> tuple[Operator, 
     return fisher, _system(fisher, damping, product, **system)
 
 
-def _blocks(fisher: Operator, params: Params) -> Any:
+def _blocks(fisher: Blockwise, params: Params) -> Any:
     # Wide before anything is multiplied: sums in bfloat16 lose their small terms.
     dtype = jnp.result_type(jnp.float32, *jax.tree.leaves((fisher, params)))
     return jax.tree.map(lambda x: x.astype(dtype), fisher.blocks(params))
@@ -237,7 +247,7 @@ def _blocks(fisher: Operator, params: Params) -> Any:
 
 # `Partial`s of functions of a module or a class compare equal, those of closures and bound methods
 # do not: jit reuses the program of an earlier merge of equal shapes.
-def _weighted_mv(fishers: Operator, votes: Any, blocks: Any) -> Any:
+def _weighted_mv(fishers: Blockwise, votes: Any, blocks: Any) -> Any:
     wide = {}
     if isinstance(fishers, Kronecker):
         fishers, factors = _wide_layers.apart(fishers)
@@ -247,7 +257,7 @@ def _weighted_mv(fishers: Operator, votes: Any, blocks: Any) -> Any:
         votes = {name: vote for name, vote in votes.items() if name not in wide}
         if not votes:  # every layer is wide
             return wide
-    computed = jax.vmap(type(fishers).block_mv, (0, None))(fishers, blocks)
+    computed = _products(fishers, blocks, None)
     sums = _weighted_sums(computed, votes)
     return sums | wide if wide else sums
 

@@ -8,7 +8,7 @@ an old one repeats what followed it. Letters: M clients, K of them in a cohort.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ import optax
 from fisherjax import clients, devices, leaves, merging, parallel, training, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape, jit
-from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
+from fisherjax._upload_checks import Diverged
+from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import Given, LocalTraining
@@ -44,7 +45,7 @@ class State(NamedTuple):
     statistics: dict[str, Array] = {}  # noqa: RUF012
 
 
-class Round(NamedTuple):
+class Round(NamedTuple, Generic[Report]):
     """What happened in one round.
 
     Attributes:
@@ -53,7 +54,8 @@ class Round(NamedTuple):
         start: The model that was sent to them.
         trained: What they trained, stacked [K, ...].
         loss: Mean training loss in nats in the last local epoch, of those not left out.
-        diverged: [K] True for a client whose update was not finite and was left out.
+        left_out: Clients whose updates were not finite, each with its first such leaf:
+            `left_out.by_client(cohort)` has their names.
         info: What the algorithm reports.
     """
 
@@ -62,8 +64,13 @@ class Round(NamedTuple):
     start: Params
     trained: Trained
     loss: Array
-    diverged: Array
-    info: Any
+    left_out: Diverged
+    info: Report
+
+    @property
+    def diverged(self) -> Array:
+        """Whether each client of the cohort was left out, [K]."""
+        return ~self.left_out.present
 
 
 class Traffic(NamedTuple):
@@ -73,11 +80,11 @@ class Traffic(NamedTuple):
     up: int
 
 
-class Federated(NamedTuple):
+class Federated(NamedTuple, Generic[Report]):
     """A federated experiment: what a round is compiled for. Made, and checked, by `federated`."""
 
     model: Model
-    algorithm: Algorithm
+    algorithm: Algorithm[Report]
     cohort: int
     optimizer: optax.GradientTransformation
     epochs: int
@@ -196,14 +203,14 @@ class Federated(NamedTuple):
 
 def federated(
     model: Model,
-    algorithm: Algorithm,
+    algorithm: Algorithm[Report],
     *,
     cohort: int,
     optimizer: optax.GradientTransformation,
     epochs: int,
     batch_size: int,
     clients_per_chunk: int | None = None,
-) -> Federated:
+) -> Federated[Report]:
     """Make rounds of any algorithm.
 
     A round draws K clients without replacement, trains each for some epochs from what the algorithm
@@ -253,8 +260,8 @@ def federated(
 
 
 def run(
-    experiment: Federated, state: State, federation: Federation, *, key: Key, rounds: int
-) -> Iterator[tuple[State, Round]]:
+    experiment: Federated[Report], state: State, federation: Federation, *, key: Key, rounds: int
+) -> Iterator[tuple[State, Round[Report]]]:
     """Run rounds one after another, and yield after each.
 
     Cohorts and minibatches depend on the key, the round's number and the client only: two
@@ -358,19 +365,19 @@ def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Ro
         cohort=cohort,
         key=sent.key,
         on_nonfinite="drop",
-        others=sent.kept,
+        others=dict(zip(("algorithm", "statistics"), sent.kept, strict=True)),
     )
     # Selected before it is summed: a diverged client's loss may be NaN, which no weight silences.
     losses = jnp.where(half.weights > 0, trained.loss[:, -1], 0)
     own, statistics = sent.kept
     if algorithm.link.mix is not None and sent.update.statistics:
         shares = algorithm.link.mix(half.values, half.weights)
-        sound = tree.keep(half.present, sent.update.statistics)
+        sound = tree.keep(half.diverged.present, sent.update.statistics)
         mixed = jax.vmap(lambda row: tree.weighted_sum(sound, row))(shares)
         mixed = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, sound)
         statistics = statistics | mixed
     # Who diverged keeps what it kept, and so do those who sat the round out.
-    kept = tree.keep(half.present, (own, statistics), sent.before)
+    kept = tree.keep(half.diverged.present, (own, statistics), sent.before)
     everyone = state.local, state.statistics
     # [K, ...] back to its places in [M, ...].
     everyone = jax.tree.map(lambda old, new: old.at[cohort].set(new), everyone, kept)
@@ -384,7 +391,8 @@ def _merged(experiment: Federated, state: State, sent: _Sent) -> tuple[State, Ro
     # The number goes on even so: otherwise the next round would draw and fail alike.
     after = after._replace(number=state.number + 1)
     loss = (half.weights * losses).sum()
-    return after, Round(state.number, cohort, state.params, trained, loss, ~half.present, half.info)
+    happened = Round(state.number, cohort, state.params, trained, loss, half.diverged, half.info)
+    return after, happened
 
 
 def _message(

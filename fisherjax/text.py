@@ -109,7 +109,7 @@ def roles(text: str, openings: Sequence[tuple[str, str]] = OPENINGS) -> tuple[Ro
             f"the openings of the plays {found} were found, in this order; expected {expected}, "
             "each once: pass the openings of this text, or openings=() to read it as one play"
         )
-    return tuple(Role(*who, "\n".join(lines)) for who, lines in speeches.items())
+    return tuple(Role(own, speaker, "\n".join(lines)) for (own, speaker), lines in speeches.items())
 
 
 def windows(

@@ -22,7 +22,7 @@ from fisherjax.clients import Federation
 from fisherjax.devices import Memory, replicate
 from fisherjax.local_update import Given, LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Spread, in_order
-from fisherjax.typing import Array, Key, Model, Params
+from fisherjax.typing import AnyArray, Array, Key, Model, Params
 
 _HIDDEN = "privacy.dp_sgd tells it no loss, by which its steps would show the data."
 # The losses of this many epochs, or of twice as many and so on, have room in the program.
@@ -48,9 +48,9 @@ class Trained(NamedTuple):
     """
 
     params: Params
-    start: Params | None = None
+    start: Params = None
     steps: Array | None = None
-    loss: Array | None = None
+    loss: Any = None
     extras: Any = ()
     statistics: Params = None
     frozen: Params = None
@@ -185,7 +185,7 @@ def untrained(params: Params, num_clients: int, model: Model | None = None) -> T
     params = checks.arrays(params)
     checks.count("num_clients", num_clients)
 
-    def stack(x: Array) -> Array:
+    def stack(x: AnyArray) -> Array:
         # By the host, so that it is bound to no device: the clients may be on others.
         x = x if checks.is_traced(x) else np.asarray(x)
         return jnp.asarray(jnp.broadcast_to(x, (num_clients, *jnp.shape(x))))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax.typing import Array
+from fisherjax.typing import AnyArray, Array
 
 _TOO_WIDE = {"longdouble", "clongdouble", "float96", "float128", "complex192", "complex256"}
 NOTHING = -(2**14)
@@ -116,7 +116,7 @@ def inner(left: Any, right: Any) -> Array:
         >>> print(inner({"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}))
         3.0
     """
-    return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, left, right)))
+    return jnp.asarray(sum(jax.tree.leaves(jax.tree.map(jnp.vdot, left, right))))
 
 
 def weighted_sum(stacked: Any, weights: Array) -> Any:
@@ -202,7 +202,7 @@ def times_power(x: Array, exponent: Array) -> Array:
     return x * jnp.ldexp(jnp.ones((), x.dtype), exponent)
 
 
-def keep(kept: Array, stacked: Any, otherwise: Any = None) -> Any:
+def keep(kept: AnyArray, stacked: Any, otherwise: Any = None) -> Any:
     """Replace leaves [M, ...] where `kept` [M] is False by those of `otherwise`, or by zeros.
 
     Example:

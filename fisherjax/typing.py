@@ -14,18 +14,26 @@ Letters used in every docstring:
 *stacked* means that every leaf of a pytree has a leading client axis M.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
-Array = jax.Array
-Key = jax.Array  # typed, as `jax.random.key(seed)` makes it
-Params = Any  # any pytree of floating arrays
+Array: TypeAlias = jax.Array
+AnyArray: TypeAlias = jax.Array | np.ndarray  # data, whoever made it
+ArrayOrShape: TypeAlias = AnyArray | jax.ShapeDtypeStruct  # where a shape suffices
+Weights: TypeAlias = AnyArray | Sequence[float]  # of clients, one each
+Scalar: TypeAlias = jax.Array | float  # one number, which may be traced
+Key: TypeAlias = jax.Array  # typed, as `jax.random.key(seed)` makes it
+Params: TypeAlias = Any  # any pytree of floating arrays
 # What `Model` describes.
-Apply = Callable[[Params, Array], Array]
-ApplyTrain = Callable[[Params, Array, Key, Array], tuple[Array, Params | None]]
-Positions = Callable[[Array], Array]
+# Inputs are arrays of NumPy or JAX, and what flax and haiku return has no narrower type than Any.
+Apply: TypeAlias = Callable[[Params, Any], Any]
+ApplyTrain: TypeAlias = Callable[[Params, Any, Key, Array], tuple[Any, Params | None]]
+# JAX exports the class as a variable.
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
+Positions: TypeAlias = Callable[[Any], Any]
 
 
 class ByPosition(NamedTuple):
@@ -54,10 +62,10 @@ class Likelihood(NamedTuple):
             `jax.random.rademacher`.
     """
 
-    negative_log_likelihood: Callable[[Array, Array], Array]
+    negative_log_likelihood: Callable[[Array, Any], Array]
     sample: Callable[[Key, Array], Array]
     factor: Callable[[Array], Array | ByPosition]
-    check: Callable[[tuple[int, ...], Array], None]
+    check: Callable[[tuple[int, ...], AnyArray], None]
     combine: Callable[[Array, Array], Array] | None = None
     signs: Callable[[Key, tuple[int, ...], Any], Array] | None = None
 
@@ -138,7 +146,7 @@ class Examples(NamedTuple):
         weights: [n], 0 for padding, 1 or another weight for an example; None is 1 for all.
     """
 
-    inputs: Array
-    targets: Array | None = None
-    indices: Array | None = None
-    weights: Array | None = None
+    inputs: AnyArray
+    targets: AnyArray | None = None
+    indices: AnyArray | None = None
+    weights: AnyArray | None = None

@@ -232,4 +232,4 @@ plt.show()
 # %% [markdown]
 # The whole picture, accuracy over the number of clients and the signal-to-noise ratio with the
 # theorem's boundary drawn in, is `python -m experiments.theory --figure phase`; the papers' own
-# figures are there too ([what came out](../docs/theory.md)).
+# figures are there too ([what came out](../docs/methods/theory.md)).

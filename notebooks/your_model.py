@@ -267,7 +267,7 @@ panel.tick_params(axis="y", length=0)
 # %% [markdown]
 # Each client has forgotten much of what the other knows; the merged model has most of both. How
 # much merging by the Fisher gains depends on the clients:
-# [how well it merges](https://github.com/fisherjax/fisherjax/blob/main/docs/accuracy.md).
+# [how well it merges](https://github.com/fisherjax/fisherjax/blob/main/docs/results/accuracy.md).
 #
-# [The Fisher of your own model](https://github.com/fisherjax/fisherjax/blob/main/docs/your_model.md)
+# [The Fisher of your own model](https://github.com/fisherjax/fisherjax/blob/main/docs/how_to/your_model.md)
 # has a section for each framework, and how a server learns the clients' weights by descent.

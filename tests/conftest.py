@@ -21,6 +21,9 @@ import pytest
 
 from fisherjax.typing import ByPosition
 
+# Scripts for a type checker, which are not run.
+collect_ignore = ["types"]
+
 # XLA's older code generator saves half of the rest, and one program in one piece a seventh; newer
 # versions, which may not know these flags, would stop. Flags are read at the first compilation.
 FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")

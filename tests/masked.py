@@ -29,6 +29,7 @@ HOW = {"epochs": 2, "batch_size": 3}
 
 ROWS = {name: row for name, row in algorithms.METHODS.items() if "exchange" not in row.laws}
 NAMES = list(ROWS)
+EXCHANGES = [name for name, row in algorithms.METHODS.items() if "exchange" in row.laws]
 FEW = algorithms.Distillation(images=8, steps=2, batch_size=4)
 # Of those options that a method has.
 OPTIONS = {
@@ -36,6 +37,7 @@ OPTIONS = {
     "where": frozenset({"second/bias"}),
     "shape": (4, 4, 1),
     "epochs": 1,
+    "draws": 64,
     "how": FEW,
 }
 
@@ -82,8 +84,12 @@ REFUSE = {name for name, row in ROWS.items() if "frozen" not in row.laws}
 # These draw on the server for long, or give what rounds cannot go on from.
 LONG = {name for name in ROWS if "how" in options(name)}
 ONCE = LONG | REFUSE | {n for n, row in ROWS.items() if row.gives in ("wider model", "votes")}
-# These read the inputs of the layer that makes the outputs.
-OF_THE_HEAD = {name for name, row in ROWS.items() if "mean features" in row.sends}
+# These compare clients by the inputs of the layer that makes the outputs, or solve for it.
+OF_THE_HEAD = {
+    name
+    for name, row in algorithms.METHODS.items()
+    if "mean features" in row.sends or "the last layer's inputs" in row.sends
+}
 SILENT = {name for name, row in ROWS.items() if row.sends == "nothing"}
 # Of methods whose programs are nearly another's, or take long to compile, a release asks.
 SELDOM = LONG | REPEATS | {n for n in ROWS if "terms" in algorithms.options(n)}

@@ -6,6 +6,7 @@ folders import only those of them that `SHARED` has, in that order, and know not
 """
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -96,7 +97,7 @@ ALONE = {  # who may import what the rest must not see
 }
 HEAVY = [
     *("kfac_jax", "tensorflow_datasets", "tensorflow", "orbax", "flax"),
-    *("matplotlib", "rich", "sklearn", "PIL", "tyro", "dp_accounting", "cryptography"),
+    *("matplotlib", "rich", "sklearn", "PIL", "tyro", "dp_accounting", "cryptography", "scipy"),
 ]
 
 PUBLIC, INTERNAL = 10, 8  # parameters, of every kind
@@ -175,12 +176,20 @@ def test_every_module_has_its_place():
 
 def test_the_package_imports_every_module_and_does_nothing_else():
     tree = ast.parse(MODULES[""].read_text())
-    assert own_modules(MODULES[""]) == {x for x in ORDER if not is_inside(x)} - LATER
+    assert own_modules(MODULES[""]) == {x for x in ORDER if not is_inside(x)}
     assert ast.get_docstring(tree)
     kinds = [type(node) for node in tree.body[1:]]
-    assert set(kinds) == {ast.Import, ast.ImportFrom, ast.Assign, ast.FunctionDef}
-    [function] = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    assert function == "__getattr__"
+    assert set(kinds) == {ast.Import, ast.ImportFrom, ast.Assign, ast.If}
+
+
+def test_what_is_imported_later_is_known_to_type_checkers_alone():
+    tree = ast.parse(MODULES[""].read_text())
+    [later] = [node for node in tree.body if isinstance(node, ast.If)]
+    [known], [function] = later.body, later.orelse
+    assert ast.unparse(later.test) == "TYPE_CHECKING"
+    assert ast.unparse(known) == f"from fisherjax import {', '.join(sorted(LATER))}"
+    assert isinstance(function, ast.FunctionDef)
+    assert function.name == "__getattr__"
 
 
 def test_the_package_offers_every_module_and_the_two_nouns_that_everybody_writes():
@@ -235,6 +244,68 @@ def method_names_compared(path: Path) -> list[str]:
             if said & fisherjax.algorithms.METHODS.keys():
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
+
+
+TESTS = sorted((PACKAGE.parent / "tests").rglob("*.py"))
+
+
+def conditions(nodes: list[ast.stmt]) -> Iterator[ast.Compare]:
+    """Yield the comparisons that decide what a program does next, or takes of several things."""
+    for node in itertools.chain.from_iterable(map(ast.walk, nodes)):
+        if isinstance(node, (ast.If, ast.IfExp, ast.comprehension)):
+            some = node.ifs if isinstance(node, ast.comprehension) else [node.test]
+            for condition in some:
+                yield from (x for x in ast.walk(condition) if isinstance(x, ast.Compare))
+
+
+def labels_of(function: ast.FunctionDef) -> set[str]:
+    """Return the arguments by which a test is given its case, and what a fixture is asked for."""
+    found = {"request.param"}
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("parametrize"):
+            said = [x.value for x in ast.walk(decorator.args[0]) if isinstance(x, ast.Constant)]
+            found |= {"name", "method"}.intersection(said)
+    return found
+
+
+def cases_compared(path: Path) -> list[str]:
+    """Return the comparisons of a case's label with a text by which a test, or a fixture, branches.
+
+    To choose cases by their names, where a test is parametrised, is no branch.
+    """
+    found = []
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef):
+            labels = labels_of(function)
+            for compared in conditions(function.body):
+                sides = [compared.left, *compared.comparators]
+                is_text = any(
+                    isinstance(x, ast.Constant) and isinstance(x.value, str)
+                    for side in sides
+                    for x in ast.walk(side)
+                )
+                if is_text and labels.intersection(map(ast.unparse, sides)):
+                    found.append(f"line {compared.lineno}: {ast.unparse(compared)}")
+    return found
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
+def test_no_test_branches_on_the_label_of_its_case(path):
+    """What differs between cases is a field of the case."""
+    assert not cases_compared(path)
+
+
+def test_branches_on_labels_are_found(tmp_path):
+    path = tmp_path / "test_some.py"
+    path.write_text(
+        "@pytest.mark.parametrize(('name', 'how'), [n for n in NAMES if n != 'mlp'])\n"
+        "def test_some(name, how):\n"
+        "    size = 1 if name == 'mlp' else 2\n"
+        "    if how and name in ('mlp', 'cnn'):\n"
+        "        return\n"
+        "    assert name == 'mlp'\n"
+    )
+    assert [x.partition(":")[0] for x in cases_compared(path)] == ["line 3", "line 4"]
 
 
 EXPERIMENTS = PACKAGE.parent / "experiments"

@@ -154,18 +154,26 @@ def summarize(models, federation, key, **options):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, None])
-@pytest.mark.parametrize("start", [None, "common", "own"])
-def test_updates_are_each_clients_own_summary(federation, models, key, chunk, start):
-    own = {"w": jnp.ones((4, 2)) * jnp.arange(4.0)[:, None]}
-    starts = {None: None, "common": {"w": jnp.ones(2)}, "own": own}
-    trained = training.Trained(tree.stack(models), starts[start])
+@pytest.mark.parametrize(
+    ("start", "own"),
+    [
+        (None, lambda start, client: start),
+        ({"w": np.ones(2, np.float32)}, lambda start, client: start),
+        (
+            {"w": np.ones((4, 2), np.float32) * np.arange(4)[:, None]},
+            lambda start, client: {"w": start["w"][client]},
+        ),
+    ],
+    ids=["None", "common", "own"],
+)
+def test_updates_are_each_clients_own_summary(federation, models, key, chunk, start, own):
+    trained = training.Trained(tree.stack(models), start)
     updates = summarize(trained, federation, key, clients_per_chunk=chunk)
     assert updates.kind == "draws"
     assert len(np.unique(updates.values["draw"])) == len(ROWS)
     for client, params in enumerate(models):
         client_key = jax.random.fold_in(jax.random.fold_in(key, clients.SUMMARIZE), client)
-        mine = starts[start] if start != "own" else {"w": own["w"][client]}
-        alone = training.Trained(params, mine)
+        alone = training.Trained(params, own(start, client))
         values, _ = summary(client_key, alone, clients.view(federation, client), ())
         for name, value in values.items():
             np.testing.assert_allclose(updates.values[name][client], value, rtol=1e-6)

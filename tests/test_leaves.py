@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import fisherjax as fj
-from fisherjax import algorithms, compression, merging, rounds
+from fisherjax import compression, merging, rounds, tree
 from tests.masked import (
     EVERY,
+    EXCHANGES,
     FROZEN,
     HOW,
     OF_THE_HEAD,
@@ -32,6 +33,7 @@ from tests.masked import (
     start,
     summarized,
 )
+from tests.methods import laws
 
 pytestmark = pytest.mark.usefixtures("wide")
 
@@ -87,18 +89,11 @@ def test_rounds_too_are_as_if_the_rest_were_constants(name):
     assert_same((last.loss, last.info), (expected_last.loss, expected_last.info))
 
 
-EXCHANGES = {
-    "analytic_head": algorithms.analytic_head,
-    "ccvr": functools.partial(algorithms.ccvr, draws=64),
-    "natural_gradient": algorithms.natural_gradient,
-}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_move_what_is_trained_only(name):
     def exchanged(closed):
-        own = EXCHANGES[name](model("inner", closed))
+        own = method(name, model("inner", closed))
         return merging.exchange(own, params("inner", closed), federation(), key=jax.random.key(4))
 
     found, expected = exchanged(False), exchanged(True)
@@ -109,21 +104,38 @@ def test_exchanges_move_what_is_trained_only(name):
 
 
 HEADS = [FROZEN["head"], ("head/bias",), ("head/kernel",)]
+of_heads = pytest.mark.parametrize("frozen", HEADS, ids=lambda names: " and ".join(names))
 
 
-@pytest.mark.parametrize("frozen", HEADS, ids=lambda names: " and ".join(names))
-@pytest.mark.parametrize("name", [*EXCHANGES, "weighted_fedavg"])
-def test_what_needs_the_layer_of_the_outputs_names_what_is_frozen_of_it(name, frozen):
+def without(frozen):
+    """The network whose mask leaves out some leaves."""
     mask = {
         layer: {leaf: f"{layer}/{leaf}" not in frozen for leaf in own}
         for layer, own in start().items()
     }
-    own, key = fj.Model(network, fj.likelihoods.categorical, mask=mask), jax.random.key(4)
+    return fj.Model(network, fj.likelihoods.categorical, mask=mask)
+
+
+@pytest.mark.long
+@of_heads
+@pytest.mark.parametrize("name", [name for name in EXCHANGES if name not in OF_THE_HEAD])
+def test_exchanges_that_solve_for_no_frozen_head_move_the_rest(name, frozen):
+    own = method(name, without(frozen))
+    found, *_ = merging.exchange(own, start(), federation(), key=jax.random.key(4))
+    before, after = map(tree.by_name, (start(), found))
+    same = [n for n, x in after.items() if np.asarray(x).tobytes() == before[n].tobytes()]
+    assert same == [*frozen]
+
+
+@of_heads
+@pytest.mark.parametrize("name", sorted(OF_THE_HEAD))
+def test_what_needs_the_layer_of_the_outputs_names_what_is_frozen_of_it(name, frozen):
+    own, key = method(name, without(frozen)), jax.random.key(4)
     # The kernel is told first.
     said = ".*".join(sorted(frozen, reverse=True))
-    play = functools.partial(merging.summarize, algorithms.weighted_fedavg(own), [start()] * 3)
-    if name in EXCHANGES:
-        play = functools.partial(merging.exchange, EXCHANGES[name](own), start())
+    play = functools.partial(merging.summarize, own, [start()] * 3)
+    if "exchange" in laws(name):
+        play = functools.partial(merging.exchange, own, start())
     with pytest.raises(ValueError, match=f"mask leaves out .*{said}.*makes the outputs"):
         play(federation(), key=key)
 

@@ -9,6 +9,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, clients, fisher, merging, solvers, training
+from fisherjax._layers.layer import Layer
 from fisherjax.algorithms import Update
 
 WEIGHTS = np.array([3.0, 0.0, 5.0, 1.0, 2.0])
@@ -232,12 +233,20 @@ def test_params_may_be_lists_of_pairs(name, container):
     chex.assert_trees_all_close(merged, averaged, rtol=1e-5, atol=1e-6)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fedfisher_full", "fisher_merge")]
+CLOSE, SOLVED = {"rtol": 1e-4}, {"rtol": 1e-3, "atol": 1e-3}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["regmean", "fedfisher_kfac", *SLOW])
-def test_lists_of_pairs_are_taken_apart_into_layers(name):
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("regmean", CLOSE),
+        ("fedfisher_kfac", SOLVED),
+        pytest.param("fedfisher_full", SOLVED, marks=pytest.mark.slow),
+        pytest.param("fisher_merge", CLOSE, marks=pytest.mark.slow),
+    ],
+)
+def test_lists_of_pairs_are_taken_apart_into_layers(name, tolerance):
     def network(params, x):
         [(kernel, bias)] = params
         return x @ kernel + bias
@@ -258,7 +267,6 @@ def test_lists_of_pairs_are_taken_apart_into_layers(name):
         start = jax.tree.map(lambda leaf: np.zeros(leaf.shape[1:], np.float32), params)
         results.append(merging.merge(method, start, updates, federation.weights)[0])
     [(kernel, bias)] = results[1]
-    tolerance = {"rtol": 1e-3, "atol": 1e-3} if "fedfisher" in name else {"rtol": 1e-4}
     np.testing.assert_allclose(kernel, results[0]["kernel"], **tolerance)
     np.testing.assert_allclose(bias, results[0]["bias"], **tolerance)
 
@@ -317,7 +325,7 @@ def test_a_merged_model_that_is_not_finite_names_leaf_and_client():
         merging.merge(method, start, updates)
     with pytest.raises(ValueError, match=words.format(1)):  # the other has no weight
         merging.merge(method, start, updates, [1, 1, 0])
-    with pytest.raises(ValueError, match=r"Leaf 'w' of the merged model is not finite"):
+    with pytest.raises(ValueError, match=r"Leaf 'w' of the merged model .* of some client its"):
         merging.merge_stream(method, start, [(updates, None)])
     merged, *_ = merging.merge(method, start, rows(updates, [0, 2]))
     assert np.isfinite(merged["w"]).all()
@@ -374,7 +382,7 @@ def test_an_indefinite_or_asymmetric_fisher_becomes_the_nearest_that_is_neither(
 
     params = {"w": source.normal(size=(3, *shape)).astype(np.float32)}
     template = fisher.operators.Template.of({"w": params["w"][0]})
-    layers = (fisher.layers.Layer("w", None, shape),)
+    layers = (Layer("w", None, shape),)
     matrices = [gram(12), gram(5)] if structure is fisher.kfac else [gram(60)]
     method = algorithms.fedfisher(MODEL, fisher=structure, damping=0.3)
 

@@ -1,6 +1,8 @@
 """Any optimiser of optax trains as in a plain loop, or is refused before anything is compiled."""
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +34,30 @@ def multi_transform():
     return optax.multi_transform({"a": optax.sgd(0.1), "z": optax.set_to_zero()}, labels(None))
 
 
-# By name: an optimiser, and what its `update` takes in a plain loop.
-OPTIMIZERS = {
+def at_params(params, state, epochs):
+    del state, epochs
+    return params
+
+
+def between_steps(params, state, epochs):
+    """Between two steps of SAM the params are where it looks."""
+    return state.cache if epochs % 2 else params
+
+
+def averaged(params, state, epochs):
+    del epochs
+    return contrib.schedule_free_eval_params(state, params)
+
+
+class Optimizer(NamedTuple):
+    """How one is made, what its `update` takes in a plain loop, and where the model is found."""
+
+    make: Callable
+    takes: tuple[str, ...] = ()
+    model: Callable = at_params
+
+
+_OPTIMIZERS = {
     "sgd": (lambda: optax.sgd(0.3, 0.9), ()),
     "multi_transform": (multi_transform, ()),
     "inject_hyperparams": (lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1), ()),
@@ -55,18 +79,19 @@ OPTIMIZERS = {
         ("value", "grad", "value_fn"),
     ),
     "lbfgs": (optax.lbfgs, ("value", "grad", "value_fn")),
-    "sam": (lambda: contrib.sam(optax.sgd(0.3), optax.sgd(0.1)), ()),
+    "sam": (lambda: contrib.sam(optax.sgd(0.3), optax.sgd(0.1)), (), between_steps),
     "sam, opaque": (
         lambda: contrib.sam(optax.sgd(0.3), optax.sgd(0.1), opaque_mode=True),
         ("grad_fn",),
     ),
-    "schedule_free": (lambda: contrib.schedule_free(optax.sgd(0.5), 0.5), ()),
+    "schedule_free": (lambda: contrib.schedule_free(optax.sgd(0.5), 0.5), (), averaged),
 }
+OPTIMIZERS = {name: Optimizer(*own) for name, own in _OPTIMIZERS.items()}
 
 
 @functools.cache
 def made(name):
-    return OPTIMIZERS[name][0]()
+    return OPTIMIZERS[name].make()
 
 
 @pytest.fixture
@@ -86,7 +111,7 @@ def loss(params, rows, pull=0.0):
 
 def by_hand(name, rows, pull=0.0, epochs=EPOCHS):
     """The plain loop of optax's own documentation, one step an epoch."""
-    optimizer, takes = made(name), OPTIMIZERS[name][1]
+    optimizer, own = made(name), OPTIMIZERS[name]
     of = functools.partial(loss, rows=rows, pull=pull)
     params = jax.tree.map(jnp.asarray, START)
     state = optimizer.init(params)
@@ -96,17 +121,13 @@ def by_hand(name, rows, pull=0.0, epochs=EPOCHS):
         value, gradient = jax.value_and_grad(of)(params)
         told = {"value": value, "grad": gradient, "value_fn": of}
         told["grad_fn"] = lambda params, _: jax.grad(of)(params)
-        told = {key: told[key] for key in takes}
+        told = {key: told[key] for key in own.takes}
         updates, state = optimizer.update(gradient, state, params, **told)
         return optax.apply_updates(params, updates), state
 
     for _ in range(epochs):
         params, state = step(params, state)
-    if name == "sam" and epochs % 2:
-        return state.cache  # between two of its steps the params are where it looks
-    if name == "schedule_free":
-        return contrib.schedule_free_eval_params(state, params)
-    return params
+    return own.model(params, state, epochs)
 
 
 def train(world, optimizer, epochs=EPOCHS, **options):

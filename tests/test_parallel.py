@@ -81,3 +81,9 @@ def test_work_is_divided_nearly_as_well_as_it_can_be(number, num_devices):
 
 def test_work_is_divided_in_float64_too(x64):
     assert parallel.idle_share([3, 2, 1], num_devices=2) == 0
+
+
+def test_results_come_in_the_clients_order_where_there_is_no_mesh():
+    places = jnp.array([2, 0, 1])
+    ordered = parallel.in_order(parallel.Spread(jnp.array([5.0, 6.0, 7.0]), places), mesh=None)
+    assert ordered.tolist() == [7.0, 5.0, 6.0]

@@ -6,8 +6,10 @@ import re
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import chex
 import jax
@@ -24,6 +26,7 @@ import fisherjax as fj
 from fisherjax import algorithms, merging, privacy
 from fisherjax.algorithms import Update
 from fisherjax.algorithms.base import WeightedSum
+from fisherjax.algorithms.exchanges._head_sums import HeadSums
 from fisherjax.algorithms.wrappers.sketched import Sketches
 from tests.methods import MERGED, REPEATS, exactly
 
@@ -39,11 +42,9 @@ def apply(params, x):
 
 MODEL = fj.Model(apply, fj.likelihoods.categorical)
 MADE = {name: algorithms.make(name, MODEL, **exactly(name)) for name in MERGED}
-METHODS = {name: method for name, method in MADE.items() if method.reduce is not None} | {
-    "diagonal": algorithms.fedfisher(MODEL, fisher=fj.fisher.diagonal, damping=0.1, solver=EXACT),
-    "head": algorithms.analytic_head(MODEL, ridge=0.1),
-    "server": algorithms.with_server_optimizer(algorithms.fedavg(), optax.sgd(0.5)),
-}
+DIAGONAL = algorithms.fedfisher(MODEL, fisher=fj.fisher.diagonal, damping=0.1, solver=EXACT)
+HEAD = algorithms.analytic_head(MODEL, ridge=0.1)
+SERVER = algorithms.with_server_optimizer(algorithms.fedavg(), optax.sgd(0.5))
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,30 @@ def train(world, model, optimizer, **how):
     return fj.training.train(model, start, world.federation, key=key, optimizer=optimizer, **how)
 
 
+def train_own(world, optimizer):
+    return train(world, MODEL, optimizer)
+
+
+def train_nothing(world, optimizer):
+    del optimizer
+    return fj.training.untrained(world.start, 4)._replace(start=world.start)
+
+
+class Summed(NamedTuple):
+    """A method whose updates add up, and what its clients do before they summarize."""
+
+    method: algorithms.Algorithm
+    prepare: Callable = train_own
+
+
+ADD_UP = {name: Summed(method) for name, method in MADE.items() if method.reduce is not None}
+SUMMED = ADD_UP | {
+    "diagonal": Summed(DIAGONAL),
+    "head": Summed(HEAD, train_nothing),
+    "server": Summed(SERVER),
+}
+
+
 # Clipped sums
 
 
@@ -81,17 +106,14 @@ def test_sketches_of_factors_are_refused(world):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in REPEATS else n for n in METHODS],
+    [pytest.param(n, marks=pytest.mark.slow) if n in REPEATS else n for n in SUMMED],
 )
 def test_without_noise_and_clips_it_is_the_wrapped_algorithm(world, name):
-    method = METHODS[name]
+    method, prepare = SUMMED[name]
     wrapped = privacy.private(method, clip=HUGE, noise_multiplier=0.0)
-    trained = train(world, MODEL, method.optimizer(BASE))
+    trained, start = prepare(world, method.optimizer(BASE)), world.start
     found = []
     for one in (method, wrapped):
-        start = world.start
-        if name == "head":
-            trained = fj.training.untrained(start, 4)._replace(start=start)
         sent = merging.summarize(one, trained, world.federation, key=jax.random.key(0))
         if one is method and isinstance(method.reduce(sent.values, jnp.ones(4)), Sketches):
             return  # refused, see above
@@ -101,38 +123,49 @@ def test_without_noise_and_clips_it_is_the_wrapped_algorithm(world, name):
     assert max(np.abs(np.subtract(a, b)).max() for a, b in pairs) > 1e-3
 
 
-GROUPS = {
-    "fedavg": {"total/first": 0.3, "total/second": 0.7, "total/bias": 0.1},
-    "diagonal": {"fisher": 0.5, "product": 0.2, "mean": 0.3},
-    "head": {"total/inputs": 2.0, "total/products": 1.0}
-    | {f"total/{name}": None for name in ("targets", "squares", "negative", "count")},
+UNCLIPPED = {f"total/{name}": None for name in ("targets", "squares", "negative", "count")}
+
+
+def params_of(draw, size):
+    shapes = {"bias": (2,), "first": (3, 4), "second": (4, 2)}
+    return {"params": {key: draw((size, *shape)) for key, shape in shapes.items()}}
+
+
+def squares_of(draw, size):
+    values = params_of(draw, size)
+    return values | {"fisher": fj.fisher.Diagonal(jax.tree.map(np.abs, values["params"]))}
+
+
+def sums_of(draw, size):
+    fields = (draw((size, *shape)) for shape in ((5, 5), (5, 2), (2,), (), (), ()))
+    return {"head": HeadSums(*fields, layer="second")}
+
+
+class Clipped(NamedTuple):
+    """A method with clips, and stacked values like those that clients send, of what is drawn."""
+
+    method: algorithms.Algorithm
+    clip: dict[str, float | None]
+    values: Callable
+
+    def reduce(self, values, weights):
+        """Add up what is clipped, without noise."""
+        own = privacy.private(self.method, clip=self.clip, noise_multiplier=0.0)
+        return own.reduce(values, weights).sums
+
+
+CLIPPED = {
+    "fedavg": Clipped(
+        MADE["fedavg"], {"total/first": 0.3, "total/second": 0.7, "total/bias": 0.1}, params_of
+    ),
+    "diagonal": Clipped(DIAGONAL, {"fisher": 0.5, "product": 0.2, "mean": 0.3}, squares_of),
+    "head": Clipped(HEAD, {"total/inputs": 2.0, "total/products": 1.0} | UNCLIPPED, sums_of),
 }
+REDUCED = {name: jax.jit(case.reduce) for name, case in CLIPPED.items()}
 EXTREME = st.sampled_from([0.0, 1.0, -3.0, 1e-30, 1e20, -1e38, np.nan, np.inf, -np.inf])
 
 
-def _reduced(name, values, weights):
-    method = privacy.private(METHODS[name], clip=GROUPS[name], noise_multiplier=0.0)
-    return method.reduce(values, weights).sums
-
-
-REDUCED = {name: jax.jit(partial(_reduced, name)) for name in GROUPS}
-
-
-def updates_of(name, draw, size):
-    """Make stacked values like those that clients send, of whatever numbers `draw` gives."""
-    shapes = {"bias": (2,), "first": (3, 4), "second": (4, 2)}
-    params = {key: draw((size, *shape)) for key, shape in shapes.items()}
-    if name == "fedavg":
-        return {"params": params}
-    if name == "diagonal":
-        return {"params": params, "fisher": fj.fisher.Diagonal(jax.tree.map(np.abs, params))}
-    rows = 5
-    shapes = ((rows, rows), (rows, 2), (2,), (), (), ())
-    fields = (draw((size, *shape)) for shape in shapes)
-    return {"head": algorithms.heads.HeadSums(*fields, layer="second")}
-
-
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", CLIPPED)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_no_client_moves_a_group_by_more_than_its_clip(name, data):
@@ -149,12 +182,12 @@ def test_no_client_moves_a_group_by_more_than_its_clip(name, data):
         x[0] = flat.reshape(x[0].shape)
         return x
 
-    values = updates_of(name, draw, 3)
+    values = CLIPPED[name].values(draw, 3)
     there = REDUCED[name](values, jnp.ones(3))
     away = REDUCED[name](values, jnp.array([0.0, 1, 1]))
     assert float(there.weight) == float(away.weight) == 3
     moved = jax.tree.map(lambda a, b: np.asarray(a, float) - np.asarray(b, float), there, away)
-    for group, bound in GROUPS[name].items():
+    for group, bound in CLIPPED[name].clip.items():
         names = fj.tree.names(moved)
         leaves = [
             x
@@ -215,8 +248,14 @@ def test_streams_and_sums_made_elsewhere_are_the_merge():
     chex.assert_trees_all_close(at_once, summed, rtol=1e-6)
 
 
+def test_norms_are_those_of_sums_so_that_a_method_without_sums_is_refused():
+    method = algorithms.fedavg()._replace(reduce=None)
+    with pytest.raises(ValueError, match="needs each client's update"):
+        privacy.norms(method, Update({"params": jnp.ones((2, 1))}, "params"), jnp.zeros(1))
+
+
 def test_norms_are_of_what_each_client_adds(world):
-    method = METHODS["diagonal"]
+    method = DIAGONAL
     trained = train(world, MODEL, BASE)
     sent = merging.summarize(method, trained, world.federation, key=KEY)
     found = privacy.norms(method, sent, world.start, groups=["fisher", "product", "mean"])
@@ -278,29 +317,36 @@ def test_a_private_merge_wants_a_key():
             merge()
 
 
-@pytest.mark.parametrize("name", ["diagonal", "fedfisher_full"])
-def test_noisy_curvature_is_damped_towards_the_mean(name):
+def diagonal_of(w):
+    return fj.fisher.Diagonal({"w": np.square(w)})
+
+
+def dense_of(w):
+    template = fj.fisher.operators.Template.of({"w": jnp.zeros(6)})
+    return fj.fisher.Dense(np.einsum("ki,kj->kij", w, w), template)
+
+
+@pytest.mark.parametrize(
+    ("method", "curvature"),
+    [(DIAGONAL, diagonal_of), (MADE["fedfisher_full"], dense_of)],
+    ids=["diagonal", "full"],
+)
+def test_noisy_curvature_is_damped_towards_the_mean(method, curvature):
     """With more and more damping the merge becomes the noisy mean; it is finite without any."""
     draw = np.random.default_rng(1).normal
     stacked = {"w": draw(size=(5, 6)).astype(np.float32)}
-    if name == "diagonal":
-        fishers = fj.fisher.Diagonal(jax.tree.map(np.square, stacked))
-    else:
-        square = np.einsum("ki,kj->kij", stacked["w"], stacked["w"])
-        template = fj.fisher.operators.Template.of({"w": jnp.zeros(6)})
-        fishers = fj.fisher.Dense(square, template)
-    values = {"params": stacked, "fisher": fishers}
+    values = {"params": stacked, "fisher": curvature(stacked["w"])}
     clip = {"fisher": 1.0, "product": 1.0, "mean": 1.0}
     merged, sums = {}, None
     for damping in (1.0, 1e6):
-        method = privacy.private(METHODS[name], clip=clip, noise_multiplier=2.0, damping=damping)
+        own = privacy.private(method, clip=clip, noise_multiplier=2.0, damping=damping)
         # Damping is of the merge, not of the sums.
-        sums = jax.jit(method.reduce)(values, np.ones(5)) if sums is None else sums
-        state = method.link.init({"w": jnp.zeros(6)}, 5)
+        sums = jax.jit(own.reduce)(values, np.ones(5)) if sums is None else sums
+        state = own.link.init({"w": jnp.zeros(6)}, 5)
         given = (KEY, sums, {"w": jnp.zeros(6)}, state, jnp.arange(5))
-        merged[damping] = method.aggregate(*given)[0]["w"]
+        merged[damping] = own.aggregate(*given)[0]["w"]
     own = jax.random.split(KEY)[0]
-    noised = privacy.base.noisy(own, jax.tree.leaves(sums), [2.0, 2.0, 2.0, 0.0])
+    noised = privacy.accounting.noisy(own, jax.tree.leaves(sums), [2.0, 2.0, 2.0, 0.0])
     mean = np.asarray(noised[2]) / 5
     np.testing.assert_allclose(merged[1e6], mean, rtol=1e-3, atol=1e-3)
     assert np.isfinite(merged[1.0]).all()
@@ -308,8 +354,7 @@ def test_noisy_curvature_is_damped_towards_the_mean(name):
 
 
 def test_a_noisy_second_moment_of_features_is_definite(world):
-    clip = {"total/inputs": 1.0, "total/products": 1.0}
-    clip |= {f"total/{name}": None for name in ("targets", "squares", "negative", "count")}
+    clip = {"total/inputs": 1.0, "total/products": 1.0} | UNCLIPPED
     head, sigma, damping = algorithms.analytic_head(MODEL, ridge=0.0), 30.0, 0.1
     method = privacy.private(head, clip=clip, noise_multiplier=sigma, damping=damping)
     merged, _, ledger = merging.exchange(method, world.start, world.federation, key=KEY)

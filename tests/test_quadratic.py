@@ -34,22 +34,33 @@ def gram(size, rank, seed):
     return jnp.asarray(basis * np.linspace(1, 2, rank) @ basis.T)
 
 
-def make(structure, seed):
-    """An operator of low rank, so that the sum over three clients stays singular."""
-    params = draw(seed)
+def make_diagonal(params, seed):
+    del seed
+    # The first column is without curvature.
+    seen = np.array([0.0, 1.0])
+    return Diagonal(jax.tree.map(lambda x: jnp.asarray(np.square(x) * seen), params))
+
+
+def make_dense(params, seed):
+    return Dense(gram(10, 2, seed), Template.of(params))
+
+
+def make_kronecker(params, seed):
     template = Template.of(params)
-    if structure == "diagonal":
-        # The first column is without curvature.
-        seen = np.array([0.0, 1.0])
-        return Diagonal(jax.tree.map(lambda x: jnp.asarray(np.square(x) * seen), params))
-    if structure == "dense":
-        return Dense(gram(10, 2, seed), template)
     factors = {"dense/kernel": {"input": gram(4, 1, seed), "output": gram(2, 2, seed)}}
     layers = (Layer("dense/kernel", "dense/bias", (3, 2)),)
     return Kronecker(factors, {"rest": jnp.asarray(np.abs(params["rest"]))}, layers, template)
 
 
-@pytest.fixture(params=["diagonal", "dense", "kronecker"])
+STRUCTURES = {"diagonal": make_diagonal, "dense": make_dense, "kronecker": make_kronecker}
+
+
+def make(structure, seed):
+    """An operator of low rank, so that the sum over three clients stays singular."""
+    return STRUCTURES[structure](draw(seed), seed)
+
+
+@pytest.fixture(params=STRUCTURES)
 def structure(request, x64):
     return request.param
 
@@ -124,7 +135,7 @@ def test_every_solver_finds_the_pseudo_inverse_solution(structure, clients, weig
     assert np.linalg.matrix_rank(total) < 10
     expected = mean + inverse @ (product - total @ mean)
     methods = [solvers.conjugate_gradients(1e-12), solvers.gradient_descent(steps=20_000)]
-    methods += [solvers.closed_form()] if structure == "diagonal" else []
+    methods += [solvers.closed_form()] * problem.is_diagonal
     for solve in methods:
         np.testing.assert_allclose(ravel(solve(problem).params), expected, rtol=1e-8, atol=1e-8)
 
@@ -181,7 +192,7 @@ def test_kronecker_operators_are_never_summed(clients, weights):
 def test_only_a_diagonal_system_has_a_closed_form(structure, clients, weights):
     problem = quadratic.quadratic(*map(tree.stack, clients), weights, 0.7)
     assert problem.is_diagonal == (structure == "diagonal")
-    if structure == "diagonal":
+    if problem.is_diagonal:
         exact = solvers.conjugate_gradients(1e-12)(problem).params
         found = solvers.closed_form()(problem).params
         chex.assert_trees_all_close(found, exact, rtol=1e-9, atol=1e-9)
@@ -214,7 +225,7 @@ def test_damping_is_relative_to_each_block(structure, clients, weights):
     fishers, models = clients
     problem = quadratic.quadratic(tree.stack(fishers), tree.stack(models), weights, 0.3)
     scaled = [jax.tree.map(lambda x: 1e-4 * x, f) for f in fishers]
-    if structure == "kronecker":
+    if not fishers[0].adds_up:
         scaled = [
             dataclasses.replace(
                 f,
@@ -251,7 +262,7 @@ def test_the_problem_crosses_jit_as_data(structure, clients, weights):
     solve = solvers.conjugate_gradients(1e-12)
     left, right = (solve(p).params for p in (problem, traced))
     chex.assert_trees_all_close(left, right, rtol=1e-9, atol=1e-9)
-    methods = [solve] + [solvers.closed_form()] * (structure == "diagonal")
+    methods = [solve] + [solvers.closed_form()] * problem.is_diagonal
     for method in methods:
         inside = jax.jit(lambda problem, method=method: method(problem).params)(problem)
         chex.assert_trees_all_close(inside, left, rtol=1e-9, atol=1e-9)
@@ -359,9 +370,7 @@ def test_the_scale_of_a_client_is_its_vote(structure, clients, weights, scales, 
     models = single(clients[1])
     fishers = [
         # Half of the scale in each factor.
-        jax.tree.map(
-            lambda x, s=s: x * (s**0.5 if x.ndim == 2 and structure == "kronecker" else s), f
-        )
+        jax.tree.map(lambda x, s=s, f=f: x * (s if x.ndim != 2 or f.adds_up else s**0.5), f)
         for f, s in zip(clients[0], scales, strict=True)
     ]
     fishers = single(fishers)
@@ -370,7 +379,7 @@ def test_the_scale_of_a_client_is_its_vote(structure, clients, weights, scales, 
     np.testing.assert_allclose(
         found, written_in_double(fishers, models, damping), rtol=1e-4, atol=1e-5
     )
-    if structure != "kronecker":
+    if fishers.adds_up:
         totals = quadratic.sums(fishers, models, weights.astype(jnp.float32))
         summed = solvers.conjugate_gradients(1e-6)(quadratic.from_sums(totals, damping))
         np.testing.assert_allclose(ravel(summed.params), found, rtol=1e-4, atol=1e-5)

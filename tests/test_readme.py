@@ -14,7 +14,7 @@ from experiments.one_shot import headline
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.long
@@ -76,7 +76,7 @@ def test_the_table_over_splits_holds_the_means_of_its_records():
             for row in csv.DictReader(file):
                 if row["metric"] == "accuracy":
                     runs[row["algorithm"], row["partition_seed"]].append(float(row["value"]))
-    text = (ROOT / "docs/accuracy.md").read_text()
+    text = (ROOT / "docs/results/accuracy.md").read_text()
     _, rest = text.split("| partition seed |", 1)
     first, _, seeds, *rows = [
         line.strip("| ").split(" | ") for line in rest.split("\n\n")[0].split("\n")
@@ -92,7 +92,7 @@ def test_the_table_over_splits_holds_the_means_of_its_records():
 
 
 def test_the_shares_of_the_toy_are_those_of_its_records():
-    text = (ROOT / "docs/rounds.md").read_text()
+    text = (ROOT / "docs/results/rounds.md").read_text()
     rows = re.findall(
         r"^\| (FedFish, mini.*?results/(\w+)/.*|Fisher merging) ((?:\| \d+ ){3})\|$", text, re.M
     )
@@ -160,9 +160,15 @@ def test_nothing_repeats_a_claim_that_was_found_wrong():
             assert not re.search(claim, text), f"{source}: {claim}"
 
 
-@pytest.mark.parametrize("name", ["accuracy", "comparators", "compression", "personal", "rounds"])
-def test_a_page_with_accuracies_of_cifar10_says_that_its_images_were_jpegs(name):
-    text = (ROOT / "docs" / f"{name}.md").read_text()
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("how_to/compression", "methods/comparators", "methods/personal"),
+        *("results/accuracy", "results/rounds"),
+    ],
+)
+def test_a_page_with_accuracies_of_cifar10_says_that_its_images_were_jpegs(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     assert "CIFAR-10" in text
     assert re.search(r"passed\s+through JPEG", text)
 
@@ -183,13 +189,13 @@ def test_masked_sums_of_the_diagonal_are_three_times_those_of_fedavg():
     size = start["w"].size
     assert lengths == [size + 1, 3 * size + 1]
     lenet = 44_190
-    said = " ".join((ROOT / "docs/secure.md").read_text().split())
+    said = " ".join((ROOT / "docs/how_to/secure.md").read_text().split())
     assert f"{3 * lenet + 1:,} masked numbers for LeNet where FedAvg has {lenet + 1:,}" in said
 
 
 @pytest.mark.parametrize("kind", ["Algorithm", "Link"])
 def test_the_page_on_models_lists_every_field_of_an_algorithm_and_its_link(kind):
-    _, *tables = (ROOT / "docs/models.md").read_text().split("| field |")
+    _, *tables = (ROOT / "docs/how_to/models.md").read_text().split("| field |")
     rest = tables[["Algorithm", "Link"].index(kind)]
     fields = [line.split("|")[1] for line in rest.split("\n\n")[0].splitlines()[2:]]
     names = [name for cell in fields for name in re.findall(r"`(\w+)", cell)]
@@ -225,7 +231,7 @@ NIID = {
 
 
 def test_the_tables_of_niid_bench_hold_the_means_that_were_measured():
-    text = (ROOT / "docs/accuracy.md").read_text()
+    text = (ROOT / "docs/results/accuracy.md").read_text()
     rows = re.findall(r"^\| (β|#C) = (\S+) \|(.*)\|$", text, re.MULTILINE)
     assert len(rows) >= 9 * len(NIID)  # CIFAR-10's come last
     for place, (folder, algorithms) in enumerate(NIID.items()):
@@ -254,4 +260,11 @@ def test_each_file_that_it_names_exists(page):
 
 def test_each_page_is_reached_from_the_readme():
     linked = re.findall(r"\]\((?!http)(\S+?)\)", README)
-    assert all(str(page.relative_to(ROOT)) in linked for page in PAGES[1:])
+    # Pages of the site alone: the index of a section, and what includes a page that is linked.
+    pages = [
+        page
+        for page in PAGES[1:]
+        if page.name != "index.md" and "```{include}" not in page.read_text()
+    ]
+    assert len(pages) > 15
+    assert all(str(page.relative_to(ROOT)) in linked for page in pages)

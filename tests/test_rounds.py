@@ -221,6 +221,49 @@ def test_a_client_that_diverges_is_left_out_and_reported(world, name):
         assert_same(*(np.asarray(leaf)[[2, 5]] for leaf in (new, old)))
 
 
+def spoil_sent(values, private):
+    params = values["params"]
+    second = jax.tree.map(nothing, params["second"])
+    return values | {"params": params | {"second": second}}, private
+
+
+def spoil_kept(values, private):
+    return values, private | {"second": jax.tree.map(nothing, private["second"])}
+
+
+def nothing(leaf):
+    return leaf * jnp.nan
+
+
+def spoiling(base, spoil):
+    """The method whose client of 12 examples is not finite in one leaf."""
+
+    def summarize(key, trained, examples, private):
+        found = base.summarize(key, trained, examples, private)
+        bad = examples.weights.sum() == max(SIZES)
+        return jax.tree.map(lambda x, y: jnp.where(bad, x, y), spoil(*found), found)
+
+    return base._replace(summarize=summarize)
+
+
+@pytest.mark.parametrize(
+    ("base", "spoil", "leaf"),
+    [
+        ("fedavg", spoil_sent, "params/second/kernel"),
+        ("scaffold", spoil_kept, "kept/algorithm/second/kernel"),
+    ],
+)
+def test_the_report_names_the_first_leaf_that_is_not_finite(world, base, spoil, leaf):
+    spoiled_client, places = SIZES.index(max(SIZES)), set()
+    for _, done in play(federated(spoiling(METHODS[base], spoil), cohort=4), world, 8):
+        cohort = done.cohort.tolist()
+        expected = {spoiled_client: leaf} if spoiled_client in cohort else {}
+        assert done.left_out.by_client(done.cohort) == expected
+        assert done.diverged.tolist() == [client == spoiled_client for client in cohort]
+        places |= {cohort.index(client) for client in expected}
+    assert places - {spoiled_client}
+
+
 def test_the_padding_of_clients_is_never_read(world):
     federation, _ = world
     # Row 0 pads everybody, and is one client's own.

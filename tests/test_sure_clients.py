@@ -1,7 +1,5 @@
 """Clients that are certain of all they saw: vanishing Fishers merge as a float64 solve says."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +17,11 @@ def apply(params, x):
 
 
 MODEL = fj.Model(apply, fj.likelihoods.categorical)
+SOLVER = fj.solvers.conjugate_gradients(1e-6)
 METHODS = {
-    "K-FAC": partial(algorithms.fedfisher, MODEL),
-    "diagonal": partial(algorithms.fedfisher, MODEL, fisher=fisher.diagonal, damping=0.1),
-    "Fisher merging": partial(algorithms.fisher_merge, MODEL),
+    "K-FAC": algorithms.fedfisher(MODEL, solver=SOLVER),
+    "diagonal": algorithms.fedfisher(MODEL, fisher=fisher.diagonal, damping=0.1, solver=SOLVER),
+    "Fisher merging": algorithms.fisher_merge(MODEL),
 }
 
 
@@ -50,8 +49,7 @@ def sure(inputs, targets, epochs):
 
 
 def check(request, name, start, federation, trained):
-    solver = {} if name == "Fisher merging" else {"solver": fj.solvers.conjugate_gradients(1e-6)}
-    method = METHODS[name](**solver)
+    method = METHODS[name]
     updates = merging.summarize(method, trained, federation, key=jax.random.key(0))
     scales = np.asarray(jax.jit(jax.vmap(lambda f: f.trace()))(updates.values["fisher"]))
     merged, _, info = merging.merge(method, start, updates, federation.weights)

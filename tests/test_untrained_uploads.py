@@ -163,9 +163,14 @@ def unflatten(leaves):
     return files.unflatten({name: jnp.asarray(x) for name, x in leaves.items()})
 
 
+# How far RegMean's solves are from one another where other programs are compiled.
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
-def test_files_merge_to_the_bits_of_a_merge_of_what_is_loaded(world, name, tmp_path, rounding):
+@pytest.mark.parametrize(
+    ("name", "other"), [("fedavg", 0), ("regmean", 1e-7), ("fedfisher_kfac", 0)]
+)
+def test_files_merge_to_the_bits_of_a_merge_of_what_is_loaded(
+    world, name, other, tmp_path, rounding
+):
     paths, out = world.save(tmp_path, name), tmp_path / "merged.safetensors"
     merged = files.merge_files(out, paths, start=world.start)
     loaded = [files.load_update(path)[0] for path in paths]
@@ -178,7 +183,7 @@ def test_files_merge_to_the_bits_of_a_merge_of_what_is_loaded(world, name, tmp_p
             (jax.tree.map(lambda x: x[None], x), [w]) for x, w in zip(loaded, SIZES, strict=True)
         )
         expected, _, _ = fj.merging.merge_stream(method, start, chunks)
-    close = max(rounding, 1e-7) if name == "regmean" else rounding
+    close = max(rounding, other)
     for leaf, array in files.load_arrays(out).items():
         np.testing.assert_allclose(array, expected[leaf], rtol=0, atol=close, err_msg=leaf)
     assert not any(leaf in vote for vote in merged.votes for leaf in FROZEN | MOMENTS)

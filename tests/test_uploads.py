@@ -1148,7 +1148,7 @@ def test_two_writers_at_once_leave_one_whole_file(paths):
 
 @pytest.mark.long
 def test_the_page_about_uploads_runs_and_prints_what_stands_under_it(run_page, capsys, monkeypatch):
-    page = ROOT / "docs" / "uploads.md"
+    page = ROOT / "docs/how_to/uploads.md"
     names, text = run_page(page), page.read_text()
     monkeypatch.chdir(names["folder"])
     capsys.readouterr()

@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.long  # the page is executed once, for all of them
 
-PAGE = Path(__file__).parents[1] / "docs" / "your_model.md"
+PAGE = Path(__file__).parents[1] / "docs/how_to/your_model.md"
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,9 @@ def run(
     going = fj.rounds.run(method, state, task.train, key=key, rounds=left) if left else ()
     for state, done in going:
         count = int(state.number)
+        if left_out := done.left_out.by_client(done.cohort):
+            said = "; ".join(f"client {k} for leaf '{leaf}'" for k, leaf in left_out.items())
+            warn(f"{unit.name}, round {count}: left out, as updates not finite: {said}.")
         measures = _after_round(task, unit, state, done)
         if count == last:
             measures |= _at_the_end(task, method, state, personal_key)

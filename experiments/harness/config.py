@@ -237,8 +237,11 @@ def name(config: OneShot) -> str:
     # They took all examples.
     if not changed["max_examples"]:
         del changed["max_examples"]
+    # Folders keep the word that version 0.2 had for this partition, so that its runs continue.
+    word = {"dirichlet_of_client": "fedfisher"}.get(data.partition, data.partition)
+    changed["partition"] = word
     digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:6]
-    split = f"{data.partition}{_number(data)[1]}"
+    split = f"{word}{_number(data)[1]}"
     return f"{data.dataset}-{data.model}-m{data.num_clients}-{split}-{digest}"
 
 

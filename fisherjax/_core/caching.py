@@ -7,7 +7,10 @@ num_samples=2)` or `fedfisher(model)` inside a loop must not compile again for i
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+Options = ParamSpec("Options")
+Made = TypeVar("Made")
 
 
 class _Partial(functools.partial):
@@ -49,7 +52,7 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def cached(factory: Callable) -> Callable:
+def cached(factory: Callable[Options, Made]) -> Callable[Options, Made]:
     """Let a factory, which depends on its arguments only, return one object for equal arguments.
 
     Arguments that cannot be hashed, such as traced numbers, make a new object each time.
@@ -65,7 +68,7 @@ def cached(factory: Callable) -> Callable:
     made = functools.lru_cache(maxsize=256, typed=True)(factory)
 
     @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: Options.args, **kwargs: Options.kwargs) -> Made:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:

@@ -14,9 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from fisherjax import tree
-from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
+from fisherjax.typing import (
+    AnyArray,
+    ArrayOrShape,
+    Examples,
+    Key,
+    Likelihood,
+    Model,
+    Params,
+    Positions,
+)
 
 IGNORED = -100
 """The class label of a position that has no loss, as PyTorch and Hugging Face write it."""
@@ -24,7 +34,7 @@ IGNORED = -100
 
 def is_traced(*values: Any) -> bool:
     """Say whether any leaf is known to JAX only while a function is traced."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values))
 
 
 def count(name: str, value: Any) -> int:
@@ -42,17 +52,22 @@ def number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> 
     expected = f"{low:g} <= {name} < {below:g}"
     if below == math.inf:
         expected = "a finite number, " + ("zero or more" if low == 0 else f"at least {low:g}")
-    # An array of shape () is one number too, as JAX returns them; True is one to Python only.
-    is_array = isinstance(value, (np.ndarray, jax.Array)) and not jnp.shape(value)
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if is_array:
-        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating))
-    if not is_real:
+    if not _is_real(value):
         raise TypeError(f"{name} is {value!r}; expected {expected}.")
-    # Python's integers go beyond every floating-point number.
-    is_huge = isinstance(value, numbers.Rational) and value > sys.float_info.max
-    if is_huge or not low <= value < below:  # negated, because NaN compares false
+    if _is_huge(value) or not low <= value < below:  # negated, because NaN compares false
         raise ValueError(f"{name} is {value}; expected {expected}.")
+
+
+def _is_real(value: Any) -> bool:
+    # An array of shape () is one number too, as JAX returns them; True is one to Python only.
+    if isinstance(value, (np.ndarray, jax.Array)) and not jnp.shape(value):
+        return any(jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating))
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_huge(value: Any) -> bool:
+    # Python's integers go beyond every floating-point number.
+    return isinstance(value, numbers.Rational) and not value <= sys.float_info.max
 
 
 def positive(name: str, value: Any) -> None:
@@ -159,9 +174,9 @@ def mask(value: Model, params: Params) -> tuple[bool, ...]:
     return tuple(map(bool, leaves))
 
 
-def positions(value: Model, inputs: Array) -> Any:
+def positions(value: Positions, inputs: ArrayOrShape) -> Any:
     """Give the shape and dtype of a model's positions; refuse what is no mask [B, T] of 0 and 1."""
-    found = _traced("positions", lambda _, x: value.positions(x), None, tree.shape_of(inputs))
+    found = _traced("positions", lambda _, x: value(x), None, tree.shape_of(inputs))
     given, batch = getattr(found, "shape", None), inputs.shape[0]
     if given is None or len(given) != 2 or given[0] != batch:
         raise ValueError(
@@ -175,7 +190,7 @@ def positions(value: Model, inputs: Array) -> Any:
     known = found.dtype != bool and not is_traced(inputs) and hasattr(inputs, "__array__")
     if known:
         with jax.ensure_compile_time_eval():
-            mask = jnp.asarray(value.positions(jnp.asarray(inputs)))
+            mask = jnp.asarray(value(jnp.asarray(inputs)))
             fits = bool(((mask == 0) | (mask == 1)).all())
         if not fits:
             raise ValueError(
@@ -185,7 +200,7 @@ def positions(value: Model, inputs: Array) -> Any:
     return found
 
 
-def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
+def are_positions(model: Model, inputs: ArrayOrShape, shape: tuple[int, ...]) -> bool:
     """Decide from shapes whether outputs [B, T, ..., C] are those of positions that are masked.
 
     Raises:
@@ -193,7 +208,7 @@ def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
     """
     if model.positions is None:
         return False
-    length = positions(model, inputs).shape[1]
+    length = positions(model.positions, inputs).shape[1]
     if len(shape) < 3:
         return False
     if shape[1] not in (length, 1):
@@ -205,14 +220,14 @@ def are_positions(model: Model, inputs: Array, shape: tuple[int, ...]) -> bool:
     return shape[1] == length
 
 
-def are_labels(shape: tuple[int, ...], targets: Array) -> bool:
+def are_labels(shape: tuple[int, ...], targets: AnyArray) -> bool:
     """Decide from shapes whether targets are class labels, one for each position."""
     # Unsigned numbers cannot be negative.
     is_signed = jnp.issubdtype(targets.dtype, jnp.signedinteger)
     return is_signed and len(shape) > 2 and tuple(targets.shape) == tuple(shape[:-1])
 
 
-def labels(model: Model, shape: tuple[int, ...], targets: Array) -> Array:
+def labels(model: Model, shape: tuple[int, ...], targets: AnyArray) -> AnyArray:
     """Put class 0 for labels that are ignored, so that the others can be checked."""
     if model.positions is None or not are_labels(shape, targets):
         return targets
@@ -293,7 +308,9 @@ def examples(value: Examples) -> None:
     _values("indices", indices, 0, inputs.shape[0] - 1, f"rows of {inputs.shape[0]} inputs")
 
 
-def outputs(model: Model, params: Params, inputs: Array, targets: Array | None = None) -> Any:
+def outputs(
+    model: Model, params: Params, inputs: ArrayOrShape, targets: AnyArray | None = None
+) -> Any:
     """Give the outputs' shape and dtype; refuse a network that fails or targets that do not fit."""
     # Shapes only: nothing is computed, however large the data set.
     z = _traced("apply", model.apply, params, tree.shape_of(inputs))
@@ -306,7 +323,7 @@ def outputs(model: Model, params: Params, inputs: Array, targets: Array | None =
     return z
 
 
-def train_outputs(model: Model, params: Params, inputs: Array, batch_size: int) -> None:
+def train_outputs(model: Model, params: Params, inputs: ArrayOrShape, batch_size: int) -> None:
     """Trace `apply_train` on a minibatch; refuse it where that fails or does not fit `apply`."""
     if model.apply_train is None:
         return
@@ -358,7 +375,7 @@ def _native(name: str, value: Any) -> None:
         )
 
 
-def _values(name: str, values: Array | None, low: float, high: float, meaning: str) -> None:
+def _values(name: str, values: AnyArray | None, low: float, high: float, meaning: str) -> None:
     if values is None or is_traced(values):
         return
     # Two numbers come to the host, not the array.

@@ -2,7 +2,7 @@
 
 kfac-jax 0.0.8, the newest release, is older than three changes of JAX. Only its own modules are
 changed: `jax` stays as it is, but for two names lent to it while kfac-jax is imported. When
-`tests/test_compat.py` says so, a newer kfac-jax needs none of this, and the file can go.
+`tests/core/test_compat.py` says so, a newer kfac-jax needs none of this, and the file can go.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend as jex
 import jax.extend.core
 import jax.extend.source_info_util
@@ -136,11 +137,16 @@ def _patch_core() -> None:
     def close(jaxpr: Any, consts: list[Any]) -> Any:
         return jex.core.ClosedJaxpr(jaxpr, consts)
 
-    parallel.core = _view(jax.core, **{name: getattr(jex.core, name) for name in _READ_LATER})
-    layers_and_loss_tags.jax = tag_graph_matcher.jax = _view(jax, core=parallel.core)
-    tag_graph_matcher.to_closed_jaxpr = lambda jaxpr: jaxpr
-    tag_graph_matcher.ClosedJaxpr = close
-    tracer.jex = _view(jex, core=_view(jex.core, ClosedJaxpr=close))
+    core = _view(jax.core, **{name: getattr(jex.core, name) for name in _READ_LATER})
+    _set(parallel, core=core)
+    for module in (layers_and_loss_tags, tag_graph_matcher):
+        _set(module, jax=_view(jax, core=core))
+    _set(tag_graph_matcher, to_closed_jaxpr=lambda jaxpr: jaxpr, ClosedJaxpr=close)
+    _set(tracer, jex=_view(jex, core=_view(jex.core, ClosedJaxpr=close)))
+
+
+def _set(module: ModuleType, **names: Any) -> None:
+    vars(module).update(names)
 
 
 def _view(module: ModuleType, **names: Any) -> ModuleType:

@@ -40,7 +40,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 import jaxlib
@@ -59,7 +59,24 @@ CURE = (
 _WITHIN: contextvars.ContextVar[bool] = contextvars.ContextVar("fisherjax_within", default=False)
 
 
-def jit(function: Callable, **settings: Any) -> Callable:
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+Result = TypeVar("Result", covariant=True)
+
+
+class Compiled(Protocol[Given, Result]):
+    """A compiled function, called and lowered with the arguments of the function it was made of."""
+
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        """Compute the result."""
+        ...
+
+    def lower(self, *args: Given.args, **kwargs: Given.kwargs) -> jax.stages.Lowered:
+        """Return the program for these arguments, not yet compiled."""
+        ...
+
+
+def jit(function: Callable[Given, Returned], **settings: Any) -> Compiled[Given, Returned]:
     """Compile a function as `jax.jit` does, without fusions that this version gets wrong.
 
     Args:
@@ -85,7 +102,6 @@ def jit(function: Callable, **settings: Any) -> Callable:
         _warn_where_needed()
         return plain
 
-    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         compiled = chosen()
         with _within():
@@ -96,8 +112,9 @@ def jit(function: Callable, **settings: Any) -> Callable:
         with _within():
             return compiled.lower(*args, **kwargs)
 
-    run.lower = lower
-    return run
+    either: Any = functools.wraps(function)(run)
+    either.lower = lower
+    return either
 
 
 def eval_shape(function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +174,7 @@ def _warn_once() -> None:
         frame, level = frame.f_back, level + 1
     warnings.warn(
         "A function of fisherjax is called inside your own jit, vmap, grad or loop, and jaxlib "
-        f"{jaxlib.__version__} miscompiles some programs on a CPU without an error (products with "
-        f"a broadcast operand, sums of broadcasts). To be safe, {CURE}.",
+        f"{jaxlib.version.__version__} miscompiles some programs on a CPU without an error "
+        f"(products with a broadcast operand, sums of broadcasts). To be safe, {CURE}.",
         stacklevel=level,
     )

@@ -157,11 +157,11 @@ def unfolded(rectangle: Array) -> Array:
     return upper + jnp.triu(upper, 1).T
 
 
-def _from_diagonal(shape: tuple[int, int]) -> np.ndarray:
+def _from_diagonal(shape: tuple[int, ...]) -> np.ndarray:
     """Say where a folded triangle holds rows of its first half, from the diagonal on."""
     rows, columns = np.ogrid[: shape[0], : shape[1]]
     return columns >= rows + (not _is_odd(shape))
 
 
-def _is_odd(shape: tuple[int, int]) -> bool:
+def _is_odd(shape: tuple[int, ...]) -> bool:
     return shape[1] < 2 * shape[0]

@@ -42,7 +42,9 @@ def flat(apply: Apply, params: Params, inputs: Any) -> Flat:
     def written_out(params: Params, inputs: Any) -> Any:
         # Convolutions in their own form, not as patches times a matrix. The setting is one that
         # JAX's caches of traces go by: what was traced without the observer is traced again.
-        other = jax.debug_key_reuse(not jax.config.jax_debug_key_reuse)
+        # JAX adds its options at run time.
+        now = jax.config.jax_debug_key_reuse  # pyright: ignore[reportAttributeAccessIssue]
+        other = jax.debug_key_reuse(not now)
         with nn.observe_convolutions(_native), other:
             jaxpr = jax.make_jaxpr(apply)(params, inputs)
         leaves = [(leaf, _PARAMS) for leaf in jax.tree.leaves(params)]

@@ -142,5 +142,6 @@ _WORDS = {
 def _in_order(axes: Axes, value: Any) -> bool:
     """Whether entries lie by examples, then positions, then outputs, none of them repeated."""
     groups = [group for group, n in zip(axes, value.aval.shape, strict=True) if n > 1]
-    flat = None if None in groups else list(itertools.chain(*groups))
-    return flat is not None and flat == sorted(flat)
+    known = [group for group in groups if group is not None]
+    flat = list(itertools.chain(*known))
+    return len(known) == len(groups) and flat == sorted(flat)

@@ -19,7 +19,7 @@ from fisherjax._core import compat
 from fisherjax._layers.equations import Flat
 from fisherjax._layers.layer import Layer, Part
 from fisherjax._layers.pairs import inputs_of_use, network_of
-from fisherjax.typing import Apply, Array, Params
+from fisherjax.typing import Apply, Array, ArrayOrShape, Params
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +55,7 @@ class _Units:
     mixed: str = ""
 
 
-def wiring(apply: Apply, params: Params, inputs: Array) -> Wiring:
+def wiring(apply: Apply, params: Params, inputs: ArrayOrShape) -> Wiring:
     """Read which layers a network has, and whose units each one takes.
 
     Args:

@@ -6,13 +6,14 @@ that follows a scale, belong to its layer. A leaf that is used either way round 
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from fisherjax._layers import operations, uses
 from fisherjax._layers.operations import Use
-from fisherjax.typing import Array
+from fisherjax.typing import AnyArray, Array
 
 
 class Layer(NamedTuple):
@@ -63,7 +64,7 @@ class Layer(NamedTuple):
         return math.prod(self.shape) // self.columns
 
 
-def matrix(layer: Layer, leaves: dict[str, Array]) -> Array:
+def matrix(layer: Layer, leaves: Mapping[str, AnyArray]) -> Array:
     """Write a layer's leaves as its matrix V [a, o], the bias as its last row.
 
     The rows of a convolution's kernel are in the order of its axes.
@@ -77,7 +78,7 @@ def matrix(layer: Layer, leaves: dict[str, Array]) -> Array:
     return jnp.concatenate([rows, bias])
 
 
-def unpack(layer: Layer, value: Array) -> dict[str, Array]:
+def unpack(layer: Layer, value: AnyArray) -> dict[str, Array]:
     """Split a layer's matrix V [a, o] into its leaves by name: the inverse of `matrix`.
 
     The leaves of a layer of a stack are its slices, and a bias is a vector [o].
@@ -198,5 +199,5 @@ def _shifts(ways: dict) -> list[Use]:
     return every if all(u.form == operations.SHIFT and u.inputs is None for u in every) else []
 
 
-def _slice(leaf: Array, layer: Layer) -> Array:
+def _slice(leaf: AnyArray, layer: Layer) -> AnyArray:
     return leaf[layer.index] if layer.index else leaf

@@ -16,7 +16,7 @@ from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._layers import equations
 from fisherjax._layers.views import MANY
-from fisherjax.typing import Array, Model, Params
+from fisherjax.typing import ArrayOrShape, Model, Params
 
 _MOVES = {
     *("reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "convert_element_type"),
@@ -81,7 +81,7 @@ class _Walk(NamedTuple):
     unread: set[int]
 
 
-def normalizations(model: Model, params: Params, inputs: Array) -> frozenset[str]:
+def normalizations(model: Model, params: Params, inputs: ArrayOrShape) -> frozenset[str]:
     """Find the leaves that belong to normalisations, by what the network computes with them.
 
     These are scales and shifts of normalised values and the statistics that values are normalised
@@ -134,7 +134,7 @@ def normalizations(model: Model, params: Params, inputs: Array) -> frozenset[str
     return frozenset(kept | {n for n in idle if _parent(n) in set(map(_parent, kept))})
 
 
-def _flat(model: Model, params: Params, inputs: Array) -> equations.Flat:
+def _flat(model: Model, params: Params, inputs: ArrayOrShape) -> equations.Flat:
     many = tree.shape_of(inputs, MANY)
     try:
         return equations.flat(model.apply, params, many)
@@ -252,15 +252,17 @@ def _product(walk: _Walk, operands: list[_Value], result: Any) -> _Value | None:
     after = tuple(b._replace(scales=b.scales | scales) for b in left.bases)
     if right.root is None or right.root.power > 0:
         return _Value(data=True, bases=(_Base(result), *after)[:_LONGEST])
-    return _normalized(walk, left, right, result)
+    return _normalized(walk, left, right, right.root, result)
 
 
-def _normalized(walk: _Walk, left: _Value, right: _Value, result: Any) -> _Value | None:
+def _normalized(
+    walk: _Walk, left: _Value, right: _Value, root: _Root, result: Any
+) -> _Value | None:
     """Divide a value by a root, if that is of its own statistics or of kept ones."""
-    under = _known(walk, right.root.under)
+    under = _known(walk, root.under)
     if under.data:
         for base in left.bases:
-            inside = _statistic(walk, right.root.under, base.variable)
+            inside = _statistic(walk, root.under, base.variable)
             if inside is not None:
                 scales = base.scales | right.scales
                 walk.found.update(scales | inside)

@@ -53,14 +53,15 @@ def product(number: int, operand: int, equation: Any, view: View) -> tuple[Use, 
     shape, batch = equation.invars[1 - operand].aval.shape, batched[1 - operand]
     rest = [a for a in range(len(shape)) if a not in (*theirs, *batch)]
     own = [a for a in range(len(view.axes)) if a not in (*mine, *batched[operand])]
-    if any(view.axes[axis] is None for axis in (*mine, *own)):
+    labelled = {a: group for a, group in enumerate(view.axes) if group is not None}
+    if not labelled.keys() >= {*mine, *own}:
         raise Obstacle("its entries are repeated before it is used")
     # Axes of the result: batched ones first, then what is left of either side; ~a is our own.
     ours = [~a for a in own]
     result = [*batch, *rest, *ours] if operand == 1 else [*batch, *ours, *rest]
     example, positions = views.examples(shape, [*batch, *rest])
-    rows, row_axes = views.ordered(zip((view.axes[a] for a in mine), theirs, strict=True))
-    outputs, columns = views.ordered((view.axes[a], result.index(~a)) for a in own)
+    rows, row_axes = views.ordered(zip((labelled[a] for a in mine), theirs, strict=True))
+    outputs, columns = views.ordered((labelled[a], result.index(~a)) for a in own)
     views.whole(view, rows + outputs)
     places = tuple(map(result.index, positions))
     tangent = (number, None), ((result.index(*example),), places, columns)
@@ -74,7 +75,7 @@ def convolution(number: int, equation: Any, view: View) -> tuple[Use, Axes]:
     how = equation.params
     if how["feature_group_count"] != 1 or how["batch_group_count"] != 1:
         raise Obstacle("it belongs to a grouped convolution")
-    if None in view.axes or any(len(axes) > 1 for axes in view.axes):
+    if any(axes is None or len(axes) > 1 for axes in view.axes):
         raise Obstacle("its entries are repeated or merged before it is used")
     layout, ndim = how["dimension_numbers"], len(view.axes)
     example, _ = views.examples(equation.outvars[0].aval.shape, [layout.out_spec[0]])
@@ -124,5 +125,5 @@ def elementwise(
     own = shape if operand is None else equation.invars[operand].aval.shape
     labels = views.along(view.axes, own, shape)
     example, others = views.examples(shape, range(len(shape)))
-    held = sorted((labels[axis], axis) for axis in others if labels[axis])
+    held = sorted((label, axis) for axis in others if (label := labels[axis]))
     return example, held, tuple(axis for axis in others if not labels[axis])

@@ -19,7 +19,7 @@ clients.
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ from fisherjax._layers import operations, uses
 from fisherjax._layers.feeders import Feeders, feeders, output_part
 from fisherjax._layers.layer import Layer, Part, grouped
 from fisherjax._layers.operations import Use
-from fisherjax._layers.views import MANY, Place
-from fisherjax.typing import Apply, Array, Params
+from fisherjax._layers.views import MANY, Place, Source
+from fisherjax.typing import Apply, Array, ArrayOrShape, Params
 
 
 class Trace(NamedTuple):
@@ -95,7 +95,7 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
 
 
 def network_of(
-    apply: Apply, params: Params, inputs: Array
+    apply: Apply, params: Params, inputs: ArrayOrShape
 ) -> tuple[inline.Flat, list[Part], dict[str, str]]:
     """Read a network at a minibatch, of which shapes suffice: equations, layers, what is none."""
     reading, names = _read(apply, params, inputs)
@@ -133,7 +133,7 @@ def output_layer(seen: Trace) -> int:
     return seen.last
 
 
-def check_output_layer(apply: Apply, params: Params, inputs: Array) -> Layer:
+def check_output_layer(apply: Apply, params: Params, inputs: ArrayOrShape) -> Layer:
     """Return the layer of `output_layer`, and refuse what it refuses, from shapes alone."""
     params = jax.tree.map(tree.shape_of, params)
     network, found, uncovered = network_of(apply, params, tree.shape_of(inputs, 2))
@@ -143,7 +143,7 @@ def check_output_layer(apply: Apply, params: Params, inputs: Array) -> Layer:
     return found[last].layer
 
 
-def _refuse_output(reason: str, shape: tuple[int, ...]) -> None:
+def _refuse_output(reason: str, shape: tuple[int, ...]) -> NoReturn:
     raise ValueError(
         "The last layer of this network is no dense layer with an output vector for each target "
         f"and leaves of its own (outputs have shape {tuple(shape[1:])}): {reason}. The outputs "
@@ -154,13 +154,13 @@ def _refuse_output(reason: str, shape: tuple[int, ...]) -> None:
     )
 
 
-def check_examples(apply: Apply, params: Params, inputs: Array) -> None:
+def check_examples(apply: Apply, params: Params, inputs: ArrayOrShape) -> None:
     """Refuse a network that mixes the examples of a batch, as far as it can be read."""
     with contextlib.suppress(LayersNotFoundError):
         _read(apply, params, inputs)
 
 
-def _read(apply: Apply, params: Params, inputs: Array) -> tuple[uses.Reading, list[str]]:
+def _read(apply: Apply, params: Params, inputs: ArrayOrShape) -> tuple[uses.Reading, list[str]]:
     # Its own failure is none of the network's.
     compat.import_kfac_jax()
     many = tree.shape_of(inputs, MANY)
@@ -197,7 +197,7 @@ def _first(seen: Trace) -> Trace:
 
 def _tagged(
     network: inline.Flat, parts: list[Part], arguments: list[Array]
-) -> tuple[Array, dict[Place, Array], Callable[[Array], dict[Place, Array]]]:
+) -> tuple[Array, dict[Source, Array], Callable[[Array], dict[Place, Array]]]:
     """Run a network; give outputs, what each use reads, and cotangent -> tangents of each use."""
     kfac_jax = compat.import_kfac_jax()
     every = {use.tangent: use for part in parts for use in (*part.uses, *part.shifts)}
@@ -243,7 +243,7 @@ def _tagged(
     return loss.mean, read, tangents
 
 
-def _activations(part: Part, network: inline.Flat, read: dict[Place, Array], batch: int) -> Array:
+def _activations(part: Part, network: inline.Flat, read: dict[Source, Array], batch: int) -> Array:
     layer = part.layer
     if layer.form == "scale":
         return jnp.zeros((batch, 0, math.prod(layer.shape)))
@@ -265,10 +265,11 @@ def _tangents(part: Part, tangents: dict[Place, Array], read: dict) -> Array:
         )
     if part.layer.form == "table":
         return jnp.concatenate([_summed(tangents, use) for use in part.uses], axis=1)
-    scales = sum(_summed(tangents, use) * _factor(use, read) for use in part.uses)
-    shifts = [sum(_summed(tangents, use) for use in part.shifts)] if part.shifts else []
+    sums = [sum(_summed(tangents, use) * _factor(use, read) for use in part.uses)]
+    if part.shifts:
+        sums.append(sum(_summed(tangents, use) for use in part.shifts))
     # [B, rows, o] -> [B, 1, size] each: the entries of the leaf in their order.
-    flat = [x.reshape(x.shape[0], 1, -1) for x in (scales, *shifts)]
+    flat = [x.reshape(x.shape[0], 1, -1) for x in map(jnp.asarray, sums)]
     return jnp.concatenate(flat, axis=1)
 
 
@@ -278,12 +279,12 @@ def _summed(tangents: dict[Place, Array], use: Use) -> Array:
     return value if use.form == operations.LOOKUP else value.sum(2)
 
 
-def _factor(use: Use, read: dict[Place, Array]) -> Array | int:
+def _factor(use: Use, read: dict[Source, Array]) -> Array | int:
     return 1 if use.inputs is None else _arranged(read[use.inputs], use.input_axes)
 
 
 def _rows(
-    use: Use, layer: Layer, network: inline.Flat, read: dict[Place, Array], batch: int
+    use: Use, layer: Layer, network: inline.Flat, read: dict[Source, Array], batch: int
 ) -> Array:
     """Give the rows of a table that a use reads, [B, T]."""
     if not isinstance(use.inputs, tuple):

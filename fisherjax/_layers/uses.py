@@ -99,12 +99,12 @@ def _prepare(walk: _Walk, number: int, equation: Any) -> None:
     if not operands:
         walk.data.update(filter(_has_examples, equation.outvars))
         return
-    place = next((i for i, v in enumerate(equation.invars) if _get(walk.views, v)), None)
-    view = None if place is None else walk.views[equation.invars[place]]
-    same_shape = place is not None and result.aval.shape == equation.invars[place].aval.shape
-    is_only_one = view is not None and sum(v in walk.views for v in operands) == 1
-    if is_only_one and len(operands) == 1 and place == 0:
-        followed = views.followed(number, equation, view)
+    place = next((i for i, v in enumerate(equation.invars) if _get(walk.views, v)), -1)
+    view = None if place < 0 else walk.views[equation.invars[place]]
+    same_shape = place >= 0 and result.aval.shape == equation.invars[place].aval.shape
+    one = view if sum(v in walk.views for v in operands) == 1 else None
+    if one is not None and len(operands) == 1 and place == 0:
+        followed = views.followed(number, equation, one)
         # Repeated for each example and then added to what depends on the inputs, as haiku's
         # biases are: the sum is its use.
         is_added = walk.added.get(result) in walk.data
@@ -115,14 +115,14 @@ def _prepare(walk: _Walk, number: int, equation: Any) -> None:
         if followed is not None:
             walk.views[result] = followed
             return
-    if is_only_one and same_shape and name == "add" and len(operands) == 1:
+    if one is not None and same_shape and name == "add" and len(operands) == 1:
         # A constant, as in 1 + scale, changes no gradient.
-        walk.views[result] = view
+        walk.views[result] = one
         return
-    if is_only_one and same_shape and name == "mul" and view.factor is None:
+    if one is not None and same_shape and name == "mul" and one.factor is None:
         # By what does not depend on it, such as a running standard deviation.
         _give_up(walk, equation.invars[1 - place])
-        walk.views[result] = view._replace(factor=((number, 1 - place), view.axes))
+        walk.views[result] = one._replace(factor=((number, 1 - place), one.axes))
         return
     said = _inside(name) or f"{name} is applied to it before it meets the inputs"
     reasons = {walk.views[v].leaf: said for v in operands if v in walk.views}
@@ -177,7 +177,7 @@ def _sum(walk: _Walk, number: int, operand: int | None, equation: Any, view: Vie
     rows = tuple(axis for _, axis in held if axis not in columns)
     other = None if operand is None else equation.invars[1 - operand]
     after, axes = walk.products.get(other, (None, ()))
-    if after is not None:
+    if after is not None and other is not None:
         # A sum repeats axes of size one: a score [B, 1] plus thresholds [K] has no bias.
         axes = views.along(axes, other.aval.shape, shape)
     own = [(axis, a) for a, axis in enumerate(axes) if axis and shape[a] > 1]

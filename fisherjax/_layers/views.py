@@ -13,6 +13,8 @@ Axes = tuple[tuple[int, ...] | None, ...]
 """For each axis of a value the axes of the leaf that it runs over; None where it repeats them."""
 Place = tuple[int, int | None]
 """A value: (number of the equation, which operand); None is the equation's result."""
+Source = Place | range | None
+"""What a use reads: a value, rows by their numbers, or nothing."""
 
 # What changes no value.
 _SAME = {
@@ -42,7 +44,7 @@ class View(NamedTuple):
     shape: tuple[int, ...]
     axes: Axes
     index: tuple[int, ...] = ()
-    rows: Place | range | None = None
+    rows: Source = None
     factor: tuple[Place, Axes] | None = None
 
 

@@ -10,7 +10,7 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, as_data, power_iteration, solution
-from fisherjax.typing import Array
+from fisherjax.typing import Array, Scalar
 
 
 @cached
@@ -81,7 +81,7 @@ def residual_descent(
 
 
 @jit
-def _descend(problem: Quadratic, steps: Array, rate: Array, power_iterations: Array) -> Any:
+def _descend(problem: Quadratic, steps: Scalar, rate: Scalar, power_iterations: Scalar) -> Any:
     matvec, rhs, start, *_ = problem
 
     def residual(blocks: Any) -> Any:

@@ -10,7 +10,7 @@ from fisherjax.algorithms.base import ENOUGH
 from fisherjax.fisher import Operator, automatic, true
 from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import Array, Examples, Key, Model, Params, Scalar
 
 
 def fisher_summary(
@@ -47,7 +47,7 @@ def fisher_sums(updates: dict[str, Any], weights: Array) -> quadratic.Sums:
     return quadratic.sums(updates["fisher"], updates["params"], weights)
 
 
-def solve_sums(solve: Callable[[quadratic.Quadratic], Any], damping: float = 0.0) -> Callable:
+def solve_sums(solve: Callable[[quadratic.Quadratic], Any], damping: Scalar = 0.0) -> Callable:
     """Make the `aggregate` that solves the quadratic of `fisher_sums`, or of (updates, weights).
 
     The solver starts from the clients' mean, not from the global model; its report is returned.

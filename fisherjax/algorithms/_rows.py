@@ -1,9 +1,7 @@
 """The columns of the registry's table of methods, and the laws that a merge may obey."""
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
-
-from fisherjax.algorithms.base import Algorithm
+from typing import Any, Literal, NamedTuple
 
 LAWS = {
     "identity": "If all clients send one model, the merge is that model, whatever else they send.",
@@ -51,7 +49,7 @@ class Row(NamedTuple):
     label: str
     paper: str
     sends: str
-    factory: Callable[..., Algorithm]
+    factory: Callable[..., Any]
     laws: tuple[str, ...] = ()
     reads: Mapping[str, type] | str | None = "does not say in its row what it reads of uploads"
     gives: Literal["model", "wider model", "model per client", "votes"] = "model"

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 _MOST_COUNTED = 10  # clients that raise a unit's prior probability; further ones do not
 
@@ -81,5 +80,8 @@ def _assigned(
     new = np.square(units + start).sum(1)[:, None] / (1 + precision)
     new = new - np.square(start).sum() / precision
     new = new - 2 * np.log(ranks) + 2 * np.log(prior.concentration / clients)
+    # Imported here, because the import takes half a second and only PFNM needs it.
+    from scipy.optimize import linear_sum_assignment
+
     _, found = linear_sum_assignment(np.hstack([gain, new]), maximize=True)
     return found

@@ -12,9 +12,9 @@ is one of the sums. A method that needs each update has no `reduce`: its `aggreg
 pair (updates, weights), with weights that sum to one.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -23,10 +23,10 @@ import optax
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params
 
 # Default number of a client's examples in a Fisher pass: more of them hardly make a merge by the
-# true Fisher more accurate (see docs/merging.md).
+# true Fisher more accurate (see docs/methods/merging.md).
 ENOUGH = 2000
 
 
@@ -53,7 +53,7 @@ class Update:
     values: dict[str, Any]
     # Part of the structure, since a string cannot be a leaf under `vmap`.
     kind: str = field(metadata={"static": True})
-    statistics: dict[str, Array] = field(default_factory=dict)
+    statistics: Mapping[str, AnyArray] = field(default_factory=dict)
     frozen: tuple[str, ...] = field(default=(), metadata={"static": True})
 
     def __repr__(self) -> str:
@@ -125,8 +125,13 @@ GIVES = ("model", "wider model", "model per client", "votes")
 client together with their mean, or all models stacked, for a vote."""
 
 
-class Algorithm(NamedTuple):
+Report = TypeVar("Report", covariant=True)
+
+
+class Algorithm(NamedTuple, Generic[Report]):
     """A method, as a tuple of pure functions; the module's docstring says when each is called.
+
+    `Algorithm[Info]` is the type of one that reports an `Info`, which `merging.merge` returns.
 
     Attributes:
         summarize: (key, trained, examples, local) -> (update, local), called for one client.
@@ -147,7 +152,7 @@ class Algorithm(NamedTuple):
     """
 
     summarize: Callable[[Key, Trained, Examples, Any], tuple[dict[str, Any], Any]]
-    aggregate: Callable[[Key, Any, Params, Any, Array], tuple[Params, Any, Any]]
+    aggregate: Callable[[Key, Any, Params, Any, Array], tuple[Params, Any, Report]]
     reduce: Callable[[dict[str, Any], Array], Any] | None = None
     decode: Callable[[dict[str, Any], Params], dict[str, Any]] = as_sent
     optimizer: Callable[[optax.GradientTransformation], Any] = unchanged
@@ -159,8 +164,7 @@ class Algorithm(NamedTuple):
 
 def check_algorithm(value: Any) -> None:
     """Raise unless the value is an `Algorithm`; only exchanges accept a sequence of them."""
-    several = isinstance(value, list | tuple) and len(value) > 0
-    if several and all(isinstance(each, Algorithm) for each in value):
+    if _is_sequence(value) and all(isinstance(each, Algorithm) for each in value):
         raise TypeError(
             f"algorithm is a sequence of {len(value)}; expected one Algorithm such as "
             "algorithms.fedavg(). Pass a sequence of messages, such as natural_gradient's, to "
@@ -181,11 +185,15 @@ def as_sequence(value: Any) -> tuple[Algorithm, ...]:
         >>> len(as_sequence(averaging())), len(as_sequence([averaging(), averaging()]))
         (1, 2)
     """
-    is_sequence = isinstance(value, list | tuple) and not isinstance(value, Algorithm)
-    found = tuple(value) if is_sequence and value else (value,)
+    found = tuple(value) if _is_sequence(value) else (value,)
     for each in found:
         check_algorithm(each)
     return found
+
+
+def _is_sequence(value: Any) -> bool:
+    # An algorithm is itself a tuple, but not a sequence of algorithms.
+    return isinstance(value, list | tuple) and not isinstance(value, Algorithm) and len(value) > 0
 
 
 def keeps_shapes(algorithm: Algorithm) -> bool:
@@ -259,7 +267,7 @@ def weighted_sum(values: Any, weights: Array) -> WeightedSum:
     return WeightedSum(tree.weighted_sum(values, weights), weights.sum())
 
 
-def averaging(**changes: Any) -> Algorithm:
+def averaging(**changes: Any) -> Algorithm[tuple[()]]:
     """Make federated averaging, W = sum_i p_i W_i, with some fields of `Algorithm` replaced."""
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
@@ -270,7 +278,9 @@ def averaging(**changes: Any) -> Algorithm:
         # Sums over groups of clients can be added; their means cannot.
         return weighted_sum(updates["params"], weights)
 
-    def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
+    def aggregate(
+        key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array
+    ) -> tuple[Params, Any, tuple[()]]:
         del key, params, cohort
         return sums.mean(), state, ()
 

@@ -9,7 +9,7 @@ from fisherjax.algorithms.base import Algorithm, averaging
 
 
 @cached
-def fedavg() -> Algorithm:
+def fedavg() -> Algorithm[tuple[()]]:
     """Make federated averaging, W = sum_i p_i W_i, of every leaf.
 
     Returns:

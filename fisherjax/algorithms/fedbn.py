@@ -6,12 +6,13 @@ normalization, ICLR 2021.
 
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax.numpy as jnp
 
 from fisherjax import leaves
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import Algorithm, averaging
+from fisherjax.algorithms.base import Algorithm, Report, averaging
 from fisherjax.algorithms.wrappers.local_leaves import keep_chosen, keep_local
 from fisherjax.typing import Params
 
@@ -68,9 +69,9 @@ def _words(part: str) -> list[str]:
 
 @cached
 def fedbn(
-    algorithm: Algorithm | None = None,
+    algorithm: Algorithm[Report] | None = None,
     where: Callable[[str], bool] | frozenset[str] | None = None,
-) -> Algorithm:
+) -> Algorithm[Report]:
     """Make FedBN: clients keep scales, shifts and running statistics; other leaves are averaged.
 
     Args:
@@ -100,7 +101,7 @@ def fedbn(
         weights clients equally. A network without normalisation is refused: FedBN would be
         federated averaging.
     """
-    base = averaging() if algorithm is None else algorithm
+    base: Algorithm[Any] = averaging() if algorithm is None else algorithm
     return keep_chosen(base, _by_names) if where is None else keep_local(base, where)
 
 

@@ -15,7 +15,7 @@ from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, Link, WeightedSum, weighted_sum
 from fisherjax.local_update import penalised
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Params
+from fisherjax.typing import Array, Examples, Key, Params, Scalar
 
 
 class Dynamics(NamedTuple):
@@ -31,7 +31,7 @@ class Dynamics(NamedTuple):
 
 
 @cached
-def feddyn(alpha: float = 0.01) -> Algorithm:
+def feddyn(alpha: Scalar = 0.01) -> Algorithm[tuple[()]]:
     r"""Make FedDyn, which adds to each client's loss a linear term with a gradient g_i.
 
         client i minimises  loss(w) - <g_i, w> + alpha / 2 ||w - W||^2  from W, which gives W_i,
@@ -79,7 +79,7 @@ def feddyn(alpha: float = 0.01) -> Algorithm:
         def leaf(w: Array, centre: Array, g: Array) -> Array:
             return (alpha / 2 * jnp.square(w - centre) - g * w).sum()
 
-        return sum(jax.tree.leaves(jax.tree.map(leaf, params, start, gradient)))
+        return jnp.asarray(sum(jax.tree.leaves(jax.tree.map(leaf, params, start, gradient))))
 
     def init(params: Params, num_clients: int) -> Dynamics:
         return Dynamics(optax.tree.zeros_like(params), jnp.asarray(num_clients, jnp.int32))

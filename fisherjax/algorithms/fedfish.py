@@ -19,8 +19,9 @@ from fisherjax.algorithms._fisher_updates import fisher_sums, solve_sums
 from fisherjax.algorithms.base import Algorithm, unchanged
 from fisherjax.clients import minibatches, num_batches, shuffled
 from fisherjax.fisher import Diagonal
+from fisherjax.solvers import Info
 from fisherjax.training import Trained
-from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params, Scalar
 
 
 @cached
@@ -30,8 +31,8 @@ def fedfish(
     batch_size: int = 64,
     last_epoch: bool = False,
     average: bool = False,
-    floor: float = 1e-12,
-) -> Algorithm:
+    floor: Scalar = 1e-12,
+) -> Algorithm[Info]:
     r"""Make FedFish, the coordinate-wise mean of the models weighted by squared batch gradients.
 
         F_i = sum_b (gradient of the mean loss of minibatch b)^2,
@@ -102,7 +103,7 @@ def fedfish(
             weights = examples.weights
             size = examples.inputs.shape[0] if weights is None else jnp.count_nonzero(weights)
             # A client without examples has no minibatch, and its squares are zero.
-            steps = jnp.maximum(num_batches(size, batch_size), 1)
+            steps = jnp.maximum(num_batches(jnp.asarray(size), batch_size), 1)
             total = jax.tree.map(lambda x: x / steps.astype(x.dtype), total)
         return {"params": trained.params, "fisher": Diagonal(total)}, local
 
@@ -118,12 +119,12 @@ def fedfish(
 def _squaring(base: optax.GradientTransformation) -> optax.GradientTransformation:
     """Wrap the user's optimiser to sum the squared gradients that it gets in the last epoch."""
 
-    def update(gradient: Params, total: Params, params: Params, *, last_epoch: Array, **_: Any):
+    def update(updates: Params, state: Params, params: Params = None, **given: Any) -> tuple:
         del params
-        seen = _add_squares(total, gradient)
+        seen = _add_squares(state, updates)
         # The flag is traced, so that all epochs run the same compiled step.
-        total = jax.tree.map(lambda new, old: jnp.where(last_epoch, new, old), seen, total)
-        return gradient, total
+        last = given["last_epoch"]
+        return updates, jax.tree.map(lambda new, old: jnp.where(last, new, old), seen, state)
 
     return local_update.keeping(optax.GradientTransformationExtraArgs(_zeros, update), base)
 

@@ -20,9 +20,10 @@ from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, so
 from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import Diagonal, Operator, automatic, kfac
 from fisherjax.fisher.kinds import Kind
-from fisherjax.quadratic import Quadratic, in_fisher_units
-from fisherjax.solvers.base import Solution, Solver, as_data, as_partial, solution
-from fisherjax.typing import Array, Model, Params
+from fisherjax.fisher.operators import Blockwise
+from fisherjax.quadratic import Quadratic, in_fisher_units, restored
+from fisherjax.solvers.base import Info, Solution, Solver, as_data, as_partial, solution
+from fisherjax.typing import Array, Model, Params, Scalar
 
 
 @cached
@@ -31,11 +32,11 @@ def fedfisher(
     *,
     fisher: Callable[..., Operator] = kfac,
     kind: Kind = automatic,
-    damping: float | None = None,
+    damping: Scalar | None = None,
     solver: Solver | None = None,
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
-) -> Algorithm:
+) -> Algorithm[Info]:
     """Make FedFisher, which minimises the clients' Fisher-weighted quadratic on the server.
 
         W = argmin sum_i p_i 1/2 (W - W_i)^T F_i (W - W_i) + damping towards sum_i p_i W_i.
@@ -79,8 +80,8 @@ def fedfisher(
     """
     summarize, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
     # The annotation shows it before any Fisher is computed; damping and `reduce` depend on it.
-    operator = inspect.signature(fisher).return_annotation
-    operator = operator if hasattr(operator, "adds_up") else Diagonal
+    found = inspect.signature(fisher).return_annotation
+    operator: type[Blockwise] = found if hasattr(found, "adds_up") else Diagonal
     damping = operator.default_damping if damping is None else damping
     checks.number("damping", damping)
     solve = solvers.conjugate_gradients() if solver is None else solver
@@ -154,8 +155,8 @@ def _paper_adam(
     score_every: int,
     problem: Quadratic,
     score: Callable | None,
-    learning_rate: Array,
-    epsilon: Array,
+    learning_rate: Scalar,
+    epsilon: Scalar,
 ) -> Any:
     def move(x: Array, m: Array, s: Array) -> Array:
         rate, eps = (jnp.asarray(value, s.dtype) for value in (learning_rate, epsilon))
@@ -179,7 +180,7 @@ def _paper_adam(
         first = round_ * score_every
         # The authors compare after steps 1, 101, ...: one step, a score, then the other steps.
         state = step(first, state)
-        value = jnp.asarray(score(problem.restore(state[0])), jnp.float32)
+        value = jnp.asarray(score(restored(problem, state[0])), jnp.float32)
         # Strictly greater, so that the first of equal scores is kept.
         better = value > best_score
         best = jax.tree.map(lambda new, old: jnp.where(better, new, old), state[0], best)

@@ -25,9 +25,9 @@ from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import Kronecker, _passes, empirical, kfac, zero
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
-from fisherjax.solvers.base import Solver, ratio
+from fisherjax.solvers.base import Info, Solver, ratio
 from fisherjax.training import Trained
-from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+from fisherjax.typing import AnyArray, Apply, Array, Examples, Key, Model, Params, Scalar
 
 
 @cached
@@ -35,14 +35,14 @@ def fedlpa(
     model: Model,
     *,
     kind: Kind = empirical,
-    damping: float = 1e-3,
+    damping: Scalar = 1e-3,
     balanced: bool = False,
     authors_split: bool = True,
     solver: Solver | None = None,
     fallback: Callable[..., Any] | None = None,
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
-) -> Algorithm:
+) -> Algorithm[Info]:
     r"""Make FedLPA, which solves one linear system for each layer V [inputs + 1, outputs].
 
         sum_i p_i A_i V G_i = sum_i p_i A_i V_i G_i,
@@ -129,7 +129,7 @@ def fedlpa(
     return Algorithm(summarize, aggregate, kind=sent, model=model)
 
 
-def _location_counts(apply: Apply, params: Params, inputs: Array) -> dict[str, int]:
+def _location_counts(apply: Apply, params: Params, inputs: AnyArray) -> dict[str, int]:
     """Return the number of locations T of each layer, by kernel name."""
 
     def activations(params: Params, inputs: Array) -> dict[str, Array]:
@@ -171,7 +171,7 @@ def _authors_split(fisher: Kronecker, counts: dict[str, Any]) -> Kronecker:
 
 
 @partial(jit, static_argnums=(0, 1))
-def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Array) -> Kronecker:
+def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Scalar) -> Kronecker:
     """Add the damping to each client's factors."""
 
     def shifted(matrix: Array, shift: Array) -> Array:

@@ -33,7 +33,7 @@ class _Length(NamedTuple):
 
 
 @cached
-def fednova() -> Algorithm:
+def fednova() -> Algorithm[tuple[()]]:
     r"""Make FedNova, which averages the clients' normalised changes of the global model W.
 
         W + (sum_i p_i a_i) sum_i p_i (W_i - W) / a_i,
@@ -116,12 +116,12 @@ def _measured(base: optax.GradientTransformation) -> optax.GradientTransformatio
         _optimizers.check("The optimizer that FedNova wraps", base, numbers, _ONES)
         return _Length(numbers, base.init(numbers))
 
-    def measure(gradient: Params, state: _Length, params: Params, **given: Any) -> tuple:
+    def measure(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
         del params
         zeros, ones = (jax.tree.map(f, state.moved) for f in (jnp.zeros_like, jnp.ones_like))
         # The start and extras of params have other shapes, and the loss belongs to params.
         arguments = {"start": zeros, "extras": (), "last_epoch": given.get("last_epoch", False)}
         step, optimizer = inner.update(ones, state.optimizer, state.moved, **arguments)
-        return gradient, _Length(jax.tree.map(jnp.add, state.moved, step), optimizer)
+        return updates, _Length(jax.tree.map(jnp.add, state.moved, step), optimizer)
 
     return local_update.keeping(optax.GradientTransformationExtraArgs(init, measure), base)

@@ -4,17 +4,18 @@ Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from fisherjax import leaves
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import Algorithm, averaging
+from fisherjax.algorithms.base import Algorithm, Report, averaging
 from fisherjax.algorithms.wrappers.local_leaves import keep_chosen
 from fisherjax.typing import Params
 
 
 @cached
-def fedper(head: str, algorithm: Algorithm | None = None) -> Algorithm:
+def fedper(head: str, algorithm: Algorithm[Report] | None = None) -> Algorithm[Report]:
     """Make FedPer: clients keep the layer that makes the outputs; other leaves are averaged.
 
     Args:
@@ -40,7 +41,8 @@ def fedper(head: str, algorithm: Algorithm | None = None) -> Algorithm:
     """
     if not isinstance(head, str):
         raise TypeError(f"head is {head!r}; expected the name of a layer, such as 'dense3'.")
-    return keep_chosen(averaging() if algorithm is None else algorithm, _leaves_of(head))
+    base: Algorithm[Any] = averaging() if algorithm is None else algorithm
+    return keep_chosen(base, _leaves_of(head))
 
 
 @cached

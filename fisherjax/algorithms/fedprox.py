@@ -13,11 +13,11 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, averaging
 from fisherjax.local_update import penalised
-from fisherjax.typing import Array, Params
+from fisherjax.typing import Array, Params, Scalar
 
 
 @cached
-def fedprox(mu: float = 1e-3) -> Algorithm:
+def fedprox(mu: Scalar = 1e-3) -> Algorithm[tuple[()]]:
     """Make FedProx, federated averaging of clients whose loss has a proximal term.
 
         loss of client i + mu / 2 ||w - W||^2,   W the model that it started from.
@@ -45,6 +45,6 @@ def fedprox(mu: float = 1e-3) -> Algorithm:
     def penalty(params: Params, *, start: Params, extras: Any) -> Array:
         del extras
         squares = jax.tree.map(lambda w, centre: jnp.square(w - centre).sum(), params, start)
-        return mu / 2 * sum(jax.tree.leaves(squares))
+        return jnp.asarray(mu / 2 * sum(jax.tree.leaves(squares)))
 
     return averaging(optimizer=penalised(penalty))

@@ -9,7 +9,8 @@ from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, so
 from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import automatic, diagonal
 from fisherjax.fisher.kinds import Kind
-from fisherjax.typing import Model
+from fisherjax.solvers import Info
+from fisherjax.typing import Model, Scalar
 
 
 @cached
@@ -17,10 +18,10 @@ def fisher_merge(
     model: Model,
     *,
     kind: Kind = automatic,
-    floor: float = 1e-6,
+    floor: Scalar = 1e-6,
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
-) -> Algorithm:
+) -> Algorithm[Info]:
     """Make Fisher merging, the mean of the clients' params weighted by their diagonal Fishers.
 
         W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator exceeds a floor,

@@ -49,7 +49,7 @@ def otfusion(
     past_correction: bool = True,
     fix_last_layer: bool = True,
     score: Callable[[Params], Array] | None = None,
-) -> Algorithm:
+) -> Algorithm[Transported]:
     """Make OTFusion of weights with exact transport, which averages matched units.
 
         W = sum_i p_i X_i T_i,   T_i = argmin_T sum_pq T_pq |x_p - y_q|^2   over permutations,
@@ -137,8 +137,9 @@ def otfusion(
 
 
 def _check_whole(wires: Wiring, stacked: Params) -> None:
-    needed = {layer.leaf for layer in wires.layers} | {layer.bias for layer in wires.layers}
-    if missing := sorted(needed - {None} - set(tree.names(stacked))):
+    used = (name for layer in wires.layers for name in (layer.leaf, layer.bias))
+    needed = {name for name in used if name is not None}
+    if missing := sorted(needed - set(tree.names(stacked))):
         raise ValueError(
             f"Clients keep {missing}, which take units that OTFusion puts in another order; "
             "expected all layers. Use another method under keep_local, fedper or fedbn."
@@ -215,7 +216,7 @@ def _moved_inputs(value: Array, before: list[Array], span: tuple[int, int]) -> A
     """Move the rows [b * units * c] of a layer's matrix, except a bias, by the mean transport."""
     if not before:
         return value
-    transport, (outer, inner) = sum(before) / len(before), span
+    transport, (outer, inner) = jnp.asarray(sum(before)) / len(before), span
     units = len(transport)
     rows = outer * units * inner
     kernel = value[:rows].reshape(outer, units, inner, -1)

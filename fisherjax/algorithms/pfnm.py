@@ -45,7 +45,7 @@ def pfnm(
     sweeps: int = 5,
     most_new: int = 700,
     misplaced_prior: bool = False,
-) -> Algorithm:
+) -> Algorithm[Matched]:
     """Make PFNM, whose merged network has one unit for each group of matched units.
 
         theta_g = (s mu + sum_{w -> g} w) / (s + m_g)

@@ -41,7 +41,7 @@ from fisherjax.algorithms.ties import ties
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.algorithms.wrappers.sketched import fedfisher_sketched
 from fisherjax.fisher import Dense, Diagonal, Kronecker
-from fisherjax.typing import Model
+from fisherjax.typing import Array, Model
 
 __all__ = [
     "METHODS",
@@ -81,7 +81,7 @@ def weighted_fedbn(
     where: Callable[[str], bool] | frozenset[str] | None = None,
     temperature: float = 1.0,
     **options: Any,
-) -> Algorithm:
+) -> Algorithm[Array]:
     """Make Weighted FedAvg with personal BatchNorm, `fedbn(weighted_fedavg(model, ...), where)`.
 
     Example:
@@ -276,7 +276,7 @@ METHODS: dict[str, Row] = {
         "He et al., CVPR 2025",
         "without training, moments of the last layer's inputs and class sums",
         analytic_head,
-        ("exchange",),
+        ("exchange", "frozen"),
         None,
     ),
     "ccvr": Row(
@@ -284,7 +284,7 @@ METHODS: dict[str, Row] = {
         "Luo et al., NeurIPS 2021",
         "without training, moments of the last layer's inputs and class sums",
         ccvr,
-        ("exchange",),
+        ("exchange", "frozen"),
         None,
     ),
     "natural_gradient": Row(
@@ -292,7 +292,7 @@ METHODS: dict[str, Row] = {
         "Martens, Grosse, ICML 2015",
         "without training, gradients, K-FAC factors and products with them",
         natural_gradient,
-        ("exchange",),
+        ("exchange", "frozen"),
         None,
     ),
 }

@@ -28,7 +28,7 @@ from fisherjax.typing import Array, Examples, Key, Model, Params
 @cached
 def regmean(
     model: Model, *, shrink: float = 0.9, batch_size: int = 256, max_examples: int | None = ENOUGH
-) -> Algorithm:
+) -> Algorithm[tuple[()]]:
     """Make RegMean, which merges each dense kernel by least squares over its inputs u.
 
         W = Wbar + (sum_i p_i H_i)^-1 sum_i p_i H_i (W_i - Wbar),   H_i = shrink(E_i[u u^T]),

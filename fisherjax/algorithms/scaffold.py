@@ -33,7 +33,7 @@ class Controls(NamedTuple):
 
 
 @cached
-def scaffold() -> Algorithm:
+def scaffold() -> Algorithm[tuple[()]]:
     r"""Make SCAFFOLD, which averages models and keeps a control variate for each client.
 
         W   <- sum_i p_i W_i
@@ -124,11 +124,13 @@ def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformati
         _optimizers.check_plain("SCAFFOLD", base, params)
         return Kept(optax.tree.zeros_like(params), base.init(params))
 
-    def update(gradient: Params, state: Kept, params: Params, *, extras: Any = (), **given: Any):
+    def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
         # A single round has no correction: all controls are zero.
-        correction = extras if jax.tree.leaves(extras) else state.own
+        correction = given.get("extras", ())
+        correction = correction if jax.tree.leaves(correction) else state.own
         # Before the correction, which momentum must not accumulate.
-        updates, inner = inner_optimizer.update(gradient, state.base, params, extras=(), **given)
+        given["extras"] = ()
+        updates, inner = inner_optimizer.update(updates, state.base, params, **given)
         updates = jax.tree.map(lambda u, c: u - c.astype(u.dtype), updates, correction)
         return updates, Kept(correction, inner)
 

@@ -26,7 +26,7 @@ from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.solvers import Info
 from fisherjax.solvers.base import Solver, ratio
-from fisherjax.typing import Array, Model, Params
+from fisherjax.typing import Array, Model, Params, Scalar
 
 
 class _Settings(NamedTuple):
@@ -36,8 +36,8 @@ class _Settings(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    damping: Array
-    isotropy: Array
+    damping: Scalar
+    isotropy: Scalar
 
 
 @cached
@@ -45,15 +45,15 @@ def fedfisher_sequential(
     model: Model,
     *,
     kind: Kind = automatic,
-    damping: float = 0.01,
+    damping: Scalar = 0.01,
     outputs: bool = True,
-    isotropy: float = 0.3,
+    isotropy: Scalar = 0.3,
     passes: int = 2,
     fallback: Callable[..., Diagonal] | None = None,
     solver: solvers.Solver | None = None,
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
-) -> Algorithm:
+) -> Algorithm[Info]:
     """Make FedFisher with K-FAC that merges one layer after another, in the forward order.
 
         sum_i p_i A_i (V - V_i) G_i + damping s (V - Vbar) = 0,   s the mean eigenvalue of the sum,
@@ -146,7 +146,7 @@ def fedfisher_sequential(
 def _merged(
     settings: _Settings, fishers: Kronecker, params: Params, weights: Array, sizes: _Sizes
 ) -> tuple[Params, Any]:
-    def solve(part: Kronecker, damping: Array) -> tuple[dict[str, Array], Any]:
+    def solve(part: Kronecker, damping: Scalar) -> tuple[dict[str, Array], Any]:
         problem = quadratic.quadratic(part, params, weights, damping)
         # One layer does not make complete params.
         return settings.solve(problem._replace(restore=None))
@@ -192,8 +192,8 @@ def _merged(
     _, passes = jax.lax.scan(merge_all, nothing, length=max(settings.passes, 1))
     merged, infos = jax.tree.map(lambda x: x[-1], passes)
     if fishers.entries:
-        scales = tuple(layer for layer in fishers.layers if layer.kernel in fishers.scales)
-        rest = Kronecker({}, fishers.entries, scales, fishers.template)
+        others = tuple(layer for layer in fishers.layers if layer.kernel in fishers.scales)
+        rest = Kronecker({}, fishers.entries, others, fishers.template)
         found, info = solve(rest, Kronecker.default_damping)
         merged, infos = merged | found, [*infos, info]
     return fishers.restore(merged), _combined(infos, fishers.coverage)
@@ -270,4 +270,5 @@ def _combined(infos: list[Any], coverage: float) -> Any:
     if not all(isinstance(info, Info) for info in infos):
         return infos
     fields = [[info[number] for info in infos] for number in range(3)]
-    return Info(*({k: v for one in own for k, v in one.items()} for own in fields), coverage)
+    iterations, residual, status = ({k: v for one in own for k, v in one.items()} for own in fields)
+    return Info(iterations, residual, status, coverage)

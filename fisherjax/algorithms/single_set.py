@@ -10,7 +10,7 @@ from fisherjax.typing import Array, Examples, Key, Params
 
 
 @cached
-def single_set() -> Algorithm:
+def single_set() -> Algorithm[tuple[()]]:
     """Make the baseline without communication: in rounds, each client trains its own model further.
 
         W_i <- training of W_i on client i's examples

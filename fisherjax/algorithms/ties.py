@@ -31,7 +31,7 @@ class Direction(NamedTuple):
 
 
 @cached
-def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm:
+def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
     r"""Make TIES, which trims the changes of the global model W, elects signs and averages.
 
         t_i = W_i - W with all entries zero except the largest, a share `density` of them,

@@ -30,7 +30,7 @@ def weighted_fedavg(
     fisher: Callable[..., Operator] | None = None,
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
-) -> Algorithm:
+) -> Algorithm[Array]:
     """Make Weighted FedAvg: each client gets the mean of all models, weighted by similarity.
 
         s_kl = softmax_l(cos(p_k, p_l) / tau),    W_k <- sum_l s_kl W_l,

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms.base import Algorithm, Update, as_sequence
+from fisherjax.algorithms.base import Algorithm, Report, Update, as_sequence
 from fisherjax.fisher import Dense, Kronecker
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
@@ -159,9 +159,17 @@ def at(path: Any, function: Callable[[Any], Any], value: Any) -> Any:
         raise ValueError(f"{name}: {error}" if name else str(error)) from error
 
 
+@overload
+def compressed(algorithm: Algorithm[Report], codec: Codec) -> Algorithm[Report]: ...
+
+
+@overload
 def compressed(
-    algorithm: Algorithm | Sequence[Algorithm], codec: Codec
-) -> Algorithm | tuple[Algorithm, ...]:
+    algorithm: Sequence[Algorithm[Report]], codec: Codec
+) -> tuple[Algorithm[Report], ...]: ...
+
+
+def compressed(algorithm: Any, codec: Codec) -> Any:
     """Let clients send what a codec makes of their updates; the server decodes and goes on.
 
     Args:

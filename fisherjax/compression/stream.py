@@ -93,12 +93,14 @@ class Stream(Encoded):
                 raise ValueError(f"It has {entries} numbers in a stream; expected below {_MOST}")
             return found
 
-        is_slot = {"is_leaf": lambda x: isinstance(x, Slot)}
+        def is_slot(x: Any) -> bool:
+            return isinstance(x, Slot)
+
         own = jax.tree_util.tree_map_with_path(
-            lambda path, node: at(path, one, node), self.values, **is_slot
+            lambda path, node: at(path, one, node), self.values, is_leaf=is_slot
         )
         found = inner(own)
-        nodes = jax.tree.leaves(self.values, **is_slot)
+        nodes = jax.tree.leaves(self.values, is_leaf=is_slot)
         slots = [node for node in nodes if isinstance(node, Slot)]
         came = 8 * check_field("bits", self.bits, 1, jnp.uint8).shape[0]
         entries = sum(math.prod(slot.shape) for slot in slots)
@@ -171,7 +173,7 @@ def divided(
 
     def needed(level: Array) -> Array:
         own = zip(columns, widths(level), strict=True)
-        return sum(len(x) * width.sum() for x, width in own)
+        return jnp.asarray(sum(len(x) * width.sum() for x, width in own))
 
     def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends

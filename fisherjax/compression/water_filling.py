@@ -91,7 +91,7 @@ def water_filling(size: float, *, trust: float = 0.03) -> Codec:
         (True, True)
 
     Source: this library; the theorem is named above. The default of trust was chosen on the
-        FedFisher authors' clients of MNIST, among 0.01 to 1 (docs/compression.md).
+        FedFisher authors' clients of MNIST, among 0.01 to 1 (docs/how_to/compression.md).
     """
     checks.positive("size", size)
     checks.positive("trust", trust)
@@ -123,7 +123,7 @@ def _priced(values: dict[str, Any], start: Params | None, trust: float) -> dict[
             done[name] = _grams(value, far, trust, costs)
         elif name != "params":
             done[name] = codes(value, _OTHER)
-    mean = sum(costs.values()) / len(costs) if costs else jnp.ones(())
+    mean = jnp.asarray(sum(costs.values())) / len(costs) if costs else jnp.ones(())
     weights = []
     for name, x in leaves.items():
         cost = costs.get(name, mean) + 0.01 * mean

@@ -33,9 +33,10 @@ def unpacked(
     Columns of a stream are read together: a layer alone cannot be. What is wrong in such a file is
     told of the upload that it was made of.
     """
+    first, _, others = found[0]
     for record, spec, sizes in found:
         _check(record, spec, start)
-        check_like(record, sizes, start, *found[0][::2])
+        check_like(record, sizes, start, first, others)
     with tempfile.TemporaryDirectory(prefix=".unpacked-", dir=folder) as place:
         paths = [record.path for record, *_ in found]
         try:
@@ -72,8 +73,9 @@ def _check(record: Record, spec: dict[str, Any], start: dict[str, np.ndarray] | 
             f"{where} is packed by {record.codec!r}, as differences to the model that clients "
             "started from: pass it as `start`, a pytree or a file of arrays by leaf name (--start)."
         )
+    started = {} if start is None else start
     for leaf in leaves:
-        expected, given = record.layers.get(leaf), start.get(leaf)
+        expected, given = record.layers.get(leaf), started.get(leaf)
         if given is None or expected not in (None, given.shape):
             raise ValueError(
                 f"{where} holds differences of '{leaf}' {expected}, but the start has "

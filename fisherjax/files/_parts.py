@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 def split(values: dict[str, Any]) -> list[Part]:
     """Split values into the smallest parts that a merge does not couple: layers, or leaves."""
-    params, fisher, grams = (values.get(key) for key in ("params", "fisher", "grams"))
+    params, fisher, grams = values["params"], values.get("fisher"), values.get("grams")
     if isinstance(fisher, Dense) or "wiring" in values:
         return [Part({name: name for name in params}, values)]
     groups = [[name] for name in params]
@@ -44,7 +44,7 @@ def split(values: dict[str, Any]) -> list[Part]:
     parts = []
     for group in groups:
         numbers = {name: str(number) for number, name in enumerate(group)}
-        part = {"params": {numbers[name]: params[name] for name in group}}
+        part: dict[str, Any] = {"params": {numbers[name]: params[name] for name in group}}
         if isinstance(fisher, Kronecker):
             part["fisher"], numbers = _renamed(fisher.select(group), numbers)
         elif isinstance(fisher, Diagonal):
@@ -65,8 +65,8 @@ def _renamed(fisher: Kronecker, names: dict[str, str]) -> tuple[Kronecker, dict[
     layers = tuple(
         layer._replace(
             kernel=names[layer.leaf] + layer.kernel[len(layer.leaf) :],
-            bias=names.get(layer.bias),
-            part_of=names.get(layer.part_of),
+            bias=None if layer.bias is None else names.get(layer.bias),
+            part_of=None if layer.part_of is None else names.get(layer.part_of),
         )
         for layer in fisher.layers
     )

@@ -21,17 +21,23 @@ def method_of(records: list[Record], name: str | None, options: dict) -> tuple[s
         raise ValueError(f"The uploads were made for {made_for}: say which algorithm merges them.")
     name = made_for[0] if name is None else name
     check_method(name)
-    reads = {other: row.reads for other, row in algorithms.METHODS.items()}
-    if isinstance(reads[name], str):
-        known = ", ".join(other for other, own in reads.items() if isinstance(own, Mapping))
-        raise ValueError(
-            f"{name} {reads[name]}, and does not merge files; expected one of {known}. "
-            "Read the uploads by files.load_update and merge them by merging.merge."
-        )
+    _reads_of(name)
     algorithms.check_options(name, options)
     method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
     # Without its model nobody asks which leaves the network leaves alone.
     return name, method._replace(kind=records[0].kind, model=None)
+
+
+def _reads_of(name: str) -> Mapping[str, type]:
+    """Return what a method reads of uploads besides params; refuse one that merges no files."""
+    reads = {other: row.reads for other, row in algorithms.METHODS.items()}
+    if isinstance(found := reads[name], Mapping):
+        return found
+    known = ", ".join(other for other, own in reads.items() if isinstance(own, Mapping))
+    raise ValueError(
+        f"{name} {found}, and does not merge files; expected one of {known}. "
+        "Read the uploads by files.load_update and merge them by merging.merge."
+    )
 
 
 def _no_network(*_: Any) -> Any:
@@ -52,7 +58,7 @@ def check_clients(records: list[Record]) -> None:
 
 def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any]:
     """Give the values that a method reads, with names of arrays for leaves; refuse others."""
-    reads, first = algorithms.METHODS[name].reads, records[0]
+    reads, first = _reads_of(name), records[0]
     needed = {"params", *reads}
     for record, spec in zip(records, specs, strict=True):
         where = f"{str(record.path)!r} of client {record.client!r}"

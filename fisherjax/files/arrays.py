@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import numpy as safetensors
 
@@ -289,7 +290,7 @@ def _cast(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
 
 def _is_float(leaf: Any) -> bool:
     # numpy's own does not know bfloat16.
-    return jax.dtypes.issubdtype(leaf.dtype, np.floating)
+    return jnp.issubdtype(leaf.dtype, np.floating)
 
 
 def _some(words: Iterable[str], between: str = ", ") -> str:

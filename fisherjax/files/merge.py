@@ -199,8 +199,9 @@ def _frozen(found: Opened, start: dict[str, np.ndarray] | None) -> dict[str, np.
     """Take the leaves that nobody sent from the start, if there is one; refuse another network."""
     if start is None:
         return {}
+    first, _, others = found[0]
     for record, _, sizes in found:
-        check_like(record, sizes, start, *found[0][::2])
+        check_like(record, sizes, start, first, others)
     if missing := [leaf for leaf in found[0][0].frozen if leaf not in start]:
         raise ValueError(
             f"The start lacks {missing}, which clients did not send as they are frozen; expected "

@@ -17,8 +17,8 @@ from fisherjax import _sequences, leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit
-from fisherjax.clients import draw, minibatches
-from fisherjax.devices import mesh_of, replicate
+from fisherjax.clients import draw, minibatches, weights_of
+from fisherjax.devices import layout_of, mesh_of, replicate
 from fisherjax.fisher._columns import Columns, values
 from fisherjax.fisher.kinds import Kind, automatic, true
 from fisherjax.typing import Apply, Array, Examples, Key, Likelihood, Model, Params
@@ -52,7 +52,7 @@ def weighted_mean(
     """
     number, batch = minibatches(examples, batch_size)
 
-    def one_batch(step: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+    def one_batch(step: Array | int, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         sums, total = carry
         # Folded, so that a minibatch's draws do not depend on how many there are.
         batch_key = None if key is None else jax.random.fold_in(key, step)
@@ -94,7 +94,7 @@ def run(
         ValueError: If inputs are spread and indices are given.
     """
     inputs, weights = examples.inputs, examples.weights
-    layout = inputs.sharding if mesh_of(inputs) else None
+    layout = layout_of(inputs)
     # Its first axis is that of the examples.
     if layout is None or not layout.spec or layout.spec[0] is None:
         return _mean(sums, plan, params, examples, key, vector)
@@ -106,7 +106,7 @@ def run(
         )
     # Each device weighs its mean by the weights of its own rows.
     weights = jnp.ones(inputs.shape[0]) if weights is None else jnp.asarray(weights, float)
-    params, key, vector = replicate((params, key, vector), layout.mesh)
+    params, key, vector = replicate((params, key, vector), mesh_of(inputs))
     examples = examples._replace(weights=weights)
     return _mean_over_devices(sums, plan, layout, (params, vector), examples, key)
 
@@ -155,9 +155,10 @@ def _mean_over_devices(
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
         params, vector = point
         own = _mean(sums, own_plan, params, examples, key, vector)
-        total = jax.lax.psum(examples.weights.sum(), axis)
+        weight = weights_of(examples).sum()
+        total = jax.lax.psum(weight, axis)
         # Weighted means of means: devices may hold different numbers of examples that count.
-        share = examples.weights.sum() / jnp.where(total > 0, total, 1)
+        share = weight / jnp.where(total > 0, total, 1)
         return jax.lax.psum(jax.tree.map(lambda x: x * share.astype(x.dtype), own), axis)
 
     in_specs = everywhere, everywhere, PartitionSpec(axis)

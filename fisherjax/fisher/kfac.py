@@ -22,7 +22,7 @@ from fisherjax.fisher._columns import Columns, over_columns, weighted
 from fisherjax.fisher.diagonal import diagonal, leaf_sums
 from fisherjax.fisher.kronecker import Kronecker, diagonal_of
 from fisherjax.fisher.operators import Diagonal, Template
-from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
+from fisherjax.typing import Apply, Array, Examples, Key, Model, Params, Scalar
 
 Fallback = Callable[..., Diagonal] | None
 
@@ -174,14 +174,14 @@ def _joined(pairs: list[dict[str, Array]]) -> dict[str, Array]:
     traces = [{side: diagonal_of(x).sum() for side, x in pair.items()} for pair in pairs]
     shares = [each["input"] * each["output"] for each in traces]
 
-    def mean(side: str, total: Array) -> Array:
+    def mean(side: str, total: Scalar) -> Array:
         terms = []
         for pair, sizes, share in zip(pairs, traces, shares, strict=True):
             matrix = jnp.diag(pair[side]) if pair[side].ndim == 1 else pair[side]
             terms.append(matrix * (share / jnp.where(sizes[side] > 0, sizes[side] * total, 1)))
-        return sum(terms)
+        return jnp.asarray(sum(terms))
 
-    total = sum(shares)
+    total = jnp.asarray(sum(shares))
     return {"input": mean("input", 1), "output": mean("output", jnp.where(total > 0, total, 1))}
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import tree
-from fisherjax.typing import Array, Params
+from fisherjax.typing import Array, Params, Scalar
 
 # Accelerators round float32 factors of a product by default, which solves then magnify.
 PRECISION = "highest"
@@ -89,6 +89,30 @@ class Blockwise:
     coverage: ClassVar[float] = 1.0
     default_damping: ClassVar[float] = 0.0
 
+    def blocks(self, params: Params) -> Any:
+        """Split params into blocks."""
+        raise NotImplementedError
+
+    def restore(self, blocks: Any) -> Params:
+        """Put blocks together to params."""
+        raise NotImplementedError
+
+    def block_mv(self, blocks: Any) -> Any:
+        """Multiply blocks by the operator."""
+        raise NotImplementedError
+
+    def block_means(self) -> Any:
+        """Average each block's eigenvalues: its scale, for the damping."""
+        raise NotImplementedError
+
+    def block_exponents(self) -> Any:
+        """Read the exponents of blocks off an operator of exponents."""
+        raise NotImplementedError
+
+    def diagonal(self) -> Params:
+        """Give the diagonal, in the shape of params."""
+        raise NotImplementedError
+
     def __repr__(self) -> str:
         """Describe the operator in one line, whatever its leaves are."""
         return tree.line(type(self).__name__, self)
@@ -107,13 +131,13 @@ class Blockwise:
 
         return jax.tree.map(scaled, self, exponents), exponents.block_exponents()
 
-    def strengths(self, means: Any, damping: Array) -> Any:
+    def strengths(self, means: Any, damping: Scalar) -> Any:
         """Give each block's damping lambda from its mean eigenvalue, in whose units damping is."""
         return jax.tree.map(lambda mean: damping * mean, means)
 
     def trace(self) -> Array:
         """Sum the diagonal."""
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(self.diagonal()))
+        return jnp.asarray(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(self.diagonal())))
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ import numpy as np
 from fisherjax import clients, leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax._upload_checks import check_left, screen, suspect
+from fisherjax._upload_checks import Diverged, check_left, screen, suspect
 from fisherjax.algorithms.base import (
     Algorithm,
     Update,
@@ -41,7 +41,7 @@ class Merged(NamedTuple):
         state: What the algorithm keeps.
         info: What it reports.
         weights: [K] the clients' shares, zero for those that were left out.
-        present: [K] False for a client that was left out, as it diverged.
+        diverged: Who was left out, and for which leaf.
         values: Of the updates, decoded, with zeros for clients that were left out.
     """
 
@@ -49,7 +49,7 @@ class Merged(NamedTuple):
     state: Any
     info: Any
     weights: Array
-    present: Array
+    diverged: Diverged
     values: Any
 
 
@@ -93,7 +93,7 @@ def server_half(
         received = _reduced(algorithm.reduce, values, weights)
     mean = _mean(statistics, weights) if statistics else {}
     merged = finished(algorithm, received, mean, own, state, cohort, key, (values, weights))
-    return Merged(*merged, weights, given.present, values)
+    return Merged(*merged, weights, given.diverged, values)
 
 
 def told_apart(params: Params, update: Update, before: int = 0) -> Leaves:
@@ -126,15 +126,17 @@ def screened(
         # Codes are looked at too where they are not known: decoding may hide what is not finite.
         packed = packed if checks.is_traced(packed) else ()
     every = values | {"statistics": update.statistics} if update.statistics else values
-    others = (others, packed) if jax.tree.leaves((others, packed)) else None
+    others = {"kept": others, "sent": packed}
     found = screen(every, weights, on_nonfinite, first=first, others=others)
     values = {name: found.values[name] for name in values}
     return found._replace(values=(values, found.values.get("statistics", {})))
 
 
-def added(algorithm: Algorithm, values: Any, statistics: dict, weights: Array) -> Any:
+def added(
+    reduce: Callable[[Any, Array], Any], values: Any, statistics: dict, weights: Array
+) -> Any:
     """Add up stacked updates: what `reduce` gives, or `Added` where there are statistics."""
-    sums = _reduced(algorithm.reduce, values, weights)
+    sums = _reduced(reduce, values, weights)
     return Added(sums, _sum(statistics, weights)) if statistics else sums
 
 

@@ -1,12 +1,12 @@
 """Rounds of communication without training: clients look at a model, and answer."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 from fisherjax import clients, leaves
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape
-from fisherjax.algorithms.base import Algorithm, Update, as_sequence
+from fisherjax.algorithms.base import Algorithm, Report, Update, as_sequence
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
 from fisherjax.merging.client_half import summarize, summarize_memory
@@ -15,25 +15,25 @@ from fisherjax.training import untrained
 from fisherjax.typing import Key, Params
 
 
-class Message(NamedTuple):
+class Message(NamedTuple, Generic[Report]):
     """One message of an exchange: what each client is given, what all of them say, what follows."""
 
     received: Any
     sent: Update
     params: Params
     state: Any
-    info: Any
+    info: Report
 
 
 def exchange(
-    algorithm: Algorithm | Sequence[Algorithm],
+    algorithm: Algorithm[Report] | Sequence[Algorithm[Report]],
     params: Params,
     federation: Federation,
     *,
     key: Key,
     state: Any = None,
     clients_per_chunk: int | None = None,
-) -> tuple[Params, Any, Any]:
+) -> tuple[Params, Any, Report]:
     """Send a model to all clients, let them summarize it without training, and merge what they say.
 
     Methods that need no training, such as `algorithms.analytic_head`: one round of communication,
@@ -57,14 +57,14 @@ def exchange(
 
 
 def messages(
-    algorithm: Algorithm | Sequence[Algorithm],
+    algorithm: Algorithm[Report] | Sequence[Algorithm[Report]],
     params: Params,
     federation: Federation,
     *,
     key: Key,
     state: Any = None,
     clients_per_chunk: int | None = None,
-) -> Iterator[Message]:
+) -> Iterator[Message[Report]]:
     """Play an `exchange`, with the same arguments, and yield each of its messages.
 
     Example: see `exchange`.

@@ -12,7 +12,7 @@ from fisherjax import leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax._upload_checks import check_some, check_weights, stacked
-from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.algorithms.base import Algorithm, Report, Update, check_algorithm
 from fisherjax.clients import shares
 from fisherjax.devices import mesh_of, replicate
 from fisherjax.leaves import Leaves
@@ -25,20 +25,20 @@ from fisherjax.merging._server_half import (
     server_key,
     told_apart,
 )
-from fisherjax.typing import Array, Key, Params
+from fisherjax.typing import Array, Key, Params, Weights
 
 
 def merge(
-    algorithm: Algorithm,
+    algorithm: Algorithm[Report],
     params: Params,
     updates: Update | Sequence[Update],
-    weights: Array | None = None,
+    weights: Weights | None = None,
     *,
     state: Any = None,
     cohort: Array | None = None,
     key: Key | None = None,
     on_nonfinite: str = "raise",
-) -> tuple[Params, Any, Any]:
+) -> tuple[Params, Any, Report]:
     """Merge client updates to one model: the server's half of a round.
 
     Args:
@@ -71,28 +71,28 @@ def merge(
     params = checks.arrays(params)
     update = stacked(algorithm, updates)
     num_clients = jax.tree.leaves(update)[0].shape[0]
-    weights = check_weights(weights, num_clients)
-    check_some(weights)
+    known = check_weights(weights, num_clients)
+    check_some(known)
     # Updates may be spread over a mesh: what is merged with them must be there too. Weights are
     # scaled before they are rounded to float32, in which their sum may overflow.
     mesh = mesh_of(update)
-    params, weights = replicate((params, jnp.asarray(shares(weights), float)), mesh)
+    params, scaled = replicate((params, jnp.asarray(shares(known), float)), mesh)
     cohort = jnp.arange(num_clients) if cohort is None else cohort
     key = server_key(algorithm, key)
     how = {"state": state, "cohort": cohort, "key": key, "on_nonfinite": on_nonfinite}
-    found = server_half(algorithm, params, update, weights, **how)
+    found = server_half(algorithm, params, update, scaled, **how)
     return found.params, found.state, found.info
 
 
 def merge_stream(
-    algorithm: Algorithm,
+    algorithm: Algorithm[Report],
     params: Params,
-    chunks: Iterable[tuple[Any, Array | None]],
+    chunks: Iterable[tuple[Any, Weights | None]],
     *,
     state: Any = None,
     key: Key | None = None,
     on_nonfinite: str = "raise",
-) -> tuple[Params, Any, Any]:
+) -> tuple[Params, Any, Report]:
     """Merge client updates that arrive a chunk at a time, and hold one chunk and the sums only.
 
     The same as `merge` of all clients at once, to rounding, for an algorithm whose updates add up,
@@ -140,7 +140,8 @@ def merge_stream(
         own = told_apart(replicate(params, mesh), update, before=seen)
         given = screened(algorithm, own, update, weights, on_nonfinite, first=seen)
         # Not normalised: the total weight is known after the last chunk only.
-        sums = added(algorithm, *given.values, given.weights)
+        values, statistics = given.values
+        sums = added(algorithm.reduce, values, statistics, given.weights)
         totals = sums if totals is None else _add(totals, sums)
         weight, seen = weight + float(given.weights.sum()), seen + num_clients
     if totals is None:
@@ -153,7 +154,7 @@ def merge_stream(
 
 
 def merge_sums(
-    algorithm: Algorithm,
+    algorithm: Algorithm[Report],
     params: Params,
     sums: Any,
     cohort: Array,
@@ -161,7 +162,7 @@ def merge_sums(
     frozen: Sequence[str] = (),
     state: Any = None,
     key: Key | None = None,
-) -> tuple[Params, Any, Any]:
+) -> tuple[Params, Any, Report]:
     """Merge sums over clients that were made elsewhere, as secure aggregation makes them.
 
     Args:
@@ -198,8 +199,8 @@ def merge_sums(
 
 
 def _of_sums(
-    algorithm: Algorithm, own: Leaves, sums: Any, state: Any, cohort: Array, key: Key
-) -> tuple[Params, Any, Any]:
+    algorithm: Algorithm[Report], own: Leaves, sums: Any, state: Any, cohort: Array, key: Key
+) -> tuple[Params, Any, Report]:
     statistics = {}
     if isinstance(sums, Added):
         sums, statistics = sums.sums, sums.statistics.mean()

@@ -17,15 +17,25 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core.caching import cached
 from fisherjax.networks import statistics
-from fisherjax.typing import Apply, ApplyTrain, Array, Key, Likelihood, Model, Params, Positions
+from fisherjax.typing import (
+    Apply,
+    ApplyTrain,
+    Array,
+    ArrayOrShape,
+    Key,
+    Likelihood,
+    Model,
+    Params,
+    Positions,
+)
 
 
 def init(
     module: flax.linen.Module,
     key: Key,
-    inputs: Array,
+    inputs: ArrayOrShape,
     *,
-    normalize: Callable[[Array], Array] | None = None,
+    normalize: Callable[[Any], Array] | None = None,
 ) -> Params:
     """Draw a network's parameters: the content of flax's "params" collection, nested dicts.
 
@@ -93,7 +103,8 @@ def apply_fn(
         centred = flax.linen.intercept_methods(statistics.centred)
         none = contextlib.nullcontext()
         with wide if any_width else none, centred if statistics.has_moments(params) else none:
-            return module.apply(statistics.collections(params), _cast(inputs, params))
+            outputs: Any = module.apply(statistics.collections(params), _cast(inputs, params))
+            return outputs
 
     return apply
 

@@ -14,16 +14,16 @@ All four add up over clients. The variance is second_moment - mean^2, or `within
 to rounding: so a client's own variance is never the difference of two large numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fisherjax._core import checks
 from fisherjax.leaves import has_moments
-from fisherjax.typing import Array, Key, Params
+from fisherjax.typing import AnyArray, Array, Key, Params
 
 # Below that many standard deviations the squares of a mean cost less than two digits of seven.
 _FAR = 8
@@ -44,7 +44,7 @@ def to_flax(params: Params) -> dict[str, Any]:
     """Return flax's own collections of params: "params", and "batch_stats" if there are any.
 
     Example:
-        >>> import fisherjax as fj
+        >>> import jax, fisherjax as fj
         >>> network, images = fj.networks.NormedCNN(), jnp.zeros((1, 28, 28, 1))
         >>> params = fj.networks.init(network, jax.random.key(0), images)
         >>> jax.tree.map(jnp.shape, to_flax(params)["batch_stats"]["norm1"])
@@ -56,7 +56,7 @@ def to_flax(params: Params) -> dict[str, Any]:
     return variables | {"batch_stats": _each(variables["batch_stats"], _absolute)}
 
 
-def from_flax(module: flax.linen.Module, variables: dict[str, Any], inputs: Array) -> Params:
+def from_flax(module: flax.linen.Module, variables: Mapping[str, Any], inputs: AnyArray) -> Params:
     """Return the params of a network that flax trained, as `init` returns those of a new one.
 
     Args:
@@ -72,7 +72,7 @@ def from_flax(module: flax.linen.Module, variables: dict[str, Any], inputs: Arra
         ValueError: If the network keeps anything besides parameters and running statistics.
 
     Example:
-        >>> import fisherjax as fj
+        >>> import jax, fisherjax as fj
         >>> network, images = fj.networks.NormedCNN(), jnp.zeros((1, 28, 28, 1))
         >>> variables = network.init(jax.random.key(0), images)
         >>> print(from_flax(network, variables, images)["moments"]["norm1"]["second_moment"][0])
@@ -105,6 +105,7 @@ def from_moments(moments: Any) -> Any:
     """Turn moments, or their means over clients, into running statistics: `to_moments` undone.
 
     Example:
+        >>> import jax
         >>> stats = {"mean": jnp.array([-1.0, 1.0]), "var": jnp.zeros(2)}
         >>> from_moments(jax.tree.map(jnp.mean, to_moments(stats)))["var"].item()
         1.0
@@ -113,7 +114,7 @@ def from_moments(moments: Any) -> Any:
 
 
 def first(
-    module: flax.linen.Module, key: Key, variables: dict[str, Any], inputs: Array | None
+    module: flax.linen.Module, key: Key, variables: Mapping[str, Any], inputs: AnyArray | None
 ) -> Params:
     """Return the params of a new network: its statistics are flax's first ones.
 
@@ -139,7 +140,7 @@ def updated(moments: Any, stats: Any) -> Any:
     return _each(moments, lambda own, new: _moments(own, new | shifts(own)), stats)
 
 
-def check_collections(module: flax.linen.Module, variables: dict[str, Any]) -> None:
+def check_collections(module: flax.linen.Module, variables: Mapping[str, Any]) -> None:
     """Refuse a network that keeps anything besides parameters and running statistics."""
     if others := sorted(set(variables) - {"params", "batch_stats"}):
         raise ValueError(
@@ -178,9 +179,9 @@ def counting(weights: Array) -> Callable:
     return interceptor
 
 
-def _are_far(inputs: Array) -> bool:
+def _are_far(inputs: AnyArray) -> bool:
     """Whether any channel lies far from zero; True while that is not known."""
-    if isinstance(inputs, jax.core.Tracer):
+    if checks.is_traced(inputs):
         return True
     # By NumPy, so that a network that is drawn under `jit` from known inputs is not run in there.
     rows = np.asarray(inputs).astype(float).reshape(-1, inputs.shape[-1])

@@ -144,7 +144,7 @@ def _pads(
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(images.shape[1:3], kernel_shape, window_strides, padding)
     # Tuples throughout, because JAX hashes settings.
-    return tuple(map(tuple, padding))
+    return tuple((before, after) for before, after in padding)
 
 
 def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:

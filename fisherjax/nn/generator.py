@@ -126,7 +126,7 @@ def _convolved(images: Array, kernel: Array, pads: tuple[tuple[int, int], ...]) 
     products = products.reshape(batch, height, width, rows, columns, outputs)
     products = jnp.pad(products, ((0, 0), *pads, (0, 0), (0, 0), (0, 0)))
     places = [(row, column) for row in range(rows) for column in range(columns)]
-    return sum(products[:, i : i + height, j : j + width, i, j] for i, j in places)
+    return jnp.asarray(sum(products[:, i : i + height, j : j + width, i, j] for i, j in places))
 
 
 def _normed(norm: Norm, x: Array) -> Array:

@@ -1,14 +1,14 @@
 """Gaussian noise, and what it costs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from fisherjax._core import checks
-from fisherjax.typing import Array, Key
+from fisherjax.typing import Array, Key, Scalar
 
 _SOUND = 1e-2, 1e5
 """Between these noise multipliers the accountant's divergences are never too small."""
@@ -26,9 +26,9 @@ class Ledger(NamedTuple):
     """
 
     rounds: Array
-    sensitivity: dict[str, Array]
-    deviation: dict[str, Array]
-    noise_multiplier: dict[str, Array]
+    sensitivity: Mapping[str, Scalar]
+    deviation: Mapping[str, Scalar]
+    noise_multiplier: Mapping[str, Scalar]
     info: Any
 
 

@@ -96,8 +96,8 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
         each = jax.vmap(gradient)(inputs, own, cotangents * number.astype(cotangents.dtype))
         found, structure = jax.tree.flatten(each)
         found = tree.keep((weights > 0) & tree.finite(found).all(0), found)
-        total, _ = optax.per_example_global_norm_clip(found, clip)
-        total = noisy(noise, total, [clip * noise_multiplier] * len(total))
+        clipped, _ = optax.per_example_global_norm_clip(found, clip)
+        total = noisy(noise, jax.tree.leaves(clipped), [clip * noise_multiplier] * len(found))
         mean = [leaf / number.astype(leaf.dtype) for leaf in total]
         # Frozen leaves have no gradient, and take no room under the clip.
         rest = jax.tree.map(jnp.zeros_like, params)

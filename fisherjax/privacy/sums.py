@@ -12,7 +12,13 @@ from fisherjax import quadratic, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._upload_checks import stacked
-from fisherjax.algorithms.base import Algorithm, Update, WeightedSum, as_sent, check_algorithm
+from fisherjax.algorithms.base import (
+    Algorithm,
+    Update,
+    WeightedSum,
+    as_sent,
+    check_algorithm,
+)
 from fisherjax.algorithms.wrappers.sketched import Sketches
 from fisherjax.privacy._repair import repaired
 from fisherjax.privacy.accounting import Ledger, noisy
@@ -52,7 +58,7 @@ def private(
     clip: float | Mapping[str, float | None],
     noise_multiplier: float | Mapping[str, float],
     damping: float = 2.0,
-) -> Algorithm:
+) -> Algorithm[Ledger]:
     """Clip what each client adds to the sums, and add noise to them: client-level privacy.
 
         S = sum_i min(1, C / |c_i|) c_i + sigma C N(0, I)    for each group of the sums,
@@ -120,9 +126,8 @@ def private(
     noisy = [name for name, bound in clips.items() if bound is not None]
     if not noisy:
         raise ValueError(f"clip is {clip!r}; expected a bound for at least one group.")
-    multipliers = noise_multiplier
-    if not isinstance(multipliers, Mapping):
-        multipliers = dict.fromkeys(noisy, noise_multiplier)
+    is_one = not isinstance(noise_multiplier, Mapping)
+    multipliers = dict.fromkeys(noisy, noise_multiplier) if is_one else noise_multiplier
     if set(multipliers) != set(noisy):
         raise ValueError(
             f"noise_multiplier has groups {sorted(multipliers)}; expected those that are clipped, "
@@ -189,12 +194,12 @@ def _bounded(algorithm: Algorithm, clip: tuple[tuple[str, float | None], ...]) -
         # What is in no group is a weight, which is public: everybody's is one.
         total = [jnp.full(leaf.shape[1:], len(weights), leaf.dtype) for leaf in leaves]
         for name, places in groups.items():
-            own = [leaves[place] for place in places]
-            if bounds[name] is not None:
-                found, _ = optax.per_example_global_norm_clip(own, bounds[name])
+            own, bound = [leaves[place] for place in places], bounds[name]
+            if bound is not None:
+                found, _ = optax.per_example_global_norm_clip(own, bound)
             else:
                 found = [jnp.zeros_like(leaf[0]) for leaf in own]
-            for place, leaf in zip(places, found, strict=True):
+            for place, leaf in zip(places, jax.tree.leaves(found), strict=True):
                 total[place] = leaf
         return Clipped(jax.tree.unflatten(structure, total), "params" in values)
 
@@ -264,9 +269,15 @@ def _difference(params: Params, start: Params | None) -> Params:
 
 def _each(algorithm: Algorithm, values: dict[str, Any]) -> Any:
     """Give what each client would add to the sums, leaves [K, ...], with a weight of one."""
+    reduce = algorithm.reduce
+    if reduce is None:
+        raise ValueError(
+            "This method needs each client's update (its reduce is None), so that there are no "
+            "sums; expected one with a reduce, such as algorithms.fedavg()."
+        )
 
     def alone(update: dict[str, Any]) -> Any:
-        return algorithm.reduce(jax.tree.map(lambda leaf: leaf[None], update), jnp.ones(1))
+        return reduce(jax.tree.map(lambda leaf: leaf[None], update), jnp.ones(1))
 
     sums = jax.vmap(alone)(values)
     if isinstance(sums, Sketches):

@@ -91,7 +91,7 @@ def check_place(agreed: Setting, place: Any, said: str) -> int:
     given the secret itself.
     """
     is_integer = isinstance(place, numbers.Integral) and not isinstance(place, bool)
-    if not is_integer or not 0 <= place < agreed.num_clients:
+    if not is_integer or not 0 <= int(place) < agreed.num_clients:
         last = agreed.num_clients - 1
         raise ValueError(f"{said} {place!r}; expected an integer of 0 to {last}, a client's place.")
     return int(place)

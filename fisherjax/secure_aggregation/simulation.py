@@ -14,7 +14,7 @@ from fisherjax.clients import shares
 from fisherjax.merging._server_half import added, screened, told_apart
 from fisherjax.secure_aggregation import fixed_point, protocol
 from fisherjax.secure_aggregation.protocol import Entropy
-from fisherjax.typing import Array, Params
+from fisherjax.typing import Params, Weights
 
 STAGES = ("advertise", "share", "mask", "unmask")
 
@@ -97,7 +97,7 @@ def secure_merge(
     algorithm: Algorithm,
     params: Params,
     updates: Update | Sequence[Update],
-    weights: Array | None = None,
+    weights: Weights | None = None,
     *,
     bound: Any,
     threshold: int,
@@ -138,7 +138,7 @@ def contributions(
     algorithm: Algorithm,
     params: Params,
     updates: Update | Sequence[Update],
-    weights: Array | None = None,
+    weights: Weights | None = None,
 ) -> list[Any]:
     """Compute what each client adds to the sum: `algorithm.reduce` of its own update and weight.
 
@@ -153,8 +153,8 @@ def contributions(
         >>> print(own[1].total["w"], own[1].weight)
         [0.   0.75] 0.75
     """
-    update = stacked(algorithm, updates)
-    if algorithm.reduce is None:
+    update, reduce = stacked(algorithm, updates), algorithm.reduce
+    if reduce is None:
         raise ValueError(
             "This method needs each client's update (its reduce is None), as FedFisher with K-FAC "
             "does: there is no sum to hide them in. Use one that adds up, such as "
@@ -164,10 +164,12 @@ def contributions(
     weights = jnp.asarray(shares(check_weights(weights, number)), float)
     own = told_apart(params, update)
     given = screened(algorithm, own, update, weights, "raise").values
-    return [
-        added(algorithm, *jax.tree.map(lambda x, c=c: x[c : c + 1], given), weights[c][None])
-        for c in range(number)
-    ]
+
+    def one(client: int) -> Any:
+        values, statistics = jax.tree.map(lambda x: x[client : client + 1], given)
+        return added(reduce, values, statistics, weights[client][None])
+
+    return [one(client) for client in range(number)]
 
 
 def _gone(absent: Mapping[str, Collection[int]], number: int) -> Callable:

@@ -11,8 +11,8 @@ from jax.tree_util import Partial
 
 from fisherjax import tree
 from fisherjax._core.compiler import jit
-from fisherjax.quadratic import Quadratic
-from fisherjax.typing import Array, Params
+from fisherjax.quadratic import Quadratic, restored
+from fisherjax.typing import Array, Params, Scalar
 
 
 class Status(enum.IntEnum):
@@ -73,12 +73,13 @@ def as_partial(function: Callable) -> Partial:
 
 def as_data(problem: Quadratic) -> Quadratic:
     """Make a problem an argument of a compiled solver, with the identity for what it leaves out."""
-    given = (problem.matvec, problem.restore or _identity, problem.precondition or _identity)
+    given = (problem.matvec, problem.restore or identity, problem.precondition or identity)
     matvec, restore, precondition = map(as_partial, given)
     return problem._replace(matvec=matvec, restore=restore, precondition=precondition)
 
 
-def _identity(blocks: Any) -> Any:
+def identity(blocks: Any) -> Any:
+    """Return blocks as they are."""
     return blocks
 
 
@@ -108,7 +109,7 @@ def solution(
 
 
 @partial(jit, static_argnums=4)
-def _judged(problem: Quadratic, x: Any, tolerance: Array, info: Info, checked: bool) -> Solution:
+def _judged(problem: Quadratic, x: Any, tolerance: Scalar, info: Info, checked: bool) -> Solution:
     # How it went has no derivative.
     found, rhs = jax.lax.stop_gradient((x, problem.rhs))
     residual = jax.tree.map(_relative_residual, jax.lax.stop_gradient(problem.matvec(found)), rhs)
@@ -123,7 +124,7 @@ def _judged(problem: Quadratic, x: Any, tolerance: Array, info: Info, checked: b
 
     means = jax.tree.map(lambda _: 1, residual) if problem.means is None else problem.means
     ended = jax.tree.map(status, residual, info.status, means)
-    return Solution(problem.restore(x), Info(info.iterations, residual, ended))
+    return Solution(restored(problem, x), Info(info.iterations, residual, ended))
 
 
 def _relative_residual(product: Array, rhs: Array) -> Array:
@@ -145,7 +146,7 @@ def ratio(defined: Array, numerator: Any, denominator: Array) -> Array:
     return jnp.where(defined, numerator / jnp.where(defined, denominator, 1), 0)
 
 
-def power_iteration(matvec: Callable, start: Any, iterations: Array) -> Any:
+def power_iteration(matvec: Callable, start: Any, iterations: Scalar) -> Any:
     """Turn each leaf towards its top eigenvector, of norm one; one that is zero stays zero."""
 
     def normalised(x: Array) -> Array:

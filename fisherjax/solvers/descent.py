@@ -10,7 +10,7 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, as_data, dot, power_iteration, ratio, solution
-from fisherjax.typing import Array
+from fisherjax.typing import Array, Scalar
 
 
 @cached
@@ -48,7 +48,7 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
 
 
 @jit
-def _gradient_descent(problem: Quadratic, steps: Array, power_iterations: Array) -> Any:
+def _gradient_descent(problem: Quadratic, steps: Scalar, power_iterations: Scalar) -> Any:
     matvec, rhs, init, *_ = problem
     top = power_iteration(matvec, jax.tree.map(jnp.subtract, rhs, matvec(init)), power_iterations)
     # The Rayleigh quotient of a vector of norm one.

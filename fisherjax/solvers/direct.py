@@ -10,11 +10,11 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, as_data, ratio, solution
-from fisherjax.typing import Array
+from fisherjax.typing import Array, Scalar
 
 
 @cached
-def closed_form(floor: float = 1e-6) -> Solver:
+def closed_form(floor: Scalar = 1e-6) -> Solver:
     """Solve a diagonal system directly, x_j = b_j / a_j where a_j counts, else the start's x_j.
 
     Args:
@@ -48,7 +48,7 @@ def closed_form(floor: float = 1e-6) -> Solver:
 
 
 @jit
-def _closed_form(problem: Quadratic, floor: Array) -> Any:
+def _closed_form(problem: Quadratic, floor: Scalar) -> Any:
     def leaf(a: Array, b: Array, x: Array) -> Array:
         # Above zero besides, since the floor itself may be zero.
         counts = (a >= floor * jnp.mean(a)) & (a > 0)

@@ -12,8 +12,8 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.quadratic import Quadratic
-from fisherjax.solvers.base import Solution, Solver, Status, as_data, dot, ratio, solution
-from fisherjax.typing import Array
+from fisherjax.solvers.base import Solution, Solver, Status, as_data, dot, identity, ratio, solution
+from fisherjax.typing import Array, Scalar
 
 _map = jax.tree.map
 
@@ -53,8 +53,8 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
 
 
 @jit
-def _conjugate_gradients(problem: Quadratic, tolerance: Array, max_iterations: Array) -> tuple:
-    matvec, precondition = problem.matvec, problem.precondition
+def _conjugate_gradients(problem: Quadratic, tolerance: Scalar, max_iterations: Scalar) -> tuple:
+    matvec, precondition = problem.matvec, problem.precondition or identity
 
     def multiply(system: tuple) -> tuple:
         x, size = system
@@ -91,7 +91,7 @@ def _descended(
     precondition: Callable,
     rhs: Any,
     size: Any,
-    limits: tuple[Array, Array, bool, bool],
+    limits: tuple[Scalar, Scalar, bool, bool],
 ) -> tuple[Any, Any, Any]:
     """Solve from zero, to residuals of `tolerance` times size, or rhs if that is zero."""
     tolerance, max_iterations, at_scale_one, is_flexible = limits

@@ -26,7 +26,7 @@ from fisherjax import parallel
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax.theory.signal_noise import Data, signs
-from fisherjax.typing import Array
+from fisherjax.typing import Array, Scalar
 
 
 class State(NamedTuple):
@@ -99,10 +99,10 @@ def within_groups(groups: Sequence[int]) -> Array:
 
     Source: the paper above, its weighted FedAvg with the similarity of signals known.
     """
-    groups = np.asarray(groups)
-    if groups.ndim != 1 or not groups.size:
-        raise ValueError(f"groups is {groups.tolist()}; expected a number for each client.")
-    same = groups[:, None] == groups
+    own = np.asarray(groups)
+    if own.ndim != 1 or not own.size:
+        raise ValueError(f"groups is {own.tolist()}; expected a number for each client.")
+    same = own[:, None] == own
     return jnp.asarray(same / same.sum(1, keepdims=True), jnp.result_type(float))
 
 
@@ -266,11 +266,11 @@ def _forward(w: Array, mu: Array, y: Array, xi: Array) -> tuple[Array, Array, Ar
 
 
 def _descend(
-    client: tuple[Array, ...], local_steps: int, learning_rate: Array
+    client: tuple[Array, ...], local_steps: int, learning_rate: Scalar
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
     """Descend on one client's loss; weights by their gradient, coefficients by their recursion."""
-    *first, mu, y, xi = client
-    second = jnp.asarray(signs(first[0].shape[1] // 2), y.dtype)
+    weights, signal, noise, mu, y, xi = client
+    second = jnp.asarray(signs(weights.shape[1] // 2), y.dtype)
 
     def loss(w: Array) -> Array:
         return jnp.mean(jax.nn.softplus(-y * _forward(w, mu, y, xi)[0]))
@@ -285,12 +285,12 @@ def _descend(
         carry = w - learning_rate * jax.grad(loss)(w), signal + gained, noise + own.T
         return carry, (carry[1].max(), carry[2].max())
 
-    return jax.lax.scan(step, tuple(first), None, local_steps)
+    return jax.lax.scan(step, (weights, signal, noise), None, local_steps)
 
 
 @partial(jit, static_argnums=3)
 def _round(
-    state: State, data: Data, mixing: Array, local_steps: int, learning_rate: Array
+    state: State, data: Data, mixing: Array, local_steps: int, learning_rate: Scalar
 ) -> tuple[State, tuple[Array, Array]]:
     numbers = jnp.arange(len(data.owners))
     own_signal = state.signal[numbers, :, data.owners]
@@ -328,12 +328,14 @@ def _train(
     mixing: Array,
     rounds: int,
     local_steps: int,
-    learning_rate: Array,
+    learning_rate: Scalar,
 ) -> tuple[State, History]:
     def one(state: State, _: None) -> tuple[State, History]:
         state, path = _round(state, data, mixing, local_steps, learning_rate)
-        judged = (performance(state.weights, seen) for seen in (data, test))
-        return state, History(*(value for pair in judged for value in pair), *path)
+        train_loss, train_accuracy = performance(state.weights, data)
+        test_loss, test_accuracy = performance(state.weights, test)
+        judged = train_loss, train_accuracy, test_loss, test_accuracy
+        return state, History(*judged, *path)
 
     return jax.lax.scan(one, state, None, rounds)
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from fisherjax._core import checks, linalg
 from fisherjax.clients import Federation
 from fisherjax.theory.two_layer import by_client, check_params, signs
-from fisherjax.typing import Array
+from fisherjax.typing import Array, Scalar
 
 CUT = 1e-10
 """Eigenvalues of the Gram matrix below this share of the largest count as zero."""
@@ -285,7 +285,7 @@ def _counts(values: Array, cut: float) -> Array:
     return values > cut * values[-1]
 
 
-def _log_left(values: Array, learning_rate: Array) -> Array:
+def _log_left(values: Array, learning_rate: Scalar) -> Array:
     # log(1 - eta k), finite even where a step solves exactly.
     return jnp.log1p(-jnp.minimum(learning_rate * values, 1 - jnp.finfo(values.dtype).eps))
 

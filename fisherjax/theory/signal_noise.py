@@ -77,12 +77,12 @@ def draw(
 
     Source: the paper above, definition of its data model.
     """
-    owners = np.asarray(owners)
-    if owners.ndim != 1 or not owners.size:
-        raise ValueError(f"owners is {owners.tolist()}; expected a signal for each client: [0, 0].")
-    if not np.issubdtype(owners.dtype, np.integer) or owners.min() < 0:
-        raise ValueError(f"owners is {owners.tolist()}; expected numbers of signals, from 0.")
-    num_signals = int(owners.max()) + 1
+    own = np.asarray(owners)
+    if own.ndim != 1 or not own.size:
+        raise ValueError(f"owners is {own.tolist()}; expected a signal for each client: [0, 0].")
+    if not np.issubdtype(own.dtype, np.integer) or own.min() < 0:
+        raise ValueError(f"owners is {own.tolist()}; expected numbers of signals, from 0.")
+    num_signals = int(own.max()) + 1
     num_examples, dim = checks.count("num_examples", num_examples), checks.count("dim", dim)
     if num_signals >= dim:
         raise ValueError(
@@ -91,9 +91,9 @@ def draw(
         )
     checks.positive("norm", norm)
     checks.positive("noise_std", noise_std)
-    labels, noise = _draw(key, (len(owners), num_examples), dim, num_signals, noise_std)
+    labels, noise = _draw(key, (len(own), num_examples), dim, num_signals, noise_std)
     signals = norm * jnp.eye(num_signals, dim)
-    return Data(signals, jnp.asarray(owners), labels, noise)
+    return Data(signals, jnp.asarray(own), labels, noise)
 
 
 def draw_test(key: Key, data: Data, num_examples: int = 2000, noise_std: float = 1.0) -> Data:

@@ -46,7 +46,8 @@ def draw(key: Key, num_clients: int = 2, num_examples: int = 100) -> Federation:
     num_clients = checks.count("num_clients", num_clients)
     num_examples = checks.count("num_examples", num_examples)
     checks.key(key)
-    of = dict(zip(("w~", "b~", "w", "b", "z"), jax.random.split(key, 5), strict=True))
+    names = ["w~", "b~", "w", "b", "z"]
+    of = dict(zip(names, jax.random.split(key, 5), strict=True))
     centres = {
         name: jax.random.normal(of[f"{name}~"], (num_clients, 1))
         + jax.random.normal(of[name], (num_clients, 2))

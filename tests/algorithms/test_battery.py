@@ -177,14 +177,15 @@ def equal_curvatures(row, world, merge):
     yield merge(changed(row.updates, **equal)), plain_mean(row.trained.params, WEIGHTS)
 
 
+# Each with its tolerance.
 CHECKS = {
-    "identity": identity,
-    "single client": single_client,
-    "order": order,
-    "weights": weights,
-    "empty": empty,
-    "shift": shift,
-    "equal curvatures": equal_curvatures,
+    "identity": (identity, 1e-12),
+    "single client": (single_client, 1e-12),
+    "order": (order, 1e-9),
+    "weights": (weights, 1e-9),
+    "empty": (empty, 1e-9),
+    "shift": (shift, 1e-9),
+    "equal curvatures": (equal_curvatures, 1e-9),
 }
 ELSEWHERE = {"frozen", "layerwise", "statistics"}
 """Laws of test_private.py and test_batch_norm.py."""
@@ -194,7 +195,7 @@ def test_every_law_is_defined_once_and_tested():
     assert LAWS.keys() == CHECKS.keys() | ELSEWHERE | {"damping", "exchange"}
     for name, own in METHODS.items():
         unknown = set(own.laws) - LAWS.keys()
-        assert not unknown, f"{name} lists laws that registry.LAWS does not define: {unknown}"
+        assert not unknown, f"{name} lists laws that algorithms.LAWS does not define: {unknown}"
         assert len(set(own.laws)) == len(own.laws), name
 
 
@@ -208,14 +209,15 @@ def test_every_method_is_a_function_of_the_package():
 
 @pytest.mark.parametrize("law", CHECKS)
 def test_the_laws_of_a_row_hold_and_no_others(row, world, merge, law):
+    pairs, tolerance = CHECKS[law]
     if law in laws(row.name):
-        for left, right in CHECKS[law](row, world, merge):
-            assert_same(left, right, 1e-12 if law in ("identity", "single client") else 1e-9)
+        for left, right in pairs(row, world, merge):
+            assert_same(left, right, tolerance)
         return
     apart = trained_apart(row, world)
     errors = [
         np.abs(np.subtract(a, b)).max()
-        for left, right in CHECKS[law](apart, world, merge)
+        for left, right in pairs(apart, world, merge)
         for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     ]
     assert max(errors) > 1e-3, f"{law!r} holds for {row.name}: list it in the laws of its row"

@@ -1,5 +1,6 @@
 """The fields of an algorithm: what it gives, its link, sequences of messages, and stages."""
 
+import inspect
 from pathlib import Path
 
 import jax
@@ -40,7 +41,7 @@ def test_an_algorithm_has_nine_fields_and_a_link_the_rest():
 
 
 def test_the_page_of_methods_has_every_field():
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/how_to/models.md").read_text()
     rows = [line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     named = " ".join(rows)
     for name in (*algorithms.Algorithm._fields, *Link._fields):
@@ -255,3 +256,16 @@ def test_compressed_uploads_merge_in_the_same_stages():
     found = merging.merge(followed, START, sent)[0]
     np.testing.assert_array_equal(found["b"], 8 * START["b"])
     assert shown == [1, 2, 3]
+
+
+def takes_a_model(name):
+    return "model" in inspect.signature(algorithms.METHODS[name].factory).parameters
+
+
+@pytest.mark.parametrize("name", [name for name in algorithms.METHODS if takes_a_model(name)])
+def test_every_factory_refuses_a_network_that_is_no_model_when_it_is_called(name):
+    """The error comes from the factory, which has the function, and not later from a client."""
+    examples = {"shape": (8, 8, 1), "head": lambda leaf: False}
+    needed = {option: examples[option] for option in algorithms.required(name)}
+    with pytest.raises(TypeError, match=r"model is a function; expected fisherjax\.Model"):
+        algorithms.METHODS[name].factory(lambda params, inputs: inputs, **needed)

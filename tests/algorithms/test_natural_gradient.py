@@ -64,6 +64,26 @@ def exchanged(model, params, data, partition=SPLITS[0], **options):
     return merging.exchange(method, params, federation, key=KEY)
 
 
+def best(ways, params, x, y, used):
+    """Minimise the loss of held-out examples over the span of ways, scaled to length one."""
+
+    def changed(way, rows):
+        return np.asarray(change(params, way, x[rows]))
+
+    lengths = [np.sqrt((changed(way, used) ** 2).sum(1).mean()) for way in ways]
+    pushed = [changed(way, ~used) / length for way, length in zip(ways, lengths, strict=True)]
+    columns = np.stack([p.ravel() for p in pushed], 1)
+    slope = columns.T @ np.ravel(np.asarray(outputs(params, x[~used])) - y[~used]) / 4
+    curvature = columns.T @ columns / 4
+    damped = curvature + 1e-2 * np.trace(curvature) / len(ways) * np.eye(len(ways))
+    share = -np.linalg.solve(damped, slope)
+    ways = [np.asarray(flat(way)) for way in ways]
+    expected = np.asarray(flat(params)) + sum(
+        c / length * way for c, length, way in zip(share, lengths, ways, strict=True)
+    )
+    return expected, slope @ share + share @ curvature @ share / 2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("partition", SPLITS, ids=len)
 def test_the_step_is_the_least_on_examples_held_aside_of_what_it_spans(world, partition):
@@ -100,23 +120,41 @@ def test_the_step_is_the_least_on_examples_held_aside_of_what_it_spans(world, pa
     heads = [{"a": u[:2], "c": u[2]} for u in heads]
     still = jax.tree.map(np.zeros_like, params)
     ways = [*directions, *(d | u for d, u in zip([*directions, still], heads, strict=True))]
-    lengths = [np.sqrt((changed(way, used) ** 2).sum(1).mean()) for way in ways]
-    pushed = [changed(way, ~used) / length for way, length in zip(ways, lengths, strict=True)]
-    columns = np.stack([p.ravel() for p in pushed], 1)
-    slope = columns.T @ np.ravel(np.asarray(outputs(params, x[~used])) - y[~used]) / 4
-    curvature = columns.T @ columns / 4
-    damped = curvature + 1e-2 * np.trace(curvature) / 5 * np.eye(5)
-    share = -np.linalg.solve(damped, slope)
-
-    ways = [np.asarray(flat(way)) for way in ways]
-    expected = np.asarray(flat(params)) + sum(
-        c / length * way for c, length, way in zip(share, lengths, ways, strict=True)
-    )
+    expected, predicted = best(ways, params, x, y, used)
     assert info.scale == 1
     np.testing.assert_allclose(flat(moved), expected, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(info.predicted, slope @ share + share @ curvature @ share / 2)
+    np.testing.assert_allclose(info.predicted, predicted)
     np.testing.assert_allclose(info.loss, loss(params, used))
     np.testing.assert_allclose(info.held, [loss(moved, ~used), loss(params, ~used)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("frozen", [("a", "c"), ("a",), ("c",)], ids="+".join)
+def test_with_a_frozen_head_it_is_the_least_of_what_the_directions_span(world, frozen):
+    """The directions include the trained leaves of the head, which is not solved for."""
+    params, x, labels = world
+    y, used = np.eye(3)[labels], np.arange(40) % 10 != 9
+    mask = jax.tree.map(lambda _: True, params) | dict.fromkeys(frozen, False)
+    model = fj.Model(apply, likelihoods.categorical, mask=mask)
+    squared = fj.Model(apply, likelihoods.gaussian, mask=mask)
+    federation = fj.clients.federation((x, labels), SPLITS[1])
+    method = algorithms.natural_gradient(model, damping=DAMPING, scales=(1.0,), kind=fisher.true)
+    _, second, last = merging.messages(method, params, federation, key=KEY)
+    for products in second.sent.values["products"].values():
+        assert products.head is None
+    own = fisher.kfac(squared, params, fj.Examples(x[used]), kind=fisher.true)
+    gradient = slope_of(params, x[used], y[used]) | dict.fromkeys(frozen)
+    means, still = jax.device_get(means_of(own)), jax.tree.map(np.zeros_like, params)
+    ways = []
+    for damping in DAMPING:
+        way = against(own, {k: damping * v for k, v in means.items()}, gradient)
+        ways.append(still | {name: leaf for name, leaf in way.items() if leaf is not None})
+    expected, predicted = best(ways, params, x, y, used)
+    assert last.info.scale == 1
+    np.testing.assert_allclose(flat(last.params), expected, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(last.info.predicted, predicted)
+    for name in frozen:
+        assert np.asarray(last.params[name]).tobytes() == params[name].tobytes()
 
 
 @pytest.mark.long

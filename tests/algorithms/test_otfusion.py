@@ -104,25 +104,32 @@ def orders_of(found, source):
     return {place: orders[same.get(place, place)] for place in orders}
 
 
+def orders_of_stages(found, source):
+    """Draw one order for all layers of a stage, because skip connections add their outputs."""
+    orders = {place: np.arange(layer.columns) for place, layer in enumerate(found.layers)}
+    stage = source.permutation(4), source.permutation(8)
+    for place, layer in enumerate(found.layers[:-1]):
+        inner = "Block" in layer.kernel and layer.kernel.endswith("Conv_0/kernel")
+        one_of_stage = stage[layer.columns == 8]
+        orders[place] = source.permutation(layer.columns) if inner else one_of_stage
+    return orders
+
+
 # The residual network has all that LeNet has, and more.
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "LeNet" else n for n in NETWORKS]
+    ("name", "draw_orders"),
+    [
+        ("ResNet", orders_of_stages),
+        pytest.param("LeNet", orders_of, marks=pytest.mark.slow),
+        ("MLP", orders_of),
+        ("channels first", orders_of),
+    ],
 )
-def test_a_network_with_its_units_elsewhere_is_the_same_network(name):
+def test_a_network_with_its_units_elsewhere_is_the_same_network(name, draw_orders):
     apply, params = network(name)
     found = wiring(apply, params, IMAGES)
-    if name == "ResNet":
-        # A skip passes on what the stem's block was given: all of a stage have one order.
-        orders = {place: np.arange(layer.columns) for place, layer in enumerate(found.layers)}
-        source = np.random.default_rng(2)
-        stage = source.permutation(4), source.permutation(8)
-        for place, layer in enumerate(found.layers[:-1]):
-            inner = "Block" in layer.kernel and layer.kernel.endswith("Conv_0/kernel")
-            one_of_stage = stage[layer.columns == 8]
-            orders[place] = source.permutation(layer.columns) if inner else one_of_stage
-    else:
-        orders = orders_of(found, np.random.default_rng(2))
+    orders = draw_orders(found, np.random.default_rng(2))
     other, run = moved(found, params, orders), jax.jit(apply)
     expected = run(params, IMAGES)
     np.testing.assert_allclose(run(other, IMAGES), expected, rtol=1e-3, atol=1e-2)

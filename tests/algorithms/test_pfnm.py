@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +37,26 @@ def drawn(shapes, seed):
     return jax.tree.map(lambda x: source.normal(size=x.shape).astype(x.dtype), shapes)
 
 
+def of_module(module):
+    shapes = jax.eval_shape(lambda: fj.networks.init(module, jax.random.key(0), IMAGES))
+    return fj.networks.apply_fn(module, any_width=True), shapes
+
+
+def by_hand():
+    return channels_first, {k: jax.ShapeDtypeStruct(v, np.float32) for k, v in SHAPES.items()}
+
+
+NETWORKS = {
+    "LeNet": partial(of_module, fj.networks.LeNet()),
+    "MLP": partial(of_module, fj.networks.MLP((7, 6), use_bias=True)),
+    "channels first": by_hand,
+}
+
+
 def networks(name):
     """Give apply and three clients' params."""
-    if name == "channels first":
-        shapes = {k: jax.ShapeDtypeStruct(v, np.float32) for k, v in SHAPES.items()}
-        return channels_first, [drawn(shapes, seed) for seed in range(3)]
-    module = {
-        "LeNet": fj.networks.LeNet(),
-        "MLP": fj.networks.MLP((7, 6), use_bias=True),
-    }[name]
-    shapes = jax.eval_shape(lambda: fj.networks.init(module, jax.random.key(0), IMAGES))
-    return fj.networks.apply_fn(module, any_width=True), [drawn(shapes, seed) for seed in range(3)]
+    apply, shapes = NETWORKS[name]()
+    return apply, [drawn(shapes, seed) for seed in range(3)]
 
 
 def merge(apply, models, counts=None, weights=None, **options):
@@ -73,7 +83,7 @@ def change(found, params, each):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["LeNet", "MLP", "channels first"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_identical_clients_come_back_smaller(name):
     apply, (one, *_) = networks(name)
     # Far from zero: of a unit that hardly does anything it pays to make a new one.
@@ -105,7 +115,7 @@ def test_identical_clients_come_back_smaller(name):
             np.testing.assert_array_equal(own, places[0])
 
 
-@pytest.mark.parametrize("name", ["LeNet", "MLP", "channels first"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_the_order_of_a_clients_units_does_not_matter(name):
     apply, models = networks(name)
     # Alike: units that share no input would be matched with any other equally well.
@@ -299,10 +309,13 @@ def test_what_pfnm_cannot_do_is_refused():
         fj.merging.summarize(method, [wide] * 2, federation, key=jax.random.key(0))
 
 
-@pytest.mark.parametrize("wrap", ["with_server_optimizer", "keep_local"])
-def test_wrappers_that_go_on_from_the_merged_model_refuse_another_shape(wrap):
+@pytest.mark.parametrize(
+    ("wrap", "given"),
+    [("with_server_optimizer", optax.sgd(1.0)), ("keep_local", lambda name: name == "b")],
+    ids=["with_server_optimizer", "keep_local"],
+)
+def test_wrappers_that_go_on_from_the_merged_model_refuse_another_shape(wrap, given):
     method = pfnm(fj.Model(dense, fj.likelihoods.categorical))
-    given = optax.sgd(1.0) if wrap == "with_server_optimizer" else (lambda name: name == "b")
     with pytest.raises(ValueError, match="returns 'wider model'"):
         getattr(fj.algorithms, wrap)(method, given)
 

@@ -143,7 +143,7 @@ def test_python_itself_runs_the_list_and_refuses_a_module_that_does_not_exist():
 
 
 def test_the_page_on_commands_names_every_command():
-    page = (ROOT.parent / "docs/commands.md").read_text()
+    page = (ROOT.parent / "docs/how_to/commands.md").read_text()
     rows = re.findall(r"^\| `python -m experiments\.(\w+)` \|", page, re.MULTILINE)
     assert sorted(rows) == sorted(listing.commands())
 

@@ -62,7 +62,7 @@ def test_bad_options_are_refused_by_name(options, words, tmp_path, capsys):
 
 @pytest.mark.long
 def test_the_code_of_the_page_runs_and_prints_what_stands_under_it(capsys):
-    page = (Path(__file__).resolve().parents[2] / "docs/compression.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/how_to/compression.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     exec(code, {})
     assert f"It prints {capsys.readouterr().out.strip()}:" in page

@@ -362,6 +362,15 @@ def test_other_algorithms_run_in_the_same_loop(tmp_path, algorithm):
 
 
 @pytest.mark.long
+def test_who_is_left_out_of_a_round_is_named_with_the_leaf(tmp_path, capsys):
+    asked = [*SMALL, "--rounds", "1", "--learning-rate", "1e30", "--out", str(tmp_path)]
+    assert main(asked) == 0
+    assert values(rows_of(tmp_path), split="cohort", metric="diverged") == [3]
+    said = re.search(r"round 1: left out, as updates not finite: (.*)\.", capsys.readouterr().out)
+    assert len(re.findall(r"client \d+ for leaf 'params/\w+/\w+'", said[1])) == 3
+
+
+@pytest.mark.long
 def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
     def algorithm(*words):
         asked = federated.parse([*SMALL, "--algorithms", name, *words])

@@ -13,7 +13,7 @@ from experiments.harness.grids import Cell
 from experiments.niid_table import table as niid
 
 ROOT = Path(__file__).parents[2]
-HARNESS, RESULTS = ROOT / "experiments/harness", ROOT / "experiments/results"
+STUDIES, RESULTS = ROOT / "experiments", ROOT / "experiments/results"
 EXTRACTS = ROOT.parent / "shared/papers"
 TABLES = {  # of FedLPA: after how many epochs; rows, sum of the accuracies, sum of the spreads
     "Table 1": (200, 216, "7121.09", "65.00"),
@@ -63,7 +63,7 @@ def test_the_sums_of_fedlpas_tables_are_exact(name):
     epochs, *sums = TABLES[name]
     rows = [
         row
-        for row in lines(HARNESS / "fedlpa_paper.csv")
+        for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")
         if (row["epochs"], row["algorithm"] != "fedov") == (str(epochs), True)
     ]
     assert exact(rows, "accuracy", "spread") == wanted(*sums)
@@ -74,25 +74,25 @@ def test_the_sums_of_fedlpas_table_with_fedov_are_exact():
     own = ("mnist", "classes_per_client", "2")
     rows = [
         row
-        for row in lines(HARNESS / "fedlpa_paper.csv")
+        for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")
         if tuple(row.values())[:3] == own and row["algorithm"] in ("fedlpa", "fedov")
     ]
     assert exact(rows, "accuracy", "spread") == wanted(10, "653.90", "3.72")
 
 
 def test_no_cell_of_fedlpa_is_there_twice():
-    rows = [tuple(row.values())[:5] for row in lines(HARNESS / "fedlpa_paper.csv")]
+    rows = [tuple(row.values())[:5] for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")]
     assert len(set(rows)) == len(rows) == 5 * 216 + 5
 
 
 def test_the_sums_of_fedfishers_table_are_exact():
-    rows = lines(HARNESS / "fedfisher_paper.csv")
+    rows = lines(STUDIES / "fedfisher_table/fedfisher_paper.csv")
     assert exact(rows, "accuracy", "deviation") == wanted(96, "4457.48", "224.42")
 
 
 def test_the_sums_of_fedfishers_tables_of_compression_are_exact():
     """Its Tables 4 and 5 stand on a page, digit for digit."""
-    page = (ROOT / "docs/compression.md").read_text()
+    page = (ROOT / "docs/how_to/compression.md").read_text()
     for name, sums in (
         ("diagonal", (4, "190.32", "15.24")),
         ("K-FAC", (8, "452.75", "18.44")),
@@ -122,7 +122,7 @@ def test_fedlpas_numbers_agree_row_by_row():
         expected[cell] = row["value"], row["spread"]
     found = {
         tuple(row.values())[:5]: (row["accuracy"], row["spread"])
-        for row in lines(HARNESS / "fedlpa_paper.csv")
+        for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")
     }
     assert found == expected
 
@@ -134,7 +134,7 @@ def test_fedfishers_numbers_agree_row_by_row():
     }
     found = {
         (row["dataset"], row["alpha"], row["algorithm"]): (row["accuracy"], row["deviation"])
-        for row in lines(HARNESS / "fedfisher_paper.csv")
+        for row in lines(STUDIES / "fedfisher_table/fedfisher_paper.csv")
     }
     assert found == expected
 
@@ -179,8 +179,8 @@ def test_the_stored_tables_of_fedfisher_hold_the_papers_numbers(folder):
 
 
 def test_the_page_on_niid_bench_holds_the_papers_numbers_and_none_of_other_epochs():
-    page = (ROOT / "docs/accuracy.md").read_text()
-    _, own = page.split("### FedLPA and FedFisher in one table")
+    page = (ROOT / "docs/results/accuracy.md").read_text()
+    _, own = page.split("## FedLPA and FedFisher in one table")
     first, *_ = own.split("<!-- table")
     names = {"FedLPA": "fedlpa", "FedAvg": "fedavg"}
     paper, found = niid.published(10), []
@@ -195,7 +195,7 @@ def test_the_page_on_niid_bench_holds_the_papers_numbers_and_none_of_other_epoch
 
 
 def test_what_compression_costs_here_beside_the_paper_is_what_was_measured():
-    page = (ROOT / "docs/compression.md").read_text()
+    page = (ROOT / "docs/how_to/compression.md").read_text()
     folders = {
         ("K-FAC", "MNIST"): ("compression_reference", "fedfisher_kfac", "paper"),
         ("K-FAC", "CIFAR-10"): ("compression_cifar10", "fedfisher_kfac", "paper"),

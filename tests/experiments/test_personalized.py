@@ -211,7 +211,7 @@ def test_the_recipe_of_mnist_m_is_the_difference_of_a_photograph_and_the_digit()
 
 @pytest.mark.long
 def test_the_examples_of_the_page_run_and_print_what_it_says(run_page, capsys):
-    page = Path(__file__).parents[2] / "docs" / "personal.md"
+    page = Path(__file__).parents[2] / "docs/methods/personal.md"
     run_page(page)
     printed, text = capsys.readouterr().out, page.read_text()
     assert re.search(r"It prints (\d+ of \d+)", text).group(1) in printed

@@ -52,13 +52,14 @@ def sequence(x64) -> Network:
 def targets_for() -> Callable:
     """Valid targets: `targets_for(likelihood_name, outputs)`."""
 
+    draws = {
+        "categorical": lambda draw, z: draw.integers(0, z.shape[-1], z.shape[:-1]),
+        "bernoulli": lambda draw, z: draw.integers(0, 2, z.shape),
+        "gaussian": lambda draw, z: draw.normal(size=z.shape),
+    }
+
     def targets(name: str, z: jax.Array) -> jax.Array:
-        draw = np.random.default_rng(2)
-        if name == "categorical":
-            return jnp.asarray(draw.integers(0, z.shape[-1], z.shape[:-1]))
-        if name == "bernoulli":
-            return jnp.asarray(draw.integers(0, 2, z.shape))
-        return jnp.asarray(draw.normal(size=z.shape))
+        return jnp.asarray(draws[name](np.random.default_rng(2), z))
 
     return targets
 

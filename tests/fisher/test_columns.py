@@ -9,18 +9,18 @@ from fisherjax import Examples, Model, fisher, likelihoods
 from fisherjax.fisher import _columns
 from fisherjax.typing import ByPosition
 
-SHAPES = {
-    "outputs": (19, 4, 3),  # an array: K, B, C
-    "sequences": (2, 4, 5, 3),  # by position: k, B, L, C
-    "images": (2, 4, 2, 3, 3),
-    "long sequences": (1, 2, 17, 2),
+SOME = {
+    "outputs": ((19, 4, 3), jnp.asarray),  # K, B, C
+    "sequences": ((2, 4, 5, 3), ByPosition),  # k, B, L, C
+    "images": ((2, 4, 2, 3, 3), ByPosition),
+    "long sequences": ((1, 2, 17, 2), ByPosition),
 }
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(params=SOME)
 def some(request, x64):
-    draw = np.random.default_rng(0).normal(size=SHAPES[request.param])
-    return jnp.asarray(draw) if request.param == "outputs" else ByPosition(jnp.asarray(draw))
+    shape, form = SOME[request.param]
+    return form(jnp.asarray(np.random.default_rng(0).normal(size=shape)))
 
 
 def test_columns_by_number_are_those_written_out_and_zero_after_the_last(some, written_out):

@@ -54,8 +54,14 @@ def modules(nn):
 INPUTS = {dense: (6, 4), convolutional: (6, 2, 5, 4), pooled: (6, 2, 4), sequence: (6, 2, 4)}
 # MSELoss is |z - y|^2, twice our loss: 2 is the scale of its Hessian, 4 of its squared gradient.
 LOSSES = {
-    "categorical": ("CrossEntropyLoss", {fisher.true: 1, fisher.empirical: 1}),
-    "gaussian": ("MSELoss", {fisher.true: 2, fisher.empirical: 4}),
+    "categorical": (
+        *("CrossEntropyLoss", {fisher.true: 1, fisher.empirical: 1}),
+        lambda draw, z: draw.integers(0, 3, len(z)),
+    ),
+    "gaussian": (
+        *("MSELoss", {fisher.true: 2, fisher.empirical: 4}),
+        lambda draw, z: draw.normal(size=z.shape),
+    ),
 }
 NETWORKS = [
     *((dense, "categorical"), (dense, "gaussian")),
@@ -74,9 +80,9 @@ def both(apply, name, kind):
     x = draw.normal(size=INPUTS[apply])
     z = apply(params, jnp.asarray(x))
     np.testing.assert_allclose(net(torch.from_numpy(x)).detach().numpy(), z, rtol=1e-12)
-    y = draw.normal(size=z.shape) if name == "gaussian" else draw.integers(0, 3, len(x))
+    loss, scales, targets = LOSSES[name]
+    y = targets(draw, z)
     batches = [(torch.from_numpy(x[b]), torch.from_numpy(y[b])) for b in ([0, 1, 2, 3], [4, 5])]
-    loss, scales = LOSSES[name]
 
     def matrix(operator, **options):
         sums = getattr(torch.nn, loss)(reduction="sum")

@@ -38,24 +38,31 @@ def wide(params, x):
     return jnp.tanh(x @ params["kernel"] + params["bias"])
 
 
+def of_images(draw):
+    model, x = Images(), jnp.asarray(draw.normal(size=(4, 6, 6, 2)))
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(draw.normal(size=leaf.shape)),
+        jax.eval_shape(model.init, jax.random.key(0), x)["params"],
+    )
+    return (lambda params, x: model.apply({"params": params}, x)), params, x
+
+
+def of_words(draw):
+    shapes = {"embedding": (5, 3), "kernel": (3, 3), "scale": ()}
+    params = {name: jnp.asarray(draw.normal(size=shape)) for name, shape in shapes.items()}
+    return words, params, jnp.asarray(draw.integers(0, 5, (4, 6)))
+
+
+def of_many_outputs(draw):
+    params = {"kernel": jnp.asarray(draw.normal(size=(2, 40))), "bias": jnp.ones(40)}
+    return wide, params, jnp.asarray(draw.normal(size=(4, 2)))
+
+
 @pytest.fixture
 def network(request, x64, sequence):
-    draw = np.random.default_rng(0)
-    if request.param == "images":
-        model, x = Images(), jnp.asarray(draw.normal(size=(4, 6, 6, 2)))
-        params = jax.tree.map(
-            lambda leaf: jnp.asarray(draw.normal(size=leaf.shape)),
-            jax.eval_shape(model.init, jax.random.key(0), x)["params"],
-        )
-        return (lambda params, x: model.apply({"params": params}, x)), params, x
-    if request.param == "words":
-        shapes = {"embedding": (5, 3), "kernel": (3, 3), "scale": ()}
-        params = {name: jnp.asarray(draw.normal(size=shape)) for name, shape in shapes.items()}
-        return words, params, jnp.asarray(draw.integers(0, 5, (4, 6)))
-    if request.param == "40 outputs":
-        params = {"kernel": jnp.asarray(draw.normal(size=(2, 40))), "bias": jnp.ones(40)}
-        return wide, params, jnp.asarray(draw.normal(size=(4, 2)))
-    return sequence
+    made = {"images": of_images, "words": of_words, "40 outputs": of_many_outputs}
+    made["sequence"] = lambda draw: sequence
+    return made[request.param](np.random.default_rng(0))
 
 
 @pytest.mark.long

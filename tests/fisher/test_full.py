@@ -47,12 +47,14 @@ def test_true_fisher_is_the_gauss_newton_matrix(network, jacobian, targets_for, 
 
 
 @networks(("mlp", "categorical"), ("sequence", "categorical"), ("mlp", "bernoulli"))
-def test_true_fisher_is_the_mean_over_all_labels_of_squared_gradients(network, name):
+def test_true_fisher_is_the_mean_over_all_labels_of_squared_gradients(network, targets_for, name):
     apply, params, x = network
     x = x[:3]
     likelihood = getattr(likelihoods, name)
     z = jax.jit(apply)(params, x)
-    shape, values = (z.shape[1:-1], z.shape[-1]) if name == "categorical" else (z.shape[1:], 2)
+    shape = targets_for(name, z).shape[1:]
+    # A class for each vector of outputs, or a bit for each output.
+    values = 2 if shape == z.shape[1:] else z.shape[-1]
     labels = [
         np.reshape(y, shape)
         for y in itertools.product(range(values), repeat=np.prod(shape, dtype=int))

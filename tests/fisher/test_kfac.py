@@ -296,19 +296,22 @@ def test_layers_of_any_form_are_exact_for_one_example(x64, name):
     np.testing.assert_allclose(dense(blocks), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("leaves", ["sb", "s", "b"])
-def test_scale_and_shift_have_their_exact_blocks_whatever_the_examples_and_positions(x64, leaves):
+# A shift by itself has a block of all its entries, the mean of those of examples.
+@pytest.mark.parametrize(
+    ("leaves", "coupled"),
+    [("sb", np.kron(np.ones((2, 2)), np.eye(4))), ("s", np.eye(4)), ("b", np.ones((4, 4)))],
+    ids=["sb", "s", "b"],
+)
+def test_scale_and_shift_have_exact_blocks_whatever_the_examples_and_positions(
+    x64, leaves, coupled
+):
     draw = np.random.default_rng(0).normal
     params = {leaf: jnp.asarray(draw(size=4)) for leaf in leaves}
     fixed = {"s": jnp.ones(4), "b": jnp.zeros(4)}
     model = Model(lambda p, x: normalized(fixed | p, x), CATEGORICAL)
     arguments = model, params, Examples(jnp.asarray(draw(size=(6, 3, 4))))
     blocks, full = fisher.kfac(*arguments), dense(fisher.full(*arguments))
-    if leaves == "b":  # by itself it has a block of all its entries, the mean of those of examples
-        np.testing.assert_allclose(dense(blocks), full, rtol=1e-9, atol=1e-12)
-    else:
-        pairs = np.kron(np.ones((len(leaves), len(leaves))), np.eye(4))
-        np.testing.assert_allclose(dense(blocks), pairs * full, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(dense(blocks), coupled * full, rtol=1e-9, atol=1e-12)
 
 
 def linear(p, x):

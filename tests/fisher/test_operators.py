@@ -32,13 +32,17 @@ def gram(size, seed):
     return jnp.asarray(factor @ factor.T)
 
 
-def make(structure, seed=0):
-    params = draw(SHAPES, seed)
-    if structure == "diagonal":
-        return Diagonal(jax.tree.map(jnp.square, params))
+def make_diagonal(params, seed):
+    del seed
+    return Diagonal(jax.tree.map(jnp.square, params))
+
+
+def make_dense(params, seed):
+    return Dense(gram(ravel(params).size, seed), Template.of(params))
+
+
+def make_kronecker(params, seed):
     template = Template.of(params)
-    if structure == "dense":
-        return Dense(gram(ravel(params).size, seed), template)
     sizes = {"conv/kernel": (7, 2), "dense": (4, 3)}
     factors = {
         name: {"input": gram(a, seed), "output": gram(o, seed + 1)}
@@ -48,7 +52,14 @@ def make(structure, seed=0):
     return Kronecker(factors, entries, LAYERS, template)
 
 
-@pytest.fixture(params=["diagonal", "dense", "kronecker"])
+STRUCTURES = {"diagonal": make_diagonal, "dense": make_dense, "kronecker": make_kronecker}
+
+
+def make(structure, seed=0):
+    return STRUCTURES[structure](draw(SHAPES, seed), seed)
+
+
+@pytest.fixture(params=STRUCTURES)
 def structure(request, x64):
     return request.param
 

@@ -287,10 +287,13 @@ def test_raw_images_are_pixels_between_zero_and_one(task):
     assert np.array_equal(*outputs)
 
 
-@pytest.mark.parametrize("model", ["simple_cnn", "simple_cnn_mnist"])
-def test_niid_benchs_networks_have_biases(model):
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [("simple_cnn", (1, 32, 32, 3)), ("simple_cnn_mnist", (1, 28, 28, 1))],
+    ids=["simple_cnn", "simple_cnn_mnist"],
+)
+def test_niid_benchs_networks_have_biases(model, shape):
     network = MODELS[model](num_classes=10)
-    shape = (1, 28, 28, 1) if model == "simple_cnn_mnist" else (1, 32, 32, 3)
     params = jax.eval_shape(lambda: fj.networks.init(network, jax.random.key(0), np.zeros(shape)))
     assert all("bias" in layer for layer in params.values())
 

@@ -346,6 +346,7 @@ def test_stored_runs_continue(tmp_path, name):
     command = stored["command"]
     for words in (*MOVED, "--clients-per-chunk auto"):  # they had other names, or no name
         command = command.replace(f" {words} ", " ")
+    command = command.replace("--partition fedfisher", "--partition dirichlet_of_client")
     # They took all examples.
     asked = one_shot.parse(["--max-examples", "0", *shlex.split(command)[3:]])
     default = config.one_shot(asked.data.dataset)

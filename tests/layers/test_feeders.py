@@ -204,7 +204,7 @@ KEPT = {
         (6,),
     ),
     "a position squeezed": (lambda p, x: head(p, x[:, None])[:, 0], HEAD, ()),
-    "cast": (then(lambda z: z.astype(jnp.float16).astype(jnp.float32)), HEAD, ()),
+    "cast": (then(lambda z: z.astype(jnp.float16).astype(jnp.float32)), HEAD, (), 2e-2),
     "named": (lambda p, x: checkpoint_name(body(p, x) @ p["V"], "z") + p["v"], HEAD, ()),
     "barrier": (then(jax.lax.optimization_barrier), HEAD, ()),
     "rematerialised": (jax.checkpoint(head), HEAD, ()),
@@ -295,7 +295,7 @@ def drawn(shapes, seed=0):
 @pytest.mark.parametrize("name", KEPT)
 def test_the_outputs_of_the_layer_that_is_found_are_its_inputs_times_its_matrix(name):
     """The promise by itself, position by position: z = [a; 1] V."""
-    apply, shapes, positions = KEPT[name]
+    apply, shapes, positions, *rounding = KEPT[name]
     params, places = drawn(shapes), []
 
     @jax.jit
@@ -310,7 +310,7 @@ def test_the_outputs_of_the_layer_that_is_found_are_its_inputs_times_its_matrix(
     found, z = both(params, x)
     check_output_layer(apply, params, x)
     assert z.shape[-1] == 3
-    np.testing.assert_allclose(found, z.reshape(found.shape), atol=2e-2 if name == "cast" else 1e-5)
+    np.testing.assert_allclose(found, z.reshape(found.shape), atol=max([1e-5, *rounding]))
 
 
 @pytest.mark.parametrize("name", [*CHANGED, *OF_SEQUENCES])

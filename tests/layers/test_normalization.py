@@ -153,28 +153,44 @@ def test_leaves_are_found_by_what_is_computed(name):
     assert {leaf.removesuffix("/leaf") for leaf in found} == expected
 
 
-PLAIN = ("layer", "fused", "division", "power", "root mean square", "groups", "unit vectors")
-
-
-@pytest.mark.parametrize("name", [*PLAIN, "running", "running, scale first", "folded"])
-def test_what_a_scale_multiplies_has_variance_one_at_any_params(name):
-    """The derivative by the scale is the value it multiplies: a check that reads no equation."""
+def multiplied(name, **moments):
+    """The derivative by the scale, the value that it multiplies: a check that reads no equation."""
     _, apply = WRITTEN[name]
-    params, x = drawn(EVERY), jnp.asarray(X)
-    if name in ("running", "running, scale first", "folded"):
-        hidden = x @ params["w"] if name == "running" else x
-        params |= {"mean": hidden.mean(0), "var": hidden.var(0)}
+    params = drawn(EVERY) | moments
     ones = {"a": jnp.ones(6)}
-    value = jax.jvp(lambda own: apply(params | own, x), ({"a": params["a"]},), (ones,))[1]
-    axis = 0 if "mean" in name or name in ("running", "running, scale first", "folded") else 1
-    if name == "groups":
-        value, axis = value.reshape(5, 2, 3), 2
-    if name in ("root mean square", "unit vectors"):
-        size = 6 if name == "root mean square" else 1
-        np.testing.assert_allclose((value**2).sum(1), size, rtol=1e-4)
-        return
-    np.testing.assert_allclose(value.mean(axis), 0, atol=1e-5)
-    np.testing.assert_allclose(value.var(axis), 1, rtol=1e-3)
+    return jax.jvp(lambda own: apply(params | own, X), ({"a": params["a"]},), (ones,))[1]
+
+
+# The shape in which the last axis is what is normalised.
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, (5, 6)) for name in ("layer", "fused", "division", "power")] + [("groups", (5, 2, 3))],
+)
+def test_what_a_scale_multiplies_has_variance_one_at_any_params(name, shape):
+    value = multiplied(name).reshape(shape)
+    np.testing.assert_allclose(value.mean(-1), 0, atol=1e-5)
+    np.testing.assert_allclose(value.var(-1), 1, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "size"), [("root mean square", 6), ("unit vectors", 1)])
+def test_what_a_scale_multiplies_has_squares_of_one_sum_at_any_params(name, size):
+    np.testing.assert_allclose((multiplied(name) ** 2).sum(1), size, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("running", lambda params: X @ params["w"]),
+        ("running, scale first", lambda params: X),
+        ("folded", lambda params: X),
+    ],
+    ids=["running", "running, scale first", "folded"],
+)
+def test_what_a_scale_multiplies_has_variance_one_at_the_moments_of_its_examples(name, hidden):
+    values = hidden(drawn(EVERY))
+    value = multiplied(name, mean=values.mean(0), var=values.var(0))
+    np.testing.assert_allclose(value.mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(value.var(0), 1, rtol=1e-3)
 
 
 class Block(nn.Module):

@@ -105,7 +105,8 @@ def open_set(
         # In one pass of three times the minibatch.
         every = jnp.concatenate([images, outliers, harder])
         known, *unknown = jnp.split(open_outputs(model.apply, params, every), 3)
-        return -(_label_losses(known) + sum(_unknown_loss(z) for z in unknown)[:, None]), None
+        unsure = jnp.asarray(sum(_unknown_loss(z) for z in unknown))
+        return -(_label_losses(known) + unsure[:, None]), None
 
     return model._replace(apply=apply, likelihood=_OPEN, apply_train=apply_train)
 

@@ -50,7 +50,7 @@ def dense(
     normalize: Callable[[Array], Array] | None = None,
     crop: bool = False,
     score: Callable[[Params], Array] | None = None,
-) -> Algorithm:
+) -> Algorithm[Distilled]:
     """Make DENSE, which distils the clients' models into one, on images that the server generates.
 
         t(x) = sum_i p_i z_i(x),   s(x) = z(x, W),
@@ -105,7 +105,7 @@ def dense(
         clients' initial model, not from another random one; convolutions of the generator are
         computed on small images, see `nn`.
     """
-    merge = averaging() if start is None else start
+    merge: Algorithm[Any] = averaging() if start is None else start
     _check(model, shape, merge, how)
     checks.count("epochs", epochs)
     for name, function in (("normalize", normalize), ("score", score)):
@@ -138,7 +138,8 @@ def dense(
         if score is None:
             _check_converged(work, how)
             params = work.student
-        return params, state, Distilled(work.images, *work.losses.T, work.score)
+        synthesis, distillation = work.losses.T
+        return params, state, Distilled(work.images, synthesis, distillation, work.score)
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         if jax.tree.leaves(trained.statistics):

@@ -93,7 +93,7 @@ def _check_classes(model: Model) -> None:
 
 
 @cached
-def fedov(model: Model) -> Algorithm:
+def fedov(model: Model) -> Algorithm[Voters]:
     """Make FedOV, whose merged model is the stack of the clients' models, for a vote.
 
         W = (W_i) over clients of p_i > 0,   predictions by `voting(model)` at W.

@@ -20,7 +20,7 @@ from fisherjax.clients import draw
 from fisherjax.fisher import _passes
 from fisherjax.fisher.kfac import second_moment
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params
 
 
 @jax.tree_util.register_dataclass
@@ -113,28 +113,37 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
     return dataclasses.replace(means, count=means.count * (weights > 0).sum())
 
 
-def check_head(model: Model, params: Params, inputs: Array) -> None:
-    """Refuse outputs that are not those of a dense layer that is trained, from shapes alone.
+def check_head(model: Model, params: Params, inputs: AnyArray, *, frozen: bool = False) -> None:
+    """Raise unless a dense layer makes the outputs and is trained, by shapes alone.
+
+    Args:
+        model: The network.
+        params: All leaves of the network, or their shapes.
+        inputs: Inputs of the network.
+        frozen: Whether the model's mask may freeze leaves of that layer.
 
     Raises:
-        ValueError: As `fisher.trace.output_layer`; if the mask leaves that layer out, by its name.
+        ValueError: If `_layers.pairs.output_layer` raises; if the mask freezes leaves of that
+            layer, which the message names.
     """
     try:
         check_output_layer(*leaves.opened(model, params), inputs)
     except ValueError as error:
-        frozen = _frozen_head(model, params, inputs)
-        if not frozen:
+        left_out = _frozen_head(model, params, inputs)
+        if not left_out:
             raise
+        if frozen:
+            return
         raise ValueError(
-            f"The model's mask leaves out {frozen}, of the dense layer that makes the outputs, "
+            f"The model's mask leaves out {left_out}, of the dense layer that makes the outputs, "
             "which this method solves for or compares clients by; expected a mask that trains "
-            "that layer. Train it, or use a method that needs no such layer (not analytic_head, "
-            "ccvr or natural_gradient, and weighted_fedavg with fisher= only)."
+            "that layer. Train it, or use a method that needs no such layer (not analytic_head or "
+            "ccvr, and weighted_fedavg with fisher= only)."
         ) from error
 
 
-def _frozen_head(model: Model, params: Params, inputs: Array) -> list[str]:
-    """Name the leaves of the layer that makes the outputs that the mask leaves out."""
+def _frozen_head(model: Model, params: Params, inputs: AnyArray) -> list[str]:
+    """Return the names of the leaves of the output layer that the mask freezes."""
     # The network as if it had no mask, which may be one that cannot be read.
     with contextlib.suppress(ValueError):
         layer = check_output_layer(model.apply, params, inputs)

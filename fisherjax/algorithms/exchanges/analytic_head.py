@@ -18,7 +18,7 @@ from fisherjax._layers.layer import unpack
 from fisherjax.algorithms.base import Algorithm, WeightedSum
 from fisherjax.algorithms.exchanges._head_sums import HeadSums, head_mean, head_summary
 from fisherjax.fisher.operators import PRECISION, Template
-from fisherjax.typing import Array, Key, Model, Params
+from fisherjax.typing import Array, Key, Model, Params, Scalar
 
 _ITERATIONS = 50  # of the fixed point
 
@@ -39,10 +39,10 @@ class Ridge(NamedTuple):
 def analytic_head(
     model: Model,
     *,
-    ridge: float | None = None,
+    ridge: Scalar | None = None,
     batch_size: int = 64,
     max_examples: int | None = None,
-) -> Algorithm:
+) -> Algorithm[Ridge]:
     """Make the exchange that solves the last dense layer V by ridge regression.
 
         V = (A + lambda m(A) I)^-1 B,   A = E[a a^T],   B = E[a y^T],
@@ -103,7 +103,7 @@ def analytic_head(
 
 
 @jit
-def _solved(sums: HeadSums, ridge: Array | None) -> tuple[Array, Ridge]:
+def _solved(sums: HeadSums, ridge: Scalar | None) -> tuple[Array, Ridge]:
     inputs, mean = sums.inputs, jnp.trace(sums.inputs) / len(sums.inputs)
     eigenvalues, vectors = jax.lax.stop_gradient(linalg.eigh(inputs))
     eigenvalues = jnp.maximum(eigenvalues, 0)

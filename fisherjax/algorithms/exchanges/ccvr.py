@@ -47,7 +47,7 @@ def ccvr(
     optimizer: optax.GradientTransformation = _SGD,
     batch_size: int = 64,
     max_examples: int | None = None,
-) -> Algorithm:
+) -> Algorithm[Tuned]:
     """Make the exchange that tunes the last dense layer on features sampled from Gaussians.
 
         y ~ pi,   a ~ N(mu_y, S),   mu_c = E[a | c],   S = E[a a^T] - sum_c pi_c mu_c mu_c^T,

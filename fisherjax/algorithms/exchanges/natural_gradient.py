@@ -56,8 +56,8 @@ class Course(NamedTuple):
 
     loss: Array
     directions: Params
-    step: Params | None = None
-    predicted: Array | None = None
+    step: Params = None
+    predicted: Any = None
 
 
 class Step(NamedTuple):
@@ -85,7 +85,7 @@ def natural_gradient(
     kind: Kind = fisher.sampled,
     batch_size: int = 128,
     max_examples: int | None = 4000,
-) -> tuple[Algorithm, Algorithm, Algorithm]:
+) -> tuple[Algorithm[Step], Algorithm[Step], Algorithm[Step]]:
     """Make the exchange that moves all layers by natural gradients, and solves the last layer.
 
         D_k = -(A (x) G + lambda_k I)^-1 g   for each hidden layer, lambda_k = damping_k m(A (x) G),
@@ -104,7 +104,12 @@ def natural_gradient(
     If the examples of g selected the step, it would be that of the smallest damping, which fits
     only these examples. Both least squares have a ridge of 1e-2, for U_k of the mean eigenvalue of
     E[a a^T], and c, d, e that of the mean eigenvalue of their quadratic, where every direction has
-    been scaled to E|J D|^2 = 1 over the examples that g is of. docs/merging.md has a sweep of it.
+    been scaled to E|J D|^2 = 1 over the examples that g is of. docs/methods/merging.md has a sweep
+    of it.
+
+    If the model's mask freezes a leaf of the last layer, this layer is not solved for: D is a
+    combination of the D_k alone, which include the trained leaves of that layer, and clients send
+    no products with its inputs. The coefficients still minimise the loss of held-out examples.
 
     Args:
         model: The network, whose outputs are those of a dense layer, and their likelihood.
@@ -123,8 +128,7 @@ def natural_gradient(
     Raises:
         ValueError: If a number is out of range; on summarize, if the outputs are not those of a
             dense layer as they are (a link, a skip or a de-normalisation follows, or its kernel is
-            used elsewhere too), the model's mask leaves that layer out, for which every exchange
-            solves, or the likelihood is another than `analytic_head` takes.
+            used elsewhere too), or the likelihood is another than `analytic_head` takes.
 
     Example:
         >>> import fisherjax as fj
@@ -225,8 +229,8 @@ class _Plan(NamedTuple):
 
 @partial(jit, static_argnums=0)
 def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes:
-    # Before anything is sent: the next message solves for that layer.
-    check_head(plan.model, params, examples.inputs)
+    # Before anything is sent: the next message solves for that layer, unless it is frozen.
+    check_head(plan.model, params, examples.inputs, frozen=True)
     apply, own = leaves.opened(plan.model, params)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
     examples = _sequences.weighed(plan.model, draw(rows, examples, plan.max_examples))
@@ -235,7 +239,7 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
         del key
         return jax.value_and_grad(partial(_squared_error, plan.model, apply, x, y, w))(own)
 
-    how = {"batch_size": plan.batch_size}
+    how: dict[str, Any] = {"batch_size": plan.batch_size}
     loss, gradient = _passes.weighted_mean(batch_sums, examples, key=None, **how)
     # The curvature of a squared error needs no targets. Leaves of no layer are not moved.
     how |= {"key": key, "kind": plan.kind, "fallback": fisher.zero}

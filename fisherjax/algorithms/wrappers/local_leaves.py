@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from fisherjax import leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
+from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.fisher import Dense, Kronecker
 from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained
@@ -40,7 +40,9 @@ class LocalLeaves:
 
 
 @cached
-def keep_local(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[str]) -> Algorithm:
+def keep_local(
+    algorithm: Algorithm[Report], where: Callable[[str], bool] | frozenset[str]
+) -> Algorithm[Report]:
     """Make an algorithm whose clients keep some leaves; the other leaves are merged.
 
     The server runs the algorithm on the shared leaves alone. It leaves the local ones of params as
@@ -87,7 +89,9 @@ def keep_local(algorithm: Algorithm, where: Callable[[str], bool] | frozenset[st
 
 
 @cached
-def keep_chosen(algorithm: Algorithm, choose: Callable[[Params], Collection[str]]) -> Algorithm:
+def keep_chosen(
+    algorithm: Algorithm[Report], choose: Callable[[Params], Collection[str]]
+) -> Algorithm[Report]:
     """Make `keep_local` of the leaves whose names a function of params, or of shapes, returns."""
     check_algorithm(algorithm)
     check_same_shapes(algorithm)
@@ -182,7 +186,8 @@ def _split(choose: Callable[[Params], Collection[str]], params: Params) -> tuple
             "false for those that are merged."
         )
     triples = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
-    return tuple({n: leaf for n, c, leaf in triples if c is kept} for kept in (False, True))
+    shared, local = ({n: leaf for n, c, leaf in triples if c is side} for side in (False, True))
+    return shared, local
 
 
 def _replace(
@@ -198,7 +203,9 @@ def _replace(
         return not is_operator(x) and jax.tree.structure(x) == structure
 
     def changed(x: Any) -> Any:
-        return on_operator(x) if is_operator(x) else on_params(x) if is_params(x) else x
+        if on_operator is not None and is_operator(x):
+            return on_operator(x)
+        return on_params(x) if is_params(x) else x
 
     return jax.tree.map(changed, values, is_leaf=lambda x: is_operator(x) or is_params(x))
 

@@ -13,7 +13,7 @@ import optax
 from fisherjax import _optimizers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import Algorithm, check_algorithm, check_same_shapes
+from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.typing import Array, Key, Params
 
 _NO_LOSS = "The server has no loss, only the difference of two models as a gradient."
@@ -28,8 +28,8 @@ class ServerState(NamedTuple):
 
 @cached
 def with_server_optimizer(
-    algorithm: Algorithm, optimizer: optax.GradientTransformation
-) -> Algorithm:
+    algorithm: Algorithm[Report], optimizer: optax.GradientTransformation
+) -> Algorithm[Report]:
     """Make an algorithm whose server takes an optimiser's step towards the merged model W'.
 
         g = W - W',   W <- W + update(g).

@@ -25,8 +25,8 @@ from fisherjax.fisher import Kronecker, KroneckerSum, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.quadratic import Sums
-from fisherjax.solvers.base import Solver
-from fisherjax.typing import Array, Key, Model, Params
+from fisherjax.solvers.base import Info, Solver
+from fisherjax.typing import Array, Key, Model, Params, Scalar
 
 # Number of rows of the left sketch beyond the number of columns of the right one.
 _EXTRA = 5
@@ -73,11 +73,11 @@ def fedfisher_sketched(
     seed: int = 0,
     fisher: Callable[..., Kronecker] = kfac,
     kind: Kind = automatic,
-    damping: float = 1.0,
+    damping: Scalar = 1.0,
     solver: Solver | None = None,
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
-) -> Algorithm:
+) -> Algorithm[Info]:
     """Make FedFisher with K-FAC whose server needs only sums of sketches over clients.
 
         R = sum_i p_i u_i v_i^T,   Y = R Omega,   Z = Psi R,   R = Q (Psi Q)^+ Z,   Y = Q T,
@@ -164,8 +164,9 @@ def _sketched(terms: int, seed: int, fisher: Kronecker, params: Params, weights:
         columns[name] = _product(weighted.T, _product(v, right.T))
         rows[name] = _product(_product(weighted, left.T).T, v)
     added = (fisher.entries, jax.vmap(Kronecker.block_mv)(fisher, blocks), blocks)
-    added = tree.weighted_sum(added, weights)
-    return Sketches(columns, rows, *added, weights.sum(), fisher.layers, fisher.template)
+    entries, product, mean = tree.weighted_sum(added, weights)
+    known = weights.sum(), fisher.layers, fisher.template
+    return Sketches(columns, rows, entries, product, mean, *known)
 
 
 @partial(jit, static_argnums=0)
@@ -193,7 +194,7 @@ def _recovered(seed: int, sums: Sketches) -> Sums:
 
 
 def _terms(
-    seed: int, number: int, shape: tuple[int, int], columns: Array, rows: Array
+    seed: int, number: int, shape: tuple[int, ...], columns: Array, rows: Array
 ) -> dict[str, Array]:
     """Recover a layer's terms A_j [k, a, a] and G_j [k, o, o] from its sketches.
 

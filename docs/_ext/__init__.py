@@ -1,0 +1,1 @@
+"""Extensions of Sphinx that this site is made with."""
