@@ -1,4 +1,4 @@
-"""What a model becomes on clients it has not seen: fine-tuned on a part, tested on another."""
+"""Personalize a model on held-out clients: fine-tune it on some of their data, test on others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,18 +23,25 @@ def personalize(
     fractions: Sequence[float] = (0.0, 0.25, 0.5),
     **options: Any,
 ) -> list[Performance]:
-    """Fine-tune a model on a part of each client's examples and test it on the other half.
+    """Fine-tune a model on a part of each client's examples, and test it on the other half.
 
-    Every client's examples are shuffled once. The second half tests, whatever the fraction; of the
-    first, a share f of all the client's examples trains, for each f of `fractions` from 0, the
-    model as it stands, to 0.5. The federation holds clients that were held out, see
-    `clients.select`; the options are those of `training.train`.
+    Every client's examples are shuffled once and divided into halves. The second half is always
+    the test set. The training set is the beginning of the first half.
+
+    Args:
+        model: Network and likelihood.
+        params: Params of the model before fine-tuning.
+        federation: Data of clients that were held out, see `clients.select`.
+        key: Random key, folded by client.
+        fractions: Sizes of the training set, as fractions of all examples of a client, from 0 (no
+            fine-tuning) to 0.5.
+        **options: Other arguments of `training.train`.
 
     Returns:
-        For each fraction what every client reaches; average with `.mean()`.
+        For each fraction, the loss and accuracy on every client; average them by `.mean()`.
 
     Raises:
-        ValueError: If a fraction is out of range; and what `training.train` raises.
+        ValueError: If a fraction is out of range, or `training.train` raises it.
 
     Example:
         >>> import optax, fisherjax as fj
@@ -53,15 +60,17 @@ def personalize(
     for fraction in fractions:
         checks.number("A fraction", fraction)
         if fraction > 0.5:
-            raise ValueError(f"A fraction is {fraction}; expected 0 to 0.5: the other half tests.")
+            raise ValueError(
+                f"A fraction is {fraction}; expected 0 to 0.5, as the other half is for tests."
+            )
     pool, test = halve(federation, key)
     found = []
     for fraction in fractions:
-        # Nobody trains: one model for all, which need not be stacked.
+        # Without training, all clients share one model, which need not be stacked.
         if fraction == 0:
             found.append(metrics.performance(model, params, test))
             continue
-        # Only the sizes change, not the shapes: every fraction trains by the same program.
+        # Sizes change, but not shapes, so that all fractions run the same program.
         own = pool._replace(sizes=(fraction * federation.sizes).astype(pool.sizes.dtype))
         models = training.train(model, params, own, key=key, **options).models
         found.append(metrics.performance(model, models, test, stacked=True))
@@ -70,9 +79,9 @@ def personalize(
 
 @jit
 def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
-    """Split every client's examples at random into halves, two federations of the same data.
+    """Partition every client's examples at random into two federations of half the size.
 
-    The second half has the odd example; the key is folded by client.
+    Of an odd number of examples, the second federation has one more. The key is folded by client.
 
     Example:
         >>> federation = clients.federation((jnp.zeros(5), jnp.zeros(5)), [[0, 1, 2], [3, 4]])
@@ -81,10 +90,10 @@ def halve(federation: Federation, key: Key) -> tuple[Federation, Federation]:
     """
 
     def rows(place: Array) -> tuple[AnyArray, Array]:
-        own = client_key(key, SPLIT, ids(federation)[place])
-        mixed, _ = rows_of(shuffled(own, view(federation, place)))
-        # Rolled, not cut, as shapes cannot depend on a client's size: the second half comes first,
-        # and the sizes hide what is behind it.
+        client = client_key(key, SPLIT, ids(federation)[place])
+        mixed, _ = rows_of(shuffled(client, view(federation, place)))
+        # Shapes cannot depend on a client's size. So the second half is rolled to the front, and
+        # the sizes exclude the rest.
         return mixed, jnp.roll(mixed, -(federation.sizes[place] // 2))
 
     first, second = jax.lax.map(rows, jnp.arange(federation.num_clients))

@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "fisherjax"
 ORDER = [
     "typing",
     "tree",
+    "_stacked",
     "_core",
     "leaves",
     "likelihoods",
@@ -47,7 +48,9 @@ ORDER = [
     "solvers",
     "algorithms",
     "compression",
+    "_semidefinite",
     "_upload_checks",
+    "_divergence",
     "privacy",
     "merging",
     "secure_aggregation",
@@ -68,16 +71,20 @@ BUILT = {  # folders whose files build on one another
         *("_columns", "kinds", "operators", "kronecker", "kronecker_sum", "_passes"),
         *("diagonal", "full", "kfac"),
     ],
+    "training": ["_cohort", "_train"],
+    "rounds": ["_one_round", "experiment"],
+    "metrics": ["_targets", "_test_set", "_clients"],
 }
 # What the other files of a folder may import, and these in this order.
 SHARED = [
-    "accounting",
+    *("accounting", "encoded"),
     *("base", "stages", "checks", "arrays", "values", "_claims", "uploads", "_packed", "_parts"),
     *("_rows", "_fisher_updates", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
     "distillation._open_set",
-    *("fixed_point", "shares", "keys", "_messages", "protocol", "quantized", "matrices", "stream"),
+    *("fixed_point", "shares", "keys", "_messages", "protocol"),
+    *("quantized", "matrices", "stream"),
     *("statistics", "_reads", "client_half", "_server_half", "merges", "_repair"),
     *("two_layer", "signal_noise"),
 ]
@@ -96,7 +103,7 @@ ALONE = {  # who may import what the rest must not see
     "cryptography": {"secure_aggregation.keys"},
 }
 HEAVY = [
-    *("kfac_jax", "tensorflow_datasets", "tensorflow", "orbax", "flax"),
+    *("kfac_jax", "chex", "tensorflow_datasets", "tensorflow", "orbax", "flax"),
     *("matplotlib", "rich", "sklearn", "PIL", "tyro", "dp_accounting", "cryptography", "scipy"),
 ]
 

@@ -21,7 +21,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import Examples, algorithms, clients, fisher, merging, metrics, rounds, solvers
-from fisherjax._upload_checks import indefinite
+from fisherjax._semidefinite import indefinite
 from fisherjax.algorithms import Update
 from fisherjax.training import Trained, train, train_memory
 
@@ -350,7 +350,9 @@ REFUSED = {
     ),
     "72 nobody": no(lambda: merge([]), "empty list"),
     "73 nothing": no(lambda: merge({}), "updates is a dict"),
-    "no values": no(lambda: merge(Update({}, FEDAVG.kind)), "Nothing was sent"),
+    "no values": no(
+        lambda: merge(Update({}, FEDAVG.kind)), "sends no updates and has no merged model"
+    ),
     "74 a leaf is missing": no(
         lambda: merge(
             [

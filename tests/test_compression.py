@@ -282,7 +282,7 @@ def test_differences_need_the_start_that_the_server_has(sent):
             compressed(weighted, codec)
     method = compressed(METHODS["fedavg"], differences())
     models = [START, _shifted(START, 1.0)]
-    with pytest.raises(ValueError, match=r"What the clients started from is not known"):
+    with pytest.raises(ValueError, match=r"The model that the clients started from is unknown"):
         fj.merging.summarize(method, models, FEDERATION, key=jax.random.key(0))
 
 

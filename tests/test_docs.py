@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path, PurePosixPath
 
@@ -238,3 +239,13 @@ def test_names_in_texts_are_found_in_the_reference(links, name, place):
 @pytest.mark.parametrize("name", ["merging.merg", "mergin", "Model.position", "merging.merge.x"])
 def test_names_that_do_not_exist_are_noticed(links, name):
     assert not links.exists(links.documented_name(f"fisherjax.{name}"))
+
+
+def test_the_page_on_installation_lists_every_package_and_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base, extras = (
+        set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (`[^|]*) \|", part, re.MULTILINE))))
+        for part in (DOCS / "get_started/installation.md").read_text().split("## Extras")
+    )
+    assert base == {re.match(r"[\w-]+", x)[0] for x in project["dependencies"]}
+    assert extras == set(project["optional-dependencies"])

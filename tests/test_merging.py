@@ -325,7 +325,7 @@ def test_a_merged_model_that_is_not_finite_names_leaf_and_client():
         merging.merge(method, start, updates)
     with pytest.raises(ValueError, match=words.format(1)):  # the other has no weight
         merging.merge(method, start, updates, [1, 1, 0])
-    with pytest.raises(ValueError, match=r"Leaf 'w' of the merged model .* of some client its"):
+    with pytest.raises(ValueError, match=r"Leaf 'w' of the merged model .* of some client are"):
         merging.merge_stream(method, start, [(updates, None)])
     merged, *_ = merging.merge(method, start, rows(updates, [0, 2]))
     assert np.isfinite(merged["w"]).all()

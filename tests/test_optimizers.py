@@ -239,7 +239,7 @@ def test_what_cannot_train_is_refused_before_anything_is_compiled(world, name, c
 def test_no_loss_is_told_of_private_gradients(world):
     private = fj.privacy.dp_sgd(MODEL, clip=1.0, noise_multiplier=1.0)
     for name in ("lbfgs", "reduce_on_plateau", "polyak_sgd", "sam, opaque"):
-        with pytest.raises(ValueError, match=r"cannot take a step .*tells it no loss"):
+        with pytest.raises(ValueError, match=r"cannot take a step .*passes it no loss"):
             train(world, made(name), model=private)
 
 

@@ -281,7 +281,7 @@ def test_under_masks_the_moments_are_those_of_who_stayed():
     how |= {"threshold": 2, "bits": 64, "entropy": np.random.default_rng(0).bytes}
     how["absent"] = {"mask": [1]}
     own = (algorithms.fedavg(), START, sent, SIZES)
-    assert isinstance(secure_aggregation.contributions(*own)[0], fj.merging.Added)
+    assert isinstance(secure_aggregation.contributions(*own)[0], fj.merging.SumsAndStatistics)
     merged, _, _ = secure_aggregation.secure_merge(*own, **how)
     for name in MOMENTS:
         each = [np.float64(made_up(client).statistics[name]) for client in range(3)]

@@ -833,7 +833,7 @@ BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyt
     "bits that are none": (coded(bits=True), "params/w: Codes have True bits"),
     "bytes that did not come": (
         coded(shape=[10**12]),
-        r"params/w: An array \(10+,\) .* as 0 bytes",
+        r"params/w: An array of shape \(10+,\) .* codes of 0 bytes",
     ),
     "as much as no machine counts": (coded(shape=[10**30]), "params/w: An array of shape"),
     "nothing at all": (({"update": {"dict": {}}}, {"x": ONE}), "an update has no arrays"),
@@ -849,7 +849,7 @@ BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyt
     ),
     "a triangle that is none": (
         gram(0, node("Triangle", "entries"), entries=FLOAT((7, 3), "float32")),
-        r"grams/w: A triangle came as \[7, 3\]",
+        r"grams/w: A triangle has shape \[7, 3\]",
     ),
     "an outer product": (vectors(90_000, 1, 90_000), r"params/w: A Truncated decodes to .*90000"),
     "vectors that do not fit": (vectors(3, 2, 3, more=1), r"params/w: Singular triplets"),
@@ -865,9 +865,9 @@ BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyt
     "an empty array in a stream": (stream([0, 0], NOTHING), "params/w: An array .* widths"),
     "bits that are not there": (
         stream([100, 2], np.full(1, 255, "uint8")),
-        "A stream of 200 numbers needs 3000 bits and came as 8",
+        "A stream of 200 numbers needs 3000 bits, but has 8",
     ),
-    "no bits at all": (stream([1, 2], np.zeros(1, "uint8"), b""), "needs 0 bits and came as 0"),
+    "no bits at all": (stream([1, 2], np.zeros(1, "uint8"), b""), "needs 0 bits, but has 0"),
     "33 codes in one another": (
         (of_params(nested(33)), {IN + 33 * "/columns": np.ones((2, 2), "float32")}),
         "beyond a limit .*nested.*--limit nesting=",

@@ -1,16 +1,7 @@
-"""Smaller updates: quantised, truncated, as differences, at a given number of bytes."""
+"""Compress updates: quantise, truncate, send differences, or fill a given number of bytes."""
 
-from fisherjax.compression.base import (
-    Codec,
-    Encoded,
-    check_codec,
-    compose,
-    compressed,
-    declared,
-    decode,
-    encode,
-    size,
-)
+from fisherjax.compression.base import Codec, compose, compressed, encode, size
+from fisherjax.compression.encoded import Encoded, declared, decode
 from fisherjax.compression.matrices import Root, Triangle, Truncated, roots, triangles, truncated
 from fisherjax.compression.quantized import Codes, Difference, differences, quantized
 from fisherjax.compression.stream import Slot, Stream
@@ -27,7 +18,6 @@ __all__ = [
     "Stream",
     "Triangle",
     "Truncated",
-    "check_codec",
     "compose",
     "compressed",
     "declared",

@@ -1,4 +1,4 @@
-"""Symmetric matrices in fewer numbers: triangles, truncated decompositions."""
+"""Codecs of symmetric matrices: one triangle, or truncated decompositions."""
 
 import dataclasses
 import math
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from fisherjax._core import checks, linalg
 from fisherjax._core.caching import cached
-from fisherjax.compression.base import Codec, Encoded, Leaves, change_matrices, check_field
+from fisherjax.compression.base import Codec, change_matrices
+from fisherjax.compression.encoded import Encoded, Leaves, check_field
 from fisherjax.fisher.operators import PRECISION
 from fisherjax.typing import Array, Params
 
@@ -18,23 +19,23 @@ from fisherjax.typing import Array, Params
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Triangle(Encoded):
-    """The upper triangle of a symmetric matrix, folded to a rectangle by `linalg.folded`."""
+    """Upper triangle of a symmetric matrix, folded to a rectangle by `linalg.folded`."""
 
     entries: Any
 
     def decode(self, inner: Callable[[Any], Any], leaves: Leaves) -> Array:
-        """Fill both triangles."""
+        """Return the matrix with both triangles."""
         del leaves
         return linalg.unfolded(inner(self.entries))
 
     def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
-        """Say how large the matrix is."""
+        """Return the shape and dtype of the matrix."""
         found = check_field("entries of a triangle", inner(self.entries), 2)
         rows, columns = found.shape
         size = columns if columns < 2 * rows else columns - 1
-        # Of n odd [(n + 1) / 2, n], of n even [n / 2, n + 1].
+        # Rectangles have shape [(n + 1) / 2, n] for odd n, and [n / 2, n + 1] for even n.
         if size < 1 or rows != (size + 1) // 2:
-            raise ValueError(f"A triangle came as {list(found.shape)}, which no matrix folds to")
+            raise ValueError(f"A triangle has shape {list(found.shape)}, to which no matrix folds")
         return jax.ShapeDtypeStruct((size, size), found.dtype)
 
 
@@ -48,14 +49,14 @@ class Truncated(Encoded):
     right: Any
 
     def decode(self, inner: Callable[[Any], Any], leaves: Leaves) -> Array:
-        """Multiply."""
+        """Return the product of the three factors."""
         del leaves
         return jnp.matmul(
             inner(self.left) * inner(self.values), inner(self.right), precision=PRECISION
         )
 
     def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
-        """Say how large the matrix is."""
+        """Return the shape and dtype of the matrix."""
         left = check_field("left vectors", inner(self.left), 2)
         values = check_field("singular values", inner(self.values), 1)
         right = check_field("right vectors", inner(self.right), 2)
@@ -76,20 +77,20 @@ class Root(Encoded):
     columns: Any
 
     def decode(self, inner: Callable[[Any], Any], leaves: Leaves) -> Array:
-        """Multiply: positive semi-definite whatever was done to B."""
+        """Return B B^T, which is positive semi-definite even if B was quantised."""
         del leaves
         columns = inner(self.columns)
         return jnp.matmul(columns, columns.T, precision=PRECISION)
 
     def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
-        """Say how large the matrix is."""
+        """Return the shape and dtype of the matrix."""
         found = check_field("columns of a root", inner(self.columns), 2)
         return jax.ShapeDtypeStruct((found.shape[0],) * 2, found.dtype)
 
 
 @cached
 def triangles() -> Codec:
-    """Make the codec that sends one triangle of every symmetric matrix, which loses nothing.
+    """Make the lossless codec that sends one triangle of every symmetric matrix.
 
     Example:
         >>> sent = triangles().encode({"grams": {"w": jnp.eye(3)}}, None)
@@ -105,20 +106,21 @@ def triangles() -> Codec:
 
 @cached
 def truncated(rank: int | None = None, *, bits: int = 8) -> Codec:
-    """Make the codec of the FedFisher paper for factors: r leading singular triplets of each.
+    """Make the FedFisher paper's codec of factors, which sends their r leading singular triplets.
 
         A ~ U[:, :r] diag(s[:r]) V[:, :r]^T,   r = floor(16 d / (bits sum_l (2 a_l + 2 o_l + 2))),
 
-    so that with weights of 16 bits and triplets of `bits`, by `quantized`, an update takes the
-    bytes of FedAvg's: d weights, and factors of sizes a_l and o_l.
+    for d weights, and factors of sizes a_l and o_l. By this rule an update takes as many bytes as
+    FedAvg's, if `quantized` encodes weights with 16 bits and triplets with `bits`.
 
     Args:
-        rank: r, the same for all factors, at most the size of each; None is the rule.
-        bits: Which the rule counts with.
+        rank: Number of triplets of every factor, r, limited by the size of each; None applies the
+            rule (default).
+        bits: Number of bits per entry of triplets that the rule assumes (default 8).
 
     Raises:
-        ValueError: If rank or bits are not positive; on encoding, if nothing in the update is a
-            symmetric matrix.
+        ValueError: If rank or bits are not positive; on encoding, if the update has no symmetric
+            matrix.
 
     Example:
         >>> sent = truncated(1).encode({"grams": {"w": jnp.diag(jnp.array([4.0, 1.0]))}}, None)
@@ -127,7 +129,7 @@ def truncated(rank: int | None = None, *, bits: int = 8) -> Codec:
          [0. 0.]]
 
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, appendix C and the authors' code,
-        whose RegMean counts 2 a_l + 1: where there is one factor for a layer, as here.
+        in which RegMean, with one factor per layer, counts 2 a_l + 1, as here.
     """
     if rank is not None:
         checks.count("rank", rank)
@@ -148,13 +150,14 @@ def truncated(rank: int | None = None, *, bits: int = 8) -> Codec:
 
 @cached
 def roots(rank: int | None = None) -> Codec:
-    """Make the codec that sends a symmetric matrix as B = U sqrt(s), A = B B^T, of r columns.
+    """Make the codec that sends r columns of a root B = U sqrt(s) of a symmetric matrix A = B B^T.
 
-    Half the numbers of `truncated` at the same rank, and positive semi-definite by construction,
-    quantised or not.
+    Roots have half the numbers of `truncated` at the same rank. The decoded matrix is positive
+    semi-definite by construction, also after quantisation.
 
     Args:
-        rank: r, at most the size of each matrix; None is all of it, which saves nothing by itself.
+        rank: Number of columns, r, limited by the size of each matrix; None keeps all of them
+            (default), which saves no bytes by itself.
 
     Raises:
         ValueError: If rank is not positive.
@@ -170,7 +173,7 @@ def roots(rank: int | None = None) -> Codec:
     def root(matrix: Array) -> Root:
         values, vectors = linalg.eigh(matrix)
         columns = vectors * jnp.sqrt(jnp.maximum(values, 0))
-        # In descending order: the largest eigenvalues are the last.
+        # In descending order, as eigh sorts eigenvalues in ascending order.
         return Root(columns[:, ::-1][:, : len(matrix) if rank is None else rank])
 
     return Codec(lambda values, _: change_matrices(root, values), f"roots of rank {rank or 'all'}")
@@ -187,8 +190,8 @@ def _rank(values: dict[str, Any], bits: int) -> int:
     if not sizes:
         raise ValueError(
             f"This update holds {sorted(values)}, and no symmetric matrix to truncate; expected "
-            "K-FAC factors or Gram matrices. Use quantized for others."
+            "K-FAC factors or Gram matrices. Use quantized for other updates."
         )
     weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(values.get("params", ())))
-    # A left and a right vector and a value each.
+    # A triplet has two vectors and a value.
     return max(1, 16 * weights // (bits * sum(2 * n + 1 for n in sizes)))

@@ -1,9 +1,9 @@
-"""Arrays of columns, each column with as many bits as it needs, in a stream of a given size.
+"""Streams of a given size, in which each column of an array has as many bits as it needs.
 
-All columns of an array are rounded to one step, each with the bits that its largest entry needs, so
-that rank and precision are one number. The step of an array is a level divided by the root of what
-an error of its entries costs: whoever is below it sends nothing. The level is found by bisection,
-to fill the bytes.
+All columns of an array are rounded to multiples of one step, and each has the bits that its largest
+entry needs, so that one number defines rank and precision. The step of an array is a level divided
+by the root of the cost of an error of its entries; columns whose entries are all below half a step
+take no bits. Bisection finds the level that fills the bytes.
 """
 
 import dataclasses
@@ -16,23 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax._core import checks
-from fisherjax.compression.base import Encoded, Leaves, at, check_field, check_shape
+from fisherjax.compression.encoded import Encoded, Leaves, at, check_field, check_shape
 from fisherjax.typing import Array
 
-_WIDEST = 15  # bits of a code: four bits say how many
-_MOST = -(-(2**31) // _WIDEST)  # numbers whose bits an int32 counts
+_WIDEST = 15  # bits of a code, the largest number that four bits can store
+_MOST = -(-(2**31) // _WIDEST)  # numbers; an int32 must be able to count their bits
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The place of an array in a stream.
+    """Place of an array in a stream.
 
     Attributes:
-        step: Between two neighbouring values, float32.
-        widths: Bits of the codes of each column, two columns a byte; zero where all are zero.
-        shape: Of the array; columns are along its last axis, a vector is one column.
-        dtype: Of the array, by name.
+        step: Distance of neighbouring values, float32.
+        widths: Number of bits of the codes of each column, two columns in a byte, uint8; zero for
+            columns of zeros.
+        shape: Shape of the array, with columns along its last axis; a vector is one column.
+        dtype: Name of the array's dtype.
     """
 
     step: Array
@@ -41,19 +42,19 @@ class Slot:
     dtype: str = dataclasses.field(metadata={"static": True})
 
     def declared(self) -> jax.ShapeDtypeStruct:
-        """Say how large the array is; refuse widths that are not those of its columns."""
+        """Return the shape and dtype of the array, and check that its columns have widths."""
         found = check_shape(self.shape, self.dtype)
         check_field("step", self.step, 0)
         came = check_field("widths", self.widths, 1, jnp.uint8).shape[0]
         if not math.prod(self.shape) or came != (_column_shape(self.shape)[1] + 1) // 2:
             raise ValueError(
-                f"An array {self.shape} in a stream has widths of {came} bytes; expected an array "
-                "with entries, and half a byte for each of its columns"
+                f"An array of shape {self.shape} in a stream has widths of {came} bytes; expected "
+                "an array with entries, and half a byte for each of its columns"
             )
         return found
 
     def bits(self) -> int:
-        """Count the bits of its codes, as far as widths are known: none of a shape alone."""
+        """Count the bits of its codes; zero if the values of the widths are unknown."""
         if not isinstance(self.widths, np.ndarray | jax.Array) or checks.is_traced(self.widths):
             return 0
         widths = np.asarray(self.widths)
@@ -63,18 +64,18 @@ class Slot:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stream(Encoded):
-    """Arrays of columns with as many bits as each needs, one after another.
+    """Arrays whose columns have as many bits as each needs, one after another.
 
     Attributes:
-        values: An update with a `Slot` for each of these arrays.
-        bits: The codes of all of them, row by row, and zeros up to the size agreed on, uint8.
+        values: Update with a `Slot` for each of these arrays.
+        bits: Codes of all arrays, row by row, and zeros up to the agreed size, uint8.
     """
 
     values: Any
     bits: Array
 
     def decode(self, inner: Callable[[Any], Any], leaves: Leaves) -> Any:
-        """Read the arrays, and decode what they are part of."""
+        """Read the arrays, and decode the nodes that contain them."""
         del leaves
         slots, structure = jax.tree.flatten(self.values, is_leaf=lambda x: isinstance(x, Slot))
         places = [place for place, slot in enumerate(slots) if isinstance(slot, Slot)]
@@ -84,7 +85,7 @@ class Stream(Encoded):
         return inner(jax.tree.unflatten(structure, slots))
 
     def declared(self, inner: Callable[[Any], Any]) -> Any:
-        """Say how large all arrays are; refuse them if they have more bits than there are."""
+        """Return the shapes and dtypes of all arrays, and check that the stream has their bits."""
 
         def one(node: Any) -> Any:
             if not isinstance(node, Slot):
@@ -107,24 +108,25 @@ class Stream(Encoded):
         needed = sum(slot.bits() for slot in slots)
         if entries >= _MOST or needed > came or (slots and not came):
             raise ValueError(
-                f"A stream of {entries} numbers needs {needed} bits and came as {came}; expected "
-                f"as many, and fewer than {_MOST} numbers"
+                f"A stream of {entries} numbers needs {needed} bits, but has {came}; expected at "
+                f"least as many, and fewer than {_MOST} numbers"
             )
         return found
 
 
 class Priced(NamedTuple):
-    """An array that is to be rounded, and what a squared error of one of its entries costs."""
+    """Array to be rounded, and the cost of a squared error of one of its entries."""
 
     array: Array
     cost: Array
 
 
 def filled(values: Any, budget: int) -> Stream:
-    """Round what is priced as finely as so many bits allow."""
+    """Round all `Priced` arrays as finely as a number of bits allows."""
     nodes, structure = jax.tree.flatten(values, is_leaf=lambda x: isinstance(x, Priced))
     places = [place for place, node in enumerate(nodes) if isinstance(node, Priced)]
-    columns = [_columns(nodes[place].array) for place in places]
+    arrays = [nodes[place].array for place in places]
+    columns = [x.reshape(_column_shape(x.shape)) for x in arrays]
     tables = sum(4 + (x.shape[1] + 1) // 2 for x in columns)
     rest = [node for node in nodes if not isinstance(node, Priced)]
     room = budget // 8 - tables - sum(x.size * x.dtype.itemsize for x in rest)
@@ -133,17 +135,16 @@ def filled(values: Any, budget: int) -> Stream:
     if room <= 0:
         raise ValueError(
             f"size is {budget // 8} bytes for an update whose tables of steps and widths take "
-            f"{budget // 8 - room}; expected more."
+            f"{budget // 8 - room} bytes; expected more. Use a larger size."
         )
     if entries >= _MOST:
         raise ValueError(
-            f"An update of {entries} numbers has more bits than an int32 counts; expected fewer "
-            f"than {_MOST}. Use compose(triangles(), quantized(8))."
+            f"An update of {entries} numbers has more bits than an int32 can count; expected fewer "
+            f"than {_MOST} numbers. Use compose(triangles(), quantized(8))."
         )
     steps, widths = divided(columns, [nodes[place].cost for place in places], 8 * room)
     bits = _written(columns, steps, widths, 8 * room)
-    for place, step, width in zip(places, steps, widths, strict=True):
-        array = nodes[place].array
+    for place, array, step, width in zip(places, arrays, steps, widths, strict=True):
         nodes[place] = Slot(step, _nibbles(width), array.shape, array.dtype.name)
     return Stream(jax.tree.unflatten(structure, nodes), bits)
 
@@ -151,16 +152,16 @@ def filled(values: Any, budget: int) -> Stream:
 def divided(
     columns: list[Array], costs: list[Array], budget: int
 ) -> tuple[list[Array], list[Array]]:
-    """Find the least level whose widths fit, and give each array's step and widths."""
+    """Find the smallest level whose bits fit the budget, and return all steps and widths."""
     tops = [jnp.abs(x).max(0) for x in columns]
     price = jnp.stack([jnp.asarray(cost, jnp.float32) for cost in costs])
-    # Where nothing has a price, all have the same.
+    # If all costs are zero, all arrays have equal costs.
     price = jnp.where(price.max() > 0, price / price.max(), 1)
     scales = jax.lax.rsqrt(jnp.maximum(price, 1e-12))
 
     def steps(level: Array) -> list[Array]:
         chosen = [
-            # No finer than the widest code allows.
+            # The widest code limits how small a step can be.
             jnp.maximum(level * scale, top.max() / (2 ** (_WIDEST - 1) - 1))
             for scale, top in zip(scales, tops, strict=True)
         ]
@@ -168,7 +169,7 @@ def divided(
 
     def widths(level: Array) -> list[Array]:
         most = [jnp.round(top / step) for top, step in zip(tops, steps(level), strict=True)]
-        # The bits of the largest whole number, and one for the sign.
+        # The bits of the largest integer, and one for the sign.
         return [jnp.where(m > 0, jnp.frexp(m)[1] + 1, 0).astype(jnp.int32) for m in most]
 
     def needed(level: Array) -> Array:
@@ -181,7 +182,7 @@ def divided(
         fits = needed(jnp.exp2(middle)) <= budget
         return jnp.where(fits, low, middle), jnp.where(fits, middle, high)
 
-    # At the upper end everything is rounded to zero.
+    # At the upper end of the interval, everything is rounded to zero.
     top = jnp.stack([t.max() / s for t, s in zip(tops, scales, strict=True)]).max()
     high = jnp.where(top > 0, jnp.log2(top), 0).astype(jnp.float32) + 2
     _, high = jax.lax.fori_loop(0, 40, halve, (high - 60, high))
@@ -194,16 +195,16 @@ def _written(columns: list[Array], steps: list[Array], widths: list[Array], budg
     for x, step, own in zip(columns, steps, widths, strict=True):
         own = jnp.broadcast_to(own, x.shape).ravel()
         whole = jnp.round(jnp.nan_to_num(x / step)).ravel().astype(jnp.int32)
-        # The level found is where a largest number is about to need one bit more, and rounded in
-        # another program than the widths it may.
+        # At this level a largest entry is about to need one more bit. It may do so here, because
+        # this program can round it in another way than the one that computed the widths.
         most = (1 << jnp.maximum(own - 1, 0)) - 1
         whole = jnp.clip(whole, -most, most)
-        # From one: zero bits hold zero.
+        # Codes start at one, as a column of zero bits holds only zeros.
         code.append(jnp.where(own > 0, whole + (1 << jnp.maximum(own - 1, 0)), 0))
         width.append(own)
     code, width = jnp.concatenate(code), jnp.concatenate(width)
     ends = jnp.cumsum(width)
-    # Which code each bit belongs to, and which of its bits it is.
+    # For each bit of the stream, the code that it belongs to, and its place in the code.
     owner = jnp.repeat(jnp.arange(len(code)), width, total_repeat_length=budget)
     place = jnp.arange(budget) - (ends - width)[owner]
     bit = (code[owner] >> jnp.clip(place, 0, _WIDEST)) & (place < width[owner])
@@ -211,7 +212,7 @@ def _written(columns: list[Array], steps: list[Array], widths: list[Array], budg
 
 
 def _read(slots: list[Slot], packed: Array) -> list[Array]:
-    """Read arrays back from what `_written` wrote."""
+    """Read arrays from the result of `_written`."""
     widths = []
     for slot in slots:
         shape = _column_shape(slot.shape)
@@ -221,23 +222,17 @@ def _read(slots: list[Slot], packed: Array) -> list[Array]:
     bits = jnp.unpackbits(packed).astype(jnp.int32)
 
     def add(place: Array, code: Array) -> Array:
-        # Past the end there is nothing that has the place.
+        # Places beyond the end belong to no code.
         bit = bits[jnp.minimum(starts + place, len(bits) - 1)]
         return code + jnp.where(place < width, bit << place, 0)
 
     code = jax.lax.fori_loop(0, _WIDEST, add, jnp.zeros_like(width))
     whole = jnp.where(width > 0, code - (1 << jnp.maximum(width - 1, 0)), 0)
-    ends = [0]
-    for own in widths:
-        ends.append(ends[-1] + own.size)
+    parts = jnp.split(whole, np.cumsum([own.size for own in widths])[:-1])
     return [
-        (whole[begin:end] * slot.step).astype(slot.dtype).reshape(slot.shape)
-        for slot, begin, end in zip(slots, ends[:-1], ends[1:], strict=True)
+        (part * slot.step).astype(slot.dtype).reshape(slot.shape)
+        for slot, part in zip(slots, parts, strict=True)
     ]
-
-
-def _columns(x: Array) -> Array:
-    return x.reshape(_column_shape(x.shape))
 
 
 def _column_shape(shape: tuple[int, ...]) -> tuple[int, int]:

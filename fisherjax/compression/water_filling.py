@@ -1,10 +1,10 @@
-"""Bits where the server's quadratic needs them: an update of a given size.
+"""Codec of a given size, which spends bits where the server's quadratic needs them.
 
-Reverse water-filling is the best division of bits among Gaussian sources of different strength:
-one level for all, whoever is below it sends nothing (Cover and Thomas, Elements of information
-theory, 2nd edition, theorem 10.3.3). Here a source is a column: an eigenvector of a factor, scaled
-by the root of its eigenvalue, or the weights of an output. What an error of its entries costs is
-said here; `stream` divides the bits.
+Reverse water-filling is the optimal division of bits among Gaussian sources of different variance:
+there is one level for all sources, and sources below it send nothing (Cover and Thomas, Elements of
+information theory, 2nd edition, theorem 10.3.3). Here a source is a column: an eigenvector of a
+factor, scaled by the root of its eigenvalue, or the weights of an output. This module computes the
+cost of errors of its entries; `stream` divides the bits.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks, linalg
 from fisherjax._core.caching import cached
-from fisherjax.compression.base import Codec, Encoded, Leaves, check_field
+from fisherjax.compression.base import Codec
+from fisherjax.compression.encoded import Encoded, Leaves, check_field
 from fisherjax.compression.matrices import Root
 from fisherjax.compression.quantized import Difference, codes
 from fisherjax.compression.stream import Priced, filled
@@ -27,59 +28,61 @@ from fisherjax.fisher import Dense, Diagonal, Operator
 from fisherjax.fisher.operators import PRECISION
 from fisherjax.typing import Array, Params
 
-_OTHER = 16  # bits of what the quadratic does not know
+_OTHER = 16  # bits of entries that are not in the quadratic
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Squares(Encoded):
-    """Roots of entries that are not negative, f = s^2."""
+    """Roots s of non-negative entries f = s^2."""
 
     roots: Any
 
     def decode(self, inner: Callable[[Any], Any], leaves: Leaves) -> Array:
-        """Square: not negative whatever was done to the roots."""
+        """Return the squares, which are non-negative even if roots were quantised."""
         del leaves
         return jnp.square(inner(self.roots))
 
     def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
-        """Say how large the array is."""
+        """Return the shape and dtype of the array."""
         return check_field("roots", inner(self.roots))
 
 
 @cached
 def water_filling(size: float, *, trust: float = 0.03) -> Codec:
-    """Make the codec that fills so many bytes with what the server's quadratic needs most.
+    """Make the codec that fills a number of bytes with what the server's quadratic needs most.
 
-    Weights are sent as differences to the start, where that is known; factors as A = B B^T, with
-    B = U sqrt(s), entries of diagonals as their roots. An error e of an entry costs c e^2,
+    Weights are sent as differences to the start if it is known, factors as roots B = U sqrt(s) of
+    A = B B^T, and entries of diagonals as their roots. An error e of an entry costs c e^2 with
 
         c = 2 tr(A) tr(G) / (a o)                      for the weights V [a, o] of a layer,
         c = trust r_A tr(D G D^T) / a                  for its B of A,   D = V - V_start,
         c = trust r_G tr(D^T A D) / o                  for its B of G,
 
-    to first order what it adds to the minimum of the quadratic: a wrong A moves the minimum by
-    F^-1 dA D G. r_A = sum_j s_j / (s_j + mean s) is the number of eigenvalues that count beside the
-    damping. Steps are theta / sqrt(c), with the least theta that fits. Weights cost a hundredth of
-    the mean of all layers besides, as damping pulls to their mean; D has 3 % of V besides, as the
-    merged model moves away from a client that does not move itself.
+    which is to first order what the error adds to the minimum of the quadratic: an error dA moves
+    the minimum by F^-1 dA D G. The number r_A = sum_j s_j / (s_j + mean s) counts the eigenvalues
+    that are large compared with the damping. Steps are theta / sqrt(c) with the smallest theta that
+    fits the size. Two terms are added: weights cost one hundredth of the mean over all layers more,
+    because damping pulls to the mean of the weights; and D has 3 % of V more, because the merged
+    model moves away from a client that does not move itself.
 
     Args:
-        size: Of an update, in units of FedAvg's, 4 bytes for each trained weight. More than 15 bits
-            for each number that there is are not used. Running statistics are sent besides, as they
+        size: Size of an update relative to FedAvg's, which has 4 bytes for each trained weight. At
+            most 15 bits for each number are used. Running statistics are sent in addition, as they
             are.
-        trust: How much of what errors of factors cost to first order counts. What errors of the
-            weights cost is too little: the Fisher information of a model that is sure of itself
-            says too little of large ones, and where they are lost, all is.
+        trust: Factor of the first-order cost of errors of Fisher factors (default 0.03). It is
+            below one because the cost of errors of weights is underestimated: the Fisher
+            information of a model with confident predictions is too small to describe the effect
+            of large errors of its weights, which ruin the model.
 
     Returns:
         The codec. It serves methods that send weights alone, with Fisher information or with Gram
-        matrices; whatever else an update holds has 16 bits. An update of equal shapes has
-        the same size for all clients and data, however its bits are divided.
+        matrices; all other values of an update have 16 bits. Updates of equal shapes have equal
+        sizes for all clients and data, however their bits are divided.
 
     Raises:
-        ValueError: If a number is not positive; on encoding, if size is less than what says how
-            the bits are divided, or an update would have more than 2^31 bits.
+        ValueError: If a number is not positive; on encoding, if the tables that describe the
+            division of bits do not fit the size, or an update has more than 2^31 bits.
 
     Example:
         >>> from fisherjax import compression
@@ -90,8 +93,9 @@ def water_filling(size: float, *, trust: float = 0.03) -> Codec:
         >>> compression.size(sent) <= 2 * 4 * 4, bool(jnp.abs(found - params["w"]).max() < 1e-3)
         (True, True)
 
-    Source: this library; the theorem is named above. The default of trust was chosen on the
-        FedFisher authors' clients of MNIST, among 0.01 to 1 (docs/how_to/compression.md).
+    Source: this library, with the theorem that the module names. The default of trust was chosen
+        on the FedFisher authors' clients of MNIST, from values between 0.01 and 1
+        (docs/how_to/compression.md).
     """
     checks.positive("size", size)
     checks.positive("trust", trust)
@@ -100,7 +104,7 @@ def water_filling(size: float, *, trust: float = 0.03) -> Codec:
         if "params" not in values:
             raise ValueError(
                 f"This update holds {sorted(values)}, and no weights; expected a method that sends "
-                "params. Use quantized for others."
+                "params. Use quantized for other methods."
             )
         weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(values["params"]))
         return filled(_priced(values, start, trust), int(size * 32 * weights))
@@ -109,7 +113,7 @@ def water_filling(size: float, *, trust: float = 0.03) -> Codec:
 
 
 def _priced(values: dict[str, Any], start: Params | None, trust: float) -> dict[str, Any]:
-    """Write an update as arrays to be rounded, each with its cost; the rest is rounded here."""
+    """Replace arrays of an update by roots or differences with their costs; quantise the others."""
     params, done = values["params"], {}
     leaves, structure = tree.by_name(params), jax.tree.structure(params)
     started = {} if start is None else tree.by_name(start)
@@ -133,7 +137,10 @@ def _priced(values: dict[str, Any], start: Params | None, trust: float) -> dict[
 
 
 def _fisher(fisher: Operator, way: Params, trust: float, costs: dict[str, Array]) -> Operator:
-    """Price a Fisher, and add what its leaves' errors cost to `costs`, by their names."""
+    """Price the arrays of a Fisher operator, and add the costs of its leaves to `costs` by name.
+
+    `way` is D: the difference of params to the start.
+    """
     if isinstance(fisher, Diagonal):
         costs |= {name: 2 * jnp.mean(f) for name, f in tree.by_name(fisher.entries).items()}
         return Diagonal(jax.tree.map(partial(_squares, trust), fisher.entries, way))
@@ -145,7 +152,7 @@ def _fisher(fisher: Operator, way: Params, trust: float, costs: dict[str, Array]
     leaves = {layer.kernel: (layer.leaf, layer.bias) for layer in fisher.layers}
     for block, mean in means.items():
         for name in leaves.get(block, (block,)):
-            # A leaf of several layers counts for each.
+            # The costs of a leaf that several layers use add up.
             costs |= {name: costs.get(name, 0) + 2 * mean} if name else {}
     factors = {name: _factors(factor, ways[name], trust) for name, factor in fisher.factors.items()}
     entries = {
@@ -169,22 +176,22 @@ def _grams(
     for name, gram in grams.items():
         leaf = name.removesuffix("^T")
         costs[leaf] = 2 * jnp.trace(gram) / len(gram)
-        # Least squares weigh all outputs alike.
+        # Least squares have equal weights for all outputs.
         done[name] = _root(gram, trust * tree.inner(way[leaf], way[leaf]))
     return done
 
 
 def _root(factor: Array, energy: Array) -> Any:
-    """Price the root of a factor by the other one's energy of the way."""
+    """Price the root of a factor, given the energy of D in terms of the other factor."""
     if factor.ndim == 1:
         return Squares(Priced(_roots_of(factor), 4 * energy / len(factor)))
     values, vectors = linalg.eigh(factor)
     values = jnp.maximum(values, 0)
     mean = values.mean()
     counting = (values / jnp.where(mean > 0, values + mean, 1)).sum()
-    # In descending order.
+    # Columns in descending order of the eigenvalues.
     columns = (vectors * jnp.sqrt(values))[:, ::-1]
-    # Not finite, and eigenvalues may hide it: the server has to see it.
+    # Eigenvalues may hide that the factor is not finite, which the server must notice.
     columns = jnp.where(jnp.isfinite(factor).all(), columns, jnp.nan)
     return Root(Priced(columns, counting * energy / len(factor)))
 

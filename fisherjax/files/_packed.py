@@ -13,7 +13,7 @@ import numpy as np
 
 from fisherjax import compression, tree
 from fisherjax._core.compiler import jit
-from fisherjax._upload_checks import diverged, screen
+from fisherjax._divergence import diverged, screen
 from fisherjax.compression import Difference
 from fisherjax.files import uploads
 from fisherjax.files.arrays import load_arrays

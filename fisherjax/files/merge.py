@@ -17,7 +17,9 @@ import numpy as np
 
 from fisherjax import merging
 from fisherjax._core import checks
-from fisherjax._upload_checks import check_left, check_some, check_weights, diverged, indefinite
+from fisherjax._divergence import diverged
+from fisherjax._semidefinite import indefinite
+from fisherjax._upload_checks import check_any_left, check_not_all_zero, check_weights
 from fisherjax.algorithms.base import Algorithm, Update, averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads
@@ -127,7 +129,7 @@ def merge_files(
     weights = check_weights(
         [x.examples for x in records] if weights is None else weights, len(records)
     )
-    check_some(weights)
+    check_not_all_zero(weights)
     check_clients(records)
     check_untrained(records)
     start = named(start)
@@ -144,7 +146,7 @@ def merge_files(
     left_out = _left_out(records, jax.tree.leaves((abstract, statistics)), on_nonfinite)
     # Who is left out is so in all layers, with weight zero, and is not read again.
     weights = np.where([record.client in left_out for record in records], 0, weights)
-    check_left(weights)
+    check_any_left(weights)
     cohort = _Cohort(records, weights, left_out, method.reduce is not None)
     parts = [(method, part) for part in split(abstract)]
     parts += [(_MEAN, part) for part in split({"params": statistics})]

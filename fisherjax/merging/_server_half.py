@@ -1,9 +1,15 @@
-"""The server's half of a round: one function for merges, rounds, streams, sums and files.
+"""The server's half of a round, the same for merges, rounds, streams, sums and files.
 
-    decode, screen, weigh, merge what is trained, average statistics, cast, check
+Its steps are:
 
-What nobody trains is told apart here by what the update says of it: statistics become their
-weighted mean, whatever the method, and frozen leaves stay as they are, bit for bit.
+1. decode the updates and leave out clients that diverged,
+2. scale the weights to sum one,
+3. merge the trained leaves by the method,
+4. average the running statistics,
+5. convert to the dtypes of params, and check the merged model.
+
+An update names the leaves that are not trained. Statistics become their weighted mean, whatever the
+method; frozen leaves stay as they are, bit for bit.
 """
 
 import warnings
@@ -18,7 +24,8 @@ import numpy as np
 from fisherjax import clients, leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax._upload_checks import Diverged, check_left, screen, suspect
+from fisherjax._divergence import Diverged, probable_cause, screen
+from fisherjax._upload_checks import check_any_left
 from fisherjax.algorithms.base import (
     Algorithm,
     Update,
@@ -34,15 +41,15 @@ from fisherjax.typing import Array, Key, Params
 
 
 class Merged(NamedTuple):
-    """What the server's half gives.
+    """Result of the server's half.
 
     Attributes:
-        params: The model, all its leaves.
-        state: What the algorithm keeps.
-        info: What it reports.
-        weights: [K] the clients' shares, zero for those that were left out.
-        diverged: Who was left out, and for which leaf.
-        values: Of the updates, decoded, with zeros for clients that were left out.
+        params: Merged model, all leaves.
+        state: What the algorithm keeps for the next merge.
+        info: What the algorithm reports.
+        weights: [K] weights of the clients with sum one; zero for those that were left out.
+        diverged: Clients that were left out, and the leaf that is not finite.
+        values: Decoded values of the updates, with zeros for clients that were left out.
     """
 
     params: Params
@@ -53,12 +60,12 @@ class Merged(NamedTuple):
     values: Any
 
 
-class Added(NamedTuple):
-    """What adds up of a network that has leaves which are not trained.
+class SumsAndStatistics(NamedTuple):
+    """Sums over clients for a network with running statistics.
 
     Attributes:
-        sums: What the algorithm's `reduce` gives.
-        statistics: The weighted sum of the statistics, by name.
+        sums: Result of the algorithm's `reduce`.
+        statistics: Weighted sum of the running statistics, by name.
     """
 
     sums: Any
@@ -77,53 +84,53 @@ def server_half(
     on_nonfinite: str,
     others: Any = None,
 ) -> Merged:
-    """Play the server's half of a round for stacked updates [K, ...] and weights of any sum.
+    """Run the server's half of a round for stacked updates [K, ...] and weights [K] of any sum.
 
-    Under tracing nothing is refused by value, and nothing warned of.
+    Under tracing there are neither errors nor warnings that depend on values.
     """
-    own = told_apart(params, update)
-    given = screened(algorithm, own, update, weights, on_nonfinite, others)
-    values, statistics = given.values
-    check_left(given.weights)
-    # The same object says that nobody was left out: shares keep their bits.
-    weights = weights if given.weights is weights else shares(given.weights)
+    parts = split_params(params, update)
+    found = decode_and_screen(algorithm, parts, update, weights, on_nonfinite, others)
+    values, statistics = found.values
+    check_any_left(found.weights)
+    # If no client was left out, the weights are the same object, and keep their bits.
+    weights = weights if found.weights is weights else shares(found.weights)
     received: Any = (values, weights)
-    # Add up if the method can.
     if algorithm.reduce is not None:
-        received = _reduced(algorithm.reduce, values, weights)
-    mean = _mean(statistics, weights) if statistics else {}
-    merged = finished(algorithm, received, mean, own, state, cohort, key, (values, weights))
-    return Merged(*merged, weights, given.diverged, values)
+        received = _compiled(algorithm.reduce, values, weights)
+    mean = _compiled(weighted_sum, statistics, weights).mean() if statistics else {}
+    merged = finish(algorithm, received, mean, parts, state, cohort, key, (values, weights))
+    return Merged(*merged, weights, found.diverged, values)
 
 
-def told_apart(params: Params, update: Update, before: int = 0) -> Leaves:
-    """Tell the leaves of params apart by what the update of some clients says of them.
+def split_params(params: Params, update: Update, before: int = 0) -> Leaves:
+    """Split params into trained leaves, statistics and frozen leaves.
 
-    `before` is how many clients came before these.
+    The stacked update names the leaves that are not trained; `before` is the number of clients in
+    earlier updates.
 
     Raises:
-        ValueError: If a name is that of no leaf, or running variances of several clients would be
-            averaged.
+        ValueError: If params have no leaf of a name, or running variances of several clients would
+            be averaged.
     """
     if before + max((len(x) for x in update.statistics.values()), default=0) > 1:
         leaves.check_moments(tuple(update.statistics))
     return leaves.named(params, tuple(update.statistics), update.frozen)
 
 
-def screened(
+def decode_and_screen(
     algorithm: Algorithm,
-    own: Leaves,
+    parts: Leaves,
     update: Update,
     weights: Array,
     on_nonfinite: str,
     others: Any = None,
     first: int = 0,
 ) -> Any:
-    """Decode an update and screen it: `updates.Screened` of the pair (values, statistics)."""
+    """Decode an update and screen it, for `Screened` values that are (values, statistics)."""
     values, packed = update.values, ()
     if algorithm.decode is not as_sent:
-        values, packed = _decode(algorithm.decode, values, own.trained), values
-        # Codes are looked at too where they are not known: decoding may hide what is not finite.
+        values, packed = _compiled(algorithm.decode, values, parts.trained), values
+        # Under tracing, codes are screened too, as decoding may hide that they are not finite.
         packed = packed if checks.is_traced(packed) else ()
     every = values | {"statistics": update.statistics} if update.statistics else values
     others = {"kept": others, "sent": packed}
@@ -132,77 +139,84 @@ def screened(
     return found._replace(values=(values, found.values.get("statistics", {})))
 
 
-def added(
+def add_up(
     reduce: Callable[[Any, Array], Any], values: Any, statistics: dict, weights: Array
 ) -> Any:
-    """Add up stacked updates: what `reduce` gives, or `Added` where there are statistics."""
-    sums = _reduced(reduce, values, weights)
-    return Added(sums, _sum(statistics, weights)) if statistics else sums
+    """Sum stacked updates by `reduce`; return `SumsAndStatistics` if there are statistics."""
+    sums = _compiled(reduce, values, weights)
+    return (
+        SumsAndStatistics(sums, _compiled(weighted_sum, statistics, weights))
+        if statistics
+        else sums
+    )
 
 
-def finished(
+def finish(
     algorithm: Algorithm,
     received: Any,
     statistics: dict[str, Array],
-    own: Leaves,
+    parts: Leaves,
     state: Any,
     cohort: Array,
     key: Key,
     blame: tuple[Any, Array] | None = None,
 ) -> tuple[Params, Any, Any]:
-    """Merge what is trained, put it together with the statistics' means and what is frozen, check.
+    """Merge the trained leaves, join them with mean statistics and frozen leaves, and check.
 
-    `blame` are values and weights, to name a client by. Refuses a model that does not fit or is not
-    finite, and warns of blocks that were not solved.
+    Args:
+        algorithm: Method that merges.
+        received: Result of `reduce`, or (values, weights) for a method without it.
+        statistics: Mean running statistics by name.
+        parts: Params that clients started from, split by `split_params`.
+        state: What the algorithm kept, or None.
+        cohort: [K] places of the clients.
+        key: Random key of the merge.
+        blame: Values and weights, with which an error can name a client.
+
+    Returns:
+        The merged params, the algorithm's state and its info. Blocks that a solver did not solve
+        cause a warning.
+
+    Raises:
+        ValueError: If the merged model does not fit params or is not finite.
     """
     key = jax.random.fold_in(key, clients.AGGREGATE)
-    trained = own.trained
+    trained = parts.trained
     state = algorithm.link.init(trained, len(cohort)) if state is None else state
-    given = join(*own) if algorithm.link.whole else trained
+    given = join(*parts) if algorithm.link.whole else trained
     merged, state, info = algorithm.aggregate(key, received, given, state, cohort)
     if not keeps_shapes(algorithm):
         _check_finite(merged, *(blame or ()))
         return merged, state, info
     _check_shapes(merged, given)
-    averaged = leaves.filled(own.statistics, statistics)
-    # Frozen leaves leave as they came, whatever a method that runs the network made of them. By
-    # name, as what `files.load_update` read is no tree of the network's structure.
-    whole = join(leaves.filled(trained, tree.by_name(merged)), averaged, own.frozen)
-    # Sums and solutions are in at least float32: rounded to the model's dtype once, here.
+    averaged = leaves.filled(parts.statistics, statistics)
+    # Frozen leaves stay the same, even if a method that runs the network changed its copy. Trained
+    # leaves are joined by name, because values from files have another tree structure than params.
+    whole = join(leaves.filled(trained, tree.by_name(merged)), averaged, parts.frozen)
+    # Sums and solutions have at least float32. They are rounded to the model's dtype once, here.
     whole = jax.tree.map(
-        lambda leaf, start: jnp.asarray(leaf, jnp.result_type(start)), whole, join(*own)
+        lambda leaf, start: jnp.asarray(leaf, jnp.result_type(start)), whole, join(*parts)
     )
     _check_finite(whole, *(blame or ()))
     _warn(info)
     return whole, state, info
 
 
+# Compiled once for a function; factories return the same one for equal arguments.
 @partial(jit, static_argnums=0)
-def _decode(decode: Callable[[Any, Params], Any], values: Any, params: Params) -> Any:
-    return decode(values, params)
-
-
-# Compiled once for an algorithm: factories give the same function for equal arguments.
-@partial(jit, static_argnums=0)
-def _reduced(reduce: Callable[[Any, Array], Any], values: Any, weights: Array) -> Any:
-    """Add up stacked updates."""
-    return reduce(values, weights)
-
-
-@jit
-def _sum(statistics: dict[str, Array], weights: Array) -> WeightedSum:
-    return weighted_sum(statistics, weights)
-
-
-def _mean(statistics: dict[str, Array], weights: Array) -> dict[str, Array]:
-    return _sum(statistics, weights).mean()
+def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def server_key(algorithm: Algorithm, key: Key | None) -> Key:
-    """Give a key where none is needed; refuse none where noise is drawn."""
+    """Return `key`, or a fixed key for algorithms that draw no noise.
+
+    Raises:
+        ValueError: If the algorithm draws noise and no key was given.
+    """
     if key is None and algorithm.link.draws:
         raise ValueError(
-            "key is None, but this algorithm adds noise that nobody may know; expected a secret "
+            "key is None, but this algorithm adds noise that must stay secret; expected a secret "
             "key, another one for each merge."
         )
     key = jax.random.key(0) if key is None else key
@@ -210,21 +224,18 @@ def server_key(algorithm: Algorithm, key: Key | None) -> Key:
     return key
 
 
-_finite_leaves = jit(tree.finite_leaves)
-
-
 def _check_finite(merged: Params, values: Any = None, weights: Array | None = None) -> None:
-    """Refuse a merged model that is not finite; name the leaf, and who is to blame if at hand."""
+    """Raise ValueError for a merged model that is not finite, with the leaf and probable cause."""
     if checks.is_traced(merged):
         return
-    finite = np.asarray(_finite_leaves(merged))
+    finite = np.asarray(_compiled(tree.finite_leaves, merged))
     if not finite.all():
-        leaf, blame = tree.names(merged)[finite.argmin()], suspect(values, weights)
-        raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {blame}")
+        leaf, cause = tree.names(merged)[finite.argmin()], probable_cause(values, weights)
+        raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {cause}")
 
 
 def _warn(info: Any) -> None:
-    """Say which blocks a solver left unsolved."""
+    """Warn of blocks that a solver left unsolved."""
     if not isinstance(info, Info) or checks.is_traced(info):
         return
     status = tree.by_name(jax.tree.map(int, info.status))
@@ -236,16 +247,16 @@ def _warn(info: Any) -> None:
 
 _UNSOLVED = {
     Status.NO_CURVATURE: (
-        "no client has any curvature, and they keep the weighted mean. Models that are certain of "
-        "all their examples have none, nor have leaves under fallback=fisher.zero."
+        "no client has any curvature, and they keep the weighted mean. The Fisher information is "
+        "zero if a model predicts all examples with certainty, and under fallback=fisher.zero."
     ),
     Status.BROKE_DOWN: (
-        "the solver met a direction without curvature before it converged; more damping makes the "
-        "system definite."
+        "the solver found a direction without curvature before it converged; use more damping, "
+        "which makes the system definite."
     ),
     Status.OUT_OF_ITERATIONS: (
-        "the solver took all its steps and its residual, which the returned info has, is above the "
-        "tolerance; allow more iterations or more damping."
+        "the solver took all its steps, and the residual, which is in the returned info, is above "
+        "the tolerance; allow more iterations or use more damping."
     ),
 }
 

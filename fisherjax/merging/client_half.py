@@ -1,4 +1,4 @@
-"""What clients send: computed for all of them, on what they were trained to."""
+"""The client's half of a round: compute the updates of trained clients."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,6 +12,7 @@ import optax
 from fisherjax import clients, devices, leaves, parallel, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape, jit
+from fisherjax._stacked import shapes_of_one
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory, replicate
@@ -28,23 +29,27 @@ def summarize(
     key: Key,
     clients_per_chunk: int | None = None,
 ) -> Update:
-    """Compute every client's update, stacked: what it sends to the server.
+    """Compute the updates that clients send to the server, stacked.
 
-    Compiled once for equal algorithms and shapes. What an algorithm keeps on the clients is fresh
-    here, as in a first round; `rounds` carries it on.
+    The program is compiled once for equal algorithms and shapes. State that an algorithm keeps on
+    clients starts afresh, as in a first round; `rounds` keeps it from round to round.
 
     Args:
-        algorithm: Its `summarize` runs for each client.
-        trained: What `training.train` returned; or M models that were trained elsewhere, as a list
-            or as `Trained(stacked params)`.
-        federation: The clients' data.
-        key: Folded by client.
-        clients_per_chunk: Side by side on a device; None chooses, 1 on a CPU.
+        algorithm: Method whose `summarize` runs on each client.
+        trained: Result of `training.train`, or M models that were trained elsewhere, as a list or
+            as `Trained(stacked params)`.
+        federation: Data of the clients.
+        key: Random key, folded by client.
+        clients_per_chunk: Number of clients side by side on a device; None chooses, and is 1 on a
+            CPU.
+
+    Returns:
+        The updates, with values [M, ...].
 
     Raises:
-        ValueError: If the models are not as many as the clients, or lack what the algorithm needs
-            of their training, or the targets do not fit the outputs.
-        TypeError: If params are not floating, or an argument has the wrong kind.
+        ValueError: If the number of models is not that of the clients, the algorithm needs what
+            their training did not record, or the targets do not fit the outputs.
+        TypeError: If params are not floating, or an argument has the wrong type.
 
     Example:
         >>> import fisherjax as fj
@@ -58,7 +63,7 @@ def summarize(
     """
     check_algorithm(algorithm)
     clients.check(federation)
-    trained = _told_apart(algorithm, _with_arrays(_as_trained(trained)), federation)
+    trained = _split_leaves(algorithm, _with_arrays(_as_trained(trained)), federation)
     _check_summary(algorithm, trained, federation, key)
     layout = Layout(parallel.chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
     common = key, trained.start, trained.steps, trained.frozen
@@ -78,13 +83,17 @@ def summarize_memory(
     start: Any = None,
     clients_per_chunk: int | None = None,
 ) -> Memory:
-    """Predict the bytes that `summarize` needs on each device, all models and updates among them.
+    """Predict the bytes that `summarize` needs on each device, including all models and updates.
 
-    A method without a network, such as FedAvg, does not know what a mask freezes: pass
-    `leaves.trained(model, params)` then.
-
-    `params` are one client's, or their shapes, and `start` what clients are given that do not
-    train, or its shapes; the other arguments are those of `summarize`.
+    Args:
+        algorithm: As in `summarize`.
+        params: Params of one client, or their shapes. For a method without a network, such as
+            FedAvg, and a model with a mask, pass `leaves.trained(model, params)`.
+        federation: As in `summarize`.
+        key: As in `summarize`.
+        start: What clients of an exchange without training receive, or its shapes; None if clients
+            train.
+        clients_per_chunk: As in `summarize`.
 
     Example:
         >>> import fisherjax as fj
@@ -100,19 +109,19 @@ def summarize_memory(
     num_clients, mesh = federation.num_clients, federation.mesh
     layout = Layout(parallel.chunk_size(clients_per_chunk, num_clients), mesh)
     extras, steps = (), None
-    own = leaves.Leaves(params, None, None)
+    parts = leaves.Leaves(params, None, None)
     if algorithm.model is not None:
-        own = leaves.split(algorithm.model, params, federation.inputs)
-        if start is not None:  # nothing trains, and all others stay as they are
-            mine, others = leaves.apart(algorithm.model, params)
-            own = leaves.Leaves(mine, None, others)
+        parts = leaves.split(algorithm.model, params, federation.inputs)
+        if start is not None:  # Without training, statistics do not change either.
+            trained, others = leaves.apart(algorithm.model, params)
+            parts = leaves.Leaves(trained, None, others)
     if start is None:
-        extras = eval_shape(lambda w: _extras(algorithm, w), own.trained)
-        start, steps = own.trained, np.zeros(num_clients, np.int32)
-    key, start, steps, frozen = replicate((key, start, steps, own.frozen), mesh)
-    local = eval_shape(algorithm.link.init_client, own.trained)
-    # Shapes only: the compiler is asked before any stack [M, ...] is made.
-    several = own.trained, own.statistics, local, extras
+        extras = eval_shape(lambda w: _extras(algorithm, w), parts.trained)
+        start, steps = parts.trained, np.zeros(num_clients, np.int32)
+    key, start, steps, frozen = replicate((key, start, steps, parts.frozen), mesh)
+    local = eval_shape(algorithm.link.init_client, parts.trained)
+    # Shapes only: nothing is stacked [M, ...] before its memory is predicted.
+    several = parts.trained, parts.statistics, local, extras
     stacked, statistics, local, extras = devices.stacked_shapes(several, num_clients, mesh)
     trained = Trained(stacked, start, steps, None, extras, statistics, frozen)
     return devices.memory(_summarize, algorithm, layout, trained, local, federation, key)
@@ -126,19 +135,23 @@ def summarize_cohort(
     federation: Federation,
     key: Key,
 ) -> tuple[Update, Any]:
-    """Compute the stacked updates, and what each client keeps, given what it kept; unchecked."""
+    """Compute stacked updates without checks.
+
+    Returns:
+        The updates, and the new `local`: what each client keeps for the algorithm, [K, ...].
+    """
     found = _summarize(algorithm, layout, trained, local, federation, key)
     values, kept = in_order(found, layout.mesh)
     statistics = tree.by_name(trained.statistics)
-    own = set(algorithm.link.keeps(trained.statistics)) if statistics else set()
-    statistics = {name: x for name, x in statistics.items() if name not in own}
+    kept_names = set(algorithm.link.keeps(trained.statistics)) if statistics else set()
+    statistics = {name: x for name, x in statistics.items() if name not in kept_names}
     if statistics and algorithm.link.draws:
         raise ValueError(
-            f"This method hides what clients send, and the running statistics {list(statistics)} "
-            "would be sent as they are; expected a network without any, or clients that keep "
-            "theirs, as algorithms.fedbn lets them."
+            f"This method hides what clients send, but their running statistics {list(statistics)} "
+            "would be sent in the clear; expected a network without running statistics, or a "
+            "method such as algorithms.fedbn, under which clients keep theirs."
         )
-    frozen = (*tree.names(trained.frozen), *sorted(own))
+    frozen = (*tree.names(trained.frozen), *sorted(kept_names))
     return Update(values, algorithm.kind, statistics, frozen), kept
 
 
@@ -151,16 +164,16 @@ def _summarize(
     federation: Federation,
     key: Key,
 ) -> Spread:
-    # The start is one model for all, or stacked like the params.
+    # The start is one model for all clients, or stacked like params.
     is_common = _rank(trained.start) < _rank(trained.params)
     common = (trained.start if is_common else None), trained.frozen
     own_start = None if is_common else trained.start
 
     def one(own: Any, common: tuple, federation: Federation, key: Key) -> Any:
         (place, mine, local), (start, frozen) = own, common
-        # What is common comes in once and is not stacked: M copies would be in memory.
+        # Common arrays are arguments of their own: stacked, they would take M times the memory.
         mine = mine._replace(start=mine.start if start is None else start, frozen=frozen)
-        # By id, not by place: in a cohort a client draws what it would draw among all.
+        # The key is folded by id, so that a client draws the same in a cohort as among all clients.
         client = clients.client_key(key, clients.SUMMARIZE, clients.ids(federation)[place])
         return algorithm.summarize(client, mine, clients.view(federation, place), local)
 
@@ -180,7 +193,7 @@ def _summarize(
 
 
 def _rank(params: Params | None) -> int:
-    # The first leaf tells: what is stacked has one axis more.
+    # Stacked params have one axis more, so the first leaf is enough.
     leaves = jax.tree.leaves(params)
     return jnp.ndim(leaves[0]) if leaves else 0
 
@@ -197,41 +210,40 @@ def _as_trained(trained: Any) -> Trained:
 
 
 def _with_arrays(trained: Trained) -> Trained:
-    # A start may be anything that clients were given.
+    # In exchanges without training, a start may be any pytree.
     start = tree.as_arrays(trained.start)
     return trained._replace(params=checks.arrays(trained.params), start=start)
 
 
-def _told_apart(algorithm: Algorithm, trained: Trained, federation: Federation) -> Trained:
-    """Tell the leaves of models apart that were trained elsewhere."""
+def _split_leaves(algorithm: Algorithm, trained: Trained, federation: Federation) -> Trained:
+    """Split models trained elsewhere into trained leaves, statistics and frozen leaves."""
     checks.stacked(trained.params, federation.num_clients)
     kinds, start = _kinds(algorithm.model, trained.params, federation), trained.start
-    if set(kinds) == {leaves.TRAINED}:  # what `train` gave is told apart already
+    if set(kinds) == {leaves.TRAINED}:  # `training.train` has split them already.
         return trained
-    own = leaves.of_kinds(kinds, trained.params)
+    parts = leaves.of_kinds(kinds, trained.params)
     if jax.tree.structure(start) == jax.tree.structure(trained.params):
         start = leaves.of_kinds(kinds, start).trained
-    for name, leaf in tree.by_name(own.frozen).items():
+    for name, leaf in tree.by_name(parts.frozen).items():
         alike = checks.is_traced(leaf) or np.array_equal(
             leaf, np.broadcast_to(leaf[:1], leaf.shape), equal_nan=True
         )
         if not alike:
             raise ValueError(
-                f"Leaf '{name}' is not trained, and yet differs between the "
-                "clients; expected the same for all. Train it, or give all clients one."
+                f"Leaf '{name}' is not trained, but differs between clients; expected the same "
+                "array for all clients. Train it, or use one for all."
             )
-    frozen = jax.tree.map(lambda x: x[0], own.frozen)
+    frozen = jax.tree.map(lambda x: x[0], parts.frozen)
     return trained._replace(
-        params=own.trained, statistics=own.statistics, frozen=frozen, start=start
+        params=parts.trained, statistics=parts.statistics, frozen=frozen, start=start
     )
 
 
 def _kinds(model: Model | None, stacked: Params, federation: Federation) -> tuple[str, ...]:
-    """Say of each leaf which kind it is: by the mask, or without a network by names of moments."""
+    """Return the kind of each leaf: by the mask, or without a network by the names of moments."""
     names = tree.names(stacked)
     if model is not None and [name for name, _ in model.mask or ()] == [*names]:
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
-        return leaves.kinds(model, one, federation.inputs)
+        return leaves.kinds(model, shapes_of_one(stacked), federation.inputs)
     if model is None and leaves.has_moments(stacked):
         return tuple(map(leaves.kind_of_moment, names))
     return (leaves.TRAINED,) * len(names)
@@ -241,13 +253,9 @@ def _check_summary(
     algorithm: Algorithm, trained: Trained, federation: Federation, key: Key
 ) -> None:
     checks.key(key)
-    checks.stacked(trained.params, federation.num_clients)
     if algorithm.model is not None:
         checks.model(algorithm.model)
-        # One client's shapes: the network does not know the client axis.
-        several = trained.params, trained.statistics
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), several)
-        one = leaves.join(*one, trained.frozen)
+        one = leaves.join(*shapes_of_one((trained.params, trained.statistics)), trained.frozen)
         checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
 
 
@@ -257,6 +265,6 @@ def _first_local(algorithm: Algorithm, stacked: Params) -> Any:
 
 
 def _extras(algorithm: Algorithm, params: Params) -> Any:
-    """Make what an algorithm's optimiser keeps, whatever it is wrapped around."""
+    """Return the initial extras of an algorithm's optimiser, for any optimiser that it wraps."""
     state = algorithm.optimizer(optax.identity()).init(params)
     return getattr(state, "own", ())

@@ -1,4 +1,4 @@
-"""Rounds of communication without training: clients look at a model, and answer."""
+"""Exchanges: rounds without training, in which clients evaluate a model and return statistics."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple
@@ -16,7 +16,15 @@ from fisherjax.typing import Key, Params
 
 
 class Message(NamedTuple, Generic[Report]):
-    """One message of an exchange: what each client is given, what all of them say, what follows."""
+    """One message of an exchange: a round trip between the server and all clients.
+
+    Attributes:
+        received: What the server sends to each client.
+        sent: Updates of all clients, stacked.
+        params: Model after the merge.
+        state: State of the algorithm after the merge.
+        info: What the algorithm reports.
+    """
 
     received: Any
     sent: Update
@@ -34,13 +42,12 @@ def exchange(
     state: Any = None,
     clients_per_chunk: int | None = None,
 ) -> tuple[Params, Any, Report]:
-    """Send a model to all clients, let them summarize it without training, and merge what they say.
+    """Send a model to all clients, summarize it there without training, and merge the updates.
 
-    Methods that need no training, such as `algorithms.analytic_head`: one round of communication,
-    or several short ones, one for each of a sequence of algorithms, such as
-    `algorithms.natural_gradient` makes: each is given the model and the state that the one before
-    it left, and the first the given ones. The other arguments, what is returned and what is refused
-    are those of `summarize` and `merge`; weights are the federation's.
+    Methods such as `algorithms.analytic_head` take one message. A sequence of algorithms, such as
+    `algorithms.natural_gradient` makes, takes one message each: every algorithm receives the model
+    and the state that the one before it returned. The other arguments, the results and the errors
+    are those of `summarize` and `merge`; the weights are those of the federation.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, fisherjax as fj
@@ -65,7 +72,7 @@ def messages(
     state: Any = None,
     clients_per_chunk: int | None = None,
 ) -> Iterator[Message[Report]]:
-    """Play an `exchange`, with the same arguments, and yield each of its messages.
+    """Run an `exchange`, with the same arguments, and yield each of its messages.
 
     Example: see `exchange`.
     """
@@ -75,10 +82,10 @@ def messages(
         link = following.link
         if link.personal:
             raise ValueError(
-                "This method keeps a model for each client, as weighted_fedavg does; expected one "
-                "that sends the same to all. Play it in rounds.federated."
+                "This method keeps a model for each client, as weighted_fedavg does; expected a "
+                "method that sends the same to all clients. Use rounds.federated."
             )
-        # Nothing trains: running statistics stay what they are, as frozen leaves do.
+        # Without training, running statistics stay the same, as frozen leaves do.
         same = untrained(params, federation.num_clients, following.model)
         trained = params if following.model is None else leaves.trained(following.model, params)
         state = link.init(trained, federation.num_clients) if state is None else state
@@ -102,7 +109,7 @@ def exchange_memory(
 ) -> tuple[Memory, ...]:
     """Predict the bytes that clients need on each device for each message of an `exchange`.
 
-    `params` are a model, or its shapes; the other arguments are those of `exchange`.
+    `params` are a model or its shapes; the other arguments are those of `exchange`.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, fisherjax as fj
@@ -115,11 +122,11 @@ def exchange_memory(
     """
     how = {"key": key, "clients_per_chunk": clients_per_chunk}
 
-    def played(params: Params, federation: Federation) -> list[Any]:
+    def received(params: Params, federation: Federation) -> list[Any]:
         return [message.received for message in messages(algorithm, params, federation, **how)]
 
-    # Shapes only: nothing is computed, and of each message only the clients' half compiled.
-    starts = eval_shape(played, params, federation)
+    # From shapes alone; afterwards only the clients' half of each message is compiled.
+    starts = eval_shape(received, params, federation)
     return tuple(
         summarize_memory(following, params, federation, start=start, **how)
         for following, start in zip(as_sequence(algorithm), starts, strict=True)

@@ -1,4 +1,4 @@
-"""One model made of what clients sent: of all of it at once, of a stream, or of sums."""
+"""Merge client updates to one model: all at once, as a stream, or from sums."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -11,19 +11,19 @@ import numpy as np
 from fisherjax import leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax._upload_checks import check_some, check_weights, stacked
+from fisherjax._upload_checks import check_not_all_zero, check_weights, stacked
 from fisherjax.algorithms.base import Algorithm, Report, Update, check_algorithm
 from fisherjax.clients import shares
 from fisherjax.devices import mesh_of, replicate
 from fisherjax.leaves import Leaves
 from fisherjax.merging._server_half import (
-    Added,
-    added,
-    finished,
-    screened,
+    SumsAndStatistics,
+    add_up,
+    decode_and_screen,
+    finish,
     server_half,
     server_key,
-    told_apart,
+    split_params,
 )
 from fisherjax.typing import Array, Key, Params, Weights
 
@@ -42,24 +42,24 @@ def merge(
     """Merge client updates to one model: the server's half of a round.
 
     Args:
-        algorithm: The method.
-        params: The model that clients started from; the result has its structure and dtypes.
-        updates: Stacked, as `summarize` gives them, or a list of M as they were loaded from files.
-        weights: [M], non-negative, for instance numbers of examples; equal if None. Scaled to sum
-            one.
-        state: What the algorithm kept of the last merge; None starts afresh.
-        cohort: [M] places of these clients among all; all of them in order if None.
-        key: For algorithms that draw on the server; those that draw what has to be secret, as
-            `privacy.private`, want one.
-        on_nonfinite: "raise" or "drop", what to do about a client that diverged.
+        algorithm: Method that merges.
+        params: Model that clients started from; the result has its structure and dtypes.
+        updates: Result of `summarize`, or a list of M updates, for instance loaded from files.
+        weights: [M] non-negative weights of the clients, for instance their numbers of examples,
+            which are scaled to sum one; None means equal weights.
+        state: State of the algorithm after the last merge; None starts afresh.
+        cohort: [M] places of these clients in the federation; None means 0 to M - 1.
+        key: Random key of algorithms that draw on the server. Those whose noise must be secret, as
+            `privacy.private`, require one.
+        on_nonfinite: "raise" for an error if a client diverged, or "drop" to leave it out.
 
     Returns:
-        The merged params, the algorithm's state, and what it reports, a solver's info for instance.
+        The merged params, the state of the algorithm, and its info, for instance a solver's.
 
     Raises:
-        ValueError: If updates do not fit together or to the algorithm, the weights do not fit, or a
-            client's update or the merged model is not finite; it names clients and leaves.
-        TypeError: If params are not floating, or updates are something else.
+        ValueError: If the updates do not fit each other or the algorithm, the weights do not fit,
+            or an update or the merged model is not finite. The message names clients and leaves.
+        TypeError: If params are not floating, or updates have another type.
 
     Example:
         >>> import fisherjax as fj
@@ -72,9 +72,9 @@ def merge(
     update = stacked(algorithm, updates)
     num_clients = jax.tree.leaves(update)[0].shape[0]
     known = check_weights(weights, num_clients)
-    check_some(known)
-    # Updates may be spread over a mesh: what is merged with them must be there too. Weights are
-    # scaled before they are rounded to float32, in which their sum may overflow.
+    check_not_all_zero(known)
+    # Updates may be spread over a mesh, and other arrays must be there too. Weights are scaled
+    # before they are rounded to float32, in which their sum may overflow.
     mesh = mesh_of(update)
     params, scaled = replicate((params, jnp.asarray(shares(known), float)), mesh)
     cohort = jnp.arange(num_clients) if cohort is None else cohort
@@ -93,16 +93,26 @@ def merge_stream(
     key: Key | None = None,
     on_nonfinite: str = "raise",
 ) -> tuple[Params, Any, Report]:
-    """Merge client updates that arrive a chunk at a time, and hold one chunk and the sums only.
+    """Merge client updates that arrive in chunks, with one chunk and the sums in memory.
 
-    The same as `merge` of all clients at once, to rounding, for an algorithm whose updates add up,
-    that is with a `reduce`, such as fedavg or regmean. Chunks are pairs (updates, weights [m]) of
-    some clients each; None is a weight of one each, and weights are scaled to sum one over all.
-    Compiled once for each shape of a chunk: let all chunks but the last be equally long. The other
-    arguments, what is returned and what is refused are those of `merge`.
+    The result equals `merge` of all clients at once, up to rounding. The algorithm must have a
+    `reduce`, that is, its updates must add up, as for fedavg or regmean. Programs are compiled for
+    each shape of a chunk, so all chunks but the last should have the same length.
+
+    Args:
+        algorithm: Method that merges, with a `reduce`.
+        params: Model that clients started from.
+        chunks: Pairs (updates, weights [m]) of m clients each. None means that each of them has
+            weight one. Weights are scaled to sum one over all clients.
+        state: As in `merge`.
+        key: As in `merge`.
+        on_nonfinite: As in `merge`.
+
+    Returns:
+        What `merge` returns.
 
     Raises:
-        ValueError: Also if there are no chunks, or they do not fit together.
+        ValueError: As `merge`, and if there are no chunks, or they do not fit each other.
 
     Example:
         >>> import fisherjax as fj
@@ -117,13 +127,14 @@ def merge_stream(
     if algorithm.reduce is None:
         raise ValueError(
             "This method needs every client's update at once (its reduce is None), as FedFisher "
-            "with K-FAC does: Kronecker factors do not add up. Use merge, or a method that adds up "
-            "such as fedavg, fisher_merge, regmean or fedfisher(model, fisher=fisher.diagonal)."
+            "with K-FAC does: Kronecker factors do not add up. Use merge, or a method whose "
+            "updates add up, such as fedavg, fisher_merge, regmean or "
+            "fedfisher(model, fisher=fisher.diagonal)."
         )
-    totals, weight, seen, first, scale, own = None, 0.0, 0, None, 0.0, None
+    totals, weight, seen, first, scale, parts = None, 0.0, 0, None, 0.0, None
     for number, chunk in enumerate(chunks):
         update, weights = _chunk(algorithm, chunk, number)
-        # Without the client axis: chunks may differ in length.
+        # Shapes without the client axis, because chunks may differ in length.
         sent = update.values | {"statistics": update.statistics}
         shapes = {name: shape[1:] for name, shape in tree.shapes(sent).items()}
         shapes |= dict.fromkeys(update.frozen, "frozen")
@@ -134,23 +145,24 @@ def merge_stream(
                 f"{first}. All clients must have trained the same network."
             )
         num_clients = weights.shape[0]
-        scale = scale or weights.max(initial=0.0)  # on the host: whatever the size of the weights
+        # Scaled in float64 on the host, so that large weights cannot overflow float32.
+        scale = scale or weights.max(initial=0.0)
         mesh = mesh_of(update)
         weights = replicate(jnp.asarray(weights / (scale or 1.0), float), mesh)
-        own = told_apart(replicate(params, mesh), update, before=seen)
-        given = screened(algorithm, own, update, weights, on_nonfinite, first=seen)
-        # Not normalised: the total weight is known after the last chunk only.
-        values, statistics = given.values
-        sums = added(algorithm.reduce, values, statistics, given.weights)
+        parts = split_params(replicate(params, mesh), update, before=seen)
+        found = decode_and_screen(algorithm, parts, update, weights, on_nonfinite, first=seen)
+        # The total weight is known after the last chunk, so that nothing can be normalised here.
+        values, statistics = found.values
+        sums = add_up(algorithm.reduce, values, statistics, found.weights)
         totals = sums if totals is None else _add(totals, sums)
-        weight, seen = weight + float(given.weights.sum()), seen + num_clients
+        weight, seen = weight + float(found.weights.sum()), seen + num_clients
     if totals is None:
         raise ValueError("There are no chunks to merge: expected at least one pair of updates.")
     if not weight > 0:
         raise ValueError(f"None of the {seen} clients has weight: every weight is zero.")
-    # Chunks, and so the sums, may be spread over a mesh: it is known only now.
-    own = replicate(own, mesh_of(totals))
-    return _of_sums(algorithm, own, totals, state, jnp.arange(seen), key)
+    # Chunks, and with them the sums, may be spread over a mesh.
+    parts = replicate(parts, mesh_of(totals))
+    return _merge_totals(algorithm, parts, totals, state, jnp.arange(seen), key)
 
 
 def merge_sums(
@@ -163,17 +175,17 @@ def merge_sums(
     state: Any = None,
     key: Key | None = None,
 ) -> tuple[Params, Any, Report]:
-    """Merge sums over clients that were made elsewhere, as secure aggregation makes them.
+    """Merge sums over clients that were computed elsewhere, for instance by secure aggregation.
 
     Args:
-        algorithm: One with a `reduce`, whose sums these are; weights may have any sum.
-        params: The model that clients started from.
-        sums: What `algorithm.reduce` gives, added up leaf by leaf over clients; of a network with
-            running statistics `Added`, as `secure_aggregation.contributions` gives it.
-        cohort: [m] places of the clients among all.
+        algorithm: Method that merges, with a `reduce`; weights may have any sum.
+        params: Model that clients started from.
+        sums: Results of `algorithm.reduce`, summed leaf by leaf over clients; for a network with
+            running statistics `SumsAndStatistics`, see `secure_aggregation.contributions`.
+        cohort: [m] places of the clients in the federation.
         frozen: Names of the leaves that clients did not send, `update.frozen`.
-        state: What the algorithm kept of the last merge; None starts afresh.
-        key: For algorithms that draw on the server, as in `merge`.
+        state: State of the algorithm after the last merge; None starts afresh.
+        key: Random key of algorithms that draw on the server, as in `merge`.
 
     Returns:
         What `merge` returns.
@@ -189,22 +201,22 @@ def merge_sums(
         >>> print(merge_sums(average, {"w": jnp.zeros(2)}, sums, jnp.arange(2))[0]["w"])
         [0.5 0.5]
     """
-    statistics = tuple(sums.statistics.total) if isinstance(sums, Added) else ()
+    statistics = tuple(sums.statistics.total) if isinstance(sums, SumsAndStatistics) else ()
     if len(cohort) > 1:
         leaves.check_moments(statistics)
     # Sums may be spread over a mesh.
-    own = leaves.named(checks.arrays(params), statistics, tuple(frozen))
-    own = replicate(own, mesh_of(sums))
-    return _of_sums(algorithm, own, sums, state, cohort, server_key(algorithm, key))
+    parts = leaves.named(checks.arrays(params), statistics, tuple(frozen))
+    parts = replicate(parts, mesh_of(sums))
+    return _merge_totals(algorithm, parts, sums, state, cohort, server_key(algorithm, key))
 
 
-def _of_sums(
-    algorithm: Algorithm[Report], own: Leaves, sums: Any, state: Any, cohort: Array, key: Key
+def _merge_totals(
+    algorithm: Algorithm[Report], parts: Leaves, sums: Any, state: Any, cohort: Array, key: Key
 ) -> tuple[Params, Any, Report]:
     statistics = {}
-    if isinstance(sums, Added):
+    if isinstance(sums, SumsAndStatistics):
         sums, statistics = sums.sums, sums.statistics.mean()
-    return finished(algorithm, sums, statistics, own, state, cohort, key)
+    return finish(algorithm, sums, statistics, parts, state, cohort, key)
 
 
 def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[Update, np.ndarray]:
@@ -217,7 +229,7 @@ def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[Update, np.nd
     return update, check_weights(chunk[1], jax.tree.leaves(update)[0].shape[0])
 
 
-# The old totals are donated: a stream holds its sums once.
+# The old totals are donated, so that memory holds the sums once.
 @partial(jit, donate_argnums=0)
 def _add(totals: Any, sums: Any) -> Any:
     return jax.tree.map(jnp.add, totals, sums)

@@ -11,7 +11,7 @@ from fisherjax._core import checks
 from fisherjax._upload_checks import check_weights, stacked
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.clients import shares
-from fisherjax.merging._server_half import added, screened, told_apart
+from fisherjax.merging._server_half import add_up, decode_and_screen, split_params
 from fisherjax.secure_aggregation import fixed_point, protocol
 from fisherjax.secure_aggregation.protocol import Entropy
 from fisherjax.typing import Params, Weights
@@ -143,8 +143,8 @@ def contributions(
     """Compute what each client adds to the sum: `algorithm.reduce` of its own update and weight.
 
     Weights are shares of all, so that sums do not grow with the number of examples. Of a network
-    with running statistics it is `merging.Added`: that, and the weighted statistics. What comes of
-    the sum is for `merging.merge_sums`, with `frozen=updates.frozen`.
+    with running statistics it is `merging.SumsAndStatistics`: that, and the weighted statistics.
+    What comes of the sum is for `merging.merge_sums`, with `frozen=updates.frozen`.
 
     Example:
         >>> import fisherjax as fj
@@ -162,12 +162,12 @@ def contributions(
         )
     number = jax.tree.leaves(update)[0].shape[0]
     weights = jnp.asarray(shares(check_weights(weights, number)), float)
-    own = told_apart(params, update)
-    given = screened(algorithm, own, update, weights, "raise").values
+    own = split_params(params, update)
+    given = decode_and_screen(algorithm, own, update, weights, "raise").values
 
     def one(client: int) -> Any:
         values, statistics = jax.tree.map(lambda x: x[client : client + 1], given)
-        return added(reduce, values, statistics, weights[client][None])
+        return add_up(reduce, values, statistics, weights[client][None])
 
     return [one(client) for client in range(number)]
 

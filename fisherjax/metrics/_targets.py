@@ -1,0 +1,46 @@
+"""Correct predictions, and which targets count."""
+
+import jax.numpy as jnp
+
+from fisherjax import _sequences
+from fisherjax._core import checks
+from fisherjax.likelihoods import bernoulli
+from fisherjax.typing import AnyArray, Array, Model
+
+
+def correct(model: Model, outputs: Array, targets: Array) -> Array:
+    """Return 1 where a prediction equals its target and 0 elsewhere; NaN where outputs are NaN."""
+    if is_bernoulli(model):
+        right, is_nan = (outputs > 0) == (targets > 0.5), jnp.isnan(outputs)
+    else:
+        # NaN is checked separately, because argmax treats it as the largest output.
+        right, is_nan = outputs.argmax(-1) == targets, jnp.isnan(outputs).any(-1)
+    return jnp.where(is_nan, jnp.nan, right.astype(jnp.result_type(float)))
+
+
+def counted(model: Model, inputs: AnyArray, outputs: Array, targets: Array, hits: Array) -> Array:
+    """Return which targets count, booleans of the shape of `hits`, the result of `correct`."""
+    counts = _sequences.targets_counted(model, inputs, outputs.shape, targets)
+    if counts is None:
+        return jnp.ones(hits.shape, bool)
+    # Of a Bernoulli likelihood every output has a target.
+    every = counts.reshape(*counts.shape, *(1,) * (hits.ndim - counts.ndim))
+    return jnp.broadcast_to(every, hits.shape)
+
+
+def is_bernoulli(model: Model) -> bool:
+    """Return whether outputs are logits of independent bits, whatever the loss."""
+    return model.likelihood.factor is bernoulli.factor
+
+
+def for_inference(model: Model) -> Model:
+    """Remove how a model trains, so that models that differ only in that share a program."""
+    return model._replace(apply_train=None, mask=None)
+
+
+def check_batch_size(batch_size: int, inputs: AnyArray) -> int:
+    """Check a batch size, and limit it to the number of inputs."""
+    batch_size = checks.count("batch_size", batch_size)
+    if len(inputs) == 0:
+        raise ValueError("There are no inputs; expected at least one example.")
+    return min(batch_size, len(inputs))

@@ -1,0 +1,234 @@
+"""One round, in compiled pieces.
+
+* `start_round` draws a cohort and computes what its clients receive.
+* `train_and_summarize` starts a round, trains the cohort and computes its updates.
+* `finish_round` merges the updates on the server and stores what the clients keep.
+
+`whole_round` runs all of them as one program. Letters: M clients, K of them in a cohort.
+"""
+
+from functools import partial
+from typing import Any, Generic, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fisherjax import clients, leaves, merging, training, tree
+from fisherjax._core.compiler import jit
+from fisherjax._divergence import Diverged
+from fisherjax._stacked import copies
+from fisherjax.algorithms.base import Algorithm, Report
+from fisherjax.clients import Federation
+from fisherjax.leaves import Leaves
+from fisherjax.local_update import Given, LocalTraining
+from fisherjax.parallel import Layout
+from fisherjax.training import Trained
+from fisherjax.typing import AnyArray, Array, Key, Model, Params
+
+
+class State(NamedTuple):
+    """State between two rounds.
+
+    Attributes:
+        number: Number of the next round, from 0.
+        params: Global model.
+        algorithm: What the server keeps between rounds, for instance SCAFFOLD's control variate.
+        local: What each client keeps for the algorithm, leaves [M, ...].
+        statistics: Running statistics that each client keeps, arrays [M, ...] by name.
+    """
+
+    number: Array
+    params: Params
+    algorithm: Any
+    local: Any
+    statistics: dict[str, Array] = {}  # noqa: RUF012
+
+
+class Round(NamedTuple, Generic[Report]):
+    """Record of one round.
+
+    Attributes:
+        number: Number of the round, from 0; a Python integer in what `run` yields.
+        cohort: [K] places of the participating clients in the federation.
+        start: Global model at the beginning of the round.
+        trained: Models that the clients trained, leaves [K, ...].
+        loss: Mean training loss in nats in the last local epoch, over clients that were not left
+            out.
+        left_out: Clients that were left out because their updates are not finite, and the first
+            such leaf of each; `left_out.by_client(cohort)` names them.
+        info: What the algorithm's `aggregate` reports.
+    """
+
+    number: int | Array
+    cohort: Array
+    start: Params
+    trained: Trained
+    loss: Array
+    left_out: Diverged
+    info: Report
+
+    @property
+    def diverged(self) -> AnyArray:
+        """Whether each client of the cohort was left out, [K]."""
+        return ~self.left_out.present
+
+
+class Experiment(NamedTuple, Generic[Report]):
+    """Arguments of `federated`, on which the program of a round depends."""
+
+    model: Model
+    algorithm: Algorithm[Report]
+    cohort: int
+    optimizer: optax.GradientTransformation
+    epochs: int
+    batch_size: int
+    clients_per_chunk: int
+
+
+class CohortResult(NamedTuple):
+    """What `train_and_summarize` passes to `finish_round`, leaves [K, ...] but for the key.
+
+    `before` and `kept` are pairs: what each client keeps for the algorithm, and its statistics.
+    """
+
+    key: Key
+    cohort: Array
+    sizes: Array
+    before: tuple[Any, dict[str, Array]]
+    trained: Trained
+    update: Any
+    kept: tuple[Any, dict[str, Array]]
+
+
+@partial(jit, static_argnums=(0, 1))
+def whole_round(
+    experiment: Experiment, layout: Layout, state: State, federation: Federation, key: Key
+) -> tuple[State, Round]:
+    """Run one round: train, summarize, merge."""
+    result = train_and_summarize(experiment, layout, state, federation, key)
+    return finish_round(experiment, state, result)
+
+
+def train_and_summarize(
+    experiment: Experiment, layout: Layout, state: State, federation: Federation, key: Key
+) -> CohortResult:
+    """Run the clients' half of a round: train and summarize a cohort."""
+    algorithm = experiment.algorithm
+    key, cohort, chosen, before, given = start_round(experiment, state, federation, key)
+    length = min(experiment.batch_size, federation.indices.shape[1])
+    local = LocalTraining(experiment.model, algorithm.optimizer(experiment.optimizer), length)
+    ready = training.Cohort(local, layout, given, chosen, key, experiment.epochs)
+    trained = training.train_cohort(ready)
+    update, kept = merging.summarize_cohort(algorithm, layout, trained, before[0], chosen, key)
+    found = tree.by_name(trained.statistics)
+    statistics = {name: found[name] for name in state.statistics}
+    return CohortResult(key, cohort, chosen.sizes, before, trained, update, (kept, statistics))
+
+
+@partial(jit, static_argnums=0)
+def start_round(experiment: Experiment, state: State, federation: Federation, key: Key) -> tuple:
+    """Draw a cohort and compute what its clients receive.
+
+    Returns:
+        The round's key, the places of the cohort [K], its federation, what its clients kept from
+        earlier rounds [K, ...], and the two `Given` of `client_inputs`.
+    """
+    # Folded by the number in the state: a run continued from an old state repeats its rounds.
+    key = jax.random.fold_in(key, state.number)
+    cohort = _draw_cohort(key, federation.num_clients, experiment.cohort)
+    # [M, ...] to [K, ...].
+    before = jax.tree.map(lambda x: x[cohort], (state.local, state.statistics))
+    length = min(experiment.batch_size, federation.indices.shape[1])
+    parts = leaves.split(experiment.model, state.params, federation.inputs, length)
+    given = client_inputs(experiment.algorithm, state, parts, before, cohort)
+    return key, cohort, clients.select(federation, cohort), before, given
+
+
+@partial(jit, static_argnums=0)
+def finish_round(experiment: Experiment, state: State, result: CohortResult) -> tuple[State, Round]:
+    """Run the server's half of a round, and store what the clients keep."""
+    algorithm, cohort, trained = experiment.algorithm, result.cohort, result.trained
+    half = merging.server_half(
+        algorithm,
+        state.params,
+        result.update,
+        result.sizes,
+        state=state.algorithm,
+        cohort=cohort,
+        key=result.key,
+        on_nonfinite="drop",
+        others=dict(zip(("algorithm", "statistics"), result.kept, strict=True)),
+    )
+    # The loss of a diverged client may be NaN, and NaN times weight zero is NaN.
+    losses = jnp.where(half.weights > 0, trained.loss[:, -1], 0)
+    local, statistics = result.kept
+    if algorithm.link.mix is not None and result.update.statistics:
+        shares = algorithm.link.mix(half.values, half.weights)
+        sound = tree.keep(half.diverged.present, result.update.statistics)
+        mixed = jax.vmap(lambda row: tree.weighted_sum(sound, row))(shares)
+        mixed = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, sound)
+        statistics = statistics | mixed
+    # A client that diverged keeps what it had before the round, as clients outside the cohort do.
+    kept = tree.keep(half.diverged.present, (local, statistics), result.before)
+    # [K, ...] back to its places in [M, ...].
+    everyone = jax.tree.map(
+        lambda old, new: old.at[cohort].set(new), (state.local, state.statistics), kept
+    )
+    after = State(state.number + 1, half.params, half.state, *everyone)
+    # The state stays the same if no client is left or the merged model is not finite.
+    succeeded = (half.weights.sum() > 0) & tree.finite_leaves(half.params).all()
+    # Sums are wider than the state. In its dtypes the next round need not be compiled again.
+    after = jax.tree.map(
+        lambda new, old: jnp.where(succeeded, new, old).astype(old.dtype), after, state
+    )
+    # A failed round is counted too: the next one must draw another cohort.
+    after = after._replace(number=state.number + 1)
+    loss = (half.weights * losses).sum()
+    done = Round(state.number, cohort, state.params, trained, loss, half.diverged, half.info)
+    return after, done
+
+
+def broadcast(
+    algorithm: Algorithm, state: State, trained: Params, cohort: Array
+) -> tuple[Any, int | None]:
+    """Return the server's message, and its client axis: None if it is the same for all clients."""
+    send = partial(algorithm.link.broadcast, trained, state.algorithm)
+    return (jax.vmap(send)(cohort), 0) if algorithm.link.personal else (send(None), None)
+
+
+def client_inputs(
+    algorithm: Algorithm,
+    state: State,
+    parts: Leaves,
+    kept: tuple[Any, dict[str, Array]],
+    cohort: Array,
+) -> tuple[Given, Given]:
+    """Return what clients start a round with.
+
+    Returns:
+        What is common to all clients, and what each client has of its own, [K, ...]. Each field is
+        None in one of them.
+    """
+    local, statistics = kept
+    common, own = Given(None, None, parts.statistics, parts.frozen), Given(None, None, None, None)
+    message, axis = broadcast(algorithm, state, parts.trained, cohort)
+    if axis is None and not jax.tree.leaves(local):
+        start, extras = algorithm.link.receive(message, local)
+        common = common._replace(start=start, extras=extras)
+    else:
+        start, extras = jax.vmap(algorithm.link.receive, in_axes=(axis, 0))(message, local)
+        own = own._replace(start=start, extras=extras)
+    if statistics:
+        # Clients keep some of the statistics, or all; the others are copies of the server's.
+        stacked = leaves.filled(copies(parts.statistics, len(cohort)), statistics)
+        common, own = common._replace(statistics=None), own._replace(statistics=stacked)
+    return common, own
+
+
+def _draw_cohort(key: Key, num_clients: int, cohort: int) -> Array:
+    """Draw clients without replacement, in ascending order."""
+    if cohort == num_clients:
+        return jnp.arange(num_clients)
+    drawn = jax.random.permutation(jax.random.fold_in(key, clients.COHORT), num_clients)
+    return jnp.sort(drawn[:cohort])
