@@ -1,10 +1,15 @@
-"""Rough inverses of the server's damped systems, for conjugate gradients.
+"""Compute preconditioners of the server's damped systems, for conjugate gradients.
 
-Of clients whose Kronecker factors do not add up it is the damped inverse of (sum_i v_i A_i) (x)
-(sum_i v_i G_i), of wide layers a solve in few directions (`_wide_layers`), of a sum of Kronecker
-products that of its first term, of a diagonal its inverse. Where a block is not damped, or nobody
-has curvature, the identity stands in: in a singular system anything else would move what has none.
-How fast the server solves has no derivative.
+The preconditioner depends on the operators:
+
+* for clients with Kronecker factors, the damped inverse of (sum_i v_i A_i) (x) (sum_i v_i G_i);
+* for their wide layers, a solve in few directions (`_wide_layers`);
+* for a sum of Kronecker products, the damped inverse of its first term;
+* for a diagonal, its inverse.
+
+For a block that is not damped, or in which no client has curvature, it is the identity: in a
+singular system any other one would change coordinates that have no curvature. A preconditioner has
+no derivative, because it changes only how fast the system is solved.
 """
 
 import dataclasses
@@ -21,74 +26,75 @@ from fisherjax.fisher.operators import Blockwise
 from fisherjax.typing import Array
 
 
-def of_clients(fishers: Blockwise, votes: Any, strengths: Any) -> tuple[Partial | None, Any]:
-    """Precondition sum_i v_i F_i + lambda of stacked clients, leaves [M, ...].
+def of_clients(fishers: Blockwise, votes: Any, lambdas: Any) -> tuple[Partial | None, Any]:
+    """Return the preconditioner of sum_i v_i F_i + lambda for stacked clients, leaves [M, ...].
 
     Args:
         fishers: F_i, at scale one.
-        votes: v_i of each block [M].
-        strengths: lambda of each block.
+        votes: v_i [M] for each block.
+        lambdas: lambda for each block.
 
     Returns:
-        Blocks -> blocks, or None where there is none, and the `slack` of `quadratic.Quadratic`.
+        A function from blocks to blocks, or None, and the `slack` of `quadratic.Quadratic`.
     """
     if isinstance(fishers, Diagonal):
-        return of_sums(_summed(fishers, votes), strengths), None
+        return of_sums(_sum(fishers, votes), lambdas), None
     if not isinstance(fishers, Kronecker):
         return None, None
-    inverse, wide = _approximate_inverse(fishers, votes, strengths)
+    inverse, wide = _approximate_inverse(fishers, votes, lambdas)
     if not wide:
         return Partial(Kronecker.block_mv, inverse), None
-    return Partial(_turned, inverse, wide), jnp.asarray(_wide_layers.SLACK)
+    return Partial(_apply, inverse, wide), jnp.asarray(_wide_layers.SLACK)
 
 
-def of_sums(fisher: Blockwise, strengths: Any) -> Partial | None:
-    """Precondition F + lambda of an operator that holds all clients; None where there is none."""
+def of_sums(fisher: Blockwise, lambdas: Any) -> Partial | None:
+    """Return the preconditioner of F + lambda for the operator of all clients, or None."""
     if isinstance(fisher, Diagonal):
-        return Partial(_divided, *jax.lax.stop_gradient((fisher.entries, strengths)))
+        return Partial(_divide, *jax.lax.stop_gradient((fisher.entries, lambdas)))
     if isinstance(fisher, KroneckerSum):
-        return Partial(Kronecker.block_mv, _leading_inverse(fisher, strengths))
+        return Partial(Kronecker.block_mv, _leading_inverse(fisher, lambdas))
     return None
 
 
 @jit
-def _summed(fishers: Diagonal, votes: Any) -> Diagonal:
+def _sum(fishers: Diagonal, votes: Any) -> Diagonal:
     return Diagonal(jax.tree.map(tree.weighted_sum, fishers.entries, votes))
 
 
 @jit
 def _approximate_inverse(
-    fishers: Kronecker, votes: Any, strengths: Any
+    fishers: Kronecker, votes: Any, lambdas: Any
 ) -> tuple[Kronecker, dict[str, _wide_layers.WideLayer]]:
-    """Invert the mean of the clients, but for wide layers, which are answered otherwise."""
+    """Return the inverse of the clients' mean factors, and the preconditioners of wide layers."""
 
     def average(factor: dict[str, Array], vote: Array) -> dict[str, Array]:
-        # The votes' sum goes to one side: the product has the scale of the clients' products.
+        # Each side is divided by the root of the sum of votes, so that the product of the means has
+        # the scale of the clients' products.
         return tree.weighted_sum(factor, vote / jnp.sqrt(jnp.where(vote.any(), vote.sum(), 1)))
 
-    fishers, factors = _wide_layers.apart(fishers)
-    wide = {n: _wide_layers.preconditioner(f, votes[n], strengths[n]) for n, f in factors.items()}
+    fishers, factors = _wide_layers.split_wide(fishers)
+    wide = {n: _wide_layers.preconditioner(f, votes[n], lambdas[n]) for n, f in factors.items()}
     factors = {name: average(factor, votes[name]) for name, factor in fishers.factors.items()}
     entries = {name: tree.weighted_sum(f, votes[name]) for name, f in fishers.entries.items()}
     mean = dataclasses.replace(fishers, factors=factors, entries=entries)
-    mean, strengths = jax.lax.stop_gradient((mean, strengths))
-    return mean.inverse(strengths), wide
+    mean, lambdas = jax.lax.stop_gradient((mean, lambdas))
+    return mean.inverse(lambdas), wide
 
 
 @jit
-def _leading_inverse(fisher: KroneckerSum, strengths: Any) -> Kronecker:
-    first, strengths = jax.lax.stop_gradient((fisher.leading(), strengths))
-    return first.inverse(strengths)
+def _leading_inverse(fisher: KroneckerSum, lambdas: Any) -> Kronecker:
+    first, lambdas = jax.lax.stop_gradient((fisher.leading(), lambdas))
+    return first.inverse(lambdas)
 
 
-# Functions of a module, so that `Partial`s of them compare equal, and `jit` reuses its program.
-def _turned(inverse: Kronecker, wide: dict[str, _wide_layers.WideLayer], blocks: Any) -> Any:
-    answers = {name: _wide_layers.precondition(own, blocks[name]) for name, own in wide.items()}
-    return inverse.block_mv(blocks) | answers
+# `Partial`s of module functions compare equal, so that `jit` reuses a program.
+def _apply(inverse: Kronecker, wide: dict[str, _wide_layers.WideLayer], blocks: Any) -> Any:
+    found = {name: _wide_layers.precondition(layer, blocks[name]) for name, layer in wide.items()}
+    return inverse.block_mv(blocks) | found
 
 
-def _divided(entries: Any, strengths: Any, blocks: Any) -> Any:
-    def leaf(entries: Array, strength: Array, x: Array) -> Array:
-        return x / jnp.where(strength > 0, entries + strength.astype(entries.dtype), 1)
+def _divide(entries: Any, lambdas: Any, blocks: Any) -> Any:
+    def leaf(entries: Array, damping: Array, x: Array) -> Array:
+        return x / jnp.where(damping > 0, entries + damping.astype(entries.dtype), 1)
 
-    return jax.tree.map(leaf, entries, strengths, blocks)
+    return jax.tree.map(leaf, entries, lambdas, blocks)

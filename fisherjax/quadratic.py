@@ -1,17 +1,18 @@
-"""The server's problem: one quadratic that is small where every client's model is good.
+"""Compute the server's problem: one quadratic that is small where each client's model is good.
 
     L(W) = sum_i p_i 1/2 (W - W_i)^T F_i (W - W_i) + sum_l lambda_l / 2 ||W_l - Wbar_l||^2,
 
-with Wbar = sum_i p_i W_i. Damping is relative to each block's own scale (a layer, a leaf, or the
+with Wbar = sum_i p_i W_i. Damping is relative to the scale of each block l (a layer, a leaf, or the
 whole vector, as the operator splits params),
 
     lambda_l = damping * sum_i p_i tr(F_il) / (size of the block),
 
-so that one number serves every layer, network and data set. Every block is solved at scale one:
-each client's part is divided by a power of two near its own scale, and its vote, p_i times that
-power, by the largest one of all clients. That changes no bit, and Fishers of 1e-30 and of 1e+30,
-whose products and squares leave the range of float32, are solved like those of 1. Sums of
-diagonals that are not damped keep their units: a quotient stays in range by itself.
+so that one number fits every layer, network and data set.
+
+Each block is solved *at scale one*: each client's operator is divided by a power of two near its
+scale, and its *vote*, p_i times that power, by the largest power. That changes no bits. So Fishers
+of 1e-30 or 1e+30, whose products leave the range of float32, are solved like Fishers near 1. Sums
+of diagonals without damping keep their units, because a quotient of them stays in range.
 """
 
 from collections.abc import Callable
@@ -33,21 +34,22 @@ from fisherjax.typing import Array, Params, Scalar
 class Quadratic(NamedTuple):
     """A symmetric positive semi-definite system matvec(x) = rhs over blocks.
 
-    Every leaf of a block pytree is a system of its own: `matvec` does not couple leaves. Blocks
-    have the dtype of the operators, at least float32, and `restore` keeps that.
+    Each leaf of a pytree of blocks is a separate system, because `matvec` does not couple leaves.
+    Blocks have the dtype of the operators, at least float32, and `restore` keeps it.
 
     Attributes:
-        matvec: Blocks -> blocks, x -> sum_i p_i F_i x + lambda x.
-        rhs: sum_i p_i F_i W_i + lambda Wbar.
-        init: Wbar, the weighted mean: where solvers start, and what is kept where F is zero.
-        restore: Blocks -> params; None where blocks are params already.
-        precondition: Blocks -> blocks, roughly the inverse of `matvec`; None where there is none.
+        matvec: Function from blocks to blocks, x -> sum_i p_i F_i x + lambda x.
+        rhs: Right-hand side, sum_i p_i F_i W_i + lambda Wbar.
+        init: Wbar, the weighted mean. Solvers start from it, and keep it where F is zero.
+        restore: Function from blocks to params; None if the blocks are the params.
+        precondition: Function from blocks to blocks, an approximate inverse of `matvec`, or None.
         is_diagonal: Whether `matvec` is elementwise, so that its entries are matvec(ones).
-        means: Each block's mean eigenvalue before damping, in the units of the system; zero where
-            no client has curvature. None where that is not known.
-        exponents: Each block's system is written in units of 2^exponent; None where it is not.
-        slack: Relative residual to which `precondition` solves, where it is a solve of its own and
-            so not quite linear; None where it is linear.
+        means: Mean eigenvalue of each block before damping, in the units of the system; zero if no
+            client has curvature. None if it is unknown.
+        exponents: For each block, the exponent e of its units: the system is divided by 2^e. None
+            if the system is in the units of the Fishers.
+        slack: Relative residual to which `precondition` solves, if it is an iterative solve and so
+            not quite linear; None if it is linear.
     """
 
     matvec: Callable[[Any], Any]
@@ -62,18 +64,18 @@ class Quadratic(NamedTuple):
 
 
 def restored(problem: Quadratic, blocks: Any) -> Params:
-    """Put blocks together to params; without `restore` they are params already."""
+    """Return params from their blocks."""
     return blocks if problem.restore is None else problem.restore(blocks)
 
 
 class Sums(NamedTuple):
-    """What the quadratic needs of the clients, for operators that add up leaf by leaf.
+    """Sums over clients that determine the quadratic, for operators that add up leaf by leaf.
 
     Attributes:
-        fisher: sum_i w_i F_i, an operator.
-        product: sum_i w_i F_i W_i, blocks.
-        mean: sum_i w_i W_i, blocks.
-        weight: sum_i w_i, which the quadratic divides by.
+        fisher: Operator sum_i w_i F_i.
+        product: Blocks sum_i w_i F_i W_i.
+        mean: Blocks sum_i w_i W_i.
+        weight: Number sum_i w_i, by which the quadratic divides.
     """
 
     fisher: Blockwise
@@ -83,57 +85,60 @@ class Sums(NamedTuple):
 
 
 def quadratic(fishers: Operator, params: Params, weights: Array, damping: Scalar) -> Quadratic:
-    """Set up the server's quadratic for stacked clients; the operators are never summed.
+    """Make the server's quadratic of stacked clients, without adding their operators.
 
     Args:
         fishers: Stacked Fisher operators, leaves [M, ...].
         params: Stacked client models W_i, leaves [M, ...].
         weights: p_i [M], non-negative with sum one.
-        damping: delta >= 0, in units of each block's mean eigenvalue.
+        damping: Damping delta >= 0, in units of each block's mean eigenvalue.
+
+    Returns:
+        The quadratic, with a preconditioner if it is damped.
 
     Raises:
-        ValueError: If damping is negative, or the weights are not M that sum to one.
+        ValueError: If damping is negative, or if weights are not M numbers with sum one.
 
     Example:
         >>> from fisherjax import fisher
         >>> fishers = fisher.Diagonal({"w": jnp.array([[1.0], [3.0]])})
         >>> params = {"w": jnp.array([[0.0], [4.0]])}
-        >>> problem = quadratic(fishers, params, jnp.array([0.5, 0.5]), damping=0.0)
-        >>> problem = in_fisher_units(problem)
+        >>> problem = in_fisher_units(
+        ...     quadratic(fishers, params, jnp.array([0.5, 0.5]), damping=0.0)
+        ... )
         >>> print(problem.rhs["w"], problem.matvec(problem.init)["w"])
         [6.] [4.]
 
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, equation 7, which weights clients
-        equally and has no damping; its code weights by p_i, as here. What is damped comes with a
-        preconditioner (`preconditioning`).
+        equally and has no damping; its code weights them by p_i, as here.
     """
     checks.number("damping", damping)
-    weights = _checked(weights, jax.tree.leaves(params)[0].shape[0])
-    scaled, votes, system = _scaled_clients(fishers, params, weights, damping)
-    # Products of clients are added, not operators: Kronecker factors do not add up.
+    weights = _check_weights(weights, jax.tree.leaves(params)[0].shape[0])
+    scaled, votes, system = _scale_clients(fishers, params, weights, damping)
+    # The clients' products are added, not their operators: Kronecker factors do not add up.
     problem = _problem(scaled, Partial(_weighted_mv, scaled, votes), system)
-    if not _damped(damping):
+    if not _is_damped(damping):
         return problem
-    precondition, slack = _preconditioning.of_clients(scaled, votes, system["strengths"])
+    precondition, slack = _preconditioning.of_clients(scaled, votes, system["lambdas"])
     return problem._replace(precondition=precondition, slack=slack)
 
 
 def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
-    """Add up diagonal or dense clients, so that the server never holds them all.
+    """Return the sums over clients with diagonal or dense Fishers that determine the quadratic.
 
-    The arguments are those of `quadratic`, but weights may have any sum. The sums are at least
-    float32; those of several groups of clients add up leaf by leaf.
+    The sums of groups of clients add up leaf by leaf, so the server need not have all clients in
+    memory. Arguments are as in `quadratic`, but weights have any sum. Sums are float32 or wider.
 
     Raises:
         TypeError: If the operators do not add up.
     """
     if not fishers.adds_up:
         raise TypeError(
-            f"{type(fishers).__name__} operators do not add up leaf by leaf: set up `quadratic` "
-            "with those of all clients."
+            f"{type(fishers).__name__} operators do not add up leaf by leaf; expected diagonal or "
+            "dense ones. Pass the stacked operators of all clients to `quadratic`."
         )
-    blocks = jax.vmap(_blocks)(fishers, params)
-    # Client by client: sum_i w_i F_i W_i does not follow from the sums of F_i and of W_i.
+    blocks = jax.vmap(_wide_blocks)(fishers, params)
+    # The sum of F_i W_i does not follow from the sums of F_i and of W_i.
     products = tree.keep(weights != 0, _products(fishers, blocks))
     product = tree.weighted_sum(products, weights)
     fisher, mean = (tree.weighted_sum(x, weights) for x in (fishers, blocks))
@@ -141,21 +146,21 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
 
 
 def from_sums(totals: Sums, damping: Scalar) -> Quadratic:
-    """Set up the same quadratic from what `sums` gives; damping is that of `quadratic`.
+    """Make the same quadratic as `quadratic` from a result of `sums`, with the same damping.
 
-    A `KroneckerSum` of weight one serves too.
+    The operator in the sums may also be a `KroneckerSum`, with weight one.
     """
     checks.number("damping", damping)
-    damped = _damped(damping)
-    fisher, system = _scaled_sums(totals, damping, damped)
+    is_damped = _is_damped(damping)
+    fisher, system = _scale_sums(totals, damping, is_damped)
     problem = _problem(fisher, Partial(type(fisher).block_mv, fisher), system)
-    if not damped:
+    if not is_damped:
         return problem
-    return problem._replace(precondition=_preconditioning.of_sums(fisher, system["strengths"]))
+    return problem._replace(precondition=_preconditioning.of_sums(fisher, system["lambdas"]))
 
 
 def in_fisher_units(problem: Quadratic) -> Quadratic:
-    """Write a system in the units of the Fishers, for solvers whose steps depend on its scale.
+    """Return the system in the units of the Fishers, for solvers whose steps depend on its scale.
 
     Example:
         >>> problem = Quadratic(lambda x: x, jnp.ones(2), jnp.zeros(2), exponents=jnp.array(3))
@@ -165,17 +170,12 @@ def in_fisher_units(problem: Quadratic) -> Quadratic:
     exponents = problem.exponents
     if exponents is None:
         return problem
-    matvec = Partial(_raised_mv, problem.matvec, exponents)
-    precondition = problem.precondition
+    matvec = Partial(_mv_in_fisher_units, problem.matvec, exponents)
+    rhs, precondition = _times_powers(problem.rhs, exponents), problem.precondition
     if precondition is not None:
-        precondition = Partial(_lowered, precondition, exponents)
-    # The means say no more than where there is curvature: they stay in range.
-    changes = {
-        "matvec": matvec,
-        "rhs": _raised(problem.rhs, exponents),
-        "precondition": precondition,
-    }
-    return problem._replace(**changes, exponents=None)
+        precondition = Partial(_precondition_in_fisher_units, precondition, exponents)
+    # `means` keep their units: solvers only check whether they are zero.
+    return problem._replace(matvec=matvec, rhs=rhs, precondition=precondition, exponents=None)
 
 
 def _products(fishers: Blockwise, blocks: Any, axis: int | None = 0) -> Any:
@@ -184,125 +184,117 @@ def _products(fishers: Blockwise, blocks: Any, axis: int | None = 0) -> Any:
 
 def _problem(operator: Blockwise, matvec: Partial, system: dict[str, Any]) -> Quadratic:
     system = dict(system)
-    matvec = Partial(_damped_mv, matvec, system.pop("strengths"))
-    # Stacked operators serve too: `restore` reads names and shapes, none of their arrays.
+    matvec = Partial(_damped_mv, matvec, system.pop("lambdas"))
+    # The operator may be stacked: `restore` reads its names and shapes only.
     restore = Partial(type(operator).restore, operator)
     return Quadratic(matvec, restore=restore, is_diagonal=isinstance(operator, Diagonal), **system)
 
 
-def _damped(damping: Scalar) -> bool:
-    # Whether a traced damping is zero is decided leaf by leaf.
+def _is_damped(damping: Scalar) -> bool:
+    # A traced damping may be zero; preconditioners check that block by block.
     return checks.is_traced(damping) or bool(damping > 0)
 
 
 def _system(operator: Blockwise, damping: Scalar, product: Any, **system: Any) -> dict[str, Any]:
-    strengths = operator.strengths(system["means"], damping)
-    return system | {"rhs": _pull(product, strengths, system["init"]), "strengths": strengths}
+    lambdas = operator.block_damping(system["means"], damping)
+    return system | {"rhs": _add_damping(product, lambdas, system["init"]), "lambdas": lambdas}
 
 
 @jit
-def _scaled_clients(
+def _scale_clients(
     fishers: Blockwise, params: Params, weights: Array, damping: Scalar
 ) -> tuple[Blockwise, Any, dict[str, Any]]:
-    operator, blocks = type(fishers), jax.vmap(_blocks)(fishers, params)
-    fishers, own = jax.vmap(operator.at_scale_one)(fishers)
-
-    def vote(own: Array, largest: Array) -> Array:
-        # Those without weight may be larger.
-        return tree.times_power(weights, jnp.minimum(own - largest, 0))
-
-    exponents = jax.tree.map(lambda own: jnp.where(weights > 0, own, tree.NOTHING).max(), own)
-    votes = jax.tree.map(vote, own, exponents)
+    operator, blocks = type(fishers), jax.vmap(_wide_blocks)(fishers, params)
+    fishers, scales = jax.vmap(operator.at_scale_one)(fishers)
+    exponents = jax.tree.map(lambda e: jnp.where(weights > 0, e, tree.NOTHING).max(), scales)
+    # The scale of a client without weight may be larger than the largest one, hence the minimum.
+    powers = jax.tree.map(lambda e, largest: jnp.minimum(e - largest, 0), scales, exponents)
+    votes = jax.tree.map(partial(tree.times_power, weights), powers)
     product = _weighted_sums(_products(fishers, blocks), votes)
     system = {
         "init": tree.weighted_sum(blocks, weights),
         "means": _weighted_sums(jax.vmap(operator.block_means)(fishers), votes),
-        "exponents": _known(exponents),
+        "exponents": _replace_nothing(exponents),
     }
     return fishers, votes, _system(fishers, damping, product, **system)
 
 
 @partial(jit, static_argnums=2)
-def _scaled_sums(totals: Sums, damping: Scalar, damped: bool) -> tuple[Blockwise, dict[str, Any]]:
-    def divide(x: Array) -> Array:
-        # Sums without any weight are zero, and stay zero in place of 0 / 0.
-        return x / jnp.where(totals.weight > 0, totals.weight, 1).astype(x.dtype)
-
-    fisher, product, mean = jax.tree.map(divide, totals[:3])
+def _scale_sums(totals: Sums, damping: Scalar, is_damped: bool) -> tuple[Blockwise, dict[str, Any]]:
+    # If the weight is zero, then so are the sums, and they stay zero instead of 0 / 0.
+    total = jnp.where(totals.weight > 0, totals.weight, 1)
+    fisher, product, mean = jax.tree.map(lambda x: x / total.astype(x.dtype), totals[:3])
     exponents = None
-    # A quotient stays in range by itself.
-    if damped or not isinstance(fisher, Diagonal):
+    # Without damping a diagonal is solved by a quotient, which stays in range.
+    if is_damped or not isinstance(fisher, Diagonal):
         fisher, exponents = fisher.at_scale_one()
-        exponents = _known(exponents)
-        product = _raised(product, jax.tree.map(jnp.negative, exponents))
+        exponents = _replace_nothing(exponents)
+        product = _times_powers(product, jax.tree.map(jnp.negative, exponents))
     system = {"init": mean, "means": fisher.block_means(), "exponents": exponents}
     return fisher, _system(fisher, damping, product, **system)
 
 
-def _blocks(fisher: Blockwise, params: Params) -> Any:
-    # Wide before anything is multiplied: sums in bfloat16 lose their small terms.
+def _wide_blocks(fisher: Blockwise, params: Params) -> Any:
+    # In at least float32, because sums in bfloat16 lose small terms.
     dtype = jnp.result_type(jnp.float32, *jax.tree.leaves((fisher, params)))
     return jax.tree.map(lambda x: x.astype(dtype), fisher.blocks(params))
 
 
-# `Partial`s of functions of a module or a class compare equal, those of closures and bound methods
-# do not: jit reuses the program of an earlier merge of equal shapes.
+# The functions below are in `Partial`s. Those of module functions compare equal, unlike those of
+# closures and bound methods, so that `jit` reuses the program of an earlier merge.
 def _weighted_mv(fishers: Blockwise, votes: Any, blocks: Any) -> Any:
     wide = {}
     if isinstance(fishers, Kronecker):
-        fishers, factors = _wide_layers.apart(fishers)
-        wide = {
-            n: _wide_layers.weighted_product(f, votes[n], blocks[n]) for n, f in factors.items()
-        }
+        fishers, factors = _wide_layers.split_wide(fishers)
+        product = _wide_layers.weighted_product
+        wide = {name: product(f, votes[name], blocks[name]) for name, f in factors.items()}
         votes = {name: vote for name, vote in votes.items() if name not in wide}
         if not votes:  # every layer is wide
             return wide
-    computed = _products(fishers, blocks, None)
-    sums = _weighted_sums(computed, votes)
+    sums = _weighted_sums(_products(fishers, blocks, None), votes)
     return sums | wide if wide else sums
 
 
-def _damped_mv(matvec: Partial, strengths: Any, blocks: Any) -> Any:
-    return _pull(matvec(blocks), strengths, blocks)
+def _damped_mv(matvec: Partial, lambdas: Any, blocks: Any) -> Any:
+    return _add_damping(matvec(blocks), lambdas, blocks)
 
 
-def _known(exponents: Any) -> Any:
-    # Where nobody has curvature everything is zero, in whatever units.
-    return jax.tree.map(lambda e: jnp.where(e > tree.NOTHING // 2, e, 0), exponents)
+def _mv_in_fisher_units(matvec: Partial, exponents: Any, blocks: Any) -> Any:
+    return _times_powers(matvec(blocks), exponents)
 
 
-def _raised_mv(matvec: Partial, exponents: Any, blocks: Any) -> Any:
-    return _raised(matvec(blocks), exponents)
+def _precondition_in_fisher_units(function: Partial, exponents: Any, blocks: Any) -> Any:
+    return function(_times_powers(blocks, jax.tree.map(jnp.negative, exponents)))
 
 
-def _lowered(function: Partial, exponents: Any, blocks: Any) -> Any:
-    return function(_raised(blocks, jax.tree.map(jnp.negative, exponents)))
-
-
-def _raised(values: Any, exponents: Any) -> Any:
+def _times_powers(values: Any, exponents: Any) -> Any:
     return jax.tree.map(tree.times_power, values, exponents)
 
 
-def _weighted_sums(computed: Any, votes: Any) -> Any:
-    # What was computed of finite updates may overflow, and zero times infinity is NaN: a client of
-    # weight zero is left out before it is weighted.
-    return jax.tree.map(lambda x, v: tree.weighted_sum(tree.keep(v != 0, x), v), computed, votes)
+def _replace_nothing(exponents: Any) -> Any:
+    # A block in which no client has curvature is zero in any units, so its exponent is set to 0.
+    return jax.tree.map(lambda e: jnp.where(e > tree.NOTHING // 2, e, 0), exponents)
+
+
+def _weighted_sums(products: Any, votes: Any) -> Any:
+    # The product of a client of weight zero may overflow, and zero times infinity is NaN.
+    return jax.tree.map(lambda x, v: tree.weighted_sum(tree.keep(v != 0, x), v), products, votes)
 
 
 @jit
-def _pull(values: Any, strengths: Any, blocks: Any) -> Any:
-    # A product gets lambda x, the right-hand side lambda Wbar: the pull is towards Wbar.
-    return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, strengths, blocks)
+def _add_damping(values: Any, lambdas: Any, blocks: Any) -> Any:
+    return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, lambdas, blocks)
 
 
-def _checked(weights: Array, num_clients: int) -> Array:
-    # The values of traced weights are not known: under `jit` the caller answers for them.
+def _check_weights(weights: Array, num_clients: int) -> Array:
+    # Traced weights have no values, so under `jit` the caller must check them.
     if checks.is_traced(weights):
         return weights
     weights = jnp.asarray(weights, float)
-    if weights.shape != (num_clients,) or not abs(float(weights.sum()) - 1) < 1e-3:
+    total = float(weights.sum())
+    if weights.shape != (num_clients,) or not abs(total - 1) < 1e-3:
         raise ValueError(
-            f"weights have shape {weights.shape} and sum {float(weights.sum()):g}; expected one "
-            f"for each of {num_clients} clients and sum one. Divide them by their sum."
+            f"weights have shape {weights.shape} and sum {total:g}; expected one for each of "
+            f"{num_clients} clients and sum one. Divide them by their sum."
         )
     return weights

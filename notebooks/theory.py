@@ -83,7 +83,7 @@ plt.show()
 #
 # **The theorem in words:** the wider the network, the less its units have to move, the fewer
 # switch on or off between the clients and the merge, and the smaller the first term. Training
-# longer makes the last term small, and the first one larger. `laplace.account` measures all three.
+# longer makes the last term small, and the first one larger. `laplace.decompose` measures them.
 
 
 # %%
@@ -96,8 +96,8 @@ def accounts(width, steps, seeds=12):
         [models] = two_layer.descend(start, federation, [steps])
         quadratic = laplace.gram(models, federation)
         merged = laplace.descent(quadratic, steps=1e5, learning_rate=0.002)
-        mean = laplace.account(quadratic.mean, start, models, quadratic, federation)
-        return laplace.account(merged, start, models, quadratic, federation), mean.loss
+        mean = laplace.decompose(quadratic.mean, start, models, quadratic, federation)
+        return laplace.decompose(merged, start, models, quadratic, federation), mean.loss
 
     keys = jax.random.split(jax.random.key(0), seeds)
     found = jax.jit(lambda keys: fj.parallel.map_clients(one, keys))(keys)

@@ -64,12 +64,12 @@ ORDER = [
 BUILT = {  # folders whose files build on one another
     "_core": ["caching", "compat", "compiler", "linalg", "checks"],
     "_layers": [
-        *("equations", "views", "operations", "uses", "normalization", "layer"),
-        *("feeders", "pairs", "locations", "graph"),
+        *("equations", "views", "operations", "uses", "normalized_values", "normalization"),
+        *("layer", "feeders", "arrangement", "pairs", "locations", "graph"),
     ],
     "fisher": [
         *("_columns", "kinds", "operators", "kronecker", "kronecker_sum", "_passes"),
-        *("diagonal", "full", "kfac"),
+        *("diagonal", "full", "_factors", "kfac"),
     ],
     "training": ["_cohort", "_train"],
     "rounds": ["_one_round", "experiment"],
@@ -77,16 +77,17 @@ BUILT = {  # folders whose files build on one another
 }
 # What the other files of a folder may import, and these in this order.
 SHARED = [
-    *("accounting", "encoded"),
-    *("base", "stages", "checks", "arrays", "values", "_claims", "uploads", "_packed", "_parts"),
+    *("accounting", "clipping", "encoded", "_limits"),
+    *("base", "stages", "checks", "_places", "arrays", "values", "_claims", "uploads"),
+    *("_packed", "_parts"),
     *("_rows", "_fisher_updates", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
     "distillation._open_set",
     *("fixed_point", "shares", "keys", "_messages", "protocol"),
     *("quantized", "matrices", "stream"),
-    *("statistics", "_reads", "client_half", "_server_half", "merges", "_repair"),
-    *("two_layer", "signal_noise"),
+    *("statistics", "_reads", "client_half", "_server_half", "merges", "_layerwise", "_repair"),
+    *("two_layer", "signal_noise", "_recursion"),
 ]
 # The files that read all others of their folder, each a paper, in the order of their imports.
 REGISTRY = ("registry", "_lookup")

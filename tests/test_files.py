@@ -414,15 +414,19 @@ def _saved(path, tree):
     ("mapping", "error", "message"),
     [
         ([("conv/bias", "0.bias")], TypeError, "mapping is a list; expected a dict"),
-        ({"conv/weight": "0.weight"}, ValueError, "lists conv/weight, but our leaves are conv/b"),
-        ({"conv/bias": 3}, TypeError, "gives 3 for 'conv/bias'; expected the file's name"),
-        ({"conv/bias": ("0.bias", 0)}, TypeError, r"gives \('0.bias', 0\) for 'conv/bias'"),
-        ({"conv/bias": ("b", (0.0,))}, TypeError, "expected the file's name, or a pair"),
+        (
+            {"conv/weight": "0.weight"},
+            ValueError,
+            "has the keys conv/weight, but the leaves are conv/b",
+        ),
+        ({"conv/bias": 3}, TypeError, "has 3 for 'conv/bias'; expected the name in the file"),
+        ({"conv/bias": ("0.bias", 0)}, TypeError, r"has \('0.bias', 0\) for 'conv/bias'"),
+        ({"conv/bias": ("b", (0.0,))}, TypeError, "expected the name in the file, or a pair"),
         ({"dense/0": ("w", (1, 1))}, ValueError, r"'dense/0', which has 2 axes, by \(1, 1\)"),
         ({"dense/0": ("w", (-1, 0))}, ValueError, r"expected each of \(0, 1\) once"),
         ({"dense/0": "dense/1"}, ValueError, "'dense/0' and 'dense/1' are both called 'dense/1'"),
         ({"dense/0": "__metadata__"}, ValueError, "called '__metadata__'.*rename"),
-        (lambda name: None, TypeError, "gives None for 'conv/bias'"),
+        (lambda name: None, TypeError, "has None for 'conv/bias'"),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused_and_leaves_the_old_file(
@@ -441,10 +445,12 @@ def test_a_mapping_that_does_not_fit_is_refused_and_leaves_the_old_file(
 def test_a_file_of_other_names_or_axes_says_that_a_mapping_may_help(tmp_path):
     path = tmp_path / "torch.safetensors"
     files.save_arrays(path, OURS, mapping=TORCH)
-    with pytest.raises(ValueError, match=r"missing dense/0; .*names differ, say how by `mapping`"):
+    with pytest.raises(
+        ValueError, match=r"missing dense/0; .*names differ, map them with `mapping`"
+    ):
         files.load_arrays(path, OURS)
     upright = TORCH | {"dense/0": "1.weight"}
-    message = r"1\.weight is float64\[3, 2\], expected float64\[2, 3\].*transposed, give them by"
+    message = r"1\.weight is float64\[3, 2\], expected float64\[2, 3\].*transposed, map them with"
     with pytest.raises(ValueError, match=message):
         files.load_arrays(path, OURS, mapping=upright)
 
@@ -469,7 +475,9 @@ def test_another_separator_leaves_slashes_alone():
 
 def test_names_that_cannot_nest_are_refused():
     for arrays in ({"a": 1, "a/b/c": 2}, {"a/b/c": 2, "a": 1}):
-        with pytest.raises(ValueError, match="'a' is an array, and holds 'a/b/c' too: rename"):
+        with pytest.raises(
+            ValueError, match="'a' is an array, but also the beginning of 'a/b/c': rename"
+        ):
             files.unflatten(arrays)
     with pytest.raises(ValueError, match="separator is empty"):
         files.unflatten({"a": 1}, "")

@@ -468,7 +468,7 @@ def test_axes_of_heads_repeat_what_counts():
     ("apply", "params", "said"),
     [
         (every_other, sized((WORDS, 4), (4, 5), (5, CLASSES)), "Layer 'e' .*at 3 locations"),
-        (recurrent, sized((WORDS, 3), (3, 3), (3, CLASSES)), "Layer 'W' .*meets each example 6"),
+        (recurrent, sized((WORDS, 3), (3, 3), (3, CLASSES)), "Layer 'W' .*each example 6"),
     ],
 )
 def test_a_layer_of_another_length_is_refused_by_name(apply, params, said):

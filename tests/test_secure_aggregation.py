@@ -84,7 +84,7 @@ def test_the_sum_modulo_two_to_the_bits_is_the_sum_of_the_rounded_values(
         ({"w": np.array([0.0, np.nan])}, "'w' of client 3 is not finite"),
         ({"w": np.array([0.0, np.inf])}, "'w' of client 3 is not finite"),
         ({"w": np.array([0.0, -1.5])}, "'w' of client 3 has an entry of 1.5, beyond .* bound 1"),
-        ({"w": np.array([0, 1])}, "'w' of client 3 has dtype int64; floating point"),
+        ({"w": np.array([0, 1])}, "'w' of client 3 has dtype int64; expected floating point"),
         ({"w": np.zeros(3)}, r"client 3 has leaves .*\(3,\).*expected"),
         ({"v": np.zeros(2)}, "client 3 has leaves .*'v'.*expected"),
     ],
@@ -206,7 +206,7 @@ class Views:
         self.states, self.sealed = pairs(
             protocol.share(setting, own, self.roster, source) for own in states
         )
-        boxes = protocol.delivered(setting, self.sealed)
+        boxes = protocol.deliver(setting, self.sealed)
         states, self.masked = pairs(
             protocol.mask(setting, own, boxes[own.place], given[own.place]) for own in self.states
         )
@@ -217,7 +217,7 @@ class Views:
     def bare(self):
         """Take each client's own mask off, which the server can."""
         own = [protocol.self_key(self.setting, state.seed) for state in self.states]
-        drawn = [protocol._stretched(self.setting, key) for key in own]
+        drawn = [protocol._expanded(self.setting, key) for key in own]
         return [m.values - mask for m, mask in zip(self.masked, drawn, strict=True)]
 
 
@@ -249,9 +249,9 @@ def test_two_inputs_with_one_sum_give_views_of_one_distribution():
 
 def test_masks_that_are_none_are_caught(monkeypatch):
     """The test above, broken on purpose: pairs agree on a key whose mask is almost constant."""
-    stretch = protocol._stretched
+    stretch = protocol._expanded
     own = partial(np.bitwise_and, np.uint32(3))
-    monkeypatch.setattr(protocol, "_stretched", lambda *args: own(stretch(*args)))
+    monkeypatch.setattr(protocol, "_expanded", lambda *args: own(stretch(*args)))
     assert not looks_uniform(constant(1, 2, 3), seed=0)
 
 
@@ -272,7 +272,7 @@ def recorded_masks(monkeypatch):
             states, sent = pairs(protocol.advertise(setting, u, source) for u in range(4))
             roster = protocol.roster(setting, sent)
             states, sent = pairs(protocol.share(setting, own, roster, source) for own in states)
-            boxes = protocol.delivered(setting, sent)
+            boxes = protocol.deliver(setting, sent)
             for own in states:
                 protocol.mask(setting, own, boxes[own.place], np.zeros(1, np.uint32))
     return used
@@ -297,14 +297,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_derivation_is_caught(monkeypatch, how):
-    derive = keys.derived
-    monkeypatch.setattr(keys, "derived", lambda *given: derive(*BROKEN[how](*given)))
+    derive = keys.derive
+    monkeypatch.setattr(keys, "derive", lambda *given: derive(*BROKEN[how](*given)))
     assert not is_used_once(recorded_masks(monkeypatch))
 
 
 def test_keys_of_other_uses_have_nothing_in_common():
     found = {
-        keys.derived(secret, session, use)
+        keys.derive(secret, session, use)
         for secret in (bytes(32), entropy()(32))
         for session in (b"", b"a", b"ab")
         for use in ("self mask", "pair mask 1 2", "pair mask 2 1", "box 1 2", "box 2 1", "bbox 1 2")
@@ -318,7 +318,7 @@ def test_nobody_gives_shares_of_both_secrets_of_a_client():
     for answer in views.answers:
         assert set(answer.seeds) == {0, 1, 2}
         assert not answer.keys
-    with pytest.raises(ValueError, match="has given its shares away"):
+    with pytest.raises(ValueError, match="has sent its shares already"):
         protocol.unmask(views.setting, views.after[0], (0, 1))
 
 
@@ -375,7 +375,7 @@ def test_a_duplicated_client_is_named(played):
         ),
         (
             lambda p: protocol.unmask(p.setting, p.after[0]._replace(answered=False), (0, 9)),
-            "was told of client 9; expected an integer of 0 to 2",
+            "got the survivor 9; expected an integer of 0 to 2",
         ),
         (lambda p: protocol.survivors(p.setting, p.masked[:1]), "1 clients are left"),
         (
@@ -384,7 +384,7 @@ def test_a_duplicated_client_is_named(played):
         ),
         (
             lambda p: protocol.finish(p.setting, p.roster, p.masked[:2], p.answers),
-            r"answered for others than the vectors of \[0, 1\]",
+            r"answered for other clients .* seeds of clients \[0, 1\]",
         ),
         (lambda p: secure_sum([], 1.0, threshold=2, entropy=entropy()), "no contributions"),
         (
@@ -494,10 +494,10 @@ def test_a_strange_roster_is_refused_before_a_box_is_made(played, case):
 def test_what_the_roster_refuses_is_dangerous(played):
     """Another writing of a key is that key, and what is agreed on with a low order is known."""
     own, other = keys.pair(entropy(1))[0], played.roster[1].mask
-    assert keys.agreed(own, set_bit(other)) == keys.agreed(own, other)
+    assert keys.exchange(own, set_bit(other)) == keys.exchange(own, other)
     for number in ORDERS:
         with pytest.raises(ValueError, match="shared key"):
-            keys.agreed(own, number.to_bytes(32, "little"))
+            keys.exchange(own, number.to_bytes(32, "little"))
     # The polynomial at zero, which is where a share of place -1 would be.
     split = shares.split(b"secret", 2, [0, 1], entropy())
     first, second = (int.from_bytes(split[place]) for place in (0, 1))
@@ -536,13 +536,13 @@ def test_numpys_places_are_places(played):
         (lambda p: protocol.roster(p.setting, [None, None]), "'advertise' is a NoneType"),
         (lambda p: protocol.roster(p.setting, p.masked), "'advertise' is a Masked"),
         (
-            lambda p: protocol.delivered(
+            lambda p: protocol.deliver(
                 p.setting, [p.sealed[0], p.sealed[1]._replace(boxes={0: b"", -1: b""})]
             ),
             "Client 1 sent a box for client -1",
         ),
         (
-            lambda p: protocol.delivered(p.setting, [p.sealed[0]._replace(boxes={}), p.sealed[1]]),
+            lambda p: protocol.deliver(p.setting, [p.sealed[0]._replace(boxes={}), p.sealed[1]]),
             r"Client 0 sent no box for clients \[1\]",
         ),
         (
@@ -563,13 +563,13 @@ def test_numpys_places_are_places(played):
             lambda p: protocol.unmask(
                 p.setting, p.after[0]._replace(answered=False), [0, 1, 2, -1]
             ),
-            "told of client -1",
+            "got the survivor -1",
         ),
         (
             lambda p: protocol.finish(
                 p.setting, p.roster, p.masked, with_keys(p.answers, {-1: bytes(shares.SIZE)})
             ),
-            "answers tell of client -1",
+            "answers have keys of client -1",
         ),
         (
             lambda p: protocol.finish(
@@ -581,13 +581,13 @@ def test_numpys_places_are_places(played):
             lambda p: protocol.finish(
                 p.setting, {k: p.roster[k] for k in (0, 1)}, p.masked, p.answers
             ),
-            r"Clients \[2\] are in messages without",
+            r"Clients \[2\] are in later messages",
         ),
         (
             lambda p: protocol.finish(
                 p.setting, p.roster, p.masked, [x._replace(seeds=cut(x.seeds)) for x in p.answers]
             ),
-            "share of place 0 is no number of 66 bytes",
+            "share of place 0 is not a number of 66 bytes",
         ),
         (lambda p: shares.split(b"s", 2, [-1, 0], entropy()), "A place is -1"),
         (lambda p: shares.split(b"s", 2, [shares.PRIME - 1, 0], entropy()), "A place is 68"),
@@ -598,7 +598,7 @@ def test_numpys_places_are_places(played):
         (lambda p: shares.split(bytes(65), 2, [0, 1], entropy()), "A secret has 65 bytes"),
         (lambda p: shares.interpolation([0, 0]), "each only once"),
         (lambda p: shares.combine({-1: bytes(shares.SIZE)}, 32), "A place is -1"),
-        (lambda p: shares.combine({0: b"\xff" * shares.SIZE, 1: bytes(66)}, 32), "place 0 is no"),
+        (lambda p: shares.combine({0: b"\xff" * shares.SIZE, 1: bytes(66)}, 32), "place 0 is not"),
         (
             lambda p: shares.combine({0: bytes(66)}, 32, shares.interpolation([0, 1])),
             r"of places \[0, 1\] for shares of \[0\]",

@@ -163,7 +163,8 @@ def unflatten(leaves):
     return files.unflatten({name: jnp.asarray(x) for name, x in leaves.items()})
 
 
-# How far RegMean's solves are from one another where other programs are compiled.
+# `other` is the tolerance for RegMean: merges of files and of updates compile different programs,
+# whose solves round differently.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "other"), [("fedavg", 0), ("regmean", 1e-7), ("fedfisher_kfac", 0)]
@@ -234,7 +235,7 @@ def test_frozen_leaves_are_in_the_merged_file_only_if_there_is_a_start(paths, ca
 OTHER_STARTS = {
     "no frozen leaf": (
         lambda leaves: leaves.pop("params/base/bias"),
-        r"start lacks \['params/base/bias'\]",
+        r"start lacks the frozen leaves \['params/base/bias'\]",
     ),
     "another statistic": (
         lambda leaves: leaves.update({"moments/norm/mean": np.ones(7)}),
@@ -328,19 +329,19 @@ BAD = {
     ),
     "trained and frozen": (
         lambda about, arrays: about["frozen"].append("params/head/bias"),
-        r"\['params/head/bias'\] are there twice",
+        r"\['params/head/bias'\] are listed twice",
     ),
     "frozen twice": (
         lambda about, arrays: about["frozen"].append("params/base/bias"),
-        r"\['params/base/bias'\] are there twice",
+        r"\['params/base/bias'\] are listed twice",
     ),
     "very many": (
         lambda about, arrays: about["frozen"].extend(map(str, range(10_000))),
-        r"the number of arrays: 100\d\d, and at most 10000.*--limit arrays=",
+        r"the number of arrays is 100\d\d; expected at most 10000.*--limit arrays=",
     ),
     "a long name": (
         lambda about, arrays: about["frozen"].append("x" * 1001),
-        r"the characters of a name: 1001, and at most 1000",
+        r"the length of a name in characters is 1001; expected at most 1000",
     ),
 }
 

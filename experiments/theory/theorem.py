@@ -16,7 +16,7 @@ import fisherjax as fj
 from experiments.harness import figures, records, tables
 from experiments.theory import parallel_runs
 from fisherjax.theory import laplace, two_layer
-from fisherjax.theory.laplace import Account
+from fisherjax.theory.laplace import Decomposition
 from fisherjax.typing import Array, Key, Params
 
 SERVER_STEPS = (10**4, 10**5, 10**6)
@@ -27,7 +27,7 @@ NUM_EXAMPLES = 200
 SHOWN = 10**5
 """Server steps of which the account is drawn."""
 
-Found = dict[str, Account]
+Found = dict[str, Decomposition]
 """By way of merging: leaves [points, seeds]."""
 
 
@@ -111,7 +111,8 @@ def _judged(start: Array, federation: fj.clients.Federation, models: Array) -> F
     for name in ("fedavg", "fedfisher_diag", "fedfisher_kfac"):
         merged[name] = _by_library(name, start, models, federation)
     return {
-        name: laplace.account(w, start, models, quadratic, federation) for name, w in merged.items()
+        name: laplace.decompose(w, start, models, quadratic, federation)
+        for name, w in merged.items()
     }
 
 
@@ -225,7 +226,7 @@ def look(way: str) -> dict[str, Any]:
 
 
 def _csv(setting: Setting, found: Found) -> str:
-    fields = Account._fields
+    fields = Decomposition._fields
     lines = (
         (way, point, seed, *(f"{getattr(of, field)[place, seed]:.6g}" for field in fields))
         for way, of in found.items()

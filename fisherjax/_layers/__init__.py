@@ -1,4 +1,16 @@
-"""How a network uses its parameters, read off the equations of its jaxpr.
+"""Find how each parameter of a network is used, from the equations of its jaxpr.
 
-Any `apply(params, inputs) -> outputs` is read: nothing here knows a network library.
+The files are the stages of a small compiler, which reads any `apply(params, inputs) -> outputs`
+and knows no network library:
+
+1. `equations` traces the network to one flat list of equations.
+2. `views` follows each parameter leaf through equations that only move its entries.
+3. `operations` reads the equation in which a leaf meets the examples (a product, a convolution, a
+   lookup, a sum, an elementwise product), and `uses` collects all of them.
+4. `layer` groups these uses into layers, each with one weight matrix V.
+5. `feeders` (which layer feeds which) and `graph` (whose units a layer takes) connect the layers.
+6. `pairs` runs the network and returns each layer's inputs and output gradients, in the layout that
+   `arrangement` gives them; `locations` tells which of them are padding.
+
+Beside these stages, `normalization` finds the leaves of BatchNorm, LayerNorm and the like.
 """

@@ -1,7 +1,9 @@
-"""Which layer feeds which: what has to move with the units of a layer, if they change places.
+"""Find which units of which layers each layer takes, so that units can be permuted consistently.
 
-The numbers of a layer's units are sent through the network in place of activations, and read where
-the next layer takes them: so every reshape, pooling or layout of images tells what it did to them.
+Merging by matching units (OTFusion, PFNM) permutes the units of a layer, and with them the rows of
+the next layer's matrix. To find these rows, the numbers of a layer's units are sent through the
+network in place of activations and read where the next layer takes its inputs. So every reshape,
+pooling or layout of images is followed as the network computes it.
 """
 
 import dataclasses
@@ -16,23 +18,24 @@ from jax.extend.core import Literal
 
 from fisherjax import tree
 from fisherjax._core import compat
+from fisherjax._layers.arrangement import inputs_of_use
 from fisherjax._layers.equations import Flat
 from fisherjax._layers.layer import Layer, Part
-from fisherjax._layers.pairs import inputs_of_use, network_of
+from fisherjax._layers.pairs import network_of
 from fisherjax.typing import Apply, Array, ArrayOrShape, Params
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """A network of dense and convolution layers, static.
+    """Static description of a network of dense and convolution layers.
 
     Attributes:
-        layers: In the order in which the network uses them first.
-        sources: For each layer the places of those whose units are its inputs; () where they are
-            the network's.
-        spans: For each layer (b, c): its matrix V has rows [b, units, c], and a bias; (0, 0) where
-            it has no sources.
+        layers: Layers in the order of their first use.
+        sources: For each layer the numbers of the layers whose units are its inputs; () if it takes
+            the inputs of the network.
+        spans: For each layer (b, c): the rows of its matrix V are [b, units, c], followed by a bias
+            if it has one; (0, 0) if it has no sources.
     """
 
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
@@ -42,12 +45,13 @@ class Wiring:
 
 @dataclasses.dataclass(frozen=True)
 class _Units:
-    """A value on the way: for each entry the number of its unit, from 1, and 0 where it has none.
+    """The units in a value of the network.
 
     Attributes:
-        numbers: None where the value is not made of units: of inputs, or of what mixed them.
-        sources: Whose units.
-        mixed: What mixed them, in words.
+        numbers: For each entry of the value the number of its unit, from 1, or 0 if it has none.
+            None if the value is not made of units, but of inputs, or of mixed units.
+        sources: Numbers of the layers that the units belong to.
+        mixed: The reason why units are mixed in this value; "" if they are not.
     """
 
     numbers: Any = None
@@ -56,19 +60,19 @@ class _Units:
 
 
 def wiring(apply: Apply, params: Params, inputs: ArrayOrShape) -> Wiring:
-    """Read which layers a network has, and whose units each one takes.
+    """Find the layers of a network, and whose units each of them takes.
 
     Args:
-        apply: The network, of dense and convolution layers with anything between them that treats
-            every unit alike. Where two branches are added, units of both are the same; what passes
-            by a branch unchanged, as the skip of a residual block, is not counted.
-        params: Of one client; shapes suffice.
-        inputs: A minibatch [B, ...]; shapes suffice.
+        apply: The network: dense and convolution layers, and between them anything that treats
+            all units alike. Where two branches are added, their units are identified. A skip
+            connection, which passes a branch unchanged, does not count as a source.
+        params: Params of one client, or their shapes.
+        inputs: A minibatch [B, ...], or its shape.
 
     Raises:
-        LayersNotFoundError: If the network cannot be read at all.
-        ValueError: If a leaf belongs to no such layer, or something between two layers mixes units;
-            it says what.
+        LayersNotFoundError: If the network cannot be read.
+        ValueError: If a leaf belongs to no such layer, or if units are mixed between two layers;
+            the message names the leaf or the operation.
 
     Example:
         >>> params = {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 2))}
@@ -78,10 +82,10 @@ def wiring(apply: Apply, params: Params, inputs: ArrayOrShape) -> Wiring:
     """
     params = jax.tree.map(tree.shape_of, params)
     network, parts, uncovered = network_of(apply, params, tree.shape_of(inputs, 2))
-    _check(parts, uncovered)
-    # Numbers are known now, even where the params are traced.
+    _check_layers(parts, uncovered)
+    # Unit numbers have values at trace time, even if the params are traced.
     with jax.ensure_compile_time_eval():
-        found = _followed(network, parts)
+        found = _follow_units(network, parts)
     sources, spans = [], []
     for part, units in zip(parts, found, strict=True):
         sources.append(tuple(sorted(units.sources)))
@@ -89,28 +93,28 @@ def wiring(apply: Apply, params: Params, inputs: ArrayOrShape) -> Wiring:
     return Wiring(tuple(part.layer for part in parts), tuple(sources), tuple(spans))
 
 
-def _check(parts: list[Part], uncovered: dict[str, str]) -> None:
+def _check_layers(parts: list[Part], uncovered: dict[str, str]) -> None:
     reasons = dict(uncovered)
     for part in parts:
-        layer, what = part.layer, None
+        layer, reason = part.layer, None
         if layer.form != "product" or len(layer.outputs) != 1:
-            what = {"table": "an embedding or a shift", "scale": "a scale, as of BatchNorm"}
-            what = f"it is {what.get(layer.form, 'a product over several axes')}"
+            kinds = {"table": "an embedding or a shift", "scale": "a scale, as of BatchNorm"}
+            reason = f"it is {kinds.get(layer.form, 'a product over several axes')}"
         elif layer.index or layer.part_of or len(part.uses) > 1:
-            what = "it is used more than once, or is one of a stack"
-        if what is not None:
-            reasons[layer.kernel] = what
+            reason = "it is used more than once, or is one of a stack"
+        if reason is not None:
+            reasons[layer.kernel] = reason
     if reasons:
-        said = "; ".join(f"'{name}': {reason}" for name, reason in sorted(reasons.items()))
+        listed = "; ".join(f"'{name}': {reason}" for name, reason in sorted(reasons.items()))
         raise ValueError(
-            "Units can be matched where all leaves belong to dense and convolution layers, each "
-            f"used once. Here some do not: {said}. Train without them, or merge by "
+            "Units can be matched only if all leaves belong to dense and convolution layers, each "
+            f"used once. These leaves do not: {listed}. Train a network without them, or merge by "
             "algorithms.fedfisher, which takes any network."
         )
 
 
-def _followed(network: Flat, parts: list[Part]) -> list[_Units]:
-    """Send units through a network; give what each layer takes, numbers [B, T, rows]."""
+def _follow_units(network: Flat, parts: list[Part]) -> list[_Units]:
+    """Send unit numbers through a network, and return those that each layer takes [B, T, rows]."""
     made = {part.uses[0].tangent[0]: place for place, part in enumerate(parts)}
     *_, inputs = network.arguments
     known, read = {inputs: _Units()}, [_Units()] * len(parts)
@@ -123,31 +127,34 @@ def _followed(network: Flat, parts: list[Part]) -> list[_Units]:
             (taken,) = filter(None, operands)
             if taken.mixed:
                 raise ValueError(
-                    f"Layer '{name}' takes what is not units of a layer: {taken.mixed}. Expected "
-                    "activations, pooling and reshapes between layers, and sums of branches."
+                    f"The inputs of layer '{name}' are not units of another layer: {taken.mixed}. "
+                    "Expected activation functions, pooling and reshapes between layers, and sums "
+                    "of branches. Merge by algorithms.fedfisher, which takes any network."
                 )
             if taken.numbers is not None:
                 seen = inputs_of_use(use, one, jnp.asarray(taken.numbers))
                 read[place] = dataclasses.replace(taken, numbers=np.asarray(seen))
             upstream[place] = taken.sources.union(*(upstream[i] for i in taken.sources))
             shape, columns = one.outvars[0].aval.shape, use.tangent_axes[2]
-            known[one.outvars[0]] = _Units(_numbered(shape, columns), frozenset([place]))
+            known[one.outvars[0]] = _Units(_number_units(shape, columns), frozenset([place]))
         elif any(operands):
-            results = _passed(one, operands, upstream)
+            results = _transform(one, operands, upstream)
             known |= dict.fromkeys(one.outvars, results)
     return read
 
 
-def _numbered(shape: tuple[int, ...], columns: tuple[int, ...]) -> np.ndarray:
-    """Number the entries along the axes of a layer's outputs, from 1."""
+def _number_units(shape: tuple[int, ...], columns: tuple[int, ...]) -> np.ndarray:
+    """Return an array of this shape with the unit numbers, from 1, along the axes `columns`."""
     sizes = [size if axis in columns else 1 for axis, size in enumerate(shape)]
-    # Axes of the outputs are in their order, or there is only one.
+    # There is one axis of outputs (`_check_layers`), so numbers are in the order of V's columns.
     numbers = 1 + np.arange(math.prod(sizes)).reshape(sizes)
     return np.broadcast_to(numbers, shape)
 
 
-def _passed(equation: Any, operands: list[_Units | None], upstream: list[frozenset[int]]) -> _Units:
-    """Say what an equation between layers makes of units."""
+def _transform(
+    equation: Any, operands: list[_Units | None], upstream: list[frozenset[int]]
+) -> _Units:
+    """Return the units in the result of an equation between layers."""
     name, how = equation.primitive.name, equation.params
     data = [units for units in operands if units is not None]
     for units in data:
@@ -159,11 +166,11 @@ def _passed(equation: Any, operands: list[_Units | None], upstream: list[frozens
         return _Units(mixed=f"{name} joins units and the network's inputs")
     inner = how.get("call_jaxpr", how.get("jaxpr", how.get("fun_jaxpr")))
     if inner is not None and name not in _MIXES:
-        return _inside(inner, operands, upstream)
+        return _transform_inside(inner, operands, upstream)
     if name in _MOVES:
-        return _moved(equation, operands, name)
+        return _move(equation, operands, name)
     if name in _ELEMENTWISE:
-        return functools.reduce(lambda a, b: _joined(a, b, name, upstream), data)
+        return functools.reduce(lambda a, b: _join(a, b, name, upstream), data)
     (one, *_) = data
     if name in ("reduce_max", "reduce_min", "reduce_sum"):
         extremes = _extremes(one.numbers, lambda x: x.max(how["axes"]))
@@ -176,7 +183,7 @@ def _passed(equation: Any, operands: list[_Units | None], upstream: list[frozens
     return dataclasses.replace(one, numbers=extremes[0])
 
 
-# What is applied to each entry of its operands by itself.
+# Equations that compute each entry of the result from the same entry of the operands.
 _ELEMENTWISE = {
     *("add", "sub", "mul", "div", "rem", "max", "min", "neg", "abs", "sign", "pow", "integer_pow"),
     *("exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "cbrt", "square", "logistic"),
@@ -185,7 +192,7 @@ _ELEMENTWISE = {
     *("round", "select_n", "clamp", "convert_element_type", "reduce_precision", "stop_gradient"),
     *("copy", "copy_p", "optimization_barrier"),
 }
-# What gives every entry another place, and changes none.
+# Equations that move entries and change none.
 _MOVES = {
     *("reshape", "transpose", "broadcast_in_dim", "slice", "squeeze", "expand_dims", "rev"),
     *("concatenate", "stack", "pad"),
@@ -194,19 +201,21 @@ _MIXES = {"scan", "while", "cond"}
 _NONE = np.iinfo(np.int32).max
 
 
-def _inside(jaxpr: Any, operands: list[_Units | None], upstream: list[frozenset[int]]) -> _Units:
-    """Follow units through a function with a derivative of its own, such as ReLU."""
+def _transform_inside(
+    jaxpr: Any, operands: list[_Units | None], upstream: list[frozenset[int]]
+) -> _Units:
+    """Follow units through a function with a custom derivative, such as ReLU."""
     body = getattr(jaxpr, "jaxpr", jaxpr)
     known = {v: units for v, units in zip(body.invars, operands, strict=True) if units is not None}
     for one in body.eqns:
-        own = [None if isinstance(v, Literal) else known.get(v) for v in one.invars]
-        if any(own):
-            known |= dict.fromkeys(one.outvars, _passed(one, own, upstream))
+        units = [None if isinstance(v, Literal) else known.get(v) for v in one.invars]
+        if any(units):
+            known |= dict.fromkeys(one.outvars, _transform(one, units, upstream))
     return known[body.outvars[0]]
 
 
-def _moved(equation: Any, operands: list[_Units | None], name: str) -> _Units:
-    """Move numbers as the equation moves entries."""
+def _move(equation: Any, operands: list[_Units | None], name: str) -> _Units:
+    """Move unit numbers as the equation moves entries."""
     data = [units for units in operands if units is not None]
     if any(units.sources != data[0].sources for units in data):
         return _Units(mixed=f"{name} puts units of several layers side by side")
@@ -219,20 +228,20 @@ def _moved(equation: Any, operands: list[_Units | None], name: str) -> _Units:
     return dataclasses.replace(data[0], numbers=np.asarray(numbers))
 
 
-def _joined(a: _Units, b: _Units, name: str, upstream: list[frozenset[int]]) -> _Units:
-    """Join two branches: what went through layers has their units, not those of a skip."""
+def _join(a: _Units, b: _Units, name: str, upstream: list[frozenset[int]]) -> _Units:
+    """Join two branches; a skip connection takes the units of the branch that it passes."""
     if ((a.numbers != b.numbers) & (a.numbers > 0) & (b.numbers > 0)).any():
         return _Units(mixed=f"{name} joins units of different places")
     sources = a.sources | b.sources
     for skip, other in ((a, b), (b, a)):
-        # `a` is what `b` was computed of, and passed by.
+        # All layers of `skip` are upstream of `other`: it is a skip connection past `other`.
         if other.sources and all(skip.sources <= upstream[place] for place in other.sources):
             sources = other.sources
     return _Units(np.maximum(a.numbers, b.numbers), sources)
 
 
 def _extremes(numbers: np.ndarray, largest: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Give the largest and the smallest number that an entry is made of, but for 0."""
+    """Return the largest and the smallest number other than 0 that `largest` finds by entry."""
     least = _NONE - np.asarray(largest(np.where(numbers > 0, _NONE - numbers, 0)))
     return np.asarray(largest(numbers)), np.where(least == _NONE, 0, least)
 
@@ -251,17 +260,18 @@ def _largest_in_window(numbers: np.ndarray, how: dict[str, Any]) -> Array:
 
 
 def _span(part: Part, units: _Units) -> tuple[int, int]:
-    """Read how the rows of a layer's matrix go through the units of those before it."""
+    """Return (b, c) such that the rows of a layer's matrix are [b, units, c]."""
     largest, least = _extremes(units.numbers, lambda x: x.max((0, 1)))
     rows, number = len(largest), largest.max()
-    # How often the first unit comes in a row.
+    # Number of successive rows that belong to the first unit.
     inner = int((np.cumsum(largest != largest[0]) == 0).sum())
     outer = rows // (number * inner)
     regular = np.tile(np.repeat(1 + np.arange(number), inner), outer)
     if (largest != least).any() or not np.array_equal(regular, largest):
         raise ValueError(
-            f"Layer '{part.layer.kernel}' takes the units before it in an order that is none of "
-            "positions and channels, or another one at each place. Expected dense layers and "
-            "convolutions, with reshapes between them."
+            f"Layer '{part.layer.kernel}' takes the units of the layer before it in an order other "
+            "than positions and channels, or in another order at each location. Expected dense "
+            "and convolution layers with reshapes between them. Merge by algorithms.fedfisher, "
+            "which takes any network."
         )
     return int(outer), inner

@@ -1,7 +1,8 @@
-"""What a layer is: leaves of params that make one matrix V, and how `uses` are grouped into them.
+"""Group the uses of parameters into layers: leaves of params that make one weight matrix V.
 
-A leaf, or a slice of a stack, is a layer by the form of its uses. A product's bias, and the shift
-that follows a scale, belong to its layer. A leaf that is used either way round makes two.
+The form of its uses makes a leaf, or a slice of a stacked leaf, a layer. The bias of a product and
+the shift that follows a scale belong to the same layer. A leaf that is used as it is and transposed
+makes two layers.
 """
 
 import itertools
@@ -17,16 +18,17 @@ from fisherjax.typing import AnyArray, Array
 
 
 class Layer(NamedTuple):
-    """Static description of a layer: how its leaves make the matrix V.
+    """Static description of a layer and of its matrix V.
 
     Attributes:
-        kernel: Name of the layer: that of the kernel leaf, with its place where that is a stack.
-        bias: Name of the bias leaf, or of the shift that goes with a scale, or None.
-        shape: Shape of the kernel, [inputs, outputs] or [height, width, channels, outputs].
+        kernel: Name of the layer: the name of its kernel leaf, with an index if that is a stack.
+        bias: Name of the bias leaf, or of the shift that follows a scale, or None.
+        shape: Shape of the kernel, such as [inputs, outputs] or [height, width, channels, outputs].
         outputs: Axes of the kernel that are columns of V; the others are its rows, in their order.
-        index: Place in a stack of layers, or ().
-        form: "product", "table" or "scale".
-        part_of: The leaf, where that is a stack or makes two layers; None is the kernel itself.
+        index: Index in a stack of layers; () if the leaf is no stack.
+        form: "product" (dense and convolution layers), "table" (rows that are looked up or added)
+            or "scale" (an elementwise product, of a normalisation for instance).
+        part_of: Name of the leaf if that is a stack or makes two layers; None if it is `kernel`.
     """
 
     kernel: str
@@ -39,38 +41,38 @@ class Layer(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the kernel leaf is the matrix of a dense layer, or its transpose."""
+        """Return whether the kernel leaf is the matrix of a dense layer, or its transpose."""
         is_matrix = self.form == "product" and len(self.shape) == 2 and len(self.outputs) == 1
         return is_matrix and self.part_of is None
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the outputs are the kernel's first axis, as in equinox and PyTorch."""
+        """Return whether the outputs are the kernel's first axis, as in equinox and PyTorch."""
         return self.outputs == (0,)
 
     @property
     def leaf(self) -> str:
-        """Name of the leaf that the kernel is, or is a slice of."""
+        """Return the name of the leaf that the kernel is, or is a slice of."""
         return self.kernel if self.part_of is None else self.part_of
 
     @property
     def columns(self) -> int:
-        """How many columns V has without being written: the size of the outputs."""
+        """Return the number of columns of V, which is the size of the layer's output."""
         return math.prod(self.shape[axis] for axis in self.outputs)
 
     @property
     def rows(self) -> int:
-        """How many rows of V are the kernel's."""
+        """Return the number of rows of V without the bias, which is the size of its input."""
         return math.prod(self.shape) // self.columns
 
 
 def matrix(layer: Layer, leaves: Mapping[str, AnyArray]) -> Array:
-    """Write a layer's leaves as its matrix V [a, o], the bias as its last row.
+    """Return a layer's matrix V [a, o] of its leaves by name, with the bias as the last row.
 
-    The rows of a convolution's kernel are in the order of its axes.
+    The rows of a convolution are in the order of the kernel's axes.
     """
     kernel, last = _slice(leaves[layer.leaf], layer), range(-len(layer.outputs), 0)
-    # Axes of the outputs last: [kh, kw, cin, o] -> [kh * kw * cin, o].
+    # The axes of the outputs come last: [kh, kw, cin, o] -> [kh * kw * cin, o].
     rows = jnp.moveaxis(kernel, layer.outputs, last).reshape(layer.rows, layer.columns)
     if layer.bias is None:
         return rows
@@ -79,9 +81,9 @@ def matrix(layer: Layer, leaves: Mapping[str, AnyArray]) -> Array:
 
 
 def unpack(layer: Layer, value: AnyArray) -> dict[str, Array]:
-    """Split a layer's matrix V [a, o] into its leaves by name: the inverse of `matrix`.
+    """Return the leaves of a layer's matrix V [a, o] by name: the inverse of `matrix`.
 
-    The leaves of a layer of a stack are its slices, and a bias is a vector [o].
+    For a layer in a stack they are the slices of the leaves. A bias is a vector [o].
     """
     axes, last = range(len(layer.shape)), range(-len(layer.outputs), 0)
     outputs = [axis % len(axes) for axis in layer.outputs]
@@ -92,7 +94,7 @@ def unpack(layer: Layer, value: AnyArray) -> dict[str, Array]:
 
 
 def assemble(layers: tuple[Layer, ...], values: dict[str, Array]) -> dict[str, Array]:
-    """Put the leaves of layers together from their matrices V by name, those of stacks too."""
+    """Return the leaves of all layers by name, also of stacks, from their matrices V by kernel."""
     leaves, stacks = {}, {}
     for layer in layers:
         for name, leaf in unpack(layer, values[layer.kernel]).items():
@@ -105,22 +107,27 @@ def assemble(layers: tuple[Layer, ...], values: dict[str, Array]) -> dict[str, A
 
 
 class Part(NamedTuple):
-    """A layer, where it is used, and where the shift that goes with a scale is."""
+    """A layer, the uses of its kernel, and the uses of the shift that follows a scale."""
 
     layer: Layer
     uses: list[Use]
     shifts: list[Use]
 
 
-def grouped(
+def group(
     reading: uses.Reading, names: tuple[str, ...], leaves: list[Array]
 ) -> tuple[list[Part], dict[str, str]]:
-    """Group the uses of leaves, or slices of them, into layers."""
+    """Group the uses of leaves, or of slices of them, into layers.
+
+    Returns:
+        The layers in forward order, and for each leaf that belongs to none the reason, by name.
+    """
+    # {(leaf, index): {(form, output axes): uses}}
     obstacles, held = dict(reading.obstacles), {}
     for use in reading.uses:
         if use.leaf not in obstacles:
             held.setdefault((use.leaf, use.index), {}).setdefault(_way(use), []).append(use)
-    # A table may be looked up and multiplied by, as an embedding that is the head too.
+    # Only a matrix may have uses of two kinds, such as an embedding that is also the head.
     for (leaf, _), ways in held.items():
         if len(ways) > 1 and (leaves[leaf].ndim != 2 or "scale" in {form for form, _ in ways}):
             obstacles.setdefault(leaf, "it is used in several ways (shared weights)")
@@ -132,25 +139,26 @@ def grouped(
         partner = partners.get(key)
         bias = None if partner is None else names[partner[0]]
         place = f"[{', '.join(map(str, index))}]" if index else ""
-        for number, ((form, outputs), own) in enumerate(held[key].items()):
+        for number, ((form, outputs), found) in enumerate(held[key].items()):
             name = names[leaf] + place + "^T" * number
             shape, whole = leaves[leaf].shape[len(index) :], names[leaf]
             part_of = None if name == whole else whole
             layer = Layer(name, bias, shape, outputs, index, form, part_of)
-            shifts = _every(held[partner]) if form == "scale" and partner else []
-            parts.append(Part(layer, own, shifts))
-    # In the forward order: by the equation of the first use.
+            shifts = _all_uses(held[partner]) if form == "scale" and partner else []
+            parts.append(Part(layer, found, shifts))
+    # Forward order is the order of the first uses.
     parts.sort(key=lambda part: min(use.tangent[0] for use in (*part.uses, *part.shifts)))
     return parts, {names[leaf]: reason for leaf, reason in sorted(obstacles.items())}
 
 
 def _way(use: Use) -> tuple[str, tuple[int, ...]]:
-    alike = {
+    """Return the form of a layer with this use, and the axes of its outputs."""
+    forms = {
         operations.CONVOLUTION: "product",
         operations.LOOKUP: "table",
         operations.SHIFT: "table",
     }
-    return alike.get(use.form, use.form), use.outputs
+    return forms.get(use.form, use.form), use.outputs
 
 
 def _partners(reading: uses.Reading, held: dict, leaves: list[Array]) -> dict:
@@ -162,40 +170,41 @@ def _partners(reading: uses.Reading, held: dict, leaves: list[Array]) -> dict:
         return math.prod(leaves[key[0]].shape[len(key[1]) :])
 
     for key, ways in held.items():
-        [own, *others] = ways.values()
-        if others or own[0].form not in (operations.PRODUCT, operations.CONVOLUTION):
+        [found, *others] = ways.values()
+        if others or found[0].form not in (operations.PRODUCT, operations.CONVOLUTION):
             continue
-        numbers = [reading.uses.index(use) for use in own]
+        numbers = [reading.uses.index(use) for use in found]
         for other, shifts in free.items():
             if other[1] == key[1] and [use.after for use in shifts] == numbers:
                 partners[key] = other
     for other in partners.values():
         free.pop(other, None)
     for key, ways in held.items():
-        [own, *_] = ways.values()
-        if own[0].form != operations.SCALE:
+        [found, *_] = ways.values()
+        if found[0].form != operations.SCALE:
             continue
-        # Any leaf of the same size would do: the block of two is exact for whatever pair.
-        later = [
+        # The block of a scale and a shift is exact for any pair of leaves of the same size, so the
+        # next such shift is taken, whether or not it belongs to the same normalisation.
+        candidates = [
             other
             for other, shifts in free.items()
             if other[1] == key[1]
             and size(other) == size(key)
-            and shifts[0].tangent[0] > own[0].tangent[0]
+            and shifts[0].tangent[0] > found[0].tangent[0]
         ]
-        if later:
-            partners[key] = min(later, key=lambda other: free[other][0].tangent[0])
+        if candidates:
+            partners[key] = min(candidates, key=lambda other: free[other][0].tangent[0])
             del free[partners[key]]
     return partners
 
 
-def _every(ways: dict) -> list[Use]:
+def _all_uses(ways: dict) -> list[Use]:
     return list(itertools.chain(*ways.values()))
 
 
 def _shifts(ways: dict) -> list[Use]:
-    """Give the uses of a leaf that is only added, all of it."""
-    every = _every(ways)
+    """Return the uses of a leaf if it is only added, and as a whole; else an empty list."""
+    every = _all_uses(ways)
     return every if all(u.form == operations.SHIFT and u.inputs is None for u in every) else []
 
 

@@ -1,7 +1,10 @@
-"""The forms in which an equation can use a parameter, and how the axes of its gradient lie.
+"""Read an equation in which a parameter meets the examples, and the layout of its gradient.
 
-Each function reads one equation of a kind that `uses` has met: a `Use`, or an `Obstacle` that says
-why the gradient of an example has no known form.
+An equation uses a parameter in one of five ways, here called the *form* of the use: a matrix
+product, a convolution, a lookup of rows, a sum (a shift) or an elementwise product (a scale). In
+each of them the gradient of one example is a known expression of the inputs and of the gradient
+with respect to the result. There is a function for each form, which returns a `Use`, or raises an
+`Obstacle` with the reason why the gradient has no such expression.
 """
 
 from typing import Any, NamedTuple
@@ -9,28 +12,28 @@ from typing import Any, NamedTuple
 from fisherjax._layers import views
 from fisherjax._layers.views import Axes, Obstacle, Place, View
 
-# Forms of a use.
 PRODUCT, CONVOLUTION, LOOKUP = "product", "convolution", "lookup"
 SHIFT, SCALE = "shift", "scale"
 
 Groups = tuple[tuple[int, ...], ...]
-"""Axes of a value: that of the examples, positions, (of sums: summed positions,) features."""
+"""Axes of a value by role: examples, positions, positions to sum over (of sums only), features."""
 
 
 class Use(NamedTuple):
-    """An equation where a leaf, or a slice of one, meets the examples.
+    """An equation in which a leaf, or a slice of a stacked leaf, meets the examples.
 
     Attributes:
-        form: What the equation is.
-        leaf: Number of the leaf.
-        index: Place of the slice in a stack of layers; () is the whole leaf.
-        outputs: Axes of the slice that are outputs.
-        tangent: Whose tangent g is.
-        tangent_axes: How its axes are arranged.
-        inputs: What the inputs a are made of: of a product its other operand, of a table the rows,
-            of a scale a factor. None where there is nothing.
-        input_axes: How its axes are arranged.
-        after: Of a sum: the number of the product it follows, as that layer's bias.
+        form: Form of the use: PRODUCT, CONVOLUTION, LOOKUP, SHIFT or SCALE.
+        leaf: Number of the leaf among the leaves of params.
+        index: Index of the slice in a stack of layers; () if the whole leaf is used.
+        outputs: Axes of the slice that are outputs of the layer; the others are its inputs.
+        tangent: Place of the value whose gradient is the output gradient g.
+        tangent_axes: Axes of that value by role.
+        inputs: Place of the value that the inputs a are read from: the other operand of a product,
+            the row numbers of a table (or their range), the factor of a scale. None if the inputs
+            are constant.
+        input_axes: Axes of that value by role.
+        after: For a sum that adds a bias, the number of the use whose product it follows.
     """
 
     form: str
@@ -45,24 +48,25 @@ class Use(NamedTuple):
 
 
 def product(number: int, operand: int, equation: Any, view: View) -> tuple[Use, Axes]:
-    """Read a matrix product; what its result's axes are comes beside it."""
+    """Read a matrix product; return the use, and the leaf's axes along those of the result."""
     contracted, batched = equation.params["dimension_numbers"]
     mine, theirs = contracted[operand], contracted[1 - operand]
     if any(view.axes[axis] for axis in batched[operand]):
         raise Obstacle("there is a matrix of it for each group of its inputs")
     shape, batch = equation.invars[1 - operand].aval.shape, batched[1 - operand]
     rest = [a for a in range(len(shape)) if a not in (*theirs, *batch)]
-    own = [a for a in range(len(view.axes)) if a not in (*mine, *batched[operand])]
+    kept = [a for a in range(len(view.axes)) if a not in (*mine, *batched[operand])]
     labelled = {a: group for a, group in enumerate(view.axes) if group is not None}
-    if not labelled.keys() >= {*mine, *own}:
+    if not labelled.keys() >= {*mine, *kept}:
         raise Obstacle("its entries are repeated before it is used")
-    # Axes of the result: batched ones first, then what is left of either side; ~a is our own.
-    ours = [~a for a in own]
+    # The result has the batched axes first, then the remaining axes of the left and of the right
+    # operand; ~a stands for axis a of the parameter.
+    ours = [~a for a in kept]
     result = [*batch, *rest, *ours] if operand == 1 else [*batch, *ours, *rest]
-    example, positions = views.examples(shape, [*batch, *rest])
-    rows, row_axes = views.ordered(zip((labelled[a] for a in mine), theirs, strict=True))
-    outputs, columns = views.ordered((labelled[a], result.index(~a)) for a in own)
-    views.whole(view, rows + outputs)
+    example, positions = views.split_examples(shape, [*batch, *rest])
+    rows, row_axes = views.sort_axes(zip((labelled[a] for a in mine), theirs, strict=True))
+    outputs, columns = views.sort_axes((labelled[a], result.index(~a)) for a in kept)
+    views.check_whole(view, rows + outputs)
     places = tuple(map(result.index, positions))
     tangent = (number, None), ((result.index(*example),), places, columns)
     inputs = (number, 1 - operand), (example, positions, row_axes)
@@ -71,32 +75,32 @@ def product(number: int, operand: int, equation: Any, view: View) -> tuple[Use, 
 
 
 def convolution(number: int, equation: Any, view: View) -> tuple[Use, Axes]:
-    """Read a convolution whose kernel the view is; its result's axes come beside it."""
+    """Read a convolution with the view as kernel; return the same pair as `product`."""
     how = equation.params
     if how["feature_group_count"] != 1 or how["batch_group_count"] != 1:
         raise Obstacle("it belongs to a grouped convolution")
     if any(axes is None or len(axes) > 1 for axes in view.axes):
         raise Obstacle("its entries are repeated or merged before it is used")
     layout, ndim = how["dimension_numbers"], len(view.axes)
-    example, _ = views.examples(equation.outvars[0].aval.shape, [layout.out_spec[0]])
+    example, _ = views.split_examples(equation.outvars[0].aval.shape, [layout.out_spec[0]])
     channel, outputs = layout.out_spec[1], view.axes[layout.rhs_spec[0]]
     tangent = (number, None), (example, tuple(layout.out_spec[2:]), (channel,))
-    # Patches have the kernel's axes but that of the outputs, places before channels.
+    # Patches have the kernel's axes without that of the outputs, spatial axes before channels.
     rows = tuple(view.axes[axis] for axis in (*layout.rhs_spec[2:], layout.rhs_spec[1]))
     labels = tuple(outputs if axis == channel else None for axis in range(ndim))
     return Use(CONVOLUTION, view.leaf, view.index, outputs, *tangent, (number, 0), rows), labels
 
 
 def lookup(number: int, equation: Any, view: View) -> Use:
-    """Read a look-up of rows."""
-    axes, shape = views.looked_up(equation, view), equation.outvars[0].aval.shape
+    """Read a lookup of rows."""
+    axes, shape = views.lookup_axes(equation, view), equation.outvars[0].aval.shape
     if axes is None:
-        raise Obstacle("it is used by gather, which is not a look-up of rows")
+        raise Obstacle("it is used by a gather that does not look up rows")
     places = [a for a, axis in enumerate(axes) if axis is None]
-    example, positions = views.examples(shape, places)
-    outputs, columns = views.ordered((x, a) for a, x in enumerate(axes) if x is not None)
+    example, positions = views.split_examples(shape, places)
+    outputs, columns = views.sort_axes((x, a) for a, x in enumerate(axes) if x is not None)
     tangent = (number, None), (example, positions, columns)
-    # The indices have the places in the same order, and one more axis.
+    # The row numbers have the same axes in the same order, and one more axis at the end.
     order = (places.index(*example),), tuple(map(places.index, positions))
     return Use(LOOKUP, view.leaf, view.index, outputs, *tangent, (number, 1), order)
 
@@ -104,26 +108,31 @@ def lookup(number: int, equation: Any, view: View) -> Use:
 def scale(number: int, operand: int, equation: Any, view: View) -> Use:
     """Read an elementwise product."""
     factor, axes = view.factor or (None, ())
-    views.whole(view._replace(factor=None))
+    views.check_whole(view._replace(factor=None))
     if None in axes:
         raise Obstacle("its entries are repeated before it is used")
     example, held, summed = elementwise(operand, equation, view)
-    _, columns = views.ordered(held)
+    _, columns = views.sort_axes(held)
     tangent = (number, operand), (example, (), summed, columns)
-    # What the factor's other axes have is one entry: it was not larger than what it multiplied.
+    # The factor's other axes have size one, because it is no larger than the leaf.
     single = tuple(a for a, axis in enumerate(axes) if not axis)
-    _, own = views.ordered((axis, a) for a, axis in enumerate(axes) if axis)
+    _, factor_axes = views.sort_axes((axis, a) for a, axis in enumerate(axes) if axis)
     every = tuple(range(len(view.shape)))
-    return Use(SCALE, view.leaf, view.index, every, *tangent, factor, (single, own))
+    return Use(SCALE, view.leaf, view.index, every, *tangent, factor, (single, factor_axes))
 
 
 def elementwise(
     operand: int | None, equation: Any, view: View
 ) -> tuple[tuple[int], list[tuple[tuple[int, ...], int]], tuple[int, ...]]:
-    """Split a result's axes: examples, those that the view has (with its labels), the others."""
+    """Split the axes of an elementwise result by role.
+
+    Returns:
+        The axis of the examples; pairs (axes of the leaf, axis of the result) for those that the
+        leaf has; and the other axes, over which the leaf is repeated.
+    """
     shape = equation.outvars[0].aval.shape
-    own = shape if operand is None else equation.invars[operand].aval.shape
-    labels = views.along(view.axes, own, shape)
-    example, others = views.examples(shape, range(len(shape)))
+    old = shape if operand is None else equation.invars[operand].aval.shape
+    labels = views.broadcast_axes(view.axes, old, shape)
+    example, others = views.split_examples(shape, range(len(shape)))
     held = sorted((label, axis) for axis in others if (label := labels[axis]))
     return example, held, tuple(axis for axis in others if not labels[axis])

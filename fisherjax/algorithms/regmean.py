@@ -19,7 +19,7 @@ from fisherjax._layers.pairs import trace
 from fisherjax.algorithms.base import ENOUGH, Algorithm, check_pass, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.fisher import _passes
-from fisherjax.fisher.kfac import expand, input_moments
+from fisherjax.fisher._factors import expand, input_moments
 from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params

@@ -1,13 +1,15 @@
-"""Models, factors and uploads as files, and the merge of uploads where no network is."""
+"""Read and write models, Fisher factors and uploads as files; merge uploads without the network."""
 
-from fisherjax.files.arrays import Place, Places, load_arrays, save_arrays, unflatten
-from fisherjax.files.base import Limits, Sealed, unseal
+from fisherjax.files._limits import Limits
+from fisherjax.files._places import Place, Places
+from fisherjax.files.arrays import load_arrays, save_arrays, unflatten
+from fisherjax.files.base import Sealed, unseal
 from fisherjax.files.merge import Merge, merge_files
 from fisherjax.files.uploads import Record, load_update, of_client, save_update
-from fisherjax.files.values import KNOWN
+from fisherjax.files.values import VALUE_TYPES
 
 __all__ = [
-    "KNOWN",
+    "VALUE_TYPES",
     "Limits",
     "Merge",
     "Place",

@@ -1,4 +1,4 @@
-"""Compressed uploads, undone before they are merged."""
+"""Decode compressed uploads to files before they are merged."""
 
 import contextlib
 import dataclasses
@@ -16,22 +16,22 @@ from fisherjax._core.compiler import jit
 from fisherjax._divergence import diverged, screen
 from fisherjax.compression import Difference
 from fisherjax.files import uploads
+from fisherjax.files._limits import LIMITS, Kind, Limits
 from fisherjax.files.arrays import load_arrays
-from fisherjax.files.base import LIMITS, Kind, Limits
 from fisherjax.files.uploads import Record
 
 Opened = Sequence[tuple[Record, dict[str, Any], dict[str, Kind]]]
-"""What each upload says of itself, how its values are made of its arrays, and what they are."""
+"""For each upload its record, the description of its values, and the kinds that they decode to."""
 
 
 @contextlib.contextmanager
-def unpacked(
+def decoded_files(
     found: Opened, start: dict[str, np.ndarray] | None, folder: Path, limits: Limits = LIMITS
 ) -> Iterator[list[Path]]:
-    """Undo codecs, one client after another, in files that are there as long as the context.
+    """Decode compressed uploads to temporary files, client by client; yield paths of all uploads.
 
-    Columns of a stream are read together: a layer alone cannot be. What is wrong in such a file is
-    told of the upload that it was made of.
+    Whole uploads are decoded, because a layer of a stream cannot be read alone. Errors about a
+    temporary file name the upload that it was decoded from.
     """
     first, _, others = found[0]
     for record, spec, sizes in found:
@@ -52,8 +52,8 @@ def unpacked(
             raise ValueError(text) from error
 
 
-def named(start: Any) -> dict[str, np.ndarray] | None:
-    """Give the model that clients started from by leaf name, from a file of that or a pytree."""
+def start_by_name(start: Any) -> dict[str, np.ndarray] | None:
+    """Return the model that clients started from by leaf name, from a pytree or its file."""
     if start is None:
         return None
     if isinstance(start, (str, os.PathLike)):
@@ -62,30 +62,33 @@ def named(start: Any) -> dict[str, np.ndarray] | None:
 
 
 def _check(record: Record, spec: dict[str, Any], start: dict[str, np.ndarray] | None) -> None:
-    where = f"{str(record.path)!r} of client {record.client!r}"
     if record.codec == "none":
         return
     if "update" not in spec["dict"]:
-        raise ValueError(f"{where} is packed by {record.codec!r}, which is not undone here.")
+        raise ValueError(
+            f"{record.source} is packed by {record.codec!r}, but does not hold an encoded update; "
+            "expected one of compression.encode or compression.compressed."
+        )
     leaves = [x["static"]["leaf"] for x in _nodes(spec, Difference.__name__)]
     if leaves and start is None:
         raise ValueError(
-            f"{where} is packed by {record.codec!r}, as differences to the model that clients "
-            "started from: pass it as `start`, a pytree or a file of arrays by leaf name (--start)."
+            f"{record.source} is packed by {record.codec!r}, as differences from the model that "
+            "clients started from: pass this model as `start` (--start), a pytree or a file of "
+            "arrays by leaf name."
         )
     started = {} if start is None else start
     for leaf in leaves:
         expected, given = record.layers.get(leaf), started.get(leaf)
         if given is None or expected not in (None, given.shape):
             raise ValueError(
-                f"{where} holds differences of '{leaf}' {expected}, but the start has "
+                f"{record.source} holds differences of '{leaf}' {expected}, but the start has "
                 f"{'none' if given is None else given.shape}; expected the model that clients "
                 "started from."
             )
 
 
 def _nodes(spec: Any, kind: str) -> Iterator[dict[str, Any]]:
-    """Find what is of a type in the description of values."""
+    """Yield the nodes of a type in the description of values."""
     if not isinstance(spec, dict):
         return
     if spec.get("type") == kind:
@@ -102,43 +105,41 @@ def check_like(
     first: Record,
     others: dict[str, Kind],
 ) -> None:
-    """Refuse what decodes to other shapes than the start's, or the first client's, have."""
+    """Check that an upload decodes to the shapes of the start and of the first client."""
     expected = {name: (kind.shape, repr(str(first.path))) for name, kind in others.items()}
     for name, array in ({} if start is None else start).items():
         for place in ("params", uploads.STATISTICS):
             expected[f"{place}/{name}"] = array.shape, "the start"
     for name in sizes.keys() & expected.keys():
-        shape, whose = expected[name]
+        shape, other = expected[name]
         if sizes[name].shape != shape:
             raise ValueError(
-                f"{str(record.path)!r} of client {record.client!r} decodes to other layers than "
-                f"{whose}: {name} is {sizes[name]}, expected {list(shape)}. All clients must have "
-                "trained the same network."
+                f"{record.source} decodes to other layers than {other}: {name} is {sizes[name]}, "
+                f"expected {list(shape)}. All clients must have trained the same network."
             )
 
 
 def _write(path: Path, record: Record, start: dict[str, np.ndarray] | None, limits: Limits) -> None:
-    """Decode one client's upload, and write that as an upload that is not packed."""
+    """Decode one client's upload, and write it as an upload that is not compressed."""
     update, _ = uploads.load_update(record.path, limits=limits)
     try:
         values = _decode(update.values["update"], {} if start is None else start)
         stacked = jax.tree.map(lambda x: x[None], values)
-        # Who diverged is told of what was decoded, as of what was not packed.
+        # A decoded update that diverged is reported later, like one that was not compressed.
         if not diverged(stacked):
-            # As when updates are merged in memory: rounding left some Fishers indefinite.
+            # Rounding may make a Fisher indefinite; `screen` repairs it, as for a merge in memory.
             found = screen(stacked, np.ones(1), "raise")
             values = jax.tree.map(lambda x: x[0], found.values)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{str(record.path)!r} of client {record.client!r} cannot be decoded ({error}): have "
-            "it sent again"
+            f"{record.source} cannot be decoded ({error}): ask the client to send it again"
         ) from error
-    # Its kind without the codec's name, which stands behind it; codecs leave the rest as it is.
+    # The kind of the update without the codec's name, which follows it.
     kind = update.kind.partition(uploads.THEN)[0]
     plain = dataclasses.replace(update, values=values, kind=kind)
-    said = {"algorithm": record.algorithm, "client": record.client, "examples": record.examples}
-    uploads.save_update(path, plain, codec="none", **said)
+    how = {"algorithm": record.algorithm, "client": record.client, "examples": record.examples}
+    uploads.save_update(path, plain, codec="none", **how)
 
 
-# Compiled once for uploads of one structure.
+# Jitted here, so that it compiles once for uploads of the same structure.
 _decode = jit(compression.decode)

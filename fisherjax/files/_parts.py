@@ -1,4 +1,4 @@
-"""What a merge does not couple: layers, or leaves, and how strong a say each client has in them."""
+"""Split values into parts that a merge does not couple; compute clients' shares of the vote."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,17 +13,21 @@ from fisherjax.fisher.operators import Template
 
 
 class Part(NamedTuple):
-    """Leaves that a merge does not couple to others, called by numbers.
+    """Leaves that a merge does not couple to others, with numbers as their names.
 
-    Layers of equal shapes are equal then, and compile once.
+    Two layers of the same shapes then have the same structure, so that they compile once.
+
+    Attributes:
+        names: Names of leaves and layers, by their numbers.
+        values: Values whose leaves are names of arrays in the file.
     """
 
-    names: dict[str, str]  # theirs by ours, of leaves and of layers
-    values: dict[str, Any]  # with names of arrays in the file for leaves
+    names: dict[str, str]
+    values: dict[str, Any]
 
-    def told(self, text: Any) -> str:
-        """Say the names of leaves in a message."""
-        text = str(text)
+    def with_names(self, message: Any) -> str:
+        """Return a message with the names of leaves in place of their numbers."""
+        text = str(message)
         for number, name in self.names.items():
             text = text.replace(f"'{number}'", f"'{name}'")
         return text
@@ -36,11 +40,12 @@ def split(values: dict[str, Any]) -> list[Part]:
         return [Part({name: name for name in params}, values)]
     groups = [[name] for name in params]
     if isinstance(fisher, Kronecker):
+        # A layer couples its kernel and bias; layers that share a leaf are coupled too.
         for layer in fisher.layers:
-            own = {layer.leaf, layer.bias}
-            touched = [group for group in groups if own & set(group)]
-            together = [name for group in touched for name in group]
-            groups = [group for group in groups if group not in touched] + [together]
+            leaves = {layer.leaf, layer.bias}
+            coupled = [group for group in groups if leaves & set(group)]
+            joint = [name for group in coupled for name in group]
+            groups = [group for group in groups if group not in coupled] + [joint]
     parts = []
     for group in groups:
         numbers = {name: str(number) for number, name in enumerate(group)}
@@ -50,10 +55,10 @@ def split(values: dict[str, Any]) -> list[Part]:
         elif isinstance(fisher, Diagonal):
             part["fisher"] = Diagonal({numbers[name]: fisher.entries[name] for name in group})
         if grams is not None:
-            upright = {x: x.removesuffix("^T") for x in grams}
+            leaf_of = {x: x.removesuffix("^T") for x in grams}
             part["grams"] = {
                 numbers[leaf] + x[len(leaf) :]: grams[x]
-                for x, leaf in upright.items()
+                for x, leaf in leaf_of.items()
                 if leaf in numbers
             }
         parts.append(Part({number: name for name, number in numbers.items()}, part))
@@ -61,7 +66,7 @@ def split(values: dict[str, Any]) -> list[Part]:
 
 
 def _renamed(fisher: Kronecker, names: dict[str, str]) -> tuple[Kronecker, dict[str, str]]:
-    """Call the leaves of an operator otherwise, and what its layers are called after them."""
+    """Rename the leaves of an operator, and its layers with them; return all new names too."""
     layers = tuple(
         layer._replace(
             kernel=names[layer.leaf] + layer.kernel[len(layer.leaf) :],
@@ -80,24 +85,24 @@ def _renamed(fisher: Kronecker, names: dict[str, str]) -> tuple[Kronecker, dict[
 
 
 def strengths_of(values: dict[str, Any], weight: float) -> dict[str, float]:
-    """Give p_i times the mean eigenvalue of F_i, layer by layer; p_i if there is no curvature."""
+    """Compute p_i times the mean eigenvalue of F_i for each layer, or p_i without curvature."""
     if "grams" in values:
         kernels = {
             x.removesuffix("^T"): float(np.diagonal(g).mean()) for x, g in values["grams"].items()
         }
-        # Other leaves are a plain mean of who has weight.
+        # Other leaves are a plain mean over the clients with positive weight.
         return {
             x: weight * kernels[x] if x in kernels else float(weight > 0) for x in values["params"]
         }
     if "counts" in values:
-        # Units count alike; of outputs each is worth the client's examples of its class.
+        # Hidden units count equally; an output unit counts with the client's examples of its class.
         last, examples = values["wiring"].layers[-1], float(values["counts"].sum())
         outputs = {last.leaf, last.bias}
         present = float(weight > 0)
         return {x: present * (examples if x in outputs else 1.0) for x in values["params"]}
     if "fisher" not in values:
         return dict.fromkeys(values["params"], weight)
-    # At scale one, as means of small Fishers are zero in float32.
+    # Scaled to one first, because the mean of a small Fisher underflows in float32.
     means, exponents = _scales(values["fisher"])
     named = zip(tree.names(means), jax.tree.leaves(means), jax.tree.leaves(exponents), strict=True)
     return {x or "all": weight * math.ldexp(float(mean), int(power)) for x, mean, power in named}

@@ -1,46 +1,41 @@
-"""Flat named arrays as safetensors: models, factors of other programs; NumPy's .npz is read.
+"""Write and read named arrays as .safetensors files, and read NumPy's .npz files.
 
-Other programs call the same arrays otherwise and keep them transposed: a mapping says how, the
-same one for writing and for reading.
+Other programs may have other names for the same arrays, or store them transposed. A `mapping`
+describes both; the same mapping serves for writing and for reading.
 """
 
-import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import numpy as safetensors
 
-from fisherjax._core.checks import nearest
-from fisherjax.files.base import CODES, appearing, checked_path
+from fisherjax.files._limits import check_storable
+from fisherjax.files._places import Places, _Place, _places, _some
+from fisherjax.files.base import atomic_file, checked_path
 from fisherjax.tree import native
-
-Place = str | tuple[str, tuple[int, ...]]
-"""Their name of a leaf; or that and the axes by which ours is transposed to be theirs."""
-Places = Mapping[str, Place] | Callable[[str], Place]
-"""From our name of a leaf to its place, as a dict or a function; names that a dict lacks stay."""
 
 
 def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = None) -> None:
-    """Write a pytree of arrays to one .safetensors file, by names such as "layers/0/kernel".
+    """Write a pytree of arrays to one .safetensors file, with names such as "layers/0/kernel".
 
-    The file appears whole or not at all: what was there before stays until the new one is complete.
+    Writing is atomic: an old file at this path stays until the new one is complete.
 
     Args:
-        path: Ends in .safetensors; its folder exists.
-        tree: Arrays of any shape.
-        mapping: What the file calls our leaves, and by which axes it has them transposed. Without
-            it names are paths joined by slashes.
+        path: Path that ends in .safetensors, in a folder that exists.
+        tree: Pytree of arrays of any shape.
+        mapping: Names of the leaves in the file, and the axes by which it stores them transposed
+            (default: paths joined by slashes, and no transposition).
 
     Raises:
-        ValueError: For another suffix, two leaves of one name, a name that cannot be stored, or a
-            mapping that does not fit the leaves.
-        TypeError: If a leaf is not an array, or of a type that the format does not hold.
-        FileNotFoundError: If the folder is missing.
+        ValueError: If the suffix is wrong, two leaves have one name, a name cannot be stored, or
+            the mapping does not fit the leaves.
+        TypeError: If a leaf is not an array, or the format does not hold its dtype.
+        FileNotFoundError: If the folder does not exist.
 
     Example:
         >>> import tempfile
@@ -53,29 +48,29 @@ def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = 
     path = checked_path(path, ".safetensors")
     leaves = _named(tree)
     places = _places({name: leaf.ndim for name, leaf in leaves.items()}, mapping)
-    arrays = {place.name: _stored(name, leaves[name], place) for name, place in places.items()}
-    with appearing(path) as file:
-        # Not save_file, which takes the permission to read from everybody else.
+    arrays = {place.name: _stored(leaves[name], place) for name, place in places.items()}
+    with atomic_file(path) as file:
+        # safetensors.save_file would remove the permission to read from other users.
         file.write(safetensors.save(arrays))
 
 
 def load_arrays(
     path: str | os.PathLike, like: Any = None, *, mapping: Places | None = None, cast: bool = False
 ) -> Any:
-    """Read a file of named arrays, as NumPy's, which keep their 64 bits whatever JAX is set to.
+    """Read a file of named arrays as NumPy arrays, which keep 64 bits whatever JAX's setting.
 
     Args:
-        path: A file that `save_arrays`, or another program, wrote: .safetensors or .npz.
-        like: A pytree of arrays or `jax.ShapeDtypeStruct`; the result has its structure. Without it
-            the result is a dict from names to arrays, which `unflatten` makes a nested one.
-        mapping: What the file calls our leaves, and by which axes it has them transposed: the one
-            that it was written by.
-        cast: Give floats the precision of `like`, for instance float32 to those of a float16,
-            bfloat16 or float64 file. Other types are never changed.
+        path: A .safetensors or .npz file that `save_arrays` or another program wrote.
+        like: A pytree of arrays or `jax.ShapeDtypeStruct`, whose structure the result has. Without
+            it the result is a dict from names to arrays; `unflatten` turns it into nested dicts.
+        mapping: Names of the leaves of `like` in the file, and the axes by which it stores them
+            transposed, as for `save_arrays`.
+        cast: Whether to cast floats to the dtypes of `like`, for instance those of a float16,
+            bfloat16 or float64 file to float32 (default False). Other dtypes are never changed.
 
     Raises:
-        ValueError: For another suffix, a damaged file, other names, shapes or types than `like`, a
-            mapping that does not fit, or a number too large for the type it is cast to.
+        ValueError: If the suffix is wrong, the file is damaged, its names, shapes or dtypes differ
+            from `like`, the mapping does not fit, or a number overflows in the cast.
         FileNotFoundError: If there is no such file.
 
     Example:
@@ -95,11 +90,14 @@ def load_arrays(
     arrays = _read(path, cast)
     if like is None:
         if cast or mapping is not None:
-            raise ValueError("cast and mapping need `like`, which has our types and names: pass it")
+            raise ValueError(
+                "cast and mapping need `like`, a pytree with the names and dtypes of the result: "
+                "pass it"
+            )
         return arrays
     leaves = _named(like)
     places = _places({name: len(leaf.shape) for name, leaf in leaves.items()}, mapping)
-    # Python's floats, which have no dtype of their own, are of whatever precision the file has.
+    # Python's floats have no dtype of their own: they accept the precision of the file.
     for name, is_python in _named(jax.tree.map(lambda x: np.array(type(x) is float), like)).items():
         found = arrays.get(places[name].name)
         if is_python and found is not None and not found.shape and _is_float(found):
@@ -111,7 +109,7 @@ def load_arrays(
         for name, place in places.items()
     }
     _check_same(arrays, expected, cast, path)
-    # By name, not by place: another program may have written them in another order.
+    # By name: another program may have written the arrays in another order.
     return jax.tree.unflatten(
         jax.tree.structure(like),
         [
@@ -122,15 +120,15 @@ def load_arrays(
 
 
 def unflatten(arrays: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
-    """Make nested dicts of a flat one, whose names are keys joined by a separator.
+    """Make nested dicts from a flat dict whose names are keys joined by a separator.
 
-    Lists come back as dicts with the keys "0", "1" and so on, as names do not tell them apart: read
-    those with a `like`.
+    Lists become dicts with the keys "0", "1" and so on, because names do not distinguish lists from
+    dicts. To read lists, pass `like` to `load_arrays`.
 
     Raises:
-        ValueError: If a name is the beginning of another, so that it is both array and dict; or if
-            the separator is empty.
-        TypeError: If what is given is no dict from names.
+        ValueError: If one name is the beginning of another, so that it would be both an array and a
+            dict; or if the separator is empty.
+        TypeError: If `arrays` is not a dict from names.
 
     Example:
         >>> unflatten({"dense/kernel": 1, "dense/bias": 2, "scale": 3})
@@ -144,7 +142,7 @@ def unflatten(arrays: Mapping[str, Any], separator: str = "/") -> dict[str, Any]
             "names to arrays, such as load_arrays returns without `like`"
         )
     if not separator:
-        raise ValueError("the separator is empty: expected what joins the keys, such as '/' or '.'")
+        raise ValueError("the separator is empty; expected the text between keys: '/' or '.'")
     nested: dict[str, Any] = {}
     for name, array in arrays.items():
         *keys, last = name.split(separator)
@@ -152,74 +150,12 @@ def unflatten(arrays: Mapping[str, Any], separator: str = "/") -> dict[str, Any]
         for depth, key in enumerate(keys, 1):
             if separator.join(keys[:depth]) in arrays:
                 raise ValueError(
-                    f"{separator.join(keys[:depth])!r} is an array, and holds {name!r} too: rename "
-                    "one of them, or pass another separator"
+                    f"{separator.join(keys[:depth])!r} is an array, but also the beginning of "
+                    f"{name!r}: rename one of them, or pass another separator"
                 )
             inner = inner.setdefault(key, {})
         inner[last] = array
     return nested
-
-
-class _Place(NamedTuple):
-    """A leaf's name in a file, and the axes by which ours is transposed to be the file's."""
-
-    name: str
-    axes: tuple[int, ...]
-
-    def back(self, array: np.ndarray) -> np.ndarray:
-        """Turn the file's array to ours."""
-        return array.transpose(np.argsort(self.axes))
-
-
-def _parsed(name: str, given: Any) -> tuple[str, tuple[int, ...] | None]:
-    """Read what a mapping says of our leaf: their name, and axes if there are any."""
-    if isinstance(given, str):
-        return given, None
-    try:
-        theirs, axes = given
-        axes = tuple(map(operator.index, axes))
-    except (TypeError, ValueError):
-        theirs = axes = None
-    if not isinstance(theirs, str):
-        raise TypeError(
-            f"mapping gives {given!r} for {name!r}; expected the file's name, or a pair of it and "
-            "axes such as ('fc.weight', (1, 0))"
-        )
-    return theirs, axes
-
-
-def _places(ranks: dict[str, int], mapping: Places | None) -> dict[str, _Place]:
-    """Find the places of our leaves, which have so many axes."""
-    mapping = {} if mapping is None else mapping
-    if not (callable(mapping) or isinstance(mapping, Mapping)):
-        raise TypeError(
-            f"mapping is a {type(mapping).__name__}; expected a dict from our names to the file's, "
-            "such as {'dense/kernel': ('fc.weight', (1, 0))}, or a function of our name"
-        )
-    if not callable(mapping) and (unknown := [name for name in mapping if name not in ranks]):
-        raise ValueError(
-            f"mapping lists {_some(unknown)}, but our leaves are {_some(ranks)}: its keys are our "
-            f"names, its values those of the file. For {unknown[0]!r}, did you mean "
-            f"{nearest(unknown[0], ranks)}?"
-        )
-    places: dict[str, _Place] = {}
-    owners: dict[str, str] = {}
-    for name, rank in ranks.items():
-        given = mapping(name) if callable(mapping) else mapping.get(name, name)
-        theirs, axes = _parsed(name, given)
-        axes = tuple(range(rank)) if axes is None else axes
-        if sorted(axes) != list(range(rank)):
-            raise ValueError(
-                f"mapping transposes {name!r}, which has {rank} axes, by {axes}: expected each of "
-                f"{tuple(range(rank))} once"
-            )
-        if (other := owners.setdefault(theirs, name)) != name:
-            raise ValueError(
-                f"{other!r} and {name!r} are both called {theirs!r} in the file: give each a name "
-                "of its own"
-            )
-        places[name] = _Place(theirs, axes)
-    return places
 
 
 def _read(path: Path, cast: bool) -> dict[str, np.ndarray]:
@@ -227,45 +163,45 @@ def _read(path: Path, cast: bool) -> dict[str, np.ndarray]:
         raise FileNotFoundError(f"there is no file {str(path)!r}")
     try:
         if path.suffix == ".npz":
-            # A pickle may run anything: a file from a stranger must not.
+            # Loading a pickle can run any program, which an untrusted file must not.
             with np.load(path, allow_pickle=False) as archive:
                 found = dict(archive)
         else:
             found = safetensors.load_file(path)
-    except Exception as error:  # safetensors, zipfile and zlib each have their own
+    except Exception as error:  # safetensors, zipfile and zlib each have their own errors
         raise ValueError(
-            f"{str(path)!r} is damaged or not a {path.suffix} file ({error}): write it again, of "
-            "arrays of numbers, which Python's objects are not"
+            f"{str(path)!r} is damaged or not a {path.suffix} file ({error}); expected arrays of "
+            "numbers, without Python objects: write it again"
         ) from error
-    # Floats of more bits than JAX has are cast to those of `like`.
+    # Floats of more bits than JAX supports are kept here only if they will be cast.
     is_cast = {name for name, x in found.items() if cast and x.dtype.type is np.longdouble}
     try:
-        # Archives keep the byte order of the machine that they are for.
+        # An .npz file may have another byte order than this machine.
         return {n: x if n in is_cast else native(x, n) for n, x in found.items()}
     except TypeError as error:
-        raise ValueError(f"{str(path)!r} holds what is no array of numbers. {error}") from error
+        raise ValueError(f"{str(path)!r} has an array that is not of numbers. {error}") from error
 
 
 def _check_same(
     arrays: dict[str, Any], expected: dict[str, jax.ShapeDtypeStruct], cast: bool, path: Path
 ) -> None:
-    """Refuse a file whose arrays are not those that are expected, by its own names."""
+    """Check that a file has the expected arrays, by their names in the file."""
     faults = [f"missing {name}" for name in expected if name not in arrays]
     faults += [f"not expected {name}" for name in arrays if name not in expected]
-    hints = ["Pass the structure it was saved from, or none to get a dict"]
+    hints = ["Pass a pytree like the one that was saved, or no `like` to get a dict"]
     if faults:
-        hints.append("if its names differ, say how by `mapping`")
+        hints.append("if names differ, map them with `mapping`")
     for name, leaf in expected.items():
         found = arrays.get(name, leaf)
         is_castable = found.shape == leaf.shape and _is_float(found) and _is_float(leaf)
-        # By name: the byte order of `like` is not to be kept.
+        # Compared by name, because the byte order of `like` does not matter.
         if _kind(found) == _kind(leaf) or (cast and is_castable):
             continue
         faults.append(f"{name} is {_kind(found)}, expected {_kind(leaf)}")
         if is_castable:
-            hints.append("cast=True changes the precision of floats")
+            hints.append("to change the precision of floats, pass cast=True")
         elif found.shape != leaf.shape and sorted(found.shape) == sorted(leaf.shape):
-            hints.append("if axes are transposed, give them by `mapping`")
+            hints.append("if axes are transposed, map them with `mapping`")
     if faults:
         raise ValueError(
             f"the arrays of {str(path)!r} are not those of `like`: {_some(faults, '; ')}. "
@@ -274,28 +210,23 @@ def _check_same(
 
 
 def _cast(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Change the precision of floats; refuse numbers that would become infinite."""
+    """Cast floats to another precision; raise if a finite number would become infinite."""
     if array.dtype.name == dtype.name:
         return array
     with np.errstate(over="ignore"):
-        # The byte order of `like` is not to be kept.
+        # The byte order of `like` does not matter.
         result = array.astype(dtype.newbyteorder("="))
     if (lost := np.isfinite(array) & ~np.isfinite(result)).any():
         raise ValueError(
             f"{name} holds {float(array[lost][0]):.3g}, which is too large for {result.dtype}: "
-            "read it in the precision of the file"
+            "read it without cast, or with a `like` of higher precision"
         )
     return result
 
 
 def _is_float(leaf: Any) -> bool:
-    # numpy's own does not know bfloat16.
+    # np.issubdtype does not know bfloat16.
     return jnp.issubdtype(leaf.dtype, np.floating)
-
-
-def _some(words: Iterable[str], between: str = ", ") -> str:
-    words = list(words)
-    return between.join(words[:20]) + f"{between}and {len(words) - 20} more" * (len(words) > 20)
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -305,7 +236,7 @@ def _named(tree: Any) -> dict[str, Any]:
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
         if name in named:
             raise ValueError(f"two leaves are called {name!r}: rename a key that holds a '/'")
-        # By its type first: numpy.asarray has no answer for JAX's keys.
+        # np.asarray fails for JAX's keys, which have a dtype.
         named[name] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     return named
 
@@ -314,15 +245,8 @@ def _kind(leaf) -> str:
     return f"{leaf.dtype.name}{list(leaf.shape)}"
 
 
-def _stored(name: str, leaf: Any, place: _Place) -> np.ndarray:
-    """Return a leaf as the format wants it: on the host, in C order and native byte order."""
-    if place.name == "__metadata__" or "\0" in place.name:
-        # The first is what safetensors keeps for itself.
-        raise ValueError(f"a leaf is called {place.name!r}, which a file cannot hold: rename it")
-    if leaf.dtype.name not in CODES:
-        raise TypeError(
-            f"{name} has dtype {leaf.dtype}, which a .safetensors file cannot hold: expected one "
-            f"of {', '.join(sorted(CODES))}"
-        )
+def _stored(leaf: Any, place: _Place) -> np.ndarray:
+    """Return a leaf as the format requires it: on the host, in C order and native byte order."""
+    check_storable(place.name, leaf.dtype)
     array = np.asarray(leaf, dtype=leaf.dtype.newbyteorder("="))
     return np.asarray(array.transpose(place.axes), order="C")

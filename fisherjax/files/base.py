@@ -1,14 +1,13 @@
-"""Files that appear whole or not at all, and files whose every bit is checked.
+"""Write files atomically, and write and read sealed files, whose bytes are all checked.
 
-A sealed file is a safetensors file, which other programs read too. Its metadata hold what there is
-to know of it, as JSON, and the SHA-256 of the whole file, computed with zeros in place of itself.
-It is written and read an array at a time: nobody holds all of it.
+A sealed file is a safetensors file, which other programs can read too. Its metadata hold a
+description of the file as JSON, and the SHA-256 of the whole file, computed with zeros in place of
+the digest. It is written and read one array at a time, so that it need not fit into memory.
 """
 
 import contextlib
 import hashlib
 import json
-import math
 import os
 import sys
 import uuid
@@ -20,84 +19,26 @@ import jax
 import numpy as np
 from safetensors import safe_open
 
-from fisherjax._core import checks
+from fisherjax.files._limits import CODES, LIMITS, Kind, Limits, check_storable
 
 FORMATS = 1, 2
-"""Versions of what the metadata mean: the second has leaves that are not trained. Later ones are
-refused."""
+"""Versions of the metadata that can be read. Version 2 has leaves that are not trained."""
 
-CODES = {
-    **{"bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64"},
-    **{"uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "complex64": "C64"},
-    **{"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
-}
-"""What safetensors calls the types of arrays that it holds."""
 
 _ABOUT, _DIGEST, _LENGTH = "fisherjax", "sha256", 8
 _UNKNOWN = "0" * 64
 
 
-class Limits(NamedTuple):
-    """How large uploads may be; more is refused before anything takes memory for it.
+class Sealed(NamedTuple):
+    """A sealed file that was checked.
 
     Attributes:
-        header: Bytes of a file's header, which says what the arrays are.
-        arrays: How many arrays a file has, and leaves that it names as frozen.
-        name: Characters of the name of an array, or of a frozen leaf.
-        nesting: How deep values are nested, in dicts, operators and codes.
-        expansion: Bytes that an upload may decode to, in units of the bytes of its file.
+        path: Path of the file.
+        about: Description of the file, as its writer gave it.
+        arrays: Kind of each array, by name.
+        nbytes: Size of the file in bytes.
+        digest: SHA-256 of the file, computed with zeros in place of the digest.
     """
-
-    header: int = 1 << 22
-    arrays: int = 10_000
-    name: int = 1_000
-    nesting: int = 32
-    expansion: int = 1_000
-
-    def check(self, path: Path, which: str, found: int) -> None:
-        """Refuse what is beyond a limit, and say how to raise it."""
-        most = checks.count(f"the limit of {which}", getattr(self, which))
-        if found > most:
-            raise ValueError(
-                f"{str(path)!r} is beyond a limit for uploads, {_LIMITED[which]}: {found}, and at "
-                f"most {most}. If you trust its sender, raise it: limits=files.Limits({which}="
-                f"{found}), or --limit {which}={found}"
-            )
-
-
-LIMITS = Limits()
-"""What is read unless a caller says otherwise."""
-_LIMITED = {
-    "header": "the bytes of the header",
-    "arrays": "the number of arrays",
-    "name": "the characters of a name",
-    "nesting": "how deep values are nested",
-    "expansion": "the bytes that it decodes to over its own",
-}
-
-
-class Kind(NamedTuple):
-    """Type and shape of an array."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, array: Any) -> "Kind":
-        """Read them off an array."""
-        return cls(array.dtype.name, tuple(array.shape))
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it takes."""
-        return jax.numpy.dtype(self.dtype).itemsize * math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-class Sealed(NamedTuple):
-    """A sealed file that was checked: what it says of itself, its arrays, and its size in bytes."""
 
     path: Path
     about: dict[str, Any]
@@ -107,17 +48,17 @@ class Sealed(NamedTuple):
 
 
 @contextlib.contextmanager
-def appearing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes its name when it is complete; until then the old one stays."""
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file for writing; it replaces the one at `path` only once it is complete."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist: make it first")
-    # In the same folder, as only there a renamed file replaces another in one step; and under a
-    # name that no other writer has.
+    # In the same folder, because a rename is atomic only within a file system; with a unique name,
+    # because there may be other writers.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "x+b") as file:
             yield file
-            # On the disk before it has the name: after a power cut the name never stands for less.
+            # The bytes reach the disk before the name, so that a power cut leaves no partial file.
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -126,7 +67,7 @@ def appearing(path: Path) -> Iterator[BinaryIO]:
 
 
 def checked_path(path: str | os.PathLike, *suffixes: str) -> Path:
-    """Refuse a file name that ends in anything else."""
+    """Return a path; raise if it does not end in one of the suffixes."""
     path = Path(path)
     if path.suffix not in suffixes:
         known = " or ".join(suffixes)
@@ -138,16 +79,21 @@ def checked_path(path: str | os.PathLike, *suffixes: str) -> Path:
 def sealing(
     path: str | os.PathLike, kinds: Mapping[str, Kind], about: Mapping[str, Any]
 ) -> Iterator[Callable[[str, Any], None]]:
-    """Write a sealed file: the context is `put(name, array)`, to be called once for each array.
+    """Write a sealed file; the context manager yields `put(name, array)`, to call for each array.
+
+    Args:
+        path: Path of the file, which ends in .safetensors.
+        kinds: Kind of each array, by name.
+        about: Description of the file, which JSON can hold.
 
     Raises:
-        ValueError: For another suffix than .safetensors, a name that cannot be stored, what JSON
-            does not hold, or an array that was not put or is of another kind than was said.
-        TypeError: If an array is of a type that the format does not hold.
+        ValueError: If the suffix is not .safetensors, a name or the description cannot be stored,
+            or an array was not put or has another kind than in `kinds`.
+        TypeError: If the format does not hold the dtype of an array.
     """
     path = checked_path(path, ".safetensors")
     header, places = _header(kinds, about)
-    with appearing(path) as file:
+    with atomic_file(path) as file:
         file.write(header)
         left = dict(places)
 
@@ -155,14 +101,14 @@ def sealing(
             if Kind.of(array) != kinds[name]:
                 raise ValueError(f"{name} is {Kind.of(array)}; expected {kinds[name]}")
             file.seek(len(header) + left.pop(name))
-            # On the host in C order, little-endian as the format wants it.
+            # The format requires C order and little-endian numbers.
             array = np.asarray(array, order="C")
             swapped = array.astype(array.dtype.newbyteorder("<"), copy=False)
             file.write(swapped.reshape(-1).view(np.uint8).data)
 
         yield put
         if left:
-            raise ValueError(f"{list(left)} were not written")
+            raise ValueError(f"{list(left)} were not written; expected a call of put for each")
         file.flush()
         place = header.index(_UNKNOWN.encode())
         digest = _digest(file, place)
@@ -171,12 +117,12 @@ def sealing(
 
 
 def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
-    """Read what a sealed file says of itself, once all of it was checked.
+    """Check a sealed file, and return its description and the kinds of its arrays.
 
     Raises:
-        ValueError: If the file is truncated, changed, of another program or of a later version, or
-            its header is beyond the limits.
-        FileNotFoundError: If there is none.
+        ValueError: If the file is truncated or changed, was written by another program or a later
+            version, or its header exceeds the limits.
+        FileNotFoundError: If there is no such file.
     """
     path = checked_path(path, ".safetensors")
     if not path.is_file():
@@ -184,10 +130,10 @@ def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
     nbytes = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(_LENGTH), "little")
-        # One that says it is longer than the file is damaged, and is said to be so below.
+        # A header that claims to be longer than the file is damaged, which is an error below.
         limits.check(path, "header", length if length <= nbytes else 0)
     try:
-        with safe_open(path, framework="np"):  # which checks the header
+        with safe_open(path, framework="np"):  # checks the header
             pass
         with open(path, "rb") as file:
             file.seek(_LENGTH)
@@ -195,27 +141,30 @@ def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
         entries = json.loads(header)
         metadata = entries.pop("__metadata__", {})
         about = json.loads(metadata.get(_ABOUT, "null"))
-    except Exception as error:  # safetensors has its own, and anything may be in JSON
+    except Exception as error:  # safetensors has its own errors, and JSON may hold anything
         raise ValueError(
-            f"{str(path)!r} is damaged, or no .safetensors file ({error}): have it sent again"
+            f"{str(path)!r} is damaged, or is not a .safetensors file ({error}): ask its sender to "
+            "send it again"
         ) from error
     if not isinstance(about, dict):
         raise ValueError(
-            f"{str(path)!r} is of another program: it holds arrays, but nothing says what they "
-            "are. files.load_arrays reads them, files.save_update writes uploads"
+            f"{str(path)!r} was written by another program: its arrays have no description; "
+            "expected a file of files.save_update or files.merge_files. Read its arrays with "
+            "files.load_arrays"
         )
     if (format_ := about.get("format")) not in FORMATS:
         raise ValueError(
             f"{str(path)!r} has format {format_!r} and was written by fisherjax "
-            f"{about.get('version')}; this is {version()}, which reads formats "
+            f"{about.get('version')}; this is fisherjax {version()}, which reads formats "
             f"{' and '.join(map(str, FORMATS))}: update it"
         )
     _check_digest(path, header, metadata.get(_DIGEST, ""))
     limits.check(path, "arrays", len(entries))
     limits.check(path, "name", max(map(len, entries), default=0))
     arrays = {name: _kind(path, name, entry) for name, entry in entries.items()}
-    # An array without entries takes no bytes, however long its other axes are.
-    limits.check(path, "expansion", max(map(_longest, arrays.values()), default=0) // nbytes)
+    # An array of size zero takes no bytes, but its other axes may be of any length.
+    longest = max((axis for kind in arrays.values() for axis in kind.shape), default=0)
+    limits.check(path, "expansion", longest // nbytes)
     return Sealed(path, about, arrays, nbytes, metadata[_DIGEST])
 
 
@@ -223,44 +172,34 @@ def _kind(path: Path, name: str, entry: Mapping[str, Any]) -> Kind:
     names = {code: name for name, code in CODES.items()}
     if entry["dtype"] not in names:
         raise ValueError(
-            f"{str(path)!r}: {name} has type {entry['dtype']}; expected one of {', '.join(names)}"
+            f"{str(path)!r}: array '{name}' has type {entry['dtype']}; expected one of "
+            f"{', '.join(names)}"
         )
     return Kind(names[entry["dtype"]], tuple(entry["shape"]))
 
 
-def _longest(kind: Kind) -> int:
-    return max(kind.shape, default=0)
-
-
 def read(path: Path, names: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield arrays of a file one after the other; pages of the file are let go of at the end."""
+    """Yield arrays of a file one by one; the file is unmapped at the end."""
     with safe_open(path, framework="np") as file:
         for name in names:
             yield file.get_tensor(name)
 
 
 def version() -> str:
-    """Give the version of the library."""
+    """Return the version of the library."""
     return sys.modules[__name__.partition(".")[0]].__version__
 
 
 def _header(kinds: Mapping[str, Kind], about: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
-    """Write the head of a file, and give the place of each array behind it."""
+    """Return the header of a file, and the offset of each array behind it."""
     for name, kind in kinds.items():
-        if name == "__metadata__" or "\0" in name:
-            # The first is what safetensors keeps for itself.
-            raise ValueError(f"a leaf is called {name!r}, which a file cannot hold: rename it")
-        if kind.dtype not in CODES:
-            raise TypeError(
-                f"{name} has dtype {kind.dtype}, which a .safetensors file cannot hold: expected "
-                f"one of {', '.join(sorted(CODES))}"
-            )
+        check_storable(name, kind.dtype)
     about = {"format": FORMATS[0], "version": version()} | dict(about)
-    said = json.dumps(about, allow_nan=False, separators=(",", ":"))
-    # The digest first: no other place of the header can be taken for its own.
-    entries: dict[str, Any] = {"__metadata__": {_DIGEST: _UNKNOWN, _ABOUT: said}}
+    description = json.dumps(about, allow_nan=False, separators=(",", ":"))
+    # The digest comes first, so that the first match of its text in the header is its own place.
+    entries: dict[str, Any] = {"__metadata__": {_DIGEST: _UNKNOWN, _ABOUT: description}}
     places, end = {}, 0
-    # Wide types first, so that each begins at a multiple of its size.
+    # Wide types come first, so that each array begins at a multiple of its item size.
     widest = sorted(kinds, key=lambda name: (-jax.numpy.dtype(kinds[name].dtype).itemsize, name))
     for name in widest:
         dtype, shape = kinds[name]
@@ -272,20 +211,20 @@ def _header(kinds: Mapping[str, Kind], about: Mapping[str, Any]) -> tuple[bytes,
     return len(text).to_bytes(_LENGTH, "little") + text, places
 
 
-def _check_digest(path: Path, header: bytes, said: str) -> None:
-    place = header.find(said.encode()) if len(said) == len(_UNKNOWN) else -1
+def _check_digest(path: Path, header: bytes, expected: str) -> None:
+    place = header.find(expected.encode()) if len(expected) == len(_UNKNOWN) else -1
     if place >= 0:
         with open(path, "rb") as file:
             found = _digest(file, _LENGTH + place)
-    if place < 0 or found != said:
+    if place < 0 or found != expected:
         raise ValueError(
-            f"{str(path)!r} was changed after it was written: its SHA-256 is not what it says. "
-            "Have it sent again"
+            f"{str(path)!r} was changed after it was written: its SHA-256 is not the one in its "
+            "header. Ask its sender to send it again"
         )
 
 
 def _digest(file: BinaryIO, place: int) -> str:
-    """Sum a file up, with zeros where its digest is."""
+    """Compute the SHA-256 of a file, with zeros in place of its digest."""
     file.seek(0)
     digest = hashlib.sha256(file.read(place))
     digest.update(_UNKNOWN.encode())

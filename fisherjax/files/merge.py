@@ -1,52 +1,49 @@
-"""Merge uploads that are files, a layer at a time, without the network and without data.
+"""Merge files of uploads layer by layer, without the network and without data.
 
-Most methods here do not couple layers: merging the leaves of one layer of all clients, and then
-those of the next, solves the same systems as merging all at once. Those that match units take all.
-What is decided once for a client, whether it diverged and what it weighs, is decided before; all
-else of the server's half is that of `merging`, called for each part.
+Most methods do not couple layers: merging the leaves of one layer of all clients, and then those of
+the next, solves the same systems as merging all at once. Methods that match units read all layers.
+Whether a client diverged, and its weight, are determined before the first layer. The rest of the
+server's work is that of `merging`, called for each part.
 """
 
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fisherjax import merging
 from fisherjax._core import checks
 from fisherjax._divergence import diverged
-from fisherjax._semidefinite import indefinite
 from fisherjax._upload_checks import check_any_left, check_not_all_zero, check_weights
-from fisherjax.algorithms.base import Algorithm, Update, averaging
+from fisherjax.algorithms.base import averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads
 from fisherjax.files._claims import STATISTICS
-from fisherjax.files._packed import Opened, check_like, named, unpacked
-from fisherjax.files._parts import Part, split, strengths_of
+from fisherjax.files._layerwise import Cohort, layer_by_layer
+from fisherjax.files._limits import LIMITS, Kind, Limits
+from fisherjax.files._packed import Opened, check_like, decoded_files, start_by_name
+from fisherjax.files._parts import split
 from fisherjax.files._reads import check_clients, check_untrained, common, method_of
-from fisherjax.files.base import LIMITS, Kind, Limits
 from fisherjax.files.uploads import Record
-from fisherjax.fisher import Operator
 
-# What the server's half does with statistics, whatever the method; made once, so compiled once.
+# The average of statistics, the same for all methods; made once, so that it compiles once.
 _MEAN = averaging()
 
 
 class Merge(NamedTuple):
-    """What was merged, of whom, and who had how much of a say.
+    """Summary of a merge of files.
 
     Attributes:
         algorithm: Name of the method.
-        records: What each upload says of itself.
-        shares: The clients' weights [M], with sum one; zero for those that were left out.
-        left_out: The clients that were left out, each with the first of its leaves that is not
-            finite.
-        votes: For each layer the clients' shares of the vote [M]: p_i times the mean eigenvalue of
-            F_i there, with sum one; p_i where the method has no curvature. Running statistics are
-            averaged with p_i, and are not among them.
+        records: Record of each upload.
+        shares: Clients' weights [M] with sum one; zero for clients that were left out.
+        left_out: First leaf that is not finite, by client that was left out.
+        votes: Clients' shares of the vote [M] with sum one, by layer. They are proportional to p_i
+            times the mean eigenvalue of F_i in this layer, or to p_i if the method has no
+            curvature. Running statistics, which are averaged with p_i, have no entry.
     """
 
     algorithm: str
@@ -68,42 +65,43 @@ def merge_files(
     limits: Limits = LIMITS,
     **options: Any,
 ) -> Merge:
-    """Merge uploads to one model, which needs neither the network nor data.
+    """Merge files of uploads to one model, without the network and without data.
 
-    A layer at a time: one layer of all clients is in memory, or of one client and its sums where
-    those suffice; for methods that match units all of all clients. The same as `merging.merge`,
-    or `merging.merge_stream`, of what `load_update` reads. Float64 needs JAX's x64.
+    The result is that of `merging.merge` or `merging.merge_stream` for the updates that
+    `load_update` reads. Memory holds one layer of all clients, or, for methods with sums, one layer
+    of one client and the sums; for methods that match units, it holds all updates. Float64 needs
+    JAX's x64 mode.
 
     Running statistics are averaged, whatever the method. Frozen leaves, which clients do not send,
-    are not in the merged file unless `start` is given: then they are copied from it, bit for bit.
+    are in the merged file only if `start` is given; they are then copied from it, bit for bit.
 
-    Compressed uploads are decoded first, one client after another, each as a whole, to files in a
-    folder beside `out` that is removed in the end: that takes the memory of one client's decoded
-    update and of its bits, and a disk for all of them. As in `merging.merge`, what rounding left
-    indefinite becomes the nearest that is not.
+    Compressed uploads are decoded first, client by client, to files in a temporary folder beside
+    `out`. This needs memory for one client's decoded update and its codes, and disk space for the
+    decoded updates of all clients. As in `merging.merge`, a Fisher that rounding made indefinite
+    is replaced by the nearest positive semi-definite one.
 
     Args:
-        out: The merged model's file, arrays by leaf name, which `load_arrays` reads. It appears
-            whole or not at all. PFNM's is wider than the clients' models.
-        paths: Of uploads that `save_update` wrote, one a client.
-        algorithm: A name of `algorithms.METHODS`; None is the one that the uploads were made for.
-        weights: [M], non-negative; None is the clients' numbers of examples.
-        start: The model that clients started from, for uploads of differences to it and for leaves
-            that are frozen: a pytree, or a file of arrays by leaf name.
-        on_nonfinite: "raise" or "drop", what to do about a client that diverged. Who is left out
-            in one layer is so in all; a warning, the result and the merged file's header say who,
-            and for which leaf.
-        progress: Called with (name, number, how many) before each layer.
-        limits: How large uploads may be, and what their codes may decode to: more is refused
-            before it is made.
-        **options: Of the method, `algorithms.options(algorithm)`, such as damping.
+        out: Path of the merged model, arrays by leaf name, which `load_arrays` reads. It is written
+            atomically. PFNM's merged model is wider than those of the clients.
+        paths: Paths of uploads that `save_update` wrote, one for each client.
+        algorithm: A name in `algorithms.METHODS` (default: that for which the uploads were made).
+        weights: Non-negative weights [M] (default: the clients' numbers of examples).
+        start: The model that clients started from, a pytree or a file of arrays by leaf name. It is
+            needed for uploads that hold differences from it, and to copy frozen leaves.
+        on_nonfinite: "raise" (default) or "drop" a client whose upload is not finite. A client that
+            is dropped is left out of all layers; a warning, the result and the header of the merged
+            file name the client and the leaf.
+        progress: Function that is called with (names of leaves, number, count) before each part.
+        limits: Limits for the size of uploads, which are checked before memory is allocated.
+        **options: Options of the method, such as damping; see `algorithms.options(algorithm)`.
 
     Raises:
-        ValueError: If an upload is damaged, of a later version or another program, beyond the
-            limits, or does not fit the others, the method or the start, is not finite or has an
-            indefinite Fisher, a client is there twice, or weights do not fit; it says which.
+        ValueError: If an upload is damaged, was written by a later version or another program,
+            exceeds the limits, is not finite, has an indefinite Fisher, or does not fit the others,
+            the method or the start; if a client occurs twice, or weights do not fit. The error
+            names the file.
         TypeError: If the method has no such option.
-        OSError: If a file cannot be read, or the merged one not written.
+        OSError: If a file cannot be read or written.
 
     Example:
         >>> import tempfile, fisherjax as fj
@@ -120,8 +118,8 @@ def merge_files(
     checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
     out, paths = base.checked_path(out, ".safetensors"), list(paths)
     if not paths:
-        raise ValueError("There are no uploads to merge; expected at least one file.")
-    found = [uploads.opened(path, limits) for path in paths]
+        raise ValueError("There are no uploads to merge; expected the path of at least one file.")
+    found = [uploads.open_upload(path, limits) for path in paths]
     records, specs = [record for record, *_ in found], [spec for _, spec, _ in found]
     if out.exists() and any(out.samefile(record.path) for record in records):
         raise ValueError(f"{str(out)!r} is one of the uploads: write the model to another file.")
@@ -132,33 +130,33 @@ def merge_files(
     check_not_all_zero(weights)
     check_clients(records)
     check_untrained(records)
-    start = named(start)
+    start = start_by_name(start)
     if any(record.codec != "none" for record in records):
         how = {"algorithm": algorithm, "on_nonfinite": on_nonfinite, "progress": progress}
-        # Of what was decoded, whose headers are longer.
+        # Decoded files may have longer headers and names than their uploads.
         how["limits"] = limits._replace(header=1 << 62, name=1 << 62)
-        with unpacked(found, start, out.parent, limits) as ready:
+        with decoded_files(found, start, out.parent, limits) as ready:
             merged = merge_files(out, ready, weights=weights, start=start, **how, **options)
         return merged._replace(records=tuple(records))
     abstract = common(records, specs, name)
     statistics = {leaf: f"{STATISTICS}/{leaf}" for leaf in records[0].statistics}
     frozen = _frozen(found, start)
     left_out = _left_out(records, jax.tree.leaves((abstract, statistics)), on_nonfinite)
-    # Who is left out is so in all layers, with weight zero, and is not read again.
+    # A client that is left out has weight zero in all layers, and is not read again.
     weights = np.where([record.client in left_out for record in records], 0, weights)
     check_any_left(weights)
-    cohort = _Cohort(records, weights, left_out, method.reduce is not None)
+    cohort = Cohort(records, weights, left_out, method.reduce is not None)
     parts = [(method, part) for part in split(abstract)]
     parts += [(_MEAN, part) for part in split({"params": statistics})]
     votes: dict[str, np.ndarray] = {}
-    ready = _layer_by_layer(cohort, parts, progress, votes)
+    ready = layer_by_layer(cohort, parts, progress, votes)
     if method.gives == "wider model":
-        # How wide it is, which the head of the file says, is known when it is there.
+        # The header has the shapes of the merged leaves, which are known only after the merge.
         ready = list(ready)
         kinds = {x: Kind.of(array) for merged in ready for x, array in merged.items()}
     else:
-        own = ((x, records[0].arrays[y]) for x, y in (abstract["params"] | statistics).items())
-        kinds = {x or "array": _merged_kind(kind) for x, kind in own}
+        leaves = (abstract["params"] | statistics).items()
+        kinds = {x or "array": _merged_kind(records[0].arrays[y]) for x, y in leaves}
         kinds |= {leaf: Kind.of(array) for leaf, array in frozen.items()}
     about = {
         **{"what": "model", "algorithm": name, "kind": method.kind},
@@ -176,29 +174,8 @@ def merge_files(
     return Merge(name, tuple(records), shares(weights), left_out, votes)
 
 
-class _Cohort(NamedTuple):
-    """Whose uploads are merged: weight zero for who is left out, by the leaf that is not finite.
-
-    `adds` says whether sums over clients suffice, so that one after another is read.
-    """
-
-    records: list[Record]
-    weights: np.ndarray
-    left_out: dict[str, str]
-    adds: bool
-
-    def read(self, arrays: Sequence[str]) -> Iterator[tuple[Record, Iterator[np.ndarray], float]]:
-        """Read some arrays of each client; zeros, as of `updates.screen`, of who is left out."""
-        kinds = [self.records[0].arrays[name] for name in arrays]
-        for record, weight in zip(self.records, self.weights, strict=True):
-            if record.client in self.left_out:
-                yield record, (np.zeros(kind.shape, kind.dtype) for kind in kinds), weight
-            else:
-                yield record, base.read(record.path, arrays), weight
-
-
 def _frozen(found: Opened, start: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
-    """Take the leaves that nobody sent from the start, if there is one; refuse another network."""
+    """Return the frozen leaves of the start, if there is one; check that the start fits."""
     if start is None:
         return {}
     first, _, others = found[0]
@@ -206,101 +183,33 @@ def _frozen(found: Opened, start: dict[str, np.ndarray] | None) -> dict[str, np.
         check_like(record, sizes, start, first, others)
     if missing := [leaf for leaf in found[0][0].frozen if leaf not in start]:
         raise ValueError(
-            f"The start lacks {missing}, which clients did not send as they are frozen; expected "
+            f"The start lacks the frozen leaves {missing}, which clients did not send; expected "
             "the model that clients started from."
         )
     return {leaf: start[leaf] for leaf in found[0][0].frozen}
 
 
 def _left_out(records: list[Record], names: list[str], on_nonfinite: str) -> dict[str, str]:
-    """Find who diverged, by all of their leaves; refuse them by name, or warn once."""
+    """Find the clients with a leaf that is not finite; raise, or warn once for all of them."""
     left_out = {}
     for record in records:
-        # A leaf at a time, and none after the first that is not finite.
+        # Leaf by leaf, up to the first that is not finite.
         for name, array in zip(names, base.read(record.path, names), strict=True):
             if diverged(array[None]):
                 left_out[record.client] = name
                 break
         if record.client in left_out and on_nonfinite == "raise":
             raise ValueError(
-                f"{str(record.path)!r} of client {record.client!r} is not finite: "
-                f"{left_out[record.client]}. It diverged: train it with a smaller learning rate, "
-                "or leave it out with on_nonfinite='drop'."
+                f"{record.source} is not finite: {left_out[record.client]}. The client diverged: "
+                "train it with a smaller learning rate, or leave it out with on_nonfinite='drop' "
+                "(--on-nonfinite drop)."
             )
     if left_out:
-        said = "; ".join(f"client {client!r} for leaf '{x}'" for client, x in left_out.items())
-        warnings.warn(f"Left out, as uploads that are not finite: {said}.", stacklevel=3)
+        clients = "; ".join(f"client {client!r} for leaf '{x}'" for client, x in left_out.items())
+        warnings.warn(f"Left out, as uploads that are not finite: {clients}.", stacklevel=3)
     return left_out
 
 
-def _layer_by_layer(
-    cohort: _Cohort,
-    parts: Sequence[tuple[Algorithm, Part]],
-    progress: Callable[[str, int, int], None] | None,
-    votes: dict[str, np.ndarray],
-) -> Iterator[dict[str, np.ndarray]]:
-    """Merge each part by its method, and add to the votes; yield merged arrays by leaf name."""
-    for number, (method, part) in enumerate(parts):
-        names = ", ".join(part.names[leaf] for leaf in part.values["params"])
-        if progress is not None:
-            progress(names, number, len(parts))
-        try:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                merged, strengths = _merge_part(method, cohort, part)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{names}: {part.told(error)}") from error
-        for warning in said:
-            warnings.warn(part.told(warning.message), stacklevel=2)
-        # Nobody has curvature: the layer keeps the weighted mean.
-        votes |= {
-            x: shares(np.asarray(own if max(own) > 0 else cohort.weights))
-            for x, own in strengths.items()
-        }
-        yield {leaf or "array": np.asarray(array) for leaf, array in merged.items()}
-
-
-def _merge_part(
-    method: Algorithm, cohort: _Cohort, part: Part
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Merge some leaves of all clients; give each client's strength by layer too."""
-    arrays, structure = jax.tree.flatten(part.values)
-    kinds, strengths = [cohort.records[0].arrays[name] for name in arrays], {}
-    start = jax.tree.unflatten(structure, [np.zeros(k.shape, k.dtype) for k in kinds])["params"]
-
-    def look_at(record: Record, leaves: Sequence[np.ndarray], weight: float) -> None:
-        values = jax.tree.unflatten(structure, leaves)
-        fisher = values.get("fisher")
-        if weight > 0 and isinstance(fisher, Operator) and (bad := indefinite(fisher)):
-            place = bad[0].partition("/")[2].split("/")
-            raise ValueError(
-                f"{str(record.path)!r} of client {record.client!r} has a Fisher that is not "
-                f"symmetric positive semi-definite: {'/'.join(part.names.get(x, x) for x in place)}"
-            )
-        for name, strength in strengths_of(values, weight).items():
-            strengths.setdefault(part.names.get(name, name), []).append(strength)
-
-    def chunks() -> Iterator[tuple[Update, np.ndarray]]:
-        for record, found, weight in cohort.read(arrays):
-            leaves = list(found)
-            look_at(record, leaves, weight)
-            stacked = jax.tree.unflatten(structure, [leaf[None] for leaf in leaves])
-            yield Update(stacked, method.kind), np.array([weight])
-
-    if cohort.adds:
-        merged, _, _ = merging.merge_stream(method, start, chunks())
-    else:
-        # Filled in place: a list and its stack would be twice as much.
-        stacked = [np.empty((len(cohort.records), *kind.shape), kind.dtype) for kind in kinds]
-        for client, (record, found, weight) in enumerate(cohort.read(arrays)):
-            for place, leaf in zip(stacked, found, strict=True):
-                place[client] = leaf
-            look_at(record, [place[client] for place in stacked], weight)
-        update = Update(jax.tree.unflatten(structure, stacked), method.kind)
-        merged, _, _ = merging.merge(method, start, update, cohort.weights)
-    return {part.names[number]: leaf for number, leaf in merged.items()}, strengths
-
-
 def _merged_kind(kind: Kind) -> Kind:
-    """Give the kind of a merged leaf: JAX's, where 64 bits are off."""
+    """Return the kind of a merged leaf, which has 32 bits where JAX's x64 mode is off."""
     return kind._replace(dtype=jax.dtypes.canonicalize_dtype(kind.dtype).name)

@@ -1,7 +1,7 @@
-"""An upload is a file: what one client sends, and what there is to know of it.
+"""Write and read uploads: files with the update of one client and its description.
 
-Params of any structure become a dict by leaf name, and operators act on that: whoever merges needs
-neither the network nor its classes.
+Params of any structure become a dict by leaf name, and operators act on that dict, so that a server
+can merge uploads without the network and its classes.
 """
 
 import os
@@ -14,31 +14,33 @@ from fisherjax import algorithms, leaves, tree
 from fisherjax._core import checks
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
-from fisherjax.files._claims import FROZEN, SAYS, STATISTICS, check, check_sizes
-from fisherjax.files.base import LIMITS, Kind, Limits, Sealed
+from fisherjax.files._claims import FIELDS, FROZEN, STATISTICS, check, check_sizes
+from fisherjax.files._limits import LIMITS, Kind, Limits
+from fisherjax.files.base import Sealed
 from fisherjax.files.values import check_single, decode, encode, flat, joined, shape_of
 
 THEN = "; "
-"""Between what was sent and the codec's name, in the kind of a compressed update."""
+"""Text between the kind of an update and the codec's name, in the kind of a compressed update."""
 
 
 class Record(NamedTuple):
-    """What an upload says of itself.
+    """Description of an upload.
 
     Attributes:
-        path: Of the file.
-        client: Whose it is.
-        examples: How many the client has, its weight.
-        algorithm: The method that it was made for, a name of `algorithms.METHODS`.
-        kind: What was sent, in words.
-        codec: How arrays were packed, "none" if they were not.
-        layers: Shapes of the params by leaf name; None where a codec's nodes do not say it.
-        statistics: Shapes of the leaves that training changed without a gradient, by leaf name.
-        frozen: Names of the leaves that were not sent.
-        arrays: What is in the file: type and shape by name.
-        nbytes: Size of the file.
-        version: Of the library that wrote it.
-        sha256: Of the file, with zeros in place of this.
+        path: Path of the file.
+        client: Name of the client.
+        examples: Number of the client's examples, which is its weight.
+        algorithm: Method for which the upload was made, a name in `algorithms.METHODS`.
+        kind: Kind of the update, in words.
+        codec: Name of the codec that packed the arrays, "none" without one.
+        layers: Shapes of the params by leaf name; None for encoded leaves of unknown shape.
+        statistics: Shapes of running statistics by leaf name: leaves that training changes without
+            a gradient.
+        frozen: Names of frozen leaves, which are not sent.
+        arrays: Kinds of the arrays in the file, by name.
+        nbytes: Size of the file in bytes.
+        version: Version of fisherjax that wrote the file.
+        sha256: SHA-256 of the file, computed with zeros in place of the digest.
     """
 
     path: Path
@@ -55,6 +57,11 @@ class Record(NamedTuple):
     version: str
     sha256: str
 
+    @property
+    def source(self) -> str:
+        """The file and the client, for error messages."""
+        return f"{str(self.path)!r} of client {self.client!r}"
+
 
 def save_update(
     path: str | os.PathLike,
@@ -65,27 +72,29 @@ def save_update(
     examples: float,
     codec: str | None = None,
 ) -> None:
-    """Write what one client sends to one file, with what a server has to know to merge it.
+    """Write the update of one client to a file, with the description that a merge needs.
 
-    The file is a .safetensors file with arrays such as "params/dense/kernel" and
-    "fisher/factors/dense/kernel/input"; other programs read it too. Running statistics are arrays
-    such as "statistics/norm/mean", and of frozen leaves it has the names only. It appears whole or
-    not at all, and holds a SHA-256 of itself.
+    The file is a .safetensors file, which other programs can read too. It has arrays such as
+    "params/dense/kernel" and "fisher/factors/dense/kernel/input", and "statistics/norm/mean" for
+    running statistics. Of frozen leaves it has the names only. It is written atomically, and holds
+    its own SHA-256.
 
     Args:
-        path: Ends in .safetensors; its folder exists.
-        update: One client's, not stacked: `of_client(updates, i)` takes one of many. Compressed
-            ones, of `compression.compressed`, take as many bytes beside the header as
-            `compression.size` counts.
-        algorithm: The method that it was made for, a name of `algorithms.METHODS`.
-        client: Whose it is: a merge takes nobody twice.
-        examples: How many the client has, its weight.
-        codec: How arrays are packed; None is what the kind of a compressed update says, or "none".
+        path: Path that ends in .safetensors, in a folder that exists.
+        update: Update of one client; `of_client(updates, i)` selects one of stacked updates. A
+            compressed update, of `compression.compressed`, takes as many bytes as
+            `compression.size` counts, and the header.
+        algorithm: Method for which the update was made, a name in `algorithms.METHODS`.
+        client: Name of the client, unique among the uploads of a merge.
+        examples: Number of the client's examples, which is its weight.
+        codec: Name of the codec that packed the arrays (default: the one in the kind of a
+            compressed update, else "none").
 
     Raises:
-        ValueError: For an unknown algorithm, no name, a negative number of examples, an update that
-            is stacked, running variances, or leaves that a file cannot name.
-        TypeError: If the update holds what a file cannot.
+        ValueError: If the algorithm is unknown, a name is empty, the number of examples is
+            negative, the update is stacked or has running variances, or a leaf's name cannot be
+            stored.
+        TypeError: If a file cannot hold a value of the update.
 
     Example:
         >>> import tempfile, numpy as np, fisherjax as fj
@@ -96,14 +105,14 @@ def save_update(
         >>> found.values["params"]["w"].shape, record.client, record.examples
         ((3, 2), 'ann', 60)
     """
-    checks.instance("update", update, Update, "an algorithms.Update, of merging.summarize")
+    checks.instance("update", update, Update, "an algorithms.Update, as of merging.summarize")
     check_method(algorithm)
     checks.number("examples", examples)
     if codec is None:
         codec = (update.kind.partition(THEN)[2] if "update" in update.values else "") or "none"
     for name, text in (("client", client), ("codec", codec)):
         if not isinstance(text, str) or not text:
-            raise ValueError(f"{name} is {text!r}; expected its name")
+            raise ValueError(f"{name} is {text!r}; expected a name, a string that is not empty")
     leaves.check_moments(tuple(update.statistics))
     values = flat(tree.as_arrays(update.values))
     check_single(values)
@@ -111,8 +120,8 @@ def save_update(
     spec = encode(values, "", arrays)
     encode(dict(update.statistics), STATISTICS, arrays)
     examples = examples if isinstance(examples, int) else float(examples)
-    said = dict(zip(SAYS, (algorithm, update.kind, client, examples, codec), strict=True))
-    about = {"what": "upload"} | said | {"values": spec} | _untrained(update)
+    fields = dict(zip(FIELDS, (algorithm, update.kind, client, examples, codec), strict=True))
+    about = {"what": "upload"} | fields | {"values": spec} | _untrained(update)
     kinds = {name: Kind.of(array) for name, array in arrays.items()}
     with base.sealing(path, kinds, about) as put:
         for name, array in arrays.items():
@@ -120,41 +129,41 @@ def save_update(
 
 
 def _untrained(update: Update) -> dict[str, Any]:
-    """Say which leaves are not trained; nothing of those that have none."""
+    """Describe the leaves that are not trained; return an empty dict if there are none."""
     names = {STATISTICS: list(update.statistics), FROZEN: list(update.frozen)}
-    # Others stay files that versions before read, bit for bit.
-    said = {what: own for what, own in names.items() if own}
-    return {"format": base.FORMATS[-1]} | said if said else {}
+    # Without such leaves the file is one of format 1, which older versions read.
+    listed = {what: leaves for what, leaves in names.items() if leaves}
+    return {"format": base.FORMATS[-1]} | listed if listed else {}
 
 
 def load_update(path: str | os.PathLike, *, limits: Limits = LIMITS) -> tuple[Update, Record]:
-    """Read an upload, with params as a dict by leaf name and operators that act on that.
+    """Read an upload, with params as a dict by leaf name and operators that act on this dict.
 
     Args:
-        path: Of a file that `save_update` wrote.
-        limits: How large it may be, and what its codes may decode to.
+        path: Path of a file that `save_update` wrote.
+        limits: Limits for the size of the file and of its decoded values.
 
     Returns:
-        The update, of NumPy's arrays, and what the file says of itself.
+        The update, of NumPy arrays, and the record of the file.
 
     Raises:
-        ValueError: If the file is truncated, changed, of another program or of a later version, or
-            beyond the limits.
-        FileNotFoundError: If there is none.
+        ValueError: If the file is truncated or changed, was written by another program or a later
+            version, or exceeds the limits.
+        FileNotFoundError: If there is no such file.
 
     Example: see `save_update`.
     """
-    record, spec, _ = opened(path, limits)
+    record, spec, _ = open_upload(path, limits)
     arrays = dict(zip(record.arrays, base.read(record.path, record.arrays), strict=True))
     values = decode(record.path, spec, arrays.__getitem__)
-    # Once more, of arrays: how many bits a stream needs is among them.
+    # Checked again with the arrays, which tell how many bits a stream needs.
     check_sizes(record.path, record.client, values, record.nbytes, limits)
     statistics = {name: arrays[f"{STATISTICS}/{name}"] for name in record.statistics}
     return Update(values, record.kind, statistics, record.frozen), record
 
 
 def of_client(updates: Update, client: int) -> Update:
-    """Take one client's of stacked updates.
+    """Select the update of one client from stacked updates.
 
     Example:
         >>> import numpy as np
@@ -165,7 +174,7 @@ def of_client(updates: Update, client: int) -> Update:
 
 
 def check_method(name: str) -> None:
-    """Refuse what is no method, and methods whose uploads are never files.
+    """Check that a name is that of a method whose uploads can be merged from files.
 
     Example:
         >>> check_method("fedavg")
@@ -173,42 +182,52 @@ def check_method(name: str) -> None:
     checks.one_of("algorithm", name, algorithms.METHODS, "algorithms.METHODS")
     if algorithms.METHODS[name].reads is None:
         raise ValueError(
-            f"algorithm is {name!r}, whose uploads are not merged later, from files; expected a "
-            "method that merges trained models, such as 'fedavg' or 'fedfisher_kfac'."
+            f"algorithm is {name!r}, whose uploads are not merged from files; expected a method "
+            "that merges trained models, such as 'fedavg' or 'fedfisher_kfac'."
         )
 
 
-def opened(
+def open_upload(
     path: str | os.PathLike, limits: Limits = LIMITS
 ) -> tuple[Record, dict[str, Any], dict[str, Kind]]:
-    """Check an upload, and read its record and how its values are made of its arrays.
+    """Check an upload, and read its record and the description of its values.
 
     Returns:
-        The record, the description of the values, and type and shape by name of what they decode
-        to.
+        The record, the description of the values, and the kinds that they decode to, by name.
+
+    Raises:
+        ValueError: If the file is not an upload, or is refused as in `load_update`.
+        FileNotFoundError: If there is no such file.
     """
     file = base.unseal(path, limits)
     if file.about.get("what") != "upload":
         raise ValueError(
-            f"{str(file.path)!r} is a {file.about.get('what')}; expected an upload, as "
-            "files.save_update writes them. files.load_arrays reads its arrays"
+            f"{str(file.path)!r} is a {file.about.get('what')}; expected an upload of "
+            "files.save_update. Read its arrays with files.load_arrays"
         )
     sizes = check(file, limits)
     return record_of(file), file.about["values"], sizes
 
 
 def record_of(file: Sealed) -> Record:
-    """Read the record of an upload that was checked."""
+    """Return the record of an upload that was checked."""
     about, arrays = file.about, file.arrays
     values, place = about["values"], ""
-    # Through what compressed updates are wrapped in, to the params.
+    # Params of a compressed update lie inside of its codes.
     for key in ("update", "values", "params"):
         inner = {**values, **values.get("children", {}), **values.get("dict", {})}
         if key in inner:
             values, place = inner[key], joined(place, key)
     params = values.get("dict", values.get("ordered", {})) if place.endswith("params") else {}
     layers = {x: shape_of(spec, joined(place, x), arrays) for x, spec in params.items()}
-    said = {name: about[name] for name in SAYS} | {FROZEN: tuple(about.get(FROZEN, ()))}
-    said[STATISTICS] = {x: arrays[f"{STATISTICS}/{x}"].shape for x in about.get(STATISTICS, ())}
-    of_file = {"nbytes": file.nbytes, "version": about["version"], "sha256": file.digest}
-    return Record(file.path, layers=layers, arrays=arrays, **said, **of_file)
+    return Record(
+        path=file.path,
+        **{name: about[name] for name in FIELDS},
+        layers=layers,
+        statistics={x: arrays[f"{STATISTICS}/{x}"].shape for x in about.get(STATISTICS, ())},
+        frozen=tuple(about.get(FROZEN, ())),
+        arrays=arrays,
+        nbytes=file.nbytes,
+        version=about["version"],
+        sha256=file.digest,
+    )

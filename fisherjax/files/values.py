@@ -1,6 +1,6 @@
-"""Values of an update as JSON and arrays by name, and back.
+"""Describe the values of an update as JSON and named arrays, and make values of a description.
 
-Params of any structure become a dict by leaf name, and operators act on that.
+Params of any structure become a dict by leaf name, and operators act on that dict.
 """
 
 import dataclasses
@@ -26,31 +26,32 @@ from fisherjax.compression import (
     Triangle,
     Truncated,
 )
-from fisherjax.files.base import Kind
+from fisherjax.files._limits import Kind
 from fisherjax.fisher import Dense, Diagonal, Kronecker
 from fisherjax.fisher.operators import Template
 
 _OPERATORS = Diagonal, Dense, Kronecker
 _ENCODED = Codes, Difference, Root, Slot, Squares, Stream, Triangle, Truncated
-KNOWN: dict[str, type] = {kind.__name__: kind for kind in (*_OPERATORS, Wiring, *_ENCODED)}
-"""Frozen dataclasses that a file holds: their children are arrays, dicts of them, or others of
-these; their static fields numbers, strings, None, tuples of those, `Layer` and `Template`."""
+VALUE_TYPES: dict[str, type] = {kind.__name__: kind for kind in (*_OPERATORS, Wiring, *_ENCODED)}
+"""Frozen dataclasses that a file can hold, by name. Their children are arrays, dicts of arrays, or
+such dataclasses; their static fields are numbers, strings, None, tuples, `Layer` and `Template`."""
 
 _ARRAY = "array"
 
 
 def decode(path: Path, spec: Any, leaf: Callable[[str], Any]) -> dict[str, Any]:
-    """Build values from their description, with `leaf(name)` for each array."""
+    """Make values from their description, with `leaf(name)` for each array."""
     try:
         return _decode(spec, "", leaf)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{str(path)!r} says what this version cannot read ({error!r}): update fisherjax"
+            f"the header of {str(path)!r} has a description that this version cannot read "
+            f"({error!r}): update fisherjax"
         ) from error
 
 
 def shape_of(spec: Any, name: str, arrays: dict[str, Kind]) -> tuple[int, ...] | None:
-    """Give the shape of a leaf, if its description says it."""
+    """Return the shape of a leaf, or None if its description has no shape."""
     if spec == _ARRAY:
         return arrays[name].shape
     if spec.get("type") == Difference.__name__:
@@ -60,13 +61,13 @@ def shape_of(spec: Any, name: str, arrays: dict[str, Kind]) -> tuple[int, ...] |
 
 
 def flat(values: Mapping[str, Any], ordered: bool = False) -> dict[str, Any]:
-    """Give values with params, and what is structured like them, as dicts by leaf name."""
+    """Return values whose params, and trees of the same structure, are dicts by leaf name."""
     return {name: _flat_one(name, value, ordered) for name, value in values.items()}
 
 
 def _flat_one(name: str, value: Any, ordered: bool = False) -> Any:
-    # JAX sorts dicts by their keys, but bits of a stream and rows of a packed matrix stay as they
-    # are: these are ordered as the leaves were.
+    # JAX sorts the keys of a dict, but the bits of a stream and the rows of a packed matrix are in
+    # the order of the original leaves: these need an OrderedDict.
     if name == "update" and isinstance(value, dict):
         return flat(value, ordered)
     if isinstance(value, Stream):
@@ -77,7 +78,7 @@ def _flat_one(name: str, value: Any, ordered: bool = False) -> Any:
         return value.select(value.template.names())
     if isinstance(value, Diagonal):
         return Diagonal(_flat_one("params", value.entries, ordered))
-    # What is no params is data of a type that is known, which params may hold as well.
+    # Nodes of VALUE_TYPES stay as they are, also inside of params.
     if name != "params" or _is_known(value):
         return value
     leaves = jax.tree.leaves(value, is_leaf=_is_known)
@@ -91,19 +92,19 @@ def _is_sorted(names: Sequence[str] | Mapping[str, Any]) -> bool:
 
 
 def _template(template: Template) -> Template:
-    """Give the template of a dict by leaf name, whose leaves are in the same order."""
+    """Return the template of a dict by leaf name, with the leaves in the same order."""
     names = template.names()
     kind = dict if _is_sorted(names) else OrderedDict
     return Template(jax.tree.structure(kind.fromkeys(names, 0)), template.shapes)
 
 
 def check_single(values: dict[str, Any]) -> None:
-    """Refuse stacked values, which their operator tells, or what they are packed in."""
+    """Check that values are of one client, as far as codes and operators have shapes."""
     for node in jax.tree.leaves(values, is_leaf=_is_scaled):
         if _is_scaled(node) and np.ndim(node.largest if isinstance(node, Codes) else node.step):
             raise ValueError(
                 f"This update holds arrays {node.shape} of several clients; expected one client's: "
-                "files.of_client(updates, i) takes one of many"
+                "select it with files.of_client(updates, i)"
             )
     params, fisher = values.get("params"), values.get("fisher")
     if not (isinstance(fisher, (Kronecker, Dense)) and isinstance(params, Mapping)):
@@ -112,8 +113,8 @@ def check_single(values: dict[str, Any]) -> None:
     for name, leaf in params.items():
         if _is_array(leaf) and expected.get(name) != leaf.shape:
             raise ValueError(
-                f"Leaf '{name}' has shape {leaf.shape}, but its Fisher is of {expected.get(name)}; "
-                "expected one client's update: files.of_client(updates, i) takes one of many"
+                f"Leaf '{name}' has shape {leaf.shape}, but its Fisher {expected.get(name)}; "
+                "expected one client's update: select it with files.of_client(updates, i)"
             )
 
 
@@ -122,31 +123,22 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
     if isinstance(value, dict):
         for key in value:
             checks.instance(f"A key of '{name}'", key, str, "a string")
-        inner = {key: encode(x, joined(name, key), arrays) for key, x in value.items()}
-        return {"ordered" if isinstance(value, OrderedDict) else "dict": inner}
+        entries = {key: encode(x, joined(name, key), arrays) for key, x in value.items()}
+        return {"ordered" if isinstance(value, OrderedDict) else "dict": entries}
     if _is_known(value):
-        fields = {x.name: x.metadata.get("static", False) for x in dataclasses.fields(value)}
-        # Left out, so that files stay those of versions that did not know of a field.
-        unsaid = {
-            x.name
-            for x in dataclasses.fields(value)
-            if x.default is None and getattr(value, x.name) is None
-        }
-        children = {
-            field: encode(getattr(value, field), joined(name, field), arrays)
-            for field, static in fields.items()
-            if not static
-        }
-        static = {
-            field: _static(getattr(value, field), joined(name, field))
-            for field, is_static in fields.items()
-            if is_static and field not in unsaid
-        }
+        children, static = {}, {}
+        for field in dataclasses.fields(value):
+            inner, key = getattr(value, field.name), joined(name, field.name)
+            if not field.metadata.get("static", False):
+                children[field.name] = encode(inner, key, arrays)
+            # A field that is None by default is left out, so that older versions read the file.
+            elif not (inner is None and field.default is None):
+                static[field.name] = _static(inner, key)
         return {"type": type(value).__name__, "children": children, "static": static}
     if not (_is_array(value) or isinstance(value, (int, float))):
         raise TypeError(
-            f"'{name}' is a {type(value).__name__}; a file holds arrays, dicts of them and "
-            f"{', '.join(KNOWN)}. files.KNOWN takes other frozen dataclasses"
+            f"'{name}' is a {type(value).__name__}; expected an array, a dict of arrays, or one of "
+            f"{', '.join(VALUE_TYPES)}. Add another frozen dataclass to files.VALUE_TYPES"
         )
     if name in arrays:
         raise ValueError(f"two leaves are called '{name}': rename a key that holds a '/'")
@@ -162,7 +154,7 @@ def _decode(spec: Any, name: str, leaf: Callable[[str], Any]) -> Any:
             return kind((x, _decode(s, joined(name, x), leaf)) for x, s in spec[word].items())
     children = {x: _decode(s, joined(name, x), leaf) for x, s in spec["children"].items()}
     static = {field: _from_static(x) for field, x in spec["static"].items()}
-    return KNOWN[spec["type"]](**children, **static)
+    return VALUE_TYPES[spec["type"]](**children, **static)
 
 
 def _static(value: Any, name: str) -> Any:
@@ -171,14 +163,14 @@ def _static(value: Any, name: str) -> Any:
         return {"Template": dict(zip(value.names(), value.shapes, strict=True))}
     if isinstance(value, Layer):
         return {"Layer": {field: _static(x, name) for field, x in value._asdict().items()}}
-    # Of these types and no others: a tuple with a name would come back as a bare one.
+    # Exactly these types: a named tuple would be read as a plain tuple.
     if type(value) in (tuple, list):
         return [_static(x, name) for x in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise TypeError(
-        f"'{name}' is static and a {type(value).__name__}; a file holds numbers, strings, None, "
-        "tuples of those, Layer and Template"
+        f"'{name}' is static and a {type(value).__name__}; expected a number, a string, None, a "
+        "tuple of these, a Layer or a Template"
     )
 
 
@@ -189,20 +181,20 @@ def _from_static(spec: Any) -> Any:
         return spec
     [(kind, fields)] = spec.items()
     if kind == "Template":
-        given = OrderedDict((name, tuple(shape)) for name, shape in fields.items())
+        shapes = OrderedDict((name, tuple(shape)) for name, shape in fields.items())
         return _template(
-            Template(jax.tree.structure(OrderedDict.fromkeys(given, 0)), (*given.values(),))
+            Template(jax.tree.structure(OrderedDict.fromkeys(shapes, 0)), (*shapes.values(),))
         )
     return {"Layer": Layer}[kind](**{name: _from_static(x) for name, x in fields.items()})
 
 
 def joined(name: str, key: str) -> str:
-    """Name what is inside."""
+    """Return the name of an entry of a dict or a dataclass called `name`."""
     return f"{name}/{key}" if name else key
 
 
 def _is_known(value: Any) -> bool:
-    return type(value) in KNOWN.values()
+    return type(value) in VALUE_TYPES.values()
 
 
 def _is_scaled(value: Any) -> bool:

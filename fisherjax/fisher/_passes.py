@@ -1,8 +1,14 @@
-"""One pass over a data set: weighted means over examples, a minibatch at a time, exactly.
+"""Compute exact weighted means over the examples of a data set, one minibatch at a time.
 
-Padding is by weight: an example of weight zero leaves no trace, so a padded client equals an
-unpadded one, and an empty client gives zeros. Minibatches after the last example that counts are
-not run. Examples that are spread over devices are passed over where they are.
+How many examples a pass uses:
+
+* all examples with a weight other than zero, or `max_examples` of them, drawn without replacement
+  (`Plan.max_examples`, drawn in `_mean`);
+* padded examples have weight zero and change nothing, so that a padded client equals an unpadded
+  one, and a client without examples has the mean zero;
+* minibatches of `batch_size` rows that hold padding only, at the end, are not run.
+
+Examples that are spread over several devices stay where they are: each device runs over its own.
 """
 
 from collections.abc import Callable
@@ -25,7 +31,14 @@ from fisherjax.typing import Apply, Array, Examples, Key, Likelihood, Model, Par
 
 
 class Plan(NamedTuple):
-    """What a pass over a data set is compiled for."""
+    """The options of a pass over a data set, which it is compiled for.
+
+    Attributes:
+        model: The network and its likelihood.
+        kind: The output-gradient estimator.
+        batch_size: Number of rows of a minibatch.
+        max_examples: Most examples that the pass uses, drawn without replacement; None uses all.
+    """
 
     model: Model
     kind: Kind
@@ -33,11 +46,12 @@ class Plan(NamedTuple):
     max_examples: int | None = None
 
 
-_DRAW = 2**31 - 1  # what a key is folded by to draw examples; no number of a minibatch
+# Folded into the key that draws examples. Minibatches fold in their numbers, which are smaller.
+_DRAW = 2**31 - 1
 
 
 Factor = Callable[[Array], Columns]
-"""`outputs z [B, ..., C] -> S [K, B, ..., C]`, what a kind makes of one minibatch."""
+"""`outputs z [B, ..., C] -> S [K, B, ..., C]`, the columns of one minibatch."""
 Sums = Callable[[Apply, Any, Array, Array, Factor], Any]
 """`(apply, params, inputs [B, ...], weights [B], factor) -> sums over the minibatch`, a pytree."""
 
@@ -45,29 +59,30 @@ Sums = Callable[[Apply, Any, Array, Array, Factor], Any]
 def weighted_mean(
     batch_sums: Callable[..., Any], examples: Examples, *, key: Key | None, batch_size: int
 ) -> Any:
-    """Average over examples, sum_n w_n f(x_n, y_n) / sum_n w_n; zeros if all weights are zero.
+    """Return the mean over examples, sum_n w_n f(x_n, y_n) / sum_n w_n; zeros if all w_n are zero.
 
-    `batch_sums(inputs [B, ...], targets or None, weights [B], key or None)` sums over a minibatch.
-    What fits into one minibatch has a gradient by inputs and parameters.
+    `batch_sums(inputs [B, ...], targets or None, weights [B], key or None)` returns the sums over a
+    minibatch. If all examples fit into one minibatch, then the mean can be differentiated.
     """
     number, batch = minibatches(examples, batch_size)
 
     def one_batch(step: Array | int, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         sums, total = carry
-        # Folded, so that a minibatch's draws do not depend on how many there are.
+        # Keys are folded, so that the draws of a minibatch do not depend on their number.
         batch_key = None if key is None else jax.random.fold_in(key, step)
-        own = batch_sums(*batch(step), batch_key)
-        # Divided once, at the end: in a mean of means the short minibatch would weigh too much.
-        return jax.tree.map(jnp.add, sums, own), total + batch(step)[2].sum()
+        batch_sum = batch_sums(*batch(step), batch_key)
+        # The division comes at the end: in a mean of means a short minibatch would count too much.
+        return jax.tree.map(jnp.add, sums, batch_sum), total + batch(step)[2].sum()
 
     shapes = jax.eval_shape(lambda: (batch_sums(*batch(0), key), batch(0)[2].sum()))
-    # In at least float32: a long sum in bfloat16 loses its small terms.
+    # Sums are at least float32, because a long sum in bfloat16 loses its small terms.
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), shapes
     )
-    # The number is data, not a shape: minibatches of padding alone are not run.
+    # The number of minibatches depends on the weights, so that those with padding only are not run.
     rows = examples.inputs if examples.indices is None else examples.indices
-    if rows.shape[0] <= batch_size:  # a loop of a number that is data has no gradient
+    if rows.shape[0] <= batch_size:
+        # Such a loop cannot be differentiated in reverse, but a `cond` can.
         sums, total = jax.lax.cond(number > 0, partial(one_batch, 0), lambda none: none, zeros)
     else:
         sums, total = jax.lax.fori_loop(0, number, one_batch, zeros)
@@ -83,28 +98,28 @@ def run(
     key: Key | None,
     vector: Params | None = None,
 ) -> Any:
-    """Compile the weighted mean of `sums`, and run it on every device that holds some examples.
+    """Compile the weighted mean of `sums`, and run it on every device that holds examples.
 
-    The sums are given the network as a function of its trained leaves, and these; with a vector the
-    pair of both in their place. Where the `NamedSharding` of the inputs splits their first axis,
-    each device runs over its own rows, in minibatches of its own and with a key of its own, and the
-    mean is on all devices.
+    `sums` gets the network as a function of its trained leaves, and these leaves as params, or the
+    pair of leaves and vector if a vector is given. If the `NamedSharding` of the inputs splits
+    their first axis, then each device runs over its own rows in its own minibatches and with its
+    own key, and the mean is on all devices.
 
     Raises:
-        ValueError: If inputs are spread and indices are given.
+        ValueError: If inputs are spread over devices and indices are given.
     """
     inputs, weights = examples.inputs, examples.weights
     layout = layout_of(inputs)
-    # Its first axis is that of the examples.
+    # The first axis of inputs is that of the examples.
     if layout is None or not layout.spec or layout.spec[0] is None:
         return _mean(sums, plan, params, examples, key, vector)
     if examples.indices is not None:
         raise ValueError(
-            "indices select rows of all inputs, but the inputs are spread over devices, each of "
-            "which sees its own rows only. Spread the selected rows, or leave rows out by weights "
-            "of zero."
+            "Examples have indices, which select rows of all inputs, but the inputs are spread "
+            "over devices, and each device has its own rows only. Spread the selected rows over "
+            "devices without indices, or give the other rows weight zero."
         )
-    # Each device weighs its mean by the weights of its own rows.
+    # Each device needs the weights of its own rows.
     weights = jnp.ones(inputs.shape[0]) if weights is None else jnp.asarray(weights, float)
     params, key, vector = replicate((params, key, vector), mesh_of(inputs))
     examples = examples._replace(weights=weights)
@@ -121,8 +136,8 @@ def _mean(
     vector: Params | None,
 ) -> Any:
     model, kind, batch_size, most = plan
-    apply, own = leaves.opened(model, params)
-    point = own if vector is None else (own, vector)
+    apply, trained = leaves.opened(model, params)
+    point = trained if vector is None else (trained, vector)
     examples = _sequences.weighed(model, examples)
     if most is not None and key is not None:
         examples = draw(jax.random.fold_in(key, _DRAW), examples, most)
@@ -146,24 +161,24 @@ def _mean_over_devices(
     key: Key | None,
 ) -> Any:
     axis, everywhere, most = layout.spec[0], PartitionSpec(), plan.max_examples
-    # Each device draws its part.
-    own_plan = plan._replace(max_examples=most and -(-most // layout.mesh.shape[axis]))
+    # Each device draws an equal part of max_examples.
+    device_plan = plan._replace(max_examples=most and -(-most // layout.mesh.shape[axis]))
 
-    def on_one(point: tuple, key: Key | None, examples: Examples) -> Any:
+    def on_device(point: tuple, key: Key | None, examples: Examples) -> Any:
         examples = _sequences.weighed(plan.model, examples)
-        # Otherwise all devices would draw the same labels.
+        # With the same key all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
         params, vector = point
-        own = _mean(sums, own_plan, params, examples, key, vector)
+        mean = _mean(sums, device_plan, params, examples, key, vector)
         weight = weights_of(examples).sum()
         total = jax.lax.psum(weight, axis)
-        # Weighted means of means: devices may hold different numbers of examples that count.
+        # The devices' means are weighted, because devices may hold different numbers of examples.
         share = weight / jnp.where(total > 0, total, 1)
-        return jax.lax.psum(jax.tree.map(lambda x: x * share.astype(x.dtype), own), axis)
+        return jax.lax.psum(jax.tree.map(lambda x: x * share.astype(x.dtype), mean), axis)
 
     in_specs = everywhere, everywhere, PartitionSpec(axis)
-    spread = {"mesh": layout.mesh, "in_specs": in_specs, "out_specs": everywhere}
-    return jax.shard_map(on_one, **spread, check_vma=False)(point, key, examples)
+    options = {"mesh": layout.mesh, "in_specs": in_specs, "out_specs": everywhere}
+    return jax.shard_map(on_device, **options, check_vma=False)(point, key, examples)
 
 
 def check(
@@ -175,7 +190,12 @@ def check(
     batch_size: int,
     max_examples: int | None = None,
 ) -> Plan:
-    """Refuse bad arguments of a pass over a data set by shapes and dtypes, before it compiles."""
+    """Check the arguments of a pass by shapes and dtypes, before it compiles, and return its plan.
+
+    Raises:
+        ValueError: If shapes do not fit, or a kind or a draw lacks its targets or key.
+        TypeError: If params are not floating, or an argument is of another type.
+    """
     checks.model(model)
     params = checks.arrays(params)
     checks.examples(examples)
@@ -188,46 +208,46 @@ def check(
         rows = examples.inputs if examples.indices is None else examples.indices
         if key is None and rows.shape[0] > max_examples:
             raise ValueError(
-                f"max_examples is {max_examples} of {rows.shape[0]} examples, which are drawn: "
-                "pass key=jax.random.key(seed)."
+                f"max_examples is {max_examples} of {rows.shape[0]} examples, which are drawn at "
+                "random, but there is no key: pass key=jax.random.key(seed)."
             )
     mask = None if all(checks.mask(model, params)) else model.mask
-    # Without how it trains: networks that differ in that only share a program. By value: an inline
-    # `partial(fisher.sampled, ...)` must not compile again.
+    # A pass does not train, so models that differ in `apply_train` only share a program. `by_value`
+    # lets an equal `partial(fisher.sampled, ...)` share it, too.
     plan = Plan(model._replace(apply_train=None, mask=mask), by_value(kind), int(batch_size))
     shapes, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, examples.inputs)))
-    z = _outputs(plan.model, structure, tuple(shapes))
+    z = _check_outputs(plan.model, structure, tuple(shapes))
     checks.are_positions(model, examples.inputs, z.shape)
-    # These kinds read no targets, whatever they are.
+    # `automatic` and `true` read no targets, so targets may be anything for them.
     if examples.targets is not None and kind not in (automatic, true):
         shape = examples.targets.shape[0], *z.shape[1:]
         model.likelihood.check(shape, checks.labels(model, shape, examples.targets))
     y = None if examples.targets is None else tree.shape_of(examples.targets[:1])
-    _columns(model.likelihood, plan.kind, z, y, key is None)
+    _check_kind(model.likelihood, plan.kind, z, y, key is None)
     return plan._replace(max_examples=max_examples)
 
 
-# Tracing a network takes longer than many a product: equal shapes are checked once.
+# To trace a network may take longer than the pass itself, so equal shapes are checked only once.
 @cached
-def _outputs(model: Model, structure: Any, shapes: tuple) -> Any:
-    """Give the shape of one example's outputs; refuse a network that does not fit."""
+def _check_outputs(model: Model, structure: Any, shapes: tuple) -> Any:
+    """Return the shape of one example's outputs, and check that the network returns one."""
     params, inputs = jax.tree.unflatten(structure, shapes)
     z = checks.outputs(model, params, tree.shape_of(inputs, 1))
     if z.ndim < 2:
         raise ValueError(
             f"apply returned outputs of shape {z.shape} for one example; expected [1, C]. Keep the "
-            "batch axis and give even a single output an axis of its own."
+            "batch axis, and return a single output as an axis of length one."
         )
     return z
 
 
 @cached
-def _columns(likelihood: Likelihood, kind: Kind, z: Any, y: Any, keyless: bool) -> None:
-    """Let a kind say which argument it lacks; refuse what are no columns."""
+def _check_kind(likelihood: Likelihood, kind: Kind, z: Any, y: Any, keyless: bool) -> None:
+    """Check that a kind has its targets and key, and that it returns columns."""
     key = None if keyless else jax.eval_shape(jax.random.key, 0)
     found = jax.eval_shape(lambda z, y, key: kind(likelihood, z, y, key), z, y, key)
     if getattr(values(found), "shape", ())[1:] != z.shape:
         raise ValueError(
-            f"kind made {found} of outputs of shape {z.shape}; expected an array [K, *shape], or "
-            "ByPosition factors of that shape."
+            f"kind returned {found} for outputs of shape {z.shape}; expected an array [K, *shape] "
+            "or ByPosition factors of that shape."
         )

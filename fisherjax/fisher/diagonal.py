@@ -1,4 +1,4 @@
-"""The diagonal of the Fisher information, from gradients of single examples."""
+"""Compute the diagonal of the Fisher information, from gradients of single examples."""
 
 from collections import Counter
 
@@ -9,8 +9,8 @@ from fisherjax._core import checks
 from fisherjax._layers.layer import Layer, assemble
 from fisherjax._layers.pairs import LayersNotFoundError, Trace, trace
 from fisherjax.fisher import _passes, kinds
-from fisherjax.fisher._columns import Columns, over_columns, weighted
-from fisherjax.fisher.operators import Diagonal, Template
+from fisherjax.fisher._columns import Columns, sum_over_columns, weight
+from fisherjax.fisher.operators import Diagonal, Template, widen
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
@@ -28,26 +28,33 @@ def diagonal(
 
         f_j = sum_n w_n sum_k (J_n^T s_nk)_j^2 / sum_n w_n.
 
-    Squares are of gradients of single examples, never of a minibatch mean. Dense and convolution
-    layers get theirs from inputs and output tangents, forming those of one example at most; for
-    other leaves a minibatch holds [K, B, size of the leaf], of 16 columns at most. It is the Fisher
-    information of the leaves that the model's mask trains, and acts on `leaves.trained`.
+    The squares are those of gradients of single examples, not of a minibatch mean. For dense and
+    convolution layers they are computed from inputs and output gradients, and the gradient of one
+    example is in memory at a time. For other leaves a minibatch holds [K, B, size of the leaf],
+    with at most 16 columns. Only leaves that the model's mask trains are included: the result acts
+    on `leaves.trained(model, params)`.
 
     Args:
-        model: Any network, jitted or not, and what its outputs mean.
-        params: Any pytree of floating arrays.
-        examples: Only the empirical kind reads their targets. Where the sharding of the inputs
-            splits N over devices, each runs over its own rows and draws its own labels.
-        kind: `fisher.true`, `fisher.curvature_propagation`, as good in one backward pass,
-            `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but curvature
-            propagation where outputs are sequences.
-        key: For kinds that draw, and for `max_examples`.
-        batch_size: Examples of a minibatch.
-        max_examples: Of how many examples it is at most, drawn without replacement; None is all.
+        model: The network, jitted or not, and its likelihood.
+        params: A pytree of floating arrays.
+        examples: The examples; only the empirical kind reads their targets. If the sharding of the
+            inputs splits N over devices, then each device runs over its own rows, and draws labels
+            with its own key.
+        kind: The output-gradient estimator. `fisher.true` is the exact expectation;
+            `fisher.curvature_propagation` estimates it without bias in one backward pass;
+            `fisher.sampled` draws labels and `fisher.empirical` takes those of the data.
+            `fisher.automatic` (default) is `true`, or `curvature_propagation` if the outputs of an
+            example are a sequence.
+        key: Random key, for kinds that draw and for `max_examples`.
+        batch_size: Number of examples in a minibatch (default 64); more need more memory.
+        max_examples: Most examples to use, drawn without replacement; None (default) uses all.
+
+    Returns:
+        The operator, with entries of the shapes of the trained leaves.
 
     Raises:
-        ValueError: If shapes do not fit, the kind or the draw lacks its targets or key, or indices
-            are given for inputs that are spread over devices.
+        ValueError: If shapes do not fit, if the kind or the draw lacks its targets or key, or if
+            indices are given for inputs that are spread over devices.
         TypeError: If params are not floating.
 
     Example:
@@ -67,13 +74,12 @@ def diagonal(
 
 def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: _passes.Factor) -> Diagonal:
     try:
-        seen = trace(apply, params, x)
+        traced = trace(apply, params, x)
     except LayersNotFoundError:
-        # No layers: every leaf then takes gradients of single examples.
-        seen = Trace(apply(params, x), (), (), lambda _: (), {})
-    # Layers from inputs and tangents; the rest from gradients of single examples.
-    columns, template = factor(seen.outputs), Template.of(params)
-    sums = _layer_sums(seen, weighted(columns, w))
+        # Without layers all leaves are computed from gradients of single examples.
+        traced = Trace(apply(params, x), (), (), lambda _: (), {})
+    columns, template = factor(traced.outputs), Template.of(params)
+    sums = _layer_sums(traced, weight(columns, w))
     rest = [name for name in template.names() if name not in sums]
     return Diagonal(template.restore(sums | leaf_sums(apply, params, x, columns, w, rest)))
 
@@ -81,7 +87,7 @@ def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: _passes.Fact
 def leaf_sums(
     apply: Apply, params: Params, x: Array, columns: Columns, w: Array, names: list[str]
 ) -> dict[str, Array]:
-    """Sum w_n sum_k (d(s_nk^T z_n)/d leaf)^2 over a minibatch, for some leaves by name."""
+    """Sum w_n sum_k (d(s_nk^T z_n)/d leaf)^2 over a minibatch, for the leaves with these names."""
     if not names:
         return {}
     template = Template.of(params)
@@ -94,53 +100,51 @@ def leaf_sums(
         _, pullback = jax.vjp(outputs, {name: leaves[name] for name in names})
         # One forward pass serves several columns.
         (gradients,) = jax.vmap(pullback)(factor)
-        return jax.tree.map(lambda g: jnp.square(_wide(g)).sum(0), gradients)
+        return jax.tree.map(lambda g: jnp.square(widen(g)).sum(0), gradients)
 
-    def of_some(some: Array) -> dict[str, Array]:
+    def weighted_squares(columns: Array) -> dict[str, Array]:
         # [few, B, ..., C] -> [B, few, ..., C]: an example has a gradient for each column.
-        per_example = jax.vmap(squares)(x, jnp.moveaxis(some, 0, 1))
+        per_example = jax.vmap(squares)(x, jnp.moveaxis(columns, 0, 1))
         return jax.tree.map(lambda s: jnp.tensordot(w.astype(s.dtype), s, 1), per_example)
 
-    return over_columns(of_some, columns)
+    return sum_over_columns(weighted_squares, columns)
 
 
-def _layer_sums(seen: Trace, columns: Columns) -> dict[str, Array]:
-    # A leaf that makes two layers has gradients that are sums over both.
-    uses = Counter((layer.leaf, layer.index) for layer in seen.layers)
-    chosen = [
-        number for number, layer in enumerate(seen.layers) if uses[layer.leaf, layer.index] == 1
-    ]
-    layers = tuple(seen.layers[number] for number in chosen)
+def _layer_sums(traced: Trace, columns: Columns) -> dict[str, Array]:
+    """Sum squared gradients over a minibatch for the leaves of layers, by name."""
+    # The gradient of a leaf in two layers is a sum over both, whose square is not read off them.
+    uses = Counter((layer.leaf, layer.index) for layer in traced.layers)
+    single = [i for i, layer in enumerate(traced.layers) if uses[layer.leaf, layer.index] == 1]
 
-    def of_some(some: Array) -> dict[str, Array]:
-        tangents = jax.lax.map(seen.pullback, some)
+    def layer_squares(columns: Array) -> dict[str, Array]:
+        tangents = jax.lax.map(traced.pullback, columns)
         return {
-            seen.layers[i].kernel: _squares(seen.layers[i], seen.activations[i], tangents[i])
-            for i in chosen
+            traced.layers[i].kernel: _squares(traced.layers[i], traced.activations[i], tangents[i])
+            for i in single
         }
 
-    return assemble(layers, over_columns(of_some, columns)) if layers else {}
+    layers = tuple(traced.layers[i] for i in single)
+    return assemble(layers, sum_over_columns(layer_squares, columns)) if layers else {}
 
 
 def _squares(layer: Layer, a: Array, g: Array) -> Array:
     if layer.form == "scale":
-        return jnp.square(_wide(g)).sum((0, 1))
-    # One-hot rows of an embedding are written out for one example at a time.
-    table = layer.rows if layer.form == "table" else None
-    return _squared_gradients(a, g, table)
+        return jnp.square(widen(g)).sum((0, 1))
+    return _squared_gradients(a, g, layer.rows if layer.form == "table" else None)
 
 
 def _squared_gradients(a: Array, g: Array, table: int | None) -> Array:
     """Sum (sum_t a_nt g_knt^T)^2 over columns and examples: [B, T, a], [K, B, T, o] -> [a, o].
 
-    For a table of so many rows, a are their numbers [B, T].
+    For a table with `table` rows, a holds row numbers [B, T].
     """
-    a, g = a if table else _wide(a), _wide(g)
+    a, g = a if table else widen(a), widen(g)
     if a.shape[1] == 1 and not table:
-        # The square of an outer product is the outer product of squares: [a, B] times [B, o].
+        # The square of an outer product is the outer product of the squares: [a, B] times [B, o].
         return jnp.matmul(jnp.square(a[:, 0]).T, jnp.square(g[:, :, 0]).sum(0), precision="highest")
 
-    # One example after the other, all columns in one product: its gradients stay in the cache.
+    # One example at a time, with all columns in one product, so that gradients stay in the cache
+    # and the one-hot rows of a table are written out for one example only.
     def one_example(sums: Array, example: tuple[Array, Array]) -> tuple[Array, None]:
         patches, tangents = example
         patches = jax.nn.one_hot(patches, table, dtype=g.dtype) if table else patches
@@ -154,8 +158,3 @@ def _squared_gradients(a: Array, g: Array, table: int | None) -> Array:
         (table or a.shape[2], g.shape[3]), g.dtype if table else jnp.result_type(a, g)
     )
     return jax.lax.scan(one_example, zeros, (a, beside))[0]
-
-
-def _wide(x: Array) -> Array:
-    """Square and sum in at least float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,4 +1,4 @@
-"""The full Fisher information: as a dense matrix for small networks, and as a product for any."""
+"""Compute the full Fisher information, as a dense matrix or as its product with a vector."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ from fisherjax import leaves
 from fisherjax._core import checks
 from fisherjax._layers.pairs import check_examples
 from fisherjax.fisher import _passes, kinds
-from fisherjax.fisher._columns import blocks, over_columns
-from fisherjax.fisher.operators import Dense, Template, ravel
+from fisherjax.fisher._columns import blocks, sum_over_columns
+from fisherjax.fisher.operators import Dense, Template, ravel, widen
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
 
@@ -26,8 +26,11 @@ def full(
 
         F = sum_n w_n J_n^T S_n S_n^T J_n / sum_n w_n,    in at least float32.
 
-    The arguments, and what is refused, are those of `fisher.diagonal`. A minibatch holds gradients
-    [K, B, d], of 16 columns at most.
+    The arguments and errors are those of `fisher.diagonal`. A minibatch holds gradients [K, B, d],
+    with at most 16 columns.
+
+    Returns:
+        The operator, which acts on the trained leaves as one vector.
 
     Example:
         >>> import fisherjax as fj
@@ -52,14 +55,13 @@ def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: _passes.Fact
 
     def products(some: Array) -> Array:
         # [B, few, d]; a gradient of the minibatch's mean would mix examples.
-        g = jax.vmap(gradients)(x, jnp.moveaxis(some, 0, 1))
-        g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-        # One side carries the weight: [d, B * few] times [B * few, d].
+        g = widen(jax.vmap(gradients)(x, jnp.moveaxis(some, 0, 1)))
+        # Only one factor carries the weight: [d, B * few] times [B * few, d].
         heavy = (g * w[:, None, None].astype(g.dtype)).reshape(-1, g.shape[-1])
         return jnp.matmul(heavy.T, g.reshape(-1, g.shape[-1]), precision="highest")
 
     check_examples(apply, params, x)
-    matrix = over_columns(products, factor(apply(params, x)))
+    matrix = sum_over_columns(products, factor(apply(params, x)))
     return Dense(matrix, Template.of(params))
 
 
@@ -77,10 +79,22 @@ def vector_product(
 
         F v = sum_n w_n J_n^T S_n S_n^T J_n v / sum_n w_n.
 
-    Both v and F v have the structure, shapes and dtypes of params, or of `leaves.trained` of them.
-    The other arguments, and what is refused, are those of `fisher.diagonal`; the same key gives the
-    same sampled matrix. The true kind costs no more than others, of sequences too, and is the
-    default.
+    The other arguments and errors are those of `fisher.diagonal`. With the same key, sampled kinds
+    multiply by the same matrix. The default kind is `true`, which costs no more than others here,
+    also for sequences.
+
+    Args:
+        model: The network and its likelihood.
+        params: A pytree of floating arrays.
+        examples: The examples.
+        vector: v, with the structure and shapes of params or of `leaves.trained(model, params)`.
+        kind: The output-gradient estimator.
+        key: Random key, for kinds that draw.
+        batch_size: Number of examples in a minibatch (default 256).
+
+    Returns:
+        F v, with the structure and shapes of the vector and the dtypes of params; zero for leaves
+        that are not trained.
 
     Example:
         >>> import fisherjax as fj
@@ -95,17 +109,17 @@ def vector_product(
     params = checks.arrays(params)
     plan = _passes.check(model, params, examples, kind, key, batch_size)
     vector = checks.arrays(vector, "vector")
-    own = leaves.trained(model, params)
+    trained = leaves.trained(model, params)
     given, expected = Template.of(vector), Template.of(params)
-    if given not in (expected, Template.of(own)):
+    if given not in (expected, Template.of(trained)):
         raise ValueError(
             f"vector has leaves of shapes {given.shapes}; expected those of params, "
-            f"{expected.shapes}, in the same structure."
+            f"{expected.shapes}, in the same structure. Pass a vector like params or like "
+            "leaves.trained(model, params)."
         )
     chosen = leaves.trained(model, vector) if given == expected else vector
     product = _passes.run(_product_sums, plan, params, examples, key, chosen)
-    product = jax.tree.map(lambda x, like: x.astype(jnp.result_type(like)), product, own)
-    # Leaves that are not trained have no curvature.
+    product = jax.tree.map(lambda x, like: x.astype(jnp.result_type(like)), product, trained)
     zeros = jax.tree.map(jnp.zeros_like, params)
     return leaves.join(product, zeros) if given == expected else product
 
@@ -115,7 +129,7 @@ def _product_sums(
 ) -> Params:
     params, vector = point
     check_examples(apply, params, x)
-    # Forwards by J, then S S^T on the outputs, then backwards by J^T.
+    # Forward by J, then S S^T on the outputs, then backward by J^T.
     z, jv = jax.jvp(lambda p: apply(p, x), (params,), (vector,))
     s = blocks(factor(z))
     cotangent = jnp.einsum("kbpc,kbpe,bpe,b->bpc", s, s, jv.reshape(s.shape[1:]), w.astype(s.dtype))

@@ -1,6 +1,6 @@
-"""A sum of Kronecker operators as an operator, for sums that no client's factors can be read off.
+"""A sum of Kronecker operators as an operator, for sums that do not reveal a client's factors.
 
-What the terms are does not matter, only what they add up to: one by one they may be indefinite.
+Only the sum of the terms has a meaning: a single term may be indefinite, and is no client's Fisher.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class KroneckerSum(Blockwise):
     """A sum of k Kronecker operators, F V = sum_j A_j V G_j.
 
     Attributes:
-        terms: Stacked operators, leaves [k, ...].
+        terms: Stacked operators, with leaves [k, ...].
 
     Example:
         >>> import jax.numpy as jnp, fisherjax as fj
@@ -36,49 +36,49 @@ class KroneckerSum(Blockwise):
     default_damping: ClassVar[float] = Kronecker.default_damping
 
     def __repr__(self) -> str:
-        """Describe the operator in one line, by its stacked terms."""
+        """Return a description of the operator in one line."""
         return f"KroneckerSum({self.terms!r})"
 
     def blocks(self, params: Params) -> dict[str, Array]:
-        """Split params into blocks, those of each term."""
+        """Return the blocks of params, which are those of each term."""
         return self.terms.blocks(params)
 
     def restore(self, blocks: dict[str, Array]) -> Params:
-        """Put blocks together to params."""
+        """Return params from their blocks."""
         return self.terms.restore(blocks)
 
     def block_mv(self, blocks: dict[str, Array]) -> dict[str, Array]:
         """Multiply blocks by the operator: sum_j A_j V G_j."""
-        return self._added(lambda term: term.block_mv(blocks))
+        return self._sum_terms(lambda term: term.block_mv(blocks))
 
     def block_means(self) -> dict[str, Array]:
-        """Average each block's eigenvalues: its scale, for the damping."""
-        return self._added(Kronecker.block_means)
+        """Return each block's mean eigenvalue, its scale."""
+        return self._sum_terms(Kronecker.block_means)
 
     def block_exponents(self) -> dict[str, Array]:
-        """Read the exponents of blocks off an operator of exponents."""
+        """Return the exponent of each block, from an operator whose leaves are exponents."""
         return self.terms.block_exponents()
 
-    def strengths(self, means: dict[str, Array], damping: Array) -> dict[str, Array]:
-        """Give each block's damping lambda from its mean eigenvalue, in whose units damping is."""
-        return self.terms.strengths(means, damping)
+    def block_damping(self, means: dict[str, Array], damping: Array) -> dict[str, Array]:
+        """Return each block's damping lambda: `damping` times the block's mean eigenvalue."""
+        return self.terms.block_damping(means, damping)
 
     def diagonal(self) -> Params:
-        """Give the diagonal, in the shape of params."""
-        return self._added(Kronecker.diagonal)
+        """Return the diagonal, in the shape of params."""
+        return self._sum_terms(Kronecker.diagonal)
 
     def dense(self) -> Array:
-        """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
-        return self._added(Kronecker.dense)
+        """Return the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
+        return self._sum_terms(Kronecker.dense)
 
     def leading(self) -> Kronecker:
-        """Give the first term."""
+        """Return the first term."""
         return jax.tree.map(lambda leaf: leaf[0], self.terms)
 
     @property
     def coverage(self) -> float:
-        """Share of the parameters that have factors or exact blocks, not just a diagonal."""
+        """Return the share of the parameters that have factors or exact blocks."""
         return self.terms.coverage
 
-    def _added(self, function: Callable[[Kronecker], Any]) -> Any:
+    def _sum_terms(self, function: Callable[[Kronecker], Any]) -> Any:
         return jax.tree.map(lambda x: x.sum(0), jax.vmap(function)(self.terms))

@@ -1,13 +1,15 @@
-"""Fisher operators: a client's curvature as data, a pytree with matrix-vector products.
+"""Fisher operators: a client's curvature as a pytree with matrix-vector products.
 
 An operator acts on params. It is frozen data, so a client can return it, `vmap` can stack it and a
-file can hold it. `adds_up` says whether a sum over clients is the sum of the leaves, and
-`default_damping` what the server's problem is damped by. Each splits params into *blocks* that it
-does not couple, as the leaves of a pytree: leaves for a diagonal, matrices V [a, o] of layers for
-Kronecker factors, one vector for a dense matrix. Solvers work on blocks and treat every leaf on its
-own.
+file can store it. Each operator splits params into *blocks* that it does not couple, as a pytree
+whose leaves are the blocks: leaves of params for a diagonal, matrices V [a, o] of layers for
+Kronecker factors, one vector for a dense matrix. Solvers work on blocks, and solve each by itself.
 
-The sum of several Kronecker operators is not a Kronecker operator: add their products, not factors.
+Two attributes of each class: `adds_up` is True if the operator of a sum over clients is the sum of
+the leaves, and `default_damping` is the damping of the server's problem if none is given.
+
+The sum of several Kronecker operators is not a Kronecker operator: add their products with vectors,
+not their factors.
 """
 
 import dataclasses
@@ -22,53 +24,63 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax.typing import Array, Params, Scalar
 
-# Accelerators round float32 factors of a product by default, which solves then magnify.
+# By default accelerators round the float32 factors of a product, and solves magnify the error.
 PRECISION = "highest"
 
 
 class Template(NamedTuple):
-    """Structure and shapes of params, hashable, so that operators can carry it as static data."""
+    """Structure and shapes of params: hashable, so that operators can have it as static data.
+
+    Attributes:
+        structure: Tree structure of params.
+        shapes: Shapes of the leaves, in the order of `jax.tree.leaves`.
+    """
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, params: Params) -> "Template":
-        """Read the template of params."""
+        """Return the template of params."""
         leaves, structure = jax.tree.flatten(params)
         return cls(structure, tuple(jnp.shape(leaf) for leaf in leaves))
 
     def names(self) -> tuple[str, ...]:
-        """Name the leaves."""
-        # Any leaves will do, the names come from the structure.
+        """Return the names of the leaves."""
+        # The names come from the structure, so the leaves may be anything.
         return tree.names(jax.tree.unflatten(self.structure, range(len(self.shapes))))
 
-    def facts(self, *more: str) -> list[str]:
-        """Say how many leaves there are, and parameters, with what is said between them."""
+    def describe(self, *details: str) -> list[str]:
+        """Return the numbers of leaves and of parameters in words, and the details between them."""
         size = sum(map(math.prod, self.shapes))
         leaves = tree.count(len(self.shapes), "leaf", "leaves")
-        return [leaves, *more, tree.count(size, "parameter")]
+        return [leaves, *details, tree.count(size, "parameter")]
 
     def by_name(self, params: Params) -> dict[str, Array]:
-        """Give the leaves by name."""
+        """Return the leaves of params by name."""
         return dict(zip(self.names(), self.structure.flatten_up_to(params), strict=True))
 
     def restore(self, leaves: dict[str, Array]) -> Params:
-        """Rebuild params from leaves by name, of their sizes."""
+        """Return params from leaves by name, which are reshaped to their shapes."""
         named = zip(self.names(), self.shapes, strict=True)
         return jax.tree.unflatten(self.structure, [leaves[n].reshape(shape) for n, shape in named])
 
     def select(self, names: Sequence[str]) -> "Template":
-        """Give the template of some leaves as a dict by name."""
+        """Return the template of a dict of the leaves with these names."""
         shapes = dict(zip(self.names(), self.shapes, strict=True))
         leaves, structure = jax.tree.flatten({name: name for name in names})
         return Template(structure, tuple(shapes[name] for name in leaves))
 
     def unravel(self, flat: Array) -> Params:
-        """Rebuild params from one vector [d]."""
+        """Return params from one vector [d], the inverse of `ravel`."""
         ends = list(accumulate(map(math.prod, self.shapes)))
         parts = zip(jnp.split(flat, ends[:-1]), self.shapes, strict=True)
         return jax.tree.unflatten(self.structure, [part.reshape(shape) for part, shape in parts])
+
+
+def widen(x: Array) -> Array:
+    """Return an array as at least float32, in which products are summed."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def ravel(params: Params) -> Array:
@@ -76,25 +88,32 @@ def ravel(params: Params) -> Array:
     return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
 
-def stacked(leaf: Any, ndim: int) -> list[str]:
-    """Say of how many a leaf is a stack, which alone has so many axes; nothing of one alone."""
+def describe_stack(leaf: Any, ndim: int) -> list[str]:
+    """Return the size of a stack of leaves with `ndim` axes, in words; [] for a single leaf."""
     axes = getattr(leaf, "shape", ())[:-ndim]
     return [f"{' x '.join(map(str, axes))} stacked"] if axes else []
 
 
 class Blockwise:
-    """What follows from an operator's blocks, and from its diagonal."""
+    """Base of Fisher operators: methods that follow from an operator's blocks and diagonal.
+
+    Attributes:
+        adds_up: Whether the operator of a sum over clients is the sum of the leaves.
+        coverage: Share of the parameters that have more than a diagonal where the structure has
+            more; 1.0 if it has no such distinction.
+        default_damping: Damping in units of a block's mean eigenvalue, if none is given.
+    """
 
     adds_up: ClassVar[bool] = True
     coverage: ClassVar[float] = 1.0
     default_damping: ClassVar[float] = 0.0
 
     def blocks(self, params: Params) -> Any:
-        """Split params into blocks."""
+        """Return the blocks of params."""
         raise NotImplementedError
 
     def restore(self, blocks: Any) -> Params:
-        """Put blocks together to params."""
+        """Return params from their blocks."""
         raise NotImplementedError
 
     def block_mv(self, blocks: Any) -> Any:
@@ -102,19 +121,19 @@ class Blockwise:
         raise NotImplementedError
 
     def block_means(self) -> Any:
-        """Average each block's eigenvalues: its scale, for the damping."""
+        """Return each block's mean eigenvalue, its scale."""
         raise NotImplementedError
 
     def block_exponents(self) -> Any:
-        """Read the exponents of blocks off an operator of exponents."""
+        """Return the exponent of each block, from an operator whose leaves are exponents."""
         raise NotImplementedError
 
     def diagonal(self) -> Params:
-        """Give the diagonal, in the shape of params."""
+        """Return the diagonal, in the shape of params."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        """Describe the operator in one line, whatever its leaves are."""
+        """Return a description of the operator in one line."""
         return tree.line(type(self).__name__, self)
 
     def mv(self, params: Params) -> Params:
@@ -122,21 +141,21 @@ class Blockwise:
         return self.restore(self.block_mv(self.blocks(params)))
 
     def at_scale_one(self) -> tuple[Self, Any]:
-        """Divide every block by a power of two 2^e near its own scale, and give e by block too."""
+        """Divide each block by a power of two 2^e near its scale; return the operator, and e."""
         exponents = jax.tree.map(tree.exponent, self)
 
         def scaled(x: Array, exponent: Array) -> Array:
-            # Zeros would become NaN.
+            # Without this bound zeros would become NaN.
             return tree.times_power(x, jnp.minimum(-exponent, -jnp.finfo(x.dtype).minexp))
 
         return jax.tree.map(scaled, self, exponents), exponents.block_exponents()
 
-    def strengths(self, means: Any, damping: Scalar) -> Any:
-        """Give each block's damping lambda from its mean eigenvalue, in whose units damping is."""
+    def block_damping(self, means: Any, damping: Scalar) -> Any:
+        """Return each block's damping lambda: `damping` times the block's mean eigenvalue."""
         return jax.tree.map(lambda mean: damping * mean, means)
 
     def trace(self) -> Array:
-        """Sum the diagonal."""
+        """Return the trace, the sum of the diagonal."""
         return jnp.asarray(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(self.diagonal())))
 
 
@@ -146,7 +165,7 @@ class Diagonal(Blockwise):
     """A diagonal Fisher, F v = f * v.
 
     Attributes:
-        entries: f, the structure and shapes of params.
+        entries: f, with the structure and shapes of params.
 
     Example:
         >>> fisher = Diagonal({"w": jnp.array([1.0, 2.0])})
@@ -157,16 +176,16 @@ class Diagonal(Blockwise):
     entries: Params
 
     def map_parts(self, on_matrix: Callable, on_entries: Callable) -> "Diagonal":
-        """Change every matrix, and what is diagonal."""
-        del on_matrix  # there is none
+        """Apply one function to matrices, of which there are none here, and one to diagonals."""
+        del on_matrix
         return Diagonal(jax.tree.map(on_entries, self.entries))
 
     def blocks(self, params: Params) -> Params:
-        """Split params into blocks: each leaf is one."""
+        """Return the blocks of params: each leaf is one."""
         return params
 
     def restore(self, blocks: Params) -> Params:
-        """Put blocks together to params."""
+        """Return params from their blocks."""
         return blocks
 
     def block_mv(self, blocks: Params) -> Params:
@@ -174,19 +193,19 @@ class Diagonal(Blockwise):
         return jax.tree.map(jnp.multiply, self.entries, blocks)
 
     def block_means(self) -> Params:
-        """Average each block's eigenvalues: its scale, for the damping."""
+        """Return each block's mean eigenvalue, its scale."""
         return jax.tree.map(jnp.mean, self.entries)
 
     def block_exponents(self) -> Params:
-        """Read the exponents of blocks off an operator of exponents."""
+        """Return the exponent of each block, from an operator whose leaves are exponents."""
         return self.entries
 
     def diagonal(self) -> Params:
-        """Give the diagonal, in the shape of params."""
+        """Return the diagonal, in the shape of params."""
         return self.entries
 
     def dense(self) -> Array:
-        """Write the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
+        """Return the operator as a matrix [d, d] on `ravel(params)`; for small networks."""
         return jnp.diag(ravel(self.entries))
 
 
@@ -196,7 +215,7 @@ class Dense(Blockwise):
     """A full Fisher matrix on the flattened params, F v = matrix @ ravel(v).
 
     Attributes:
-        matrix: [d, d], in the order of `ravel`.
+        matrix: Symmetric matrix [d, d], in the order of `ravel`.
         template: Static structure of params.
     """
 
@@ -204,21 +223,21 @@ class Dense(Blockwise):
     template: Template = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
-        """Describe the operator in one line, with the stack that its matrix is one of."""
-        facts = [*stacked(self.matrix, 2), *self.template.facts(), *tree.dtypes([self.matrix])]
-        return f"Dense({', '.join(facts)})"
+        """Return a description of the operator in one line."""
+        stack, dtypes = describe_stack(self.matrix, 2), tree.dtypes([self.matrix])
+        return f"Dense({', '.join([*stack, *self.template.describe(), *dtypes])})"
 
     def map_parts(self, on_matrix: Callable, on_entries: Callable) -> "Dense":
-        """Change every matrix, and what is diagonal."""
+        """Apply one function to the matrix, and one to diagonals, of which there are none here."""
         del on_entries
         return dataclasses.replace(self, matrix=on_matrix(self.matrix))
 
     def blocks(self, params: Params) -> Array:
-        """Split params into blocks: all of it is one."""
+        """Return the only block of params: all of them as one vector."""
         return ravel(params)
 
     def restore(self, blocks: Array) -> Params:
-        """Put blocks together to params."""
+        """Return params from their block."""
         return self.template.unravel(blocks)
 
     def block_mv(self, blocks: Array) -> Array:
@@ -226,27 +245,27 @@ class Dense(Blockwise):
         return jnp.matmul(self.matrix, blocks, precision=PRECISION)
 
     def block_means(self) -> Array:
-        """Average the eigenvalues: tr(F) / d, for the damping."""
+        """Return the mean eigenvalue, tr(F) / d."""
         return self.trace() / self.matrix.shape[-1]
 
     def block_exponents(self) -> Array:
-        """Read the exponents of blocks off an operator of exponents."""
+        """Return the exponent of the block, from an operator whose matrix is an exponent."""
         return self.matrix
 
     def diagonal(self) -> Params:
-        """Give the diagonal, in the shape of params."""
+        """Return the diagonal, in the shape of params."""
         return self.template.unravel(jnp.diagonal(self.matrix))
 
     def trace(self) -> Array:
-        """Sum the diagonal."""
+        """Return the trace, the sum of the diagonal."""
         return jnp.trace(self.matrix)
 
     def dense(self) -> Array:
-        """Give the matrix [d, d]."""
+        """Return the matrix [d, d]."""
         return self.matrix
 
     def select(self, names: Sequence[str]) -> "Dense":
-        """Give the block of some leaves, on params that are a dict of them by name."""
+        """Return the operator on a dict of the leaves with these names, without the others."""
         template = self.template.select(names)
         size = sum(map(math.prod, self.template.shapes))
         place = self.template.by_name(self.template.unravel(jnp.arange(size)))

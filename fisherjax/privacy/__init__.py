@@ -1,12 +1,14 @@
-"""Differential privacy: bounded clients and noisy sums, private gradients, and what they cost.
+"""Differential privacy: clipped contributions, Gaussian noise on their sum, and its cost.
 
-`private` makes an algorithm whose merged model hides whether a client took part, `dp_sgd` a model
-whose training hides each example. Both add Gaussian noise to a sum of terms of bounded norm, and
-`epsilon` says what that costs. Neighbours differ in one client, or example, whose term is zero.
+`private` makes an algorithm whose merged model hides whether a client took part. `dp_sgd` makes a
+model whose training hides whether an example took part. Both clip the norm of each contribution and
+add Gaussian noise to the sum, and `epsilon` computes what that costs. Two neighbouring data sets
+differ in one client, or in one example, whose contribution is zero in one of them.
 """
 
 from fisherjax.privacy.accounting import Ledger, epsilon
+from fisherjax.privacy.clipping import Clipped, norms
 from fisherjax.privacy.example_gradients import dp_sgd
-from fisherjax.privacy.sums import Clipped, norms, private
+from fisherjax.privacy.sums import private
 
 __all__ = ["Clipped", "Ledger", "dp_sgd", "epsilon", "norms", "private"]

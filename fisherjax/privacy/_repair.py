@@ -1,4 +1,4 @@
-"""What a server makes of curvature that noise has made indefinite; it costs no privacy."""
+"""Make noisy curvature positive semi-definite on the server; post-processing costs no privacy."""
 
 import dataclasses
 import math
@@ -16,16 +16,23 @@ from fisherjax.typing import Array
 
 
 def repaired(sums: Any, deviations: Any, damping: float) -> Any:
-    """Make noisy curvature positive semi-definite, and damp it by the size of its noise."""
+    """Return sums whose noisy curvature is positive semi-definite and damped by its noise.
+
+    Args:
+        sums: The noisy sums over clients.
+        deviations: Standard deviation of the noise on each leaf of `sums`.
+        damping: In units of the spectral norm of the noise.
+    """
     if isinstance(sums, quadratic.Sums):
         is_matrix = isinstance(sums.fisher, Dense)
         leaves, structure = jax.tree.flatten(sums.fisher)
         levels = jax.tree.leaves(deviations.fisher)
-        # The largest of so many numbers of noise; a matrix has its own.
+        # The largest of as many normal numbers as a diagonal has; `_definite` computes a matrix's.
         largest = damping * math.sqrt(2 * math.log(max(sum(x.size for x in leaves), 2)))
         strength = damping if is_matrix else largest
         found = [_definite(*x, strength, is_matrix) for x in zip(leaves, levels, strict=True)]
-        # Damped towards the mean: what one vector of `product` and of `mean` is, one leaf has.
+        # Damp towards the clients' mean: each vector of `product` and of `mean` belongs to one
+        # leaf of the Fisher.
         centre = WeightedSum(jax.tree.leaves(sums.mean), sums.weight).mean()
         products, blocks = jax.tree.flatten(sums.product)
         pulled = [p + s * c for p, (_, s), c in zip(products, found, centre, strict=True)]
@@ -42,13 +49,13 @@ def repaired(sums: Any, deviations: Any, damping: float) -> Any:
 def _definite(
     noisy: Array, deviation: float, damping: float, is_matrix: bool
 ) -> tuple[Array, float]:
-    """Give the nearest positive semi-definite matrix, or entries, plus a strength, and that."""
+    """Return the nearest positive semi-definite matrix (or entries) plus a strength, and that."""
     if deviation == 0:
         return noisy, 0.0
     if not is_matrix:
         strength = damping * deviation
         return jnp.maximum(noisy, 0) + strength, strength
-    # The spectral norm of the symmetric part of a square of noise.
+    # The spectral norm of the symmetric part of a square matrix of noise.
     strength = damping * deviation * math.sqrt(2 * len(noisy))
     values, vectors = linalg.eigh((noisy + noisy.T) / 2)
     values = jnp.maximum(values, 0) + strength

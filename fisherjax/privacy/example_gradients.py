@@ -1,4 +1,4 @@
-"""Training gradients that hide every example of a client."""
+"""Differentially private training: gradients that hide every example of a client."""
 
 from typing import Any
 
@@ -9,35 +9,38 @@ import optax
 from fisherjax import leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.privacy.accounting import noisy
+from fisherjax.privacy.accounting import add_noise
 from fisherjax.typing import Array, Key, Model, Params
 
 
 @cached
 def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
-    """Make training gradients private: those of examples are clipped, and their sum is noisy.
+    """Make a model whose training gradients are clipped per example, summed, and noisy.
+
+    The gradient
 
         g = (sum_n min(1, C / |g_n|) g_n + sigma C N(0, I)) / B,    g_n = grad -log p(y_n | x_n),
 
-    in place of the mean gradient of a minibatch of B examples, whatever optimiser or algorithm
-    takes it, as long as it goes by gradients alone: one that wants the loss (`optax.lbfgs`) is
-    refused. An epoch shows each example in one minibatch, so that `epochs` of them cost
-    `epsilon(noise_multiplier, rounds=epochs, delta=...)`. That is of one client's examples and of
-    the models trained; losses that training reports are as they are, and private. So is what a
-    client computes of its data besides, such as its Fisher information. Outside of training the
-    model is the same.
+    replaces the mean gradient of a minibatch of B examples, for every algorithm and for every
+    optimiser that uses gradients only. An optimiser that needs the loss (`optax.lbfgs`) is refused.
+
+    An epoch uses each example in one minibatch, so that training for some epochs costs
+    `epsilon(noise_multiplier, rounds=epochs, delta=...)`. This guarantee is about the examples of
+    one client, and covers the trained models only. Two things have no noise, and the client should
+    not publish them: the losses that training reports, and whatever else the client computes from
+    its data, such as its Fisher information. Outside of training the model is unchanged.
 
     Args:
-        model: Its likelihood is of single examples.
-        clip: C, of the gradients of the leaves that its mask trains.
-        noise_multiplier: sigma; 0 is not private.
+        model: A model whose likelihood is defined for single examples.
+        clip: C, the largest norm of an example's gradient over the leaves that are trained.
+        noise_multiplier: sigma. With 0 there is no privacy.
 
     Returns:
-        The model, whose `apply_train` has the gradient above. Examples take their turns through it
-        side by side, at the memory of B gradients.
+        The model with an `apply_train` that has the gradient above. It needs the memory of B
+        gradients, because it differentiates the B examples of a minibatch in parallel.
 
     Raises:
-        ValueError: If a number is out of range; while training, if the model keeps running
+        ValueError: If a number is out of range. While training, if the model keeps running
             statistics, which mix examples.
 
     Example:
@@ -51,63 +54,66 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
         [[0.25 0.25]]
 
     Source: Abadi et al., Deep learning with differential privacy, CCS 2016, algorithm 1. Deviation:
-        minibatches are those of a shuffled epoch, which is why nothing is amplified by sampling;
-        the last one of an epoch is divided by its own number of examples.
+        minibatches are those of a shuffled epoch, so that sampling does not amplify privacy; the
+        last minibatch of an epoch is divided by its own number of examples.
     """
     checks.model(model)
     checks.positive("clip", clip)
     checks.number("noise_multiplier", noise_multiplier)
 
-    def one(params: Params, inputs: Array, key: Key) -> Array:
+    def apply_one(params: Params, inputs: Array, key: Key) -> Array:
         if model.apply_train is None:
             return model.apply(params, inputs[None])[0]
         outputs, new = model.apply_train(params, inputs[None], key, jnp.ones(1))
         if new is not None:
             raise ValueError(
-                "This model keeps running statistics, as BatchNorm does: they mix examples, whose "
-                "gradients cannot be clipped one by one. Use a network without them."
+                "dp_sgd got a model that keeps running statistics, as BatchNorm does. They mix "
+                "examples, whose gradients cannot be clipped one by one; expected a network "
+                "without running statistics."
             )
         return outputs[0]
 
-    def keys(key: Key, inputs: Array) -> tuple[Key, Key]:
+    def split(key: Key, inputs: Array) -> tuple[Key, Key]:
         noise, rest = jax.random.split(key)
         return noise, jax.random.split(rest, len(inputs))
 
     @jax.custom_vjp
     def outputs(params: Params, inputs: Array, key: Key, weights: Array) -> Array:
         del weights
-        return jax.vmap(one, (None, 0, 0))(params, inputs, keys(key, inputs)[1])
+        return jax.vmap(apply_one, (None, 0, 0))(params, inputs, split(key, inputs)[1])
 
-    def forward(*given: Any) -> tuple[Array, tuple]:
-        return outputs(*given), given
+    def forward(*arguments: Any) -> tuple[Array, tuple]:
+        return outputs(*arguments), arguments
 
-    def backward(given: tuple, cotangents: Array) -> tuple:
-        params, inputs, key, weights = given
-        noise, own = keys(key, inputs)
+    def backward(arguments: tuple, cotangents: Array) -> tuple:
+        params, inputs, key, weights = arguments
+        noise_key, keys = split(key, inputs)
         number = jnp.maximum((weights > 0).sum(), 1)
-
         trained = leaves.trained(model, params)
 
         def gradient(inputs: Array, key: Key, cotangent: Array) -> Params:
-            _, pull = jax.vjp(lambda some: one(leaves.join(some, params), inputs, key), trained)
+            _, pull = jax.vjp(
+                lambda some: apply_one(leaves.join(some, params), inputs, key), trained
+            )
             return pull(cotangent)[0]
 
-        # Of a mean loss: each example's own cotangent is that of the mean, times their number.
-        each = jax.vmap(gradient)(inputs, own, cotangents * number.astype(cotangents.dtype))
-        found, structure = jax.tree.flatten(each)
-        found = tree.keep((weights > 0) & tree.finite(found).all(0), found)
-        clipped, _ = optax.per_example_global_norm_clip(found, clip)
-        total = noisy(noise, jax.tree.leaves(clipped), [clip * noise_multiplier] * len(found))
+        # The loss is a mean: an example's own cotangent is that of the mean times their number.
+        each = jax.vmap(gradient)(inputs, keys, cotangents * number.astype(cotangents.dtype))
+        gradients, structure = jax.tree.flatten(each)
+        gradients = tree.keep((weights > 0) & tree.finite(gradients).all(0), gradients)
+        clipped, _ = optax.per_example_global_norm_clip(gradients, clip)
+        deviations = [clip * noise_multiplier] * len(gradients)
+        total = add_noise(noise_key, jax.tree.leaves(clipped), deviations)
         mean = [leaf / number.astype(leaf.dtype) for leaf in total]
-        # Frozen leaves have no gradient, and take no room under the clip.
-        rest = jax.tree.map(jnp.zeros_like, params)
-        return leaves.join(jax.tree.unflatten(structure, mean), rest), None, None, None
+        # Frozen leaves have no gradient, and do not count in the norm that is clipped.
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return leaves.join(jax.tree.unflatten(structure, mean), zeros), None, None, None
 
     outputs.defvjp(forward, backward)
 
     def apply_train(params: Params, inputs: Array, key: Key, weights: Array) -> tuple[Array, None]:
         return outputs(params, inputs, key, weights), None
 
-    # Only gradients are hidden: an optimiser is told no loss, which would move its steps.
+    # Only gradients are private: the loss has no noise, so no optimiser may use it for its steps.
     apply_train.hides_the_loss = True
     return model._replace(apply_train=apply_train)

@@ -1,7 +1,9 @@
-"""Sums over clients whose terms the server never sees: fixed point, masks, shares, four messages.
+"""Secure aggregation: the server computes a sum over clients without seeing any client's term.
 
-Needs the extra `secure`. `secure_merge` plays it for an algorithm in one process; `protocol` has
-the messages one by one, for any transport.
+Clients write their vectors in fixed point, add masks that cancel in the sum, and share the keys of
+the masks in case that clients drop out. `secure_merge` runs all parties in one process, for any
+algorithm whose updates add up; `protocol` has each of the four messages as a function, for any
+transport. Install the extra `secure` to use it.
 """
 
 from fisherjax.secure_aggregation import fixed_point, keys, protocol, shares

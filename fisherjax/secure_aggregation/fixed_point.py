@@ -1,8 +1,8 @@
-"""Fixed point in the integers modulo 2^bits, where sums are exact and masks hide everything.
+"""Fixed-point numbers modulo 2^bits, in which sums are exact and masks are uniform.
 
-A number x of a leaf becomes round(x 2^e), with e the same for all of the leaf and all clients: the
-largest that lets every client be at the leaf's bound without the sum leaving the ring. Integers
-have e = 0. Sums wrap around, so that their order does not matter.
+An entry x of a leaf becomes round(x 2^e). The exponent e is the same for all entries of the leaf
+and all clients: the largest for which the sum does not overflow even if every client is at the
+leaf's bound. Integers have e = 0. Addition modulo 2^bits is exact in any order.
 """
 
 import math
@@ -17,7 +17,7 @@ from fisherjax._core import checks
 
 
 class Leaf(NamedTuple):
-    """How one leaf is written: its name, shape and kind, the bound, and the exponent e."""
+    """Encoding of one leaf: its name, shape and type, its bound, and the exponent e."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,12 +27,12 @@ class Leaf(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The agreement of all clients on how a pytree becomes numbers modulo 2^bits; public.
+    """The public encoding of a pytree as numbers modulo 2^bits, the same for all clients.
 
     Attributes:
-        bits: 32 or 64.
-        leaves: One `Leaf` each.
-        structure: Of the pytree.
+        bits: Bits of each number, 32 or 64.
+        leaves: Encoding of each leaf.
+        structure: Structure of the pytree.
     """
 
     bits: int
@@ -41,30 +41,35 @@ class Ring(NamedTuple):
 
     @property
     def dtype(self) -> type:
-        """Unsigned integers that wrap around at 2^bits."""
-        return np.uint32 if self.bits == 32 else np.uint64
+        """Type of unsigned integers that wrap around at 2^bits."""
+        return unsigned(self.bits)
 
     @property
     def length(self) -> int:
-        """How many numbers a contribution has."""
+        """Count of numbers in one contribution."""
         return sum(math.prod(leaf.shape) for leaf in self.leaves)
 
 
-def ring(like: Any, bound: Any, num_clients: int, bits: int = 32) -> Ring:
-    """Agree on a ring: e = the largest with num_clients (bound 2^e + 1) < 2^(bits - 1).
+def unsigned(bits: int) -> type:
+    """Return NumPy's type of unsigned integers of 32 or 64 bits."""
+    return np.uint32 if bits == 32 else np.uint64
 
-    Rounding changes a number of one client by at most 2^-(e + 1), that is by about
+
+def ring(like: Any, bound: Any, num_clients: int, bits: int = 32) -> Ring:
+    """Make the encoding of a pytree: the largest e with num_clients (bound 2^e + 1) < 2^(bits - 1).
+
+    Rounding changes an entry of one client by at most 2^-(e + 1), which is about
     bound num_clients / 2^bits.
 
     Args:
-        like: Pytree of floating or integer arrays, or their shapes, as every client's.
-        bound: The largest absolute value that an entry may have, agreed before: one number for
-            all leaves, or a pytree of one for each leaf.
-        num_clients: How many are added at most.
-        bits: 32, or 64 for twice the bytes.
+        like: Pytree of floating or integer arrays, or of their shapes, like that of each client.
+        bound: Largest absolute value that an entry may have, known to all before the sum: one
+            number for all leaves, or a pytree with one number for each leaf.
+        num_clients: Largest number of contributions in the sum.
+        bits: 32 (default), or 64 for uploads of twice the size.
 
     Raises:
-        ValueError: If a bound is not positive, or the integers of a leaf do not fit.
+        ValueError: If a bound is not positive, or the integers of a leaf overflow.
         TypeError: If a leaf is neither floating nor integer.
 
     Example:
@@ -77,34 +82,34 @@ def ring(like: Any, bound: Any, num_clients: int, bits: int = 32) -> Ring:
     checks.count("num_clients", num_clients)
     leaves, structure = jax.tree.flatten(like)
     if not leaves:
-        raise ValueError("There is nothing to add up: the pytree has no leaves.")
+        raise ValueError("The pytree to add up has no leaves; expected at least one array.")
     bounds = _bounds(bound, structure)
-    # What one client may hold at most, with one to spare for rounding.
+    # The largest number of one client; one is left for rounding.
     most = (2 ** (bits - 1) - 1) // num_clients - 1
     written = []
-    for name, leaf, own in zip(tree.names(like), leaves, bounds, strict=True):
-        checks.positive(f"the bound of leaf '{name}'", own)
+    for name, leaf, limit in zip(tree.names(like), leaves, bounds, strict=True):
+        checks.positive(f"the bound of leaf '{name}'", limit)
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
         is_integer = jnp.issubdtype(dtype, jnp.integer)
         if not (is_integer or jnp.issubdtype(dtype, jnp.floating)):
             raise TypeError(f"Leaf '{name}' has dtype {dtype}; expected floating or integer.")
-        exponent = 0 if is_integer else math.floor(math.log2(max(most, 1)) - math.log2(own))
-        if not is_integer and math.ldexp(own, exponent) > most:
+        exponent = 0 if is_integer else math.floor(math.log2(max(most, 1)) - math.log2(limit))
+        if not is_integer and math.ldexp(limit, exponent) > most:
             exponent -= 1
-        if most < 1 or own > math.ldexp(most, -exponent):
+        if most < 1 or limit > math.ldexp(most, -exponent):
             raise ValueError(
-                f"{num_clients} clients with leaf '{name}' up to {own:g} leave the integers of "
+                f"{num_clients} clients with leaf '{name}' up to {limit:g} overflow integers of "
                 f"{bits} bits; expected a smaller bound, fewer clients, or bits=64."
             )
-        written.append(Leaf(name, jnp.shape(leaf), is_integer, float(own), exponent))
+        written.append(Leaf(name, jnp.shape(leaf), is_integer, float(limit), exponent))
     return Ring(bits, tuple(written), structure)
 
 
 def encode(agreed: Ring, values: Any, who: str = "the contribution") -> np.ndarray:
-    """Write a pytree as one vector [length] modulo 2^bits; `who` is named in errors.
+    """Encode a pytree as one vector [length] modulo 2^bits; `who` is named in errors.
 
     Raises:
-        ValueError: If the pytree is another than agreed, or a leaf is not finite or exceeds its
+        ValueError: If the pytree does not fit the ring, or a leaf is not finite or exceeds its
             bound.
 
     Example: see `ring`.
@@ -113,7 +118,7 @@ def encode(agreed: Ring, values: Any, who: str = "the contribution") -> np.ndarr
     shapes = [leaf.shape for leaf in agreed.leaves]
     if structure != agreed.structure or [jnp.shape(x) for x in leaves] != shapes:
         raise ValueError(
-            f"{who} has leaves {tree.shapes(values)}; expected those that were agreed on, "
+            f"{who} has leaves {tree.shapes(values)}; expected those of the agreed ring, "
             f"{ {leaf.name: leaf.shape for leaf in agreed.leaves} }."
         )
     parts = [_encoded(leaf, x, who) for leaf, x in zip(agreed.leaves, leaves, strict=True)]
@@ -121,7 +126,7 @@ def encode(agreed: Ring, values: Any, who: str = "the contribution") -> np.ndarr
 
 
 def decode(agreed: Ring, total: np.ndarray) -> Any:
-    """Read a sum of vectors [length] as a pytree of float64 and int64, on the host.
+    """Decode a sum of vectors [length] to a pytree of float64 and int64, on the host.
 
     Example: see `ring`.
     """
@@ -138,34 +143,34 @@ def _bounds(bound: Any, structure: Any) -> list[Any]:
     if jax.tree_util.treedef_is_leaf(jax.tree.structure(bound)):
         return [bound] * structure.num_leaves
     raise ValueError(
-        f"bound has leaves {list(tree.names(bound))}; expected one number, or one for each leaf of "
-        "what is added up."
+        f"bound has leaves {list(tree.names(bound))}; expected one number, or a pytree with one "
+        "number for each leaf that is added up."
     )
 
 
 def _encoded(leaf: Leaf, values: Any, who: str) -> np.ndarray:
-    given = np.asarray(values)
-    if jnp.issubdtype(given.dtype, jnp.integer) != leaf.is_integer:
+    array = np.asarray(values)
+    if jnp.issubdtype(array.dtype, jnp.integer) != leaf.is_integer:
         wanted = "integers" if leaf.is_integer else "floating point"
         raise ValueError(
-            f"Leaf '{leaf.name}' of {who} has dtype {given.dtype}; {wanted} was agreed on."
+            f"Leaf '{leaf.name}' of {who} has dtype {array.dtype}; expected {wanted}, as agreed."
         )
-    # Of the numbers as they are: huge unsigned integers turn negative below.
-    largest = max(abs(float(given.max(initial=0))), abs(float(given.min(initial=0))))
-    # NaN is the maximum of whatever has one.
+    # Before the conversion to int64 below, in which huge unsigned integers turn negative.
+    largest = max(abs(float(array.max(initial=0))), abs(float(array.min(initial=0))))
+    # The maximum of an array with NaN is NaN.
     if not math.isfinite(largest):
         raise ValueError(
-            f"Leaf '{leaf.name}' of {who} is not finite: NaN cannot be added up. Leave that client "
+            f"Leaf '{leaf.name}' of {who} is not finite, and cannot be encoded. Leave this client "
             "out, or train it with a smaller learning rate."
         )
     if largest > leaf.bound:
         raise ValueError(
             f"Leaf '{leaf.name}' of {who} has an entry of {largest:.6g}, beyond the agreed bound "
-            f"{leaf.bound:.6g}. Agree on a larger bound, or clip."
+            f"{leaf.bound:.6g}. Agree on a larger bound, or clip the updates."
         )
     if leaf.is_integer:
-        return given.astype(np.int64).ravel()
-    return np.rint(np.ldexp(given.astype(np.float64), leaf.exponent)).astype(np.int64).ravel()
+        return array.astype(np.int64).ravel()
+    return np.rint(np.ldexp(array.astype(np.float64), leaf.exponent)).astype(np.int64).ravel()
 
 
 def _decoded(leaf: Leaf, signed: np.ndarray) -> np.ndarray:

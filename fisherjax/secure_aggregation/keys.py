@@ -1,15 +1,15 @@
-"""Keys that two clients agree on, what is derived from them, and boxes that only one can open.
+"""Key exchange between two clients, key derivation, and authenticated encryption.
 
-X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869), ChaCha20 and ChaCha20-Poly1305 (RFC 8439), all of
-the package `cryptography`. What a key is for is part of its derivation: keys of another use, round
-or direction have nothing in common.
+The package `cryptography` has all primitives: X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869),
+ChaCha20 and ChaCha20-Poly1305 (RFC 8439). The use of a key is part of its derivation, so that keys
+of different uses, rounds or directions are independent.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 SECRET = 32
-"""Bytes of every key and seed."""
+"""Length of every key and seed, in bytes."""
 _NONCE = 12
 _FIELD = 2**255 - 19
 _EIGHT = (
@@ -17,66 +17,67 @@ _EIGHT = (
     39382357235489614581723060781553021112529911719440698176882885853963445705823,
 )
 _LOW_ORDER = {0, 1, _FIELD - 1, *_EIGHT}
-"""Coordinates of order 1, 2, 4 and 8: what is agreed on with their owners is zero for everybody."""
+"""Coordinates of order 1, 2, 4 and 8: a key exchange with them always results in zero."""
 
 
 def pair(entropy: Callable[[int], bytes]) -> tuple[bytes, bytes]:
-    """Draw a private key, and give its public one too."""
-    private = _exchange().X25519PrivateKey.from_private_bytes(entropy(SECRET))
-    return private.private_bytes_raw(), private.public_key().public_bytes_raw()
+    """Draw a private key, and return it with its public key."""
+    private = entropy(SECRET)
+    return private, public(private)
 
 
 def public(private: bytes) -> bytes:
-    """Compute the public key of a private one."""
+    """Compute the public key of a private key."""
     own = _exchange().X25519PrivateKey.from_private_bytes(private)
     return own.public_key().public_bytes_raw()
 
 
 def check_public(name: str, value: Any) -> None:
-    """Refuse what is no public key, or one of several ways to write the same.
+    """Check that a value is a public key in its canonical encoding.
 
-    X25519 ignores the highest bit and takes numbers modulo 2^255 - 19: were they accepted, one
-    client's key could come back under another's name, and look like another key.
+    X25519 ignores the highest bit and takes numbers modulo 2^255 - 19, so that one key has several
+    encodings. If all were accepted, the key of one client could return under the name of another
+    client without being recognised.
 
     Raises:
-        ValueError: If it is not 32 bytes, no canonical coordinate, or of low order.
+        ValueError: If it is not 32 bytes, not a canonical coordinate, or of low order.
     """
     if not isinstance(value, bytes) or len(value) != SECRET:
         raise ValueError(f"{name} is {value!r}; expected the {SECRET} bytes of an X25519 key.")
     coordinate = int.from_bytes(value, "little")
     if coordinate >= _FIELD:
         raise ValueError(
-            f"{name} is not canonical: its number is not below 2^255 - 19, which another writing "
-            "of the same key is. Expected the bytes that X25519 gives."
+            f"{name} is not canonical: as a number it is not below 2^255 - 19; expected the bytes "
+            "that X25519 returns for this key."
         )
     if coordinate in _LOW_ORDER:
         raise ValueError(
-            f"{name} is of low order: what anybody agrees on with its owner is zero. Expected a "
-            "key that was drawn."
+            f"{name} is of low order: every key exchange with it results in zero; expected the "
+            "public key of a private key that was drawn at random."
         )
 
 
-def agreed(private: bytes, public: bytes) -> bytes:
-    """Agree with the owner of a public key on a secret, from which keys are to be derived."""
+def exchange(private: bytes, public: bytes) -> bytes:
+    """Compute the secret shared with the owner of a public key, from which keys are derived."""
     x25519 = _exchange()
     own = x25519.X25519PrivateKey.from_private_bytes(private)
     return own.exchange(x25519.X25519PublicKey.from_public_bytes(public))
 
 
-def derived(secret: bytes, session: bytes, use: str) -> bytes:
+def derive(secret: bytes, session: bytes, use: str) -> bytes:
     """Derive the key of one use in one session from a secret."""
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    # Lengths first, so that no two pairs of session and use read alike.
+    # The length goes first, so that no two pairs of session and use have the same bytes.
     info = b"fisherjax secure aggregation" + len(session).to_bytes(4) + session + use.encode()
     return HKDF(algorithm=SHA256(), length=SECRET, salt=None, info=info).derive(secret)
 
 
 def keystream(key: bytes, size: int) -> bytes:
-    """Stretch a key to `size` bytes, which are uniform for whoever does not know it.
+    """Expand a key to `size` bytes that look uniform to everybody without the key.
 
-    A key is stretched once, so that the nonce may be zero.
+    The nonce is zero, which is safe because each key is expanded only once.
     """
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
@@ -85,16 +86,16 @@ def keystream(key: bytes, size: int) -> bytes:
 
 
 def seal(key: bytes, text: bytes, header: bytes, entropy: Callable[[int], bytes]) -> bytes:
-    """Encrypt and authenticate a text, and authenticate a header that is not sent."""
+    """Encrypt and authenticate a text; also authenticate a header, which is not sent."""
     nonce = entropy(_NONCE)
     return nonce + _box(key).encrypt(nonce, text, header)
 
 
 def unseal(key: bytes, box: bytes, header: bytes) -> bytes:
-    """Open what `seal` made.
+    """Decrypt a box that `seal` made.
 
     Raises:
-        ValueError: If it was made with another key or header, or changed on its way.
+        ValueError: If it was made with another key or header, or was changed.
     """
     from cryptography.exceptions import InvalidTag
 
@@ -102,8 +103,8 @@ def unseal(key: bytes, box: bytes, header: bytes) -> bytes:
         return _box(key).decrypt(box[:_NONCE], box[_NONCE:], header)
     except InvalidTag:
         raise ValueError(
-            "a box of shares does not open: it is of another sender, receiver or session, or was "
-            "changed on its way."
+            "a box of shares does not open: it has another sender, receiver or session, or was "
+            "changed in transit; expected the box as its sender made it."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The four messages by which clients add up vectors that the server never sees.
+"""The four messages of secure aggregation: the server learns only the sum of clients' vectors.
 
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, Practical secure
 aggregation for privacy-preserving machine learning, CCS 2017, figure 4, for an honest but curious
@@ -6,16 +6,18 @@ server: without signatures and without the consistency check of round 3.
 
     y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv)   mod 2^bits
 
-Pairwise masks s_uv cancel; of clients that drop out before they send y_u, the server asks the
-others for shares of the key that s_uv follow from, and of those that sent it for shares of b_u,
-never for both. Every step is a pure function of what a party knows and the messages that it got:
-any transport carries them. A client keeps what the next step needs in `Client`; a server keeps the
+The pairwise masks of the seeds s_uv cancel in the sum. For a client that drops out before it sends
+y_u, the server asks the others for shares of the key from which its s_uv are derived. For a client
+that sent y_u, the server asks for shares of b_u. It never gets both for the same client.
+
+Every step is a pure function of a party's state and the messages that it received, so that any
+transport can carry the messages. A client keeps its state in `Client`; the server keeps the
 messages.
 
     client                                   server
     advertise -> Keys                        roster: Keys of all
-    share -> Sealed                          delivered: each client's boxes
-    mask -> Masked                           survivors: who sent it
+    share -> Sealed                          deliver: each client's boxes
+    mask -> Masked                           survivors: clients that sent it
     unmask -> Shares                         finish: the sum
 """
 
@@ -37,26 +39,27 @@ from fisherjax.secure_aggregation._messages import (
     check_place,
     checked_roster,
 )
+from fisherjax.secure_aggregation.fixed_point import unsigned
 
 Entropy = Callable[[int], bytes]
 """Number of bytes -> random bytes, such as `os.urandom`."""
 
 
 def setting(num_clients: int, threshold: int, length: int, bits: int, session: bytes) -> Setting:
-    """Agree on a sum; see `Setting`.
+    """Make the public parameters of a sum; see `Setting`.
 
     Raises:
-        ValueError: If the threshold is below two, at which one client's shares would reveal
-            another's vector, or above the number of clients.
+        ValueError: If the threshold is above the number of clients, or below two, where one
+            client's shares would reveal the vector of another.
     """
     checks.count("num_clients", num_clients)
     checks.count("threshold", threshold)
     checks.one_of("bits", bits, (32, 64))
-    checks.instance("session", session, bytes, "bytes that no other sum is made with")
+    checks.instance("session", session, bytes, "bytes that are unique to this sum")
     if not 2 <= threshold <= num_clients:
         raise ValueError(
-            f"threshold is {threshold} with {num_clients} clients; expected 2 to {num_clients}: a "
-            "sum of one is no secret, and more than all cannot stay."
+            f"threshold is {threshold} with {num_clients} clients; expected 2 to {num_clients}. A "
+            "sum over one client is not secret, and no more than all clients can stay."
         )
     return Setting(num_clients, threshold, checks.count("length", length), bits, session)
 
@@ -65,14 +68,14 @@ def setting(num_clients: int, threshold: int, length: int, bits: int, session: b
 
 
 def advertise(agreed: Setting, place: int, entropy: Entropy) -> tuple[Client, Keys]:
-    """Draw a client's keys."""
+    """Draw a client's keys, and make its message of round 0."""
     place = check_place(setting(*agreed), place, "place is")
     (box, public_box), (mask, public_mask) = keys.pair(entropy), keys.pair(entropy)
     return Client(place, (box, mask)), Keys(place, public_box, public_mask)
 
 
 def roster(agreed: Setting, messages: Iterable[Keys]) -> dict[int, Keys]:
-    """Collect everybody's public keys, which the server sends to each of them."""
+    """Collect the public keys of all clients, which the server sends to each of them."""
     return checked_roster(agreed, by_client(agreed, messages, "advertise"))
 
 
@@ -82,42 +85,45 @@ def roster(agreed: Setting, messages: Iterable[Keys]) -> dict[int, Keys]:
 def share(
     agreed: Setting, own: Client, roster: Mapping[int, Keys], entropy: Entropy
 ) -> tuple[Client, Sealed]:
-    """Share a client's secrets among all, each share in a box that only its receiver can open.
+    """Share a client's secrets among all clients, each share in a box that its receiver can open.
 
     Raises:
-        ValueError: If the roster has a place that is none or not its sender's, a key that is none
-            or there twice, or not the client's own keys: whoever sent it could read secrets.
+        ValueError: If the roster has an invalid place or key, a key twice, or other keys than the
+            client's own at its place. A server with such a roster could read secrets.
     """
     roster = checked_roster(setting(*agreed), roster)
-    mine = tuple(map(keys.public, own.private))
+    public_keys = tuple(map(keys.public, own.private_keys))
     listed = roster.get(own.place)
-    if listed is None or (listed.box, listed.mask) != mine:
+    if listed is None or (listed.box, listed.mask) != public_keys:
         raise ValueError(
             f"The roster that client {own.place} got has {'no' if listed is None else 'other'} "
-            "keys of its own; expected those that it advertised: do not go on with this server."
+            "keys of its own; expected the keys that it advertised. Do not continue with this "
+            "server: it may try to read secrets."
         )
+    # Only the mask key is shared: with the box key, others could read the boxes for this client.
     seed, places = entropy(keys.SECRET), sorted(roster)
     how = (agreed.threshold, places, entropy)
-    seeds, masks = shares.split(seed, *how), shares.split(own.private[1], *how)
+    seeds, masks = shares.split(seed, *how), shares.split(own.private_keys[1], *how)
     boxes = {}
     for place in places:
         if place != own.place:
             key, header = _box_key(agreed, own, roster[place], own.place, place)
             boxes[place] = keys.seal(key, seeds[place] + masks[place], header, entropy)
-    kept = seeds[own.place] + masks[own.place]
-    return own._replace(seed=seed, roster=roster, own=kept), Sealed(own.place, boxes)
+    own_share = seeds[own.place] + masks[own.place]
+    client = own._replace(seed=seed, roster=roster, own_share=own_share)
+    return client, Sealed(own.place, boxes)
 
 
-def delivered(agreed: Setting, messages: Iterable[Sealed]) -> dict[int, dict[int, bytes]]:
-    """Sort the boxes by receiver, among those who sent some, and then by sender."""
+def deliver(agreed: Setting, messages: Iterable[Sealed]) -> dict[int, dict[int, bytes]]:
+    """Sort the boxes by receiver and then by sender, among the clients that sent boxes."""
     sent = by_client(agreed, messages, "share")
     for sender, sealed in sent.items():
         for to in sealed.boxes:
             check_place(agreed, to, f"Client {sender} sent a box for client")
         if missing := sorted(sent.keys() - sealed.boxes.keys() - {sender}):
             raise ValueError(
-                f"Client {sender} sent no box for clients {missing}; expected one for everybody "
-                "in the roster."
+                f"Client {sender} sent no box for clients {missing}; expected one for every other "
+                "client in the roster."
             )
     return {to: {u: sent[u].boxes[to] for u in sent if u != to} for to in sent}
 
@@ -128,53 +134,65 @@ def delivered(agreed: Setting, messages: Iterable[Sealed]) -> dict[int, dict[int
 def mask(
     agreed: Setting, own: Client, boxes: Mapping[int, bytes], values: np.ndarray
 ) -> tuple[Client, Masked]:
-    """Add a client's masks to its vector, those with the senders of its boxes and its own."""
-    said = f"Client {own.place} got a box of client"
-    boxes = {check_place(agreed, other, said): box for other, box in boxes.items()}
+    """Add to a client's vector its own mask and the pairwise masks with the boxes' senders."""
+    what = f"Client {own.place} got a box of client"
+    boxes = {check_place(agreed, other, what): box for other, box in boxes.items()}
     others = sorted(boxes)
     if own.place in boxes or not all(isinstance(box, bytes) for box in boxes.values()):
         raise ValueError(
-            f"Client {own.place} got boxes of clients {others}; expected bytes, of others only."
+            f"Client {own.place} got boxes of clients {others}; expected bytes, of others only, "
+            "as protocol.deliver returns them."
         )
     check_enough(setting(*agreed), len(others) + 1, "share")
     if strangers := set(others) - set(own.roster):
-        raise ValueError(f"Boxes came from clients {sorted(strangers)}, who advertised no keys.")
+        raise ValueError(
+            f"Client {own.place} got boxes of clients {sorted(strangers)}, which advertised no "
+            f"keys; expected boxes of clients in the roster, {sorted(own.roster)}."
+        )
     if own.boxes:
-        raise ValueError(f"Client {own.place} has sent its vector already; it does so once.")
-    dtype = _dtype(agreed)
+        raise ValueError(f"Client {own.place} has sent its vector already; expected once per sum.")
+    dtype = unsigned(agreed.bits)
     if values.shape != (agreed.length,) or values.dtype != dtype:
         raise ValueError(
             f"The vector of client {own.place} has shape {values.shape} and dtype {values.dtype}; "
             f"expected ({agreed.length},) and {np.dtype(dtype)}."
         )
-    masked = values + _stretched(agreed, self_key(agreed, own.seed))
+    masked = values + _expanded(agreed, self_key(agreed, own.seed))
     for other in others:
-        key = pair_key(agreed, own.private[1], own.place, own.roster[other])
+        key = pair_key(agreed, own.private_keys[1], own.place, own.roster[other])
         _add_pair(agreed, masked, key, own.place, other)
     return own._replace(boxes=boxes), Masked(own.place, masked)
 
 
 def survivors(agreed: Setting, messages: Iterable[Masked]) -> tuple[int, ...]:
-    """Say whose vectors arrived, which the server tells each of them."""
+    """Find the clients whose vectors arrived; the server sends the result to each of them."""
     return tuple(sorted(by_client(agreed, messages, "mask")))
 
 
-# Round 4 of the paper; round 3 is left out
+# Round 4 of the paper (round 3 is the consistency check, which is left out)
 
 
 def unmask(agreed: Setting, own: Client, stayed: Iterable[int]) -> tuple[Client, Shares]:
-    """Give a client's shares of the seeds of who stayed, and of the keys of who did not."""
+    """Return a client's shares of the seeds of clients that stayed and the keys of all others.
+
+    Raises:
+        ValueError: If the client has sent its shares before, if `stayed` cannot be the clients
+            whose vectors arrived, or a box does not open.
+    """
     known = set(own.boxes) | {own.place}
-    stayed = {check_place(agreed, x, f"Client {own.place} was told of client") for x in stayed}
+    stayed = {check_place(agreed, x, f"Client {own.place} got the survivor") for x in stayed}
     check_enough(setting(*agreed), len(stayed), "mask")
     if own.answered:
-        raise ValueError(f"Client {own.place} has given its shares away; it does so once.")
+        raise ValueError(
+            f"Client {own.place} has sent its shares already; expected once per sum, because a "
+            "second answer could reveal a client's vector."
+        )
     if not {own.place} <= stayed <= known:
         raise ValueError(
-            f"Clients {sorted(stayed)} are said to have sent their vectors; expected some of "
+            f"Client {own.place} got the survivors {sorted(stayed)}; expected some of "
             f"{sorted(known)}, client {own.place} among them."
         )
-    found: dict[int, bytes] = {own.place: own.own}
+    found: dict[int, bytes] = {own.place: own.own_share}
     for other, box in own.boxes.items():
         key, header = _box_key(agreed, own, own.roster[other], other, own.place)
         found[other] = keys.unseal(key, box, header)
@@ -194,11 +212,11 @@ def finish(
     masked: Iterable[Masked],
     answers: Iterable[Shares],
 ) -> np.ndarray:
-    """Take the masks off the sum of all vectors that arrived, modulo 2^bits.
+    """Remove the masks from the sum of all vectors that arrived, modulo 2^bits.
 
     Raises:
-        ValueError: If fewer than the threshold answered: then nothing can be computed. If a
-            message is of a client, or tells of one, that it cannot be of.
+        ValueError: If fewer clients answered than the threshold, so that the sum cannot be
+            unmasked; or if a message comes from, or is about, a client that it cannot be.
     """
     roster = checked_roster(agreed, roster)
     arrived = by_client(agreed, masked, "mask")
@@ -207,35 +225,37 @@ def finish(
     for place, answer in answered.items():
         if set(answer.seeds) != set(arrived) or set(answer.keys) != set(anyone.keys):
             raise ValueError(
-                f"Client {place} answered for others than the vectors of {sorted(arrived)}; "
-                "expected shares of the seeds of those, and of the keys of all who were lost."
+                f"Client {place} answered for other clients than expected: shares of the seeds of "
+                f"clients {sorted(arrived)}, whose vectors arrived, and of the keys of all clients "
+                "that dropped out."
             )
-    lost = {check_place(agreed, x, "The answers tell of client") for x in anyone.keys}
+    lost = {check_place(agreed, x, "The answers have keys of client") for x in anyone.keys}
     if strangers := sorted(((lost | set(arrived)) - set(roster)) | (set(answered) - set(arrived))):
         raise ValueError(
-            f"Clients {strangers} are in messages without having been in those before; expected "
-            f"those of the roster {sorted(roster)}, and answers of who sent a vector."
+            f"Clients {strangers} are in later messages but not in earlier ones; expected clients "
+            f"of the roster {sorted(roster)}, and answers of clients that sent a vector."
         )
     if both := sorted(lost & set(arrived)):
         raise ValueError(
             f"The answers hold shares of the keys of clients {both}, whose vectors arrived; "
-            "expected only those of who was lost."
+            "expected shares of the keys of clients that dropped out only."
         )
+    # All secrets have shares at the same places, so that their coefficients are computed once.
     coefficients = shares.interpolation(places)
 
-    def secret(kind: str, of: int) -> bytes:
-        own = {place: getattr(answered[place], kind)[of] for place in places}
-        return shares.combine(own, keys.SECRET, coefficients)
+    def secret(kind: str, owner: int) -> bytes:
+        collected = {place: getattr(answered[place], kind)[owner] for place in places}
+        return shares.combine(collected, keys.SECRET, coefficients)
 
-    total = np.zeros(agreed.length, _dtype(agreed))
+    total = np.zeros(agreed.length, unsigned(agreed.bits))
     for message in arrived.values():
         total += message.values
     for stayed in arrived:
-        total -= _stretched(agreed, self_key(agreed, secret("seeds", stayed)))
+        total -= _expanded(agreed, self_key(agreed, secret("seeds", stayed)))
     for place in sorted(lost):
         private = secret("keys", place)
         for stayed in arrived:
-            # What the one that was lost would have sent cancels what the other has added.
+            # The mask that the lost client would have added cancels that of the other client.
             key = pair_key(agreed, private, place, roster[stayed])
             _add_pair(agreed, total, key, place, stayed)
     return total
@@ -243,36 +263,32 @@ def finish(
 
 def self_key(agreed: Setting, seed: bytes) -> bytes:
     """Derive the key of a client's own mask from its seed."""
-    return keys.derived(seed, agreed.session, "self mask")
+    return keys.derive(seed, agreed.session, "self mask")
 
 
 def pair_key(agreed: Setting, private: bytes, place: int, other: Keys) -> bytes:
-    """Derive the key of the mask that two clients share; the same from either side."""
+    """Derive the key of the mask of two clients; both derive the same key."""
     use = "pair mask {} {}".format(*sorted((place, other.client)))
-    return keys.derived(keys.agreed(private, other.mask), agreed.session, use)
+    return keys.derive(keys.exchange(private, other.mask), agreed.session, use)
 
 
 def _box_key(
     agreed: Setting, own: Client, other: Keys, sender: int, receiver: int
 ) -> tuple[bytes, bytes]:
-    """Derive the key of a box, and the header that it is bound to."""
+    """Derive the key of a box, and the header that is authenticated with it."""
     use = f"box {sender} {receiver}"
-    key = keys.derived(keys.agreed(own.private[0], other.box), agreed.session, use)
+    key = keys.derive(keys.exchange(own.private_keys[0], other.box), agreed.session, use)
     return key, agreed.session + use.encode()
 
 
-def _dtype(agreed: Setting) -> type:
-    return np.uint32 if agreed.bits == 32 else np.uint64
-
-
-def _stretched(agreed: Setting, key: bytes) -> np.ndarray:
-    dtype = np.dtype(_dtype(agreed)).newbyteorder("<")
+def _expanded(agreed: Setting, key: bytes) -> np.ndarray:
+    dtype = np.dtype(unsigned(agreed.bits)).newbyteorder("<")
     return np.frombuffer(keys.keystream(key, agreed.length * dtype.itemsize), dtype)
 
 
 def _add_pair(agreed: Setting, total: np.ndarray, key: bytes, place: int, other: int) -> None:
-    """Add the mask that two clients share, in place: positive for the smaller of the two."""
-    drawn = _stretched(agreed, key)
+    """Add the mask of two clients in place: with a plus sign for the smaller of the two places."""
+    drawn = _expanded(agreed, key)
     if place < other:
         total += drawn
     else:

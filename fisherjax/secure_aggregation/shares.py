@@ -1,8 +1,7 @@
 """Shamir's secret sharing of short secrets, over the integers modulo the prime 2^521 - 1.
 
-Shamir, How to share a secret, Communications of the ACM 1979. In Python's integers, whose speed
-depends on the numbers: nothing here is in constant time, so that whoever can time a client's
-computation precisely is outside what this protects against.
+Shamir, How to share a secret, Communications of the ACM 1979. Python's integers are not constant
+in time: this does not protect against an attacker that can time a client's computation precisely.
 """
 
 import math
@@ -13,29 +12,29 @@ from fisherjax._core import checks
 
 PRIME = 2**521 - 1
 SIZE = 66
-"""Bytes of a share."""
+"""Length of a share, in bytes."""
 _LONGEST = 64
 
 
 def split(
     secret: bytes, threshold: int, places: Sequence[int], entropy: Callable[[int], bytes]
 ) -> dict[int, bytes]:
-    """Split a secret so that any `threshold` shares give it back, and fewer say nothing.
+    """Split a secret so that any `threshold` shares recover it, and fewer reveal nothing.
 
         share_u = s + c_1 (u + 1) + ... + c_{threshold - 1} (u + 1)^{threshold - 1}  mod 2^521 - 1.
 
     Args:
         secret: At most 64 bytes.
-        threshold: How many shares are needed.
-        places: Who gets one: different numbers, zero or more.
-        entropy: Number of bytes -> random bytes, such as `os.urandom`.
+        threshold: Number of shares that recover the secret.
+        places: Places of the receivers: different integers, zero or more.
+        entropy: Function from a number of bytes to random bytes, such as `os.urandom`.
 
     Returns:
         Shares of `SIZE` bytes by place.
 
     Raises:
-        ValueError: If the secret is longer, there are fewer places than the threshold, or a place
-            is negative, no integer or there twice.
+        ValueError: If the secret is too long, there are fewer places than the threshold, or a place
+            is negative, not an integer, or occurs twice.
 
     Example:
         >>> import os
@@ -48,14 +47,15 @@ def split(
         raise ValueError(f"A secret has {len(secret)} bytes; expected at most {_LONGEST}.")
     if checks.count("threshold", threshold) > len(places):
         raise ValueError(
-            f"threshold is {threshold} for {len(places)} places: nobody could put the secret "
-            "together. Expected no more than the places."
+            f"threshold is {threshold} for {len(places)} places; expected at most "
+            f"{len(places)}, as otherwise nobody could recover the secret."
         )
-    # 128 bits more than the field has: what is over after the division is uniform but for 2^-128.
+    # With 128 bits more than the field, the remainder is uniform up to 2^-128.
     drawn = [int.from_bytes(entropy(SIZE + 16)) % PRIME for _ in range(threshold - 1)]
     coefficients = [int.from_bytes(secret), *drawn]
     shares = {}
     for place in places:
+        # Horner's rule, at place + 1: the value at zero is the secret.
         value = 0
         for coefficient in reversed(coefficients):
             value = (value * (place + 1) + coefficient) % PRIME
@@ -66,11 +66,14 @@ def split(
 def combine(
     shares: Mapping[int, bytes], size: int, coefficients: Mapping[int, int] | None = None
 ) -> bytes:
-    """Give back a secret of `size` bytes from its shares; the coefficients can be computed before.
+    """Recover a secret of `size` bytes from its shares.
+
+    `coefficients` are those of `interpolation`, for a caller that recovers several secrets.
 
     Raises:
-        ValueError: If the shares are fewer than the threshold was, or do not belong together; both
-            show, but for one chance in 2^265 at 32 bytes, as a number that is too large.
+        ValueError: If there are fewer shares than the threshold, or they do not belong together.
+            Then the result is a number that is too large, except with probability 2^-265 for 32
+            bytes.
 
     Example: see `split`.
     """
@@ -78,22 +81,22 @@ def combine(
     if coefficients.keys() != shares.keys():
         raise ValueError(
             f"Coefficients are of places {sorted(coefficients)} for shares of {sorted(shares)}; "
-            "expected those of the same places."
+            "expected interpolation(places) of the same places."
         )
     value = sum(coefficients[place] * _number(place, x) for place, x in shares.items()) % PRIME
     if value >= 256**size:
         raise ValueError(
-            f"{len(shares)} shares do not give a secret of {size} bytes: they are too few, or one "
-            "of them is of another secret."
+            f"{len(shares)} shares do not recover a secret of {size} bytes: they are too few, or "
+            "one of them is of another secret."
         )
     return value.to_bytes(size)
 
 
 def interpolation(places: Sequence[int]) -> dict[int, int]:
-    """Compute Lagrange's coefficients at zero, prod_v (v + 1) / (v - u) over the other places.
+    """Compute Lagrange's coefficients at zero, prod_v (v + 1) / (v - u) over the other places v.
 
     Raises:
-        ValueError: If a place is negative, no integer or there twice.
+        ValueError: If a place is negative, not an integer, or occurs twice.
 
     Example:
         >>> interpolation([0, 1]) == {0: 2, 1: PRIME - 1}
@@ -101,16 +104,16 @@ def interpolation(places: Sequence[int]) -> dict[int, int]:
     """
     places = _checked(places)
     found = {}
-    for own in places:
-        others = [place for place in places if place != own]
-        above = math.prod(place + 1 for place in others) % PRIME
-        below = math.prod(place - own for place in others) % PRIME
-        found[own] = above * pow(below, -1, PRIME) % PRIME
+    for place in places:
+        others = [other for other in places if other != place]
+        above = math.prod(other + 1 for other in others) % PRIME
+        below = math.prod(other - place for other in others) % PRIME
+        found[place] = above * pow(below, -1, PRIME) % PRIME
     return found
 
 
 def _checked(places: Iterable[int]) -> list[int]:
-    """Refuse the place whose share is the secret, and places that share a share."""
+    """Return places as Python's integers; raise for place -1, whose share is the secret."""
     places = list(places)
     for place in places:
         is_integer = isinstance(place, numbers.Integral) and not isinstance(place, bool)
@@ -121,14 +124,14 @@ def _checked(places: Iterable[int]) -> list[int]:
             )
     if len(set(places)) < len(places):
         raise ValueError(f"Places are {places}; expected each only once.")
-    # NumPy's would overflow below.
+    # NumPy's integers would overflow in the products.
     return [int(place) for place in places]
 
 
 def _number(place: int, share: bytes) -> int:
     if not isinstance(share, bytes) or len(share) != SIZE or int.from_bytes(share) >= PRIME:
         raise ValueError(
-            f"The share of place {place} is no number of {SIZE} bytes below 2^521 - 1: it was "
-            "damaged, or is something else."
+            f"The share of place {place} is not a number of {SIZE} bytes below 2^521 - 1: it was "
+            "damaged; expected a share as shares.split makes it."
         )
     return int.from_bytes(share)

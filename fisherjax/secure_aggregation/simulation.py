@@ -1,4 +1,4 @@
-"""All rounds in one process, of any pytree and of any algorithm whose updates add up."""
+"""Run secure aggregation of all clients in one process, for pytrees and for algorithms."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ STAGES = ("advertise", "share", "mask", "unmask")
 
 
 class SecureSum(NamedTuple):
-    """The sum over those whose vectors arrived, in float64 and int64, and who they are."""
+    """The sum over the clients whose vectors arrived, in float64 and int64, and these clients."""
 
     total: Any
     survivors: tuple[int, ...]
@@ -35,19 +35,21 @@ def secure_sum(
     bits: int = 32,
     absent: Mapping[str, Collection[int]] | None = None,
 ) -> SecureSum:
-    """Play all rounds of `protocol` with M clients, and give the exact sum of the rounded values.
+    """Run all rounds of `protocol` with M clients, and return the exact sum of rounded values.
 
     Args:
-        contributions: One pytree a client, all alike.
-        bound: The largest absolute value of an entry: one number, or one for each leaf.
-        threshold: How many clients have to stay to the end, at least two.
-        entropy: Number of bytes -> random bytes: `os.urandom`, or a generator's for tests.
-        bits: Of the ring, 32 or 64.
-        absent: Who drops out before which stage: of "advertise", "share", "mask", "unmask".
+        contributions: One pytree for each client, all of the same structure and shapes.
+        bound: Largest absolute value of an entry: one number, or one for each leaf.
+        threshold: Number of clients that have to stay until the end, at least two.
+        entropy: Function from a number of bytes to random bytes: `os.urandom`, or that of a seeded
+            generator in tests.
+        bits: Bits of the ring, 32 (default) or 64.
+        absent: Clients that drop out, by the stage before which they do: "advertise", "share",
+            "mask" or "unmask".
 
     Raises:
-        ValueError: If fewer than the threshold stay, a contribution is not finite or beyond its
-            bound, or a number is out of range.
+        ValueError: If fewer clients stay than the threshold, a contribution is not finite or
+            exceeds its bound, or a number is out of range.
         ModuleNotFoundError: If the extra `secure` is not installed.
 
     Example:
@@ -62,31 +64,34 @@ def secure_sum(
     """
     checks.function("entropy", entropy, "os.urandom")
     if not contributions:
-        raise ValueError("There are no contributions; expected one of each client.")
+        raise ValueError("There are no contributions; expected one pytree for each client.")
     number = len(contributions)
-    gone = _gone(absent or {}, number)
+    present = _presence(absent or {}, number)
     ring = fixed_point.ring(contributions[0], bound, number, bits)
-    # Public, and new for each sum.
+    # The session is public, and new for each sum.
     agreed = protocol.setting(number, threshold, ring.length, bits, entropy(16))
+    # Round 0: every client draws its keys, and the server sends the public ones to all.
     clients, sent = {}, []
-    for place in gone("advertise", range(number)):
+    for place in present("advertise", range(number)):
         clients[place], message = protocol.advertise(agreed, place, entropy)
         sent.append(message)
     roster = protocol.roster(agreed, sent)
+    # Round 1: every client shares its secrets, in boxes that the server passes on.
     sent = []
-    for place in gone("share", clients):
+    for place in present("share", clients):
         clients[place], message = protocol.share(agreed, clients[place], roster, entropy)
         sent.append(message)
-    boxes = protocol.delivered(agreed, sent)
+    boxes = protocol.deliver(agreed, sent)
+    # Round 2: every client encodes its contribution and masks it.
     masked = []
-    for place in gone("mask", boxes):
+    for place in present("mask", boxes):
         values = fixed_point.encode(ring, contributions[place], f"client {place}")
-        own = (clients[place], boxes[place], values)
-        clients[place], message = protocol.mask(agreed, *own)
+        clients[place], message = protocol.mask(agreed, clients[place], boxes[place], values)
         masked.append(message)
     stayed = protocol.survivors(agreed, masked)
+    # Round 4: the clients that stayed send the shares with which the server removes the masks.
     answers = []
-    for place in gone("unmask", stayed):
+    for place in present("unmask", stayed):
         clients[place], message = protocol.unmask(agreed, clients[place], stayed)
         answers.append(message)
     total = protocol.finish(agreed, roster, masked, answers)
@@ -106,14 +111,15 @@ def secure_merge(
     absent: Mapping[str, Collection[int]] | None = None,
     state: Any = None,
 ) -> tuple[Params, Any, Any]:
-    """Merge client updates of which the server only sees the sum.
+    """Merge client updates of which the server sees only the sum.
 
-    Each client reduces its own update by its own weight; the sums are what `secure_sum` makes of
-    these. The first four arguments and what is returned are those of `merging.merge`, the others
-    those of `secure_sum`; `bound` is of what `contributions` gives.
+    Each client reduces its own update with its own weight (`contributions`), and `secure_sum` adds
+    these up. The first four arguments and the results are those of `merging.merge`, the other
+    arguments those of `secure_sum`; `bound` is for the entries of `contributions`.
 
     Raises:
-        ValueError: Also if the algorithm needs each update.
+        ValueError: For the reasons of `merging.merge` and `secure_sum`, and if the algorithm needs
+            each client's update (its `reduce` is None).
 
     Example:
         >>> import os
@@ -126,10 +132,10 @@ def secure_merge(
         [0.3333 0.3333 0.3333]
     """
     updates = stacked(algorithm, updates)
-    own = contributions(algorithm, params, updates, weights)
+    terms = contributions(algorithm, params, updates, weights)
     how = {"threshold": threshold, "entropy": entropy, "bits": bits, "absent": absent}
-    total, stayed = secure_sum(own, bound, **how)
-    sums = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), total, own[0])
+    total, stayed = secure_sum(terms, bound, **how)
+    sums = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), total, terms[0])
     how = {"frozen": updates.frozen, "state": state}
     return merging.merge_sums(algorithm, params, sums, jnp.array(stayed), **how)
 
@@ -140,11 +146,11 @@ def contributions(
     updates: Update | Sequence[Update],
     weights: Weights | None = None,
 ) -> list[Any]:
-    """Compute what each client adds to the sum: `algorithm.reduce` of its own update and weight.
+    """Compute each client's term of the sum: `algorithm.reduce` of its own update and weight.
 
-    Weights are shares of all, so that sums do not grow with the number of examples. Of a network
-    with running statistics it is `merging.SumsAndStatistics`: that, and the weighted statistics.
-    What comes of the sum is for `merging.merge_sums`, with `frozen=updates.frozen`.
+    Weights are normalised to sum one, so that sums do not grow with the number of examples. For a
+    network with running statistics the term is a `merging.SumsAndStatistics`, which also has the
+    weighted statistics. Pass the sum to `merging.merge_sums`, with `frozen=updates.frozen`.
 
     Example:
         >>> import fisherjax as fj
@@ -157,26 +163,29 @@ def contributions(
     if reduce is None:
         raise ValueError(
             "This method needs each client's update (its reduce is None), as FedFisher with K-FAC "
-            "does: there is no sum to hide them in. Use one that adds up, such as "
+            "does, so that no sum can hide them; expected a method with a reduce, such as "
             "algorithms.fedfisher_sketched(model) for K-FAC."
         )
     number = jax.tree.leaves(update)[0].shape[0]
     weights = jnp.asarray(shares(check_weights(weights, number)), float)
-    own = split_params(params, update)
-    given = decode_and_screen(algorithm, own, update, weights, "raise").values
+    parts = split_params(params, update)
+    kept = decode_and_screen(algorithm, parts, update, weights, "raise").values
 
-    def one(client: int) -> Any:
-        values, statistics = jax.tree.map(lambda x: x[client : client + 1], given)
+    def contribution(client: int) -> Any:
+        values, statistics = jax.tree.map(lambda x: x[client : client + 1], kept)
         return add_up(reduce, values, statistics, weights[client][None])
 
-    return [one(client) for client in range(number)]
+    return [contribution(client) for client in range(number)]
 
 
-def _gone(absent: Mapping[str, Collection[int]], number: int) -> Callable:
+def _presence(absent: Mapping[str, Collection[int]], number: int) -> Callable:
+    """Make the function from a stage and clients to those that are still present."""
     for stage, places in absent.items():
         checks.one_of("stage of `absent`", stage, STAGES)
         if strangers := [p for p in places if p not in range(number)]:
-            raise ValueError(f"absent['{stage}'] has {strangers}; expected 0 to {number - 1}.")
+            raise ValueError(
+                f"absent['{stage}'] has {strangers}; expected places of clients, 0 to {number - 1}."
+            )
 
     def left(stage: str, places: Collection[int]) -> list[int]:
         return [place for place in places if place not in absent.get(stage, ())]

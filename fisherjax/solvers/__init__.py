@@ -1,24 +1,25 @@
-"""Solvers of symmetric positive semi-definite systems, which see a matrix-vector product only.
+"""Solve symmetric positive semi-definite systems by matrix-vector products.
 
 A solver is a function `solve(problem) -> Solution(params, info)` of a `quadratic.Quadratic`, made
-by a factory; only conjugate gradients make use of its preconditioner. Unknowns are pytrees, and
-*every leaf is a system of its own*, because `matvec` does not couple leaves: step sizes, residuals
-and convergence (at 1e-4 where no tolerance is asked for) belong to a leaf. An operator that couples
-several arrays must see them as one leaf (`jax.flatten_util.ravel_pytree`).
+by a factory. Only conjugate gradients use the problem's preconditioner. Unknowns are pytrees, and
+*each leaf is a separate system*, because `matvec` does not couple leaves: step sizes, residuals and
+convergence (residual at most 1e-4 if no tolerance is given) belong to a leaf. If an operator
+couples several arrays, then they must be one leaf (`jax.flatten_util.ravel_pytree`).
 
-What a residual promises is of the quadratic, not of the unknowns. With x* a solution, f the
-quadratic that the system is the minimum of, r = b - A x and r_0 that of the start x_0,
+A small residual bounds the error of the quadratic, but not the error of the unknowns. Let f be the
+quadratic whose minimum the system is, x* a solution, and r = b - A x the residual, r_0 that of the
+start x_0. Then
 
     (f(x) - f(x*)) / (f(x_0) - f(x*)) = |r|^2_{A^+} / |r_0|^2_{A^+} <= k |r|^2 / |r_0|^2,
 
-with A^+ the pseudo-inverse and k the largest eigenvalue of A over the smallest that is not zero;
-the same holds in the norm of a preconditioner P, |r|^2_P = r^T P r, with the eigenvalues of P A.
-With damping delta (in units of the mean eigenvalue) of a block of d unknowns k <= 1 + d / delta.
-Without damping nothing bounds k: a solve whose residual is 1e-4 may lack a part of the gain that
-the eigenvalues decide, and x may be far from x* along those that are small, where f hardly changes.
+with A^+ the pseudo-inverse and k the quotient of the largest and the smallest non-zero eigenvalue
+of A. The same holds in the norm of a preconditioner P, |r|^2_P = r^T P r, with the eigenvalues of
+P A. For a block of d unknowns with damping delta, in units of the mean eigenvalue,
+k <= 1 + d / delta. Without damping k has no bound: at a residual of 1e-4 a part of the decrease of
+f may be missing, and x may be far from x* along small eigenvalues, where f hardly changes.
 
-Without a preconditioner all start from `init` and move only in the range of the operator, so in a
-singular system the component of `init` in the null space stays (Jhunjhunwala, Wang, Joshi,
+Without a preconditioner, all solvers start from `init` and move in the range of the operator. So in
+a singular system the component of `init` in the null space stays (Jhunjhunwala, Wang, Joshi,
 FedFisher, AISTATS 2024, Lemma 1).
 """
 

@@ -1,4 +1,4 @@
-"""What every solver returns and uses."""
+"""Define what solvers return, and functions that they share."""
 
 import enum
 from collections.abc import Callable
@@ -19,25 +19,25 @@ class Status(enum.IntEnum):
     """How the solve of one block ended."""
 
     CONVERGED = 0
-    """The residual is at or below the tolerance; what that promises `fisherjax.solvers` says."""
+    """The residual is at most the tolerance; see `fisherjax.solvers` for what that bounds."""
     OUT_OF_ITERATIONS = 1
-    """It is not, after as many iterations as were allowed."""
+    """The residual is larger than the tolerance after the allowed number of iterations."""
     NO_CURVATURE = 2
-    """No client has any, so that the block keeps its start, the weighted mean."""
+    """No client has curvature in this block, which keeps its start, the weighted mean."""
     BROKE_DOWN = 3
-    """A direction without or with negative curvature, or numbers beyond the range of the dtype."""
+    """A direction had no or negative curvature, or a number was not finite."""
     STEPS_TAKEN = 4
-    """It is not, and the method takes a fixed number of steps whatever the residual."""
+    """The residual is larger than the tolerance, but the method takes a fixed number of steps."""
 
 
 class Info(NamedTuple):
-    """How a solve went, leaf by leaf.
+    """Result of a solve, leaf by leaf.
 
     Attributes:
-        iterations: Products with the operator that the leaf used.
-        residual: ||matvec(x) - rhs|| / ||rhs|| at the end.
+        iterations: Number of products with the operator that the leaf needed.
+        residual: Relative residual ||matvec(x) - rhs|| / ||rhs|| at the end.
         status: A `Status`, as an integer.
-        covered: Share of the parameters that are not left to K-FAC's `fallback`; one number.
+        covered: Share of the parameters that K-FAC covers without its `fallback`; one number.
     """
 
     iterations: Any
@@ -47,39 +47,47 @@ class Info(NamedTuple):
 
     @property
     def converged(self) -> Any:
-        """Whether the residual is at or below the tolerance that was asked for, leaf by leaf."""
+        """Return whether the residual is at most the tolerance, leaf by leaf."""
         return jax.tree.map(lambda status: status == Status.CONVERGED, self.status)
 
 
 class Solution(NamedTuple):
-    """The answer of a solver: the unknowns, put back together by `restore`, and how it went."""
+    """The result of a solver.
+
+    Attributes:
+        params: The unknowns as params, put together by `Quadratic.restore`.
+        info: Iterations, residual and status of each leaf.
+    """
 
     params: Params
     info: Info
 
     def report(self, covered: float) -> Any:
-        """Give the info with the share that is covered; what is no `Info` as it is."""
+        """Return the info with the share of covered parameters; another type of info unchanged."""
         return self.info._replace(covered=covered) if isinstance(self.info, Info) else self.info
 
 
 Solver = Callable[[Quadratic], Solution]
-"""`solve(problem) -> Solution`, made by a factory."""
+"""A function `solve(problem) -> Solution`, made by a factory."""
 
 
 def as_partial(function: Callable) -> Partial:
-    """Make a function an argument of a compiled solver, which may carry its arrays as data."""
+    """Return a function as a `Partial`, which can be an argument of a compiled function."""
     return function if isinstance(function, Partial) else Partial(function)
 
 
 def as_data(problem: Quadratic) -> Quadratic:
-    """Make a problem an argument of a compiled solver, with the identity for what it leaves out."""
-    given = (problem.matvec, problem.restore or identity, problem.precondition or identity)
-    matvec, restore, precondition = map(as_partial, given)
+    """Return a problem that can be an argument of a compiled solver.
+
+    Its functions are `Partial`s, and those that it lacks are the identity.
+    """
+    functions = (problem.matvec, problem.restore or identity, problem.precondition or identity)
+    matvec, restore, precondition = map(as_partial, functions)
     return problem._replace(matvec=matvec, restore=restore, precondition=precondition)
 
 
 def identity(blocks: Any) -> Any:
-    """Return blocks as they are."""
+    """Return blocks unchanged."""
     return blocks
 
 
@@ -91,30 +99,36 @@ def solution(
     unsolved: Any = Status.STEPS_TAKEN,
     checked: bool = False,
 ) -> Solution:
-    """Put the answer x together, and say how far from solved the system is.
+    """Return the solution of blocks x, with the residual and the status of each leaf.
 
-    The number of products, and the status of what is unsolved, are one for all leaves, or for each.
-    An answer that is `checked` is not finite already where the system is not; it does not wait for
-    the residual, which the compiler then leaves out where nobody reads it.
+    Args:
+        problem: The system.
+        x: The solver's result, blocks.
+        products: Number of products with the operator, one for all leaves or one for each.
+        tolerance: Relative residual at which a leaf has converged.
+        unsolved: `Status` of a leaf that has not converged, one for all leaves or one for each.
+        checked: Whether x is already NaN where the system is not finite. Then x does not depend on
+            the residual, and the compiler omits the residual if it is not used.
     """
     problem = as_data(problem)
-    each = jax.tree.structure(problem.rhs)
+    structure = jax.tree.structure(problem.rhs)
     products, unsolved = (
         x
-        if jax.tree.structure(x) == each
+        if jax.tree.structure(x) == structure
         else jax.tree.map(lambda _, x=x: jnp.asarray(x), problem.rhs)
         for x in (products, unsolved)
     )
-    return _judged(problem, x, tolerance, Info(products, None, unsolved), checked)
+    return _solution(problem, x, tolerance, Info(products, None, unsolved), checked)
 
 
 @partial(jit, static_argnums=4)
-def _judged(problem: Quadratic, x: Any, tolerance: Scalar, info: Info, checked: bool) -> Solution:
-    # How it went has no derivative.
+def _solution(problem: Quadratic, x: Any, tolerance: Scalar, info: Info, checked: bool) -> Solution:
+    # The info has no derivative.
     found, rhs = jax.lax.stop_gradient((x, problem.rhs))
     residual = jax.tree.map(_relative_residual, jax.lax.stop_gradient(problem.matvec(found)), rhs)
     if not checked:
-        # A system that float32 cannot hold has no answer, least of all the start.
+        # A system with numbers beyond the range of the dtype has no solution; the start, which the
+        # solver may have kept, must not look like one.
         x = jax.tree.map(lambda x, r: jnp.where(jnp.isnan(r), jnp.nan, x), x, residual)
 
     def status(residual: Array, unsolved: Array, mean: Array) -> Array:
@@ -128,7 +142,7 @@ def _judged(problem: Quadratic, x: Any, tolerance: Scalar, info: Info, checked: 
 
 
 def _relative_residual(product: Array, rhs: Array) -> Array:
-    # In units of rhs: squares of 1e-25 are zero in float32, and would look solved.
+    # In units of rhs: the square of 1e-25 is zero in float32, which would look like a solution.
     size = tree.unit(rhs)
     wanted, error = rhs / size, (product - rhs) / size
     norm = jnp.sqrt(dot(wanted, wanted))
@@ -136,25 +150,25 @@ def _relative_residual(product: Array, rhs: Array) -> Array:
 
 
 def dot(left: Array, right: Array) -> Array:
-    """Multiply two vectors in the highest precision."""
+    """Return the inner product of two vectors, in the highest precision."""
     return jnp.vdot(left, right, precision=jax.lax.Precision.HIGHEST)
 
 
 def ratio(defined: Array, numerator: Any, denominator: Array) -> Array:
-    """Divide where it is defined, and give zero elsewhere without ever dividing by zero."""
-    # Both branches of a `where` are computed, and their derivatives too.
+    """Return the quotient where it is defined and zero elsewhere, without a division by zero."""
+    # Both branches of a `where` are computed, and so are their derivatives.
     return jnp.where(defined, numerator / jnp.where(defined, denominator, 1), 0)
 
 
 def power_iteration(matvec: Callable, start: Any, iterations: Scalar) -> Any:
-    """Turn each leaf towards its top eigenvector, of norm one; one that is zero stays zero."""
+    """Estimate the top eigenvector of each leaf, of norm one; a leaf that is zero stays zero."""
 
-    def normalised(x: Array) -> Array:
-        # First by a power of two, so that the square of a tiny vector is not zero.
+    def normalize(x: Array) -> Array:
+        # After the division by a power of two, the square of a tiny vector is not zero.
         x = x / tree.unit(x)
         return x * ratio(tree.any_nonzero(x), 1, jnp.sqrt(dot(x, x)))
 
-    def turn(_: Array, v: Any) -> Any:
-        return jax.tree.map(normalised, matvec(v))
+    def step(_: Array, v: Any) -> Any:
+        return jax.tree.map(normalize, matvec(v))
 
-    return jax.lax.fori_loop(0, iterations, turn, jax.tree.map(normalised, start))
+    return jax.lax.fori_loop(0, iterations, step, jax.tree.map(normalize, start))

@@ -1,4 +1,4 @@
-"""Gradient descent, the method of the theory."""
+"""Solve by gradient descent, the solver of FedFisher's theory."""
 
 from typing import Any
 
@@ -15,16 +15,19 @@ from fisherjax.typing import Array, Scalar
 
 @cached
 def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
-    """Make plain gradient descent, x <- x - (A x - b) / lambda_max, the method of the theory.
+    """Make gradient descent with a constant step, x <- x - (A x - b) / lambda_max.
 
-    lambda_max of each leaf comes from power iteration started at the first residual: the iterates
-    never leave the Krylov space of that residual, so its largest eigenvalue there is the one that
-    counts. Descent takes its steps whatever the residual: along eigenvalues that are small beside
-    lambda_max / steps the unknowns have hardly moved.
+    lambda_max of each leaf is estimated by power iteration from the first residual. The iterates
+    stay in the Krylov space of this residual, so the largest eigenvalue there is the one that
+    limits the step size. Descent takes all of its steps, whatever the residual is. Along
+    eigenvalues that are small compared with lambda_max / steps the unknowns hardly move.
 
     Args:
-        steps: Descent steps.
-        power_iterations: Products spent on lambda_max.
+        steps: Number of descent steps (default 2000).
+        power_iterations: Number of products for the estimate of lambda_max (default 50).
+
+    Returns:
+        The solver. FedFisher's theory assumes it; `conjugate_gradients` is faster.
 
     Raises:
         ValueError: If a number is not positive.
@@ -40,7 +43,7 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
     checks.count("power_iterations", power_iterations)
 
     def solve(problem: Quadratic) -> Solution:
-        # Numbers are traced, so that solvers with other numbers of steps share the program.
+        # The numbers are traced, so that solvers with other numbers share the compiled program.
         x = _gradient_descent(as_data(problem), steps, power_iterations)
         return solution(problem, x, steps + power_iterations)
 
@@ -53,7 +56,7 @@ def _gradient_descent(problem: Quadratic, steps: Scalar, power_iterations: Scala
     top = power_iteration(matvec, jax.tree.map(jnp.subtract, rhs, matvec(init)), power_iterations)
     # The Rayleigh quotient of a vector of norm one.
     largest = jax.tree.map(dot, top, matvec(top))
-    # A leaf without curvature stays where it is.
+    # A leaf without curvature keeps its start.
     step = jax.tree.map(lambda s: ratio(s > 0, 1, s), largest)
 
     def descend(_: Array, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The solution of diagonal systems."""
+"""Solve diagonal systems in closed form."""
 
 from typing import Any
 
@@ -15,11 +15,16 @@ from fisherjax.typing import Array, Scalar
 
 @cached
 def closed_form(floor: Scalar = 1e-6) -> Solver:
-    """Solve a diagonal system directly, x_j = b_j / a_j where a_j counts, else the start's x_j.
+    """Make the solver of diagonal systems, x_j = b_j / a_j.
+
+    Coordinates without curvature keep their start.
 
     Args:
-        floor: In units of a leaf's mean a: below it a coordinate counts as without curvature and
-            keeps its start.
+        floor: Least curvature a_j, in units of the leaf's mean (default 1e-6). A coordinate below
+            it counts as without curvature.
+
+    Returns:
+        The solver.
 
     Raises:
         ValueError: If the floor is negative; on solving, if the system is not diagonal.
@@ -31,16 +36,16 @@ def closed_form(floor: Scalar = 1e-6) -> Solver:
         [2. 5.]
 
     Source: Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, equation
-        5. The FedFisher authors' code has an absolute floor, which would depend on the scale.
+        5. The FedFisher authors' code has an absolute floor instead, which depends on the scale.
     """
     checks.number("floor", floor)
 
     def solve(problem: Quadratic) -> Solution:
-        # The flag of a traced problem has no value yet.
+        # A traced problem has no value of this flag.
         if not checks.is_traced(problem.is_diagonal) and not problem.is_diagonal:
             raise ValueError(
-                "closed_form solves diagonal systems only, and this one is not (is_diagonal is "
-                "False): use conjugate_gradients()."
+                "closed_form solves diagonal systems only, but this system is not diagonal "
+                "(is_diagonal is False). Use conjugate_gradients()."
             )
         return solution(problem, _closed_form(as_data(problem), floor), 1, checked=True)
 
@@ -50,12 +55,13 @@ def closed_form(floor: Scalar = 1e-6) -> Solver:
 @jit
 def _closed_form(problem: Quadratic, floor: Scalar) -> Any:
     def leaf(a: Array, b: Array, x: Array) -> Array:
-        # Above zero besides, since the floor itself may be zero.
-        counts = (a >= floor * jnp.mean(a)) & (a > 0)
-        # What float32 cannot hold has no answer: b / infinity would be zero.
-        held = jnp.isfinite(a) & jnp.isfinite(b)
-        return jnp.where(held, jnp.where(counts, ratio(counts, b, a), x), jnp.nan)
+        # The floor itself may be zero.
+        has_curvature = (a >= floor * jnp.mean(a)) & (a > 0)
+        # b / infinity would be zero, but a number beyond the range of the dtype has no solution.
+        is_finite = jnp.isfinite(a) & jnp.isfinite(b)
+        found = jnp.where(has_curvature, ratio(has_curvature, b, a), x)
+        return jnp.where(is_finite, found, jnp.nan)
 
-    # A diagonal is what the product makes of ones.
+    # The product of a diagonal operator with ones is its diagonal.
     entries = problem.matvec(jax.tree.map(jnp.ones_like, problem.init))
     return jax.tree.map(leaf, entries, problem.rhs, problem.init)

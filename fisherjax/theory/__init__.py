@@ -1,4 +1,4 @@
-"""What is proven about small networks, to run: why curvature merges, why averaging learns."""
+"""Theorems about small networks as programs: merging by curvature, and learning by averaging."""
 
 from fisherjax.theory import feature_learning, laplace, signal_noise, two_layer
 

@@ -1,14 +1,14 @@
-"""Signal and noise: data of which a network can learn the signal, or memorise the noise.
+"""Data of signal and noise: a network can learn the signals, or memorise the noise.
 
-An example of client k is two patches of d numbers, the signal of that client and noise,
+An example of client k has two patches of d numbers, the signal of that client and noise,
 
-    x = [y mu_k; xi],    y = +-1,    xi ~ N(0, sigma^2 I) without its parts along all signals,
+    x = [y mu_k; xi],    y = +-1,    xi ~ N(0, sigma^2 I) without its parts along all signals.
 
-and the network has 2 m filters, m for each label j = +-1, and a fixed second layer:
+The network has 2 m filters, m for each label j = +-1, and a fixed second layer:
 
     f(x) = F_{+1} - F_{-1},    F_j = 1/m sum_r [relu(w_jr^T x_1) + relu(w_jr^T x_2)].
 
-What is learned by whom is in `feature_learning`.
+`feature_learning` trains it, and computes what each client learns.
 
 Source: Huang, Shi, Cai, Suzuki, Understanding convergence and generalization in federated learning
     through feature learning theory, ICLR 2024.
@@ -29,13 +29,13 @@ from fisherjax.typing import Array, Key, Model
 
 
 class Data(NamedTuple):
-    """What clients hold.
+    """Examples of all clients.
 
     Attributes:
-        signals: [S, d], orthogonal.
-        owners: [M], which signal each client has.
+        signals: [S, d], orthogonal signals mu.
+        owners: [M], number of each client's signal.
         labels: [M, n], +1 or -1.
-        noise: [M, n, d], the second patches, orthogonal to all signals.
+        noise: [M, n, d], second patches xi, orthogonal to all signals.
     """
 
     signals: Array
@@ -53,19 +53,20 @@ def draw(
     norm: float = 2.0,
     noise_std: float = 1.0,
 ) -> Data:
-    """Draw the clients' data.
+    """Draw the clients' examples.
 
-    Signals are `norm` times the first unit vectors. Noise and initial weights look alike from every
-    side, so that this is no restriction for descent, averages, and whatever turns with the data; a
-    diagonal Fisher information does not: rotate the data where that matters.
+    The signals are the first unit vectors times `norm`. The distributions of noise and of initial
+    weights are invariant to rotations. So this is no restriction for methods that are equivariant
+    to rotations, such as descent and averages. Diagonal Fisher information is not equivariant:
+    rotate the data for such methods.
 
     Args:
-        key: Of labels and noise.
-        owners: For each client the number of its signal, from 0.
-        num_examples: n of every client.
-        dim: d, numbers in a patch.
-        norm: ||mu||.
-        noise_std: sigma.
+        key: Random key for labels and noise.
+        owners: Number of each client's signal, from 0.
+        num_examples: Number n of examples of each client (default 100).
+        dim: Dimension d of a patch (default 1000).
+        norm: Norm ||mu|| of each signal (default 2).
+        noise_std: Standard deviation sigma of the noise (default 1).
 
     Raises:
         ValueError: If there are no clients, more signals than dimensions, or a number is not
@@ -75,32 +76,34 @@ def draw(
         >>> draw(jax.random.key(0), owners=[0, 0, 1], num_examples=5, dim=50).noise.shape
         (3, 5, 50)
 
-    Source: the paper above, definition of its data model.
+    Source: The paper above, definition of its data model.
     """
-    own = np.asarray(owners)
-    if own.ndim != 1 or not own.size:
-        raise ValueError(f"owners is {own.tolist()}; expected a signal for each client: [0, 0].")
-    if not np.issubdtype(own.dtype, np.integer) or own.min() < 0:
-        raise ValueError(f"owners is {own.tolist()}; expected numbers of signals, from 0.")
-    num_signals = int(own.max()) + 1
+    signal_of = np.asarray(owners)
+    if signal_of.ndim != 1 or not signal_of.size:
+        raise ValueError(
+            f"owners is {signal_of.tolist()}; expected a signal for each client: [0, 1]."
+        )
+    if not np.issubdtype(signal_of.dtype, np.integer) or signal_of.min() < 0:
+        raise ValueError(f"owners is {signal_of.tolist()}; expected numbers of signals, from 0.")
+    num_signals = int(signal_of.max()) + 1
     num_examples, dim = checks.count("num_examples", num_examples), checks.count("dim", dim)
     if num_signals >= dim:
         raise ValueError(
             f"There are {num_signals} signals in {dim} dimensions; expected fewer signals than "
-            "dimensions: they are orthogonal, and the noise is orthogonal to all of them."
+            "dimensions, because signals are orthogonal, and noise is orthogonal to all signals."
         )
     checks.positive("norm", norm)
     checks.positive("noise_std", noise_std)
-    labels, noise = _draw(key, (len(own), num_examples), dim, num_signals, noise_std)
+    labels, noise = _draw(key, (len(signal_of), num_examples), dim, num_signals, noise_std)
     signals = norm * jnp.eye(num_signals, dim)
-    return Data(signals, jnp.asarray(own), labels, noise)
+    return Data(signals, jnp.asarray(signal_of), labels, noise)
 
 
 def draw_test(key: Key, data: Data, num_examples: int = 2000, noise_std: float = 1.0) -> Data:
-    """Draw examples to test on; each client's are the same noise beside its own signal.
+    """Draw test examples: all clients share labels and noise, and each has its own signal.
 
     Returns:
-        Data of one client, of labels [1, n] and noise [1, n, d].
+        Data with labels [1, n] and noise [1, n, d].
 
     Example:
         >>> data = draw(jax.random.key(0), owners=[0, 1], num_examples=5, dim=50)
@@ -115,7 +118,7 @@ def draw_test(key: Key, data: Data, num_examples: int = 2000, noise_std: float =
 
 
 def initial(key: Key, width: int, dim: int, scale: float = 0.01) -> Array:
-    """Draw the common start W_0 [d, 2 m] from N(0, scale^2), m the width.
+    """Draw the common start W_0 [d, 2 m] from N(0, scale^2), where m is the width.
 
     Raises:
         ValueError: If a number is not positive.
@@ -132,7 +135,7 @@ def initial(key: Key, width: int, dim: int, scale: float = 0.01) -> Array:
 
 @cached
 def network(width: int) -> Model:
-    """Make the network apply(W [d, 2 m], x [B, 2, d]) -> [B, 1], for the rest of the library.
+    """Make the network apply(W [d, 2 m], x [B, 2, d]) -> [B, 1] as a `Model`.
 
     Raises:
         ValueError: If the width is not a positive integer.
@@ -144,15 +147,15 @@ def network(width: int) -> Model:
     second = signs(checks.count("width", width))
 
     def apply(params: Array, x: Array) -> Array:
-        # Every filter looks at both patches: a convolution.
-        seen = jax.nn.relu(x @ params).sum(1)
-        return seen @ jnp.asarray(second, params.dtype)[:, None]
+        # A convolution: every filter is applied to both patches.
+        features = jax.nn.relu(x @ params).sum(1)
+        return features @ jnp.asarray(second, params.dtype)[:, None]
 
     return Model(apply, likelihoods.bernoulli)
 
 
 def federation(data: Data) -> Federation:
-    """Write the data as the rest of the library takes it: inputs [N, 2, d], targets 0 or 1.
+    """Make a `Federation` of the data, with inputs [N, 2, d] and targets 0 or 1.
 
     Example:
         >>> data = draw(jax.random.key(0), owners=[0, 1], num_examples=5, dim=50)
@@ -170,12 +173,19 @@ def federation(data: Data) -> Federation:
 def strength(
     num_examples: int, num_similar: Array, num_clients: int, snr: Array, dim: int
 ) -> Array:
-    """Compute what the theorem asks to be large for the test error to vanish.
+    """Compute the signal strength of the theorem: the test error vanishes where it is large.
 
         n chi^2 ||mu||^4 / (M sigma^4 d) = n chi^2 SNR^4 d / M,    SNR = ||mu|| / (sigma sqrt(d)),
 
-    chi the number of clients that have the client's signal: M when all have, and then it grows with
-    M; a client alone has chi = M = 1.
+    where chi is the number of clients that have the client's signal. If all have it, chi = M, and
+    the strength grows with M. For a client that trains alone, chi = M = 1.
+
+    Args:
+        num_examples: Number n of examples of each client.
+        num_similar: Number chi of clients with the same signal.
+        num_clients: Number M of clients.
+        snr: Signal-to-noise ratio SNR.
+        dim: Dimension d of a patch.
 
     Example:
         >>> round(strength(100, 20, 20, 2 / 1000**0.5, 1000), 3)
@@ -183,13 +193,13 @@ def strength(
         >>> round(strength(100, 1, 1, 2 / 1000**0.5, 1000), 3)
         1.6
 
-    Source: the paper above, the conditions of its theorems.
+    Source: The paper above, the conditions of its theorems.
     """
     return num_examples * num_similar**2 * snr**4 * dim / num_clients
 
 
 def signs(width: int) -> np.ndarray:
-    """Give the fixed second layer [2 m]: +1/m for the filters of label +1, then -1/m."""
+    """Return the fixed second layer [2 m]: +1/m for the filters of label +1, then -1/m."""
     return np.repeat([1.0, -1.0], width) / width
 
 
@@ -200,5 +210,5 @@ def _draw(
     for_labels, for_noise = jax.random.split(key)
     labels = jax.random.rademacher(for_labels, shape, jnp.result_type(float))
     noise = noise_std * jax.random.normal(for_noise, (*shape, dim))
-    # Along the first unit vectors, the signals, there is none.
+    # The noise has no component along the signals, which are the first unit vectors.
     return labels, noise.at[..., :num_signals].set(0)

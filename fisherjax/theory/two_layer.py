@@ -1,8 +1,8 @@
-"""Clients of FedFisher's theorem: wide networks with one hidden layer, which fit their own data.
+"""Train the clients of FedFisher's theorem: wide networks with one hidden layer.
 
     f(x, W) = sum_r a_r relu(w_r^T x),    a_r = +-1 / sqrt(m) fixed,    L_i = mean_n 1/2 (f - y)^2.
 
-From one start W_0 client i descends to its own W_i; what the server makes of them is in `laplace`.
+From the common start W_0, client i descends to its own W_i; `laplace` merges the W_i.
 
 Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, its theorem and figure 1.
 """
@@ -21,18 +21,18 @@ from fisherjax.typing import Array, Key, Model
 
 
 def draw(key: Key, num_clients: int = 2, num_examples: int = 100) -> Federation:
-    """Draw clients that disagree: each has its own piece of the circle and its own linear target.
+    """Draw clients that differ: each has its own arc of the circle and its own linear target.
 
         w~_i, b~_i ~ N(0, 1);  w_i ~ N(w~_i 1, I);  b_i ~ N(b~_i 1, I);
         x = z / ||z||,  z ~ N(b_i, diag(1, 2^-1.2));    y = w_i^T x.
 
     Args:
-        key: Of everything.
-        num_clients: M.
-        num_examples: n of every client.
+        key: Random key.
+        num_clients: Number M of clients (default 2).
+        num_examples: Number n of examples of each client (default 100).
 
     Returns:
-        Inputs [M n, 2] and targets [M n, 1], client after client.
+        Federation with inputs [M n, 2] and targets [M n, 1], in the order of clients.
 
     Raises:
         ValueError: If a number is not positive.
@@ -63,10 +63,10 @@ def draw(key: Key, num_clients: int = 2, num_examples: int = 100) -> Federation:
 
 @cached
 def network(width: int) -> Model:
-    """Make the network of m hidden units, apply(W [D, m], x [B, D]) -> [B, 1].
+    """Make the network with m hidden units, apply(W [D, m], x [B, D]) -> [B, 1].
 
-    Units with even numbers have a_r = 1 / sqrt(m), those with odd numbers -1 / sqrt(m): as units
-    are exchangeable, that is to draw the signs by coin, but for as many of each.
+    Units with even numbers have a_r = 1 / sqrt(m), units with odd numbers -1 / sqrt(m). Because
+    units are exchangeable, this is equivalent to random signs with equal counts.
 
     Raises:
         ValueError: If the width is not a positive integer.
@@ -103,20 +103,20 @@ def initial(key: Key, width: int, *, num_inputs: int = 2, variance: float = 0.5)
 def descend(
     params: Array, federation: Federation, steps: Sequence[int], learning_rate: float = 0.1
 ) -> Array:
-    """Let every client descend on its own loss, all examples a step: W_i <- W_i - eta grad L_i.
+    """Train every client by gradient descent with all its examples: W_i <- W_i - eta grad L_i.
 
     Args:
-        params: W_0 [D, m].
-        federation: Clients with as many examples each, as `draw` makes them.
-        steps: After how many the models are kept, ascending.
-        learning_rate: eta.
+        params: The common start W_0 [D, m].
+        federation: Clients with equal numbers of examples, as those of `draw`.
+        steps: Numbers of steps after which models are returned, ascending.
+        learning_rate: Step size eta (default 0.1).
 
     Returns:
         The clients' models after each number of steps, [len(steps), M, D, m].
 
     Raises:
-        ValueError: If steps do not ascend from 1 or more, clients differ in size, or a shape does
-            not fit.
+        ValueError: If steps are not ascending positive integers, clients differ in size, or a shape
+            does not fit.
 
     Example:
         >>> key = jax.random.key(0)
@@ -130,40 +130,41 @@ def descend(
     check_params(params, x)
     steps = [checks.count("steps", number) for number in steps]
     if not steps or sorted(set(steps)) != steps:
-        raise ValueError(f"steps is {steps}; expected numbers that ascend, such as [16, 32].")
+        raise ValueError(f"steps is {steps}; expected ascending integers such as [16, 32].")
     checks.positive("learning_rate", learning_rate)
     apply = network(params.shape[1]).apply
 
-    def one(own: tuple[Array, Array]) -> Array:
+    def train_one(client: tuple[Array, Array]) -> Array:
         def loss(w: Array) -> Array:
-            return 0.5 * jnp.mean(jnp.square(apply(w, own[0])[:, 0] - own[1]))
+            return 0.5 * jnp.mean(jnp.square(apply(w, client[0])[:, 0] - client[1]))
 
         def step(_: Array, w: Array) -> Array:
             return w - learning_rate * jax.grad(loss)(w)
 
         kept, w = [], params
-        for before, upto in zip([0, *steps], steps, strict=False):
-            w = jax.lax.fori_loop(before, upto, step, w)
+        for begin, end in zip([0, *steps], steps, strict=False):
+            w = jax.lax.fori_loop(begin, end, step, w)
             kept.append(w)
         return jnp.stack(kept)
 
-    models = parallel.map_clients(one, (x, y), clients_per_chunk=parallel.chunk_size(None, len(x)))
+    chunk = parallel.chunk_size(None, len(x))
+    models = parallel.map_clients(train_one, (x, y), clients_per_chunk=chunk)
     return jnp.swapaxes(models, 0, 1)
 
 
 def signs(width: int) -> np.ndarray:
-    """Give the fixed second layer a [m]."""
+    """Return the fixed second layer a [m]."""
     return (1 - 2 * (np.arange(width) % 2)) / np.sqrt(width)
 
 
 def by_client(federation: Federation) -> tuple[Array, Array]:
-    """Give inputs [M, n, D] and targets [M, n]; refuse clients that differ in size."""
+    """Return inputs [M, n, D] and targets [M, n]; raise if clients differ in size."""
     clients.check(federation)
     sizes, most = federation.sizes, federation.indices.shape[1]
     if not checks.is_traced(sizes) and (np.asarray(sizes) != most).any():
         raise ValueError(
-            f"Clients have {np.asarray(sizes).tolist()} examples; expected as many each. Draw them "
-            "with theory.two_layer.draw."
+            f"Clients have {np.asarray(sizes).tolist()} examples; expected equal numbers, as those "
+            "of theory.two_layer.draw."
         )
     x, y = federation.inputs[federation.indices], federation.targets[federation.indices]
     if x.ndim != 3 or y.size != x.shape[0] * x.shape[1]:
@@ -175,10 +176,10 @@ def by_client(federation: Federation) -> tuple[Array, Array]:
 
 
 def check_params(params: Array, x: Array, name: str = "params") -> None:
-    """Refuse params that do not fit the inputs [..., D]."""
+    """Check that params fit inputs [..., D]."""
     checks.floating(params, name)
     if jnp.ndim(params) != 2 or params.shape[0] != x.shape[-1]:
         raise ValueError(
-            f"{name} has shape {jnp.shape(params)}; expected [{x.shape[-1]}, width] for inputs "
+            f"{name} has shape {jnp.shape(params)}; expected ({x.shape[-1]}, width) for inputs "
             f"with {x.shape[-1]} numbers."
         )

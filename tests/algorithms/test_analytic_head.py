@@ -138,10 +138,10 @@ def test_sequences_are_solved_position_by_position(x64):
         (lambda: bad(ridge=-1.0), "ridge is -1.0"),
         (lambda: bad(batch_size=0), "batch_size is 0"),
         (lambda: bad(max_examples=0), "max_examples is 0"),
-        (lambda: bad(lambda p, x: x * p, ONES[0]), "last layer of this network is no dense"),
+        (lambda: bad(lambda p, x: x * p, ONES[0]), "last layer of this network is not a dense"),
         (
             lambda: bad(lambda p, x: jnp.tanh(x @ p) @ p, ONES),
-            "last layer of this network is no dense",
+            "last layer of this network is not a dense",
         ),
         (lambda: bad(lambda p, x: 10 * (x @ p) + 50), "a product.*normalise the targets"),
         (lambda: bad(lambda p, x: x + x @ p), "a sum .of a skip"),

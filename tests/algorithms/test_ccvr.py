@@ -145,5 +145,5 @@ def test_another_likelihood_is_refused():
 @pytest.mark.parametrize("link", [jax.nn.softmax, jax.nn.tanh, lambda z: z / 2, lambda z: -z])
 def test_outputs_that_are_not_those_of_the_layer_are_refused(world, link):
     _, x, y, partition = world
-    with pytest.raises(ValueError, match="The last layer of this network is no dense layer"):
+    with pytest.raises(ValueError, match="The last layer of this network is not a dense layer"):
         sums(lambda p, x: link(linear(p, x)), LINEAR, x, y, partition)

@@ -292,7 +292,7 @@ def test_bad_options_are_refused(options, match):
 def test_a_network_without_a_head_of_its_own_is_refused():
     model = fj.Model(lambda w, x: x @ (w @ w), likelihoods.gaussian)
     data = np.ones((20, 3), np.float32), np.ones((20, 3), np.float32)
-    with pytest.raises(ValueError, match="The last layer of this network is no"):
+    with pytest.raises(ValueError, match="The last layer of this network is not"):
         exchanged(model, jnp.eye(3), data, [range(20)])
 
 
@@ -302,5 +302,5 @@ def test_outputs_that_are_not_those_of_a_layer_are_refused_before_anything_is_se
     data = np.ones((20, 3), np.float32), np.ones((20, 3), np.float32)
     federation = fj.clients.federation(data, [range(20)])
     played = merging.messages(algorithms.natural_gradient(model), jnp.eye(3), federation, key=KEY)
-    with pytest.raises(ValueError, match=r"no dense layer.*normalise the targets"):
+    with pytest.raises(ValueError, match=r"not a dense layer.*normalise the targets"):
         next(iter(played))

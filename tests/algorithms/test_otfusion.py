@@ -363,7 +363,7 @@ BAD = {
         "add joins units of different places",
     ),
     "sorted": (lambda w, x: jnp.sort(x @ w["a"], 1) @ w["b"] @ w["c"], "sort is applied to them"),
-    "order": (lambda w, x: (x @ w["a"])[:, ::-1] @ w["b"] @ w["c"], "in an order that is none"),
+    "order": (lambda w, x: (x @ w["a"])[:, ::-1] @ w["b"] @ w["c"], "in an order other than"),
     # At the second place the first unit stands for all.
     "places": (
         lambda w, x: (
@@ -372,7 +372,7 @@ BAD = {
             ).sum(1)
             @ w["c"]
         ),
-        "or another one at each place",
+        "or in another order at each location",
     ),
     "twice": (lambda w, x: x @ w["a"] @ w["b"] @ w["b"] @ w["c"], "'b': it is used more than once"),
     "side by side": (

@@ -27,7 +27,7 @@ def test_columns_by_number_are_those_written_out_and_zero_after_the_last(some, w
     every = np.asarray(written_out(some))
     numbers = np.array([3, len(every) - 1, 0, len(every), len(every) + 5, 7])
     expected = np.concatenate([every, np.zeros((6, *every.shape[1:]))])[numbers]
-    np.testing.assert_array_equal(_columns.written(some, numbers), expected)
+    np.testing.assert_array_equal(_columns.select(some, numbers), expected)
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 16, 100])
@@ -38,7 +38,7 @@ def test_a_sum_over_columns_is_of_each_once_and_takes_no_more_at_once(some, writ
         sizes.append(len(few))
         return {"sum": few.sum(0), "squares": jnp.einsum("kb...,kb...->b", few, few)}
 
-    found = _columns.over_columns(squares, some, at_once)
+    found = _columns.sum_over_columns(squares, some, at_once)
     every = written_out(some)
     expected = {"sum": every.sum(0), "squares": jnp.einsum("kb...,kb...->b", every, every)}
     for name, value in expected.items():
@@ -53,7 +53,7 @@ def test_squares_of_weighted_columns_carry_the_weights(some, written_out):
     squares = np.square(written_out(some))
     expected = squares * w.reshape(1, -1, *(1,) * (squares.ndim - 2))
     np.testing.assert_allclose(
-        np.square(written_out(_columns.weighted(some, w))), expected, rtol=1e-12
+        np.square(written_out(_columns.weight(some, w))), expected, rtol=1e-12
     )
 
 

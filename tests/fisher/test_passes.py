@@ -247,7 +247,7 @@ def test_labels_for_spread_rows_come_from_the_key(mlp, model, structure):
 
 def test_rows_of_spread_inputs_cannot_be_chosen(mlp, model, structure):
     examples = Examples(spread(mlp.inputs), indices=jnp.array([0, 3]))
-    with pytest.raises(ValueError, match="its own rows only"):
+    with pytest.raises(ValueError, match="has its own rows only"):
         structure(model, mlp.params, examples)
 
 
@@ -299,7 +299,7 @@ BAD = {
     "outputs without an axis": (
         dict(model=Model(lambda p, x: x.sum(1) * p["second"]["kernel"].sum(), LIKELIHOOD)),
         ValueError,
-        "outputs of shape .*own",
+        "outputs of shape .*axis of length one",
     ),
 }
 

@@ -324,5 +324,5 @@ def test_what_is_not_the_output_of_a_layer_is_refused_and_said(name):
         lambda p, x: output_layer(trace(apply, p, x)),
         lambda p, x: check_output_layer(apply, p, x),
     ):
-        with pytest.raises(ValueError, match=rf"no dense layer.*{said}.*normalise the targets"):
+        with pytest.raises(ValueError, match=rf"not a dense layer.*{said}.*normalise the targets"):
             jax.eval_shape(check, drawn(shapes), x)

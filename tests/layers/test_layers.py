@@ -16,6 +16,7 @@ from jax import lax
 from fisherjax import Examples, Model, fisher, likelihoods, nn
 from fisherjax._layers import layer as layers
 from fisherjax._layers import pairs
+from fisherjax._layers.views import MANY
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -640,6 +641,15 @@ def test_a_network_that_cannot_be_read_is_refused():
 
     with pytest.raises(pairs.LayersNotFoundError, match=r"could not be found.*fisher\.diagonal"):
         jax.eval_shape(partial(pairs.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
+
+
+def test_as_many_features_as_examples_of_the_trace_are_no_examples():
+    def apply(params, x):
+        return x @ params["w"].T
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(B, MANY)), jnp.float32)
+    [layer] = pairs.network_of(apply, {"w": jnp.ones((3, MANY))}, x)[1]
+    assert (layer.layer.form, layer.layer.outputs, layer.layer.rows) == ("product", (0,), MANY)
 
 
 def test_what_apply_raises_for_the_inputs_themselves_is_raised_as_it_is():

@@ -351,7 +351,7 @@ def test_what_cannot_be_read_is_refused():
     fused.defvjp(lambda x, a: (layer(x) * a, a), lambda a, g: (g * a, g.sum(0)))
     params = {"w": np.ones((6, 6), np.float32), "scale": np.ones(6, np.float32)}
     model = fj.Model(lambda p, x: fused(x @ p["w"], p["scale"]), CATEGORICAL)
-    with pytest.raises(ValueError, match=r"\['scale'\] beside a root inside.*where=lambda"):
+    with pytest.raises(ValueError, match=r"\['scale'\] next to a root inside.*where=lambda"):
         normalizations(model, params, X)
     with pytest.raises(TypeError, match="Model"):
         normalizations(model.apply, params, X)

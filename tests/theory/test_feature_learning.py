@@ -21,6 +21,14 @@ def draw(seed=0, owners=OWNERS, **options):
     return data, test, signal_noise.initial(keys[2], WIDTH, how["dim"], 0.1)
 
 
+def run_rounds(start, data, mixing, steps, rate=0.5, rounds=1):
+    """Train without a look at the test examples; return the state, and the coefficients' path."""
+    how = {"rounds": rounds, "local_steps": steps, "learning_rate": rate}
+    test = data._replace(labels=data.labels[:1], noise=data.noise[:1])
+    state, history = feature_learning.train(start, data, test, mixing, **how)
+    return state, (history.signal[-1], history.noise[-1])
+
+
 MIXINGS = {
     "average": feature_learning.average(4),
     "alone": feature_learning.alone(4),
@@ -40,9 +48,9 @@ def test_signals_are_orthogonal_to_each_other_and_to_all_noise():
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_coefficients_and_descent_are_two_ways_to_the_same_weights(mixing):
     data, _, start = draw()
-    state = feature_learning.begin(start, data)
+    state = start
     for _ in range(12):
-        state, _ = feature_learning.round_of(state, data, MIXINGS[mixing], 4, 0.5)
+        state, _ = run_rounds(state, data, MIXINGS[mixing], 4)
         found = feature_learning.reconstruct(start, state, data)
         assert np.max(np.abs(found - state.weights)) < 1e-5 * np.max(np.abs(state.weights))
     assert np.max(np.abs(state.weights - start)) > 0.5
@@ -52,7 +60,7 @@ def test_coefficients_and_descent_are_two_ways_to_the_same_weights(mixing):
 def test_local_steps_are_full_batch_descent_of_the_library(x64):
     data, _, start = draw()
     mixing = feature_learning.alone(4)
-    state, _ = feature_learning.round_of(feature_learning.begin(start, data), data, mixing, 7, 0.5)
+    state, _ = run_rounds(start, data, mixing, 7)
     how = {"optimizer": optax.sgd(0.5), "epochs": 7, "batch_size": EXAMPLES}
     model, federation = signal_noise.network(WIDTH), signal_noise.federation(data)
     trained = fj.training.train(model, start, federation, key=jax.random.key(0), **how)
@@ -73,21 +81,19 @@ def test_signal_only_grows_and_noise_keeps_the_sign_of_its_label():
     for _ in range(8):
         before = state
         # Of a client by itself: the mean divides, and is no step.
-        state, _ = feature_learning.round_of(before, data, MIXINGS["alone"], 1, 0.5)
+        state, _ = run_rounds(before, data, MIXINGS["alone"], 1)
         assert np.all(state.signal >= before.signal)
         agrees = signs[None, :, None, None] * np.asarray(data.labels)[None, None]
         assert np.all((state.noise - before.noise) * agrees >= 0)
         assert np.all(state.noise * agrees >= 0)
-        state, _ = feature_learning.round_of(before, data, mixing, 1, 0.5)
+        state, _ = run_rounds(before, data, mixing, 1)
 
 
 def test_averaging_divides_what_was_gained_by_the_clients_that_share_it():
     data, _, start = draw()
-    before, _ = feature_learning.round_of(
-        feature_learning.begin(start, data), data, MIXINGS["average"], 3, 0.5
-    )
-    apart, _ = feature_learning.round_of(before, data, MIXINGS["alone"], 3, 0.5)
-    mean, _ = feature_learning.round_of(before, data, MIXINGS["average"], 3, 0.5)
+    before, _ = run_rounds(start, data, MIXINGS["average"], 3)
+    apart, _ = run_rounds(before, data, MIXINGS["alone"], 3)
+    mean, _ = run_rounds(before, data, MIXINGS["average"], 3)
     gained = np.asarray(apart.signal - before.signal)
     kept = np.asarray(mean.signal - before.signal)
     # Clients 0, 1 and 3 have signal 0, client 2 alone signal 1.
@@ -119,7 +125,7 @@ def test_training_is_its_rounds_and_its_history_what_they_say():
     end, history = feature_learning.train(start, data, test, mixing, rounds=3, local_steps=2)
     state = feature_learning.begin(start, data)
     for number in range(3):
-        state, path = feature_learning.round_of(state, data, mixing, 2)
+        state, path = run_rounds(state, data, mixing, 2, rate=1.0)
         judged = feature_learning.performance(state.weights, test)
         assert np.allclose(history.test_loss[number], judged[0], atol=1e-5)
         assert np.allclose(history.signal[number], path[0], atol=1e-5)
@@ -170,7 +176,6 @@ def refused():
     key = jax.random.key(0)
     data, test, start = draw()
     mixing = MIXINGS["average"]
-    begun = feature_learning.begin(start, data)
     train = feature_learning.train
     return {
         r"owners is \[\]; expected a signal": lambda: signal_noise.draw(key, []),
@@ -190,10 +195,8 @@ def refused():
         r"mixing has shape \(3, 3\)": lambda: train(start, data, test, feature_learning.average(3)),
         "do not sum to one": lambda: train(start, data, test, 2 * mixing),
         "rounds is 0; expected": lambda: train(start, data, test, mixing, rounds=0),
-        "local_steps is 0; expected": lambda: feature_learning.round_of(begun, data, mixing, 0),
-        "learning_rate is nan; expected": lambda: feature_learning.round_of(
-            begun, data, mixing, 1, jnp.nan
-        ),
+        "local_steps is 0; expected": lambda: run_rounds(start, data, mixing, 0),
+        "learning_rate is nan; expected": lambda: run_rounds(start, data, mixing, 1, jnp.nan),
     }
 
 

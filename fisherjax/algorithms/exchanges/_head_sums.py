@@ -18,7 +18,7 @@ from fisherjax._layers.pairs import check_output_layer, output_layer, trace
 from fisherjax.algorithms.base import Algorithm, WeightedSum, check_pass, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.fisher import _passes
-from fisherjax.fisher.kfac import second_moment
+from fisherjax.fisher._factors import second_moment
 from fisherjax.training import Trained
 from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params
 
@@ -95,7 +95,7 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
         y = y.reshape(*a.shape[:2], -1).astype(a.dtype)
         if counts is not None:
             counts = counts.reshape(a.shape[:2])
-            a, y = (locations.selected(v, counts) for v in (a, y))
+            a, y = (locations.mask_values(v, counts) for v in (a, y))
         number = a.shape[1] * w.sum() if counts is None else jnp.vdot(w, counts.sum(1))
         # Each side of a product is multiplied by the root of the weight.
         root = jnp.sqrt(w)[:, None, None].astype(a.dtype)

@@ -19,7 +19,7 @@ from fisherjax._layers.layer import Layer, matrix, unpack
 from fisherjax._layers.pairs import trace
 from fisherjax.algorithms.exchanges._head_sums import check_head
 from fisherjax.fisher import _passes
-from fisherjax.fisher.kfac import second_moment
+from fisherjax.fisher._factors import second_moment
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Examples, Model, Params
 
@@ -113,7 +113,7 @@ def exact_products(
         head = None
         if not isinstance(last, str):
             a = seen.activations[last]
-            a = a if counts is None else locations.selected(a, counts.reshape(a.shape[:2]))
+            a = a if counts is None else locations.mask_values(a, counts.reshape(a.shape[:2]))
             a = root.astype(a.dtype) * a
             crossed, gradient = dot("nta,kntc->kac", a, changes), dot("nta,ntc->ac", a, residual)
             head = HeadProducts(crossed, second_moment(a), gradient, seen.layers[last])

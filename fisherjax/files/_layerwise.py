@@ -1,0 +1,110 @@
+"""Merge uploads layer by layer, reading only the arrays of one layer at a time."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fisherjax import merging
+from fisherjax._semidefinite import indefinite
+from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.clients import shares
+from fisherjax.files import base
+from fisherjax.files._parts import Part, strengths_of
+from fisherjax.files.uploads import Record
+from fisherjax.fisher import Operator
+
+
+class Cohort(NamedTuple):
+    """The clients whose uploads are merged.
+
+    Attributes:
+        records: Records of all uploads.
+        weights: [M], zero for clients that are left out.
+        left_out: Leaf that is not finite, by client that is left out.
+        adds: Whether sums over clients suffice, so that clients are read one by one.
+    """
+
+    records: list[Record]
+    weights: np.ndarray
+    left_out: dict[str, str]
+    adds: bool
+
+    def read(self, arrays: Sequence[str]) -> Iterator[tuple[Record, Iterator[np.ndarray], float]]:
+        """Yield some arrays of each client; zeros, as in `screen`, for one that is left out."""
+        kinds = [self.records[0].arrays[name] for name in arrays]
+        for record, weight in zip(self.records, self.weights, strict=True):
+            if record.client in self.left_out:
+                yield record, (np.zeros(kind.shape, kind.dtype) for kind in kinds), weight
+            else:
+                yield record, base.read(record.path, arrays), weight
+
+
+def layer_by_layer(
+    cohort: Cohort,
+    parts: Sequence[tuple[Algorithm, Part]],
+    progress: Callable[[str, int, int], None] | None,
+    votes: dict[str, np.ndarray],
+) -> Iterator[dict[str, np.ndarray]]:
+    """Merge each part by its method; yield merged arrays by leaf name, and fill in the votes."""
+    for number, (method, part) in enumerate(parts):
+        names = ", ".join(part.names[leaf] for leaf in part.values["params"])
+        if progress is not None:
+            progress(names, number, len(parts))
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                merged, strengths = _merge_part(method, cohort, part)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{names}: {part.with_names(error)}") from error
+        for warning in caught:
+            warnings.warn(part.with_names(warning.message), stacklevel=2)
+        # Where no client has curvature, the merged layer is the weighted mean.
+        votes |= {
+            x: shares(np.asarray(strength if max(strength) > 0 else cohort.weights))
+            for x, strength in strengths.items()
+        }
+        yield {leaf or "array": np.asarray(array) for leaf, array in merged.items()}
+
+
+def _merge_part(
+    method: Algorithm, cohort: Cohort, part: Part
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Merge some leaves of all clients; return each client's strength by layer too."""
+    arrays, structure = jax.tree.flatten(part.values)
+    kinds, strengths = [cohort.records[0].arrays[name] for name in arrays], {}
+    start = jax.tree.unflatten(structure, [np.zeros(k.shape, k.dtype) for k in kinds])["params"]
+
+    def check_and_weigh(record: Record, leaves: Sequence[np.ndarray], weight: float) -> None:
+        values = jax.tree.unflatten(structure, leaves)
+        fisher = values.get("fisher")
+        if weight > 0 and isinstance(fisher, Operator) and (bad := indefinite(fisher)):
+            place = bad[0].partition("/")[2].split("/")
+            raise ValueError(
+                f"{record.source} has a Fisher that is not symmetric positive semi-definite: "
+                f"{'/'.join(part.names.get(x, x) for x in place)}"
+            )
+        for name, strength in strengths_of(values, weight).items():
+            strengths.setdefault(part.names.get(name, name), []).append(strength)
+
+    def chunks() -> Iterator[tuple[Update, np.ndarray]]:
+        for record, found, weight in cohort.read(arrays):
+            leaves = list(found)
+            check_and_weigh(record, leaves, weight)
+            stacked = jax.tree.unflatten(structure, [leaf[None] for leaf in leaves])
+            yield Update(stacked, method.kind), np.array([weight])
+
+    if cohort.adds:
+        merged, _, _ = merging.merge_stream(method, start, chunks())
+    else:
+        # Filled in place: a list and its stack would need twice the memory.
+        stacked = [np.empty((len(cohort.records), *kind.shape), kind.dtype) for kind in kinds]
+        for client, (record, found, weight) in enumerate(cohort.read(arrays)):
+            for place, leaf in zip(stacked, found, strict=True):
+                place[client] = leaf
+            check_and_weigh(record, [place[client] for place in stacked], weight)
+        update = Update(jax.tree.unflatten(structure, stacked), method.kind)
+        merged, _, _ = merging.merge(method, start, update, cohort.weights)
+    return {part.names[number]: leaf for number, leaf in merged.items()}, strengths
