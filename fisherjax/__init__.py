@@ -1,6 +1,7 @@
-"""One-shot federated learning with Fisher information: merge models that were trained apart.
+"""One-shot federated learning with Fisher information: merge models that were trained separately.
 
-Data is partitioned over clients; clients train and summarize; the server aggregates; metrics judge.
+Data is partitioned over clients, the clients train and summarize, the server aggregates their
+updates, and metrics evaluate the merged model.
 """
 
 import importlib
@@ -71,7 +72,7 @@ __all__ = [
 __version__ = "0.3.0.dev0"
 
 
-# Imported when it is first used, because nothing else here needs flax.
+# `networks` is imported when it is first used, because no other module needs flax.
 if TYPE_CHECKING:
     from fisherjax import networks
 else:

@@ -1,4 +1,4 @@
-"""Merge uploads, look into them, check this machine: `python -m fisherjax merge|inspect|check`."""
+"""Merge uploads, inspect files, check this machine: `python -m fisherjax merge|inspect|check`."""
 
 import argparse
 import ast
@@ -20,22 +20,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        0, or 1 where the input is bad, which is said in one line, and nothing was written; also 1
-        where `check` found a fault.
+        0 on success. 1 if the input is invalid: then one line on stderr says why, and no file is
+        written. Also 1 if `check` found a fault.
     """
     given = vars(_parser().parse_args(arguments))
     command = given.pop("command")
     if arguments is None and command is not _check:
-        # The program of a process. `check` checks the process as it is.
+        # Only when this is the program of the process; `check` must not change what it checks.
         devices.disable_faulty_fusion()
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found_faults = command(**given)
     except (OSError, TypeError, ValueError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
-    for line in dict.fromkeys(str(warning.message) for warning in said):
+    for line in dict.fromkeys(str(warning.message) for warning in caught):
         print("warning:", line, file=sys.stderr)
     return int(bool(found_faults))
 
@@ -48,34 +48,38 @@ def _parser() -> argparse.ArgumentParser:
     merge = commands.add_parser("merge", help="merge uploads to one model")
     merge.set_defaults(command=_merge)
     merge.add_argument("out", help="the merged model, .safetensors")
-    merge.add_argument("uploads", nargs="+", help="what files.save_update wrote, one a client")
-    merge.add_argument("--algorithm", help="default: the one that the uploads were made for")
-    merge.add_argument("--damping", type=float, help="default: the algorithm's")
+    merge.add_argument(
+        "uploads", nargs="+", help="files that files.save_update wrote, one per client"
+    )
+    merge.add_argument("--algorithm", help="default: the algorithm for which the uploads were made")
+    merge.add_argument("--damping", type=float, help="default: that of the algorithm")
     option = {"type": _option, "action": "append", "default": [], "dest": "options"}
-    about = "another of the algorithm, for instance shrink=0.5; may be repeated"
+    about = "another option of the algorithm, such as shrink=0.5; may be repeated"
     merge.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
-    merge.add_argument("--weights", type=float, nargs="+", help="default: numbers of examples")
-    about = "what clients started from, arrays by leaf name: for uploads of differences to it, and "
-    about += "for frozen leaves, which are copied from it and are not in the merged file without it"
+    merge.add_argument(
+        "--weights", type=float, nargs="+", help="one per client; default: numbers of examples"
+    )
+    about = "file of the arrays from which clients started; needed for uploads of differences, and "
+    about += "for frozen leaves, which are copied from it and missing in the merged file without it"
     merge.add_argument("--start", help=about)
     merge.add_argument("--on-nonfinite", choices=("raise", "drop"), default="raise")
     limit = {"type": _option, "action": "append", "default": [], "dest": "limits"}
     known = ", ".join(f"{name}={value}" for name, value in files.Limits()._asdict().items())
-    about = f"how large an upload may be, by default {known}; may be repeated"
+    about = f"largest sizes of an upload (default {known}); may be repeated"
     merge.add_argument("--limit", **limit, metavar="NAME=VALUE", help=about)
-    inspect = commands.add_parser("inspect", help="check a file and print what is in it")
+    inspect = commands.add_parser("inspect", help="check a file and print its content")
     inspect.set_defaults(command=_inspect)
     inspect.add_argument("file")
     inspect.add_argument("--limit", **limit, metavar="NAME=VALUE", help=about)
-    check = commands.add_parser("check", help="check that this machine computes right")
+    check = commands.add_parser("check", help="check that this machine computes correctly")
     check.set_defaults(command=_check)
-    about = "with every core of a CPU a device, as devices.one_per_core makes them"
+    about = "make each CPU core a device first, as devices.one_per_core does"
     check.add_argument("--one-per-core", action="store_true", help=about)
     return parser
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Read NAME=VALUE, with a value as Python writes it."""
+    """Read NAME=VALUE, where the value is a Python literal."""
     name, _, value = text.partition("=")
     try:
         return name, ast.literal_eval(value)
@@ -85,11 +89,11 @@ def _option(text: str) -> tuple[str, Any]:
         ) from error
 
 
-def _limits(given: list[tuple[str, Any]]) -> files.Limits:
-    for name, value in given:
+def _limits(options: list[tuple[str, Any]]) -> files.Limits:
+    for name, value in options:
         checks.one_of("limit", name, files.Limits._fields)
         checks.count(f"limit {name}", value)
-    return files.Limits(**dict(given))
+    return files.Limits(**dict(options))
 
 
 def _merge(
@@ -112,7 +116,7 @@ def _merge(
     print(f"\n{merged.algorithm} of {len(merged.records)} clients is in {out}")
     if (frozen := merged.records[0].frozen) and how["start"] is None:
         number = tree.count(len(frozen), "frozen leaf", "frozen leaves")
-        print(f"Without {number}, such as '{frozen[0]}': --start FILE copies them.")
+        print(f"The file lacks {number}, such as '{frozen[0]}'. --start FILE copies them.")
 
 
 def _finite(client: str, merged: files.Merge) -> str:
@@ -120,19 +124,20 @@ def _finite(client: str, merged: files.Merge) -> str:
 
 
 def _inspect(file: str, limits: list[tuple[str, Any]]) -> None:
-    found = files.unseal(file, _limits(limits))
-    if found.about.get("what") == "upload":
-        _claims.check(found, _limits(limits))
-    # Statistics are among the arrays.
-    about = {x: said for x, said in found.about.items() if x not in ("values", _claims.STATISTICS)}
+    sealed = files.unseal(file, _limits(limits))
+    if sealed.about.get("what") == "upload":
+        _claims.check(sealed, _limits(limits))
+    # Statistics are printed among the arrays.
+    hidden = "values", _claims.STATISTICS
+    about = {name: value for name, value in sealed.about.items() if name not in hidden}
     clients = about.pop("clients", {})
-    about |= {"bytes": found.nbytes, "sha256": found.digest}
+    about |= {"bytes": sealed.nbytes, "sha256": sealed.digest}
     _table(None, ((name, str(x)) for name, x in about.items() if x != {}))
     print()
     if clients:
         _table(("client", "share"), ((name, f"{share:.3f}") for name, share in clients.items()))
         print()
-    _table(("array", "type"), ((name, str(kind)) for name, kind in found.arrays.items()))
+    _table(("array", "type"), ((name, str(kind)) for name, kind in sealed.arrays.items()))
 
 
 def _check(one_per_core: bool) -> bool:
@@ -140,12 +145,12 @@ def _check(one_per_core: bool) -> bool:
         devices.one_per_core()
     versions = f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}"
     print(f"{versions}, {jax.device_count()} {jax.default_backend()} device(s)")
-    found = devices.self_check()
-    for fault in found:
+    faults = devices.self_check()
+    for fault in faults:
         print(f"FAULT  {fault}")
     total = len(IDENTITIES)
-    print(f"{total - len(found)} of {total} identities hold.")
-    return bool(found)
+    print(f"{total - len(faults)} of {total} identities hold.")
+    return bool(faults)
 
 
 def _progress(name: str, number: int, total: int) -> None:
@@ -153,7 +158,7 @@ def _progress(name: str, number: int, total: int) -> None:
 
 
 def _table(heads: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]]) -> None:
-    """Print columns; numbers, all but the first, to the right where there are several."""
+    """Print a table; all columns but the first are right-aligned if there are several of them."""
     rows = [*([heads] if heads else []), *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *rest in rows:

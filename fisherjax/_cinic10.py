@@ -1,7 +1,7 @@
-"""CINIC-10 for TensorFlow Datasets, which does not know it: to be prepared from its images.
+"""Prepare CINIC-10 with TensorFlow Datasets, from a folder of its images.
 
 Darlow, Crowley, Antoniou, Storkey, CINIC-10 is not ImageNet or CIFAR-10, 2018. Importing this
-module is what lets `tfds.builder` know the name; `datasets.load` does that.
+module registers the name "cinic10" with `tfds.builder`; `datasets.load` imports it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ _FOLDER = "CINIC-10"
 
 
 class Cinic10(tfds.core.GeneratorBasedBuilder):
-    """The images of a folder, as they are: 32 x 32, ten classes, three splits of 90,000."""
+    """The unchanged images of a folder: 32 x 32 pixels, ten classes, three splits of 90,000."""
 
     VERSION = tfds.core.Version("1.0.0")
     MANUAL_DOWNLOAD_INSTRUCTIONS = (
         f"Unpack CINIC-10.tar.gz to downloads/manual/{_FOLDER} of the data directory, so that it "
-        f"holds {', '.join(_SPLITS.values())}, and each of them a folder of PNG images for each "
-        f"class: {', '.join(CLASSES)}."
+        f"contains {', '.join(_SPLITS.values())}, each with one folder of PNG images per class: "
+        f"{', '.join(CLASSES)}."
     )
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -42,16 +42,18 @@ class Cinic10(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         folder = dl_manager.manual_dir / _FOLDER
-        found = {split: [*(folder / own).glob("*/*.png")] for split, own in _SPLITS.items()}
-        for split, own in _SPLITS.items():
-            # TensorFlow Datasets would write a split of nothing.
-            absent = {*CLASSES} - {path.parent.name for path in found[split]}
+        paths_of = {
+            split: [*(folder / subfolder).glob("*/*.png")] for split, subfolder in _SPLITS.items()
+        }
+        for split, subfolder in _SPLITS.items():
+            # TensorFlow Datasets would write an empty split without an error.
+            absent = {*CLASSES} - {path.parent.name for path in paths_of[split]}
             if absent:
                 raise FileNotFoundError(
-                    f"no images of {', '.join(sorted(absent))} in {folder / own}: "
+                    f"no images of {', '.join(sorted(absent))} in {folder / subfolder}: "
                     f"{self.MANUAL_DOWNLOAD_INSTRUCTIONS}"
                 )
-        return {split: self._generate_examples(paths) for split, paths in found.items()}
+        return {split: self._generate_examples(paths) for split, paths in paths_of.items()}
 
     def _generate_examples(self, paths: Sequence[PurePath]) -> Iterator[tuple[str, dict[str, Any]]]:
         for path in paths:

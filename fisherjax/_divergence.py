@@ -109,7 +109,7 @@ def screen(
     if checks.is_traced(checked, weights):
         if on_nonfinite == "raise":
             return everybody
-        found = _diverged(tree.finite(checked), names)
+        found = _diverged(tree.finite_by_client(checked), names)
         # Entries become zero too, because zero times NaN is NaN in a sum.
         kept = found.present
         return Screened(tree.keep(kept, values), jnp.where(kept, weights, 0), found)
@@ -229,7 +229,7 @@ def _diverged(table: Any, names: tuple[str, ...]) -> Diverged:
 @partial(jit, static_argnums=0)
 def _finite(mesh: Mesh | None, updates: Any) -> Array:
     """Return whether each leaf of each client is finite, [leaves, M], on every device."""
-    table = tree.finite(updates)
+    table = tree.finite_by_client(updates)
     if mesh is None:
         return table
     # Of several processes, each can read only arrays that lie on its own devices.

@@ -1,9 +1,10 @@
-"""Any optimiser of optax in any loop: what its step is told, and which params are its answer.
+"""Run any optax optimiser: pass the arguments that it accepts, and find its final params.
 
-Optimisers differ in what they ask for. Most take a gradient; some want the loss as `value`
-(`reduce_on_plateau`, `polyak_sgd`) or may evaluate it elsewhere (`lbfgs`, `sam`); some hold their
-answer in their state. `supported` gives each what it takes, `check` refuses what cannot run before
-anything is compiled, and `answer` reads off the params at the end.
+Optimisers differ in their arguments. Most need only a gradient; some need the loss as `value`
+(`reduce_on_plateau`, `polyak_sgd`) or evaluate it at other params (`lbfgs`, `sam`); some keep their
+final params in their state. `with_extra_args` passes each optimiser the arguments that it accepts,
+`check` raises an error before compilation if an optimiser cannot run, and `final_params` returns
+the params at the end.
 """
 
 import functools
@@ -19,33 +20,34 @@ from fisherjax import tree
 from fisherjax._core.caching import cached
 from fisherjax.typing import Array, Params
 
-OWN = ("start", "extras", "last_epoch")
-"""What algorithms' wrappers of an optimiser are told besides."""
+ALGORITHM_ARGUMENTS = ("start", "extras", "last_epoch")
+"""Extra arguments for the optimisers of algorithms."""
 _LOSS = (("value", "grad", "value_fn", "grad_fn"), ("value", "grad", "value_fn"), ("value",))
-# All that there is first: some use what they do not insist on.
-_TOLD = (*_LOSS, ("grad_fn",), ())
+# The most arguments first, because some optimisers use arguments that they do not require.
+_LOSS_CHOICES = (*_LOSS, ("grad_fn",), ())
 
 
 class Refused(ValueError):
-    """An optimiser that cannot be used, said in our words: nobody who wraps it says it again."""
+    """An optimiser cannot be used. Wrappers pass this error on as it is."""
 
 
 _KEEPERS = (optax.contrib.SAMState, optax.contrib.ScheduleFreeState)
 
 
 @functools.lru_cache(maxsize=64)
-def supported(
+def with_extra_args(
     base: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make an optimiser take any extra arguments; it is told those that its `update` accepts.
+    """Make an optimiser accept any extra arguments, of which it gets those that `update` takes.
 
-    `optax.with_extra_args_support` leaves an optimiser alone that takes some but not all, such as
-    `optax.contrib.sam`, which then fails. One object for one optimiser, or `jit` would compile
-    again.
+    `optax.with_extra_args_support` does not change an optimiser that takes some of the arguments
+    only, such as `optax.contrib.sam`, which then fails. Each optimiser is wrapped once, so that
+    `jit` does not compile again.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> plateau = supported(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()))
+        >>> chain = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
+        >>> plateau = with_extra_args(chain)
         >>> w = jnp.ones(2)
         >>> step, _ = plateau.update(w, plateau.init(w), w, value=jnp.array(3.0), last_epoch=True)
         >>> print(step)
@@ -53,41 +55,42 @@ def supported(
     """
 
     def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
-        return base.update(updates, state, params, **_told(base, updates, state, params, given))
+        accepted = _accepted(base, updates, state, params, given)
+        return base.update(updates, state, params, **accepted)
 
     return optax.GradientTransformationExtraArgs(base.init, update)
 
 
-def _told(
+def _accepted(
     base: optax.GradientTransformation, gradient: Params, state: Any, params: Any, given: dict
 ) -> dict[str, Any]:
-    """Find the most that an optimiser takes of what is given: by its names, or by tracing it."""
+    """Return the largest subset of arguments that an optimiser accepts, by name or by tracing."""
     kind = optax.GradientTransformationExtraArgs
     if isinstance(base, optax.GradientTransformation) and not isinstance(base, kind):
-        return {}  # by its type it takes none
+        return {}  # this type takes no extra arguments
     named = inspect.signature(base.update).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in named):
         names = {parameter.name for parameter in named}
         return {name: x for name, x in given.items() if name in names}
-    # What it takes any of it may pass on to another that does not.
+    # An optimiser with **kwargs may pass them on to another one that does not accept all.
     errors: list[Exception] = []
-    for told in _choices(given):
+    for subset in _subsets(given):
         try:
-            jax.eval_shape(functools.partial(base.update, **told), gradient, state, params)
-        # Of any type, as it is somebody else's function that fails.
+            jax.eval_shape(functools.partial(base.update, **subset), gradient, state, params)
+        # The user's optimiser may raise an error of any type.
         except Exception as failed:
             errors.append(failed)
         else:
-            return told
+            return subset
     raise errors[-1]
 
 
-def _choices(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give subsets of extra arguments, each once, the largest first."""
+def _subsets(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield subsets of extra arguments, each once, the largest first."""
     seen: list[set[str]] = []
-    for own in (OWN, ()):
-        for loss in _TOLD:
-            names = {name for name in given if name in own + loss}
+    for extra in (ALGORITHM_ARGUMENTS, ()):
+        for loss in _LOSS_CHOICES:
+            names = {name for name in given if name in extra + loss}
             if names not in seen:
                 seen.append(names)
                 yield {name: x for name, x in given.items() if name in names}
@@ -96,10 +99,10 @@ def _choices(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def loss_arguments(
     loss: Callable[[Params], Array], value: Array, gradient: Params
 ) -> dict[str, Any]:
-    """Make the extra arguments by which optimisers learn of the loss at the current params.
+    """Return the extra arguments that describe the loss at the current params.
 
-    They are optax's names: the `value`, its gradient `grad`, the function `value_fn(params)`, and
-    `grad_fn(params, step)`, its gradient elsewhere.
+    They are named as in optax: the `value`, its gradient `grad`, the function `value_fn(params)`,
+    and `grad_fn(params, step)`, its gradient at other params.
 
     Example:
         >>> import jax.numpy as jnp
@@ -108,10 +111,10 @@ def loss_arguments(
         ['grad', 'grad_fn', 'value', 'value_fn']
     """
 
-    def elsewhere(params: Params, *_: Any) -> Params:
+    def gradient_at(params: Params, *_: Any) -> Params:
         return jax.grad(loss)(params)
 
-    return {"value": value, "grad": gradient, "value_fn": loss, "grad_fn": elsewhere}
+    return {"value": value, "grad": gradient, "value_fn": loss, "grad_fn": gradient_at}
 
 
 def check(
@@ -121,18 +124,18 @@ def check(
     without: str = "",
     extras: Any = (),
 ) -> None:
-    """Refuse an optimiser that cannot take steps of these params; only shapes are traced.
+    """Check that an optimiser can take steps of these params; only shapes are traced.
 
     Args:
-        name: Of the argument.
-        optimizer: Any of optax.
-        params: What it moves, or shapes.
-        without: Why it is told nothing of the loss; empty where it is told.
-        extras: What an algorithm's wrapper is given besides, or shapes.
+        name: Name of the argument, for messages.
+        optimizer: An optax optimiser.
+        params: Params that it optimises, or their shapes.
+        without: Reason why the optimiser gets no loss; empty if it gets one.
+        extras: The extra argument `extras` of an algorithm's optimiser, or its shapes.
 
     Raises:
         ValueError: If its `init` or `update` fails, its steps have other shapes than params, its
-            state changes shape from step to step, or it keeps the answer for a part of the params.
+            state changes shape from step to step, or it keeps final params for a part of params.
 
     Example:
         >>> import jax.numpy as jnp
@@ -145,7 +148,7 @@ def check(
     _checked(name, optimizer, structure, tuple(leaves), without)
 
 
-# Equal optimisers and shapes are traced once.
+# Results are cached, so that equal optimisers and shapes are traced once.
 @cached
 def _checked(
     name: str,
@@ -161,25 +164,25 @@ def _checked(
         raise
     except Exception as error:
         raise Refused(
-            f"{name} cannot start from these params ({_said(error)}). Labels and masks must have "
-            "the structure of params, here with leaves "
-            f"{list(tree.names(params))}, and an optimiser that wants something else than params, "
-            "as optax.lookahead does, cannot be used."
+            f"{name} cannot start from these params ({_summary(error)}). Labels and masks must "
+            "have the structure of params, here with leaves "
+            f"{list(tree.names(params))}, and optimisers that need other arguments than params, as "
+            "optax.lookahead does, cannot be used."
         ) from error
 
     def step(state: Any, params: Params, extras: Any) -> tuple:
-        told = {"start": params, "extras": extras, "last_epoch": jnp.array(False)}
+        given = {"start": params, "extras": extras, "last_epoch": jnp.array(False)}
         if not without:
-            told |= loss_arguments(_any_loss, _any_loss(params), params)
-        return supported(optimizer).update(params, state, params, **told)
+            given |= loss_arguments(_any_loss, _any_loss(params), params)
+        return with_extra_args(optimizer).update(params, state, params, **given)
 
     try:
         updates, after = jax.eval_shape(step, state, params, extras)
     except Exception as error:
-        why = without or "It is told the gradient, value, value_fn(params) and grad_fn(params)."
+        why = without or "It gets the gradient, value, value_fn(params) and grad_fn(params)."
         raise Refused(
-            f"{name} cannot take a step ({_said(error)}). {why} Use an optimiser that needs no "
-            "more than that and moves params as they are (optax.lookahead does not), such as "
+            f"{name} cannot take a step ({_summary(error)}). {why} Use an optimiser that needs no "
+            "other arguments and updates params themselves (optax.lookahead does not), such as "
             "optax.sgd(1e-2) or optax.adam(1e-3)."
         ) from error
     _check_same("steps", name, params, updates)
@@ -188,11 +191,11 @@ def _checked(
 
 
 def _any_loss(params: Params) -> Array:
-    # Of which nothing but the shape is looked at.
+    # Only its shape is used.
     return jnp.asarray(sum(jnp.sum(leaf).astype(float) for leaf in jax.tree.leaves(params)))
 
 
-def _said(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
@@ -203,14 +206,14 @@ def _check_same(what: str, name: str, before: Any, after: Any) -> None:
         expected = "those of params" if what == "steps" else "as init makes it"
         raise Refused(
             f"{name} makes {what} with leaves of shapes {shapes[1]}, in {structures[1]}; expected "
-            f"{shapes[0]}, {expected}, in {structures[0]}. Optimisers that take a gradient of each "
-            "example, as optax.contrib.dpsgd does, cannot be used: see privacy.dp_sgd."
+            f"{shapes[0]}, {expected}, in {structures[0]}. Optimisers that need gradients of "
+            "single examples, as optax.contrib.dpsgd does, cannot be used: see privacy.dp_sgd."
         )
 
 
 def _check_keeper(name: str, params: Params, state: Any) -> None:
-    found = _keepers(state)
-    if len(found) > 1 or any(_point(x) != jax.tree.structure(params) for x in found):
+    keepers = _keepers(state)
+    if len(keepers) > 1 or any(_point(x) != jax.tree.structure(params) for x in keepers):
         raise Refused(
             f"{name} has optax.contrib.sam or schedule_free more than once, or for a part of the "
             "params; expected one of them for all params, or neither."
@@ -224,12 +227,12 @@ def _point(keeper: Any) -> Any:
 
 def _keepers(state: Any) -> list[Any]:
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, _KEEPERS))
-    # In its opaque mode sam keeps nothing: the params are the answer after every step.
+    # In its opaque mode sam keeps nothing: params are final after every step.
     return [x for x in leaves if isinstance(x, _KEEPERS) and getattr(x, "cache", x) is not None]
 
 
 def check_plain(what: str, base: optax.GradientTransformation, params: Params) -> None:
-    """Refuse an optimiser that keeps its answer in its state, where only the params are looked at.
+    """Check that an optimiser keeps no final params in its state, for a method that reads params.
 
     Example:
         >>> import jax.numpy as jnp
@@ -239,31 +242,31 @@ def check_plain(what: str, base: optax.GradientTransformation, params: Params) -
     """
     if _keepers(jax.eval_shape(base.init, params)):
         raise Refused(
-            f"{what} goes by every step of the params, and optax.contrib.schedule_free and sam "
-            "(but for opaque_mode=True) move them to where the gradient is taken, which is not the "
-            "answer; expected another optimiser, such as optax.sgd(1e-2)."
+            f"{what} measures every step of the params, but optax.contrib.schedule_free and sam "
+            "(without opaque_mode=True) move these to the point where the gradient is computed, "
+            "which is not the result; expected another optimiser, such as optax.sgd(1e-2)."
         )
 
 
-def answer(params: Params, state: Any) -> Params:
-    """Give the params that an optimiser has found, which may not be where it is.
+def final_params(params: Params, state: Any) -> Params:
+    """Return the final params of an optimiser, which may differ from its current params.
 
-    Schedule-free optimisers take gradients beside the average that is their answer, and every other
-    step of `sam` is only a look. All others' answer are the params.
+    Schedule-free optimisers compute gradients at other params than the average that they return,
+    and every other step of `sam` is only a trial. For all others the current params are final.
 
     Example:
         >>> import jax.numpy as jnp
         >>> sam = optax.contrib.sam(optax.sgd(1.0), optax.sgd(0.5))
         >>> w = jnp.zeros(1)
         >>> step, state = sam.update(jnp.ones(1), sam.init(w), w)
-        >>> print(w + step, answer(w + step, state))
+        >>> print(w + step, final_params(w + step, state))
         [0.5] [0.]
     """
     for keeper in _keepers(state):
         if isinstance(keeper, optax.contrib.ScheduleFreeState):
             found = optax.contrib.schedule_free_eval_params(keeper, params)
         else:
-            looks = keeper.steps_since_sync > 0
-            found = jax.tree.map(lambda own, x: jnp.where(looks, own, x), keeper.cache, params)  # noqa: B023
+            is_trial = keeper.steps_since_sync > 0
+            found = jax.tree.map(lambda own, x: jnp.where(is_trial, own, x), keeper.cache, params)  # noqa: B023
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), found, params)
     return params

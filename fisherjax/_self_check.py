@@ -1,7 +1,7 @@
-"""Check that this machine computes a handful of identities right: compilers have faults.
+"""Check that this machine computes a set of identities correctly, because compilers have bugs.
 
-Each identity is a small program in one of the forms that a released compiler has miscompiled, or
-that every merge depends on, and is compared with NumPy in float64. See `devices.self_check`.
+Each identity is a small program, one that a released compiler has miscompiled or one that every
+merge needs. Its result is compared with NumPy in float64. See `devices.self_check`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ from fisherjax.typing import Array
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 _UPDATE = "install another jaxlib, and please report this with the versions"
-# Sums that threads divide are wrong in some calls only.
+# Sums that are divided among threads are wrong in some calls only.
 _REPEATS = 100
 
 
 class Fault(NamedTuple):
-    """An identity that does not hold here.
+    """An identity that does not hold on this machine.
 
     Attributes:
-        identity: What was computed.
-        error: The largest error, relative to the largest entry of the right result.
-        affected: Which of a user's programs may be wrong.
-        cure: What to do.
+        identity: Name of the identity.
+        error: The largest error, relative to the largest entry of the correct result.
+        affected: The programs that may compute wrong results.
+        cure: The remedy.
     """
 
     identity: str
@@ -38,7 +38,7 @@ class Fault(NamedTuple):
     cure: str
 
     def __str__(self) -> str:
-        """Return one line for a person."""
+        """Describe the fault in one line."""
         return (
             f"{self.identity}: wrong by {self.error:.2g} of the largest entry. "
             f"Affected: {self.affected}. To mend it: {self.cure}."
@@ -46,19 +46,27 @@ class Fault(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What is computed, its right value by NumPy, and the relative error that rounding may make."""
+    """A program whose result is known.
+
+    Attributes:
+        name: What is computed.
+        sides: `() -> (computed, correct)`, the results of JAX and of NumPy.
+        affected: The programs that may compute wrong results if the identity does not hold.
+        cure: The remedy.
+        tolerance: The largest relative error that rounding can explain.
+    """
 
     name: str
     sides: Callable[[], tuple[Any, Any]]
-    tolerance: float
     affected: str
-    cure: str
+    cure: str = _UPDATE
+    tolerance: float = 1e-5
 
 
 def faults(identities: Sequence[Identity]) -> tuple[Fault, ...]:
-    """Compute both sides of each identity, and return those that differ."""
+    """Compute both sides of each identity; return the identities whose sides differ."""
     errors = [_error(*identity.sides()) for identity in identities]
-    # Not "error > tolerance": a NaN is a fault.
+    # The condition is negated, because a NaN is a fault too.
     return tuple(
         Fault(identity.name, error, identity.affected, identity.cure)
         for identity, error in zip(identities, errors, strict=True)
@@ -137,13 +145,12 @@ def _gradient_of_a_gather() -> tuple[Any, Any]:
 def _definite_solve() -> tuple[Any, Any]:
     root, rhs = _draw(5, 60, 60), _draw(5, 60)
     matrices = root @ root.swapaxes(1, 2) + 60 * np.eye(60, dtype=np.float32)
-
     found = jax.jit(jax.vmap(linalg.solve_definite))(matrices, rhs)
     return found, np.linalg.solve(_wide(matrices), _wide(rhs)[..., None])[..., 0]
 
 
 def _long_loop_on_all_devices() -> tuple[Any, Any]:
-    """Multiply scaled identities, which the compiler does not know: every norm is known."""
+    """Multiply multiples of the identity matrix, whose norms are known, but not to the compiler."""
 
     def norms(key: Array) -> Array:
         matrices = jax.random.uniform(key, (24, 1, 1), minval=1) * jnp.eye(400)
@@ -165,59 +172,51 @@ def _long_loop_on_all_devices() -> tuple[Any, Any]:
     return found, np.ones(found.shape)
 
 
-_OWN_JIT = "what you compile yourself with jax.jit, fisherjax's functions in it or not"
-_ALL = "everything that fisherjax computes here"
+_OWN_JIT = "programs that you compile with jax.jit, with functions of fisherjax or without"
+_ISSUES = "https://github.com/jax-ml/jax/issues"
 IDENTITIES = (
     Identity(
         "a program of fisherjax with a product whose operand is broadcast, and a maximum",
-        lambda: _product_then_maximum(compiler.jit),
-        *(1e-5, _ALL, _UPDATE),
+        *(lambda: _product_then_maximum(compiler.jit), "everything that fisherjax computes here"),
     ),
     Identity(
         "a convolution of fisherjax.nn and max pooling",
-        _convolution_then_maximum,
-        *(1e-5, "convolutional networks", _UPDATE),
+        *(_convolution_then_maximum, "convolutional networks"),
     ),
-    Identity("a batch of Cholesky solves", _definite_solve, 1e-4, "the server's solves", _UPDATE),
+    Identity("a batch of Cholesky solves", _definite_solve, "the server's solves", tolerance=1e-4),
     Identity(
         "a float32 product at the highest precision",
-        _precise_product,
-        *(1e-5, "Kronecker factors, Gram matrices and the server's solves", _UPDATE),
+        *(_precise_product, "Kronecker factors, Gram matrices and the server's solves"),
     ),
     Identity(
         "the gradient of a gather outside jit",
-        _gradient_of_a_gather,
-        *(1e-6, "gradients of embeddings (https://github.com/jax-ml/jax/issues/39025)", _UPDATE),
+        *(_gradient_of_a_gather, f"gradients of embeddings ({_ISSUES}/39025)", _UPDATE, 1e-6),
     ),
     Identity(
         "a scaled sum of a product and a bias",
-        _scaled_affine,
-        1e-5,
-        "dense layers (https://github.com/jax-ml/jax/issues/39336)",
+        *(_scaled_affine, f"dense layers ({_ISSUES}/39336)"),
         "set XLA_FLAGS=--xla_gpu_autotune_level=3, or install another jaxlib",
     ),
     Identity(
         "a product whose operand is broadcast, and a maximum",
         lambda: _product_then_maximum(jax.jit),
-        *(1e-5, f"{_OWN_JIT}, such as attention with learned queries", compiler.CURE),
+        *(f"{_OWN_JIT}, such as attention with learned queries", compiler.CURE),
     ),
     Identity(
         "a sum of a broadcast",
-        _sum_of_a_broadcast,
-        1e-5,
-        f"{_OWN_JIT}, such as a mean loss of broadcast terms",
-        compiler.CURE,
+        *(
+            _sum_of_a_broadcast,
+            f"{_OWN_JIT}, such as a mean loss of broadcast terms",
+            compiler.CURE,
+        ),
     ),
     Identity(
         "a matrix times 40,000 vectors, and a sum",
-        _many_vectors,
-        *(1e-5, f"{_OWN_JIT}, with large batches", compiler.CURE),
+        *(_many_vectors, f"{_OWN_JIT}, with large batches", compiler.CURE),
     ),
     Identity(
         "a long loop of large products on all devices at once",
-        _long_loop_on_all_devices,
-        1e-4,
-        "clients spread over a CPU's cores (fisherjax.clients.shard), in long solves",
-        "call fisherjax.devices.one_per_core() before JAX computes anything",
+        *(_long_loop_on_all_devices, "clients spread over the cores of a CPU, in long solves"),
+        *("call fisherjax.devices.one_per_core() before JAX computes anything", 1e-4),
     ),
 )

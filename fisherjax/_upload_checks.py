@@ -32,7 +32,7 @@ def stacked(algorithm: Algorithm, updates: Any) -> Update:
             "all of them."
         )
     _check_untrained(algorithm, updates)
-    return tree.native(updates, "the stacked updates")
+    return tree.to_native(updates, "the stacked updates")
 
 
 def check_weights(weights: Any, num_clients: int) -> Any:

@@ -221,7 +221,7 @@ def _basis(matrix: Array) -> Array | None:
     # The start changes the speed of the solver only, so that a fixed key is used.
     basis = jax.random.normal(jax.random.key(0), (len(matrix), RANK), matrix.dtype)
     for _ in range(2):
-        basis = linalg.orthonormal(jnp.matmul(matrix, basis, precision=PRECISION))
+        basis = linalg.orthonormal_basis(jnp.matmul(matrix, basis, precision=PRECISION))
     return basis
 
 

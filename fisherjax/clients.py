@@ -1,11 +1,11 @@
-"""Clients: who owns which example, and the minibatches of each.
+"""Federations of clients: which client owns which example, and the minibatches of each.
 
-The data lie in memory once; a client is a row of example indices. Clients are ragged, and only
-those integers are padded, never images. `minibatches` is the one place where padding is masked:
-training, Fisher passes and metrics all take their examples from there.
+The data are in memory once, and a client is a row of example indices. Clients have different
+numbers of examples; only their indices are padded, never images. `minibatches` masks the padding,
+and training, Fisher passes and metrics all read their examples with it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -15,18 +15,51 @@ from jax.sharding import Mesh
 
 from fisherjax import tree
 from fisherjax._core import checks
+from fisherjax._minibatches import (
+    Minibatch,
+    draw,
+    hold_out,
+    minibatches,
+    num_batches,
+    rows_of,
+    shuffled,
+    weights_of,
+)
 from fisherjax.devices import client_mesh, mesh_of, replicate
 from fisherjax.parallel import Spread, in_order
 from fisherjax.partition.checks import client_rows
 from fisherjax.typing import AnyArray, Array, Device, Examples, Key
 
-# Keys are folded by purpose, then by client, so that no two draws share a key.
+__all__ = [
+    "AGGREGATE",
+    "COHORT",
+    "SPLIT",
+    "SUMMARIZE",
+    "TRAIN",
+    "Federation",
+    "Minibatch",
+    "Partition",
+    "check",
+    "client_key",
+    "draw",
+    "federation",
+    "hold_out",
+    "ids",
+    "minibatches",
+    "num_batches",
+    "rows_of",
+    "select",
+    "shard",
+    "shares",
+    "shuffled",
+    "view",
+    "weights_of",
+]
+
+# Keys are folded with a purpose, then with a client's id, so that no two draws share a key.
 TRAIN, SUMMARIZE, COHORT, SPLIT, AGGREGATE = range(5)
 
-Minibatch = tuple[Array, Any, Array]  # inputs [B, ...], targets or None, weights [B]
-
-
-# For every client its rows [n_i].
+# The rows [n_i] of each client.
 Partition: TypeAlias = Sequence[Sequence[int] | AnyArray] | AnyArray
 
 
@@ -34,11 +67,11 @@ class Federation(NamedTuple):
     """The data of all clients.
 
     Attributes:
-        inputs: [N, ...], one copy for everybody; images stay uint8.
-        targets: [N, ...].
-        indices: [M, n_max] rows of the data, client by client, padded with 0.
-        sizes: [M] numbers of examples n_i.
-        ids: [M] what each client's keys are folded by; None numbers them from 0.
+        inputs: [N, ...], the inputs of all clients, in one copy; images stay uint8.
+        targets: [N, ...], the targets of all clients.
+        indices: [M, n_max], the rows of each client, padded with 0.
+        sizes: [M], the numbers of examples n_i.
+        ids: [M], the integers with which each client's keys are folded; None is 0 to M - 1.
     """
 
     inputs: Array
@@ -55,17 +88,17 @@ class Federation(NamedTuple):
     @property
     def weights(self) -> Array:
         """The clients' shares of the examples, p_i = n_i / sum_j n_j, [M]."""
-        # What is computed with them is computed once, not on every device of a CPU.
+        # On one device: otherwise every device of a CPU would repeat what is computed with them.
         return in_order(Spread(shares(self.sizes)), self.mesh)
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices that clients are spread over, see `shard`; None for a single one."""
+        """The devices over which clients are spread by `shard`; None for a single device."""
         return mesh_of(self.sizes)
 
 
 def shares(weights: Any) -> Any:
-    """Scale weights [M], numbers of examples or others, to sum one; zeros if all are zero.
+    """Divide weights [M], such as numbers of examples, by their sum; return zeros if all are zero.
 
     Example:
         >>> print(shares(np.array([0.5e308, 1.5e308])))
@@ -74,7 +107,7 @@ def shares(weights: Any) -> Any:
     numpy = np if isinstance(weights, np.ndarray) else jnp
     if jnp.issubdtype(weights.dtype, jnp.integer):
         return weights / numpy.maximum(weights.sum(), 1)
-    # By the largest first: a sum of huge weights overflows, one of tiny weights underflows.
+    # Divided by the largest first: sums of huge weights overflow, those of tiny ones underflow.
     largest = weights.max()
     scaled = weights / numpy.where(largest > 0, largest, 1)
     total = scaled.sum()
@@ -82,14 +115,15 @@ def shares(weights: Any) -> Any:
 
 
 def federation(data: Any, partition: Partition) -> Federation:
-    """Give every client its examples, on the device.
+    """Make a federation of clients from data and a partition, on the device.
 
     Args:
         data: A `datasets.Dataset`, `Examples`, or a pair (inputs [N, ...], targets [N, ...]).
-        partition: For every client the rows [n_i] it owns; none is allowed.
+        partition: The rows [n_i] of each client; a client may have none.
 
     Raises:
-        ValueError: If inputs and targets differ in length, a row does not exist, or nobody has any.
+        ValueError: If inputs and targets differ in length, a row does not exist, or no row is
+            given.
         TypeError: If rows are not integers.
 
     Example:
@@ -102,25 +136,25 @@ def federation(data: Any, partition: Partition) -> Federation:
         raise TypeError(f"data is a {type(data).__name__}; expected Dataset or (inputs, targets).")
     checks.instance("partition", partition, Iterable, "the rows of every client")
     inputs, targets = (x if hasattr(x, "ndim") else np.asarray(x) for x in pair)
-    inputs, targets = tree.native(inputs, "inputs"), tree.native(targets, "targets")
+    inputs, targets = tree.to_native(inputs, "inputs"), tree.to_native(targets, "targets")
     if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
         raise ValueError(
             f"inputs have shape {inputs.shape} and targets {targets.shape}; expected both to have "
             "one row for each example."
         )
     rows = [client_rows(rows, client, len(inputs)) for client, rows in enumerate(partition)]
-    sizes = np.array([len(own) for own in rows], np.int32)
+    sizes = np.array([len(part) for part in rows], np.int32)
     if sizes.sum() == 0:
         raise ValueError(
             f"The partition gives no example to any of its {len(rows)} clients; expected some rows."
         )
-    # [M, n_max]. Padding is row 0, a valid index, and `minibatches` never reads it.
-    indices = np.stack([np.pad(own, (0, sizes.max() - len(own))) for own in rows])
+    # [M, n_max]. Padding is row 0, a valid index, which `minibatches` never reads.
+    indices = np.stack([np.pad(part, (0, sizes.max() - len(part))) for part in rows])
     return Federation(*map(jnp.asarray, (inputs, targets, indices, sizes)))
 
 
 def view(federation: Federation, client: int | Array) -> Examples:
-    """Select one client's examples, by its place from 0 to M - 1, which may be traced.
+    """Return the examples of one client, by its place from 0 to M - 1, which may be traced.
 
     Raises:
         IndexError: If there is no such client.
@@ -131,7 +165,7 @@ def view(federation: Federation, client: int | Array) -> Examples:
         [1. 0.]
     """
     check(federation)
-    # JAX clamps a place that is out of range: it would show another client's examples.
+    # JAX clamps a place that is out of range and would return another client's examples.
     if not checks.is_traced(client):
         place, last = np.asarray(client), federation.num_clients - 1
         is_number = place.ndim == 0 and np.issubdtype(place.dtype, np.integer)
@@ -143,13 +177,14 @@ def view(federation: Federation, client: int | Array) -> Examples:
 
 
 def select(federation: Federation, clients: Sequence[int] | AnyArray) -> Federation:
-    """Keep the clients at these places [K], in this order: a cohort, or those that are held out.
+    """Return the federation of the clients at these places [K], such as a cohort, in this order.
 
-    The data are shared, not copied, and keys are folded as before: a client trains alone exactly as
-    it does among the others. `_replace(ids=None)` numbers them anew. The places may be traced.
+    The data are shared, not copied. Clients keep the ids with which their keys are folded: a client
+    trains alone exactly as it does among the others. `_replace(ids=None)` numbers them anew. The
+    places may be traced.
 
     Raises:
-        ValueError: If there are none, one is named twice, or one does not exist.
+        ValueError: If there is no place, one is named twice, or a client does not exist.
 
     Example:
         >>> two = federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
@@ -164,8 +199,8 @@ def select(federation: Federation, clients: Sequence[int] | AnyArray) -> Federat
         differ = places.ndim == 1 and places.size == len(np.unique(places)) > 0
         if not differ or not known.all():
             raise ValueError(
-                f"clients are {places.tolist()}; expected at least one of 0 to {last}, each only "
-                "once."
+                f"clients are {places.tolist()}; expected at least one of 0 to {last}, each "
+                "only once."
             )
     own = federation.indices, federation.sizes, ids(federation)
     indices, sizes, numbers = jax.tree.map(lambda x: x[places], own)
@@ -173,142 +208,38 @@ def select(federation: Federation, clients: Sequence[int] | AnyArray) -> Federat
 
 
 def ids(federation: Federation) -> Array:
-    """Give each client's id, which its keys are folded by, [M]."""
+    """Return the ids [M] with which the clients' keys are folded."""
     if federation.ids is None:
         return jnp.arange(federation.num_clients, dtype=jnp.int32)
     return federation.ids
 
 
 def check(federation: Federation) -> None:
-    """Refuse what is no `Federation`."""
+    """Check that a value is a `Federation`."""
     checks.instance("federation", federation, Federation, "the result of clients.federation")
 
 
 def client_key(key: Key, purpose: int, client: Array) -> Key:
-    """Fold a key by purpose and by a client's id."""
+    """Fold a purpose and a client's id into a key."""
     return jax.random.fold_in(jax.random.fold_in(key, purpose), client)
 
 
 def shard(federation: Federation, devices: Sequence[Device] | None = None) -> Federation:
-    """Spread the clients over several devices, all of them by default.
+    """Spread the clients over several devices, by default over all.
 
-    Each device holds the data and works on clients of its own: training and the Fisher pass then
-    run on all of them, with the same results to rounding. Clients are divided by their work, any
-    number of any sizes; where they lie on the devices of accelerators or of several processes, by
-    equal counts if that is possible. `devices.one_per_core` makes every core of a CPU a device.
-    Over several hosts (`jax.distributed.initialize`) each process calls it with the same
-    federation.
+    Each device holds all data and computes some of the clients, so that training and Fisher passes
+    run on all devices, with the same results up to rounding. Any number of clients is divided by
+    their numbers of examples; accelerators and several processes get equal numbers of clients if M
+    allows that. `devices.one_per_core` makes each core of a CPU a device. On several hosts
+    (`jax.distributed.initialize`), each process calls this function with the same federation.
 
     Raises:
-        ValueError: If there are no devices, or one twice.
+        ValueError: If the list of devices is empty or has a device twice.
 
     Example:
         >>> two = federation((np.zeros(3), np.zeros(3)), [[2], [0, 1]])
         >>> shard(two, jax.devices()[:1]).mesh.size
         1
     """
-    # Every device holds everything; `map_clients` hands each its share of the clients.
+    # Every device holds all clients' rows; `map_clients` divides the clients among the devices.
     return replicate(federation, client_mesh(devices))
-
-
-def minibatches(
-    examples: Examples, batch_size: int
-) -> tuple[Array, Callable[[Array | int], Minibatch]]:
-    """Cut examples, in their order, into minibatches of B, or of all rows if there are fewer.
-
-    Returns:
-        How many minibatches hold an example that counts, and `batch(number) -> (inputs [B, ...],
-        targets, weights [B])`. A last, short minibatch is filled up with its own examples at weight
-        zero, and so is the place of a row that does not count, which is never read.
-
-    Example:
-        >>> number, batch = minibatches(Examples(jnp.arange(5.0)), batch_size=3)
-        >>> print(number, *batch(1)[::2])
-        2 [3. 4. 3.] [1. 1. 0.]
-    """
-    rows, weights = rows_of(examples)
-    length = min(checks.count("batch_size", batch_size), rows.shape[0])
-    # The first row that counts replaces those that do not: weight zero does not silence NaN.
-    rows = jnp.where(weights != 0, rows, rows[jnp.argmax(weights != 0)])
-    # Nothing after the last example that counts is run.
-    used = jnp.max(jnp.where(weights != 0, jnp.arange(1, weights.size + 1), 0))
-
-    def batch(number: Array | int) -> Minibatch:
-        place = jnp.arange(length)
-        # At least 1, as a remainder by 0 means nothing: an empty client runs minibatches in vain
-        # where it waits for others of its chunk.
-        full = jnp.clip(used - number * length, 1, length)
-        # The places that are left over take the minibatch's own rows again, from its first on.
-        chosen = number * length + place % full
-        w = jnp.where(place < full, weights[chosen], 0)
-        targets = None if examples.targets is None else examples.targets[rows[chosen]]
-        return examples.inputs[rows[chosen]], targets, w
-
-    return -(-used // length), batch
-
-
-def shuffled(key: Key, examples: Examples) -> Examples:
-    """Permute a client's examples; the padding stays behind them.
-
-    The draw of a row depends on the key and its place only, not on how much padding there is.
-    """
-    rows, weights = rows_of(examples)
-    # Always 32 bits: the order is the same with and without float64.
-    draws = jax.random.bits(key, rows.shape, jnp.uint32)
-    # Padding has the largest number; in a stable sort an example that drew it too stays before.
-    order = jnp.argsort(jnp.where(weights == 0, ~jnp.uint32(0), draws), stable=True)
-    return examples._replace(indices=rows[order], weights=weights[order])
-
-
-def draw(key: Key, examples: Examples, most: int | None) -> Examples:
-    """Draw some of a client's examples without replacement; None, or no fewer than all, is all.
-
-    Example:
-        >>> drawn = draw(jax.random.key(0), Examples(jnp.arange(9.0)), most=4)
-        >>> len(set(drawn.indices.tolist()))
-        4
-    """
-    if most is None or rows_of(examples)[0].shape[0] <= most:
-        return examples
-    # What counts comes first.
-    rows, weights = rows_of(shuffled(key, examples))
-    return examples._replace(indices=rows[:most], weights=weights[:most])
-
-
-def hold_out(examples: Examples, every: int) -> tuple[Examples, Examples]:
-    """Hold one of so many examples aside: give the others, and those.
-
-    Example:
-        >>> others, held = hold_out(Examples(jnp.arange(5.0)), every=2)
-        >>> print(others.indices, held.indices)
-        [0 2 4] [1 3]
-    """
-    rows, weights = rows_of(examples)
-    is_held = np.arange(rows.shape[0]) % checks.count("every", every) == every - 1
-
-    def chosen(which: np.ndarray) -> Examples:
-        if not which.any():  # one that does not count stands for nobody
-            return examples._replace(indices=rows[:1], weights=0 * weights[:1])
-        return examples._replace(indices=rows[which], weights=weights[which])
-
-    return chosen(~is_held), chosen(is_held)
-
-
-def num_batches(sizes: Array, batch_size: int) -> Array:
-    """Count the minibatches of an epoch, ceil(n_i / B)."""
-    return -(-sizes // batch_size)
-
-
-def rows_of(examples: Examples) -> tuple[AnyArray, Array]:
-    """Return the rows and weights of examples, with what `Examples` leaves out: all, and ones."""
-    rows = examples.indices
-    rows = jnp.arange(examples.inputs.shape[0], dtype=jnp.int32) if rows is None else rows
-    return rows, jnp.asarray(weights_of(examples), float)
-
-
-def weights_of(examples: Examples) -> AnyArray:
-    """Return the weights of examples, ones where `Examples` leaves them out."""
-    if examples.weights is not None:
-        return examples.weights
-    rows = examples.inputs if examples.indices is None else examples.indices
-    return jnp.ones(rows.shape[:1])

@@ -1,11 +1,12 @@
-"""Three kinds of leaves of a network's params, told apart once, where params enter.
+"""Split a network's params into three kinds of leaves: trained, statistics and frozen.
 
-*Trained* are those that the model's mask trains, all without one. *Statistics* are others that
-`apply_train` returns anew, such as running moments: clients send them, and the server averages
-them, whatever the method. *Frozen* is the rest: nobody sends it, and it leaves a merge as it came.
+*Trained* leaves are those that the model's mask trains, all of them without a mask. *Statistics*
+are other leaves of which `apply_train` returns new values, such as running moments: clients send
+them, and the server averages them, whatever the method is. *Frozen* leaves are the rest:
+clients do not send them, and a merge returns them unchanged.
 
-A tree of one kind has the structure of params, with None in place of the leaves of other kinds,
-which JAX takes for no leaves: names of leaves stay what they are.
+A tree of one kind has the structure of params, with None in place of leaves of other kinds. JAX
+does not count None as a leaf, so that the names of leaves stay the same.
 """
 
 import re
@@ -22,18 +23,18 @@ from fisherjax._core.caching import cached
 from fisherjax.typing import Apply, Array, ArrayOrShape, Model, Params
 
 TRAINED, STATISTICS, FROZEN = "trained", "statistics", "frozen"
-# Equations that run a function as it stands, whose arguments are theirs in the same order.
+# Equations that call a function with their own arguments in the same order.
 _CALLS = {
     *("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call", "core_call"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 }
-# Equations whose results are their arguments.
+# Equations that return their arguments unchanged.
 _SAME = {"stop_gradient", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint"}
 _VARIANCE = re.compile(r"(?<![a-z])var(iance)?(?![a-z])")
 
 
 class Leaves(NamedTuple):
-    """The leaves of params by kind, each a tree of their structure, None for other leaves."""
+    """The leaves of params by kind: three trees of their structure, with None for other kinds."""
 
     trained: Params
     statistics: Params
@@ -41,13 +42,14 @@ class Leaves(NamedTuple):
 
 
 def split(model: Model, params: Params, inputs: ArrayOrShape, batch_size: int = 2) -> Leaves:
-    """Tell a network's leaves apart.
+    """Split the leaves of a network's params by kind.
 
     Args:
-        model: Its mask says what is trained, and its `apply_train` what are statistics.
-        params: All leaves.
-        inputs: As the network takes them, of which only the shape is read.
-        batch_size: Of a minibatch as `apply_train` takes it.
+        model: The model, whose mask marks the trained leaves and whose `apply_train` returns the
+            statistics.
+        params: All leaves of the network.
+        inputs: Inputs [N, ...] of the network; only their shape is read.
+        batch_size: Examples of the minibatch with which `apply_train` is traced.
 
     Raises:
         ValueError: If the mask does not fit params.
@@ -60,49 +62,49 @@ def split(model: Model, params: Params, inputs: ArrayOrShape, batch_size: int = 
         >>> tree.names(found.trained), tree.names(found.frozen)
         (('head',), ('base',))
     """
-    return of_kinds(kinds(model, params, inputs, batch_size), params)
+    return split_by_kind(kinds(model, params, inputs, batch_size), params)
 
 
-def of_kinds(kinds: Sequence[str], params: Params) -> Leaves:
-    """Tell leaves apart by their kinds in order, as `kinds` gives them."""
-    every = TRAINED, STATISTICS, FROZEN
-    return Leaves(*(_pick(params, [x == kind for x in kinds]) for kind in every))
+def split_by_kind(kinds: Sequence[str], params: Params) -> Leaves:
+    """Split leaves by their kinds, one for each leaf in order, as `kinds` returns them."""
+    all_kinds = TRAINED, STATISTICS, FROZEN
+    return Leaves(*(_pick(params, [x == kind for x in kinds]) for kind in all_kinds))
 
 
-def named(params: Params, statistics: Sequence[str], frozen: Sequence[str]) -> Leaves:
-    """Tell the leaves of params apart by the names of those that are not trained.
+def split_by_name(params: Params, statistics: Sequence[str], frozen: Sequence[str]) -> Leaves:
+    """Split the leaves of params by the names of those that are not trained.
 
     Raises:
-        ValueError: If a name is that of no leaf.
+        ValueError: If params have no leaf of one of the names.
 
     Example:
-        >>> named({"a": 1.0, "b": 2.0}, (), ("b",)).frozen
+        >>> split_by_name({"a": 1.0, "b": 2.0}, (), ("b",)).frozen
         {'a': None, 'b': 2.0}
     """
-    names, others = tree.names(params), {*statistics, *frozen}
-    if unknown := sorted(others.difference(names)):
+    names = tree.names(params)
+    if unknown := sorted({*statistics, *frozen}.difference(names)):
         raise ValueError(
-            f"The updates know the leaves {unknown}, but params only {list(names)}. Pass the "
+            f"The updates have the leaves {unknown}, but params only {list(names)}. Pass the "
             "params of the network that the clients trained."
         )
-    chosen = [[x not in others for x in names]]
-    chosen += [[x in group for x in names] for group in (statistics, frozen)]
-    return Leaves(*(_pick(params, own) for own in chosen))
+    kinds = dict.fromkeys(statistics, STATISTICS) | dict.fromkeys(frozen, FROZEN)
+    return split_by_kind([kinds.get(name, TRAINED) for name in names], params)
 
 
-def filled(kind: Params, values: dict[str, Any]) -> Params:
-    """Put other values, by name, in place of the leaves of a tree of one kind.
+def replace(kind: Params, values: dict[str, Any]) -> Params:
+    """Return a tree of one kind with some of its leaves, by name, replaced.
 
     Example:
-        >>> filled({"a": None, "b": 2.0}, {"b": 3.0})
+        >>> replace({"a": None, "b": 2.0}, {"b": 3.0})
         {'a': None, 'b': 3.0}
     """
-    own = tree.by_name(kind)
-    return jax.tree.unflatten(jax.tree.structure(kind), [values.get(n, x) for n, x in own.items()])
+    leaves = tree.by_name(kind)
+    replaced = [values.get(name, leaf) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(kind), replaced)
 
 
 def trained(model: Model, params: Params) -> Params:
-    """Give the leaves that the mask trains: what a `fisher` operator of the network acts on.
+    """Return the leaves that the mask trains: those that a Fisher of the network acts on.
 
     Example:
         >>> import fisherjax as fj
@@ -110,33 +112,33 @@ def trained(model: Model, params: Params) -> Params:
         >>> trained(model._replace(mask=(("a", True), ("b", False))), {"a": 1.0, "b": 2.0})
         {'a': 1.0, 'b': None}
     """
-    return apart(model, params)[0]
+    return split_trained(model, params)[0]
 
 
-def opened(model: Model, params: Params) -> tuple[Apply, Params]:
-    """Give a network as a function of its trained leaves, and these; the others are bound.
+def bind_untrained(model: Model, params: Params) -> tuple[Apply, Params]:
+    """Return a network as a function of its trained leaves, and these leaves.
 
-    For use inside of a compiled function to which all of params are an argument: what is bound
-    there is no constant of the program.
+    The function holds the other leaves. Use it inside a compiled function that takes all of params
+    as an argument: there the leaves that it holds are no constants of the program.
     """
-    own, others = apart(model, params)
+    trained_leaves, others = split_trained(model, params)
     if not jax.tree.leaves(others):
         return model.apply, params
 
     def apply(trained: Params, inputs: Array) -> Array:
         return model.apply(join(trained, others), inputs)
 
-    return apply, own
+    return apply, trained_leaves
 
 
-def apart(model: Model, params: Params) -> tuple[Params, Params]:
-    """Give the leaves that the mask trains, and all others."""
+def split_trained(model: Model, params: Params) -> tuple[Params, Params]:
+    """Split params into the leaves that the mask trains and all others."""
     mask = checks.mask(model, params)
     return _pick(params, mask), _pick(params, [not chosen for chosen in mask])
 
 
 def join(*parts: Params) -> Params:
-    """Put trees of several kinds together: at each place the first leaf that there is.
+    """Join trees of several kinds: at each place stands the first leaf that is not None.
 
     Example:
         >>> join({"a": 1.0, "b": None}, {"a": None, "b": 2.0})
@@ -148,22 +150,22 @@ def join(*parts: Params) -> Params:
     )
 
 
-def like(kind: Params, values: Any) -> Params:
-    """Take those leaves of a tree of the structure of params that a tree of one kind has.
+def select(kind: Params, values: Any) -> Params:
+    """Select the leaves of a tree with the structure of params at which `kind` has leaves.
 
     Example:
-        >>> like({"a": 1.0, "b": None}, {"a": 3.0, "b": 2.0})
+        >>> select({"a": 1.0, "b": None}, {"a": 3.0, "b": 2.0})
         {'a': 3.0, 'b': None}
     """
-    own, structure = jax.tree.flatten(kind, is_leaf=_is_none)
-    pairs = zip(own, jax.tree.leaves(values, is_leaf=_is_none), strict=True)
+    leaves, structure = jax.tree.flatten(kind, is_leaf=_is_none)
+    pairs = zip(leaves, jax.tree.leaves(values, is_leaf=_is_none), strict=True)
     return jax.tree.unflatten(structure, [None if x is None else new for x, new in pairs])
 
 
 def kinds(
     model: Model, params: Params, inputs: ArrayOrShape, batch_size: int = 2
 ) -> tuple[str, ...]:
-    """Say of each leaf in order which kind it is; arguments as in `split`."""
+    """Return the kind of each leaf in order; the arguments are those of `split`."""
     mask = checks.mask(model, params)
     if all(mask):
         return (TRAINED,) * len(mask)
@@ -178,44 +180,44 @@ def kinds(
     )
 
 
-def places(kind: Params) -> dict[str, Any]:
-    """Give the leaves of a tree of one kind by name, and None by name for those of other kinds.
+def by_name(kind: Params) -> dict[str, Any]:
+    """Return the leaves of a tree of one kind by name, with None for leaves of other kinds.
 
     Example:
-        >>> places({"a": None, "b": 2.0})
+        >>> by_name({"a": None, "b": 2.0})
         {'a': None, 'b': 2.0}
     """
-    found = jax.tree_util.tree_leaves_with_path(kind, is_leaf=_is_none)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in found}
+    leaves = jax.tree.leaves(kind, is_leaf=_is_none)
+    return dict(zip(tree.names(kind, _is_none), leaves, strict=True))
 
 
 def check_moments(names: Sequence[str]) -> None:
-    """Refuse running variances: a mean of variances is not that of the clients' mixture.
+    """Check that no statistic is a running variance, whose mean is not that of the mixture.
 
     Example:
         >>> check_moments(["norm/mean", "norm/second_moment"])
     """
     for name in names:
-        # One word at a time: a layer may be called so too.
-        found = [(word.start(), word.end()) for word in _VARIANCE.finditer(name)]
-        for mean in [f"{name[:first]}mean{name[last:]}" for first, last in found]:
+        # Each occurrence is checked by itself, because the name of a layer may contain the word.
+        spans = [(word.start(), word.end()) for word in _VARIANCE.finditer(name)]
+        for mean in [f"{name[:first]}mean{name[last:]}" for first, last in spans]:
             if mean not in names:
                 continue
             raise ValueError(
                 f"The statistic '{name}' stands beside '{mean}', and a mean of variances over "
                 "clients lacks the variance between them. Keep E[x^2] in its place, as "
-                "networks.to_moments and networks.from_moments do: means of moments are those of "
-                "the mixture."
+                "networks.to_moments and networks.from_moments do: means of moments are the "
+                "moments of the mixture."
             )
 
 
 def has_moments(params: Params) -> bool:
-    """Say whether params are those of `networks.init` that hold running statistics."""
+    """Return whether params are those that `networks.init` makes with running statistics."""
     return isinstance(params, dict) and set(params) == {"params", "moments"}
 
 
 def kind_of_moment(name: str) -> str:
-    """Say which kind a leaf of `networks.init` with running statistics is, by its name.
+    """Return the kind of a leaf that `networks.init` makes with running statistics, by its name.
 
     Example:
         >>> kind_of_moment("moments/norm1/mean"), kind_of_moment("params/norm1/scale")
@@ -227,26 +229,26 @@ def kind_of_moment(name: str) -> str:
 
 
 def check_all_trained(method: str, *others: Params) -> None:
-    """Refuse leaves that are not trained, for a method that moves units to other places."""
-    if found := [name for other in others for name in tree.names(other)]:
+    """Check that all leaves are trained, for a method that permutes the units of layers."""
+    if untrained := [name for other in others for name in tree.names(other)]:
         raise ValueError(
-            f"{method} puts units of a layer in another order, and {found} are not trained and "
-            "cannot follow; expected a network without frozen leaves and running statistics."
+            f"{method} changes the order of a layer's units, but {untrained} are not trained and "
+            "keep theirs; expected a network without frozen leaves and running statistics."
         )
 
 
-# Tracing a network takes longer than many a product: equal shapes are traced once.
+# Tracing a network is slow, so that equal shapes are traced once.
 @cached
 def _returned(
     apply_train: Callable, structure: Any, shapes: tuple, inputs: Any
 ) -> tuple[bool, ...]:
-    """Say of each leaf whether `apply_train` returns another than it was given."""
+    """Return for each leaf whether `apply_train` returns another value than its input."""
 
     def new_leaves(leaves: list[Array], *rest: Any) -> list[Array]:
-        own = jax.tree.unflatten(structure, leaves)
-        _, new = apply_train(own, *rest)
-        # What it does not return at all, it does not change.
-        return leaves if new is None else jax.tree.leaves(join(like(own, new), own))
+        params = jax.tree.unflatten(structure, leaves)
+        _, new = apply_train(params, *rest)
+        # It does not change a leaf that it does not return.
+        return leaves if new is None else jax.tree.leaves(join(select(params, new), params))
 
     key = jax.eval_shape(partial(jax.random.key, 0))
     weights = jax.ShapeDtypeStruct(inputs.shape[:1], jnp.result_type(float))
@@ -255,17 +257,17 @@ def _returned(
 
 
 def _origin(program: Any, variable: Any) -> int | None:
-    """Give the place of the argument that a variable of a program is; None if it is computed."""
+    """Return the place of the argument that a variable is equal to; None if it is computed."""
     for place, argument in enumerate(program.invars):
         if argument is variable:
             return place
     for equation in program.eqns:
-        for place, own in enumerate(equation.outvars):
-            if own is variable and equation.primitive.name in _SAME:
+        for place, output in enumerate(equation.outvars):
+            if output is variable and equation.primitive.name in _SAME:
                 return _origin(program, equation.invars[place])
             inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            if own is variable and equation.primitive.name in _CALLS and inner is not None:
-                # Closed or not, as primitives differ.
+            if output is variable and equation.primitive.name in _CALLS and inner is not None:
+                # Some primitives hold a closed jaxpr, others an open one.
                 inner = getattr(inner, "jaxpr", inner)
                 found = _origin(inner, inner.outvars[place])
                 return None if found is None else _origin(program, equation.invars[found])
@@ -275,7 +277,7 @@ def _origin(program: Any, variable: Any) -> int | None:
 def _pick(params: Params, chosen: Sequence[bool]) -> Params:
     values, structure = jax.tree.flatten(params)
     pairs = zip(values, chosen, strict=True)
-    return jax.tree.unflatten(structure, [x if own else None for x, own in pairs])
+    return jax.tree.unflatten(structure, [x if is_chosen else None for x, is_chosen in pairs])
 
 
 def _is_none(x: Any) -> bool:

@@ -1,31 +1,31 @@
-"""What the outputs of a network mean: loss, sampling, and the output factor of the Fisher.
+"""Likelihoods of targets given a network's outputs: loss, sampling and the Fisher's output factor.
 
-A likelihood reads the outputs z of a batch, [B, C], or [B, L, C] when an example is a sequence of
-L positions, whose log-likelihoods then add up. Losses are negative log-likelihoods in nats. The
-output factor S(z) is what the true Fisher information needs,
+A likelihood reads the outputs z of a batch, [B, C], or [B, L, C] if an example is a sequence of L
+positions, whose log-likelihoods then add up. Losses are negative log-likelihoods in nats. The true
+Fisher information needs the output factor S(z),
 
     S S^T = E_{y ~ p(y|z)} [g g^T],   g = d(-log p(y|z)) / dz,
 
-given as K cotangents of the shape of z, so that F = mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T. Those
-of sequences are not written out: they are `ByPosition`.
+as K cotangents of the shape of z, so that F = mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T. For
+sequences only the factor of each position is computed, a `ByPosition`.
 """
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.caching import cached
 from fisherjax.typing import AnyArray, Array, ByPosition, Likelihood
 
 
 def _over_examples(values: Array) -> Array:
-    """Sum [B, ...] over everything but the examples."""
+    """Sum values [B, ...] over all axes but the first."""
     return values.sum(tuple(range(1, values.ndim)))
 
 
 def _columns(factors: Array) -> Array | ByPosition:
-    """Turn one factor a position, [B, L..., C, K], into columns: positions are independent."""
+    """Return the columns of factors [B, L..., C, K], one for each of the independent positions."""
     columns = jnp.moveaxis(factors, -1, 0)
     return columns if columns.ndim == 3 else ByPosition(columns)
 
@@ -38,7 +38,7 @@ def _categorical_factor(z: Array) -> Array | ByPosition:
     # The Cholesky factor of diag(p) - p p^T in closed form (Tanabe and Sagae, An exact Cholesky
     # decomposition and the generalized inverse of the variance-covariance matrix of the multinomial
     # distribution, JRSS B 1992): below the diagonal -p_j sqrt(p_k / (q_k q_{k+1})), with
-    # q_k = sum_{i >= k} p_i. Every term is a product of positive numbers, so none cancel.
+    # q_k = sum_{i >= k} p_i. Every entry is a product of positive numbers: nothing cancels.
     p, share, after = _cholesky_parts(z)
     below = _quotient(p[..., :, None], after[..., None, :])
     identity = jnp.eye(z.shape[-1], dtype=z.dtype)
@@ -48,18 +48,18 @@ def _categorical_factor(z: Array) -> Array | ByPosition:
 
 
 def _categorical_combination(z: Array, r: Array) -> Array:
-    # The same by sums from the first class to the last: C numbers in place of C^2.
+    # The product of the same factor with r, by cumulative sums: C numbers in place of C^2.
     p, share, after = _cholesky_parts(z)
     r = jnp.pad(r, [(0, 0)] * (z.ndim - 1) + [(0, z.shape[-1] - r.shape[-1])])
     below = _quotient(share * r, after)
-    # Of the classes before: the sum with its own less its own would cancel.
+    # The sum of the classes before, shifted: subtracting the own term from a sum would cancel.
     before = jnp.concatenate([jnp.zeros_like(below[..., :1]), below[..., :-1]], axis=-1)
     earlier = jax.lax.cumsum(before, axis=z.ndim - 1)
     return share * after * r - p * earlier
 
 
 def _cholesky_parts(z: Array) -> tuple[Array, Array, Array]:
-    """Give p_k, sqrt(p_k / q_k) and sqrt(q_{k+1}), [B, ..., C]."""
+    """Compute p_k, sqrt(p_k / q_k) and sqrt(q_{k+1}), [B, ..., C] each."""
     p = jax.nn.softmax(z)
     q = jax.lax.cumsum(p, axis=p.ndim - 1, reverse=True)
     after = jnp.concatenate([q[..., 1:], jnp.zeros_like(q[..., :1])], axis=-1)
@@ -103,21 +103,21 @@ def _check_shape(name: str, expected: tuple[int, ...], y: AnyArray, meaning: str
 def _check_range(name: str, y: AnyArray, low: int, high: int, meaning: str) -> None:
     if checks.is_traced(y) or y.size == 0:
         return
-    # Known targets may be closed over by a function that is being traced.
+    # A traced function may close over targets with known values.
     with jax.ensure_compile_time_eval():
         smallest, largest = float(y.min()), float(y.max())
-    if not (low <= smallest and largest <= high):  # negated, because NaN compares false
-        ignored = smallest == checks.IGNORED and len(y.shape) > 1
+    if not (low <= smallest and largest <= high):  # negated: NaN compares false
+        ignored = smallest == output_checks.IGNORED and len(y.shape) > 1
         raise ValueError(
             f"The {name} likelihood expected {meaning} between {low} and {high}, got values from "
             f"{smallest:g} to {largest:g}. Relabel the targets or give the network more outputs."
-            + " Labels of -100 have no loss where the Model has positions."
+            + " Labels of -100 have no loss if the Model has positions."
             * ignored
         )
 
 
 def _deviation(z: Array) -> Array:
-    # Not 1 - p, which cancels to zero where p is close to one.
+    # 1 - p would cancel to zero if p is close to one.
     return jnp.sqrt(jax.nn.sigmoid(z) * jax.nn.sigmoid(-z))
 
 
@@ -157,11 +157,13 @@ bernoulli = Likelihood(
 def smoothed(share: float) -> Likelihood:
     """Make the categorical likelihood for training on smoothed labels.
 
-        (1 - share) (-log p(y|z)) + share mean_c(-log p(c|z)),
+    The loss is
 
-    whose least is at probabilities that are never zero: clients so trained are less sure of
-    themselves, and merge better where each knows few classes. What the outputs mean stays, and so
-    do what is sampled and the true Fisher information.
+        (1 - share) (-log p(y|z)) + share mean_c(-log p(c|z)).
+
+    Its minimum is at probabilities that are never zero. Clients that train with it are less
+    confident, and their models merge better if each has few classes. Only the training loss
+    changes: sampling and the true Fisher information are those of `categorical`.
 
     Raises:
         ValueError: If the share is not from 0 to below 1.
@@ -176,9 +178,7 @@ def smoothed(share: float) -> Likelihood:
     Source: Szegedy, Vanhoucke, Ioffe, Shlens, Wojna, Rethinking the Inception architecture for
         computer vision, CVPR 2016, section 7.
     """
-    checks.number("share", share)
-    if not share < 1:
-        raise ValueError(f"share is {share}; expected a number from 0 to below 1, such as 0.1.")
+    checks.number("share", share, below=1)
 
     def loss(z: Array, y: Array) -> Array:
         labels = optax.smooth_labels(jax.nn.one_hot(y, z.shape[-1], dtype=z.dtype), share)
@@ -188,15 +188,15 @@ def smoothed(share: float) -> Likelihood:
 
 
 def is_categorical(likelihood: Likelihood) -> bool:
-    """Say whether outputs are logits of classes, whatever the labels that a model trains on."""
+    """Return whether outputs are logits of classes, with smoothed labels or without."""
     return likelihood.factor is categorical.factor
 
 
 def regression_targets(likelihood: Likelihood, y: Array, outputs: int) -> Array:
-    """Write targets as what least squares fit, [B, ..., C]: one-hot, bits as -1 and 1, or y.
+    """Return the targets of least squares, [B, ..., C]: one-hot, bits as -1 and 1, or y.
 
     Raises:
-        ValueError: If the likelihood is none of this module.
+        ValueError: If the likelihood is not one of this module.
 
     Example:
         >>> print(regression_targets(categorical, jnp.array([1, 0]), outputs=2))
@@ -211,5 +211,5 @@ def regression_targets(likelihood: Likelihood, y: Array, outputs: int) -> Array:
         return y
     raise ValueError(
         "Least squares need targets of the categorical, Gaussian or Bernoulli likelihood; this "
-        "model has another. Solve the last layer of one of these."
+        "model has another. Use a model with one of these likelihoods."
     )

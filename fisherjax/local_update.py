@@ -1,4 +1,4 @@
-"""One client's training: its epochs and steps, and optimisers that are told or keep more."""
+"""Train one client: its epochs and steps, and wrappers of its optimiser."""
 
 import functools
 from collections.abc import Callable
@@ -14,36 +14,53 @@ from fisherjax.typing import Array, Key, Model, Params
 
 
 class LocalTraining(NamedTuple):
-    """What a client's training is compiled for; functions are recognised by identity."""
+    """The static arguments of a client's training; functions are compared by identity.
+
+    Attributes:
+        model: The model.
+        optimizer: The optax optimiser of the client.
+        batch_size: Examples of a minibatch.
+    """
 
     model: Model
     optimizer: optax.GradientTransformation
     batch_size: int
 
 
-class Kept(NamedTuple):
-    """A state of which one part comes back from training; the other is the user's optimiser's."""
+class KeptState(NamedTuple):
+    """The state of an optimiser that `keep_state` makes.
+
+    Attributes:
+        own: State of the transformation, which training returns.
+        base: State of the user's optimiser.
+    """
 
     own: Any
     base: Any
 
 
 class State(NamedTuple):
-    """What a step changes: trained leaves, the optimiser's state and running statistics."""
+    """The values that a step changes.
+
+    Attributes:
+        params: The trained leaves.
+        optimizer: The optimiser's state.
+        statistics: The running statistics.
+    """
 
     params: Params
     optimizer: Any
     statistics: Params
 
 
-class Given(NamedTuple):
-    """What a client begins with.
+class ClientInputs(NamedTuple):
+    """The values with which a client starts training.
 
     Attributes:
-        start: Its trained leaves.
-        extras: What its optimiser is given besides.
-        statistics: Its other leaves that training changes.
-        frozen: Those that it does not, the same for all clients.
+        start: The trained leaves.
+        extras: Extra argument of the algorithm's optimiser, from `link.receive`.
+        statistics: Other leaves that training changes.
+        frozen: Leaves that training does not change, the same for all clients.
     """
 
     start: Params
@@ -54,25 +71,25 @@ class Given(NamedTuple):
 
 def first_state(local: LocalTraining, params: Params, statistics: Params) -> State:
     """Make the state before the first step."""
-    # The conversion makes weakly typed scalars strong, as they are after the first step.
+    # Weakly typed scalars become strongly typed, as they are after the first step.
     return jax.tree.map(
         lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)),
         State(params, local.optimizer.init(params), statistics),
     )
 
 
-def kept(state: State) -> Any:
-    """Take what the optimiser lets come back, see `keeping`; () if nothing."""
-    return state.optimizer.own if isinstance(state.optimizer, Kept) else ()
+def kept_state(state: State) -> Any:
+    """Return the part of the optimiser's state that `keep_state` keeps; () if there is none."""
+    return state.optimizer.own if isinstance(state.optimizer, KeptState) else ()
 
 
-def trained(state: State) -> Params:
-    """Take the trained leaves that training has found, see `optimizers.answer`."""
-    return _optimizers.answer(state.params, state.optimizer)
+def trained_params(state: State) -> Params:
+    """Return the trained leaves at the end of training, see `_optimizers.final_params`."""
+    return _optimizers.final_params(state.params, state.optimizer)
 
 
 def hides_the_loss(model: Model) -> bool:
-    """Say whether nothing but gradients may leave an example's loss, as under `privacy.dp_sgd`."""
+    """Return whether optimisers may not read the loss, as under `privacy.dp_sgd`."""
     return getattr(model.apply_train, "hides_the_loss", False)
 
 
@@ -81,25 +98,21 @@ def client_epochs(
     federation: Federation,
     place: Array,
     key: Key,
-    given: Given,
+    given: ClientInputs,
     epochs: Array,
 ) -> Callable[[Array, State], tuple[State, Array]]:
-    """Make one client's `epoch(number, state) -> (state, mean loss of its examples)`."""
-    examples = _sequences.weighed(local.model, clients.view(federation, place))
+    """Make a client's function `epoch(number, state) -> (state, mean loss of its examples)`."""
+    examples = _sequences.drop_uncounted(local.model, clients.view(federation, place))
     size = _size(local, federation, place)
-    # By id, not by place: in a cohort a client draws what it would draw among all.
+    # Folded with the id, not the place: a client has the same draws in every cohort.
     key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
 
     def epoch(number: Array, state: State) -> tuple[State, Array]:
-        # By the epoch's number: training that stops after every epoch draws the same.
+        # Folded with the epoch: training that stops after every epoch has the same draws.
         shuffle_key, step_key = jax.random.split(jax.random.fold_in(key, number))
-        mixed = clients.shuffled(shuffle_key, examples)
-        steps, batch = clients.minibatches(mixed, local.batch_size)
-        extra = {
-            "start": given.start,
-            "extras": given.extras,
-            "last_epoch": number == epochs - 1,
-        }
+        permuted = clients.shuffled(shuffle_key, examples)
+        steps, batch = clients.minibatches(permuted, local.batch_size)
+        extra = {"start": given.start, "extras": given.extras, "last_epoch": number == epochs - 1}
 
         def body(step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
             state, total = carry
@@ -107,10 +120,10 @@ def client_epochs(
             state, loss = _step(local, state, given.frozen, extra, batch(step), batch_key)
             return state, total + loss.astype(total.dtype)
 
-        # At least float32, even where the network computes in bfloat16.
+        # The sum has at least float32, even if the network computes in bfloat16.
         total = jnp.zeros((), jnp.result_type(float))
-        # Each client's own number of steps. In turn this wastes nothing; side by side whoever is
-        # done waits for the largest of the chunk.
+        # The number of steps differs between clients. Under vmap, clients that are done wait for
+        # the largest client of the chunk.
         state, total = jax.lax.fori_loop(0, steps, body, (state, total))
         # A client without examples takes no step: its loss is 0, not 0 / 0.
         return state, total / jnp.maximum(size, 1)
@@ -119,7 +132,7 @@ def client_epochs(
 
 
 def sizes(local: LocalTraining, federation: Federation) -> Array:
-    """Count the examples that each client trains on, [M]: those of which any position counts."""
+    """Return how many examples each client trains on, [M]: those of which a position counts."""
     if local.model.positions is None:
         return federation.sizes
     places = jnp.arange(federation.num_clients)
@@ -129,8 +142,8 @@ def sizes(local: LocalTraining, federation: Federation) -> Array:
 def _size(local: LocalTraining, federation: Federation, place: Array) -> Array:
     if local.model.positions is None:
         return federation.sizes[place]
-    own = _sequences.weighed(local.model, clients.view(federation, place))
-    return jnp.count_nonzero(clients.weights_of(own)).astype(federation.sizes.dtype)
+    examples = _sequences.drop_uncounted(local.model, clients.view(federation, place))
+    return jnp.count_nonzero(clients.weights_of(examples)).astype(federation.sizes.dtype)
 
 
 def _step(
@@ -141,32 +154,29 @@ def _step(
     batch: clients.Minibatch,
     key: Key,
 ) -> tuple[State, Array]:
-    """Take one step; return the sum of the valid examples' losses too."""
+    """Take one optimiser step; return the new state and the sum of the examples' losses."""
     model, (inputs, targets, weights) = local.model, batch
 
-    def measured(params: Params) -> tuple[Array, tuple[Array, Params | None]]:
-        every = leaves.join(params, state.statistics, frozen)
+    def losses_of(params: Params) -> tuple[Array, tuple[Array, Params | None]]:
+        all_leaves = leaves.join(params, state.statistics, frozen)
         if model.apply_train is None:
-            outputs, new = model.apply(every, inputs), None
+            outputs, new = model.apply(all_leaves, inputs), None
         else:
-            outputs, new = model.apply_train(every, inputs, key, weights)
+            outputs, new = model.apply_train(all_leaves, inputs, key, weights)
         likelihood = _sequences.likelihood(model, inputs, outputs.shape)
         losses = likelihood.negative_log_likelihood(outputs, targets)
-        # Selected, not multiplied: zero times NaN is NaN.
+        # `where` is used because zero times NaN is NaN.
         total = jnp.where(weights > 0, losses, 0).sum()
         return total / (weights > 0).sum(), (total, new)
 
-    def mean_loss(params: Params) -> Array:
-        return measured(params)[0]
-
-    (value, (total, new)), gradient = jax.value_and_grad(measured, has_aux=True)(state.params)
+    (value, (total, new)), gradient = jax.value_and_grad(losses_of, has_aux=True)(state.params)
     if not hides_the_loss(model):
-        extra = extra | _optimizers.loss_arguments(mean_loss, value, gradient)
-    update = _optimizers.supported(local.optimizer).update
+        extra = extra | _optimizers.loss_arguments(lambda w: losses_of(w)[0], value, gradient)
+    update = _optimizers.with_extra_args(local.optimizer).update
     updates, optimizer_state = update(gradient, state.optimizer, state.params, **extra)
     params = optax.apply_updates(state.params, updates)
-    statistics = state.statistics if new is None else leaves.like(state.statistics, new)
-    # The state of a loop keeps its dtypes.
+    statistics = state.statistics if new is None else leaves.select(state.statistics, new)
+    # JAX requires that the state of a loop keeps its dtypes.
     return jax.tree.map(_as_before, State(params, optimizer_state, statistics), state), total
 
 
@@ -180,13 +190,13 @@ def penalised(
     """Make a client's optimiser minimise its loss plus a penalty.
 
     Args:
-        penalty: (params, *, start, extras) -> a number, differentiable by params; `start` is what
-            the client began with and `extras` what `link.receive` gave besides.
+        penalty: `(params, *, start, extras) -> number`, differentiable in params; `start` are the
+            params at the start of training and `extras` is the value that `link.receive` returned.
 
     Returns:
-        The user's optimiser -> one whose gradients, and losses where an optimiser asks for them,
-        have the penalty; for an algorithm's `optimizer`. Equal bases give the same object. The loss
-        that training reports leaves the penalty out.
+        A function from the user's optimiser to one that adds the penalty to gradients, and to
+        losses if the optimiser reads them; for the field `optimizer` of an algorithm. Equal
+        optimisers give the same object. The loss that training reports has no penalty.
 
     Example:
         >>> optimizer = penalised(lambda w, start, extras: (w - start) ** 2 / 4)(optax.sgd(1.0))
@@ -196,53 +206,54 @@ def penalised(
         -1.0
     """
 
-    # Equal optimisers give one object, or `jit` would compile training again.
+    # Results are cached, so that `jit` does not compile training again.
     @functools.lru_cache(maxsize=64)
     def optimizer(base: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-        inner = _optimizers.supported(base)
+        inner = _optimizers.with_extra_args(base)
 
         def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
-            added = functools.partial(penalty, start=given["start"], extras=given.get("extras", ()))
+            start, extras = given["start"], given.get("extras", ())
+            penalty_of = functools.partial(penalty, start=start, extras=extras)
 
-            def tilted(gradient: Params, w: Params) -> Params:
-                return jax.tree.map(jnp.add, gradient, jax.grad(added)(w))
+            def penalised_gradient(gradient: Params, w: Params) -> Params:
+                return jax.tree.map(jnp.add, gradient, jax.grad(penalty_of)(w))
 
-            # The loss that an optimiser may ask for is what clients minimise, with its penalty.
+            # An optimiser that reads the loss gets the one that clients minimise, with the penalty.
             if "value_fn" in given:
-                loss, at = given["value_fn"], given["grad_fn"]
-                given["value"] = given["value"] + added(params)
-                given["grad"] = tilted(given["grad"], params)
-                given["value_fn"] = lambda w: loss(w) + added(w)
-                given["grad_fn"] = lambda w, *step: tilted(at(w, *step), w)
-            return inner.update(tilted(updates, params), state, params, **given)
+                loss, grad_fn = given["value_fn"], given["grad_fn"]
+                given["value"] = given["value"] + penalty_of(params)
+                given["grad"] = penalised_gradient(given["grad"], params)
+                given["value_fn"] = lambda w: loss(w) + penalty_of(w)
+                given["grad_fn"] = lambda w, *step: penalised_gradient(grad_fn(w, *step), w)
+            return inner.update(penalised_gradient(updates, params), state, params, **given)
 
         return optax.GradientTransformationExtraArgs(base.init, update)
 
     return optimizer
 
 
-def keeping(
+def keep_state(
     transformation: optax.GradientTransformation, base: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Put a transformation before an optimiser, and let its state come back from training.
+    """Chain a transformation and an optimiser, and return the transformation's state from training.
 
     Args:
-        transformation: It sees the gradients first, and is given `start`, `extras` and `last_epoch`
-            as extra arguments; what it returns as gradients must be those of the loss.
+        transformation: Gets the gradients first, with the extra arguments `start`, `extras` and
+            `last_epoch`, and must return gradients of the loss.
         base: The user's optimiser.
 
     Returns:
         The chain of both. `Trained.extras` is the stacked final state of the transformation.
     """
-    first, second = map(_optimizers.supported, (transformation, base))
+    first, second = map(_optimizers.with_extra_args, (transformation, base))
 
-    # Not optax.chain, whose state is a plain tuple: after training `Kept` is known by its type.
-    def init(params: Params) -> Kept:
-        return Kept(first.init(params), second.init(params))
+    # optax.chain has a plain tuple as state; after training `KeptState` is found by its type.
+    def init(params: Params) -> KeptState:
+        return KeptState(first.init(params), second.init(params))
 
     def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
         updates, own = first.update(updates, state.own, params, **given)
         updates, rest = second.update(updates, state.base, params, **given)
-        return updates, Kept(own, rest)
+        return updates, KeptState(own, rest)
 
     return optax.GradientTransformationExtraArgs(init, update)

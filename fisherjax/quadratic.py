@@ -206,7 +206,7 @@ def _scale_clients(
 ) -> tuple[Blockwise, Any, dict[str, Any]]:
     operator, blocks = type(fishers), jax.vmap(_wide_blocks)(fishers, params)
     fishers, scales = jax.vmap(operator.at_scale_one)(fishers)
-    exponents = jax.tree.map(lambda e: jnp.where(weights > 0, e, tree.NOTHING).max(), scales)
+    exponents = jax.tree.map(lambda e: jnp.where(weights > 0, e, tree.ZERO_EXPONENT).max(), scales)
     # The scale of a client without weight may be larger than the largest one, hence the minimum.
     powers = jax.tree.map(lambda e, largest: jnp.minimum(e - largest, 0), scales, exponents)
     votes = jax.tree.map(partial(tree.times_power, weights), powers)
@@ -273,7 +273,7 @@ def _times_powers(values: Any, exponents: Any) -> Any:
 
 def _replace_nothing(exponents: Any) -> Any:
     # A block in which no client has curvature is zero in any units, so its exponent is set to 0.
-    return jax.tree.map(lambda e: jnp.where(e > tree.NOTHING // 2, e, 0), exponents)
+    return jax.tree.map(lambda e: jnp.where(e > tree.ZERO_EXPONENT // 2, e, 0), exponents)
 
 
 def _weighted_sums(products: Any, votes: Any) -> Any:

@@ -1,16 +1,16 @@
-"""Plays as the data of natural clients: each speaking role holds what it says.
+"""Partition plays by their speaking roles: each role is a client with its own lines.
 
-A play's text is cut into roles, a role's speech into windows of characters, and a model predicts
-the next character everywhere in a window.
+The text of a play is split into roles and the speech of a role into windows of characters. A model
+predicts the next character at every position of a window.
 
-Letters: M roles kept as clients, N windows, L characters of a window, C of the alphabet.
+Letters: M roles that are clients, N windows, L characters of a window, C of the alphabet.
 
 Source: McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-Efficient Learning of Deep
 Networks from Decentralized Data", AISTATS 2017 (a client is a role of a play with at least two
 lines); Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018 (80 characters predict the
-next). Deviations: the plays are those of tiny Shakespeare, not the complete works; small roles are
-dropped by their number of characters; and, as in McMahan et al. but not LEAF, every position of a
-window is predicted and windows do not overlap.
+next). Deviations: the plays are those of tiny Shakespeare, not the complete works; roles with too
+few characters are dropped. As in McMahan et al., but not in LEAF, every position of a window is
+predicted and windows do not overlap.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fisherjax import partition
+from fisherjax._core import checks
 
 OPENINGS = (
     ("Coriolanus", "First Citizen:\nBefore we proceed any further"),
@@ -31,13 +32,18 @@ OPENINGS = (
     ("The Taming of the Shrew", "SLY:\nI'll pheeze you"),
     ("The Tempest", "Master:\nBoatswain!"),
 )
-"""How each play of tiny Shakespeare, which names none, opens, in the order of that text."""
+"""Name and first words of each play of tiny Shakespeare, which has no titles, in its order."""
 
 
 class Role(NamedTuple):
-    """What one speaker says in one play ("" where none is known): all lines, joined by newlines.
+    """All lines of one speaker in one play, joined by newlines.
 
     A speaker whose name changes is two roles: Gloucester becomes King Richard III.
+
+    Attributes:
+        play: Name of the play; "" if it is not known.
+        speaker: Name of the speaker as the text writes it.
+        text: The lines.
     """
 
     play: str
@@ -46,13 +52,13 @@ class Role(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """The speech of roles as examples, for `clients.federation(windows, windows.partition)`.
+    """Windows of the roles' speech, for `clients.federation(windows, windows.partition)`.
 
     Attributes:
         inputs: Numbers of characters [N, L], of the smallest unsigned type.
-        targets: The character after each, int32 [N, L].
-        partition: For each of M clients its rows, consecutive windows in the order of its speech.
-        roles: The M roles behind them.
+        targets: Number of the character after each of them, int32 [N, L].
+        partition: The rows of each of M clients, consecutive windows in the order of its speech.
+        roles: The M roles, in the order of the clients.
         alphabet: The C characters, in the order of their numbers.
     """
 
@@ -69,19 +75,19 @@ class Windows(NamedTuple):
 
 
 def roles(text: str, openings: Sequence[tuple[str, str]] = OPENINGS) -> tuple[Role, ...]:
-    r"""Collect what every role says.
+    r"""Collect the lines of every role.
 
-    Paragraphs are separated by empty lines. One whose first line is a name and a colon is a speech;
-    others (stage directions, titles) belong to nobody, and a speech without words is none. The
-    roles come in the order of their first speech; one name in two plays is two.
+    Paragraphs are separated by empty lines. A paragraph is a speech if its first line is a name and
+    a colon and it has a second line; other paragraphs, such as stage directions and titles, are
+    ignored. Roles are in the order of their first speech; a name in two plays is two roles.
 
     Args:
-        text: Plays, for instance `datasets.load_text()`.
-        openings: For each play its name and how its first speech begins, with the speaker's line,
-            in the order of the text. With `()` the whole text is one play called "".
+        text: Text of one or several plays, such as `datasets.load_text()`.
+        openings: Name and first words of each play, with the first speaker's line, in the order of
+            the text. With `()` the whole text is one play called "".
 
     Raises:
-        ValueError: If there is no speech, or the openings are not found once each, in order.
+        ValueError: If there is no speech, or the openings are not found once each and in order.
 
     Example:
         >>> roles("ROMEO:\nIs the day so young?\n\nROMEO:\nAy me!", openings=())
@@ -92,7 +98,7 @@ def roles(text: str, openings: Sequence[tuple[str, str]] = OPENINGS) -> tuple[Ro
         heading, _, speech = paragraph.strip("\n").partition("\n")
         if len(heading) < 2 or not heading.endswith(":") or not speech:
             continue
-        # The text names no play: a play begins where its first words are spoken.
+        # The text has no titles: a play begins at its first words.
         for name, opening in openings:
             if f"{heading}\n{speech}".startswith(opening):
                 play = name
@@ -118,39 +124,42 @@ def windows(
     min_characters: int = 2000,
     alphabet: str | None = None,
 ) -> Windows:
-    """Cut the speech of the larger roles into windows, role by role, each a client.
+    """Cut the speech of each role that is long enough into windows; each role is a client.
 
         x_k = c[kL : kL + L],    y_k = c[kL + 1 : kL + L + 1],    k = 0, ..., floor((n - 1) / L) - 1
 
-    for a role that says the n characters c. The rest is dropped, so that nothing is padded.
+    Here c are the n characters of a role. Characters after the last window are dropped, so that no
+    window is padded.
 
     Args:
-        roles: What `roles` returned.
-        context: L, the characters of a window.
-        min_characters: Roles that say less are dropped, and so are those without one window.
-        alphabet: The characters that may occur; None takes all of any role, dropped or not, sorted.
+        roles: Roles that the function `roles` returned.
+        context: Number of characters L of a window (default 80).
+        min_characters: Roles with fewer characters are dropped (default 2000), and so are roles
+            too short for one window.
+        alphabet: The characters that may occur. None takes the sorted characters of all roles,
+            including those that are dropped.
 
     Raises:
-        ValueError: If context is below 1, no role is long enough, or a character has no number.
+        ValueError: If context is below 1, no role is long enough, or a character is not in the
+            alphabet.
 
     Example:
         >>> cut = windows([Role("", "ROMEO", "Ay me!")], context=2, min_characters=1)
         >>> [decode(row, cut.alphabet) for row in (*cut.inputs, *cut.targets)]
         ['Ay', ' m', 'y ', 'me']
     """
-    if context < 1:
-        raise ValueError(f"context is {context}, expected a window of at least 1 character")
-    # One more than a window: the target of its last character.
+    checks.count("context", context)
+    # One character more than a window, as the target of its last character.
     smallest = max(min_characters, context + 1)
     kept = tuple(role for role in roles if len(role.text) >= smallest)
     if not kept:
         longest = max((len(role.text) for role in roles), default=0)
         raise ValueError(
-            f"none of {len(roles)} roles says min_characters={min_characters} characters and fills "
-            f"a window of context={context} and one more: the longest says {longest}. Ask for "
+            f"none of {len(roles)} roles has min_characters={min_characters} characters and fills "
+            f"a window of context={context} and one more: the longest has {longest}. Ask for "
             f"min_characters up to {longest} and a context below it"
         )
-    # Of all roles, so that the choice of who is kept does not change the numbers of characters.
+    # All roles count, so that min_characters does not change the numbers of characters.
     if alphabet is None:
         alphabet = "".join(sorted(set().union(*(role.text for role in roles))))
     inputs, targets = [], []
@@ -159,16 +168,16 @@ def windows(
         end = (len(numbers) - 1) // context * context
         inputs.append(numbers[:end].reshape(-1, context))
         targets.append(numbers[1 : end + 1].reshape(-1, context))
-    owners = np.repeat(np.arange(len(kept)), [len(own) for own in inputs])
+    owners = np.repeat(np.arange(len(kept)), [len(rows) for rows in inputs])
     targets = np.concatenate(targets).astype(np.int32)
     return Windows(np.concatenate(inputs), targets, partition.natural(owners), kept, alphabet)
 
 
 def encode(text: str, alphabet: str) -> np.ndarray:
-    """Turn a text into its characters' numbers [n], of the smallest unsigned type for 0 to C - 1.
+    """Return the numbers [n] of a text's characters, of the smallest unsigned type for 0 to C - 1.
 
     Raises:
-        ValueError: If a character is not in the alphabet, or one is there twice.
+        ValueError: If a character is not in the alphabet, or the alphabet has one twice.
 
     Example:
         >>> encode("abba", "ab")
@@ -176,7 +185,7 @@ def encode(text: str, alphabet: str) -> np.ndarray:
     """
     numbers = {character: number for number, character in enumerate(alphabet)}
     if len(numbers) < len(alphabet):
-        raise ValueError(f"the alphabet {alphabet!r} names a character twice: name each once")
+        raise ValueError(f"the alphabet {alphabet!r} has a character twice: write each only once")
     unknown = "".join(sorted(set(text) - set(numbers)))
     if unknown:
         raise ValueError(
@@ -188,5 +197,5 @@ def encode(text: str, alphabet: str) -> np.ndarray:
 
 
 def decode(numbers: np.ndarray, alphabet: str) -> str:
-    """Turn numbers of characters [n], as `encode` gives them, back into a text."""
+    """Return the text of numbers of characters [n], as `encode` returns them."""
     return "".join(alphabet[number] for number in numbers)

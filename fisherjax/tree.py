@@ -1,7 +1,7 @@
-"""Pytree algebra: names of leaves, stacking clients, weighted sums over the client axis."""
+"""Name the leaves of pytrees, stack clients, and sum over the client axis."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,32 +11,32 @@ import numpy as np
 from fisherjax.typing import AnyArray, Array
 
 _TOO_WIDE = {"longdouble", "clongdouble", "float96", "float128", "complex192", "complex256"}
-NOTHING = -(2**14)
-"""The exponent of zero: below that of any float, and far from the range of integers."""
+ZERO_EXPONENT = -(2**14)
+"""The exponent that stands for zero: below that of any float, far inside the range of int32."""
 
 
-def names(tree: Any) -> tuple[str, ...]:
-    """Name the leaves of a pytree by their paths, in the order of `jax.tree.leaves`.
+def names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[str, ...]:
+    """Return the names of the leaves of a pytree, their paths, in the order of `jax.tree.leaves`.
 
     Raises:
-        ValueError: If two leaves have one name, because a key holds a slash.
+        ValueError: If two leaves have the same name because a key contains a slash.
 
     Example:
         >>> names({"dense": {"kernel": 1.0, "bias": 2.0}})
         ('dense/bias', 'dense/kernel')
     """
-    paths = jax.tree_util.tree_leaves_with_path(tree)
+    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
     named = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
     if len(set(named)) < len(named):
         twice = next(name for name in named if named.count(name) > 1)
         raise ValueError(
-            f"Two leaves of the pytree are called '{twice}': a key holds a slash. Rename that key."
+            f"Two leaves of the pytree are called '{twice}': a key contains a slash. Rename it."
         )
     return named
 
 
 def by_name(tree: Any) -> dict[str, Any]:
-    """Give the leaves of a pytree by name.
+    """Return the leaves of a pytree by name.
 
     Example:
         >>> by_name({"dense": {"kernel": 1.0, "bias": 2.0}})
@@ -46,7 +46,7 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 
 def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Give the shapes of the leaves by name.
+    """Return the shapes of the leaves by name.
 
     Example:
         >>> shapes({"w": jnp.ones(3), "b": 1.0})
@@ -56,7 +56,7 @@ def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def shape_of(x: Any, size: int | None = None) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype that JAX gives a number or an array; of `size` rows, if given.
+    """Return the shape and dtype of a number or an array in JAX, with `size` rows if given.
 
     Example:
         >>> import numpy as np
@@ -69,27 +69,24 @@ def shape_of(x: Any, size: int | None = None) -> jax.ShapeDtypeStruct:
 
 
 def as_arrays(tree: Any) -> Any:
-    """Give arrays of shape () for Python's floats; other leaves stay as they are.
+    """Return a pytree with arrays of shape () in place of Python's floats.
 
     Example:
         >>> as_arrays({"scale": 2.0, "w": jnp.ones(2)})["scale"].shape
         ()
     """
-    # With a dtype, or they would be weakly typed: another program than that of an array.
+    # Without a dtype they would be weakly typed, and programs would compile again for them.
     default = jnp.result_type(float)
-    return jax.tree.map(
-        lambda x: jnp.asarray(x, default) if type(x) is float else x,
-        tree,
-    )
+    return jax.tree.map(lambda x: jnp.asarray(x, default) if type(x) is float else x, tree)
 
 
-def line(name: str, tree: Any, *facts: str) -> str:
-    """Describe a pytree in one line: facts, how many leaves and numbers it has, of which dtypes.
+def describe(name: str, tree: Any, *facts: str) -> str:
+    """Describe a pytree in one line: facts, numbers of leaves and of entries, and dtypes.
 
-    Leaves may be anything, tracers and bare shapes included.
+    Leaves may be anything, including tracers and shapes.
 
     Example:
-        >>> line("Moments", {"w": jnp.ones((1000, 3)), "b": jnp.ones(3)}, "of 2 layers")
+        >>> describe("Moments", {"w": jnp.ones((1000, 3)), "b": jnp.ones(3)}, "of 2 layers")
         'Moments(of 2 layers, 2 leaves, 3,003 numbers, float32)'
     """
     leaves = jax.tree.leaves(tree)
@@ -99,12 +96,12 @@ def line(name: str, tree: Any, *facts: str) -> str:
 
 
 def count(number: int, one: str, many: str | None = None) -> str:
-    """Write a number of things in words: "1 leaf", "2,000 leaves"."""
+    """Return a number with its noun: "1 leaf", "2,000 leaves"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def dtypes(leaves: Sequence[Any]) -> list[str]:
-    """List the dtypes of leaves, of what is no array its type, at most three of them."""
+    """Return the dtypes of leaves, or the types of leaves without one; at most three of them."""
     found = sorted({str(getattr(x, "dtype", type(x).__name__)) for x in leaves})
     return found if len(found) <= 3 else [*found[:2], f"{len(found) - 2} more dtypes"]
 
@@ -122,8 +119,8 @@ def inner(left: Any, right: Any) -> Array:
 def weighted_sum(stacked: Any, weights: Array) -> Any:
     """Sum floating leaves [M, ...] over the clients with weights [M], sum_i w_i x_i.
 
-    Clients of weight zero have no influence, whatever finite values they hold. The sums are in at
-    least float32: weights rounded to bfloat16 no longer add up to one, nor do their terms.
+    Clients of weight zero have no influence if their values are finite. The sums are computed in at
+    least float32, because weights that are rounded to bfloat16 no longer add up to one.
 
     Example:
         >>> print(weighted_sum({"w": jnp.array([[1.0], [3.0]])}, jnp.array([0.5, 0.5]))["w"])
@@ -132,39 +129,39 @@ def weighted_sum(stacked: Any, weights: Array) -> Any:
 
     def leaf(x: Array) -> Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        # Unless they are told otherwise, accelerators round float32 factors of a product.
+        # By default accelerators round the float32 factors of a product.
         return jnp.tensordot(weights.astype(wide), x.astype(wide), 1, precision="highest")
 
     return jax.tree.map(leaf, stacked)
 
 
 def is_finite(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
-    """Say whether all entries are finite.
+    """Return whether all entries are finite, along `axis` if given.
 
     Example:
         >>> print(is_finite(jnp.array([[1.0, 2.0], [jnp.inf, jnp.nan]]), axis=1))
         [ True False]
     """
-    # Zero times infinity is NaN. XLA takes ten times as long to compile `all` as a sum.
+    # Zero times infinity is NaN. XLA compiles a sum ten times as fast as `all`.
     return (x * 0).sum(axis) == 0
 
 
 def any_nonzero(x: Array) -> Array:
-    """Say whether any entry is not zero; NaN is not.
+    """Return whether any entry is not zero; NaN counts as not zero.
 
     Example:
         >>> print(any_nonzero(jnp.array([0.0, jnp.nan])))
         True
     """
-    # Likewise by a number: of `any` three operations are compiled, which takes longer.
+    # A maximum compiles faster than `any`, which needs three operations.
     return jnp.abs(x).max(initial=0) != 0
 
 
-def finite(stacked: Any) -> Array:
-    """Say of every leaf [M, ...] and client whether all entries are finite, [leaves, M].
+def finite_by_client(stacked: Any) -> Array:
+    """Return for every leaf [M, ...] and client whether all entries are finite, [leaves, M].
 
     Example:
-        >>> print(finite({"w": jnp.array([[1.0], [jnp.nan]])}))
+        >>> print(finite_by_client({"w": jnp.array([[1.0], [jnp.nan]])}))
         [[ True False]]
     """
     leaves = jax.tree.leaves(stacked)
@@ -172,38 +169,39 @@ def finite(stacked: Any) -> Array:
 
 
 def finite_leaves(params: Any) -> Array:
-    """Say of every leaf whether all entries are finite, [leaves]."""
+    """Return for every leaf whether all entries are finite, [leaves]."""
     return jnp.stack([is_finite(leaf) for leaf in jax.tree.leaves(params)])
 
 
 def exponent(x: Array) -> Array:
-    """Give the least e with all |entries| below 2^e; `NOTHING` for zeros.
+    """Return the least e with all |entries| below 2^e; `ZERO_EXPONENT` if all are zero.
 
     Example:
         >>> print(exponent(jnp.array([0.5, -3.0])))
         2
     """
     top = jnp.abs(jax.lax.stop_gradient(x)).max(initial=0)
-    return jnp.where(top == 0, NOTHING, jnp.frexp(top)[1])
+    return jnp.where(top == 0, ZERO_EXPONENT, jnp.frexp(top)[1])
 
 
 def unit(x: Array) -> Array:
-    """Give the power of two in whose units the largest entry is between 1 and 2; 1 for zeros.
+    """Return the power of two for which the largest |entry| divided by it is between 1 and 2.
 
-    Squares stay in range then, and dividing by it changes no bit of what is computed.
+    It is 1 if all entries are zero. Squares of entries that are divided by it cannot overflow, and
+    the division rounds nothing.
     """
     found = exponent(x)
-    return times_power(jnp.ones((), x.dtype), jnp.where(found == NOTHING, 0, found - 1))
+    return times_power(jnp.ones((), x.dtype), jnp.where(found == ZERO_EXPONENT, 0, found - 1))
 
 
 def times_power(x: Array, exponent: Array) -> Array:
-    """Multiply by 2^exponent, exactly wherever that power is in the range of the dtype."""
-    # The power by itself: `ldexp(x, ...)` has no derivative at zero.
+    """Multiply by 2^exponent, which is exact if that power is in the range of the dtype."""
+    # Only the power is computed with `ldexp`, because `ldexp(x, ...)` has no derivative at zero.
     return x * jnp.ldexp(jnp.ones((), x.dtype), exponent)
 
 
 def keep(kept: AnyArray, stacked: Any, otherwise: Any = None) -> Any:
-    """Replace leaves [M, ...] where `kept` [M] is False by those of `otherwise`, or by zeros.
+    """Return leaves [M, ...] with those of `otherwise`, or zeros, where `kept` [M] is False.
 
     Example:
         >>> print(keep(jnp.array([True, False]), jnp.array([[1.0], [jnp.nan]])).T)
@@ -212,36 +210,36 @@ def keep(kept: AnyArray, stacked: Any, otherwise: Any = None) -> Any:
     otherwise = jax.tree.map(jnp.zeros_like, stacked) if otherwise is None else otherwise
 
     def leaf(x: Array, other: Array) -> Array:
-        # Selected, not multiplied, as zero times NaN is NaN; [M] becomes [M, 1, ..., 1].
+        # `where` is used because zero times NaN is NaN. [M] becomes [M, 1, ..., 1].
         return jnp.where(kept.reshape(-1, *(1,) * (x.ndim - 1)), x, other)
 
     return jax.tree.map(leaf, stacked, otherwise)
 
 
-def native(tree: Any, what: str = "the pytree") -> Any:
-    """Return arrays in this machine's byte order; refuse NumPy's types that JAX does not hold.
+def to_native(tree: Any, what: str = "the pytree") -> Any:
+    """Return arrays in this machine's byte order; check that JAX supports their dtypes.
 
     Raises:
-        TypeError: For text, objects, records, dates and floats of more than 64 bits; it names them.
+        TypeError: If a leaf holds text, objects, records, dates or floats of more than 64 bits.
 
     Example:
         >>> import numpy as np
-        >>> native({"w": np.ones(1, ">f4")})["w"].dtype
+        >>> to_native({"w": np.ones(1, ">f4")})["w"].dtype
         dtype('float32')
     """
 
     def one(path: Any, leaf: Any) -> Any:
         dtype = getattr(leaf, "dtype", None)
-        # JAX's keys have a type of another kind.
+        # The dtypes of JAX's keys are not NumPy dtypes.
         if not isinstance(dtype, np.dtype):
             return leaf
         is_number = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
-        # NumPy counts spans of time among the integers.
+        # NumPy counts timedelta64 as an integer.
         if not is_number or dtype.kind == "m" or dtype.name in _TOO_WIDE:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             leaf_of = f"Leaf '{name}' of {what}" if name else what
             raise TypeError(
-                f"{leaf_of} has dtype {dtype}, which JAX does not hold; expected numbers of at "
+                f"{leaf_of} has dtype {dtype}, which JAX does not have; expected numbers of at "
                 "most 64 bits. Convert it, for instance by x.astype('float32')."
             )
         return leaf if dtype.isnative else leaf.astype(dtype.newbyteorder("="))
@@ -250,20 +248,20 @@ def native(tree: Any, what: str = "the pytree") -> Any:
 
 
 def stack(trees: Sequence[Any]) -> Any:
-    """Stack M pytrees, one a client, into a single pytree with leaves [M, ...].
+    """Stack M pytrees, one per client, into a single pytree with leaves [M, ...].
 
     Raises:
-        ValueError: If the list is empty, or clients differ in structure, a shape or a dtype.
-        TypeError: If a leaf is no number and no array of numbers.
+        ValueError: If the list is empty, or clients differ in structure, shapes or dtypes.
+        TypeError: If a leaf is neither a number nor an array of numbers.
 
     Example:
         >>> stack([{"w": 1.0}, {"w": 2.0}])["w"].shape
         (2,)
     """
     if not trees:
-        raise ValueError("Nothing to stack: got an empty list, expected one pytree a client.")
-    trees = [native(tree, f"client {client}") for client, tree in enumerate(trees)]
-    # Checked first, because jnp.stack would promote other dtypes and name no client.
+        raise ValueError("Nothing to stack: got an empty list, expected one pytree per client.")
+    trees = [to_native(tree, f"client {client}") for client, tree in enumerate(trees)]
+    # jnp.stack would promote dtypes that differ, and its errors name no client.
     trees = [as_arrays(tree) for tree in trees]
     for client, tree in enumerate(trees):
         _check_numbers(tree, client)
@@ -273,7 +271,7 @@ def stack(trees: Sequence[Any]) -> Any:
 
 def _check_numbers(tree: Any, client: int) -> None:
     for name, leaf in by_name(tree).items():
-        # Keys of random numbers are arrays too, which NumPy does not know.
+        # Random keys are arrays too, but NumPy cannot hold them.
         if not (hasattr(leaf, "dtype") or np.asarray(leaf).dtype.kind in "biufc"):
             raise TypeError(
                 f"Leaf '{name}' of client {client} is {leaf!r}; expected an array or a number. "
@@ -284,14 +282,14 @@ def _check_numbers(tree: Any, client: int) -> None:
 def _check_same(first: Any, tree: Any, client: int) -> None:
     if jax.tree.structure(first) != jax.tree.structure(tree):
         raise ValueError(
-            f"Client {client} holds another tree than client 0: leaves {list(names(tree))}, "
+            f"Client {client} has another structure than client 0: leaves {list(names(tree))}, "
             f"expected {list(names(first))}. All clients must have trained the same network."
         )
     for name, x, y in zip(names(first), jax.tree.leaves(first), jax.tree.leaves(tree), strict=True):
-        # By functions, as a leaf may be a Python number.
+        # A leaf may be a Python number, which has no attributes shape and dtype.
         expected, given = (jnp.shape(x), jnp.result_type(x)), (jnp.shape(y), jnp.result_type(y))
         if expected != given:
             raise ValueError(
                 f"Leaf '{name}' of client {client} has shape {given[0]} and dtype {given[1]}, but "
-                f"client 0 has {expected[0]} and {expected[1]}. Bring all clients to one network."
+                f"client 0 has {expected[0]} and {expected[1]}. All clients must train one network."
             )

@@ -1,17 +1,17 @@
-"""What everybody passes around: `Model`, `Examples`, a few aliases, and the shape legend.
+"""Types that all modules share: `Model`, `Examples`, `Likelihood`, aliases, and the shape legend.
 
 Letters used in every docstring:
 
     M     clients
-    K     clients of a cohort; in an output factor its columns
-    N     examples of the whole federation; n_i those of client i, and p_i = n_i / N its weight
+    K     clients of a cohort; in an output factor, its columns
+    N     examples of all clients; n_i are those of client i, and p_i = n_i / N is its weight
     B     examples of a minibatch
     C     classes, or outputs of the network
     T     output locations of a convolution (1 for a dense layer), positions of a sequence
     d     parameters
     a, o  rows (inputs, and one for a bias) and columns (outputs) of a layer's matrix V: F V = A V G
 
-*stacked* means that every leaf of a pytree has a leading client axis M.
+A pytree is *stacked* if every leaf has a leading client axis M.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,44 +21,44 @@ import jax
 import numpy as np
 
 Array: TypeAlias = jax.Array
-AnyArray: TypeAlias = jax.Array | np.ndarray  # data, whoever made it
-ArrayOrShape: TypeAlias = AnyArray | jax.ShapeDtypeStruct  # where a shape suffices
-Weights: TypeAlias = AnyArray | Sequence[float]  # of clients, one each
-Scalar: TypeAlias = jax.Array | float  # one number, which may be traced
+AnyArray: TypeAlias = jax.Array | np.ndarray  # of either library
+ArrayOrShape: TypeAlias = AnyArray | jax.ShapeDtypeStruct  # for functions that read the shape only
+Weights: TypeAlias = AnyArray | Sequence[float]  # one for each client, [M]
+Scalar: TypeAlias = jax.Array | float  # may be traced
 Key: TypeAlias = jax.Array  # typed, as `jax.random.key(seed)` makes it
 Params: TypeAlias = Any  # any pytree of floating arrays
-# What `Model` describes.
-# Inputs are arrays of NumPy or JAX, and what flax and haiku return has no narrower type than Any.
+# Functions of `Model`, described there. Inputs are arrays of NumPy or JAX; the type of outputs is
+# Any, because flax and haiku declare no narrower type.
 Apply: TypeAlias = Callable[[Params, Any], Any]
 ApplyTrain: TypeAlias = Callable[[Params, Any, Key, Array], tuple[Any, Params | None]]
-# JAX exports the class as a variable.
-Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 Positions: TypeAlias = Callable[[Any], Any]
+# The comment is needed because JAX exports this class as a variable.
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
 
 class ByPosition(NamedTuple):
-    """The columns of an output factor of sequences, each supported on one position.
+    """The columns of an output factor of sequences, each of which is nonzero at one position only.
 
     Attributes:
-        factors: [k, B, L..., C], the factor of each position. Column l * k + j, of K = L k, is
-            factors[j] at position l and zero elsewhere.
+        factors: [k, B, L..., C], the factor of each position. Column l * k + j, of K = L k
+            columns, is factors[j] at position l and zero elsewhere.
     """
 
     factors: Array
 
 
 class Likelihood(NamedTuple):
-    """What the outputs of a network mean, as pure functions of the outputs z.
+    """A likelihood of targets y given a network's outputs z, as pure functions.
 
     Attributes:
-        negative_log_likelihood: `(z [B, ..., C], y) -> [B]`, in nats.
+        negative_log_likelihood: `(z [B, ..., C], y) -> [B]`, the loss of each example in nats.
         sample: `(key, z) -> y`, one draw of the targets for each example.
-        factor: `(z) -> S [K, B, ..., C]`, the columns of the output factor; `ByPosition` where
+        factor: `(z) -> S [K, B, ..., C]`, the columns of the output factor; `ByPosition` if
             positions are independent given z.
-        check: `(shape of z, y) -> None`, refuses targets that do not fit.
-        combine: `(z, r [B, ..., k]) -> [B, ..., C]`, the sum of the k columns of every example or
-            position by r, without writing them out; None writes them out.
-        signs: `(key, shape [K, B, ...], dtype)`, what curvature propagation draws for r; None is
+        check: `(shape of z, y) -> None`, raises an error if the targets do not fit.
+        combine: `(z, r [B, ..., k]) -> [B, ..., C]`, the sum of the k columns of each example or
+            position, weighted by r, without computing the columns; None computes them.
+        signs: `(key, shape [K, B, ...], dtype)`, draws r for curvature propagation; None is
             `jax.random.rademacher`.
     """
 
@@ -80,22 +80,22 @@ class _Model(NamedTuple):
 
 
 class Model(_Model):
-    """A network and what its outputs mean: pure functions, hashable, whatever made them.
+    """A network and the likelihood of its outputs: hashable pure functions of any library.
 
     Attributes:
         apply: `(params, inputs [B, ...]) -> outputs [B, C]`, or [B, ..., C] for sequences.
-        likelihood: Of the targets given the outputs, such as `likelihoods.categorical`.
-        apply_train: `(params, inputs, key, weights [B]) -> (outputs, new)` in place of apply while
-            training, for dropout, augmentation and running statistics. `new` is None, or like
-            params; its leaves are taken where the mask is False. Rows that fill up a short
-            minibatch have weight zero.
-        mask: Like params, True where a leaf is trained; None trains everything. Kept as a pair
-            (name, trained) for each leaf.
+        likelihood: Likelihood of the targets given the outputs, such as `likelihoods.categorical`.
+        apply_train: `(params, inputs, key, weights [B]) -> (outputs, new)`, used in place of
+            `apply` in training, for dropout, augmentation and running statistics. `new` is None or
+            a pytree like params; its leaves replace those where the mask is False. Rows that fill
+            a short minibatch have weight zero.
+        mask: Pytree like params, True where a leaf is trained; None trains all leaves. It is stored
+            as a pair (name, trained) for each leaf.
         positions: `(inputs [B, ...]) -> [B, T]`, booleans or 0 and 1: which positions of each
-            sequence count, such as `lambda tokens: tokens != 0` where 0 is padding. The others
-            leave no trace in losses, metrics, Fisher factors and Gram matrices, and nor do
-            examples of which no position counts. A position whose class label is -100 has no
-            loss. None counts all positions.
+            sequence count, such as `lambda tokens: tokens != 0` if 0 is padding. The others do not
+            influence losses, metrics, Fisher factors and Gram matrices; nor do examples of which
+            no position counts. A position whose class label is -100 has no loss. None counts all
+            positions.
 
     Example:
         >>> import fisherjax as fj
@@ -114,17 +114,17 @@ class Model(_Model):
         mask: Any = None,
         positions: Positions | None = None,
     ) -> "Model":
-        """Turn the mask into what can be hashed."""
+        """Make a model, with its mask as a hashable tuple."""
         return super().__new__(cls, apply, likelihood, apply_train, _hashable(mask), positions)
 
     @classmethod
     def _make(cls, fields: Iterable[Any]) -> "Model":
-        # What `_replace` calls, perhaps with a new mask.
+        # `_replace` calls this method, perhaps with a new mask.
         return cls(*fields)
 
 
 def _hashable(mask: Any) -> tuple[tuple[str, Any], ...] | None:
-    # `_replace` hands on a mask that is hashable already.
+    # `_replace` passes a mask that is hashable already.
     if mask is None or (isinstance(mask, tuple) and all(map(_is_named, mask))):
         return mask
     # A dict cannot be hashed, but `jit` must recognise equal models.
@@ -137,12 +137,12 @@ def _is_named(entry: Any) -> bool:
 
 
 class Examples(NamedTuple):
-    """One client's view of the data, or a whole data set; no image is copied.
+    """The examples of one client, or a whole data set; a client's inputs are not copied.
 
     Attributes:
-        inputs: [N, ...], everybody's.
-        targets: [N, ...], everybody's; None where nothing reads them.
-        indices: [n] rows that are this client's, then padding; None takes all rows in order.
+        inputs: [N, ...], the inputs of all clients.
+        targets: [N, ...], the targets of all clients; None if nothing reads them.
+        indices: [n], this client's rows, then padding; None is all rows in order.
         weights: [n], 0 for padding, 1 or another weight for an example; None is 1 for all.
     """
 

@@ -36,6 +36,7 @@ ORDER = [
     "_self_check",
     "devices",
     "parallel",
+    "_minibatches",
     "clients",
     "_optimizers",
     "local_update",
@@ -62,7 +63,7 @@ ORDER = [
     "__main__",
 ]
 BUILT = {  # folders whose files build on one another
-    "_core": ["caching", "compat", "compiler", "linalg", "checks"],
+    "_core": ["caching", "compat", "compiler", "linalg", "checks", "output_checks"],
     "_layers": [
         *("equations", "views", "operations", "uses", "normalized_values", "normalization"),
         *("layer", "feeders", "arrangement", "pairs", "locations", "graph"),
@@ -77,7 +78,7 @@ BUILT = {  # folders whose files build on one another
 }
 # What the other files of a folder may import, and these in this order.
 SHARED = [
-    *("accounting", "clipping", "encoded", "_limits"),
+    *("accounting", "clipping", "encoded", "reading", "_limits"),
     *("base", "stages", "checks", "_places", "arrays", "values", "_claims", "uploads"),
     *("_packed", "_parts"),
     *("_rows", "_fisher_updates", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
@@ -99,8 +100,8 @@ ALONE = {  # who may import what the rest must not see
     "flax": {f"networks.{name}" for name in ("functions", "images", "statistics", "transformer")},
     "safetensors": {"files.base", "files.arrays"},
     "dp_accounting": {"privacy.accounting"},
-    "tensorflow_datasets": {"_cinic10", "datasets"},
-    "sklearn": {"datasets"},
+    "tensorflow_datasets": {"_cinic10", "datasets.reading"},
+    "sklearn": {"datasets.reading"},
     "cryptography": {"secure_aggregation.keys"},
 }
 HEAVY = [

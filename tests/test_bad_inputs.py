@@ -362,7 +362,7 @@ REFUSED = {
                 ),
             ]
         ),
-        "Client 1 holds another tree",
+        "Client 1 has another structure",
     ),
     "75 one bfloat16": no(
         lambda: merge(

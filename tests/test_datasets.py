@@ -105,7 +105,7 @@ def test_the_environment_names_the_folder_unless_the_caller_does(tmp_path, monke
 def test_an_unknown_name_is_answered_with_the_nearest():
     papers = [("CIFAR-10", "cifar10"), ("CINIC-10", "cinic10"), ("svhn", "svhn_")]
     for given_name, nearest in [("minst", "mnist"), *papers]:
-        with pytest.raises(ValueError, match=f"unknown data set '{given_name}'.*mean '{nearest}"):
+        with pytest.raises(ValueError, match=f"data set is '{given_name}'.*mean '{nearest}"):
             datasets.load(given_name)
 
 
@@ -342,7 +342,7 @@ def test_augmentation_refuses_what_is_not_a_batch_of_images(colours, key):
     for padding in (-1, 1.5, True):
         with pytest.raises(ValueError, match=f"padding is {padding}"):
             datasets.crop_and_flip(datasets.normalizer(colours), padding)
-    with pytest.raises(ValueError, match="mode is 'wrap', expected 'constant' or 'reflect'"):
+    with pytest.raises(ValueError, match="mode is 'wrap'; expected 'constant' or 'reflect'"):
         datasets.crop_and_flip(datasets.normalizer(colours), mode="wrap")
     with pytest.raises(ValueError, match="cannot be reflected by padding=4: it must be below"):
         datasets.crop_and_flip(datasets.normalizer(colours), 4, "reflect")(

@@ -294,7 +294,7 @@ def test_what_is_no_array_of_numbers_is_refused_by_name(tmp_path, kind):
         ),
     }
     for named, act in acts.items():
-        with pytest.raises(TypeError, match=f"{named} .*JAX does not hold; expected numbers"):
+        with pytest.raises(TypeError, match=f"{named} .*JAX does not have; expected numbers"):
             act()
 
 

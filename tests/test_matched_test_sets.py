@@ -65,7 +65,7 @@ def test_its_own_proportions_give_a_split_of_the_same_sizes():
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        (([0, 1, 1], 2, 3, 0), ValueError, "num_classes is 3, but the targets have 2 classes"),
+        (([0, 1, 1], 2, 3, 0), ValueError, "num_classes is 3; expected 1 to 2"),
         (([0, 1, 1], 2, 0, 0), ValueError, "num_classes"),
         (([0, 1, 1], 4, 1, 0), ValueError, "4"),
         (([0.5, 1], 2, 1, 0), TypeError, "integer"),

@@ -189,7 +189,7 @@ class Counting(flax.linen.Module):
 
 
 def test_a_model_with_other_collections_is_refused(key):
-    with pytest.raises(ValueError, match=r"Counting keeps .*'calls'.*apply_train"):
+    with pytest.raises(ValueError, match=r"Counting has .*'calls'.*apply_train"):
         networks.init(Counting(), key, np.zeros((2, 3)))
 
 
@@ -262,7 +262,7 @@ def test_the_vision_transformer_computes_what_it_says(x64, key):
     ("network", "shape", "message"),
     [
         (networks.VisionTransformer(width=6), (2, 8, 8, 1), "width is 6 and num_heads 4"),
-        (networks.VisionTransformer(), (2, 8, 6, 1), "8, 6, 1.*patch=4 divides"),
+        (networks.VisionTransformer(), (2, 8, 6, 1), "8, 6, 1.*multiples of patch=4"),
         (networks.VisionTransformer(), (2, 64), "expected images"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import _optimizers, algorithms
-from fisherjax._core import checks
+from fisherjax._core import output_checks
 
 SIZES, EPOCHS = (9, 6), 5
 SOURCE = np.random.default_rng(0)
@@ -209,7 +209,7 @@ def test_an_optimiser_that_tells_leaves_apart_has_a_length_for_each(world):
 # As optimisers of gradients of single examples, it takes the first axis for theirs.
 BATCHED = optax.stateless(lambda updates, _: jax.tree.map(lambda leaf: leaf.mean(0), updates))
 REFUSED = {
-    "lookahead": (optax.lookahead(optax.sgd(0.1), 2, 0.5), "moves params as they are"),
+    "lookahead": (optax.lookahead(optax.sgd(0.1), 2, 0.5), "updates params themselves"),
     "labels of other params": (
         optax.multi_transform({"a": optax.sgd(0.1)}, {"V": "a"}),
         r"cannot start from these params .*\['W', 'b'\]",
@@ -229,7 +229,7 @@ def test_what_cannot_train_is_refused_before_anything_is_compiled(world, name, c
     # Small programs make keys, and find the range of the labels.
     federation, start = world
     jax.random.key(0)
-    checks.outputs(MODEL, start, federation.inputs, federation.targets)
+    output_checks.outputs(MODEL, start, federation.inputs, federation.targets)
     for method in (algorithms.fedavg(), algorithms.fedprox()):
         with compilations() as count, pytest.raises(ValueError, match=words):
             train(world, method.optimizer(optimizer))
@@ -259,18 +259,18 @@ def test_the_server_has_no_loss(world):
             method.link.init(start, 2)
     for name in ("sam", "schedule_free"):
         method = algorithms.with_server_optimizer(algorithms.fedavg(), made(name))
-        with pytest.raises(ValueError, match="The server goes by every step"):
+        with pytest.raises(ValueError, match="The server measures every step"):
             method.link.init(start, 2)
     ahead = optax.lookahead(optax.sgd(1.0), 2, 0.5)
     method = algorithms.with_server_optimizer(algorithms.fedavg(), ahead)
-    with pytest.raises(ValueError, match="moves params as they are"):
+    with pytest.raises(ValueError, match="updates params themselves"):
         method.link.init(start, 2)
 
 
 def test_methods_that_go_by_steps_refuse_what_is_not_where_its_answer_is(world):
     for method, called in ((algorithms.fednova(), "FedNova"), (algorithms.scaffold(), "SCAFFOLD")):
         for name in ("sam", "schedule_free"):
-            with pytest.raises(ValueError, match=f"^{called} goes by every step"):
+            with pytest.raises(ValueError, match=f"^{called} measures every step"):
                 train(world, method.optimizer(made(name)))
     with pytest.raises(ValueError, match=r"^The optimizer that FedNova wraps cannot .*no loss"):
         train(world, algorithms.fednova().optimizer(made("polyak_sgd")))
@@ -286,8 +286,8 @@ def test_an_optimiser_is_told_the_most_that_it_takes():
     base = optax.GradientTransformationExtraArgs(optax.identity().init, update)
     given = {"value": 1.0, "grad": 2.0, "start": 3.0, "last_epoch": True}
     w = jnp.ones(2)
-    _optimizers.supported(base).update(w, base.init(w), w, **given)
+    _optimizers.with_extra_args(base).update(w, base.init(w), w, **given)
     # Around it, a chain takes anything and passes it on: there are no names to go by.
     sam = optax.chain(optax.clip(1.0), made("sam"))
-    _optimizers.supported(sam).update(w, sam.init(w), w, **given)
+    _optimizers.with_extra_args(sam).update(w, sam.init(w), w, **given)
     assert taken == [(True, True)]

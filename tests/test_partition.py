@@ -204,9 +204,9 @@ def test_a_beta_that_underflows_gives_each_class_to_one_client_with_room(beta):
 
 def test_niid_bench_says_what_would_meet_the_minimum():
     targets = np.repeat(np.arange(3), 40)
-    with pytest.raises(ValueError, match=r"none of 20 draws.*What would do: min_size=") as error:
+    with pytest.raises(ValueError, match=r"none of 20 draws.*Try min_size=") as error:
         partition.niid_bench(targets, 6, 0.01, seed=0, max_draws=20)
-    advised = int(str(error.value).partition("What would do: min_size=")[2].partition(",")[0])
+    advised = int(str(error.value).partition("Try min_size=")[2].partition(",")[0])
     parts = partition.niid_bench(targets, 6, 0.01, seed=0, max_draws=20, min_size=advised)
     assert min(map(len, parts)) == advised < 10
     assert min(map(len, partition.niid_bench(targets, 6, 1.0, seed=0, max_draws=20))) >= 10
@@ -217,9 +217,9 @@ def test_niid_bench_says_what_would_meet_the_minimum():
 @pytest.mark.parametrize(
     ("option", "error", "message"),
     [
-        ({"min_size": -1}, ValueError, "min_size is -1, expected 0 or more"),
-        ({"min_size": 1.5}, TypeError, "min_size is 1.5, expected an integer"),
-        ({"max_draws": 0}, ValueError, "max_draws is 0, expected 1 or more"),
+        ({"min_size": -1}, ValueError, "min_size is -1; expected an integer of at least 0"),
+        ({"min_size": 1.5}, ValueError, "min_size is 1.5; expected an integer"),
+        ({"max_draws": 0}, ValueError, "max_draws is 0; expected an integer of at least 1"),
     ],
 )
 def test_niid_bench_refuses_bad_numbers(option, error, message):
@@ -259,15 +259,15 @@ def test_further_classes_are_the_authors_draw():
 
 
 @pytest.mark.parametrize(
-    ("num_classes", "error", "message"),
+    ("num_classes", "message"),
     [
-        (4, ValueError, "num_classes is 4, but the targets have 3 classes: ask for 1 to 3"),
-        (0, ValueError, "num_classes is 0, expected 1 or more"),
-        (1.0, TypeError, "num_classes is 1.0, expected an integer"),
+        (4, "num_classes is 4; expected 1 to 3, the number of classes of the targets"),
+        (0, "num_classes is 0; expected 1 to 3"),
+        (1.0, "num_classes is 1.0; expected 1 to 3"),
     ],
 )
-def test_clients_cannot_have_more_classes_than_there_are(num_classes, error, message):
-    with pytest.raises(error, match=message):
+def test_clients_cannot_have_more_classes_than_there_are(num_classes, message):
+    with pytest.raises(ValueError, match=message):
         partition.classes_per_client([0, 1, 2, 2], 2, num_classes, 0)
 
 
@@ -278,9 +278,9 @@ def test_a_class_too_small_for_its_owners_is_named():
 
 @pytest.mark.parametrize("alpha", [0, -0.1, np.inf, np.nan, "0.1", None])
 def test_alpha_must_be_finite_and_positive(alpha):
-    with pytest.raises(ValueError, match=r"alpha is .*finite number above 0"):
+    with pytest.raises((ValueError, TypeError), match=r"alpha is .*expected a (finite|positive)"):
         partition.dirichlet_of_client([0, 1], 2, alpha, 0)
-    with pytest.raises(ValueError, match=r"beta is .*finite number above 0"):
+    with pytest.raises((ValueError, TypeError), match=r"beta is .*expected a (finite|positive)"):
         partition.niid_bench([0, 1], 2, alpha, 0)
 
 
@@ -292,7 +292,7 @@ def test_there_are_between_one_and_n_clients(num_clients):
         lambda: partition.niid_bench([0, 1, 1], num_clients, 0.1, 0),
         lambda: partition.classes_per_client([0, 1, 1], num_clients, 1, 0),
     ):
-        with pytest.raises(ValueError, match=f"num_clients is {num_clients}, expected 1 to 3"):
+        with pytest.raises(ValueError, match=f"num_clients is {num_clients}; expected 1 to 3"):
             make()
 
 
@@ -313,13 +313,11 @@ def test_targets_must_be_class_labels(targets, error, message):
         partition.label_counts(targets, [np.arange(len(targets))])
 
 
-@pytest.mark.parametrize(
-    ("seed", "error"), [(-1, ValueError), (2**32, ValueError), (None, TypeError), (0.5, TypeError)]
-)
-def test_a_seed_is_an_integer_of_32_bits(seed, error):
-    with pytest.raises(error, match=r"seed is .*from 0 to"):
+@pytest.mark.parametrize("seed", [-1, 2**32, None, 0.5])
+def test_a_seed_is_an_integer_of_32_bits(seed):
+    with pytest.raises(ValueError, match=r"seed is .*from 0 to"):
         partition.iid(4, 2, seed)
-    with pytest.raises(error, match=r"seed is .*from 0 to"):
+    with pytest.raises(ValueError, match=r"seed is .*from 0 to"):
         partition.dirichlet_of_client([0, 1], 2, 0.1, seed)
 
 

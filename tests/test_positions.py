@@ -18,7 +18,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import _sequences
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 
 R = np.random.default_rng(0)
 N, WORDS, CLASSES, SHORT, LONG = 12, 9, 3, 6, 9
@@ -380,11 +380,11 @@ def test_sentences_without_tokens_leave_no_trace_and_no_nan(name, key):
 def test_a_model_without_positions_goes_through_nothing():
     model = fj.Model(each, fj.likelihoods.categorical)
     data = examples("each", SHORT)
-    assert _sequences.weighed(model, data) is data
-    assert _sequences.counted(model, data.inputs) is None
+    assert _sequences.drop_uncounted(model, data) is data
+    assert _sequences.counted_positions(model, data.inputs) is None
     assert _sequences.likelihood(model, data.inputs, (N, SHORT, CLASSES)) is model.likelihood
-    assert _sequences.targets_counted(model, data.inputs, (N, SHORT, CLASSES), data.targets) is None
-    assert checks.labels(model, (N, SHORT, CLASSES), data.targets) is data.targets
+    assert _sequences.counted_targets(model, data.inputs, (N, SHORT, CLASSES), data.targets) is None
+    assert output_checks.replace_ignored(model, (N, SHORT, CLASSES), data.targets) is data.targets
 
 
 def test_positions_are_a_field_of_the_model():
@@ -409,7 +409,10 @@ def test_positions_are_a_field_of_the_model():
         (lambda x: None, "positions returned a NoneType"),
         (lambda x: (x != 0).astype(complex), "returned complex64; expected booleans"),
         (lambda x: x.nothing, "positions failed on inputs of shape"),
-        (lambda x: (x != 0)[:, 1:], r"a sequence of 6, but positions says of 5 .*\[B, 6\]"),
+        (
+            lambda x: (x != 0)[:, 1:],
+            r"sequence of 6, but positions returned a mask of 5.*\[B, 6\]",
+        ),
     ],
 )
 def test_what_is_no_mask_of_positions_is_refused(positions, said):
@@ -427,7 +430,7 @@ def test_zeros_and_ones_are_as_good_as_booleans():
     inputs = padded(TOKENS, LONG)
     for dtype in (jnp.int8, jnp.float32):
         other = model._replace(positions=lambda x, d=dtype: is_token(x).astype(d))
-        np.testing.assert_array_equal(_sequences.counted(other, inputs), is_token(inputs))
+        np.testing.assert_array_equal(_sequences.counted_positions(other, inputs), is_token(inputs))
 
 
 def shared_by_heads(p, tokens):
@@ -483,7 +486,7 @@ def test_a_layer_of_another_length_is_refused_by_name(apply, params, said):
 
 def test_ignored_labels_need_positions():
     model, (params, _), *_ = MODELS["each"]
-    with pytest.raises(ValueError, match=r"from -100 to 2.*have no loss where the Model has pos"):
+    with pytest.raises(ValueError, match=r"from -100 to 2.*have no loss if the Model has pos"):
         fj.metrics.accuracy(unmasked(model), params, ignoring(SHORT))
 
 

@@ -190,8 +190,8 @@ def test_tiny_shakespeare_has_a_hundred_large_roles(roles):
     ("options", "message"),
     [
         ({"context": 0}, "context is 0.*at least 1"),
-        ({"min_characters": 50}, "none of 2 roles.*=50.*longest says 20.*up to 20"),
-        ({"context": 20, "min_characters": 1}, "context=20 and one more: the longest says 20"),
+        ({"min_characters": 50}, "none of 2 roles.*=50.*longest has 20.*up to 20"),
+        ({"context": 20, "min_characters": 1}, "context=20 and one more: the longest has 20"),
         ({"min_characters": 1, "alphabet": "Bt"}, r"characters ' .*not among the 2"),
         ({"min_characters": 1, "alphabet": string.printable + "a"}, "a character twice"),
     ],

@@ -395,7 +395,7 @@ def watching(base):
         }
         return gradient, seen
 
-    return fj.local_update.keeping(optax.GradientTransformationExtraArgs(init, update), base)
+    return fj.local_update.keep_state(optax.GradientTransformationExtraArgs(init, update), base)
 
 
 WATCHING = watching(OPTIMIZER)

@@ -73,7 +73,7 @@ def test_names_are_as_many_as_leaves_in_their_order(shapes):
     ],
 )
 def test_names_that_collide_are_refused(params):
-    with pytest.raises(ValueError, match=r"Two leaves .* called 'a/(b|0|b/c)'.*holds a slash"):
+    with pytest.raises(ValueError, match=r"Two leaves .* called 'a/(b|0|b/c)'.*contains a slash"):
         tree.names(params)
 
 
@@ -130,8 +130,10 @@ def test_stack_names_the_client_and_the_leaf_that_differ(fault):
 
 def test_one_client_is_kept_or_replaced_and_finite_says_which():
     stacked = {"w": jnp.array([[1.0, 2.0], [jnp.nan, 4.0], [5.0, jnp.inf]]), "b": jnp.ones(3)}
-    np.testing.assert_array_equal(tree.finite(stacked), [[True] * 3, [True, False, False]])
-    kept = tree.finite(stacked).all(0)
+    np.testing.assert_array_equal(
+        tree.finite_by_client(stacked), [[True] * 3, [True, False, False]]
+    )
+    kept = tree.finite_by_client(stacked).all(0)
     zeroed = tree.keep(kept, stacked)
     chex.assert_trees_all_equal(
         zeroed, {"w": jnp.array([[1.0, 2.0], [0, 0], [0, 0]]), "b": jnp.array([1.0, 0, 0])}

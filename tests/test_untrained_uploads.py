@@ -221,7 +221,7 @@ def test_frozen_leaves_are_in_the_merged_file_only_if_there_is_a_start(paths, ca
     files.save_arrays(start, START)
     words = ["merge", str(out), *map(str, paths)]
     assert main(words) == 0
-    assert "Without 3 frozen leaves, such as 'moments/norm/shift'" in capsys.readouterr().out
+    assert "The file lacks 3 frozen leaves, such as 'moments/norm/shift'" in capsys.readouterr().out
     found = files.load_arrays(out)
     assert found.keys() == START.keys() - FROZEN
     assert main([*words, "--start", str(start)]) == 0
@@ -420,7 +420,7 @@ def test_compressed_files_merge_like_compressed_updates(world, tmp_path):
 @pytest.mark.long
 def test_encoding_afterwards_keeps_what_is_not_trained(world):
     plain = world.sent["fedfisher_kfac"]
-    start = fj.leaves.named(world.start, tuple(plain.statistics), plain.frozen).trained
+    start = fj.leaves.split_by_name(world.start, tuple(plain.statistics), plain.frozen).trained
     found = compression.encode(plain, QUANTIZED, start=start)
     expected = world.sent["small"]
     assert jax.tree.structure(found) == jax.tree.structure(expected)
@@ -458,7 +458,7 @@ def test_methods_that_move_units_refuse_what_cannot_follow(tmp_path):
     own = Update(own.values, own.kind, {"mean": np.ones(3, "float32")}, ("base",))
     path, out = tmp_path / "a.safetensors", tmp_path / "merged.safetensors"
     files.save_update(path, own, algorithm="otfusion", client="a", examples=1)
-    with pytest.raises(ValueError, match=r"\['base', 'mean'\] are not trained and cannot follow"):
+    with pytest.raises(ValueError, match=r"\['base', 'mean'\] are not trained and keep theirs"):
         files.merge_files(out, [path])
     files.merge_files(out, [path], algorithm="fedavg")
     np.testing.assert_array_equal(files.load_arrays(out)["mean"], 1)

@@ -21,7 +21,7 @@ from experiments.harness import commands
 from experiments.harness.names import STUDENT, is_vote
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
-from fisherjax.local_update import Given
+from fisherjax.local_update import ClientInputs
 from fisherjax.parallel import Layout, chunk_size
 from fisherjax.training import Cohort, Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
@@ -167,7 +167,7 @@ def _cohort(
         voting.opened, start, federation, train_key, _ADAM, epochs, batch_size
     )
     layout = Layout(chunk_size(clients_per_chunk, federation.num_clients), federation.mesh)
-    given = Given(None, (), None, None), Given(starts, None, None, None)
+    given = ClientInputs(None, (), None, None), ClientInputs(starts, None, None, None)
     return Cohort(local, layout, given, federation, train_key, epochs)
 
 

@@ -80,7 +80,7 @@ def measured(asked: Config, console: Console) -> Iterator[Point]:
         totals = Sums(operator, sums.product, sums.mean, sums.weight)
         solved = solver(from_sums(totals, damping)).params
         # What is not trained is the same in all ways.
-        merged = fj.leaves.join(solved, fj.leaves.apart(task.model, against)[1])
+        merged = fj.leaves.join(solved, fj.leaves.split_trained(task.model, against)[1])
         yield point(MEAN, 1, damping, merged, against, (fisher, sums.product, sums.mean))
         # Twice the largest of anybody stands for what clients agree on before.
         bound = jax.tree.map(lambda *x: 2 * max(float(jnp.abs(y).max()) for y in x) or 1.0, *own)

@@ -1,1 +1,1 @@
-"""What every module uses and no user calls: checks, linear algebra, caching, the compiler."""
+"""Internal tools of all modules: argument checks, linear algebra, caching, the compiler."""

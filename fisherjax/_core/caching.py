@@ -1,7 +1,7 @@
-"""Configuration by value: what is made of equal arguments is the same object.
+"""Cache factories by the values of their arguments: equal arguments return the same object.
 
-`jax.jit` recognises a function by its identity. Whoever writes `partial(fisher.sampled,
-num_samples=2)` or `fedfisher(model)` inside a loop must not compile again for it.
+`jax.jit` recognises a function by its identity. With these caches, a loop that writes
+`partial(fisher.sampled, num_samples=2)` or `fedfisher(model)` in its body compiles only once.
 """
 
 import functools
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 Options = ParamSpec("Options")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class _Partial(functools.partial):
-    """A partial that equals another of the same function and arguments."""
+    """A `functools.partial` that is equal to another one of the same function and arguments."""
 
     def _content(self) -> tuple:
         return self.func, self.args, tuple(sorted(self.keywords.items()))
@@ -27,16 +27,17 @@ class _Partial(functools.partial):
 
 
 def by_value(value: Any) -> Any:
-    """Make a `functools.partial`, and partials inside it, compare by what they hold.
+    """Return a `functools.partial` that is compared by its function and arguments.
 
-    What is no partial, or holds what cannot be hashed, such as an array, stays as it is.
+    Partials inside it are treated likewise. A value that is no partial, or a partial with an
+    argument that cannot be hashed, such as an array, is returned unchanged.
 
     Example:
         >>> from functools import partial
         >>> by_value(partial(int, base=2)) == by_value(partial(int, base=2))
         True
     """
-    # Not jax.tree_util.Partial, a subclass whose arguments are arrays.
+    # jax.tree_util.Partial, a subclass, is left alone: its arguments are arrays.
     if type(value) is not functools.partial:
         return value
     keywords = {name: by_value(item) for name, item in value.keywords.items()}
@@ -52,10 +53,11 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def cached(factory: Callable[Options, Made]) -> Callable[Options, Made]:
-    """Let a factory, which depends on its arguments only, return one object for equal arguments.
+def cached(factory: Callable[Options, Result]) -> Callable[Options, Result]:
+    """Make a factory return the same object for equal arguments.
 
-    Arguments that cannot be hashed, such as traced numbers, make a new object each time.
+    The factory must depend on its arguments only. Arguments that cannot be hashed, such as traced
+    numbers, make a new object each time.
 
     Example:
         >>> make = cached(lambda damping=1.0: [damping])
@@ -63,28 +65,28 @@ def cached(factory: Callable[Options, Made]) -> Callable[Options, Made]:
         (True, False)
     """
     signature = inspect.signature(factory)
-    # Bounded, because a cached object keeps its model and optimiser alive.
-    # By type too: 1, 1.0 and True are equal, and a factory may refuse one of them.
-    made = functools.lru_cache(maxsize=256, typed=True)(factory)
+    # The size is bounded, because a cached object keeps its model and optimiser alive. Types are
+    # compared too: 1, 1.0 and True are equal, but a factory may refuse one of them.
+    remembered = functools.lru_cache(maxsize=256, typed=True)(factory)
 
     @functools.wraps(factory)
-    def make(*args: Options.args, **kwargs: Options.kwargs) -> Made:
+    def make(*args: Options.args, **kwargs: Options.kwargs) -> Result:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            return factory(*args, **kwargs)  # raises what Python says of a wrong call
-        # What is left out and what is given as the default are the same call.
+            return factory(*args, **kwargs)  # raises Python's error of a wrong call
+        # A call that leaves an argument out equals one that passes its default.
         bound.apply_defaults()
         bound.arguments = {name: by_value(value) for name, value in bound.arguments.items()}
         if not _is_hashable((bound.args, tuple(bound.kwargs.items()))):
             return factory(*args, **kwargs)
-        return made(*bound.args, **bound.kwargs)
+        return remembered(*bound.args, **bound.kwargs)
 
     return make
 
 
 def name_of(value: Any) -> str:
-    """Say what a configured function is: its name, and what a partial adds to it.
+    """Return the name of a function, with the arguments that a partial adds to it.
 
     Example:
         >>> from functools import partial

@@ -1,8 +1,8 @@
-"""Factorisations of symmetric matrices, one after another whatever `vmap` makes of them.
+"""Factorise matrices one after another, also under `vmap`.
 
-XLA's batched factorisations divide a batch among the threads of a pool and wait for them in that
-same pool: several of them in one program, such as the layers of a network, wait for each other for
-ever on a CPU of two cores. So a batch is a loop here.
+XLA's batched factorisations divide a batch among the threads of a pool and wait in the same pool
+until these are done. With several of them in one program, such as one for each layer of a network,
+a CPU of two cores waits for ever. Therefore these functions turn a batch into a loop.
 """
 
 import jax
@@ -13,7 +13,7 @@ from fisherjax.typing import Array
 
 
 @jax.custom_batching.sequential_vmap
-def definite(matrix: Array, rhs: Array) -> Array:
+def cholesky_solve(matrix: Array, rhs: Array) -> Array:
     """Solve matrix X = rhs for a symmetric positive definite matrix; NaN if it is not definite."""
     return jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(matrix), True), rhs)
 
@@ -29,16 +29,16 @@ def solve_definite(matrix: Array, rhs: Array) -> Array:
     def multiply(x: Array) -> Array:
         return jnp.matmul(matrix, x, precision="highest")
 
-    # A factorisation in a loop has no derivative of its own in reverse; the solve has this one.
+    # A factorisation in a loop has no reverse-mode derivative; custom_linear_solve has one.
     def solve(_: object, b: Array) -> Array:
-        return definite(jax.lax.stop_gradient(matrix), b)
+        return cholesky_solve(jax.lax.stop_gradient(matrix), b)
 
     return jax.lax.custom_linear_solve(multiply, rhs, solve, symmetric=True)
 
 
 @jax.custom_batching.sequential_vmap
 def eigh(matrix: Array) -> tuple[Array, Array]:
-    """Give the eigenvalues [n] of a symmetric matrix, in ascending order, and its eigenvectors.
+    """Compute the eigenvalues [n] of a symmetric matrix, ascending, and its eigenvectors.
 
     Example:
         >>> print(eigh(jnp.diag(jnp.array([3.0, 1.0])))[0])
@@ -49,7 +49,7 @@ def eigh(matrix: Array) -> tuple[Array, Array]:
 
 @jax.custom_batching.sequential_vmap
 def svd(matrix: Array) -> tuple[Array, Array, Array]:
-    """Give U [m, r], s [r] in descending order and V^T [r, n] of matrix = U diag(s) V^T.
+    """Compute U [m, r], s [r] in descending order and V^T [r, n] of matrix = U diag(s) V^T.
 
     Example:
         >>> print(svd(jnp.diag(jnp.array([1.0, 3.0])))[1])
@@ -59,11 +59,11 @@ def svd(matrix: Array) -> tuple[Array, Array, Array]:
 
 
 @jax.custom_batching.sequential_vmap
-def orthonormal(matrix: Array) -> Array:
-    """Give an orthonormal basis [m, r] of the columns of a matrix [m, r].
+def orthonormal_basis(matrix: Array) -> Array:
+    """Compute an orthonormal basis [m, r] of the columns of a matrix [m, r].
 
     Example:
-        >>> print(jnp.abs(orthonormal(jnp.array([[2.0], [0.0]]))))
+        >>> print(jnp.abs(orthonormal_basis(jnp.array([[2.0], [0.0]]))))
         [[1.]
          [0.]]
     """
@@ -71,11 +71,11 @@ def orthonormal(matrix: Array) -> Array:
 
 
 @jax.custom_batching.sequential_vmap
-def inverse(matrix: Array) -> Array:
-    """Give the pseudo-inverse [n, m] of any matrix [m, n], without derivatives.
+def pinv(matrix: Array) -> Array:
+    """Compute the pseudo-inverse [n, m] of any matrix [m, n]; it has no derivatives.
 
     Example:
-        >>> print(inverse(jnp.array([[2.0], [0.0]])))
+        >>> print(pinv(jnp.array([[2.0], [0.0]])))
         [[0.5 0. ]]
     """
     return jnp.linalg.pinv(matrix)
@@ -83,9 +83,11 @@ def inverse(matrix: Array) -> Array:
 
 @jax.custom_jvp
 def pseudo_inverse(matrix: Array) -> Array:
-    """Invert a symmetric matrix, but for eigenvalues of the size of rounding, with derivatives.
+    """Compute the pseudo-inverse of a symmetric matrix, with derivatives.
 
-        dP = -P dM P + P P dM (I - M P) + (I - P M) dM P P    for P = M^+, where the rank stays.
+        dP = -P dM P + P P dM (I - M P) + (I - P M) dM P P    for P = M^+ and a constant rank.
+
+    Eigenvalues of the size of rounding errors count as zeros.
 
     Source: Golub and Pereyra, The differentiation of pseudo-inverses and nonlinear least squares
         problems whose variables separate, SIAM Journal on Numerical Analysis 1973, theorem 4.3.
@@ -100,7 +102,7 @@ def pseudo_inverse(matrix: Array) -> Array:
 
 @jax.custom_batching.sequential_vmap
 def _pseudo_inverse(matrix: Array) -> Array:
-    # The inverses of eigenvalues of the size of rounding would be noise.
+    # Inverses of eigenvalues of the size of rounding errors would be noise.
     return jnp.linalg.pinv(matrix, rtol=10 * jnp.finfo(matrix.dtype).eps, hermitian=True)
 
 
@@ -113,36 +115,36 @@ def _pseudo_inverse_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
         return jnp.linalg.multi_dot(factors, precision="highest")
 
     rest = jnp.eye(len(matrix), dtype=matrix.dtype) - product(matrix, inverse)
-    turned = product(inverse, inverse, change, rest)
-    return inverse, turned + turned.T - product(inverse, change, inverse)
+    half = product(inverse, inverse, change, rest)
+    return inverse, half + half.T - product(inverse, change, inverse)
 
 
-def folded(matrix: Array) -> Array:
-    """Write the upper triangle of a symmetric matrix [n, n] as a rectangle, n (n + 1) / 2 entries.
+def fold_triangle(matrix: Array) -> Array:
+    """Return the upper triangle of a symmetric matrix [n, n] as a rectangle, n (n + 1) / 2 entries.
 
-    Row i beside row n - i, or n - 1 - i where n is even: [(n + 1) / 2, n] or [n / 2, n + 1]. No
-    table of indices is needed, as a triangle in one row would.
+    Row i lies beside row n - i, or n - 1 - i if n is even; the shape is [(n + 1) / 2, n], or
+    [n / 2, n + 1]. Unlike a triangle in one row, this form needs no table of indices.
 
     Example:
-        >>> print(folded(jnp.array([[1, 2, 3], [2, 4, 5], [3, 5, 6]])))
+        >>> print(fold_triangle(jnp.array([[1, 2, 3], [2, 4, 5], [3, 5, 6]])))
         [[1 2 3]
          [6 4 5]]
     """
-    half, turned = (len(matrix) + 1) // 2, matrix[::-1, ::-1]
+    half, reversed_ = (len(matrix) + 1) // 2, matrix[::-1, ::-1]
     if len(matrix) % 2:
         top = matrix[:half]
-        rest = jnp.concatenate([jnp.zeros_like(matrix[:1]), turned[: half - 1]])
+        rest = jnp.concatenate([jnp.zeros_like(matrix[:1]), reversed_[: half - 1]])
     else:
         top = jnp.pad(matrix[:half], ((0, 0), (1, 0)))
-        rest = jnp.pad(turned[:half], ((0, 0), (0, 1)))
+        rest = jnp.pad(reversed_[:half], ((0, 0), (0, 1)))
     return jnp.where(_from_diagonal(top.shape), top, rest)
 
 
-def unfolded(rectangle: Array) -> Array:
-    """Write a folded triangle as the symmetric matrix again.
+def unfold_triangle(rectangle: Array) -> Array:
+    """Return the symmetric matrix of a folded triangle: the inverse of `fold_triangle`.
 
     Example:
-        >>> print(unfolded(jnp.array([[1, 2, 3], [6, 4, 5]])))
+        >>> print(unfold_triangle(jnp.array([[1, 2, 3], [6, 4, 5]])))
         [[1 2 3]
          [2 4 5]
          [3 5 6]]
@@ -158,7 +160,7 @@ def unfolded(rectangle: Array) -> Array:
 
 
 def _from_diagonal(shape: tuple[int, ...]) -> np.ndarray:
-    """Say where a folded triangle holds rows of its first half, from the diagonal on."""
+    """Return a mask of the entries of a folded triangle that belong to rows of its first half."""
     rows, columns = np.ogrid[: shape[0], : shape[1]]
     return columns >= rows + (not _is_odd(shape))
 

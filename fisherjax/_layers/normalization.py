@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fisherjax import tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._layers import equations
 from fisherjax._layers.normalized_values import (
     ROOTS,
@@ -61,7 +61,7 @@ def normalizations(model: Model, params: Params, inputs: ArrayOrShape) -> frozen
         frozenset({'a'})
     """
     checks.model(model)
-    checks.outputs(model, params, inputs)
+    output_checks.outputs(model, params, inputs)
     network, names = _flatten(model, params, inputs), tree.names(params)
     *leaves, data = network.arguments
     values = {v: Value(leaves=frozenset({i})) for i, v in enumerate(leaves)}

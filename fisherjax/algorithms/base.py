@@ -59,7 +59,7 @@ class Update:
     def __repr__(self) -> str:
         """Describe the update in one line: its values, its kind and its size."""
         parts = " and ".join(map(str, self.values)) if isinstance(self.values, dict) else "?"
-        return tree.line("Update", self, parts[:80], f"kind {self.kind}"[:40])
+        return tree.describe("Update", self, parts[:80], f"kind {self.kind}"[:40])
 
 
 def nothing(*_: Any) -> tuple[()]:

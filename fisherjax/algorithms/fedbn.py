@@ -107,7 +107,7 @@ def fedbn(
 
 def _by_names(params: Params) -> set[str]:
     """Return the names of normalisation leaves; raise if the names of some vectors are unclear."""
-    every = leaves.places(params)
+    every = leaves.by_name(params)
     kinds = {name: _by_name(name) for name in every}
     # Untrained leaves have a name only: they count as kernels, unless they are statistics.
     ranks = {name: 2 if leaf is None else jnp.ndim(leaf) for name, leaf in every.items()}

@@ -82,9 +82,9 @@ def fedfish(
 
     def squares(key: Key, params: Params, examples: Examples) -> Params:
         # Shuffled, because a squared mean gradient depends on which examples share a minibatch.
-        examples = _sequences.weighed(model, examples)
+        examples = _sequences.drop_uncounted(model, examples)
         number, batch = minibatches(shuffled(key, examples), batch_size)
-        apply, trained = leaves.opened(model, params)
+        apply, trained = leaves.bind_untrained(model, params)
 
         def body(step: Array, total: Params) -> Params:
             return _add_squares(total, jax.grad(partial(loss, apply))(trained, *batch(step)))
@@ -126,7 +126,7 @@ def _squaring(base: optax.GradientTransformation) -> optax.GradientTransformatio
         last = given["last_epoch"]
         return updates, jax.tree.map(lambda new, old: jnp.where(last, new, old), seen, state)
 
-    return local_update.keeping(optax.GradientTransformationExtraArgs(_zeros, update), base)
+    return local_update.keep_state(optax.GradientTransformationExtraArgs(_zeros, update), base)
 
 
 def _add_squares(squares: Params, gradient: Params) -> Params:

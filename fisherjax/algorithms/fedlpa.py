@@ -103,7 +103,7 @@ def fedlpa(
         # Damping is added to each factor, so that the solution depends on the split although the
         # product of the factors does not.
         if authors_split:
-            apply, opened = leaves.opened(model, trained.whole)
+            apply, opened = leaves.bind_untrained(model, trained.whole)
             if model.positions is None:
                 counts = _location_counts(apply, opened, examples.inputs)
             else:
@@ -150,11 +150,11 @@ def _mean_location_counts(
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
         seen = trace(model.apply, params, x)
-        counts = locations.counted(seen, _sequences.counted(model, x))
+        counts = locations.counted(seen, _sequences.counted_positions(model, x))
         pairs = zip(seen.layers, counts, strict=True)
         return {x.kernel: jnp.vdot(w, c.sum(1)) for x, c in pairs if c is not None}
 
-    unlabelled = _sequences.weighed(model, examples)._replace(targets=None)
+    unlabelled = _sequences.drop_uncounted(model, examples)._replace(targets=None)
     means = _passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
     # The factors of a client without examples are zero.
     return {name: jnp.where(mean > 0, mean, 1) for name, mean in means.items()}

@@ -102,7 +102,7 @@ def fednova() -> Algorithm[tuple[()]]:
 @functools.lru_cache(maxsize=64)
 def _measured(base: optax.GradientTransformation) -> optax.GradientTransformation:
     # Schedule and momentum act on a number whose gradient is one as they act on params.
-    inner = _optimizers.supported(base)
+    inner = _optimizers.with_extra_args(base)
 
     def init(params: Params) -> _Length:
         _optimizers.check_plain("FedNova", base, params)
@@ -124,4 +124,4 @@ def _measured(base: optax.GradientTransformation) -> optax.GradientTransformatio
         step, optimizer = inner.update(ones, state.optimizer, state.moved, **arguments)
         return updates, _Length(jax.tree.map(jnp.add, state.moved, step), optimizer)
 
-    return local_update.keeping(optax.GradientTransformationExtraArgs(init, measure), base)
+    return local_update.keep_state(optax.GradientTransformationExtraArgs(init, measure), base)

@@ -49,7 +49,7 @@ def fedper(head: str, algorithm: Algorithm[Report] | None = None) -> Algorithm[R
 def _leaves_of(layer: str) -> Callable[[Params], set[str]]:
     # Cached, because equal arguments must give the same algorithm.
     def choose(params: Params) -> set[str]:
-        parts = {name: name.split("/") for name in leaves.places(params)}
+        parts = {name: name.split("/") for name in leaves.by_name(params)}
         found = {name for name, path in parts.items() if layer in path}
         if not found:
             every = sorted({part for path in parts.values() for part in path[:-1] or path})

@@ -104,12 +104,12 @@ def regmean(
 
 @partial(jit, static_argnums=(0, 1))
 def _grams(model: Model, batch_size: int, params: Params, examples: Examples) -> dict[str, Array]:
-    apply, params = leaves.opened(model, params)
+    apply, params = leaves.bind_untrained(model, params)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
         seen = trace(apply, params, x)
-        counts = locations.counted(seen, _sequences.counted(model, x))
+        counts = locations.counted(seen, _sequences.counted_positions(model, x))
         moments = input_moments(seen, w, expand, counts)
         # The last row and column of a moment belong to the bias, if there is one.
         dense = {
@@ -125,7 +125,7 @@ def _grams(model: Model, batch_size: int, params: Params, examples: Examples) ->
             )
         return dense
 
-    unlabelled = _sequences.weighed(model, examples)._replace(targets=None)
+    unlabelled = _sequences.drop_uncounted(model, examples)._replace(targets=None)
     return _passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
 
 

@@ -14,7 +14,7 @@ import optax
 from fisherjax import _optimizers, tree
 from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, Link, weighted_sum
-from fisherjax.local_update import Kept
+from fisherjax.local_update import KeptState
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
@@ -118,11 +118,11 @@ def scaffold() -> Algorithm[tuple[()]]:
 @functools.lru_cache(maxsize=64)
 def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformation:
     """Wrap the user's optimiser to subtract the correction after each step, and to store it."""
-    inner_optimizer = _optimizers.supported(base)
+    inner_optimizer = _optimizers.with_extra_args(base)
 
-    def init(params: Params) -> Kept:
+    def init(params: Params) -> KeptState:
         _optimizers.check_plain("SCAFFOLD", base, params)
-        return Kept(optax.tree.zeros_like(params), base.init(params))
+        return KeptState(optax.tree.zeros_like(params), base.init(params))
 
     def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
         # A single round has no correction: all controls are zero.
@@ -132,6 +132,6 @@ def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformati
         given["extras"] = ()
         updates, inner = inner_optimizer.update(updates, state.base, params, **given)
         updates = jax.tree.map(lambda u, c: u - c.astype(u.dtype), updates, correction)
-        return updates, Kept(correction, inner)
+        return updates, KeptState(correction, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -19,14 +19,14 @@ from fisherjax.typing import Array, Params
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Triangle(Encoded):
-    """Upper triangle of a symmetric matrix, folded to a rectangle by `linalg.folded`."""
+    """Upper triangle of a symmetric matrix, folded to a rectangle by `linalg.fold_triangle`."""
 
     entries: Any
 
     def decode(self, inner: Callable[[Any], Any], leaves: Leaves) -> Array:
         """Return the matrix with both triangles."""
         del leaves
-        return linalg.unfolded(inner(self.entries))
+        return linalg.unfold_triangle(inner(self.entries))
 
     def declared(self, inner: Callable[[Any], Any]) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of the matrix."""
@@ -99,7 +99,7 @@ def triangles() -> Codec:
     """
 
     def triangle(matrix: Array) -> Triangle:
-        return Triangle(linalg.folded(matrix))
+        return Triangle(linalg.fold_triangle(matrix))
 
     return Codec(lambda values, _: change_matrices(triangle, values), "triangles")
 

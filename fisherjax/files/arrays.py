@@ -17,7 +17,7 @@ from safetensors import numpy as safetensors
 from fisherjax.files._limits import check_storable
 from fisherjax.files._places import Places, _Place, _places, _some
 from fisherjax.files.base import atomic_file, checked_path
-from fisherjax.tree import native
+from fisherjax.tree import to_native
 
 
 def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = None) -> None:
@@ -177,7 +177,7 @@ def _read(path: Path, cast: bool) -> dict[str, np.ndarray]:
     is_cast = {name for name, x in found.items() if cast and x.dtype.type is np.longdouble}
     try:
         # An .npz file may have another byte order than this machine.
-        return {n: x if n in is_cast else native(x, n) for n, x in found.items()}
+        return {n: x if n in is_cast else to_native(x, n) for n, x in found.items()}
     except TypeError as error:
         raise ValueError(f"{str(path)!r} has an array that is not of numbers. {error}") from error
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fisherjax import _sequences, leaves, tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit
 from fisherjax.clients import draw, minibatches, weights_of
@@ -136,9 +136,9 @@ def _mean(
     vector: Params | None,
 ) -> Any:
     model, kind, batch_size, most = plan
-    apply, trained = leaves.opened(model, params)
+    apply, trained = leaves.bind_untrained(model, params)
     point = trained if vector is None else (trained, vector)
-    examples = _sequences.weighed(model, examples)
+    examples = _sequences.drop_uncounted(model, examples)
     if most is not None and key is not None:
         examples = draw(jax.random.fold_in(key, _DRAW), examples, most)
 
@@ -165,7 +165,7 @@ def _mean_over_devices(
     device_plan = plan._replace(max_examples=most and -(-most // layout.mesh.shape[axis]))
 
     def on_device(point: tuple, key: Key | None, examples: Examples) -> Any:
-        examples = _sequences.weighed(plan.model, examples)
+        examples = _sequences.drop_uncounted(plan.model, examples)
         # With the same key all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
         params, vector = point
@@ -217,11 +217,11 @@ def check(
     plan = Plan(model._replace(apply_train=None, mask=mask), by_value(kind), int(batch_size))
     shapes, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, examples.inputs)))
     z = _check_outputs(plan.model, structure, tuple(shapes))
-    checks.are_positions(model, examples.inputs, z.shape)
+    output_checks.are_positions(model, examples.inputs, z.shape)
     # `automatic` and `true` read no targets, so targets may be anything for them.
     if examples.targets is not None and kind not in (automatic, true):
         shape = examples.targets.shape[0], *z.shape[1:]
-        model.likelihood.check(shape, checks.labels(model, shape, examples.targets))
+        model.likelihood.check(shape, output_checks.replace_ignored(model, shape, examples.targets))
     y = None if examples.targets is None else tree.shape_of(examples.targets[:1])
     _check_kind(model.likelihood, plan.kind, z, y, key is None)
     return plan._replace(max_examples=max_examples)
@@ -232,7 +232,7 @@ def check(
 def _check_outputs(model: Model, structure: Any, shapes: tuple) -> Any:
     """Return the shape of one example's outputs, and check that the network returns one."""
     params, inputs = jax.tree.unflatten(structure, shapes)
-    z = checks.outputs(model, params, tree.shape_of(inputs, 1))
+    z = output_checks.outputs(model, params, tree.shape_of(inputs, 1))
     if z.ndim < 2:
         raise ValueError(
             f"apply returned outputs of shape {z.shape} for one example; expected [1, C]. Keep the "

@@ -183,7 +183,7 @@ def _sums(
     factor: _passes.Factor,
 ) -> Kronecker:
     (fallback, sharing, model), traced = options, trace(apply, params, x)
-    counts = locations.counted(traced, _sequences.counted(model, x))
+    counts = locations.counted(traced, _sequences.counted_positions(model, x))
     # This is known while JAX traces, before anything is computed.
     if traced.uncovered and fallback is None:
         sizes = {name: math.prod(shape) for name, shape in tree.shapes(params).items()}

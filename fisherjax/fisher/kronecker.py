@@ -287,7 +287,7 @@ def inverse(matrix: Array, shift: Array) -> Array:
     identity = identity_like(matrix)
     shifted = matrix + shift.astype(matrix.dtype) * identity
     # The shift makes a semi-definite factor definite.
-    inverse = 1 / shifted if matrix.ndim == 1 else linalg.definite(shifted, identity)
+    inverse = 1 / shifted if matrix.ndim == 1 else linalg.cholesky_solve(shifted, identity)
     # The last entry is one over the square of the last pivot. It is not finite if any pivot failed,
     # and a check of this entry compiles faster than one of the whole matrix.
     sound = tree.is_finite(inverse if matrix.ndim == 1 else inverse[-1, -1])

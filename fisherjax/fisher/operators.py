@@ -134,7 +134,7 @@ class Blockwise:
 
     def __repr__(self) -> str:
         """Return a description of the operator in one line."""
-        return tree.line(type(self).__name__, self)
+        return tree.describe(type(self).__name__, self)
 
     def mv(self, params: Params) -> Params:
         """Multiply a vector of the shape of params by the operator."""

@@ -114,7 +114,7 @@ def split_params(params: Params, update: Update, before: int = 0) -> Leaves:
     """
     if before + max((len(x) for x in update.statistics.values()), default=0) > 1:
         leaves.check_moments(tuple(update.statistics))
-    return leaves.named(params, tuple(update.statistics), update.frozen)
+    return leaves.split_by_name(params, tuple(update.statistics), update.frozen)
 
 
 def decode_and_screen(
@@ -189,10 +189,10 @@ def finish(
         _check_finite(merged, *(blame or ()))
         return merged, state, info
     _check_shapes(merged, given)
-    averaged = leaves.filled(parts.statistics, statistics)
+    averaged = leaves.replace(parts.statistics, statistics)
     # Frozen leaves stay the same, even if a method that runs the network changed its copy. Trained
     # leaves are joined by name, because values from files have another tree structure than params.
-    whole = join(leaves.filled(trained, tree.by_name(merged)), averaged, parts.frozen)
+    whole = join(leaves.replace(trained, tree.by_name(merged)), averaged, parts.frozen)
     # Sums and solutions have at least float32. They are rounded to the model's dtype once, here.
     whole = jax.tree.map(
         lambda leaf, start: jnp.asarray(leaf, jnp.result_type(start)), whole, join(*parts)

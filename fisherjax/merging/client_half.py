@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from fisherjax import clients, devices, leaves, parallel, tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape, jit
 from fisherjax._stacked import shapes_of_one
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
@@ -113,7 +113,7 @@ def summarize_memory(
     if algorithm.model is not None:
         parts = leaves.split(algorithm.model, params, federation.inputs)
         if start is not None:  # Without training, statistics do not change either.
-            trained, others = leaves.apart(algorithm.model, params)
+            trained, others = leaves.split_trained(algorithm.model, params)
             parts = leaves.Leaves(trained, None, others)
     if start is None:
         extras = eval_shape(lambda w: _extras(algorithm, w), parts.trained)
@@ -221,9 +221,9 @@ def _split_leaves(algorithm: Algorithm, trained: Trained, federation: Federation
     kinds, start = _kinds(algorithm.model, trained.params, federation), trained.start
     if set(kinds) == {leaves.TRAINED}:  # `training.train` has split them already.
         return trained
-    parts = leaves.of_kinds(kinds, trained.params)
+    parts = leaves.split_by_kind(kinds, trained.params)
     if jax.tree.structure(start) == jax.tree.structure(trained.params):
-        start = leaves.of_kinds(kinds, start).trained
+        start = leaves.split_by_kind(kinds, start).trained
     for name, leaf in tree.by_name(parts.frozen).items():
         alike = checks.is_traced(leaf) or np.array_equal(
             leaf, np.broadcast_to(leaf[:1], leaf.shape), equal_nan=True
@@ -256,7 +256,7 @@ def _check_summary(
     if algorithm.model is not None:
         checks.model(algorithm.model)
         one = leaves.join(*shapes_of_one((trained.params, trained.statistics)), trained.frozen)
-        checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
+        output_checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
 
 
 @partial(jit, static_argnums=0)

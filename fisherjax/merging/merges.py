@@ -205,7 +205,7 @@ def merge_sums(
     if len(cohort) > 1:
         leaves.check_moments(statistics)
     # Sums may be spread over a mesh.
-    parts = leaves.named(checks.arrays(params), statistics, tuple(frozen))
+    parts = leaves.split_by_name(checks.arrays(params), statistics, tuple(frozen))
     parts = replicate(parts, mesh_of(sums))
     return _merge_totals(algorithm, parts, sums, state, cohort, server_key(algorithm, key))
 

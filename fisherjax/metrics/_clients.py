@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import _sequences, clients
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import jit
 from fisherjax._stacked import shapes_of_one
 from fisherjax.clients import Federation, minibatches, view, weights_of
@@ -83,7 +83,7 @@ def performance(
     if stacked:
         checks.stacked(params, federation.num_clients)
     one = shapes_of_one(params) if stacked else params
-    checks.outputs(for_inference(model), one, federation.inputs, federation.targets)
+    output_checks.outputs(for_inference(model), one, federation.inputs, federation.targets)
     layout = Layout(chunk_size(None, federation.num_clients), federation.mesh)
     found = _performance(for_inference(model), layout, batch_size, stacked, params, federation)
     return in_order(found, layout.mesh)
@@ -151,7 +151,7 @@ def _performance(
     ) -> Performance:
         # A common model is an argument of its own: stacked, it would take M times the memory.
         place, params = own[0], own[1] if stacked else common
-        examples = _sequences.weighed(model, view(federation, place))
+        examples = _sequences.drop_uncounted(model, view(federation, place))
         number, batch = minibatches(examples, batch_size)
 
         def body(step: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:

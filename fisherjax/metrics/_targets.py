@@ -20,7 +20,7 @@ def correct(model: Model, outputs: Array, targets: Array) -> Array:
 
 def counted(model: Model, inputs: AnyArray, outputs: Array, targets: Array, hits: Array) -> Array:
     """Return which targets count, booleans of the shape of `hits`, the result of `correct`."""
-    counts = _sequences.targets_counted(model, inputs, outputs.shape, targets)
+    counts = _sequences.counted_targets(model, inputs, outputs.shape, targets)
     if counts is None:
         return jnp.ones(hits.shape, bool)
     # Of a Bernoulli likelihood every output has a target.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import _sequences, tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import jit
 from fisherjax._stacked import shapes_of_one
 from fisherjax.clients import weights_of
@@ -40,7 +40,7 @@ def logits(
     """
     checks.model(model)
     params, model, inputs = checks.arrays(params), for_inference(model), jnp.asarray(inputs)
-    checks.outputs(model, shapes_of_one(params) if stacked else params, inputs)
+    output_checks.outputs(model, shapes_of_one(params) if stacked else params, inputs)
     run = _map_logits if stacked else _logits
     return run(model, check_batch_size(batch_size, inputs), params, inputs)
 
@@ -155,12 +155,12 @@ def _accuracy(model: Model, outputs: Array, examples: Examples) -> Array:
         raise ValueError(f"targets are None; accuracy needs one {meaning}.")
     # A shape that can be broadcast would compare every output with every target.
     targets = jnp.asarray(targets)
-    known = checks.labels(model, outputs.shape, targets)
+    known = output_checks.replace_ignored(model, outputs.shape, targets)
     (bernoulli if is_bernoulli(model) else categorical).check(outputs.shape, known)
     hits = correct(model, outputs, targets)
     if model.positions is None and examples.weights is None:
         return hits.mean()
-    weights = weights_of(_sequences.weighed(model, examples))
+    weights = weights_of(_sequences.drop_uncounted(model, examples))
     counts = counted(model, examples.inputs, outputs, targets, hits)
     # Every target of an example has the weight of the example.
     weights = jnp.where(counts, weights.reshape(-1, *(1,) * (hits.ndim - 1)), 0)

@@ -1,12 +1,12 @@
-"""The papers' networks in flax, with their initialisation, and what makes functions of them.
+"""Networks of the papers in flax, with their initialisation, and pure functions of flax modules.
 
-Nothing else in the library needs flax: any `apply(params, inputs) -> outputs` will do.
+No other module of the library needs flax: models accept any `apply(params, inputs) -> outputs`.
 
 Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024 (LeNet for MNIST-like images, the FedNet
 CNN for 32 x 32 images, both without biases); Li, Diao, Chen, He, Federated Learning on Non-IID Data
 Silos, ICDE 2022, and its code, NIID-Bench (SimpleCNN and SimpleCNNMNIST); Huang, Shi, Cai, Suzuki,
-ICLR 2024 (NormedCNN). Deviation: images are [H, W, C] and are flattened in that order. ResidualMLP
-and the transformers name their own.
+ICLR 2024 (NormedCNN). Deviation: images are [H, W, C] and are flattened in that order. The
+docstrings of ResidualMLP and the transformers have their sources.
 """
 
 from fisherjax.networks.functions import apply_fn, augmented, init, model

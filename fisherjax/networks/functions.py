@@ -1,8 +1,8 @@
-"""Pure functions of flax's modules: their parameters, `apply`, and how they train.
+"""Make pure functions of flax modules: their parameters, `apply` and `apply_train`.
 
-Running statistics of BatchNorm are leaves like others, that no gradient trains. They are kept as
-moments: those of several clients together are the means of theirs, weighted by examples, so that
-whatever averages leaves computes the statistics of the mixture; see `statistics`.
+Running statistics of BatchNorm are leaves of params that no gradient trains. They are stored as
+moments. The moments of all examples are the means of the clients' moments, weighted by their
+numbers of examples: averaging leaves computes the statistics of the mixture; see `statistics`.
 """
 
 import contextlib
@@ -37,42 +37,42 @@ def init(
     *,
     normalize: Callable[[Any], Array] | None = None,
 ) -> Params:
-    """Draw a network's parameters: the content of flax's "params" collection, nested dicts.
+    """Draw a network's parameters: the content of flax's collection "params", nested dicts.
 
-    With BatchNorm it is {"params": ..., "moments": ...}: of flax's "batch_stats" each mean and
-    variance, as moments that add up over clients. A channel whose mean over the first 32 inputs is
-    more than 8 of its standard deviations from zero, as that of a year, has its moments counted
-    from that mean, in a leaf `shift` which every client gets and nobody changes. These means are
-    not private: take them of public inputs, or of zeros.
+    With BatchNorm they are {"params": ..., "moments": ...}, where the moments hold each mean and
+    variance of flax's "batch_stats" in a form that adds up over clients. If a channel's mean over
+    the first 32 inputs is more than 8 standard deviations from zero, such as that of a year, its
+    moments are relative to this mean, which is stored in a frozen leaf `shift` that all clients
+    get. These means are not private: compute them from public inputs or from zeros.
 
     Args:
         module: The network.
-        key: Of the initialisers.
-        inputs: A batch [B, ...] of NumPy or JAX, or its shape and dtype; only these are used
-            unless the network has BatchNorm.
-        normalize: What `model` is given: the network sees normalised inputs.
+        key: Random key of the initialisers.
+        inputs: A batch [B, ...] of NumPy or JAX, or its shape and dtype. Its values are used only
+            if the network has BatchNorm.
+        normalize: The function that `model` gets, because the network sees normalised inputs.
 
     Raises:
-        ValueError: If the network keeps anything besides parameters and running statistics.
+        ValueError: If the network has collections besides parameters and running statistics.
 
     Example:
         >>> from fisherjax.networks import LeNet
         >>> init(LeNet(), jax.random.key(0), jnp.zeros((1, 28, 28, 1)))["conv2"]["kernel"].shape
         (5, 5, 6, 16)
     """
-    # Lazily: nothing but the initialisers runs.
+    # Only the initialisers run.
     variables = module.lazy_init(key, tree.shape_of(inputs, 1))
     statistics.check_collections(module, variables)
     if "batch_stats" not in variables:
         return variables["params"]
     seen = None
     if not isinstance(inputs, jax.ShapeDtypeStruct) and _takes_train(module):
-        # What is known stays known under `jit`.
+        # Under `jit`, values that are known are computed at once.
         with jax.ensure_compile_time_eval():
             few = inputs[: statistics.ENOUGH]
             few = jnp.asarray(few) if normalize is None else normalize(few)
             seen = _cast(few, variables["params"])
-    return statistics.first(module, key, variables, seen)
+    return statistics.first_params(module, key, variables, seen)
 
 
 @cached
@@ -84,11 +84,15 @@ def apply_fn(
 ) -> Apply:
     """Make the function `apply(params, inputs [B, ...]) -> outputs [B, ..., C]` of a flax module.
 
-    What the module is made of can be hashed. `normalize` is applied to the inputs first, such as
-    `datasets.normalizer(dataset)`, so that images stay uint8 in memory. BatchNorm uses the running
-    statistics. With `any_width` dense and convolution layers are as wide as their leaves say, as
-    networks that `algorithms.pfnm` made need it; otherwise leaves of another shape are refused.
-    Equal arguments give the same function object, so that nothing compiles again.
+    BatchNorm uses the running statistics. Equal arguments give the same function object, so that
+    nothing compiles again.
+
+    Args:
+        module: The network, with hashable fields.
+        normalize: Function applied to the inputs first, such as `datasets.normalizer(dataset)`, so
+            that images stay uint8 in memory.
+        any_width: Whether dense and convolution layers take their widths from params, as networks
+            that `algorithms.pfnm` made require. Otherwise leaves of other shapes are refused.
 
     Example:
         >>> from fisherjax.networks import MLP
@@ -110,14 +114,11 @@ def apply_fn(
 
 
 def _as_wide_as_its_leaves(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-    module = context.module
-    if (
-        isinstance(module, (flax.linen.Dense, flax.linen.Conv))
-        and context.method_name == "__call__"
-    ):
+    module, layers = context.module, (flax.linen.Dense, flax.linen.Conv)
+    if isinstance(module, layers) and context.method_name == "__call__":
         kernel = module.get_variable("params", "kernel")
         if kernel is not None and kernel.shape[-1] != module.features:
-            # The module is this call's own: others have the width that they were made with.
+            # The module belongs to this call only: others keep their widths.
             object.__setattr__(module, "features", kernel.shape[-1])
     return call(*args, **kwargs)
 
@@ -126,9 +127,9 @@ def _as_wide_as_its_leaves(call: Callable, args: tuple, kwargs: dict, context: A
 def augmented(apply: Apply, augment: Callable[[Key, Array], Array]) -> ApplyTrain:
     """Make the `apply_train` of a `fisherjax.Model` that trains on augmented inputs.
 
-    `augment(key, inputs)` gives inputs for `apply(params, inputs)`, such as
-    `datasets.crop_and_flip(normalize)`; outside of training apply alone is used. Equal arguments
-    give the same function object, so that nothing compiles again.
+    `augment(key, inputs)` returns inputs for `apply(params, inputs)`, such as
+    `datasets.crop_and_flip(normalize)`. Only training augments. Equal arguments give the same
+    function object, so that nothing compiles again.
 
     Example:
         >>> noisy = lambda key, x: x + jax.random.normal(key, x.shape)
@@ -138,7 +139,7 @@ def augmented(apply: Apply, augment: Callable[[Key, Array], Array]) -> ApplyTrai
     """
 
     def apply_train(params: Params, inputs: Array, key: Key, weights: Array) -> tuple[Array, None]:
-        del weights  # what they leave out is left out of the loss
+        del weights  # the loss leaves out rows of weight zero
         return apply(params, augment(_augment_key(key), inputs)), None
 
     return apply_train
@@ -154,24 +155,24 @@ def model(
     any_width: bool = False,
     positions: Positions | None = None,
 ) -> Model:
-    """Make the `fisherjax.Model` of a flax module, which trains as its layers and images ask for.
+    """Make the `fisherjax.Model` of a flax module, with BatchNorm and augmentation in training.
 
-    A module with BatchNorm takes `train`, as is usual in flax, normalises by its minibatch where
-    that is true, and keeps running statistics; rows that fill up a short minibatch do not count,
-    here nor there. Everything else trains by `apply_fn`.
+    A module with BatchNorm takes an argument `train`, as is usual in flax. In training it is
+    normalised by the minibatch and updates running statistics; rows that fill a short minibatch
+    count for neither. Other modules train with `apply_fn`.
 
     Args:
         module: `module(inputs [B, ...]) -> outputs`, with BatchNorm `module(inputs, train=True)`.
-        params: What `init` gave, of which only the structure is read.
-        likelihood: What the outputs mean.
-        normalize: Applied to the inputs first, as in `apply_fn`.
-        augment: `(key, inputs) -> inputs` in place of normalize while training, such as
+        params: Parameters of `init`; only their structure is read.
+        likelihood: Likelihood of the targets given the outputs.
+        normalize: Function applied to the inputs first, as in `apply_fn`.
+        augment: `(key, inputs) -> inputs`, used in place of normalize in training, such as
             `datasets.crop_and_flip(normalize)`.
-        any_width: Whether it takes params of other widths, as in `apply_fn`.
-        positions: Which positions of sequences count, as in `fisherjax.Model`.
+        any_width: Whether layers take their widths from params, as in `apply_fn`.
+        positions: Function that masks positions of sequences, as in `fisherjax.Model`.
 
     Returns:
-        Equal models for equal arguments.
+        The model; equal arguments give equal models.
 
     Raises:
         ValueError: If a module with running statistics does not take `train`.
@@ -185,13 +186,12 @@ def model(
         >>> print(outputs.shape, new["moments"]["norm1"]["second_moment"][0].round(2))
         (2, 10) 0.9
 
-    Source: Ioffe and Szegedy, Batch normalization, ICML 2015, as flax has it.
+    Source: Ioffe and Szegedy, Batch normalization, ICML 2015, as in flax.
     """
     apply = apply_fn(module, normalize, any_width=any_width)
     if not statistics.has_moments(params):
-        train = (
-            None if augment is None else augmented(apply_fn(module, any_width=any_width), augment)
-        )
+        plain = apply_fn(module, any_width=any_width)
+        train = None if augment is None else augmented(plain, augment)
         return Model(apply, likelihood, train, positions=positions)
     if not _takes_train(module):
         raise ValueError(
@@ -227,12 +227,12 @@ def _by_minibatch(
 
 
 def _augment_key(key: Key) -> Key:
-    # The first edition kept the other half for dropout: so its augmentations are drawn again.
+    # An earlier version used the other half for dropout; the split keeps its augmentations.
     return jax.random.split(key)[0]
 
 
 def _cast(inputs: Array, params: Params) -> Array:
-    """Compute in the dtype of the parameters, whatever that of the data."""
+    """Return floating-point inputs in the dtype of the parameters."""
     dtype = jax.tree.leaves(params)[0].dtype
     return inputs.astype(dtype) if jnp.issubdtype(inputs.dtype, jnp.floating) else inputs
 

@@ -1,4 +1,4 @@
-"""Networks for images: dense layers, and convolutions with pooling before them."""
+"""Networks for images: dense layers, and convolutional networks with pooling."""
 
 import math
 from collections.abc import Callable
@@ -14,9 +14,12 @@ from fisherjax.typing import Array
 
 
 class MLP(flax.linen.Module):
-    """Map inputs of any shape through dense layers with ReLU between them.
+    """A network of dense layers with ReLU between them, for inputs of any shape.
 
-    The hidden layers have the widths `features`, and none has a bias unless `use_bias`.
+    Args:
+        features: Widths of the hidden layers.
+        num_classes: Number of outputs C.
+        use_bias: Whether layers have biases (default False).
 
     Example:
         >>> import jax, fisherjax as fj
@@ -36,9 +39,13 @@ class MLP(flax.linen.Module):
 
 
 class ResidualMLP(flax.linen.Module):
-    """Map inputs of any shape through a dense layer, blocks h + relu(h A) B and a dense layer.
+    """A dense layer, residual blocks h + relu(h A) B and a dense layer, for inputs of any shape.
 
-    No layer has a bias unless `use_bias`.
+    Args:
+        width: Width of the hidden layers.
+        blocks: Number of blocks.
+        num_classes: Number of outputs C.
+        use_bias: Whether layers have biases (default False).
 
     Example:
         >>> import jax, fisherjax as fj
@@ -71,10 +78,14 @@ class ResidualMLP(flax.linen.Module):
 
 
 class LeNet(flax.linen.Module):
-    """Classify images: conv5 6, pool, conv5 16, pool, dense 120, 84, num_classes.
+    """LeNet for images: conv5 6, pool, conv5 16, pool, dense 120, 84, num_classes.
 
-    Without biases it has 44,190 parameters on 28 x 28 x 1 images. With `batch_norm` every layer but
-    the last is normalised, by the minibatch that it trains on and by running statistics elsewhere.
+    Without biases it has 44,190 parameters for 28 x 28 x 1 images.
+
+    Args:
+        num_classes: Number of outputs C.
+        use_bias: Whether layers have biases (default False).
+        batch_norm: Whether all layers but the last have BatchNorm (default False).
     """
 
     num_classes: int = 10
@@ -103,20 +114,20 @@ class LeNet(flax.linen.Module):
             )
             hidden = convolution(hidden)
             hidden = hidden if norm is None else norm(name=f"norm{number}")(hidden)
-            # The maximum commutes with ReLU and leaves it a quarter of the work.
+            # The maximum commutes with ReLU; pooled first, ReLU has a quarter of the work.
             hidden = flax.linen.relu(nn.max_pool(hidden, 2))
         widths = (*self.features, self.num_classes)
         return _dense_layers(hidden, widths, self.use_bias, norm, len(self.channels))
 
 
 SimpleCNN = SimpleCNNMNIST = partial(LeNet, use_bias=True)
-"""NIID-Bench's networks: LeNet with biases, 62,006 parameters for CIFAR-10, 44,426 for MNIST."""
+"""LeNet with biases, as in NIID-Bench: 62,006 parameters for CIFAR-10, 44,426 for MNIST."""
 
 
 class CNN(LeNet):
-    """Classify images: conv5 32, pool, conv5 64, pool, dense 512, 128, num_classes ("FedNet").
+    """FedNet for images: conv5 32, pool, conv5 64, pool, dense 512, 128, num_classes.
 
-    Without biases it has 939,616 parameters on 32 x 32 x 3 images.
+    Without biases it has 939,616 parameters for 32 x 32 x 3 images.
     """
 
     channels = (32, 64)
@@ -124,10 +135,10 @@ class CNN(LeNet):
 
 
 class NormedCNN(LeNet):
-    """Classify images: conv5 16, pool, conv5 32, pool, dense 120, 84, num_classes, with BatchNorm.
+    """A CNN with BatchNorm: conv5 16, pool, conv5 32, pool, dense 120, 84, num_classes.
 
-    With biases, scales and shifts it has 121,686 parameters on 32 x 32 x 3 images, besides running
-    statistics, for whose sake `init` gives {"params": ..., "moments": ...}, see there.
+    With biases, scales and shifts it has 121,686 parameters for 32 x 32 x 3 images. Because of its
+    running statistics `init` returns {"params": ..., "moments": ...}.
 
     Example:
         >>> import jax, fisherjax as fj
@@ -142,14 +153,14 @@ class NormedCNN(LeNet):
 
 
 def _settings(fan_in: int, use_bias: bool) -> dict[str, Any]:
-    """Return what layers have in common: all is drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
+    """Return the settings of a layer, drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
     draw = partial(jax.random.uniform, minval=-(fan_in**-0.5), maxval=fan_in**-0.5)
     dtype = jnp.result_type(float)
     return {"use_bias": use_bias, "param_dtype": dtype, "kernel_init": draw, "bias_init": draw}
 
 
 def _norm(train: bool) -> Callable[..., flax.linen.BatchNorm]:
-    """Make layers with the constants of PyTorch, whose running variance alone is divided by n-1."""
+    """Make BatchNorm with PyTorch's constants; PyTorch divides the running variance by n - 1."""
     return partial(
         flax.linen.BatchNorm,
         use_running_average=not train,
@@ -165,7 +176,7 @@ def _dense_layers(
     norm: Callable[..., flax.linen.BatchNorm] | None = None,
     before: int = 0,
 ) -> Array:
-    """Run dense layers; norms, if any, are numbered from after so many before."""
+    """Apply dense layers; their BatchNorms, if any, are numbered from `before` + 1."""
     hidden = hidden.reshape(hidden.shape[0], math.prod(hidden.shape[1:]))
     for number, width in enumerate(features, start=1):
         settings = _settings(hidden.shape[-1], use_bias)

@@ -1,17 +1,17 @@
-"""Running statistics of BatchNorm, kept so that a mean over clients is that of their mixture.
+"""Store running statistics of BatchNorm as moments, whose mean over clients is the mixture's.
 
-flax keeps each channel's mean and variance. A mean of variances lacks the variance between clients,
-and E[x^2] of a channel that is 2000 give or take one half, 4,000,000.25, is rounded to a multiple
-of 0.25 in float32. So what is kept are moments of x - c, where c is a number that all clients have
-from their common start:
+flax stores each channel's mean and variance. The mean of the clients' variances lacks the variance
+between clients. E[x^2] would not: but for a channel of 2000 plus or minus one half it is
+4,000,000.25, which float32 rounds to a multiple of 0.25. Therefore moments of x - c are stored,
+with a number c that all clients have from their common start:
 
     shift            c
     mean             E[x - c]
     second_moment    E[(x - c)^2]
     within           the variance of a client's own x; after a merge their mean
 
-All four add up over clients. The variance is second_moment - mean^2, or `within` where these agree
-to rounding: so a client's own variance is never the difference of two large numbers.
+All four add up over clients. The variance is second_moment - mean^2, or `within` if the two are
+equal up to rounding: a client's own variance is never the difference of two large numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,23 +25,23 @@ from fisherjax._core import checks
 from fisherjax.leaves import has_moments
 from fisherjax.typing import AnyArray, Array, Key, Params
 
-# Below that many standard deviations the squares of a mean cost less than two digits of seven.
+# If a mean is below so many standard deviations, its square costs fewer than two of seven digits.
 _FAR = 8
-# How far sums of clients' moments round apart, in units in the last place.
+# Largest rounding error of sums of clients' moments, in units in the last place.
 _ROUNDING = 8
 ENOUGH = 32
-"""Examples that say where channels lie; more would say it no better."""
+"""Number of examples from which the means of channels are estimated."""
 
 
 def collections(params: Params) -> dict[str, Any]:
-    """Give the collections that a module is applied with: statistics of x - c, and each c."""
+    """Return flax's collections for applying a module, with statistics of x - c, and each c."""
     if not has_moments(params):
         return {"params": params}
     return {"params": params["params"], "batch_stats": _each(params["moments"], _stats)}
 
 
 def to_flax(params: Params) -> dict[str, Any]:
-    """Return flax's own collections of params: "params", and "batch_stats" if there are any.
+    """Return flax's own collections: "params", and "batch_stats" if there are running statistics.
 
     Example:
         >>> import jax, fisherjax as fj
@@ -62,14 +62,14 @@ def from_flax(module: flax.linen.Module, variables: Mapping[str, Any], inputs: A
     Args:
         module: The network.
         variables: Its collections "params" and "batch_stats".
-        inputs: A batch [B, ...] as the module takes it; its values do not matter.
+        inputs: A batch [B, ...] of inputs; only its shape matters.
 
     Returns:
-        The content of "params" where there are no running statistics, or {"params", "moments"}:
-        channels that lie far from zero are counted from their running means.
+        The content of "params" if there are no running statistics, else {"params", "moments"}. The
+        moments of channels that are far from zero are relative to their running means.
 
     Raises:
-        ValueError: If the network keeps anything besides parameters and running statistics.
+        ValueError: If the network has collections besides parameters and running statistics.
 
     Example:
         >>> import jax, fisherjax as fj
@@ -89,10 +89,10 @@ def from_flax(module: flax.linen.Module, variables: Mapping[str, Any], inputs: A
 
 
 def to_moments(stats: Any) -> Any:
-    """Turn running statistics into moments that add up over clients, for an `apply_train` by hand.
+    """Convert running statistics to moments that add up over clients, for your own `apply_train`.
 
-    Every dict with a `mean` and a `var`, wherever it lies in nested ones, becomes one with `mean`,
-    `second_moment` and `within`, all counted from zero.
+    Every dict with a `mean` and a `var`, at any depth of nested dicts, becomes one with `mean`,
+    `second_moment` and `within`, relative to zero.
 
     Example:
         >>> to_moments({"norm": {"mean": jnp.array(2.0), "var": jnp.array(9.0)}})["norm"].keys()
@@ -102,7 +102,7 @@ def to_moments(stats: Any) -> Any:
 
 
 def from_moments(moments: Any) -> Any:
-    """Turn moments, or their means over clients, into running statistics: `to_moments` undone.
+    """Convert moments, or their means over clients, to running statistics; inverts `to_moments`.
 
     Example:
         >>> import jax
@@ -113,13 +113,14 @@ def from_moments(moments: Any) -> Any:
     return _each(_each(moments, _stats), _absolute)
 
 
-def first(
+def first_params(
     module: flax.linen.Module, key: Key, variables: Mapping[str, Any], inputs: AnyArray | None
 ) -> Params:
-    """Return the params of a new network: its statistics are flax's first ones.
+    """Return the params of a new network, with the initial statistics of flax.
 
-    They are counted from where channels lie in the network that sees the inputs, if there are any
-    and these are far from zero; biases are zero at first, and layers of what is near stay near.
+    If there are inputs that are far from zero, the moments of channels that these inputs make far
+    from zero are relative to the channels' means. Otherwise no channel is far, because initial
+    biases are zero.
     """
     stats = _with_shifts(variables["batch_stats"])
     if inputs is not None and _are_far(inputs):
@@ -128,51 +129,51 @@ def first(
             placed = module.apply(
                 given, inputs, train=True, mutable=["batch_stats"], rngs={"params": key}
             )[1]["batch_stats"]
-        # The means and variances stay flax's first ones, 0 and 1.
+        # The means and variances stay those of flax, 0 and 1.
         stats = _each(stats, lambda own, new: own | {"shift": new["shift"]}, placed)
     return {"params": variables["params"], "moments": _each(stats, _counted_from_shift)}
 
 
 def updated(moments: Any, stats: Any) -> Any:
-    """Write what a module returned as moments, with the leaves that there were."""
-    # What nobody changes is taken as it was.
+    """Convert statistics that a module returned to moments, with the same leaves as before."""
+    # Shifts never change.
     shifts = lambda own: {"shift": own["shift"]} if "shift" in own else {}  # noqa: E731
     return _each(moments, lambda own, new: _moments(own, new | shifts(own)), stats)
 
 
 def check_collections(module: flax.linen.Module, variables: Mapping[str, Any]) -> None:
-    """Refuse a network that keeps anything besides parameters and running statistics."""
+    """Check that a network has no collections besides parameters and running statistics."""
     if others := sorted(set(variables) - {"params", "batch_stats"}):
         raise ValueError(
-            f"{type(module).__name__} keeps the collections {others} besides its parameters; "
-            "expected parameters, and batch_stats, only. Call module.init yourself, put all into "
-            "one pytree, and give fisherjax.Model a mask and apply_train."
+            f"{type(module).__name__} has the collections {others} besides its parameters; "
+            "expected only params and batch_stats. Call module.init yourself, put all collections "
+            "into one pytree, and pass a mask and apply_train to fisherjax.Model."
         )
 
 
 def centred(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-    """Run every BatchNorm on x - c, whose statistics it has."""
+    """Run every BatchNorm on x - c, because it has the statistics of x - c."""
     if not _is_batch_norm(context):
         return call(*args, **kwargs)
     shift = context.module.get_variable("batch_stats", "shift")
-    if shift is None:  # statistics of fisherjax 0.2 are those of x
+    if shift is None:  # fisherjax 0.2 stored statistics of x
         return call(*args, **kwargs)
     x, args, kwargs = _inputs(args, kwargs)
     moved = x - jnp.expand_dims(shift, _reduced(x, context.module.axis))
-    # In the dtype of x: another one would be that of what the network computes from here on.
+    # In the dtype of x, because the following layers compute in this dtype.
     moved = moved.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else moved
     return call(moved, *args, **kwargs)
 
 
 def counting(weights: Array) -> Callable:
-    """Make what tells every BatchNorm in training which rows of the minibatch count."""
+    """Make an interceptor that masks rows of weight zero in every BatchNorm in training."""
 
     def interceptor(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         if not _is_batch_norm(context):
             return call(*args, **kwargs)
         x, args, kwargs = _inputs(args, kwargs)
         rows = weights.reshape(-1, *(1,) * (x.ndim - 1)) > 0
-        # flax's fast variance, E[x^2] - E[x]^2, cancels. The module is this call's own.
+        # flax's fast variance, E[x^2] - E[x]^2, cancels. The module belongs to this call only.
         object.__setattr__(context.module, "use_fast_variance", False)
         return centred(call, (x, *args), {"mask": rows} | kwargs, context)
 
@@ -180,16 +181,16 @@ def counting(weights: Array) -> Callable:
 
 
 def _are_far(inputs: AnyArray) -> bool:
-    """Whether any channel lies far from zero; True while that is not known."""
+    """Return whether any channel is far from zero; True for traced inputs."""
     if checks.is_traced(inputs):
         return True
-    # By NumPy, so that a network that is drawn under `jit` from known inputs is not run in there.
+    # NumPy computes it at once, also under `jit`: a network with near inputs is not run.
     rows = np.asarray(inputs).astype(float).reshape(-1, inputs.shape[-1])
     return bool((np.abs(rows.mean(0)) > _FAR * rows.std(0)).any())
 
 
 def _placing(where: Callable[[Any, Array], tuple[Array, Array]]) -> Callable:
-    """Make what chooses each c, given a function to a channel's mean and standard deviation."""
+    """Make an interceptor that sets each c from `where`, which returns means and deviations."""
 
     def interceptor(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         if _is_batch_norm(context):
@@ -197,7 +198,7 @@ def _placing(where: Callable[[Any, Array], tuple[Array, Array]]) -> Callable:
             x, args, kwargs = _inputs(args, kwargs)
             mean, deviation = where(module, x)
             shift = module.get_variable("batch_stats", "shift")
-            # Most channels stay where they are, to the bit.
+            # Channels that are not far have a shift of exactly zero.
             is_far = jnp.abs(mean) > _FAR * deviation
             chosen = jnp.where(is_far, mean, 0).reshape(shift.shape).astype(shift.dtype)
             module.put_variable("batch_stats", "shift", chosen)
@@ -225,20 +226,20 @@ def _is_batch_norm(context: Any) -> bool:
 
 
 def _inputs(args: tuple, kwargs: dict) -> tuple[Array, tuple, dict]:
-    """Take the inputs of a BatchNorm, which may be given by name, from its arguments."""
+    """Return the inputs of a BatchNorm, which may be passed by name, and its other arguments."""
     if args:
         return args[0], args[1:], kwargs
     return kwargs["x"], (), {name: value for name, value in kwargs.items() if name != "x"}
 
 
 def _reduced(x: Array, features: int | Sequence[int]) -> tuple[int, ...]:
-    """Give the axes over which statistics are taken."""
+    """Return the axes over which statistics are computed."""
     features = (features,) if isinstance(features, int) else features
     return tuple(axis for axis in range(x.ndim) if axis not in {f % x.ndim for f in features})
 
 
 def _each(tree: Any, change: Callable[..., dict], *others: Any) -> Any:
-    """Change what is kept of each normalisation: a dict that has a mean."""
+    """Apply `change` to the statistics of each normalisation, the dicts that have a mean."""
     if not isinstance(tree, dict):
         return others[0] if others else tree
     if "mean" in tree and {"var", "second_moment"} & set(tree):
@@ -251,20 +252,20 @@ def _with_shifts(stats: Any) -> Any:
 
 
 def _counted_from_shift(stats: dict) -> dict:
-    """Turn statistics of x, and c, into moments of x - c."""
+    """Convert statistics of x, and c, to moments of x - c."""
     stats = stats | {"mean": stats["mean"] - stats["shift"]}
     return _moments({"shift": (), "within": ()}, stats)
 
 
 def _absolute(stats: dict) -> dict:
-    """Turn statistics of x - c into those of x."""
+    """Convert statistics of x - c to those of x."""
     stats = dict(stats)
     shift = stats.pop("shift", None)
     return stats if shift is None else stats | {"mean": stats["mean"] + shift}
 
 
 def _moments(like: dict, stats: dict) -> dict:
-    """Turn statistics of x - c into its moments; those of 0.2 have no c."""
+    """Convert statistics of x - c to moments; those of fisherjax 0.2 have no c."""
     kept = dict(stats)
     var = kept.pop("var")
     kept["second_moment"] = var + jnp.square(kept["mean"])
@@ -272,12 +273,12 @@ def _moments(like: dict, stats: dict) -> dict:
 
 
 def _stats(moments: dict) -> dict:
-    """Turn moments of x - c into its statistics."""
+    """Convert moments of x - c to statistics."""
     kept = dict(moments)
     second, within = kept.pop("second_moment"), kept.pop("within", None)
     var = second - jnp.square(kept["mean"])
     if within is not None:
         rounding = _ROUNDING * jnp.finfo(second.dtype).eps * second
         var = jnp.where(jnp.abs(var - within) <= rounding, within, var)
-    # Rounding may leave less than nothing of a channel that is constant.
+    # Rounding may make the variance of a constant channel negative.
     return kept | {"var": jnp.maximum(var, 0)}

@@ -1,4 +1,4 @@
-"""Transformers: a decoder, for text, and one over the patches of an image."""
+"""Transformers: a decoder for text, and a classifier of images by their patches."""
 
 from functools import partial
 
@@ -9,21 +9,22 @@ from fisherjax.typing import Array
 
 
 class Transformer(flax.linen.Module):
-    """Predict each next token of a sequence from those up to it: a decoder-only transformer.
+    """A decoder-only transformer, which predicts each next token of a sequence.
 
         h <- h + attention(norm(h)),    h <- h + W_2 relu(W_1 norm(h)),    z = W norm(h)
 
-    Position t attends to those up to t only. The log-likelihood of a sequence is a sum over its L
-    positions: a learning rate that suits the mean over positions has to be divided by L. Padding
-    behind a sequence changes no output before it: `fisherjax.Model(..., positions=...)` leaves it
-    out of the loss.
+    Position t attends to positions up to t. The log-likelihood of a sequence is a sum over its L
+    positions: divide a learning rate that suits the mean over positions by L. Padding behind a
+    sequence does not change outputs before it; `fisherjax.Model(..., positions=...)` removes it
+    from the loss.
 
     Args:
-        num_classes: C, the number of tokens.
-        width: Of the hidden vectors, a multiple of num_heads.
-        num_layers: Blocks of attention and of two dense layers, the first 4 width wide.
-        num_heads: Of the attention.
-        context: The longest sequence; there is one learned vector for each position.
+        num_classes: Number of tokens C.
+        width: Width of the hidden vectors, a multiple of num_heads.
+        num_layers: Number of blocks; each has attention and two dense layers, of which the first
+            has width 4 width.
+        num_heads: Number of attention heads.
+        context: Length of the longest sequence; each position has one learned vector.
 
     Example:
         >>> import jax, fisherjax as fj
@@ -33,7 +34,7 @@ class Transformer(flax.linen.Module):
         (2, 80, 65)
 
     Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; as a decoder with the
-    normalisation first and learned positions, Radford et al., "Language Models are Unsupervised
+    normalisation first and learned positions: Radford et al., "Language Models are Unsupervised
     Multitask Learners" (GPT-2), 2019. Deviations: ReLU, no dropout, flax's initialisation.
     """
 
@@ -69,18 +70,18 @@ class Transformer(flax.linen.Module):
 
 
 class VisionTransformer(flax.linen.Module):
-    """Classify images by a transformer over their patches.
+    """A transformer over the patches of an image, which classifies images.
 
         h_t = W_0 x_t + p_t,    blocks as in `Transformer`,    z = W mean_t norm(h_t)
 
-    with x_t the pixels of patch t; every position attends to all.
+    Here x_t are the pixels of patch t. Every position attends to all positions.
 
     Args:
-        num_classes: C.
-        patch: Its sides in pixels, which divide those of the images.
-        width: Of the hidden vectors, a multiple of num_heads.
-        num_layers: Blocks of attention and of two dense layers, the first 4 width wide.
-        num_heads: Of the attention.
+        num_classes: Number of classes C.
+        patch: Height and width of a patch in pixels; it divides those of the images.
+        width: Width of the hidden vectors, a multiple of num_heads.
+        num_layers: Number of blocks, as in `Transformer`.
+        num_heads: Number of attention heads.
 
     Example:
         >>> import jax, fisherjax as fj
@@ -89,7 +90,7 @@ class VisionTransformer(flax.linen.Module):
         >>> params["positions"].shape, fj.networks.apply_fn(network)(params, images).shape
         ((49, 32), (2, 10))
 
-    Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021. Deviations: as those of
+    Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021. Deviations: those of
     `Transformer`, and the mean over positions in place of a class token.
     """
 
@@ -106,7 +107,7 @@ class VisionTransformer(flax.linen.Module):
         if images.ndim != 4 or images.shape[1] % self.patch or images.shape[2] % self.patch:
             raise ValueError(
                 f"VisionTransformer got inputs of shape {images.shape}; expected images [B, H, W, "
-                f"channels] with sides that patch={self.patch} divides. Choose another patch."
+                f"channels], H and W multiples of patch={self.patch}. Choose another patch."
             )
         batch, high, wide, channels = images.shape
         rows, columns = high // self.patch, wide // self.patch
@@ -130,7 +131,7 @@ class _Block(flax.linen.Module):
     def __call__(self, hidden: Array) -> Array:
         _, length, width = hidden.shape
         normed = _norm("norm1")(hidden)
-        # Kernels [inputs, outputs]; those of flax's own attention have an axis for the heads.
+        # Kernels are [inputs, outputs]; flax's own attention has an axis of heads in them.
         query, key, value = (
             _dense(width, name)(normed).reshape(-1, length, self.num_heads, width // self.num_heads)
             for name in ("query", "key", "value")
@@ -145,8 +146,8 @@ class _Block(flax.linen.Module):
 def _check_heads(width: int, num_heads: int) -> None:
     if width % num_heads:
         raise ValueError(
-            f"width is {width} and num_heads {num_heads}; expected a width that the heads share "
-            "equally."
+            f"width is {width} and num_heads {num_heads}; expected a width that is a multiple "
+            "of num_heads."
         )
 
 

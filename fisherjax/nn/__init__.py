@@ -1,9 +1,9 @@
-"""Convolution and pooling that are fast inside compiled loops, on a CPU above all.
+"""Convolution and pooling that are fast inside compiled loops, above all on a CPU.
 
-XLA's CPU convolution is slow, several times more so inside a loop; a convolution written as
-patches times a matrix is not. `conv_general_dilated` has the signature of lax's, so it is injected
-with `flax.linen.Conv(..., conv_general_dilated=nn.conv_general_dilated)`, and the parameters keep
-their shape.
+XLA's CPU convolution is slow, and several times slower inside a loop; a convolution as a product
+of patches and a matrix is fast. `conv_general_dilated` has the signature of lax's function. Use it
+with `flax.linen.Conv(..., conv_general_dilated=nn.conv_general_dilated)`; the parameters keep their
+shapes.
 
 Images are [B, H, W, C]; kernels are [kh, kw, cin, cout].
 """

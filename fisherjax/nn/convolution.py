@@ -1,4 +1,4 @@
-"""Convolution as patches times a matrix, and who may watch it."""
+"""Compute convolutions as patches times a matrix, and let an observer replace their outputs."""
 
 import contextlib
 import contextvars
@@ -17,12 +17,12 @@ Pair = Sequence[int]
 Padding = str | Sequence[tuple[int, int]]
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
-# kw * cin from which the derivative for the images is summed over rows of the kernel: measured.
+# Measured: from this kw * cin on, derivatives for the images are summed over rows of the kernel.
 _WIDE = 48
-# What patches know of the settings that are handed on, as lax has it; any other is lax's to judge.
+# Settings that patches support, with the defaults of lax; lax handles calls with any other.
 _OTHERS = {"batch_group_count": 1, "precision": None, "preferred_element_type": None}
 
-# A context variable, not a global: another thread that traces meanwhile is not watched.
+# A context variable, so that other threads that trace at the same time have no observer.
 _OBSERVER: contextvars.ContextVar[Callable[..., Array] | None] = contextvars.ContextVar(
     "fisherjax_convolution_observer", default=None
 )
@@ -30,13 +30,14 @@ _OBSERVER: contextvars.ContextVar[Callable[..., Array] | None] = contextvars.Con
 
 @contextlib.contextmanager
 def observe_convolutions(callback: Callable[..., Array]) -> Iterator[None]:
-    """Let `callback` replace the output of every patch convolution traced in this context.
+    """Replace the output of every patch convolution that is traced in this context.
 
-    The K-FAC pass enters it to see convolutions where there are only patches. Python runs only
-    while JAX traces, so a function that was compiled outside the context ignores it.
-    `callback(y, lhs, rhs, window_strides=..., padding=..., ...)` is given the output
-    y [B, H', W', cout] and the arguments of `jax.lax.conv_general_dilated`, and returns what takes
-    y's place.
+    The K-FAC pass uses it to find convolutions, of which a jaxpr shows only patches. A function
+    that was compiled outside the context ignores it, because Python runs only while JAX traces.
+
+    Args:
+        callback: `(y, lhs, rhs, window_strides=..., padding=..., ...) -> new y`, a function of the
+            output y [B, H', W', cout] and the arguments of `jax.lax.conv_general_dilated`.
 
     Example:
         >>> x, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 2))
@@ -67,11 +68,11 @@ def conv_general_dilated(
 
         y_bt = P_bt K,    patches P [B, T, kh kw cin], output y [B, H', W', cout]
 
-    The rows of K are the kernel's in (kh, kw, cin) order. Where kw cin is large, tangents of
-    the images are multiplied one row of the kernel after the other, so that patches of them never
-    lie in memory. What patches do not cover (dilation, groups, other layouts, other than two
-    spatial axes) goes to `jax.lax.conv_general_dilated`, whose arguments these are; its precision
-    and preferred_element_type are those of the matrix product.
+    The rows of K are those of the kernel in (kh, kw, cin) order. If kw cin is large, tangents of
+    the images are multiplied by one row of the kernel after the other, so that their patches are
+    never in memory. The arguments are those of `jax.lax.conv_general_dilated`, which computes
+    convolutions with dilation, groups, other layouts or other than two spatial axes. The arguments
+    precision and preferred_element_type are those of the matrix product.
 
     Example:
         >>> x, kernel = jnp.ones((2, 28, 28, 1)), jnp.ones((5, 5, 1, 6))
@@ -92,7 +93,7 @@ def conv_general_dilated(
         return lax.conv_general_dilated(lhs, rhs, **settings)
     settings["padding"] = _pads(lhs, rhs.shape[:2], settings["window_strides"], padding)
     how = _How(*(settings[name] for name in _How._fields))
-    # A kernel of one row has one band, which is all of its patches: nothing to add up.
+    # A kernel of one row has one band, all of its patches: there is no sum.
     is_wide = rhs.shape[0] > 1 and rhs.shape[1] * rhs.shape[2] >= _WIDE
     y = (_wide_product if is_wide else _product_of_patches)(lhs, rhs, how)
     callback = _OBSERVER.get()
@@ -100,10 +101,10 @@ def conv_general_dilated(
 
 
 def patches(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Padding) -> Array:
-    """Cut out what a kernel of shape (kh, kw) sees of images [B, H, W, C] at each output location.
+    """Return the patches of images [B, H, W, C] that a kernel of shape (kh, kw) is applied to.
 
-    The patches are [B, H', W', kh * kw * C], in (kh, kw, C) order as the rows of a reshaped kernel.
-    Padding is "VALID", "SAME", "SAME_LOWER" or ((top, bottom), (left, right)), with zeros.
+    The patches are [B, H', W', kh * kw * C], in (kh, kw, C) order like the rows of a reshaped
+    kernel. Padding is "VALID", "SAME", "SAME_LOWER" or ((top, bottom), (left, right)), with zeros.
 
     Example:
         >>> patches(jnp.ones((2, 5, 5, 3)), (3, 3), (2, 2), "VALID").shape
@@ -114,26 +115,27 @@ def patches(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Pa
 
 
 def _bands(images: Array, kernel_shape: Pair, window_strides: Pair, padding: Padding) -> Array:
-    """Cut out what a row of the kernel sees, [B, H, W', kw * C]; H with padding.
+    """Return the patches of one row of the kernel, [B, H, W', kw * C], where H has the padding.
 
-    Columns first, then rows: 5 + 5 copies in place of 25, and so many sums in the derivative.
+    With columns first and rows second, a 5 x 5 kernel needs 5 + 5 copies in place of 25, and as
+    many sums in the derivative.
     """
     pads = _pads(images, kernel_shape, window_strides, padding)
     if any(map(any, pads)):
-        # Not jnp.pad, which refuses negative padding; lax crops.
+        # lax.pad crops for negative padding, which jnp.pad refuses.
         edges = [(0, 0, 0), *((low, high, 0) for low, high in pads), (0, 0, 0)]
         images = lax.pad(images, jnp.zeros((), images.dtype), edges)
     return _windows(images, 2, kernel_shape[1], window_strides[1])
 
 
 def _windows(images: Array, axis: int, width: int, stride: int) -> Array:
-    """Put `width` neighbours along an axis in front of the channels, [B, H', W', width * C]."""
+    """Return windows of `width` neighbours along an axis, [B, H', W', width * C]."""
     slices = _places(images, axis, width, stride)
     return jnp.stack(slices, axis=3).reshape(*slices[0].shape[:3], width * images.shape[3])
 
 
 def _places(images: Array, axis: int, width: int, stride: int) -> list[Array]:
-    """Take what each of the `width` places of a window sees as the window moves along an axis."""
+    """Return a slice for each place of a window of this width that moves along an axis."""
     span = images.shape[axis] - width + 1
     return [lax.slice_in_dim(images, i, i + span, stride, axis) for i in range(width)]
 
@@ -143,12 +145,12 @@ def _pads(
 ) -> tuple[tuple[int, int], ...]:
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(images.shape[1:3], kernel_shape, window_strides, padding)
-    # Tuples throughout, because JAX hashes settings.
+    # Tuples, because JAX hashes the settings.
     return tuple((before, after) for before, after in padding)
 
 
 def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:
-    # What is wrong as a convolution (channels, dtypes) is not covered either: lax says so best.
+    # Invalid arguments (channels, dtypes) are not covered: lax has good error messages.
     if lhs.ndim != 4 or lhs.dtype != rhs.dtype or lhs.shape[3] != rhs.shape[2]:
         return False
     layout = lax.conv_dimension_numbers(lhs.shape, rhs.shape, _LAYOUT)
@@ -161,7 +163,7 @@ def _patches_cover(lhs: Array, rhs: Array, settings: dict[str, Any]) -> bool:
 
 
 class _How(NamedTuple):
-    """What of the settings matters to patches; hashable, as JAX wants static arguments."""
+    """The settings of a product of patches; hashable, because they are static arguments."""
 
     window_strides: tuple[int, int]
     padding: tuple[tuple[int, int], ...]
@@ -171,7 +173,7 @@ class _How(NamedTuple):
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _wide_product(lhs: Array, rhs: Array, how: _How) -> Array:
-    """Multiply patches, but pass derivatives to the images without patches of tangents."""
+    """Multiply patches and a kernel, with derivatives for the images that need no patches."""
     return _product_of_patches(lhs, rhs, how)
 
 
@@ -181,8 +183,8 @@ def _wide_product_jvp(
 ) -> tuple[Array, Array]:
     (lhs, rhs), (images, kernel) = primals, tangents
     y = _wide_product(lhs, rhs, how)
-    # Symbolic zeros save a product where only the images or only the kernel is differentiated, as
-    # in the first layer, whose images are data.
+    # Symbolic zeros save a product if only the images or only the kernel is differentiated, as in
+    # the first layer, whose images are data.
     terms = []
     if not isinstance(images, SymbolicZero):
         terms.append(_product_of_rows(images, rhs, how))
@@ -193,9 +195,9 @@ def _wide_product_jvp(
 
 def _product_of_patches(lhs: Array, rhs: Array, how: _How) -> Array:
     cut = patches(lhs, rhs.shape[:2], how.window_strides, how.padding)
-    # The kernel is transposed first: then the product of its derivative, whose sum is long and
-    # whose result is small, takes XLA's CPU half of the time. It is not split into groups that
-    # share the kernel: a product with a broadcast operand is miscompiled (see `compiler`).
+    # The kernel is transposed first. Then the product of its derivative, which has a long sum and a
+    # small result, takes half of the time on a CPU. The product is not split into groups that share
+    # the kernel, because a product with a broadcast operand is miscompiled (see `compiler`).
     y = jnp.einsum(
         "nk,ok->no",
         cut.reshape(-1, cut.shape[3]),
@@ -207,10 +209,10 @@ def _product_of_patches(lhs: Array, rhs: Array, how: _How) -> Array:
 
 
 def _product_of_rows(lhs: Array, rhs: Array, how: _How) -> Array:
-    """Add up the products of the kernel's rows: patches as a whole never lie in memory."""
+    """Sum the products of the kernel's rows, so that whole patches are never in memory."""
     bands = _bands(lhs, rhs.shape[:2], how.window_strides, how.padding)
     dtype = how.preferred_element_type or rhs.dtype
-    # Added up in at least float32 and rounded once, as within a single product.
+    # Summed in at least float32 and rounded once, like a single product.
     wide = jnp.promote_types(dtype, jnp.float32)
     parts = [
         jnp.matmul(

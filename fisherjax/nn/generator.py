@@ -1,8 +1,8 @@
-"""The generator of DENSE: noise through a dense layer and three convolutions to an image.
+"""The generator of DENSE: a dense layer and three convolutions that turn noise into images.
 
 Zhang, Chen, Li, Lyu, Wu, Ding, Shen, Zhang, DENSE: data-free one-shot federated learning, NeurIPS
-2022. Each of its convolutions but the last looks at an image of which every pixel was doubled in
-height and width; here the image stays small, and four smaller kernels make the four pixels.
+2022. All convolutions but the last are applied to an image whose pixels were doubled in height and
+width. Here the image is not doubled: four smaller kernels compute the four pixels.
 """
 
 from typing import NamedTuple
@@ -16,14 +16,14 @@ _LEAK, _EPSILON = 0.2, 1e-5
 
 
 class Norm(NamedTuple):
-    """What a normalised channel is scaled and shifted by, [channels] each."""
+    """Scale and shift of normalised channels, [channels] each."""
 
     scale: Array
     shift: Array
 
 
 class Generator(NamedTuple):
-    """The weights: dense [z, h w channels], kernels [3, 3, cin, cout], norms around them."""
+    """Weights of a generator: dense [z, h w channels], kernels [3, 3, cin, cout] and norms."""
 
     dense: Array
     bias: Array
@@ -37,10 +37,16 @@ class Generator(NamedTuple):
 def init_generator(
     key: Key, noise: int, shape: tuple[int, int, int], width: int = 128
 ) -> Generator:
-    """Draw a generator of images [H, W, C] from noise [noise]; H and W are multiples of four.
+    """Draw the weights of a generator.
 
-    It has `width` channels, at last half of them; the paper's have 128. Kernels are normal of
-    deviation 0.02, scales around one, biases and shifts zero.
+    Kernels are normal with deviation 0.02, scales normal around one with this deviation; biases and
+    shifts are zero.
+
+    Args:
+        key: Random key.
+        noise: Size z of the noise.
+        shape: Shape (H, W, C) of the images; H and W are multiples of four.
+        width: Channels of hidden layers, of which the last has half (default 128, as in the paper).
 
     Example:
         >>> made = init_generator(jax.random.key(0), 256, (28, 28, 1))
@@ -70,9 +76,9 @@ def init_generator(
 
 
 def generate(generator: Generator, noise: Array, shape: tuple[int, int, int]) -> Array:
-    """Make images [B, H, W, C] with pixels from 0 to 1 of noise [B, z].
+    """Generate images [B, H, W, C] with pixels from 0 to 1 from noise [B, z].
 
-    Channels are normalised by their mean and variance in the batch.
+    Channels are normalised by their mean and variance over the batch.
 
     Example:
         >>> made = init_generator(jax.random.key(0), 16, (8, 8, 3))
@@ -90,12 +96,12 @@ def generate(generator: Generator, noise: Array, shape: tuple[int, int, int]) ->
 
 
 def doubled_convolution(images: Array, kernel: Array) -> Array:
-    """Convolve images [B, H, W, cin], every pixel doubled, with a kernel [3, 3, cin, cout].
+    """Convolve images [B, H, W, cin] with doubled pixels and a kernel [3, 3, cin, cout].
 
-    The result [B, 2H, 2W, cout] is that of repeating each pixel twice in height and width, and of a
-    convolution with a border of one zero. Of the three rows that an output row sees two are one row
-    doubled: for even rows the later two, for odd ones the first two. So a kernel of two rows does,
-    and two columns alike: 4 products in place of 9.
+    The result [B, 2H, 2W, cout] is that of repeating each pixel twice in height and width, and then
+    a convolution with one zero on each side. Two of the three rows that the kernel covers are one
+    row of the image: the last two for even output rows, the first two for odd ones. Thus a kernel
+    of two rows, and likewise two columns, is enough: 4 products in place of 9.
 
     Example:
         >>> images, kernel = jnp.ones((1, 2, 2, 1)), jnp.ones((3, 3, 1, 1))
@@ -114,12 +120,12 @@ def doubled_convolution(images: Array, kernel: Array) -> Array:
             pads = ((1 - row, row), (1 - column, column))
             columns.append(_convolved(images, small, pads))
         rows.append(jnp.stack(columns, axis=3))
-    # [B, H, 2, W, 2, cout]: the two rows and columns of a pixel beside each other.
+    # [B, H, 2, W, 2, cout]: the two rows and two columns of each pixel.
     return jnp.stack(rows, axis=2).reshape(batch, 2 * height, 2 * width, kernel.shape[-1])
 
 
 def _convolved(images: Array, kernel: Array, pads: tuple[tuple[int, int], ...]) -> Array:
-    """Multiply first and move then: with many inputs and few outputs patches would be larger."""
+    """Convolve by moving products: with many inputs and few outputs, patches would be larger."""
     batch, height, width, inputs = images.shape
     rows, columns, _, outputs = kernel.shape
     products = images.reshape(-1, inputs) @ kernel.transpose(2, 0, 1, 3).reshape(inputs, -1)

@@ -1,10 +1,10 @@
-"""Which example belongs to which client.
+"""Partition examples among clients.
 
-Every scheme is a NumPy function on the host, of the targets and an integer seed, and returns a
-*partition*: a list with one integer array of row numbers for each of M clients. Together the arrays
-name every one of N examples exactly once, unless a scheme says otherwise; a client's array may be
-empty. The seed of the partition has nothing to do with the keys of training, so that one split can
-be trained many times. C is the number of classes.
+Every scheme is a NumPy function of the targets and an integer seed, and returns a *partition*: a
+list with one integer array of row numbers for each of M clients. Together the arrays contain each
+of the N examples exactly once, unless the scheme's docstring says otherwise; a client's array may
+be empty. The seed is independent of the keys of training, so that one partition can be used in many
+runs. C is the number of classes.
 """
 
 from fisherjax.partition.checks import check_partition

@@ -1,19 +1,19 @@
-"""What every scheme refuses, and what no partition may be."""
+"""Check partitions and the arguments of the schemes that make them."""
 
-import math
-import numbers
 from collections.abc import Sequence
 
 import numpy as np
 
+from fisherjax._core.checks import count
+
 
 def check_partition(partition: Sequence[np.ndarray], num_examples: int) -> None:
-    """Refuse a partition that names a row twice, or one outside of 0 to N - 1.
+    """Check that a partition has no row twice, and no row outside of 0 to N - 1.
 
-    Rows that belong to nobody are allowed, and so are clients without any.
+    Rows without a client are allowed, and so are clients without rows.
 
     Raises:
-        ValueError: If there is no client, or a row is out of range or named twice; the message
+        ValueError: If there is no client, or a row is out of range or occurs twice; the message
             names the client.
         TypeError: If row numbers are not integers.
 
@@ -41,13 +41,13 @@ def check_partition(partition: Sequence[np.ndarray], num_examples: int) -> None:
 
 
 def client_rows(rows, client: int, num_examples: int) -> np.ndarray:
-    """Give the numbers of a client's examples as an array [n_i]; refuse what are none."""
+    """Check the rows of a client, and return them as an array [n_i]."""
     rows = np.asarray(rows)
     if rows.ndim != 1:
         raise ValueError(
             f"The rows of client {client} have shape {rows.shape}; expected one dimension, [n_i]."
         )
-    # An empty list is an array of floats to NumPy: only rows that exist have a dtype to check.
+    # NumPy makes an empty list an array of floats, so that only existing rows are checked.
     if rows.size and not np.issubdtype(rows.dtype, np.integer):
         raise TypeError(
             f"The rows of client {client} have dtype {rows.dtype}; expected integers. Turn a mask "
@@ -62,7 +62,7 @@ def client_rows(rows, client: int, num_examples: int) -> np.ndarray:
 
 
 def labels(targets) -> np.ndarray:
-    """Give class labels as an array [N]; refuse what are none."""
+    """Check class labels, and return them as an array [N]."""
     targets = np.asarray(targets)
     if targets.ndim != 1 or targets.size == 0:
         raise ValueError(
@@ -83,33 +83,17 @@ def labels(targets) -> np.ndarray:
 
 
 def num_clients(value: int, num_examples: int) -> None:
-    """Refuse more clients than examples, or none."""
+    """Check that there is a client, and at most one for each example."""
     expected = f"1 to {num_examples}, the number of examples: ask for fewer clients or more data"
     count("num_clients", value, 1, num_examples, expected)
 
 
-def concentration(name: str, value: float) -> None:
-    """Refuse what no Dirichlet distribution can have."""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
-        raise ValueError(
-            f"{name} is {value!r}, but a Dirichlet concentration is a finite number above 0: "
-            "try 0.1 for very different clients, 100 for similar ones"
-        )
-
-
-def count(
-    name: str, value: int, smallest: int, largest: float = math.inf, expected: str | None = None
-) -> None:
-    """Refuse what is not an integer, or one that is out of range."""
-    expected = expected or f"{smallest} or more"
-    # True is an integer to Python, and a mistake here.
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, expected an integer, {expected}")
-    if not smallest <= value <= largest:
-        raise ValueError(f"{name} is {value}, expected {expected}")
+def num_classes(value: int, total: int) -> None:
+    """Check that clients have at least one class, and at most all C classes of the targets."""
+    count("num_classes", value, 1, total, f"1 to {total}, the number of classes of the targets")
 
 
 def random_state(seed: int) -> np.random.RandomState:
-    """Give the generator of a seed; the papers' splits are draws of NumPy's older one."""
-    count("seed", seed, 0, 2**32 - 1, "one from 0 to 2**32 - 1")
+    """Return NumPy's older generator of a seed, with which the papers draw their splits."""
+    count("seed", seed, 0, 2**32 - 1, "an integer from 0 to 2**32 - 1")
     return np.random.RandomState(int(seed))

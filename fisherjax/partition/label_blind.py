@@ -1,21 +1,24 @@
-"""Schemes that do not look at the labels: equal parts, one part, groups that exist already."""
+"""Partition without reading labels: equal parts, one part, or existing groups."""
 
 import numbers
 
 import numpy as np
 
+from fisherjax._core.checks import count
 from fisherjax.partition import checks
 
 
 def iid(targets_or_num_examples, num_clients: int, seed: int) -> list[np.ndarray]:
-    """Deal all examples out at random into equal parts; the first N mod M have one more.
+    """Partition examples at random into equal parts; the first N mod M parts have one more.
 
-    The values of the targets [N, ...] are ignored; their number N can be given instead. The seed is
-    that of `numpy.random.RandomState`, which draws one permutation of the N rows.
+    Args:
+        targets_or_num_examples: The targets [N, ...], whose values are not read, or their number N.
+        num_clients: Number of clients M, from 1 to N.
+        seed: Seed of `numpy.random.RandomState`, which draws one permutation of the N rows.
 
     Raises:
         ValueError: If `num_clients` is not from 1 to N, or the seed is out of range.
-        TypeError: If a number is not an integer.
+        TypeError: If the number of examples is not an integer.
 
     Example:
         >>> [len(part) for part in iid(10, num_clients=3, seed=0)]
@@ -29,7 +32,7 @@ def iid(targets_or_num_examples, num_clients: int, seed: int) -> list[np.ndarray
 
 
 def central(targets_or_num_examples) -> list[np.ndarray]:
-    """Give everything to one client, the ceiling that merging is compared with.
+    """Return all examples as one client, for the central training that merging is compared with.
 
     The argument is that of `iid`.
 
@@ -46,10 +49,13 @@ def central(targets_or_num_examples) -> list[np.ndarray]:
 
 
 def natural(groups) -> list[np.ndarray]:
-    """Give every group of examples to a client of its own: a writer, a speaker, a hospital.
+    """Partition examples by their groups, such as writers, speakers or hospitals.
 
-    Groups are [N] numbers or strings. Clients are in the order of `numpy.unique(groups)`, the rows
-    of each ascending.
+    Args:
+        groups: The group of each example, numbers or strings [N].
+
+    Returns:
+        One client for each group, in the order of `numpy.unique(groups)`, with ascending rows.
 
     Raises:
         ValueError: If `groups` is not one label for each of at least one example.
@@ -68,19 +74,24 @@ def natural(groups) -> list[np.ndarray]:
             "least one example"
         )
     _, number, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    # One sort for all groups, stable so that the rows of each stay in order.
+    # One stable sort for all groups, so that the rows of each group are ascending.
     return np.split(np.argsort(number, kind="stable"), np.cumsum(sizes)[:-1])
 
 
 def hold_out(num_clients: int, num_held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Choose clients at random that take no part in training, to judge a model on new clients.
+    """Draw held-out clients, which do not train, to evaluate a model on new clients.
 
-    Returns the numbers of the clients that are kept and of the 1 to M - 1 held out, each ascending.
-    The seed is that of `numpy.random.RandomState`, which draws one permutation of the M clients.
+    Args:
+        num_clients: Number of clients M.
+        num_held_out: Number of clients to hold out, from 1 to M - 1.
+        seed: Seed of `numpy.random.RandomState`, which draws one permutation of the M clients.
+
+    Returns:
+        The numbers of the clients that train, and those of the held-out clients, each ascending.
 
     Raises:
-        ValueError: If no client would be kept or none held out, or the seed is out of range.
-        TypeError: If an argument is not an integer.
+        ValueError: If no client would train or none is held out, or an argument is not an integer
+            or out of range.
 
     Example:
         >>> hold_out(5, 2, seed=0)
@@ -89,9 +100,9 @@ def hold_out(num_clients: int, num_held_out: int, seed: int) -> tuple[np.ndarray
     Source: Yuan, Morningstar, Ning, Singhal, What Do We Mean by Generalization in Federated
     Learning?, ICLR 2022 (participation gap).
     """
-    checks.count("num_clients", num_clients, 2)
+    count("num_clients", num_clients, 2)
     expected = f"1 to {num_clients - 1} of {num_clients} clients, so that some are left to train"
-    checks.count("num_held_out", num_held_out, 1, num_clients - 1, expected)
+    count("num_held_out", num_held_out, 1, num_clients - 1, expected)
     held_out, kept = np.split(checks.random_state(seed).permutation(num_clients), [num_held_out])
     return np.sort(kept), np.sort(held_out)
 

@@ -1,4 +1,4 @@
-"""Schemes that give clients different shares of the classes, and the table that shows them.
+"""Partition with label skew, so that clients have different shares of the classes.
 
 NIID-Bench is Li, Diao, Chen, He, "Federated Learning on Non-IID Data Silos: An Experimental Study",
 ICDE 2022, with its code.
@@ -9,24 +9,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fisherjax._core.checks import count, positive
 from fisherjax.partition import checks
 
 
 def dirichlet_of_client(targets, num_clients: int, alpha: float, seed: int) -> list[np.ndarray]:
-    """Split every class over the clients in the proportion of their Dirichlet draws.
+    """Partition each class among clients in proportion to the clients' Dirichlet draws.
 
         q_i ~ Dirichlet(alpha 1_C),    r_ic = q_ic / sum_j q_jc,
         client i ends at floor(N_c sum_{j <= i} r_jc) of class c
 
-    Clients draw shares of the classes and each class is then normalised over the clients, so that
-    all data is used, sizes vary strongly, and a client may end up empty.
+    Each client draws shares of the classes, which are then normalised over the clients for each
+    class. Therefore all examples are used, sizes vary strongly, and a client may be empty.
 
     Args:
         targets: Class labels, integers [N]; the number of classes is the largest plus one.
-        num_clients: M, between 1 and N.
-        alpha: Concentration; 0.05 gives a client one or two classes, 100 nearly equal shares.
-        seed: Of `numpy.random.RandomState`: M draws in client order, then one shuffle of the
-            ascending rows of each class, class by class. The authors use 3 in every run.
+        num_clients: Number of clients M, from 1 to N.
+        alpha: Concentration; with 0.05 a client has one or two classes, with 100 nearly equal
+            shares of all.
+        seed: Seed of `numpy.random.RandomState`, which makes M draws in client order and then one
+            shuffle of the ascending rows of each class. The authors use 3 in every run.
 
     Raises:
         ValueError: If `alpha`, `num_clients`, `seed` or the labels are out of range.
@@ -37,12 +39,12 @@ def dirichlet_of_client(targets, num_clients: int, alpha: float, seed: int) -> l
         >>> sorted(int(row) for part in parts for row in part)
         [0, 1, 2, 3, 4, 5, 6, 7]
 
-    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, section 5 and its code. Where the
-    code would divide zero by zero: a client whose draw underflows gets one random class (the limit
-    of small alpha), a class that nobody drew is shared equally.
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, section 5 and its code. Deviations
+    where the code would divide zero by zero: a client whose draw underflows gets one random class
+    (the limit of small alpha), and a class that no client drew is divided equally.
     """
     classes = _classes(targets, num_clients)
-    checks.concentration("alpha", alpha)
+    positive("alpha", alpha)
     random = checks.random_state(seed)
     shares = _dirichlet_shares(random, num_clients, len(classes), alpha)
     pairs = zip(classes, shares.T, strict=True)
@@ -53,39 +55,45 @@ def dirichlet_of_client(targets, num_clients: int, alpha: float, seed: int) -> l
 def niid_bench(
     targets, num_clients: int, beta: float, seed: int, *, min_size: int = 10, max_draws: int = 10000
 ) -> list[np.ndarray]:
-    """Split every class over the clients by a Dirichlet draw, sparing those that have enough.
+    """Partition each class by a Dirichlet draw over clients with fewer than N / M examples.
 
         q_c ~ Dirichlet(beta 1_M),    q_ci <- 0 where client i holds N / M examples or more,
         client i ends at floor(N_c sum_{j <= i} q_cj / sum_j q_cj) of class c
 
-    class by class, all over again until every client holds `min_size` examples, at most `max_draws`
-    times; small beta and many clients need most. At beta 0.01 a class goes to one client or two, at
-    100 to all equally.
+    The classes are drawn one after the other. The whole partition is drawn again until every client
+    has `min_size` examples; small beta and many clients need most draws.
 
-    Targets and num_clients are those of `dirichlet_of_client`. For each class the generator of the
-    seed shuffles the ascending rows, then draws the shares; at last it shuffles the rows of each
-    client.
+    Args:
+        targets: Class labels, integers [N]; the number of classes is the largest plus one.
+        num_clients: Number of clients M, from 1 to N.
+        beta: Concentration; with 0.01 one or two clients have a class, with 100 all have equal
+            shares of it.
+        seed: Seed of `numpy.random.RandomState`, which for each class shuffles the ascending rows
+            and draws the shares, and at last shuffles the rows of each client.
+        min_size: Smallest number of examples of a client (default 10).
+        max_draws: Largest number of draws of the partition (default 10000).
 
     Raises:
         ValueError: If no draw gives each client `min_size` examples, or a number is out of range.
-        TypeError: If the labels or a count are not integers.
+        TypeError: If the labels are not integers.
 
     Example:
         >>> parts = niid_bench([0, 1] * 20, num_clients=2, beta=0.5, seed=0)
         >>> sorted(len(part) for part in parts)
         [15, 25]
 
-    Source: NIID-Bench ("distribution-based label imbalance"), whose splits these are, seed by seed.
-    Deviations: its code draws for ever; and where the draws of all clients that may still receive
-    underflow, it divides zero by zero. They are drawn again by the same law, in logarithms.
+    Source: NIID-Bench ("distribution-based label imbalance"), whose splits these are for equal
+    seeds. Deviations: its code never stops drawing; and if the draws of all clients with fewer than
+    N / M examples underflow, it divides zero by zero. Here they are drawn again from the same
+    distribution, in logarithms.
     """
     classes, num_examples = _classes(targets, num_clients), len(targets)
-    checks.concentration("beta", beta)
-    checks.count("min_size", min_size, 0)
-    checks.count("max_draws", max_draws, 1)
+    positive("beta", beta)
+    count("min_size", min_size, 0)
+    count("max_draws", max_draws)
     if num_clients * min_size > num_examples:
         raise ValueError(
-            f"{num_clients} clients cannot hold min_size={min_size} of {num_examples} examples "
+            f"{num_clients} clients cannot have min_size={min_size} of {num_examples} examples "
             f"each: ask for min_size up to {num_examples // num_clients}, or fewer clients"
         )
     random, best = checks.random_state(seed), 0
@@ -93,30 +101,32 @@ def niid_bench(
         clients = _balanced_draw(random, classes, num_clients, beta)
         smallest = min(map(len, clients))
         if smallest >= min_size:
-            # Only what is kept is shuffled, as a shuffle draws too.
+            # Only the accepted partition is shuffled, because a shuffle draws from the generator.
             return [random.permutation(rows) for rows in clients]
         best = max(best, smallest)
     raise ValueError(
         f"none of {max_draws} draws gave each of {num_clients} clients min_size={min_size} "
-        f"examples; the best gave every client {best}. What would do: min_size={best}, a beta "
-        f"above {beta:g}, fewer clients, or more than max_draws={max_draws}"
+        f"examples; the best gave every client {best}. Try min_size={best}, a beta above {beta:g}, "
+        f"fewer clients, or more than max_draws={max_draws}"
     )
 
 
 def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -> list[np.ndarray]:
-    """Give every client the same number of classes; the owners of a class share it equally.
+    """Partition such that each client has the same number of classes, in equal shares.
 
-    Client i owns class i mod C and further classes chosen at random, `num_classes` in all (k of the
-    paper's "#C=k"). Where there are fewer clients than classes, the examples of a class that nobody
-    owns are left out.
+    Client i has class i mod C and other classes at random. The clients that have a class divide it
+    equally. With fewer clients than classes, the examples of classes without a client are left out.
 
-    Targets and num_clients are those of `dirichlet_of_client`. The seed is that of `random.Random`,
-    which chooses the classes, client by client, and of `numpy.random.RandomState`, which shuffles
-    the ascending rows of each class.
+    Args:
+        targets: Class labels, integers [N]; the number of classes is the largest plus one.
+        num_clients: Number of clients M, from 1 to N.
+        num_classes: Classes of each client, from 1 to C (k of the paper's "#C=k").
+        seed: Seed of `random.Random`, which draws the classes of one client after the other, and of
+            `numpy.random.RandomState`, which shuffles the ascending rows of each class.
 
     Raises:
-        ValueError: If a class has fewer examples than owners, or an argument is out of range.
-        TypeError: If the labels or a count are not integers.
+        ValueError: If a class has fewer examples than clients, or an argument is out of range.
+        TypeError: If the labels are not integers.
 
     Example:
         >>> targets = [0, 1, 2] * 6
@@ -124,16 +134,11 @@ def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -
         >>> label_counts(targets, parts).tolist()
         [[3, 2, 0], [3, 2, 0], [0, 2, 6]]
 
-    Source: NIID-Bench ("quantity-based label imbalance"), whose splits these are, seed by seed.
+    Source: NIID-Bench ("quantity-based label imbalance"), whose splits these are for equal seeds.
     """
     classes = _classes(targets, num_clients)
     total = len(classes)
-    checks.count("num_classes", num_classes, 1)
-    if num_classes > total:
-        raise ValueError(
-            f"num_classes is {num_classes}, but the targets have {total} classes: ask for 1 to "
-            f"{total} classes a client"
-        )
+    checks.num_classes(num_classes, total)
     random = checks.random_state(seed)
     owners = _draw_owners(standard_random.Random(int(seed)), num_clients, num_classes, total)
     clients = [[] for _ in range(num_clients)]
@@ -144,7 +149,7 @@ def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -
                 "ask for fewer clients or fewer classes a client"
             )
         shuffled = random.permutation(rows)
-        # Without an owner the examples are left out.
+        # Examples of a class without a client are left out.
         parts = np.array_split(shuffled, len(own)) if own else []
         for client, part in zip(own, parts, strict=True):
             clients[client].append(part)
@@ -152,10 +157,10 @@ def classes_per_client(targets, num_clients: int, num_classes: int, seed: int) -
 
 
 def label_counts(targets, partition: Sequence[np.ndarray]) -> np.ndarray:
-    """Count how many examples of each class, by targets [N], each client holds: integers [M, C].
+    """Count the examples of each class that each client has, integers [M, C].
 
     Raises:
-        ValueError: If the labels are negative or the partition is not one of these N examples.
+        ValueError: If a label is negative or the partition does not fit the N targets.
         TypeError: If the labels or the row numbers are not integers.
 
     Example:
@@ -171,27 +176,27 @@ def label_counts(targets, partition: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _classes(targets, num_clients: int) -> list[np.ndarray]:
-    """Give the ascending rows of each class, where targets and clients pass their checks."""
+    """Check targets and the number of clients; return the ascending rows of each class."""
     targets = checks.labels(targets)
     checks.num_clients(num_clients, len(targets))
     return [np.flatnonzero(targets == label) for label in range(int(targets.max()) + 1)]
 
 
 def _cut(rows: np.ndarray, shares: np.ndarray) -> list[np.ndarray]:
-    """Cut the rows of a class into the clients' shares [M] of it."""
-    # The last client takes what rounding leaves: its end is not computed.
+    """Divide the rows of a class among the clients by their shares [M]."""
+    # The last client gets the rows that are left by rounding.
     return np.split(rows, (np.cumsum(shares)[:-1] * len(rows)).astype(np.int64))
 
 
 def _balanced_draw(
     random, classes: list[np.ndarray], num_clients: int, beta: float
 ) -> list[np.ndarray]:
-    """Split the rows of all classes once; the rows of each client."""
+    """Draw one partition of all classes; return the rows of each client."""
     capacity = sum(map(len, classes)) / num_clients
     dealt, sizes = [], np.zeros(num_clients, np.int64)
     for ascending in classes:
         rows = random.permutation(ascending)
-        # An empty class needs no room; by then there may be none.
+        # An empty class fits everywhere; no client may have room at this point.
         has_room = (sizes < capacity) | (len(rows) == 0)
         dealt.append(_cut(rows, _shares_of_class(random, has_room, beta)))
         sizes += list(map(len, dealt[-1]))
@@ -199,26 +204,26 @@ def _balanced_draw(
 
 
 def _shares_of_class(random, has_room: np.ndarray, beta: float) -> np.ndarray:
-    """Draw shares [M] of a class, zero for clients without room."""
+    """Draw the clients' shares [M] of a class, zero for clients without room."""
     with np.errstate(all="ignore"):
         shares = random.dirichlet(np.full(len(has_room), beta)) * has_room
-        # All that may receive underflowed, or NumPy's whole draw, of which it then takes 1 / 0.
+        # All shares of clients with room underflowed, or all shares, for which NumPy takes 1 / 0.
         if not 0 < shares.sum() < np.inf:
-            # Gamma(beta) is Gamma(beta + 1) U^(1/beta), here with logarithms multiplied by beta.
+            # Gamma(beta) is Gamma(beta + 1) U^(1/beta). The logarithms are multiplied by beta.
             logs = beta * np.log(random.gamma(beta + 1, size=len(has_room)))
             logs += np.log(random.random_sample(len(has_room)))
             logs = np.where(has_room, logs, -np.inf)
-            # Divided by the largest first: it alone is certain not to underflow.
+            # Divided by the largest share first, which then cannot underflow.
             shares = np.exp((logs - logs.max()) / beta)
     return shares / shares.sum()
 
 
 def _draw_owners(random, num_clients: int, num_classes: int, total: int) -> list[list[int]]:
-    """Let every client choose its classes; the owners of each class, in client order."""
+    """Draw the classes of each client; return the clients of each class, in client order."""
     owners = [[] for _ in range(total)]
     for client in range(num_clients):
         own = {client % total}
-        # Repetitions are thrown away, not avoided: the authors' draws are the same.
+        # Repeated draws are dropped, not avoided, to have the same draws as the authors.
         while len(own) < num_classes:
             own.add(random.randint(0, total - 1))
         for label in own:
@@ -231,9 +236,9 @@ def _dirichlet_shares(random, num_clients: int, num_classes: int, alpha: float) 
     with np.errstate(invalid="ignore", divide="ignore"):
         draws = random.dirichlet(np.full(num_classes, alpha), size=num_clients)
     for client in np.flatnonzero(~np.isfinite(draws).all(axis=1)):
-        # All gamma draws underflowed. The largest would have outweighed the others by far.
+        # All gamma draws underflowed. One class would have had nearly the whole share.
         draws[client] = np.eye(num_classes)[random.randint(num_classes)]
     totals = draws.sum(axis=0, keepdims=True)
     drawn = totals > 0
-    # The inner where keeps NumPy from dividing by zero, the outer one takes no notice of it.
+    # The inner `where` avoids a division by zero, whose result the outer one does not use.
     return np.where(drawn, draws / np.where(drawn, totals, 1.0), 1.0 / num_clients)

@@ -1,4 +1,4 @@
-"""Splits for clients that are judged on data of their own, which are like those they train on."""
+"""Partition training and test data alike, to evaluate each client on its own distribution."""
 
 import numpy as np
 
@@ -6,23 +6,23 @@ from fisherjax.partition import checks
 
 
 def pathological(targets, num_clients: int, num_classes: int, seed: int) -> list[np.ndarray]:
-    """Give every client some of the classes, and the owners of a class unequal shares of it.
+    """Partition such that each client has k classes, with unequal shares of them.
 
-    Every class has as many owners as any other, or one more: k M / C. Client after client takes k
-    different classes of those that lack most owners, at random among equals; the shares of the
-    owners of a class are drawn from U(0.4, 0.6) and normalised. Split the test data by
-    `in_proportion(test.targets, label_counts(targets, partition), seed)`.
+    Every class has k M / C clients, rounded down or up. Each client in turn gets k different
+    classes, those to which most clients are still to be assigned, with ties broken at random. The
+    shares of the clients of a class are drawn from U(0.4, 0.6) and normalised. Partition the test
+    data with `in_proportion(test.targets, label_counts(targets, partition), seed)`.
 
     Args:
-        targets: Class labels, integers [N]; C is the largest plus one.
-        num_clients: M, between 1 and N.
-        num_classes: k, from 1 to C: 8 of CIFAR-10's and 20 of CIFAR-100's in the paper. Where k M
-            is less than C, examples of a class that nobody owns are left out.
-        seed: Of `numpy.random.RandomState`.
+        targets: Class labels, integers [N]; the number of classes C is the largest plus one.
+        num_clients: Number of clients M, from 1 to N.
+        num_classes: Classes k of each client, from 1 to C; the paper has 8 for CIFAR-10 and 20 for
+            CIFAR-100. If k M is less than C, examples of classes without a client are left out.
+        seed: Seed of `numpy.random.RandomState`.
 
     Raises:
-        ValueError: If there are fewer classes, or an argument is out of range.
-        TypeError: If the labels or a count are not integers.
+        ValueError: If an argument is not an integer or out of range.
+        TypeError: If the labels are not integers.
 
     Example:
         >>> from fisherjax.partition import label_counts
@@ -31,25 +31,20 @@ def pathological(targets, num_clients: int, num_classes: int, seed: int) -> list
         ([2, 2, 2], [2, 2, 2])
 
     Source: Huang, Shi, Cai, Suzuki, ICLR 2024, section 6 ("pathological", without details), as
-    in the code of Cai, Shi, Huang, Wang, Fed-CO2, NeurIPS 2023, where a client may take a class
+    in the code of Cai, Shi, Huang, Wang, Fed-CO2, NeurIPS 2023, where a client may get a class
     twice.
     """
     targets = checks.labels(targets)
     checks.num_clients(num_clients, len(targets))
     total = int(targets.max()) + 1
-    checks.count("num_classes", num_classes, 1)
-    if num_classes > total:
-        raise ValueError(
-            f"num_classes is {num_classes}, but the targets have {total} classes: ask for 1 to "
-            f"{total} classes a client"
-        )
+    checks.num_classes(num_classes, total)
     random = checks.random_state(seed)
     lacking = np.full(total, num_clients * num_classes // total)
     more = random.permutation(total)[: num_clients * num_classes % total]
     lacking[more] += 1
     shares = np.zeros((num_clients, total))
     for own in shares:
-        # The largest first, equals in random order.
+        # Classes that lack most clients come first, ties in random order.
         taken = np.lexsort((random.random_sample(total), -lacking))[:num_classes]
         lacking[taken] -= 1
         own[taken] = random.uniform(0.4, 0.6, num_classes)
@@ -57,20 +52,21 @@ def pathological(targets, num_clients: int, num_classes: int, seed: int) -> list
 
 
 def in_proportion(targets, counts, seed: int) -> list[np.ndarray]:
-    """Split every class in given proportions, such as those in which other data were split.
+    """Partition each class in given proportions, such as those of another partition.
 
         client i ends at floor(N_c sum_{j <= i} counts_jc / sum_j counts_jc) of class c
 
-    so that each client's own test data have its training data's shares of the classes.
+    With the counts of the training data, each client's test data have the same shares of the
+    classes as its training data.
 
     Args:
         targets: Class labels, integers [N], from 0 to C - 1.
-        counts: Numbers from 0 up [M, C], such as `label_counts` of the other split; a class of
-            zeros is left out.
-        seed: Of `numpy.random.RandomState`, which shuffles the ascending rows of each class.
+        counts: Numbers of at least 0, [M, C], such as `label_counts` of the other partition. A
+            class whose counts are all zero is left out.
+        seed: Seed of `numpy.random.RandomState`, which shuffles the ascending rows of each class.
 
     Raises:
-        ValueError: If a label has no column, or the counts are no numbers from 0 up.
+        ValueError: If a label has no column, or counts are negative or not finite.
         TypeError: If the labels are not integers.
 
     Example:
@@ -78,7 +74,7 @@ def in_proportion(targets, counts, seed: int) -> list[np.ndarray]:
         >>> [len(rows) for rows in parts]
         [3, 5]
 
-    Source: Huang, Shi, Cai, Suzuki, ICLR 2024, whose clients are tested on their own distribution.
+    Source: Huang, Shi, Cai, Suzuki, ICLR 2024, who test each client on its own distribution.
     """
     targets, counts = checks.labels(targets), np.asarray(counts, float)
     if counts.ndim != 2 or not len(counts) or not (np.isfinite(counts) & (counts >= 0)).all():
@@ -96,8 +92,8 @@ def in_proportion(targets, counts, seed: int) -> list[np.ndarray]:
     for label, column in enumerate(counts.T):
         rows = random.permutation(np.flatnonzero(targets == label))
         if column.any():
-            # Multiplied first: of whole numbers the quotient is exact wherever it is whole. Of
-            # others rounding may not take the last row from the last who has a share.
+            # Multiplied before divided: for integers a quotient that is an integer is exact. For
+            # other numbers, rounding must not take the last row from the last client with a share.
             sums = np.cumsum(column)
             ends = np.where(sums < sums[-1], np.floor(len(rows) * sums / sums[-1]), len(rows))
             for own, part in zip(clients, np.split(rows, ends[:-1].astype(int)), strict=True):

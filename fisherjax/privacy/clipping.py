@@ -89,7 +89,7 @@ def clipping_reduce(algorithm: Algorithm, clip: tuple[tuple[str, float | None], 
         groups = leaves_by_group(each, tuple(bounds))
         leaves, structure = jax.tree.flatten(each)
         # A client that is left out, or whose update is not finite, contributes zeros.
-        counts = (weights > 0) & tree.finite(leaves).all(0)
+        counts = (weights > 0) & tree.finite_by_client(leaves).all(0)
         leaves = tree.keep(counts, leaves)
         # Only the public weights are in no group; the weight of every client is one.
         total = [jnp.full(leaf.shape[1:], len(weights), leaf.dtype) for leaf in leaves]

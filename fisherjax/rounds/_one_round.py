@@ -21,7 +21,7 @@ from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, Report
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
-from fisherjax.local_update import Given, LocalTraining
+from fisherjax.local_update import ClientInputs, LocalTraining
 from fisherjax.parallel import Layout
 from fisherjax.training import Trained
 from fisherjax.typing import AnyArray, Array, Key, Model, Params
@@ -132,7 +132,7 @@ def start_round(experiment: Experiment, state: State, federation: Federation, ke
 
     Returns:
         The round's key, the places of the cohort [K], its federation, what its clients kept from
-        earlier rounds [K, ...], and the two `Given` of `client_inputs`.
+        earlier rounds [K, ...], and the two `ClientInputs` of `client_inputs`.
     """
     # Folded by the number in the state: a run continued from an old state repeats its rounds.
     key = jax.random.fold_in(key, state.number)
@@ -203,7 +203,7 @@ def client_inputs(
     parts: Leaves,
     kept: tuple[Any, dict[str, Array]],
     cohort: Array,
-) -> tuple[Given, Given]:
+) -> tuple[ClientInputs, ClientInputs]:
     """Return what clients start a round with.
 
     Returns:
@@ -211,7 +211,10 @@ def client_inputs(
         None in one of them.
     """
     local, statistics = kept
-    common, own = Given(None, None, parts.statistics, parts.frozen), Given(None, None, None, None)
+    common, own = (
+        ClientInputs(None, None, parts.statistics, parts.frozen),
+        ClientInputs(None, None, None, None),
+    )
     message, axis = broadcast(algorithm, state, parts.trained, cohort)
     if axis is None and not jax.tree.leaves(local):
         start, extras = algorithm.link.receive(message, local)
@@ -221,7 +224,7 @@ def client_inputs(
         own = own._replace(start=start, extras=extras)
     if statistics:
         # Clients keep some of the statistics, or all; the others are copies of the server's.
-        stacked = leaves.filled(copies(parts.statistics, len(cohort)), statistics)
+        stacked = leaves.replace(copies(parts.statistics, len(cohort)), statistics)
         common, own = common._replace(statistics=None), own._replace(statistics=stacked)
     return common, own
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import clients, compression, devices, leaves, parallel, training, tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape
 from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
@@ -95,7 +95,7 @@ class Federated(Experiment[Report]):
     def _kept_statistics(self, params: Params, inputs: Array | None) -> dict[str, Array]:
         """Return the initial statistics that each client keeps, by name."""
         link = self.algorithm.link
-        others = leaves.apart(self.model, params)[1]
+        others = leaves.split_trained(self.model, params)[1]
         keeps = [*tree.by_name(others)] if link.mix else link.keeps(others)
         if self.model.apply_train is None or not keeps:
             return {}
@@ -130,7 +130,7 @@ class Federated(Experiment[Report]):
         and for `algorithms.keep_local`.
         """
         places = jnp.arange(checks.count("num_clients", num_clients))
-        parts = leaves.named(state.params, tuple(state.statistics), ())
+        parts = leaves.split_by_name(state.params, tuple(state.statistics), ())
         parts = parts._replace(trained=leaves.trained(self.model, state.params))
         kept = state.local, state.statistics
         common, own = client_inputs(self.algorithm, state, parts, kept, places)
@@ -143,7 +143,7 @@ class Federated(Experiment[Report]):
     def traffic(self, params: Params, federation: Federation) -> Traffic:
         """Count the bytes that one client receives and sends in a round, from shapes alone."""
         params = checks.arrays(params)
-        checks.outputs(self.model, params, federation.inputs, federation.targets)
+        output_checks.outputs(self.model, params, federation.inputs, federation.targets)
         state = eval_shape(partial(self.init, clients=federation), params)
 
         def download(state: State) -> Any:

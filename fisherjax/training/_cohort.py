@@ -12,7 +12,7 @@ from fisherjax._core.compiler import eval_shape, jit
 from fisherjax._stacked import copies
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
-from fisherjax.local_update import Given, LocalTraining, State, client_epochs, first_state
+from fisherjax.local_update import ClientInputs, LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.typing import Array, Key, Params
 
@@ -33,7 +33,7 @@ class Trained(NamedTuple):
         steps: [M] number of optimiser steps.
         loss: [M, epochs] mean training loss in nats, measured during each epoch; 0 for a client
             without examples.
-        extras: What the optimiser kept of its state, stacked, see `local_update.keeping`.
+        extras: What the optimiser kept of its state, stacked, see `local_update.keep_state`.
         statistics: Leaves that training changed without a gradient, stacked; None if there are
             none.
         frozen: Leaves that training did not change, once for all clients; None if there are none.
@@ -63,7 +63,7 @@ class Trained(NamedTuple):
         held = [
             name for name, value in zip(self._fields, self, strict=True) if jax.tree.leaves(value)
         ]
-        return tree.line("Trained", tuple(self), " and ".join(held))
+        return tree.describe("Trained", tuple(self), " and ".join(held))
 
 
 class Cohort(NamedTuple):
@@ -81,7 +81,7 @@ class Cohort(NamedTuple):
 
     local: LocalTraining
     layout: Layout
-    given: tuple[Given, Given]
+    given: tuple[ClientInputs, ClientInputs]
     federation: Federation
     key: Key
     epochs: int
@@ -126,7 +126,7 @@ def _result(cohort: Cohort, found: tuple[Params, Params, Any], loss: Array) -> T
     return Trained(params, start, steps, loss, kept, statistics, common.frozen)
 
 
-def _first_state(local: LocalTraining, given: Given) -> State:
+def _first_state(local: LocalTraining, given: ClientInputs) -> State:
     return first_state(local, given.start, given.statistics)
 
 
@@ -145,12 +145,12 @@ def epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> Tr
         progress(epoch, loss[:, 0])
     # Arrays [M, 1] of one epoch each to [M, epochs].
     loss = jnp.concatenate(losses, axis=1)
-    params = jax.vmap(local_update.trained)(states)
-    return _result(cohort, (params, states.statistics, local_update.kept(states)), loss)
+    params = jax.vmap(local_update.trained_params)(states)
+    return _result(cohort, (params, states.statistics, local_update.kept_state(states)), loss)
 
 
 @partial(jit, static_argnums=(0, 1))
-def _first_states(local: LocalTraining, num_clients: int, given: Given) -> State:
+def _first_states(local: LocalTraining, num_clients: int, given: ClientInputs) -> State:
     return jax.vmap(lambda _: _first_state(local, given))(jnp.arange(num_clients))
 
 
@@ -161,7 +161,7 @@ def _run(
     layout: Layout,
     capacity: int,
     states: State | None,
-    given: tuple[Given, Given],
+    given: tuple[ClientInputs, ClientInputs],
     federation: Federation,
     key: Key,
     epochs: tuple[Array, Array, Array],
@@ -174,11 +174,13 @@ def _run(
         [M, capacity].
     """
 
-    def one(own: Any, common: Given, federation: Federation, key: Key, epochs: Any) -> Any:
+    def one(own: Any, common: ClientInputs, federation: Federation, key: Key, epochs: Any) -> Any:
         # One client's slice: its place, its state if it continues, and its own inputs.
         place, state, mine = own
         first, last, total = epochs
-        own_given = Given(*(c if o is None else o for c, o in zip(common, mine, strict=True)))
+        own_given = ClientInputs(
+            *(c if o is None else o for c, o in zip(common, mine, strict=True))
+        )
         epoch = client_epochs(local, federation, place, key, own_given, total)
 
         def body(number: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
@@ -190,7 +192,7 @@ def _run(
         # The length is traced, so that another number of epochs need not compile again.
         end, losses = jax.lax.fori_loop(first, last, body, (begin, losses))
         # Dropping the optimiser's state keeps only the states of one chunk in memory.
-        found = local_update.trained(end), end.statistics, local_update.kept(end)
+        found = local_update.trained_params(end), end.statistics, local_update.kept_state(end)
         return found if state is None else end, losses
 
     return parallel.spread_clients(

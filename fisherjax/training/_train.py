@@ -15,11 +15,11 @@ import numpy as np
 import optax
 
 from fisherjax import _optimizers, clients, leaves, local_update, parallel
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._stacked import copies, shapes_of_one
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory, replicate
-from fisherjax.local_update import Given, LocalTraining
+from fisherjax.local_update import ClientInputs, LocalTraining
 from fisherjax.parallel import Layout
 from fisherjax.training._cohort import (
     Cohort,
@@ -118,7 +118,7 @@ def untrained(params: Params, num_clients: int, model: Model | None = None) -> T
         # An array that is bound to one device could not join clients on others.
         return x if checks.is_traced(x) else np.asarray(x)
 
-    own, frozen = (params, None) if model is None else leaves.apart(model, params)
+    own, frozen = (params, None) if model is None else leaves.split_trained(model, params)
     return Trained(copies(jax.tree.map(on_host, own), num_clients), frozen=frozen)
 
 
@@ -176,10 +176,10 @@ def check(
     checks.key(key)
     checks.count("epochs", epochs)
     batch_size = checks.count("batch_size", batch_size)
-    checks.outputs(model, params, federation.inputs, federation.targets)
+    output_checks.outputs(model, params, federation.inputs, federation.targets)
     # No client has more rows. The rest of a longer minibatch would be padding.
     batch_size = min(batch_size, federation.indices.shape[1])
-    checks.train_outputs(model, params, federation.inputs, batch_size)
+    output_checks.train_outputs(model, params, federation.inputs, batch_size)
     without = _HIDDEN if local_update.hides_the_loss(model) else ""
     trained = leaves.trained(model, params)
     _optimizers.check("optimizer", optimizer, trained, without, extras)
@@ -205,5 +205,5 @@ def _checked_cohort(
     # jit needs all arrays on the same devices, and the clients may be spread over a mesh.
     params, key = replicate((jax.tree.map(jnp.asarray, params), key), layout.mesh)
     start, statistics, frozen = leaves.split(model, params, federation.inputs, local.batch_size)
-    given = Given(start, None, statistics, frozen), Given(None, extras, None, None)
+    given = ClientInputs(start, None, statistics, frozen), ClientInputs(None, extras, None, None)
     return Cohort(local, layout, given, federation, key, how[1])

@@ -400,7 +400,7 @@ def test_updates_that_do_not_fit_together_are_named(row, merge):
         merge(updates, None)
     rest = {k: v for k, v in updates[2].values[row.main].items() if k != "second"}
     updates[1:] = good, changed(updates[2], **{row.main: rest})
-    with pytest.raises(ValueError, match="Client 2 holds another tree than client 0"):
+    with pytest.raises(ValueError, match="Client 2 has another structure than client 0"):
         merge(updates, None)
 
 

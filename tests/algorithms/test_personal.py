@@ -88,7 +88,7 @@ def test_the_order_of_clients_is_that_of_their_models(world, method):
 
 def test_every_clients_model_is_finite_and_moves_where_it_has_examples(world, method):
     start, models = world[1], play(world, method, 2)[1]
-    assert tree.finite(models).all()
+    assert tree.finite_by_client(models).all()
     head = np.asarray(models["params"]["head"]["bias"])
     moved = np.abs(head - np.asarray(start["params"]["head"]["bias"])).max(1) > 0
     assert moved[np.array(SIZES) > 0].all()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fisherjax import Examples, Model, algorithms, datasets, files, likelihoods
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 
 
 def linear(params, x):
@@ -204,14 +204,14 @@ TRAINS = {
 def test_what_apply_train_returns_is_checked_before_anything_is_compiled(fault):
     apply_train, words = TRAINS[fault]
     with pytest.raises(ValueError, match=words):
-        checks.train_outputs(MODEL._replace(apply_train=apply_train), PARAMS, INPUTS, 4)
+        output_checks.train_outputs(MODEL._replace(apply_train=apply_train), PARAMS, INPUTS, 4)
 
 
 def test_a_network_that_fails_is_told_with_the_inputs_it_got():
     with pytest.raises(ValueError, match=r"apply failed on inputs of shape \(5, 3\) and dtype"):
-        checks.outputs(MODEL, {"w": jnp.ones((4, 2))}, INPUTS)
+        output_checks.outputs(MODEL, {"w": jnp.ones((4, 2))}, INPUTS)
     with pytest.raises(ValueError, match=r"apply returned .*; expected outputs \[B, C\]"):
-        checks.outputs(Model(lambda p, x: x.sum(), likelihoods.gaussian), PARAMS, INPUTS)
+        output_checks.outputs(Model(lambda p, x: x.sum(), likelihoods.gaussian), PARAMS, INPUTS)
 
 
 # Examples

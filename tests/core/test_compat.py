@@ -75,7 +75,7 @@ print(loaded, [{{name for name in names if not name.startswith("_")}} for names 
 def test_a_failed_import_leaves_jax_as_it_is():
     compat.import_kfac_jax()  # jax 0.10 warns when one of the names is first looked up
     before = set(vars(jax.core))
-    with pytest.raises(ImportError, match="no kfac"), compat._lend_names():
+    with pytest.raises(ImportError, match="no kfac"), compat._names_at_import():
         raise ImportError("no kfac")
     assert set(vars(jax.core)) == before
 

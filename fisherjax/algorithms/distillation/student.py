@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from fisherjax import clients, likelihoods, training
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import jit
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
@@ -86,7 +86,10 @@ def distilled(
     inputs = jnp.asarray(inputs)
     checks.examples(Examples(inputs))
     length = min(checks.count("batch_size", batch_size), len(inputs))
-    vote, outputs = checks.outputs(voters, stacked, inputs), checks.outputs(student, start, inputs)
+    vote, outputs = (
+        output_checks.outputs(voters, stacked, inputs),
+        output_checks.outputs(student, start, inputs),
+    )
     if vote.shape != outputs.shape:
         raise ValueError(
             f"The student's outputs have shape {outputs.shape}; expected that of the vote, "

@@ -223,7 +223,7 @@ def _train_student(
 ) -> tuple[Params, Any, Array]:
     """Train the student on all images; return it, its optimiser and the last pass's mean loss."""
     how, optimizer = fixed.how, _optimizer(fixed.how)
-    apply, trained = leaves.opened(fixed.model, work.student)
+    apply, trained = leaves.bind_untrained(fixed.model, work.student)
     # Images of later epochs are last in each order, and no step reaches them.
     exists = jnp.arange(len(work.images)) < work.epoch * how.images
     steps = work.epoch * how.images // how.batch_size

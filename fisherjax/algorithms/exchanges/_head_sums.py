@@ -48,7 +48,7 @@ class HeadSums:
 
     def __repr__(self) -> str:
         """Describe the sums in one line, with the name of their layer."""
-        return tree.line(
+        return tree.describe(
             "HeadSums", self, f"of {str(getattr(self.layer, 'kernel', self.layer))[:60]}"
         )
 
@@ -81,7 +81,7 @@ def head_mean(sums: WeightedSum) -> HeadSums:
 @partial(jit, static_argnums=(0, 1))
 def head_sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
     """Compute a client's sums for its last layer, by minibatches."""
-    apply, trained = leaves.opened(model, params)
+    apply, trained = leaves.bind_untrained(model, params)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
         del key
@@ -90,7 +90,7 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
             check_head(model, params, x)
         place = output_layer(seen)
         a, z = seen.activations[place], seen.outputs
-        counts = _sequences.targets_counted(model, x, z.shape, y)
+        counts = _sequences.counted_targets(model, x, z.shape, y)
         y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
         y = y.reshape(*a.shape[:2], -1).astype(a.dtype)
         if counts is not None:
@@ -106,7 +106,7 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
         # Means are over examples, each of which may have several positions.
         return HeadSums(*moments, below, number, seen.layers[place])
 
-    examples = _sequences.weighed(model, examples)
+    examples = _sequences.drop_uncounted(model, examples)
     means = _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
     rows = examples.inputs if examples.indices is None else examples.indices
     weights = jnp.ones(rows.shape[0]) if examples.weights is None else examples.weights
@@ -127,7 +127,7 @@ def check_head(model: Model, params: Params, inputs: AnyArray, *, frozen: bool =
             layer, which the message names.
     """
     try:
-        check_output_layer(*leaves.opened(model, params), inputs)
+        check_output_layer(*leaves.bind_untrained(model, params), inputs)
     except ValueError as error:
         left_out = _frozen_head(model, params, inputs)
         if not left_out:
@@ -147,6 +147,6 @@ def _frozen_head(model: Model, params: Params, inputs: AnyArray) -> list[str]:
     # The network as if it had no mask, which may be one that cannot be read.
     with contextlib.suppress(ValueError):
         layer = check_output_layer(model.apply, params, inputs)
-        others = tree.names(leaves.apart(model, params)[1])
+        others = tree.names(leaves.split_trained(model, params)[1])
         return [name for name in (layer.leaf, layer.bias) if name in others]
     return []

@@ -47,7 +47,7 @@ class HeadProducts:
 
     def __repr__(self) -> str:
         """Describe the sums in one line, with the name of their layer."""
-        return tree.line(
+        return tree.describe(
             "HeadProducts", self, f"of {str(getattr(self.layer, 'kernel', self.layer))[:60]}"
         )
 
@@ -72,12 +72,12 @@ class Products:
 
     def __repr__(self) -> str:
         """Describe the sums in one line."""
-        return tree.line("Products", self)
+        return tree.describe("Products", self)
 
 
 def regression(model: Model, x: Array, z: Array, y: Array) -> Array:
     """Return the targets of outputs z, in their shape; z itself at positions not counted."""
-    counts = _sequences.targets_counted(model, x, z.shape, y)
+    counts = _sequences.counted_targets(model, x, z.shape, y)
     y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
     y = y.astype(z.dtype).reshape(z.shape)
     return y if counts is None else jnp.where(counts[..., None], y, z)
@@ -88,7 +88,7 @@ def exact_products(
     model: Model, batch_size: int, params: Params, directions: Params, examples: Examples
 ) -> Products:
     """Compute the quadratic of stacked directions [K, ...], by minibatches."""
-    apply, trained = leaves.opened(model, params)
+    apply, trained = leaves.bind_untrained(model, params)
     dot = partial(jnp.einsum, precision=PRECISION)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> Products:
@@ -103,7 +103,7 @@ def exact_products(
         changes = jax.vmap(derivative)(_without_head(layer, directions))
         z = seen.outputs
         residual = z - regression(model, x, z, y)
-        counts = _sequences.targets_counted(model, x, z.shape, y)
+        counts = _sequences.counted_targets(model, x, z.shape, y)
         if counts is not None:
             changes = jnp.where(counts[..., None], changes, 0)
         # Each side of a product is multiplied by the root of the weight; [B, T, ...].
@@ -120,7 +120,7 @@ def exact_products(
         steepness = dot("kntc,ntc->k", changes, residual)
         return Products(dot("jntc,kntc->jk", changes, changes), steepness, head)
 
-    examples = _sequences.weighed(model, examples)
+    examples = _sequences.drop_uncounted(model, examples)
     return _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
 
 
@@ -153,7 +153,7 @@ def best_way(
         slope += jnp.einsum("pac,ac->p", heads, held.head.gradient)
     curvature = _curvature(held, ways, heads)
     shift = jnp.where(unit > 0, _RIDGE * jnp.trace(curvature) / len(unit), 1)
-    share = -linalg.definite(curvature + jnp.diag(shift), slope)
+    share = -linalg.cholesky_solve(curvature + jnp.diag(shift), slope)
     predicted = share @ slope + share @ curvature @ share / 2
     layer = None if used.head is None else used.head.layer
     moved = _without_head(layer, directions)
@@ -173,7 +173,7 @@ def _with_heads(used: HeadProducts, value: Array) -> tuple[Array, Array]:
     pull = (used.gradient + ridge * value)[None]
     sides = jnp.concatenate([used.crossed, pull])
     flat = sides.swapaxes(0, 1).reshape(size, -1)
-    heads = -linalg.definite(used.inputs + ridge * jnp.eye(size), flat)
+    heads = -linalg.cholesky_solve(used.inputs + ridge * jnp.eye(size), flat)
     heads = heads.reshape(size, *sides.shape[::2]).swapaxes(0, 1)
     ways = jnp.concatenate([one, one, jnp.zeros_like(one[:1])])
     return ways, jnp.concatenate([jnp.zeros_like(used.crossed), heads])

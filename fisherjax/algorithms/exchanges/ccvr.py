@@ -151,7 +151,7 @@ def _tuned(
         value, state = carry
         of = partial(loss, features=features[batch], labels=labels[batch])
         arguments = _optimizers.loss_arguments(of, *jax.value_and_grad(of)(value))
-        update = _optimizers.supported(optimizer).update
+        update = _optimizers.with_extra_args(optimizer).update
         updates, state = update(arguments["grad"], state, value, **arguments)
         return (optax.apply_updates(value, updates), state), None
 
@@ -166,5 +166,5 @@ def _tuned(
     )
     before = loss(value, features, labels)
     (value, state), _ = jax.lax.scan(step, (value, optimizer.init(value)), batches)
-    value = _optimizers.answer(value, state)
+    value = _optimizers.final_params(value, state)
     return value, Tuned(before, loss(value, features, labels))

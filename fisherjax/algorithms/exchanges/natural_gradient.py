@@ -231,9 +231,9 @@ class _Plan(NamedTuple):
 def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes:
     # Before anything is sent: the next message solves for that layer, unless it is frozen.
     check_head(plan.model, params, examples.inputs, frozen=True)
-    apply, own = leaves.opened(plan.model, params)
+    apply, own = leaves.bind_untrained(plan.model, params)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
-    examples = _sequences.weighed(plan.model, draw(rows, examples, plan.max_examples))
+    examples = _sequences.drop_uncounted(plan.model, draw(rows, examples, plan.max_examples))
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> tuple[Array, Params]:
         del key
@@ -276,7 +276,7 @@ def _directions(slopes: Slopes, damping: tuple[float, ...]) -> Params:
 def _losses(
     plan: _Plan, scales: tuple[float, ...], params: Params, step: Params, held: Examples
 ) -> Array:
-    apply, own = leaves.opened(plan.model, params)
+    apply, own = leaves.bind_untrained(plan.model, params)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> Array:
         del key
@@ -287,5 +287,5 @@ def _losses(
 
         return jax.lax.map(loss, jnp.array(scales))
 
-    held = _sequences.weighed(plan.model, held)
+    held = _sequences.drop_uncounted(plan.model, held)
     return _passes.weighted_mean(batch_sums, held, key=None, batch_size=plan.batch_size)

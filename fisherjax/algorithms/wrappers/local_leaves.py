@@ -163,7 +163,7 @@ def keep_chosen(
 def _by_name(where: Callable[[str], bool] | frozenset[str]) -> Callable:
     # Cached, because equal arguments must give the same algorithm.
     def choose(params: Params) -> set[str]:
-        names = leaves.places(params)
+        names = leaves.by_name(params)
         if not isinstance(where, frozenset):
             return {name for name in names if where(name)}
         if unknown := sorted(where.difference(names)):

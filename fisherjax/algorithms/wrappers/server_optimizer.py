@@ -72,7 +72,9 @@ def with_server_optimizer(
         merged, inner, info = algorithm.aggregate(key, received, params, state.algorithm, cohort)
         # Merged leaves are at least float32; the gradient has the dtype of params.
         gradient = jax.tree.map(lambda w, m: jnp.asarray(w) - m.astype(w.dtype), params, merged)
-        step, server = _optimizers.supported(optimizer).update(gradient, state.optimizer, params)
+        step, server = _optimizers.with_extra_args(optimizer).update(
+            gradient, state.optimizer, params
+        )
         moved = optax.apply_updates(params, step)
         return moved, ServerState(inner, server), info
 

@@ -62,7 +62,7 @@ class Sketches:
 
     def __repr__(self) -> str:
         """Describe the sums in one line."""
-        return tree.line("Sketches", self, f"of {tree.count(len(self.layers), 'layer')}")
+        return tree.describe("Sketches", self, f"of {tree.count(len(self.layers), 'layer')}")
 
 
 @cached
@@ -205,10 +205,10 @@ def _terms(
     like = {"input": jnp.zeros((1, a) if is_diagonal else (1, a, a), columns.dtype)}
     left, _ = _projections(seed, number, k, like | {"output": jnp.zeros((1, o, o), columns.dtype)})
     # If R has a smaller rank than k, Q has columns of noise, and their rows are zero.
-    range_ = linalg.orthonormal(columns / tree.unit(columns))
+    range_ = linalg.orthonormal_basis(columns / tree.unit(columns))
     # Scaled to one, because squares of tiny Fishers would underflow.
     unit = tree.unit(rows)
-    core = _product(linalg.inverse(_product(left, range_)), rows / unit)
+    core = _product(linalg.pinv(_product(left, range_)), rows / unit)
     u, values, v = linalg.svd(core)
     size = jnp.sqrt(values)[:, None]
     inputs = jax.vmap(lambda x: x if is_diagonal else _unpacked(x, a))(_product(range_, u).T * size)
@@ -246,12 +246,14 @@ def _packed(factor: Array) -> Array:
     if factor.ndim == 1:
         return factor
     root = jnp.sqrt(jnp.asarray(2, factor.dtype))
-    return linalg.folded(jnp.where(jnp.eye(len(factor), dtype=bool), factor, root * factor)).ravel()
+    return linalg.fold_triangle(
+        jnp.where(jnp.eye(len(factor), dtype=bool), factor, root * factor)
+    ).ravel()
 
 
 def _unpacked(vector: Array, size: int) -> Array:
     """Return the symmetric matrix of a vector from `_packed`, its inverse."""
-    matrix = linalg.unfolded(vector.reshape((size + 1) // 2, -1))
+    matrix = linalg.unfold_triangle(vector.reshape((size + 1) // 2, -1))
     root = jnp.sqrt(jnp.asarray(0.5, vector.dtype))
     return jnp.where(jnp.eye(size, dtype=bool), matrix, root * matrix)
 

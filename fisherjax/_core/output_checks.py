@@ -1,0 +1,137 @@
+"""Check what a model returns: its outputs, positions and new statistics.
+
+The model's functions are traced with shapes, so that nothing is computed, however large the data
+set is. Only positions that are numbers are evaluated, because their values must be 0 or 1.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import tree
+from fisherjax._core.checks import is_traced, kind_of
+from fisherjax.typing import AnyArray, ArrayOrShape, Model, Params, Positions
+
+IGNORED = -100
+"""The class label of a position that has no loss, as PyTorch and Hugging Face write it."""
+
+
+def positions(value: Positions, inputs: ArrayOrShape) -> Any:
+    """Return the shape and dtype of a model's positions; check that they are a mask [B, T]."""
+    traced = _traced("positions", lambda _, x: value(x), None, tree.shape_of(inputs))
+    shape, batch = getattr(traced, "shape", None), inputs.shape[0]
+    if shape is None or len(shape) != 2 or shape[0] != batch:
+        raise ValueError(
+            f"positions returned {kind_of(traced) if shape is None else f'shape {shape}'} for "
+            f"inputs of shape {tuple(inputs.shape)}; expected [{batch}, T], a number for each "
+            "position of each example, as lambda tokens: tokens != 0 returns for tokens [B, T]."
+        )
+    is_number = any(jnp.issubdtype(traced.dtype, x) for x in (jnp.integer, jnp.floating))
+    if not is_number and traced.dtype != bool:
+        raise TypeError(f"positions returned {traced.dtype}; expected booleans, or 0 and 1.")
+    known = traced.dtype != bool and not is_traced(inputs) and hasattr(inputs, "__array__")
+    if known:
+        with jax.ensure_compile_time_eval():
+            mask = jnp.asarray(value(jnp.asarray(inputs)))
+            fits = bool(((mask == 0) | (mask == 1)).all())
+        if not fits:
+            raise ValueError(
+                f"positions returned {traced.dtype} other than 0 and 1; expected 1 where a "
+                "position counts and 0 elsewhere: compare with zero, or pass weights with the "
+                "examples."
+            )
+    return traced
+
+
+def are_positions(model: Model, inputs: ArrayOrShape, shape: tuple[int, ...]) -> bool:
+    """Return whether outputs of this shape, [B, T, ..., C], are sequences that are masked.
+
+    Raises:
+        ValueError: If the outputs are sequences of another length than the positions.
+    """
+    if model.positions is None:
+        return False
+    length = positions(model.positions, inputs).shape[1]
+    if len(shape) < 3:
+        return False
+    if shape[1] not in (length, 1):
+        raise ValueError(
+            f"The outputs of an example have shape {tuple(shape[1:])}, a sequence of {shape[1]}, "
+            f"but positions returned a mask of {length}. Make it return [B, {shape[1]}], or make "
+            "apply keep the length of its inputs."
+        )
+    return shape[1] == length
+
+
+def are_labels(shape: tuple[int, ...], targets: AnyArray) -> bool:
+    """Return whether targets are signed class labels, one for each position, judging by shapes."""
+    # Unsigned labels cannot be -100.
+    is_signed = jnp.issubdtype(targets.dtype, jnp.signedinteger)
+    return is_signed and len(shape) > 2 and tuple(targets.shape) == tuple(shape[:-1])
+
+
+def replace_ignored(model: Model, shape: tuple[int, ...], targets: AnyArray) -> AnyArray:
+    """Replace labels that are ignored by class 0, so that the others can be checked."""
+    if model.positions is None or not are_labels(shape, targets):
+        return targets
+    return targets * (targets != IGNORED)
+
+
+def outputs(
+    model: Model, params: Params, inputs: ArrayOrShape, targets: AnyArray | None = None
+) -> Any:
+    """Return the shape and dtype of the outputs; check that the network runs and targets fit."""
+    z = _traced("apply", model.apply, params, tree.shape_of(inputs))
+    if getattr(z, "ndim", 0) < 1:
+        raise ValueError(f"apply returned {z}; expected outputs [B, C], an array.")
+    if model.positions is not None:
+        are_positions(model, inputs, z.shape)
+    if targets is not None:
+        model.likelihood.check(z.shape, replace_ignored(model, z.shape, targets))
+    return z
+
+
+def train_outputs(model: Model, params: Params, inputs: ArrayOrShape, batch_size: int) -> None:
+    """Check that `apply_train` runs on a minibatch and that its results fit `apply` and params."""
+    if model.apply_train is None:
+        return
+    # A minibatch is traced, because `apply_train` never sees the whole data set.
+    batch = tree.shape_of(inputs, batch_size)
+    z = _traced("apply", model.apply, params, batch)
+    # Only the shapes of a key and of weights are needed: nothing is drawn.
+    key = jax.eval_shape(jax.random.key, 0)
+    weights = jax.ShapeDtypeStruct((batch_size,), jnp.result_type(float))
+    result = _traced("apply_train", model.apply_train, params, batch, key, weights)
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(
+            f"apply_train returned {kind_of(result)}; expected a pair (outputs, new), where new is "
+            "None or like params."
+        )
+    given, new = getattr(result[0], "shape", None), result[1]
+    if given != z.shape:
+        raise ValueError(
+            f"apply_train returned outputs of shape {given}; expected {z.shape}, as apply does."
+        )
+    given, expected = ({} if x is None else tree.shapes(x) for x in (new, params))
+    # Leaves that it does not change may be None.
+    places = [len(jax.tree.leaves(x, is_leaf=lambda y: y is None)) for x in (new, params)]
+    if not given.items() <= expected.items() or (new is not None and places[0] != places[1]):
+        raise ValueError(
+            f"apply_train returned new leaves {given}; expected None, or those of params, "
+            f"{expected}."
+        )
+
+
+def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: Any) -> Any:
+    try:
+        return jax.eval_shape(function, params, inputs, *rest)
+    # The user's function may raise an error of any type.
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{name} failed on inputs of shape {inputs.shape} and dtype {inputs.dtype} "
+            f"({type(error).__name__}: {first_line}). Check that the params and the inputs are "
+            "those of this network."
+        ) from error
