@@ -81,14 +81,17 @@ SHARED = [
     *("accounting", "clipping", "encoded", "reading", "_limits"),
     *("base", "stages", "checks", "_places", "arrays", "values", "_claims", "uploads"),
     *("_packed", "_parts"),
+    *("_rows", "_fisher_updates", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
+    "distillation._open_set",
     *("fixed_point", "shares", "keys", "_messages", "protocol"),
     *("quantized", "matrices", "stream"),
     *("statistics", "_reads", "client_half", "_server_half", "merges", "_layerwise", "_repair"),
     *("two_layer", "signal_noise", "_recursion"),
 ]
-REGISTRY = "registry"  # the one file that reads all others of its folder, each a paper
+# The files that read all others of their folder, each a paper, in the order of their imports.
+REGISTRY = ("registry", "_lookup")
 
 LATER = {"networks"}  # imported when it is first used
 
@@ -158,8 +161,9 @@ def position(module: str) -> tuple[int, int]:
         assert file in files, f"give {folder}/{file}.py its place in BUILT"
     if f"{folder}.{file}" in FOLDERS:  # says only what the folder is
         return ORDER.index(folder), -1
-    inside = files.index(file) if file in files else len(files) + (file == REGISTRY)
-    return ORDER.index(folder), inside if file else len(files) + 2
+    ranked = (*files, "", *REGISTRY)  # any other file, a paper, has the place of ""
+    inside = ranked.index(file if file in ranked else "")
+    return ORDER.index(folder), inside if file else len(ranked)
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module])

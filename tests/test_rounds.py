@@ -410,7 +410,7 @@ def test_bad_input_is_refused_before_the_first_round(world):
 def test_a_method_of_several_messages_is_no_round():
     method = algorithms.natural_gradient(MODEL)
     how = {"cohort": 1, "optimizer": SGD, "epochs": 1, "batch_size": 1}
-    with pytest.raises(TypeError, match=r"sequence of 3; expected one.*played by merging.exchange"):
+    with pytest.raises(TypeError, match=r"sequence of 3; expected one.*to merging.exchange"):
         rounds.federated(MODEL, method, **how)
 
 

@@ -24,7 +24,7 @@ import optax
 
 import fisherjax as fj
 from fisherjax.algorithms import METHODS, Algorithm, Link, Row
-from fisherjax.algorithms.base import fisher_sums, solve_sums
+from fisherjax.algorithms._fisher_updates import fisher_sums, solve_sums
 from fisherjax._core.caching import cached
 
 

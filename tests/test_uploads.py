@@ -504,7 +504,7 @@ def test_a_bad_upload_is_refused_by_name_and_nothing_is_written(paths, case, cap
         (
             {"algorithm": "fedfisher_sequential"},
             ValueError,
-            "fedfisher_sequential solves a layer from what the layers before it became",
+            "fedfisher_sequential merges a layer by the merged layers before it",
         ),
         ({"algorithm": "scaffold"}, ValueError, "scaffold takes more than one message"),
         (

@@ -1,12 +1,22 @@
-"""Merging methods, one paper a file, one interface, and the registry of them.
+"""Merging methods with one interface, one paper per file, and the registry of all methods.
 
-A paper is one file and one row of `METHODS` in `registry`, whose names are all here.
+A paper is one file and one row of `METHODS` in `registry`, whose public names are all here.
 """
 
 from fisherjax._layers.normalization import normalizations
 from fisherjax.algorithms import registry
+from fisherjax.algorithms._lookup import (
+    check_options,
+    make,
+    merges,
+    options,
+    personal,
+    required,
+)
+from fisherjax.algorithms._rows import LAWS, Row
 from fisherjax.algorithms.base import Algorithm, Link, Update
-from fisherjax.algorithms.distillation.fedov import open_set, voting
+from fisherjax.algorithms.distillation._open_set import open_set
+from fisherjax.algorithms.distillation.fedov import voting
 from fisherjax.algorithms.distillation.student import distilled
 from fisherjax.algorithms.distillation.synthesis import FEDLPA_DISTILLATION, Distillation
 from fisherjax.algorithms.fedbn import is_normalization
@@ -18,18 +28,26 @@ from fisherjax.algorithms.wrappers.server_optimizer import with_server_optimizer
 
 __all__ = [
     "FEDLPA_DISTILLATION",
+    "LAWS",
     "Algorithm",
     "Distillation",
     "Link",
+    "Row",
     "Stages",
     "Update",
+    "check_options",
     "distilled",
     "in_stages",
     "is_normalization",
     "keep_local",
+    "make",
+    "merges",
     "normalizations",
     "open_set",
+    "options",
     "paper_adam",
+    "personal",
+    "required",
     "voting",
     "with_server_optimizer",
 ]

@@ -1,13 +1,15 @@
-"""The one interface of all algorithms, and what several of them share.
+"""The interface of all algorithms, and functions that several of them share.
 
-An algorithm is a few pure functions, made by a factory; all but `summarize` and `aggregate` have
-defaults. A round sends what `link.broadcast` gives; every client makes its start of it by
-`link.receive`, trains by `optimizer` of the user's one, and summarizes; the server reduces and
-aggregates. Where it needs only sums over clients, `reduce` computes them from stacked updates and
-weights of any sum, in at least float32: sums of groups of clients add up leaf by leaf, so uploads
-can be streamed, sharded and masked, and `aggregate` divides by the total weight that is among them.
-Without `reduce` it needs each update, and takes the pair (updates, weights) with weights that sum
-to one.
+An algorithm is a few pure functions, made by a factory; all except `summarize` and `aggregate` have
+defaults. In a round, the server sends the message that `link.broadcast` returns. Each client gets
+its initial model from the message by `link.receive`, trains it with the user's optimiser as wrapped
+by `optimizer`, and calls `summarize`. The server then calls `reduce` and `aggregate`.
+
+A method that needs only sums over clients has a `reduce`, which computes them from stacked updates
+and weights of any sum, in at least float32. Sums over groups of clients can be added leaf by leaf,
+so that uploads can be streamed, sharded and masked; `aggregate` divides by the total weight, which
+is one of the sums. A method that needs each update has no `reduce`: its `aggregate` receives the
+pair (updates, weights), with weights that sum to one.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -15,32 +17,32 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 import optax
 
-from fisherjax import quadratic, tree
+from fisherjax import tree
 from fisherjax._core import checks
-from fisherjax._core.caching import name_of
-from fisherjax.fisher import Operator, automatic, true
-from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
-from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params, Scalar
+from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params
 
-# Examples of a client at the knee of accuracy for the true Fisher, see docs/methods/merging.md.
+# Default number of a client's examples in a Fisher pass: more of them hardly make a merge by the
+# true Fisher more accurate (see docs/methods/merging.md).
 ENOUGH = 2000
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class Update:
-    """What a client sends, or stacked what many did.
+    """The upload of one client, or the stacked uploads of several.
 
     Attributes:
-        values: Named arrays and operators, such as {"params": W_i, "fisher": F_i}, of trained
-            leaves.
-        kind: What they are; an algorithm refuses another's. `algorithm.kind` of whoever made it.
-        statistics: Leaves that training changed without a gradient, by name: the server averages
+        values: Arrays and operators by name, such as {"params": W_i, "fisher": F_i}, which cover
+            the trained leaves.
+        kind: Description of the values, which is `kind` of the algorithm that made the update; an
+            algorithm refuses updates of another kind.
+        statistics: Leaves that training changed without a gradient, by name; the server averages
             them.
-        frozen: Names of leaves that are not sent: the server leaves them as they are.
+        frozen: Names of leaves that are not sent; the server keeps its own.
 
     Example:
         >>> twice = jax.tree.map(lambda x: 2 * x, Update({"params": jax.numpy.ones(3)}, "params"))
@@ -55,61 +57,62 @@ class Update:
     frozen: tuple[str, ...] = field(default=(), metadata={"static": True})
 
     def __repr__(self) -> str:
-        """Describe the update in one line: what it holds, its kind, how much that is."""
+        """Describe the update in one line: its values, its kind and its size."""
         parts = " and ".join(map(str, self.values)) if isinstance(self.values, dict) else "?"
         return tree.describe("Update", self, parts[:80], f"kind {self.kind}"[:40])
 
 
 def nothing(*_: Any) -> tuple[()]:
-    """Keep nothing between rounds, on the server or on a client."""
+    """Return (), the state of a server or client that stores nothing between rounds."""
     return ()
 
 
-def send_everything(params: Params, *_: Any) -> Params:
-    """Send the global model."""
+def send_params(params: Params, *_: Any) -> Params:
+    """Return the global model, the message of most methods."""
     return params
 
 
-def start_there(message: Params, *_: Any) -> tuple[Params, tuple[()]]:
-    """Start from what was sent, and give the optimiser nothing."""
+def start_from_message(message: Params, *_: Any) -> tuple[Params, tuple[()]]:
+    """Return the received model as the initial one, and no extra arguments of the optimiser."""
     return message, ()
 
 
 def as_sent(values: dict[str, Any], *_: Any) -> dict[str, Any]:
-    """Take what clients sent as it is."""
+    """Return the values that clients sent, unchanged."""
     return values
 
 
 def unchanged(base: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Train by the user's optimiser as it is."""
+    """Return the user's optimiser, unchanged."""
     return base
 
 
 class Link(NamedTuple):
-    """What server and clients remember from round to round, and send each other beside updates.
+    """State that server and clients store between rounds, and messages other than updates.
 
-    Most methods remember nothing and send the global model: those are the defaults.
+    Most methods store nothing and send the global model, which are the defaults.
 
     Attributes:
-        init: (params, num_clients) -> state, what the server keeps; () for most.
-        init_client: params -> local, what a client keeps and never sends; () for most.
-        broadcast: (params, state, place) -> message, what the server sends to the client at that
-            place among all; the place is None where it sends the same to all.
-        receive: (message, local) -> (start, extras), what the client begins with and what its
-            optimiser is given.
-        personal: Whether `broadcast` sends something else to every client.
+        init: (params, num_clients) -> state of the server; () for most methods.
+        init_client: params -> local, the state of a client, which is never sent; () for most
+            methods.
+        broadcast: (params, state, place) -> message from the server to the client with that index
+            among all clients; the place is None if all clients receive the same message.
+        receive: (message, local) -> (start, extras), the client's initial model and extra
+            arguments of its optimiser.
+        personal: Whether `broadcast` sends each client a message of its own.
         draws: Whether `aggregate` draws noise that has to be secret: a merge then needs a key.
-        whole: Whether `aggregate` runs the network: its params then have all leaves, not only
-            those that are trained.
-        keeps: statistics -> the names of those that each client keeps to itself.
-        mix: (values, weights [K]) -> shares [K, K] of everybody's statistics for each client; None
-            where all get the same.
+        whole: Whether `aggregate` runs the network: its params then contain all leaves, not only
+            the trained ones.
+        keeps: statistics -> names of the statistics that each client keeps to itself.
+        mix: (values, weights [K]) -> shares [K, K], whose row k weighs all clients' statistics for
+            client k; None if all clients get the same statistics.
     """
 
     init: Callable[[Params, int], Any] = nothing
     init_client: Callable[[Params], Any] = nothing
-    broadcast: Callable[[Params, Any, Any], Any] = send_everything
-    receive: Callable[[Any, Any], tuple[Params, Any]] = start_there
+    broadcast: Callable[[Params, Any, Any], Any] = send_params
+    receive: Callable[[Any, Any], tuple[Params, Any]] = start_from_message
     personal: bool = False
     draws: bool = False
     whole: bool = False
@@ -118,32 +121,34 @@ class Link(NamedTuple):
 
 
 GIVES = ("model", "wider model", "model per client", "votes")
-"""What a merge may give: one model of the clients' shapes, one of other shapes, a model for every
-client and their mean, or all models stacked, which vote."""
+"""What a merge can return: one model of the clients' shapes, one of other shapes, a model for each
+client together with their mean, or all models stacked, for a vote."""
 
 
 Report = TypeVar("Report", covariant=True)
 
 
 class Algorithm(NamedTuple, Generic[Report]):
-    """A method as pure functions; the module says when each is called.
+    """A method, as a tuple of pure functions; the module's docstring says when each is called.
 
-    Its type names what it reports: `merging.merge` of an `Algorithm[Info]` returns an `Info`.
+    `Algorithm[Info]` is the type of one that reports an `Info`, which `merging.merge` returns.
 
     Attributes:
-        summarize: (key, trained, examples, local) -> (update, local), on one client.
+        summarize: (key, trained, examples, local) -> (update, local), called for one client.
         aggregate: (key, sums or (updates, weights), params, state, cohort) -> (params, state,
-            info); `cohort` are the places [K] of the clients that took part. One that takes long
-            is `Stages`, which `in_stages` follows.
-        reduce: (stacked updates, weights [K]) -> sums, or None if each update is needed.
-        decode: (values of stacked updates, params) -> what `reduce` and `aggregate` take: undoes
-            what a wrapper did to them on the clients, such as compression.
-        optimizer: Wraps the user's optimiser; it is given `start`, `extras` and `last_epoch` as
-            extra arguments. Equal bases give the same object.
-        kind: What the updates are, in words.
-        model: The network that `summarize` runs, for checks of the data; None if it runs none.
-        gives: What a merge gives, one of `GIVES`.
-        link: What is kept between rounds, and what is sent beside updates.
+            info), where `cohort` [K] are the indices of the participating clients. An `aggregate`
+            that takes long is a `Stages`, whose progress `in_stages` reports.
+        reduce: (stacked updates, weights [K]) -> sums, or None if the server needs each update.
+        decode: (values of stacked updates, params) -> input of `reduce` and `aggregate`; it
+            inverts what a wrapper, such as compression, did to the values on the clients.
+        optimizer: Function that wraps the user's optimiser, which then receives the extra
+            arguments `start`, `extras` and `last_epoch`. It returns the same object for equal
+            optimisers.
+        kind: Description of the updates.
+        model: The network that `summarize` runs, by which the data are checked; None if it runs
+            none.
+        gives: What a merge returns, one of `GIVES`.
+        link: State between rounds, and messages other than updates.
     """
 
     summarize: Callable[[Key, Trained, Examples, Any], tuple[dict[str, Any], Any]]
@@ -158,11 +163,11 @@ class Algorithm(NamedTuple, Generic[Report]):
 
 
 def check_algorithm(value: Any) -> None:
-    """Refuse what is no `Algorithm`, and a sequence of them, which only exchanges take."""
+    """Raise unless the value is an `Algorithm`; only exchanges accept a sequence of them."""
     if _is_sequence(value) and all(isinstance(each, Algorithm) for each in value):
         raise TypeError(
             f"algorithm is a sequence of {len(value)}; expected one Algorithm such as "
-            "algorithms.fedavg(). A sequence of messages, such as natural_gradient's, is played by "
+            "algorithms.fedavg(). Pass a sequence of messages, such as natural_gradient's, to "
             "merging.exchange, after any merge or round."
         )
     checks.instance("algorithm", value, Algorithm, "an Algorithm such as algorithms.fedavg()")
@@ -171,7 +176,10 @@ def check_algorithm(value: Any) -> None:
 
 
 def as_sequence(value: Any) -> tuple[Algorithm, ...]:
-    """Return an algorithm, or a sequence of them, as a tuple; refuse anything else.
+    """Return an algorithm, or a sequence of them, as a tuple.
+
+    Raises:
+        TypeError: If the value is neither.
 
     Example:
         >>> len(as_sequence(averaging())), len(as_sequence([averaging(), averaging()]))
@@ -184,7 +192,7 @@ def as_sequence(value: Any) -> tuple[Algorithm, ...]:
 
 
 def _is_sequence(value: Any) -> bool:
-    # An algorithm is a tuple of functions itself.
+    # An algorithm is itself a tuple, but not a sequence of algorithms.
     return isinstance(value, list | tuple) and not isinstance(value, Algorithm) and len(value) > 0
 
 
@@ -194,41 +202,80 @@ def keeps_shapes(algorithm: Algorithm) -> bool:
 
 
 def check_same_shapes(algorithm: Algorithm) -> None:
-    """Refuse a method whose merged leaves have other shapes than those that clients train."""
+    """Raise if merged leaves have other shapes than those that clients train."""
     if not keeps_shapes(algorithm):
         raise ValueError(
-            f"This method gives '{algorithm.gives}', whose leaves have other shapes than those "
-            "that clients train; expected a method that gives a model which clients can go on "
-            "from, such as fedavg. Merge once, by merging.merge."
+            f"This method returns '{algorithm.gives}', whose leaves have other shapes than those "
+            "that clients train; expected a method whose merged model clients can train further, "
+            "such as fedavg. Merge once, by merging.merge."
         )
 
 
+def check_pass(batch_size: Any, max_examples: Any) -> None:
+    """Raise unless both are positive integers, or `max_examples` is None, for all examples."""
+    checks.count("batch_size", batch_size)
+    if max_examples is not None:
+        checks.count("max_examples", max_examples)
+
+
+def present_on_host(what: str, received: Any, params: Params, *others: Any) -> np.ndarray:
+    """Return the indices of the clients that have a weight, for a merge that `jit` cannot compile.
+
+    Args:
+        what: Beginning of the message of the TypeError, such as "PFNM computes its width".
+        received: The pair (updates, weights), with stacked params among the updates.
+        params: The leaves that clients train.
+        others: Further arguments that must not be traced.
+
+    Raises:
+        TypeError: If an argument is traced.
+        ValueError: If the clients' leaves have other shapes than params.
+    """
+    if checks.is_traced(received, *others):
+        raise TypeError(
+            f"{what} on the host: call merging.merge outside of jit and vmap, and not in rounds."
+        )
+    updates, weights = received
+    shapes = tree.shapes(jax.tree.map(lambda leaf: leaf[0], updates["params"]))
+    if shapes != tree.shapes(params):
+        raise ValueError(
+            f"Clients have leaves of shapes {shapes}, but params has {tree.shapes(params)}. Pass "
+            "the params of the network that the clients trained."
+        )
+    return np.flatnonzero(np.asarray(weights) > 0)
+
+
 class WeightedSum(NamedTuple):
-    """A sum over clients, sum_i w_i x_i, at least float32, and sum_i w_i, its weight."""
+    """A weighted sum over clients and its weight.
+
+    Attributes:
+        total: sum_i w_i x_i, in at least float32.
+        weight: sum_i w_i, a number.
+    """
 
     total: Any
     weight: Array
 
     def mean(self) -> Any:
-        """Divide by the weight; zero where there is none."""
+        """Return the total divided by the weight, or zero if the weight is zero."""
         safe = jax.numpy.where(self.weight > 0, self.weight, 1)
         return jax.tree.map(lambda x: x / safe.astype(x.dtype), self.total)
 
 
 def weighted_sum(values: Any, weights: Array) -> WeightedSum:
-    """Add up stacked values, sum_i w_i x_i."""
+    """Compute sum_i w_i x_i of stacked values x, with its weight."""
     return WeightedSum(tree.weighted_sum(values, weights), weights.sum())
 
 
 def averaging(**changes: Any) -> Algorithm[tuple[()]]:
-    """Make federated averaging, W = sum_i p_i W_i, with some fields of `Algorithm` changed."""
+    """Make federated averaging, W = sum_i p_i W_i, with some fields of `Algorithm` replaced."""
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key, examples
         return {"params": trained.params}, local
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
-        # Not divided yet: sums of groups add up, their means do not.
+        # Sums over groups of clients can be added; their means cannot.
         return weighted_sum(updates["params"], weights)
 
     def aggregate(
@@ -238,55 +285,3 @@ def averaging(**changes: Any) -> Algorithm[tuple[()]]:
         return sums.mean(), state, ()
 
     return Algorithm(summarize, aggregate, reduce, kind="params")._replace(**changes)
-
-
-def fisher_summary(
-    model: Model,
-    fisher: Callable[..., Operator],
-    kind: Kind,
-    batch_size: int,
-    max_examples: int | None = ENOUGH,
-) -> tuple[Callable, str]:
-    """Make `summarize` of {"params": W_i, "fisher": F_i} and its kind; arguments as `fedfisher`."""
-    # Here, before any client trains, and not in the first Fisher pass after it.
-    checks.model(model)
-    checks.function("fisher", fisher, "fisher.kfac")
-    checks.function("kind", kind, "fisher.true")
-    checks.count("batch_size", batch_size)
-    how: dict[str, Any] = {"kind": kind, "batch_size": batch_size}
-    if max_examples is not None:
-        how["max_examples"] = checks.count("max_examples", max_examples)
-
-    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
-        params = trained.params
-        # At the client's own model, around which the server's quadratic expands its loss.
-        own = fisher(model, trained.whole, examples, key=key, **how)
-        return {"params": params, "fisher": own}, local
-
-    # Exact or drawn, the automatic kind is of the true Fisher: updates of both merge.
-    named = name_of(true if kind is automatic else kind)
-    return summarize, f"params, {named} {name_of(fisher)} Fisher"
-
-
-def fisher_sums(updates: dict[str, Any], weights: Array) -> quadratic.Sums:
-    """Add up stacked updates {"params": W_i, "fisher": F_i}, where operators add up: a `reduce`."""
-    return quadratic.sums(updates["fisher"], updates["params"], weights)
-
-
-def solve_sums(solve: Callable[[quadratic.Quadratic], Any], damping: Scalar = 0.0) -> Callable:
-    """Make the `aggregate` that solves the quadratic of `fisher_sums`, or of (updates, weights).
-
-    It starts from the clients' mean, not from the global model, and reports what the solver does.
-    """
-
-    def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
-        del key, params, cohort
-        if isinstance(received, quadratic.Sums):
-            solution = solve(quadratic.from_sums(received, damping))
-            return solution.params, state, solution.info
-        updates, weights = received
-        fishers = updates["fisher"]
-        solution = solve(quadratic.quadratic(fishers, updates["params"], weights, damping))
-        return solution.params, state, solution.report(fishers.coverage)
-
-    return aggregate

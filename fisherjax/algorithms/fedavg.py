@@ -13,7 +13,7 @@ def fedavg() -> Algorithm[tuple[()]]:
     """Make federated averaging, W = sum_i p_i W_i, of every leaf.
 
     Returns:
-        The algorithm. Updates are {"params": W_i}, and add up over clients.
+        The algorithm. Updates are {"params": W_i}, of which the server needs only sums.
 
     Example:
         >>> import jax.numpy as jnp, fisherjax as fj

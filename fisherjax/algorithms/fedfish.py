@@ -1,4 +1,4 @@
-"""FedFish: clients count where their gradients are large, round by round.
+"""FedFish: in each coordinate, clients are weighted by their squared gradients.
 
 Dhawan, Mitchell, Charles, Garrett, Dziugaite, Leveraging function space aggregation for federated
 learning at scale, TMLR 2024, algorithm 1.
@@ -15,7 +15,8 @@ import optax
 from fisherjax import _sequences, leaves, local_update, solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import Algorithm, fisher_sums, solve_sums, unchanged
+from fisherjax.algorithms._fisher_updates import fisher_sums, solve_sums
+from fisherjax.algorithms.base import Algorithm, unchanged
 from fisherjax.clients import minibatches, num_batches, shuffled
 from fisherjax.fisher import Diagonal
 from fisherjax.solvers import Info
@@ -35,25 +36,26 @@ def fedfish(
     r"""Make FedFish, the coordinate-wise mean of the models weighted by squared batch gradients.
 
         F_i = sum_b (gradient of the mean loss of minibatch b)^2,
-        W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator counts,
+        W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator exceeds a floor,
 
-    and the weighted mean sum_i p_i W_ij elsewhere: parameters that no client used.
+    and the weighted mean sum_i p_i W_ij elsewhere, for parameters that no client used.
 
     Args:
-        model: The network and what is minimised on the clients.
-        batch_size: B, as in training; the last short minibatch counts as one.
-        last_epoch: Take the squares of training's last epoch, which the algorithm's `optimizer`
-            adds up at no cost, while the weights still move. Otherwise they are computed at the
-            final weights, in a pass of its own over the shuffled data.
-        average: Divide by the number of minibatches. The sum grows with the client's data, which
-            p_i then counts twice, as in the paper.
-        floor: Smallest weighted sum of squares that counts, in units of a leaf's mean.
+        model: The network and the likelihood that clients minimise.
+        batch_size: B, minibatch size of training; the last, shorter minibatch counts as one.
+        last_epoch: Whether the squares are those of training's last epoch, which the algorithm's
+            `optimizer` adds up at no cost, while the weights still move. The default computes them
+            at the final weights, in an additional pass over the shuffled data.
+        average: Whether to divide by the number of minibatches. The sum grows with the client's
+            number of examples, which p_i then counts twice, as in the paper.
+        floor: Floor of the denominator, in units of its mean over a leaf.
 
     Returns:
-        The algorithm. Updates are {"params": W_i, "fisher": Diagonal}, and add up over clients.
+        The algorithm. Updates are {"params": W_i, "fisher": Diagonal}, of which the server
+        needs only sums.
 
     Raises:
-        ValueError: If a number is out of range; on summarize with `last_epoch`, of models that were
+        ValueError: If a number is out of range; on summarize with `last_epoch`, if models were
             not trained by the algorithm's optimiser.
 
     Example:
@@ -65,8 +67,8 @@ def fedfish(
         >>> print(update["fisher"].entries.T)
         [[5. 0.]]
 
-    Source: the paper above, which leaves open what happens where no client has any Fisher
-        information; the last epoch's squares are its appendix A.5.1.
+    Source: the paper above, which does not say what to do where no client has any Fisher
+        information; the squares of the last epoch are its appendix A.5.1.
     """
     checks.model(model)
     checks.count("batch_size", batch_size)
@@ -75,32 +77,32 @@ def fedfish(
         outputs = apply(params, inputs)
         likelihood = _sequences.likelihood(model, inputs, outputs.shape)
         losses = likelihood.negative_log_likelihood(outputs, targets)
-        # Rows of weight zero repeat others to fill a short minibatch: they do not count again.
+        # Rows of weight zero are copies that fill a short minibatch: they are not counted.
         return jnp.where(weights > 0, losses, 0).sum() / (weights > 0).sum()
 
     def squares(key: Key, params: Params, examples: Examples) -> Params:
         # Shuffled, because a squared mean gradient depends on which examples share a minibatch.
         examples = _sequences.drop_uncounted(model, examples)
         number, batch = minibatches(shuffled(key, examples), batch_size)
-        apply, own = leaves.bind_untrained(model, params)
+        apply, trained = leaves.bind_untrained(model, params)
 
         def body(step: Array, total: Params) -> Params:
-            return _add_squares(total, jax.grad(partial(loss, apply))(own, *batch(step)))
+            return _add_squares(total, jax.grad(partial(loss, apply))(trained, *batch(step)))
 
-        return jax.lax.fori_loop(0, number, body, _zeros(own))
+        return jax.lax.fori_loop(0, number, body, _zeros(trained))
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         if last_epoch and not jax.tree.leaves(trained.extras):
             raise ValueError(
-                "This FedFish needs the squared gradients of the last epoch. Train with "
-                "training.train(..., optimizer=algorithm.optimizer(base)), or let it compute them "
-                "in a pass of its own (last_epoch=False)."
+                "FedFish with last_epoch=True needs the squared gradients of the last epoch. "
+                "Train with training.train(..., optimizer=algorithm.optimizer(base)), or pass "
+                "last_epoch=False to compute them in a pass over the data."
             )
         total = trained.extras if last_epoch else squares(key, trained.whole, examples)
         if average:
             weights = examples.weights
             size = examples.inputs.shape[0] if weights is None else jnp.count_nonzero(weights)
-            # An empty client has no minibatch, and keeps its zeros.
+            # A client without examples has no minibatch, and its squares are zero.
             steps = jnp.maximum(num_batches(jnp.asarray(size), batch_size), 1)
             total = jax.tree.map(lambda x: x / steps.astype(x.dtype), total)
         return {"params": trained.params, "fisher": Diagonal(total)}, local
@@ -111,16 +113,16 @@ def fedfish(
     return Algorithm(summarize, aggregate, fisher_sums, optimizer=optimizer, kind=kind, model=model)
 
 
-# One wrapper for one optimiser, or `jit` would compile training again. Bounded, because the cache
-# keeps optimisers alive.
+# The same wrapper for the same optimiser, so that `jit` does not compile training again. The cache
+# is bounded, because it keeps optimisers alive.
 @functools.lru_cache(maxsize=64)
 def _squaring(base: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Add up the squared gradients of the last epoch, before the user's optimiser sees them."""
+    """Wrap the user's optimiser to sum the squared gradients that it gets in the last epoch."""
 
     def update(updates: Params, state: Params, params: Params = None, **given: Any) -> tuple:
         del params
         seen = _add_squares(state, updates)
-        # The flag is traced: all epochs run one compiled step.
+        # The flag is traced, so that all epochs run the same compiled step.
         last = given["last_epoch"]
         return updates, jax.tree.map(lambda new, old: jnp.where(last, new, old), seen, state)
 
@@ -132,5 +134,5 @@ def _add_squares(squares: Params, gradient: Params) -> Params:
 
 
 def _zeros(params: Params) -> Params:
-    # At least float32: squares are too small for bfloat16.
+    # At least float32: bfloat16 is too coarse for sums of squares.
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), params)

@@ -1,7 +1,7 @@
-"""FedFisher: one model from the clients' models and Fisher information, in one round.
+"""FedFisher: merge clients' models by their Fisher information, in one round.
 
 Jhunjhunwala, Wang, Joshi, FedFisher: leveraging Fisher information for one-shot federated learning,
-AISTATS 2024, equations 6 to 8 and algorithm 1; the server's Adam of its experiments.
+AISTATS 2024, equations 6 to 8 and algorithm 1, with the server's Adam of its experiments.
 """
 
 import inspect
@@ -16,7 +16,8 @@ from fisherjax import solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import Diagonal, Operator, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import Blockwise
@@ -41,26 +42,27 @@ def fedfisher(
         W = argmin sum_i p_i 1/2 (W - W_i)^T F_i (W - W_i) + damping towards sum_i p_i W_i.
 
     Args:
-        model: The network and what its outputs mean.
-        fisher: The structure: `fisher.kfac`, `fisher.diagonal`, `fisher.full`, or a
-            `functools.partial` of one, such as `partial(fisher.kfac, fallback=fisher.diagonal)`.
-        kind: `fisher.true`, `fisher.curvature_propagation`, as good in one backward pass,
-            `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but curvature
-            propagation where outputs are sequences.
-        damping: In units of each block's mean eigenvalue; None is 1 for K-FAC and 0 for the others.
-            Leaves that K-FAC's `fallback` gives a diagonal have none.
-        solver: Of the server's system; None is `solvers.conjugate_gradients()`.
-        batch_size: Examples of a minibatch in the Fisher pass.
-        max_examples: Of how many of a client's examples its Fisher is at most, drawn anew by the
-            key of `summarize`; None is all.
+        model: The network and the likelihood of its outputs.
+        fisher: Structure of the Fisher information: `fisher.kfac`, `fisher.diagonal`,
+            `fisher.full`, or a `functools.partial` of one, such as
+            `partial(fisher.kfac, fallback=fisher.diagonal)`.
+        kind: `fisher.true`; `fisher.curvature_propagation`, as accurate in one backward pass;
+            `fisher.sampled`; or `fisher.empirical`. The default, `fisher.automatic`, is
+            `fisher.true`, or curvature propagation if outputs are sequences.
+        damping: Damping in units of each block's mean eigenvalue (default 1 for K-FAC, 0 for other
+            structures). Leaves to which K-FAC's `fallback` gives a diagonal are not damped.
+        solver: Solver of the server's system (default `solvers.conjugate_gradients()`).
+        batch_size: Minibatch size of the Fisher pass.
+        max_examples: Largest number of a client's examples in its Fisher pass, drawn anew by the
+            key of `summarize`; None uses all.
 
     Returns:
-        The algorithm. Updates are {"params": W_i, "fisher": F_i}; with diagonal and full Fishers
-        they add up over clients, with Kronecker factors they do not.
+        The algorithm. Updates are {"params": W_i, "fisher": F_i}. With diagonal and full Fishers
+        the server needs only sums of them, with Kronecker factors each update.
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If an argument has the wrong kind.
+        TypeError: If an argument has the wrong type.
 
     Example:
         >>> import fisherjax as fj
@@ -72,19 +74,19 @@ def fedfisher(
         >>> print(fj.merging.merge(method, models[0], updates)[0].T)
         [[0. 1.]]
 
-    Source: the paper above, which has no damping, takes 2000 Adam steps and chooses among them by
-        validation (`paper_adam`), weights clients equally in the text (by p_i in the code, as
+    Source: the paper above, which has no damping, takes 2000 steps of Adam and selects one of them
+        by validation (`paper_adam`), weights clients equally in the text (by p_i in the code, as
         here), and compresses uploads to the size of FedAvg's.
     """
     summarize, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
-    # Read off before any Fisher is computed: damping and `reduce` depend on it.
+    # The annotation shows it before any Fisher is computed; damping and `reduce` depend on it.
     found = inspect.signature(fisher).return_annotation
     operator: type[Blockwise] = found if hasattr(found, "adds_up") else Diagonal
     damping = operator.default_damping if damping is None else damping
     checks.number("damping", damping)
     solve = solvers.conjugate_gradients() if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
-    # Where sums suffice, uploads can be streamed, and the server never holds them all.
+    # If sums suffice, uploads can be streamed, and the server never stores them all.
     reduce = fisher_sums if operator.adds_up else None
     return Algorithm(summarize, solve_sums(solve, damping), reduce, kind=sent, model=model)
 
@@ -99,22 +101,24 @@ def paper_adam(
     score: Callable[[Params], Array] | None = None,
     score_every: int = 100,
 ) -> Solver:
-    """Make the optimiser of the FedFisher paper's experiments: Adam with sums in place of averages.
+    """Make the solver of the FedFisher paper's experiments: Adam with sums instead of averages.
 
         v = A x - b,  m <- 0.9 m + v,  s <- 0.99 s + v^2,
         x <- x - eta m / (sqrt(s) + eps)   or   x <- x - eta m / sqrt(s + eps),
 
     without bias correction. Coordinates with |v| far below eps hardly move, which keeps the
-    solution near the mean, and so does stopping early, by validation.
+    solution near the mean; so does early stopping by validation.
 
     Args:
-        epsilon_inside_root: True is the authors' K-FAC variant, False their diagonal variant.
-        steps: How many.
-        learning_rate: eta.
+        epsilon_inside_root: Whether eps is added inside the root, as in the authors' K-FAC variant,
+            or outside, as in their diagonal variant.
+        steps: Number of steps.
+        learning_rate: Step size eta.
         epsilon: eps.
-        score: Params -> scalar, higher is better, such as accuracy on validation data. The best
-            iterate after steps 1, 101, ... is the answer, the first of equals; without it the last.
-        score_every: Steps between two scores.
+        score: Function params -> scalar, higher is better, such as accuracy on validation data. The
+            solution is the best iterate among those after steps 1, 101, ..., the first of equal
+            ones; without a score it is the last iterate.
+        score_every: Number of steps between two scores.
 
     Raises:
         ValueError: If a number is not positive.
@@ -124,8 +128,8 @@ def paper_adam(
         >>> print(solve(Quadratic(lambda x: 2 * x, jnp.array([3.0]), jnp.zeros(1))).params.round(2))
         [1.5]
 
-    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, appendix C and the authors' code. A
-        candidate whose score is NaN is passed over; where all are, the start is the answer.
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, appendix C and the authors' code. An
+        iterate whose score is NaN is skipped; if all are, the solution is the initial point.
     """
     checks.count("steps", steps)
     checks.count("score_every", score_every)
@@ -134,11 +138,11 @@ def paper_adam(
 
     def solve(problem: Quadratic) -> Solution:
         static = (epsilon_inside_root, steps, score_every)
-        # As a pytree: its arrays are arguments of the compiled loop, not constants in it.
+        # As a pytree, its arrays become arguments of the compiled loop rather than constants in it.
         evaluate = None if score is None else as_partial(score)
-        # Its epsilon is absolute.
-        given = as_data(in_fisher_units(problem))
-        x = _paper_adam(*static, given, evaluate, learning_rate, epsilon)
+        # In these units, because epsilon is absolute.
+        scaled = as_data(in_fisher_units(problem))
+        x = _paper_adam(*static, scaled, evaluate, learning_rate, epsilon)
         return solution(problem, x, steps)
 
     return solve
@@ -160,7 +164,7 @@ def _paper_adam(
 
     def step(_: Array, state: tuple) -> tuple:
         x, m, s = state
-        # The gradient; m and s are its decaying sums, not averages as in optax's Adam.
+        # The gradient; m and s are decaying sums of it, not averages as in optax's Adam.
         v = jax.tree.map(jnp.subtract, problem.matvec(x), problem.rhs)
         m = jax.tree.map(lambda m, v: 0.9 * m + v, m, v)
         s = jax.tree.map(lambda s, v: 0.99 * s + v * v, s, v)
@@ -174,17 +178,17 @@ def _paper_adam(
     def scored(round_: Array, carry: tuple) -> tuple:
         state, best, best_score = carry
         first = round_ * score_every
-        # The authors compare after steps 1, 101, ...: one step, a score, then the others.
+        # The authors compare after steps 1, 101, ...: one step, a score, then the other steps.
         state = step(first, state)
         value = jnp.asarray(score(restored(problem, state[0])), jnp.float32)
-        # Strictly, so that the first of equal scores stays.
+        # Strictly greater, so that the first of equal scores is kept.
         better = value > best_score
         best = jax.tree.map(lambda new, old: jnp.where(better, new, old), state[0], best)
-        # The last round may be shorter; the first step of each is done.
+        # The last round may be shorter; the first step of each round is done already.
         left = jnp.minimum(score_every, steps - first) - 1
         state = jax.lax.fori_loop(0, left, step, state)
         return state, best, jnp.where(better, value, best_score)
 
-    # The start is no candidate, as in the authors' code: any score beats it.
+    # The initial point is no candidate, as in the authors' code: any score is better.
     carry = (start, problem.init, jnp.float32(-jnp.inf))
     return jax.lax.fori_loop(0, -(-steps // score_every), scored, carry)[1]

@@ -1,8 +1,8 @@
 """FedLPA: layer-wise posterior aggregation, in one round.
 
 Liu, Liu, Ye, Shen, Li, Jiang, Li, FedLPA: one-shot federated learning with layer-wise posterior
-aggregation, NeurIPS 2024. Every layer of every client is a Gaussian whose precision is the
-Kronecker product of two small matrices; the merged layer is the mode of the product of Gaussians.
+aggregation, NeurIPS 2024. The posterior of each layer of each client is a Gaussian whose precision
+is the Kronecker product of two small matrices; the merged layer is the mode of their product.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.pairs import trace
-from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.algorithms._fisher_updates import fisher_summary
+from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import Kronecker, _passes, empirical, kfac, zero
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
-from fisherjax.quadratic import Quadratic
-from fisherjax.solvers.base import Info, Solution, Solver, as_data, power_iteration, ratio, solution
+from fisherjax.solvers.base import Info, Solver, ratio
 from fisherjax.training import Trained
 from fisherjax.typing import AnyArray, Apply, Array, Examples, Key, Model, Params, Scalar
 
@@ -48,26 +48,28 @@ def fedlpa(
         sum_i p_i A_i V G_i = sum_i p_i A_i V_i G_i,
         A_i = A'_i + pi_i sqrt(damping) I,   G_i = G'_i + sqrt(damping) / pi_i I,
 
-    with A' and G' the Kronecker factors of the empirical Fisher information, biases included.
+    where A' and G' are the Kronecker factors of the empirical Fisher information, with biases.
 
     Args:
-        model: The network and what its outputs mean.
-        kind: `fisher.empirical`, as in the paper, `fisher.true` or `fisher.sampled`.
-        damping: Absolute; what it does depends on how A'_i and G'_i share the scale of the Fisher.
+        model: The network and the likelihood of its outputs.
+        kind: `fisher.empirical` (default, as in the paper), `fisher.true` or `fisher.sampled`.
+        damping: Absolute damping; its effect depends on how A'_i and G'_i share the scale of the
+            Fisher.
         balanced: Whether pi_i^2 is the ratio of the mean eigenvalues of A'_i and G'_i, as in the
-            paper's text, which undoes that dependence; or else 1, as in the authors' code.
-        authors_split: At T output locations A' is a mean over examples and locations, divided by T
-            once more, and G' the mean over examples of T sums over locations. Otherwise A' sums
-            over locations and G' averages, as in `fisher.kfac`. The product is the same. Where the
-            model has `positions`, T is how many locations count in an example of the client, on
-            average.
-        solver: None is `solvers.conjugate_gradients()`, preconditioned by the expectation
-            approximation; the authors' are `expectation_approximation()` and `residual_descent()`.
-        fallback: For leaves that belong to no dense or convolution layer, as in `fisher.kfac`:
-            `fisher.zero` merges them to their weighted mean, as the authors do.
-        batch_size: Examples of a minibatch in the Fisher pass.
-        max_examples: Of how many of a client's examples its factors are at most, drawn anew by the
-            key of `summarize`; None is all.
+            paper's text, which removes that dependence; otherwise it is 1, as in the authors' code.
+        authors_split: Whether, in a layer with T output locations, A' is a mean over examples and
+            locations, divided by T once more, and G' the mean over examples of T sums over
+            locations. Otherwise A' sums over locations and G' averages, as in `fisher.kfac`. The
+            product is the same. If the model has `positions`, T is the mean number of valid
+            locations in an example of the client.
+        solver: Solver of the server's system. The default is `solvers.conjugate_gradients()`,
+            preconditioned by the expectation approximation; the authors use
+            `expectation_approximation()` and `residual_descent()`.
+        fallback: Structure for leaves that belong to no dense or convolution layer, as in
+            `fisher.kfac`; `fisher.zero` merges them to their weighted mean, as the authors do.
+        batch_size: Minibatch size of the Fisher pass.
+        max_examples: Largest number of a client's examples in its Fisher pass, drawn anew by the
+            key of `summarize`; None uses all.
 
     Returns:
         The algorithm. Updates are {"params": W_i, "fisher": Kronecker}; the server needs each.
@@ -86,9 +88,9 @@ def fedlpa(
         >>> print(f"{fj.merging.merge(method, start, updates)[0]['w'].item():.4f}")
         0.3077
 
-    Source: the paper above and the authors' code. Deviations: the code solves twice, by
-        `expectation_approximation` and `residual_descent`, and reports the better of the two on
-        the test data; here one is chosen beforehand. Its Fisher pass sees augmented images.
+    Source: the paper above and the authors' code. Deviations: the code runs both
+        `expectation_approximation` and `residual_descent` and reports the better one on the test
+        data; here one is selected beforehand. Its Fisher pass uses augmented images.
     """
     checks.number("damping", damping)
     solve = solvers.conjugate_gradients() if solver is None else solver
@@ -98,27 +100,27 @@ def fedlpa(
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         update, local = summary(key, trained, examples, local)
-        # Damping is added to each factor, so that the split changes what is solved, although the
-        # product of the factors is the same.
+        # Damping is added to each factor, so that the solution depends on the split although the
+        # product of the factors does not.
         if authors_split:
-            apply, own = leaves.bind_untrained(model, trained.whole)
+            apply, opened = leaves.bind_untrained(model, trained.whole)
             if model.positions is None:
-                numbers = _numbers(apply, own, examples.inputs)
+                counts = _location_counts(apply, opened, examples.inputs)
             else:
                 plain = model._replace(apply_train=None)
-                numbers = _mean_numbers(plain, batch_size, trained.whole, examples)
-            update["fisher"] = _authors_split(update["fisher"], numbers)
+                counts = _mean_location_counts(plain, batch_size, trained.whole, examples)
+            update["fisher"] = _authors_split(update["fisher"], counts)
         return update, local
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort
         updates, weights = received
         fishers = _damped(balanced, fallback is zero, updates["fisher"], damping)
-        # The factors hold the damping already. Without its own the quadratic has no preconditioner:
-        # the expectation approximation serves as one.
+        # The factors include the damping already. Without damping of its own, the quadratic has no
+        # preconditioner: the expectation approximation is used as one.
         problem = quadratic.quadratic(fishers, updates["params"], weights, damping=0.0)
         problem = quadratic.in_fisher_units(problem)
-        # Of the class: `Partial`s of one function compare equal, and solvers do not compile again.
+        # A function of the class, since `Partial`s of one function are equal: solvers compile once.
         approximation = Partial(Kronecker.block_mv, _expectation(fishers, weights))
         solved = solve(problem._replace(precondition=approximation))
         return solved.params, state, solved.report(fishers.coverage)
@@ -127,23 +129,23 @@ def fedlpa(
     return Algorithm(summarize, aggregate, kind=sent, model=model)
 
 
-def _numbers(apply: Apply, params: Params, inputs: AnyArray) -> dict[str, int]:
-    """Count the locations of each layer."""
+def _location_counts(apply: Apply, params: Params, inputs: AnyArray) -> dict[str, int]:
+    """Return the number of locations T of each layer, by kernel name."""
 
     def activations(params: Params, inputs: Array) -> dict[str, Array]:
         seen = trace(apply, params, inputs)
         return dict(zip((layer.kernel for layer in seen.layers), seen.activations, strict=True))
 
-    # Of activations [B, T, a] only the shapes are wanted: nothing is computed.
+    # Only shapes of the activations [B, T, a] are needed: nothing is computed.
     shapes = jax.eval_shape(activations, params, tree.shape_of(inputs, 1))
     return {name: shape.shape[1] for name, shape in shapes.items()}
 
 
 @partial(jit, static_argnums=(0, 1))
-def _mean_numbers(
+def _mean_location_counts(
     model: Model, batch_size: int, params: Params, examples: Examples
 ) -> dict[str, Array]:
-    """Average how many locations of each layer count in an example, where it has a matrix."""
+    """Compute the mean number of valid locations per example, of each layer with a matrix."""
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
@@ -154,15 +156,15 @@ def _mean_numbers(
 
     unlabelled = _sequences.drop_uncounted(model, examples)._replace(targets=None)
     means = _passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
-    # A client without examples has no factors to scale.
+    # The factors of a client without examples are zero.
     return {name: jnp.where(mean > 0, mean, 1) for name, mean in means.items()}
 
 
-def _authors_split(fisher: Kronecker, numbers: dict[str, Any]) -> Kronecker:
+def _authors_split(fisher: Kronecker, counts: dict[str, Any]) -> Kronecker:
     factors = {}
     for name, factor in fisher.factors.items():
-        squared = numbers[name] ** 2
-        # K-FAC's sum over locations becomes a mean, divided by T once more; G makes up for it.
+        squared = counts[name] ** 2
+        # K-FAC's sum over locations becomes a mean divided by T once more; G is multiplied instead.
         sides = {"input": factor["input"] / squared, "output": factor["output"] * squared}
         factors[name] = sides
     return dataclasses.replace(fisher, factors=factors)
@@ -170,7 +172,7 @@ def _authors_split(fisher: Kronecker, numbers: dict[str, Any]) -> Kronecker:
 
 @partial(jit, static_argnums=(0, 1))
 def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Scalar) -> Kronecker:
-    """Add the damping to every client's factors."""
+    """Add the damping to each client's factors."""
 
     def shifted(matrix: Array, shift: Array) -> Array:
         return matrix + shift.astype(matrix.dtype) * identity_like(matrix)
@@ -178,7 +180,7 @@ def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Sca
     def factor_pair(factor: dict[str, Array]) -> dict[str, Array]:
         means = {side: jnp.mean(diagonal_of(matrix)) for side, matrix in factor.items()}
         pi = jnp.sqrt(means["input"] / means["output"])
-        # A client without data, or with a perfect fit, has no scale to balance.
+        # The factors of a client without data, or with a perfect fit, have no scale.
         pi = jnp.where(balanced & jnp.isfinite(pi) & (pi > 0), pi, 1)
         shifts = {"input": pi * jnp.sqrt(damping), "output": jnp.sqrt(damping) / pi}
         return jax.tree.map(shifted, factor, shifts)
@@ -186,7 +188,7 @@ def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Sca
     def one(fisher: Kronecker) -> Kronecker:
         factors = {name: factor_pair(factor) for name, factor in fisher.factors.items()}
         ones = fisher.identity().entries
-        # Equal curvatures at all clients make the weighted mean.
+        # If all clients have equal curvatures, the merge is the weighted mean.
         entries = {n: damping * one + fisher.entries[n] for n, one in ones.items()}
         entries = ones if mean_of_rest else entries
         return dataclasses.replace(fisher, factors=factors, entries=entries)
@@ -196,7 +198,7 @@ def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Sca
 
 @jit
 def _expectation(fishers: Kronecker, weights: Array) -> Kronecker:
-    """Invert (sum_i p_i A_i) (x) (sum_i p_i G_i), or what of it is not singular."""
+    """Compute the pseudo-inverse of (sum_i p_i A_i) (x) (sum_i p_i G_i)."""
     mean = tree.weighted_sum(fishers, weights)
 
     def inverse(matrix: Array) -> Array:
@@ -212,100 +214,3 @@ def _expectation(fishers: Kronecker, weights: Array) -> Kronecker:
 
     entries = {name: inverse_entries(name) for name in mean.entries}
     return dataclasses.replace(mean, factors=jax.tree.map(inverse, mean.factors), entries=entries)
-
-
-@cached
-def expectation_approximation() -> Solver:
-    """Make FedLPA's approximate solution, exact where all clients agree on one of the factors.
-
-        V = (sum_i p_i A_i)^-1 (sum_i p_i A_i V_i G_i) (sum_i p_i G_i)^-1.
-
-    Raises:
-        ValueError: On solving, if the problem has no preconditioner, which is the approximation.
-
-    Example:
-        >>> half = Partial(lambda x: x / 2)
-        >>> problem = Quadratic(lambda x: 2 * x, jnp.ones(2), jnp.zeros(2), precondition=half)
-        >>> solved = expectation_approximation()(problem)
-        >>> print(solved.params, solved.info.residual)
-        [0.5 0.5] 0.0
-
-    Source: FedLPA, section 3.3.
-    """
-
-    def solve(problem: Quadratic) -> Solution:
-        return solution(problem, _approximation(problem), 1)
-
-    return solve
-
-
-@cached
-def residual_descent(
-    steps: int = 10_000, learning_rate: float = 1.0, power_iterations: int = 50
-) -> Solver:
-    r"""Make the authors' refinement: gradient steps on the mean squared residual of each layer.
-
-        V <- V - min(2 eta / N, 1 / lambda_max^2) L(L(V) - Z),   L(V) = sum_i p_i A_i V G_i,
-
-    from the expectation approximation, with N the number of entries of V. What belongs to a small
-    eigenvalue lambda of L shrinks by 1 - 2 eta lambda^2 / N only, so that large layers hardly move.
-
-    Args:
-        steps: Gradient steps.
-        learning_rate: eta.
-        power_iterations: Products spent on lambda_max, started at the first residual.
-
-    Raises:
-        ValueError: If a number is not positive.
-
-    Example:
-        >>> poor = Partial(lambda x: 0 * x)
-        >>> problem = Quadratic(lambda x: 2 * x, jnp.ones(2), jnp.zeros(2), precondition=poor)
-        >>> print(residual_descent(steps=100)(problem).params)
-        [0.5 0.5]
-
-    Source: the authors' code of FedLPA, which has no cap: steps beyond 2 / lambda_max^2 diverge.
-    """
-    checks.count("steps", steps)
-    checks.positive("learning_rate", learning_rate)
-    checks.count("power_iterations", power_iterations)
-
-    def solve(problem: Quadratic) -> Solution:
-        started = as_data(problem._replace(init=_approximation(problem)))
-        # Numbers are traced, so that solvers with other steps or rates share the program.
-        blocks = _descend(started, steps, learning_rate, power_iterations)
-        # Each step takes two products, L(L(V) - Z).
-        return solution(problem, blocks, 2 * steps + power_iterations + 1)
-
-    return solve
-
-
-@jit
-def _descend(problem: Quadratic, steps: Scalar, rate: Scalar, power_iterations: Scalar) -> Any:
-    matvec, rhs, start, *_ = problem
-
-    def residual(blocks: Any) -> Any:
-        return jax.tree.map(jnp.subtract, matvec(blocks), rhs)
-
-    top = power_iteration(matvec, residual(start), power_iterations)
-    # The top eigenvector has norm one, so that its product has norm lambda_max.
-    largest = jax.tree.map(jnp.linalg.norm, matvec(top))
-
-    def step(x: Array, largest: Array, slope: Array) -> Array:
-        # A layer without curvature has lambda_max zero: its cap is huge, not 1 / 0.
-        cap = 1 / jnp.maximum(jnp.square(largest), jnp.finfo(largest.dtype).tiny)
-        return x - jnp.minimum(2 * rate / x.size, cap).astype(x.dtype) * slope
-
-    def descend(_: Array, blocks: Any) -> Any:
-        return jax.tree.map(step, blocks, largest, matvec(residual(blocks)))
-
-    return jax.lax.fori_loop(0, steps, descend, start)
-
-
-def _approximation(problem: Quadratic) -> Any:
-    if problem.precondition is None:
-        raise ValueError(
-            "This solver starts from the expectation approximation, which is the preconditioner of "
-            "FedLPA's problem; this problem has none. Use solvers.conjugate_gradients()."
-        )
-    return problem.precondition(problem.rhs)

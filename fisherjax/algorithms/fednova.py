@@ -1,4 +1,4 @@
-"""FedNova: clients that took more steps count no more for it.
+"""FedNova: clients' changes are normalised by their numbers of steps.
 
 Wang, Liu, Liang, Joshi, Poor, Tackling the objective inconsistency problem in heterogeneous
 federated optimization, NeurIPS 2020, equation 3 and section 4.
@@ -17,11 +17,16 @@ from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
-_ONES = "FedNova measures it on gradients of one, of which there is no loss."
+_ONES = "FedNova measures step sizes with gradients equal to one, for which there is no loss."
 
 
 class _Length(NamedTuple):
-    """Numbers, one a leaf, on which the user's optimiser runs besides the params, and its state."""
+    """State of the measurement of a_i.
+
+    Attributes:
+        moved: How far the user's optimiser moved one number per leaf, arrays of size one.
+        optimizer: State of the user's optimiser on these numbers.
+    """
 
     moved: Params
     optimizer: Any
@@ -33,22 +38,23 @@ def fednova() -> Algorithm[tuple[()]]:
 
         W + (sum_i p_i a_i) sum_i p_i (W_i - W) / a_i,
 
-    leaf by leaf, with a_i how far client i's optimiser moves a number in place of the leaf whose
-    gradient is always one. For gradient descent at rate eta with momentum rho that is the paper's
+    leaf by leaf, where a_i is how far client i's optimiser moves a number, in place of the leaf,
+    whose gradient is always one. For gradient descent at rate eta with momentum rho that is the
+    paper's
 
         a_i = eta [tau_i - rho (1 - rho^tau_i) / (1 - rho)] / (1 - rho)
 
-    of tau_i steps. Any other optimiser is measured likewise, one that has a rate for each leaf
-    (`optax.multi_transform`) too; equal a_i make it federated averaging.
+    for tau_i steps. For any other optimiser, a_i is measured in the same way, also if rates differ
+    between leaves (`optax.multi_transform`). If all a_i are equal, it is federated averaging.
 
     Returns:
         The algorithm. Its `optimizer` measures a_i while clients train. Updates are {"change":
-        (W_i - W) / a_i, "length": a_i, like params with a number a leaf}, and add up.
+        (W_i - W) / a_i, "length": a_i, one number per leaf}, of which the server needs only sums.
 
     Raises:
-        ValueError: On training, of an optimiser whose steps depend on the loss, or whose answer is
-            not where it is (`optax.contrib.schedule_free`); on summarize, of models that
-            `training.train` did not train by its optimiser.
+        ValueError: On training, if steps of the optimiser depend on the loss, or its result is not
+            its last iterate (`optax.contrib.schedule_free`); on summarize, if `training.train` did
+            not train the models by the algorithm's optimiser.
 
     Example:
         >>> import fisherjax as fj
@@ -57,22 +63,22 @@ def fednova() -> Algorithm[tuple[()]]:
         >>> print(fj.merging.merge(fednova(), jnp.zeros(1), updates)[0])
         [40.]
 
-    Source: the paper above, which gives a_i for gradient descent with momentum only. The server's
-        step size, which it leaves out, is 1.
+    Source: the paper above, which derives a_i for gradient descent with momentum only. The server's
+        step size, which the paper also has, is 1.
     """
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key, examples
         if trained.start is None or not isinstance(trained.extras, _Length):
             raise ValueError(
-                "FedNova needs what clients started from and how far their optimiser moves: train "
-                "them with training.train(..., optimizer=algorithm.optimizer(base))."
+                "FedNova needs the model that each client started from and the length of its "
+                "steps: train them with training.train(..., optimizer=algorithm.optimizer(base))."
             )
-        # Optimisers move the numbers down, against their gradients of one.
+        # The numbers decrease, because their gradients are one.
         length = jax.tree.map(lambda x: jnp.abs(x).reshape(()), trained.extras.moved)
 
         def change(end: Array, start: Array, length: Array) -> Array:
-            safe = jnp.where(length > 0, length, 1)  # a client without steps has not moved
+            safe = jnp.where(length > 0, length, 1)  # zero for a client without steps
             return (end - start) / safe.astype(end.dtype)
 
         moved = jax.tree.map(change, trained.params, trained.start, length)
@@ -83,7 +89,8 @@ def fednova() -> Algorithm[tuple[()]]:
         mean = sums.mean()
 
         def move(start: Array, change: Array, length: Array) -> Array:
-            # The mean length stretches the mean change: both are sums over clients, divided once.
+            # The mean change times the mean length: sums over clients, each divided once by the
+            # weight.
             return start + length.astype(change.dtype) * change
 
         return jax.tree.map(move, params, mean["change"], mean["length"]), state, ()
@@ -94,14 +101,15 @@ def fednova() -> Algorithm[tuple[()]]:
 
 @functools.lru_cache(maxsize=64)
 def _measured(base: optax.GradientTransformation) -> optax.GradientTransformation:
-    # Its schedule and momentum act on a number whose gradient is one as they act on params.
+    # Schedule and momentum act on a number whose gradient is one as they act on params.
     inner = _optimizers.with_extra_args(base)
 
     def init(params: Params) -> _Length:
         _optimizers.check_plain("FedNova", base, params)
 
         def small(leaf: Array) -> Array:
-            # Of as many axes as the leaf, since optimisers tell matrices from vectors by them.
+            # As many axes as the leaf, because optimisers distinguish matrices from vectors by
+            # them.
             return jnp.zeros((1,) * jnp.ndim(leaf), jnp.result_type(float))
 
         numbers = jax.tree.map(small, params)
@@ -111,9 +119,9 @@ def _measured(base: optax.GradientTransformation) -> optax.GradientTransformatio
     def measure(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
         del params
         zeros, ones = (jax.tree.map(f, state.moved) for f in (jnp.zeros_like, jnp.ones_like))
-        # The start and extras of params do not have these shapes, nor is the loss of these numbers.
-        told = {"start": zeros, "extras": (), "last_epoch": given.get("last_epoch", False)}
-        step, optimizer = inner.update(ones, state.optimizer, state.moved, **told)
+        # The start and extras of params have other shapes, and the loss belongs to params.
+        arguments = {"start": zeros, "extras": (), "last_epoch": given.get("last_epoch", False)}
+        step, optimizer = inner.update(ones, state.optimizer, state.moved, **arguments)
         return updates, _Length(jax.tree.map(jnp.add, state.moved, step), optimizer)
 
     return local_update.keep_state(optax.GradientTransformationExtraArgs(init, measure), base)

@@ -1,4 +1,4 @@
-"""FedPer: everybody's body, a head for each client.
+"""FedPer: the clients share the body of the network, and each has a head of its own.
 
 Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization layers, 2019.
 """
@@ -16,19 +16,19 @@ from fisherjax.typing import Params
 
 @cached
 def fedper(head: str, algorithm: Algorithm[Report] | None = None) -> Algorithm[Report]:
-    """Make FedPer: clients keep the layer that makes the outputs, and the rest is averaged.
+    """Make FedPer: clients keep the layer that makes the outputs; other leaves are averaged.
 
     Args:
-        head: The layer's name, a part of the names of its leaves: "dense3" is that of
-            "dense3/kernel" and of "params/dense3/bias".
-        algorithm: How the rest is merged; None is federated averaging.
+        head: Name of the layer, a part of the names of its leaves: "dense3" selects
+            "dense3/kernel" and "params/dense3/bias".
+        algorithm: Algorithm that merges the other leaves (default federated averaging).
 
     Returns:
-        The algorithm, `keep_local` of the other.
+        The algorithm, a `keep_local` of `algorithm`.
 
     Raises:
-        TypeError: If the head is not a string, or the algorithm none.
-        ValueError: Once params are known, if no leaf or every leaf belongs to the head.
+        TypeError: If the head is not a string, or `algorithm` is not an Algorithm.
+        ValueError: When params are first seen, if no leaf or every leaf belongs to the head.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -37,7 +37,7 @@ def fedper(head: str, algorithm: Algorithm[Report] | None = None) -> Algorithm[R
         ['dense2/kernel']
 
     Source: the paper above, algorithms 1 and 2. There the body is averaged with equal weights or by
-        examples; here by examples.
+        numbers of examples; here by numbers of examples.
     """
     if not isinstance(head, str):
         raise TypeError(f"head is {head!r}; expected the name of a layer, such as 'dense3'.")
@@ -47,12 +47,12 @@ def fedper(head: str, algorithm: Algorithm[Report] | None = None) -> Algorithm[R
 
 @cached
 def _leaves_of(layer: str) -> Callable[[Params], set[str]]:
-    # One object for one name: the algorithm is known by it.
+    # Cached, because equal arguments must give the same algorithm.
     def choose(params: Params) -> set[str]:
         parts = {name: name.split("/") for name in leaves.by_name(params)}
-        found = {name for name, own in parts.items() if layer in own}
+        found = {name for name, path in parts.items() if layer in path}
         if not found:
-            every = sorted({part for own in parts.values() for part in own[:-1] or own})
+            every = sorted({part for path in parts.values() for part in path[:-1] or path})
             raise ValueError(
                 f"No layer is called {layer!r}: did you mean {checks.nearest(layer, every)}? "
                 f"The leaves are {list(parts)}."

@@ -1,4 +1,4 @@
-"""FedProx: clients are pulled back to where they started.
+"""FedProx: a proximal term keeps clients near the model that they started from.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogeneous networks,
 MLSys 2020, equation 2.
@@ -18,16 +18,17 @@ from fisherjax.typing import Array, Params, Scalar
 
 @cached
 def fedprox(mu: Scalar = 1e-3) -> Algorithm[tuple[()]]:
-    """Make FedProx, federated averaging of clients that minimise their loss plus a pull.
+    """Make FedProx, federated averaging of clients whose loss has a proximal term.
 
-        loss of client i + mu / 2 ||w - W||^2,   W what it started from.
+        loss of client i + mu / 2 ||w - W||^2,   W the model that it started from.
 
     Args:
-        mu: How strong the pull is; 0 is federated averaging.
+        mu: Weight of the proximal term (default 0.001); 0 is federated averaging.
 
     Returns:
-        The algorithm. Its `optimizer` adds mu (w - W) to the gradients that the user's optimiser
-        sees; the loss that training returns leaves the pull out. Updates are {"params": W_i}.
+        The algorithm. Its `optimizer` adds mu (w - W) to the gradients before the user's optimiser;
+        the loss that training returns does not include the term. Updates are {"params": W_i}, of
+        which the server needs only sums.
 
     Raises:
         ValueError: If mu is negative or not finite.
@@ -41,9 +42,9 @@ def fedprox(mu: Scalar = 1e-3) -> Algorithm[tuple[()]]:
     """
     checks.number("mu", mu)
 
-    def pull(params: Params, *, start: Params, extras: Any) -> Array:
+    def penalty(params: Params, *, start: Params, extras: Any) -> Array:
         del extras
         squares = jax.tree.map(lambda w, centre: jnp.square(w - centre).sum(), params, start)
         return jnp.asarray(mu / 2 * sum(jax.tree.leaves(squares)))
 
-    return averaging(optimizer=penalised(pull))
+    return averaging(optimizer=penalised(penalty))

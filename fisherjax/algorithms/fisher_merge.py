@@ -5,7 +5,8 @@ Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, 
 
 from fisherjax import solvers
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import automatic, diagonal
 from fisherjax.fisher.kinds import Kind
 from fisherjax.solvers import Info
@@ -23,22 +24,23 @@ def fisher_merge(
 ) -> Algorithm[Info]:
     """Make Fisher merging, the mean of the clients' params weighted by their diagonal Fishers.
 
-        W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator counts,
+        W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator exceeds a floor,
 
     and the weighted mean sum_i p_i W_ij elsewhere.
 
     Args:
-        model: The network and what its outputs mean.
-        kind: `fisher.true`, `fisher.curvature_propagation`, as good in one backward pass,
-            `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but curvature
-            propagation where outputs are sequences.
-        floor: Smallest summed Fisher information that counts, in units of a leaf's mean.
-        batch_size: Examples of a minibatch in the Fisher pass.
-        max_examples: Of how many of a client's examples its Fisher is at most, drawn anew by the
-            key of `summarize`; None is all.
+        model: The network and the likelihood of its outputs.
+        kind: `fisher.true`; `fisher.curvature_propagation`, as accurate in one backward pass;
+            `fisher.sampled`; or `fisher.empirical`. The default, `fisher.automatic`, is
+            `fisher.true`, or curvature propagation if outputs are sequences.
+        floor: Floor of the denominator, in units of its mean over a leaf.
+        batch_size: Minibatch size of the Fisher pass.
+        max_examples: Largest number of a client's examples in its Fisher pass, drawn anew by the
+            key of `summarize`; None uses all.
 
     Returns:
-        The algorithm. Updates are {"params": W_i, "fisher": Diagonal}, and add up over clients.
+        The algorithm. Updates are {"params": W_i, "fisher": Diagonal}, of which the server
+        needs only sums.
 
     Raises:
         ValueError: If the floor is negative.
@@ -53,8 +55,9 @@ def fisher_merge(
         [3.]
 
     Source: the paper above, as run by Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024: weights
-        p_i, Fishers not normalised, the mean as fallback; but uploads are not quantised, and its
-        floor of 1e-6 is absolute. On its MNIST clients any floor from 0 to 0.01 merges alike.
+        p_i, Fishers not normalised, the mean where the denominator is small. Deviations: uploads
+        are not quantised, and the floor is relative, where theirs of 1e-6 is absolute. On their
+        MNIST clients, floors from 0 to 0.01 make no difference.
     """
     summarize, sent = fisher_summary(model, diagonal, kind, batch_size, max_examples)
     # Without damping, as in the paper: below the floor the solver keeps its start, the mean.

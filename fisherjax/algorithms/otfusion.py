@@ -1,4 +1,4 @@
-"""OTFusion: units of every client are matched with those of one, layer by layer, then averaged.
+"""OTFusion: match the units of all clients with those of one client, and average the layers.
 
 Singh and Jaggi, Model fusion via optimal transport, NeurIPS 2020, algorithm 1.
 """
@@ -25,12 +25,12 @@ from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 class Transported(NamedTuple):
-    """What OTFusion reports.
+    """Report of OTFusion.
 
     Attributes:
-        transports: T_i [M, o, o] of each layer by name, a row for each own unit.
-        scores: Of what was chosen among [4], (correction, past_correction) as in `CHOICES`; None
-            where nothing was.
+        transports: T_i [M, o, o] of each layer by name, with a row for each unit of the client.
+        scores: Scores [4] of the merges with each pair (correction, past_correction) of `CHOICES`;
+            None without a score.
     """
 
     transports: dict[str, Array]
@@ -38,7 +38,7 @@ class Transported(NamedTuple):
 
 
 CHOICES = ((True, True), (True, False), (False, True), (False, False))
-"""`correction` and `past_correction` that a score chooses among, as FedFisher's code has them."""
+"""`(correction, past_correction)` that a score selects from, in the order of FedFisher's code."""
 
 
 @cached
@@ -50,40 +50,41 @@ def otfusion(
     fix_last_layer: bool = True,
     score: Callable[[Params], Array] | None = None,
 ) -> Algorithm[Transported]:
-    """Make OTFusion of weights with exact transport, which averages what has been matched.
+    """Make OTFusion of weights with exact transport, which averages matched units.
 
         W = sum_i p_i X_i T_i,   T_i = argmin_T sum_pq T_pq |x_p - y_q|^2   over permutations,
 
-    layer by layer, where X_i is a layer of client i whose inputs were moved by the transport of the
+    layer by layer, where X_i is a layer of client i with its inputs moved by the transport of the
     layer before, and x_p and y_q are columns, one for each unit, of X_i and of the pivot's layer.
-    The pivot is the first client that has weight, whose units stay. Clients that started from one
-    model keep their units nearly in place: then T_i is the identity and OTFusion is FedAvg.
+    The pivot is the first client with a weight, and keeps the order of its units. If clients
+    started from one model, their units stay nearly in place: T_i is then the identity and OTFusion
+    is FedAvg.
 
     Args:
         model: The network, of dense and convolution layers with activations, pooling and reshapes
-            between them. Where branches are added, as in a residual block, inputs are moved by the
-            mean of the branches' transports; a skip that passes by unchanged is not counted.
-        correction: Whether a transport is a permutation. Otherwise it is one over the number of
-            units, as of a plan between uniform measures, which shrinks every layer of every client
-            but the pivot by that.
-        past_correction: Whether the averaged layers are those whose inputs were moved. Otherwise
-            inputs are as they were, and only matching knows of the move.
-        fix_last_layer: Whether outputs stay in their order, so that the last layer is not
-            transported: its inputs are moved whatever `past_correction` is, and it is not shrunk.
-            Otherwise it is a layer like the others, as in FedFisher's experiments.
-        score: Params -> scalar, higher is better, such as the accuracy on validation data. It
-            chooses among all four pairs of `correction` and `past_correction`, which stay as they
-            are then, as FedFisher's authors do: the first of the best, and the first where no
-            score is a number.
+            between them. If branches are added, as in a residual block, inputs are moved by the
+            mean of the branches' transports; an identity skip is ignored.
+        correction: Whether a transport is a permutation. Otherwise it is a permutation divided by
+            the number of units, the plan between uniform measures, which shrinks all layers of all
+            clients but the pivot by this number.
+        past_correction: Whether the layers whose inputs were moved are averaged. Otherwise layers
+            with their original inputs are averaged, and moved inputs are used only for matching.
+        fix_last_layer: Whether outputs keep their order, so that the last layer is not
+            transported: its inputs are moved for any `past_correction`, and it is not shrunk.
+            Otherwise it is treated like the other layers, as in FedFisher's experiments.
+        score: Function params -> scalar, higher is better, such as the accuracy on validation data.
+            It selects among all four pairs of `correction` and `past_correction`, which must have
+            their defaults, as FedFisher's authors do: the first of the best, or the first pair if
+            all scores are NaN.
 
     Returns:
         The algorithm. Updates are {"params": W_i, "wiring": which layer feeds which, static}. It
         reports `Transported`.
 
     Raises:
-        ValueError: If a score has to choose what was chosen already; on summarize, if a leaf
-            belongs to no such layer (BatchNorm), or something between two layers mixes units; on
-            merge, if no client has weight.
+        ValueError: If there is a score and a pair was chosen too; on summarize, if a leaf belongs
+            to no such layer (BatchNorm), or an operation between two layers mixes units; on merge,
+            if no client has a weight.
 
     Example:
         >>> import fisherjax as fj
@@ -98,9 +99,9 @@ def otfusion(
         [[1. 2.]]
 
     Source: the paper above and its code, whose `skip_last_layer` is `fix_last_layer`; and its use
-        in Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024. Deviations: the last layer stays by
-        default; nothing is chosen without a `score`; biases, which neither has, are one more input
-        that nobody moves, and are matched with the rest of their column.
+        in Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024. Deviations: by default,
+        outputs keep their order; nothing is selected without a `score`; biases, which neither has,
+        are an additional input that is never moved, and are matched with the rest of their column.
     """
     checks.model(model)
     how = _How(correction, past_correction, fix_last_layer)
@@ -110,8 +111,8 @@ def otfusion(
         checks.function("score", score, "a function of params")
         if not (correction and past_correction):
             raise ValueError(
-                f"correction is {correction} and past_correction {past_correction}, which a score "
-                "chooses; expected either of them, or a score."
+                f"correction is {correction} and past_correction is {past_correction}, but a score "
+                "selects both; expected either these arguments or a score, not both."
             )
     evaluate = None if score is None else as_partial(score)
 
@@ -154,7 +155,7 @@ class _How(NamedTuple):
 @partial(jit, static_argnums=0)
 def _fused(how: _How, wires: Wiring, stacked: Params, weights: Array) -> tuple[Params, Transported]:
     present = weights > 0
-    # Who has no weight is not asked, however large it is.
+    # The params of a client without weight must not matter, however large they are.
     stacked = tree.keep(present, stacked)
     template = Template.of(jax.tree.map(lambda leaf: leaf[0], stacked))
     leaves = template.by_name(stacked)
@@ -171,7 +172,7 @@ def _fused(how: _How, wires: Wiring, stacked: Params, weights: Array) -> tuple[P
 def _chosen(
     how: _How, evaluate: Callable, wires: Wiring, stacked: Params, weights: Array
 ) -> tuple[Params, Transported]:
-    """Fuse in every way, and give the first of those with the best score."""
+    """Merge with each pair of `CHOICES`, and return the first merge with the best score."""
     found, scores = [], []
     for correction, past in CHOICES:
         other = how._replace(correction=correction, past_correction=past)
@@ -190,42 +191,41 @@ def _aligned(
     client: dict[str, Array],
     stays: Array,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Give a client's layers with its units in the pivot's order, and the transports."""
+    """Return a client's layers with its units in the pivot's order, and the transports."""
     moved, transports = {}, {}
     *_, last = wires.layers
     for layer, sources, span in zip(wires.layers, wires.sources, wires.spans, strict=True):
-        own = client[layer.kernel]
+        value = client[layer.kernel]
         before = [transports[wires.layers[source].kernel] for source in sources]
-        inputs = _moved_inputs(own, before, span)
-        transport = jnp.eye(layer.columns, dtype=own.dtype)
-        # Outputs that stay are not transported: the layer has its inputs moved, and that is all.
+        inputs = _moved_inputs(value, before, span)
+        transport = jnp.eye(layer.columns, dtype=value.dtype)
+        # Outputs keep their order: only the inputs of the layer are moved.
         skipped = layer == last and how.fix_last_layer
         if not skipped:
             found = transport[_matched(inputs, pivot[layer.kernel])]
             found = found if how.correction else found / layer.columns
-            # The pivot is what others are moved to, and stays as it is: it is not shrunk, and
-            # units of it that are equal do not change places.
+            # The pivot stays as it is: it is not shrunk, and equal units of it are not exchanged.
             transport = jnp.where(stays, transport, found)
         transports[layer.kernel] = transport
-        kept = inputs if how.past_correction or skipped else own
+        kept = inputs if how.past_correction or skipped else value
         moved[layer.kernel] = jnp.matmul(kept, transport, precision=PRECISION)
     return moved, transports
 
 
-def _moved_inputs(own: Array, before: list[Array], span: tuple[int, int]) -> Array:
-    """Move the rows [b * units * c] of a layer's matrix, but a bias, by the mean transport."""
+def _moved_inputs(value: Array, before: list[Array], span: tuple[int, int]) -> Array:
+    """Move the rows [b * units * c] of a layer's matrix, except a bias, by the mean transport."""
     if not before:
-        return own
+        return value
     transport, (outer, inner) = jnp.asarray(sum(before)) / len(before), span
     units = len(transport)
     rows = outer * units * inner
-    kernel = own[:rows].reshape(outer, units, inner, -1)
+    kernel = value[:rows].reshape(outer, units, inner, -1)
     kernel = jnp.einsum("uv,buco->bvco", transport, kernel, precision=PRECISION)
-    return jnp.concatenate([kernel.reshape(rows, -1), own[rows:]])
+    return jnp.concatenate([kernel.reshape(rows, -1), value[rows:]])
 
 
 def _matched(columns: Array, others: Array) -> Array:
-    """Give for each column the one of the others that it goes to: exact transport."""
+    """Return for each column the index of its match among the others, by exact transport."""
     products = jnp.matmul(columns.T, others, precision=PRECISION)
     squares = jnp.square(columns).sum(0)[:, None] + jnp.square(others).sum(0)
     places = jnp.zeros(columns.shape[1], int)

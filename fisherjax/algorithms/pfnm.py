@@ -1,4 +1,4 @@
-"""PFNM: units of all clients are matched with those of a wider network, layer by layer.
+"""PFNM: match the units of all clients with those of a wider network, layer by layer.
 
 Yurochkin, Agarwal, Ghosh, Greenewald, Hoang, Khazaeni, Bayesian nonparametric federated learning of
 neural networks, ICML 2019; convolutions as in Wang, Yurochkin, Sun, Papailiopoulos, Khazaeni,
@@ -12,35 +12,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import leaves, likelihoods, tree
+from fisherjax import leaves, likelihoods
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._layers.graph import Wiring, wiring
 from fisherjax._layers.layer import Layer, matrix, unpack
-from fisherjax.algorithms.base import Algorithm
+from fisherjax.algorithms._unit_matching import Prior, match_units
+from fisherjax.algorithms.base import Algorithm, present_on_host
 from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
-_MOST_COUNTED = 10
-
 
 class Matched(NamedTuple):
-    """What PFNM reports, by hidden layer.
+    """Report of PFNM.
 
     Attributes:
-        places: For each client that counts the units of the merged layer that its own became, [o].
+        places: For each hidden layer, by kernel name, an array [o] for each participating client:
+            the units of the merged layer with which its own units were matched.
     """
 
     places: dict[str, list[np.ndarray]]
-
-
-class _Prior(NamedTuple):
-    precision: float
-    mean: float
-    concentration: float
-    sweeps: int
-    most_new: int
 
 
 @cached
@@ -54,45 +46,48 @@ def pfnm(
     most_new: int = 700,
     misplaced_prior: bool = False,
 ) -> Algorithm[Matched]:
-    """Make PFNM, whose merged network has as many units as there are different ones.
+    """Make PFNM, whose merged network has one unit for each group of matched units.
 
         theta_g = (s mu + sum_{w -> g} w) / (s + m_g)
 
-    is unit g of a hidden layer, with m_g clients' units w matched to it, s the prior's precision
-    in units of a client's, and mu its mean. A unit is a column of the layer's matrix, with the
-    clients' inputs already in the merged order; matches maximise the posterior of the
-    Beta-Bernoulli process, one client after another, each by an exact assignment. The last layer is
-    the mean of the clients' by their numbers of examples of each class.
+    is unit g of a hidden layer, where the units w of m_g clients are matched with it, s is the
+    precision of the prior in units of a client's, and mu the prior mean. A unit is a column of the
+    layer's matrix, with the client's inputs already in the merged order. The matches maximise the
+    posterior of a Beta-Bernoulli process, one client after another, each by an exact assignment.
+    The last layer is the mean of the clients' by their numbers of examples of each class.
 
-    So a unit of one client alone is halved at s = 1, and of identical clients all layers but the
-    last shrink by M / (M + s), where their units are large: a new unit is cheap, and those near
-    zero may become one each.
+    Therefore, at s = 1, the weights of a unit that only one client has are halved, and if all
+    clients are identical, all layers except the last shrink by M / (M + s), provided that their
+    units are large. Units near zero may not be matched, because new units are cheap: each client
+    then adds its own.
 
     Args:
-        model: A chain of dense and convolution layers with activations, pooling and reshapes
-            between them, for classes. A flax module takes the merged params by
-            `networks.apply_fn(module, any_width=True)`; another `apply` has to read its widths off
-            the params.
-        prior_precision: What the prior counts for, s, in clients.
-        prior_mean: Of a unit's bias; of other weights it is zero.
-        concentration: Of the process, gamma: the larger, the cheaper is a new unit.
-        sweeps: How often every client is matched anew, in an order drawn by the key of the merge.
-        most_new: A layer that has so many units gets one more from a client at most. A client that
-            has more units than there are places for is taken with all of them: the widest, which
-            comes first and finds none, and who is matched anew where the others are narrow.
-        misplaced_prior: Whether layers after the first have the prior's mean at their first input
-            instead of the bias, as the code of both papers has it.
+        model: The network, a chain of dense and convolution layers with activations, pooling and
+            reshapes between them, for classification. Apply the merged params by
+            `networks.apply_fn(module, any_width=True)` if it is a flax module; any other `apply`
+            must infer its widths from the params.
+        prior_precision: Precision s of the prior, in units of a client's (default 1).
+        prior_mean: Prior mean of a unit's bias (default 0.1); it is zero for other weights.
+        concentration: Concentration gamma of the process; new units are cheaper if it is larger.
+        sweeps: Number of times that each client is matched anew, in random order by the key of the
+            merge.
+        most_new: Width of a layer beyond which a client adds at most one unit to it. A client with
+            more units than places adds all that find no place: the widest client, which is
+            matched first, and clients that are matched anew when the others are narrow.
+        misplaced_prior: Whether layers after the first have the prior mean at their first input
+            instead of the bias, as in the code of both papers.
 
     Returns:
-        The algorithm. Updates are {"params": W_i, "counts": examples of each class [C], "wiring":
-        which layer feeds which, static}: it shows label counts. The merged params are wider than
-        `params`, so that rounds cannot go on from them. It reports `Matched`.
+        The algorithm. Updates are {"params": W_i, "counts": number of examples of each class [C],
+        "wiring": which layer feeds which, static}, so that label counts are disclosed. The merged
+        params are wider than `params`, so that rounds cannot continue from them. It reports
+        `Matched`.
 
     Raises:
         ValueError: If a number is out of range or the likelihood is not the categorical one; on
-            summarize, if a leaf belongs to no such layer, something mixes units, or there are
-            branches.
-        TypeError: On a merge under `jit`: widths are found on the host.
+            summarize, if a leaf belongs to no such layer, an operation between layers mixes units,
+            or there are branches.
+        TypeError: On a merge under `jit`, because the widths are computed on the host.
 
     Example:
         >>> import fisherjax as fj
@@ -108,16 +103,17 @@ def pfnm(
          [0. 6.]]
 
     Source: the papers above, and their use in Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024.
-        Deviations: biases of a network that has none are matched as zeros and left out at the end;
-        of a class that nobody has the plain mean is taken; weights of clients do not count, but
-        those of zero are left out. The code of both papers takes the first client whole, and later
-        drops units of a client for which `most_new` leaves no place; here none is dropped.
+        Deviations: absent biases are matched as zeros and removed at the end; for a class without
+        examples, the last layer is the plain mean; the weights of clients are ignored, except that
+        clients of weight zero are left out. The code of both papers keeps all units of the first
+        client, and later drops units of a client for which `most_new` leaves no place; here no unit
+        is dropped.
     """
     checks.model(model)
     if not likelihoods.is_categorical(model.likelihood):
         raise ValueError(
             "PFNM averages the last layer by how many examples of each class a client has: the "
-            "model's likelihood must be the categorical one. algorithms.otfusion takes others."
+            "model's likelihood must be the categorical one. algorithms.otfusion accepts others."
         )
     checks.positive("prior_precision", prior_precision)
     checks.positive("concentration", concentration)
@@ -125,7 +121,7 @@ def pfnm(
     checks.instance("misplaced_prior", misplaced_prior, bool, "True or False")
     for name, value in (("sweeps", sweeps), ("most_new", most_new)):
         checks.count(name, value)
-    prior = _Prior(prior_precision, float(prior_mean), concentration, sweeps, most_new)
+    prior = Prior(prior_precision, float(prior_mean), concentration, sweeps, most_new)
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key
@@ -137,19 +133,9 @@ def pfnm(
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del cohort
-        if checks.is_traced(received, params, key):
-            raise TypeError(
-                "PFNM finds on the host how wide the merged network is: call merging.merge outside "
-                "of jit and vmap, and not in rounds."
-            )
-        updates, weights = received
-        one = jax.tree.map(lambda leaf: leaf[0], updates["params"])
-        if tree.shapes(one) != tree.shapes(params):
-            raise ValueError(
-                f"Clients have leaves of shapes {tree.shapes(one)}, but params has "
-                f"{tree.shapes(params)}. Pass the params of the network that the clients trained."
-            )
-        present = np.flatnonzero(np.asarray(weights) > 0)
+        # The widths of the merged leaves depend on values.
+        present = present_on_host("PFNM computes its width", received, params, params, key)
+        updates, _ = received
         order = np.random.default_rng(np.asarray(jax.random.key_data(key)))
         counts = np.asarray(updates["counts"], float)[present]
         leaves = Template.of(params).by_name(updates["params"])
@@ -169,41 +155,44 @@ def _check_chain(found: Wiring) -> None:
             raise ValueError(
                 f"PFNM needs a chain of layers, each fed by the one before; '{layer.kernel}' is "
                 f"fed by {[found.layers[s].kernel for s in sources] or 'the inputs'}. "
-                "algorithms.otfusion takes networks with branches."
+                "algorithms.otfusion accepts networks with branches."
             )
 
 
 def _class_counts(examples: Examples, classes: int) -> Array:
     _, targets, indices, weights = examples
     if targets is None:
-        raise ValueError("targets are None; PFNM needs to know how many examples a class has.")
+        raise ValueError(
+            "targets are None; PFNM counts the examples of each class, and needs labels."
+        )
     targets = targets if indices is None else targets[indices]
     present = jnp.ones(targets.shape[0]) if weights is None else jnp.sign(weights)
     return jnp.zeros(classes).at[targets].add(present)
 
 
 def _merged(
-    prior: _Prior,
+    prior: Prior,
     misplaced: bool,
     wires: Wiring,
     leaves: dict[str, np.ndarray],
     counts: np.ndarray,
     order: np.random.Generator,
 ) -> tuple[dict[str, np.ndarray], dict[str, list[np.ndarray]]]:
-    """Merge stacked leaves by name; give also where every client's units went."""
+    """Merge stacked leaves by name; return them and the matches of each client's units."""
     merged, found, places, width = {}, {}, [], 0
     *_, last = wires.layers
+    clients = [{name: leaf[i] for name, leaf in leaves.items()} for i in range(len(counts))]
     for layer, (outer, inner) in zip(wires.layers, wires.spans, strict=True):
-        own = [_with_bias(layer, {n: x[i] for n, x in leaves.items()}) for i in range(len(counts))]
+        matrices = [_with_bias(layer, client) for client in clients]
         if places:
-            pairs = zip(own, places, strict=True)
-            own = [_moved_inputs(value, moved, width, outer, inner) for value, moved in pairs]
+            pairs = zip(matrices, places, strict=True)
+            matrices = [_moved_inputs(value, moved, width, outer, inner) for value, moved in pairs]
         if layer == last:
-            value = _by_class(np.stack(own), counts)
+            value = _by_class(np.stack(matrices), counts)
         else:
-            mean = np.zeros(len(own[0]))
+            mean = np.zeros(len(matrices[0]))
             mean[0 if misplaced and places else -1] = prior.mean
-            units, places = _matched(prior, mean, [x.T for x in own], order)
+            units, places = match_units(prior, mean, [x.T for x in matrices], order)
             value, found[layer.kernel] = units.T, places
         wide = layer if not width else _widened(layer, outer, inner, width)
         wide = wide._replace(shape=_replaced(wide.shape, wide.outputs[0], value.shape[1]))
@@ -221,7 +210,7 @@ def _with_bias(layer: Layer, leaves: dict[str, np.ndarray]) -> np.ndarray:
 def _moved_inputs(
     value: np.ndarray, places: np.ndarray, width: int, outer: int, inner: int
 ) -> np.ndarray:
-    """Put the rows [b * units * c] of a matrix where the units before it went; bias stays."""
+    """Move the rows [b * units * c] of a matrix to the matches of input units, except a bias."""
     kernel = value[:-1].reshape(outer, len(places), inner, -1)
     wide = np.zeros((outer, width, inner, kernel.shape[-1]))
     wide[:, places] = kernel
@@ -229,7 +218,7 @@ def _moved_inputs(
 
 
 def _widened(layer: Layer, outer: int, inner: int, width: int) -> Layer:
-    """Say what shape the kernel has with another number of inputs."""
+    """Return the layer with the kernel's shape for `width` input units."""
     shape, output = layer.shape, layer.outputs[0] % len(layer.shape)
     inputs = [axis for axis in range(len(shape)) if axis != output]
     units = layer.rows // (outer * inner)
@@ -238,7 +227,7 @@ def _widened(layer: Layer, outer: int, inner: int, width: int) -> Layer:
         ends = math.prod(sizes[:number]), math.prod(sizes[number + 1 :])
         if shape[axis] == units and ends == (outer, inner):
             return layer._replace(shape=_replaced(shape, axis, width))
-    # A dense layer that takes an image: one axis of all positions and channels.
+    # A dense layer after an image has one axis of all positions and channels.
     (axis,) = inputs
     return layer._replace(shape=_replaced(shape, axis, outer * width * inner))
 
@@ -250,76 +239,7 @@ def _replaced(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
 
 
 def _by_class(stacked: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Average last layers [M, a, C], each class by who has it."""
+    """Average last layers [M, a, C], each class by the clients' numbers of its examples."""
     total = counts.sum(0)
     shares = np.where(total > 0, counts / np.where(total > 0, total, 1), 1 / len(counts))
     return np.einsum("mac,mc->ac", stacked, shares)
-
-
-def _matched(
-    prior: _Prior, mean: np.ndarray, clients: list[np.ndarray], order: np.random.Generator
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Match units [o_i, D] of all clients; give the merged units and the place of each own one."""
-    start = prior.precision * mean
-    totals, popularity = np.zeros((0, len(mean))), np.zeros(0)
-    places: list[np.ndarray] = [np.zeros(0, int)] * len(clients)
-
-    def add(client: int) -> None:
-        nonlocal totals, popularity
-        own = clients[client]
-        found = _assigned(prior, start, own, totals, popularity, len(clients))
-        # New units in the order of their own, whichever place of the new ones they were given.
-        fresh = np.flatnonzero(found >= len(totals))
-        found[fresh] = len(totals) + np.arange(len(fresh))
-        totals = np.vstack([totals, np.tile(start, (len(fresh), 1))])
-        popularity = np.concatenate([popularity, np.zeros(len(fresh))])
-        totals[found] += own
-        popularity[found] += 1
-        places[client] = found
-
-    def remove(client: int) -> None:
-        nonlocal totals, popularity
-        totals[places[client]] -= clients[client]
-        popularity[places[client]] -= 1
-        kept = popularity > 0
-        names = np.cumsum(kept) - 1
-        totals, popularity = totals[kept], popularity[kept]
-        for other in range(len(clients)):
-            if other != client:
-                places[other] = names[places[other]]
-
-    # The widest comes first.
-    for client in sorted(range(len(clients)), key=lambda i: -len(clients[i])):
-        add(client)
-    for _ in range(prior.sweeps):
-        for client in order.permutation(len(clients)):
-            remove(client)
-            add(client)
-    return totals / (prior.precision + popularity)[:, None], places
-
-
-def _assigned(
-    prior: _Prior,
-    start: np.ndarray,
-    own: np.ndarray,
-    totals: np.ndarray,
-    popularity: np.ndarray,
-    clients: int,
-) -> np.ndarray:
-    """Assign a client's units [o, D] to units that there are, or to new ones, by gain."""
-    squares, precision = np.square(own).sum(1)[:, None], prior.precision
-    sizes = np.square(totals).sum(1)
-    strength = precision + popularity
-    counted = np.minimum(popularity, _MOST_COUNTED)
-    gain = (squares + 2 * own @ totals.T + sizes) / (1 + strength) - sizes / strength
-    gain += np.log(counted / (clients - counted))
-    # As many as leave no unit of the client without a place.
-    number = min(len(own), max(prior.most_new - len(totals), len(own) - len(totals), 1))
-    ranks = np.arange(1, number + 1)
-    new = np.square(own + start).sum(1)[:, None] / (1 + precision)
-    new = new - np.square(start).sum() / precision
-    new = new - 2 * np.log(ranks) + 2 * np.log(prior.concentration / clients)
-    from scipy.optimize import linear_sum_assignment  # half a second, which only PFNM needs
-
-    _, found = linear_sum_assignment(np.hstack([gain, new]), maximize=True)
-    return found

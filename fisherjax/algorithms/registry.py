@@ -1,20 +1,20 @@
-"""The registry: one table of all methods, which everything that lists methods reads.
+"""The registry: one table of all methods, from which every list of methods is made.
 
-A row of `METHODS` is all that is known of a method by its name. Commands and their options, labels
-and colours, files, the README's table and the battery of laws (`tests/algorithms/test_battery.py`)
-read it, so that a paper is a file beside this one, an import and a row here, and its own test.
-`LAWS` defines what a merge may obey; a row lists the laws that hold for it, and the battery tests
-that these hold and that the others do not.
+A row of `METHODS` holds all that the library and the experiments know of a method by its name. The
+commands and their options, labels and colours of figures, `merge_files`, the table of the README
+and the battery of laws (`tests/algorithms/test_battery.py`) read it. To add a paper, write a file
+beside this one, an import and a row here, and a test of its own. A row lists the `LAWS` that hold
+for the method; the battery tests that these hold and that the others do not.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from fisherjax import fisher
-from fisherjax._core import checks
 from fisherjax._layers.graph import Wiring
+from fisherjax.algorithms._fedlpa_solvers import expectation_approximation, residual_descent
+from fisherjax.algorithms._rows import Row
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.algorithms.distillation.dense import dense
 from fisherjax.algorithms.distillation.fedov import fedov
@@ -26,7 +26,7 @@ from fisherjax.algorithms.fedbn import fedbn
 from fisherjax.algorithms.feddyn import feddyn
 from fisherjax.algorithms.fedfish import fedfish
 from fisherjax.algorithms.fedfisher import fedfisher
-from fisherjax.algorithms.fedlpa import expectation_approximation, fedlpa, residual_descent
+from fisherjax.algorithms.fedlpa import fedlpa
 from fisherjax.algorithms.fednova import fednova
 from fisherjax.algorithms.fedper import fedper
 from fisherjax.algorithms.fedprox import fedprox
@@ -44,12 +44,9 @@ from fisherjax.fisher import Dense, Diagonal, Kronecker
 from fisherjax.typing import Array, Model
 
 __all__ = [
-    "LAWS",
     "METHODS",
-    "Row",
     "analytic_head",
     "ccvr",
-    "check_options",
     "dense",
     "expectation_approximation",
     "fedavg",
@@ -65,15 +62,10 @@ __all__ = [
     "fedper",
     "fedprox",
     "fisher_merge",
-    "make",
-    "merges",
     "natural_gradient",
-    "options",
     "otfusion",
-    "personal",
     "pfnm",
     "regmean",
-    "required",
     "residual_descent",
     "scaffold",
     "single_set",
@@ -81,56 +73,6 @@ __all__ = [
     "weighted_fedavg",
     "weighted_fedbn",
 ]
-
-LAWS = {
-    "identity": "Clients that all send one model get that model back, whatever else they send.",
-    "single client": "A single client gets its own model back.",
-    "order": "The order in which the clients stand does not matter.",
-    "weights": "Only the ratios of the weights matter; without weights all clients count equally.",
-    "empty": "A client of weight zero has no influence, whatever it sends.",
-    "shift": "If the start and all models move by the same amount, so does the merged model.",
-    "equal curvatures": "Clients whose curvatures are equal, or that send none, get the weighted "
-    "mean of their models.",
-    "damping": "A growing `damping` moves the merged model steadily to the weighted mean.",
-    "layerwise": "Layers can be merged without those that come after them.",
-    "statistics": "The merged running statistics of BatchNorm are those of the clients' mixture.",
-    "frozen": "Leaves that the model's mask freezes are not sent, and come back bit for bit.",
-    "exchange": "Clients that do not train improve the model that they receive: the method is one "
-    "of `merging.exchange`, and merges no models.",
-}
-"""The laws that a method may obey, by name; `Row.laws` lists those that hold."""
-
-
-class Row(NamedTuple):
-    """What there is to know of a method.
-
-    Attributes:
-        label: Name in tables and figures.
-        paper: Authors, venue and year.
-        sends: What a client sends to the server.
-        factory: Makes the algorithm. Its first argument is `model` if it needs the network, its
-            defaults are the options of the command line.
-        laws: Names of the `LAWS` that hold.
-        reads: What `files.merge_files` reads of an upload besides params, with its type; or why
-            files cannot be merged by the method, as a sentence without its subject; None if there
-            are no uploads of the method.
-        gives: What the algorithm gives: one model of the clients' shapes, one of more units, a
-            model for each client, or all of the clients' models, which vote.
-
-    Example:
-        >>> METHODS["mean"] = Row("Mean", "an example", "weights", fedavg, reads={})
-        >>> make("mean", None) is fedavg()
-        True
-        >>> del METHODS["mean"]
-    """
-
-    label: str
-    paper: str
-    sends: str
-    factory: Callable[..., Any]
-    laws: tuple[str, ...] = ()
-    reads: Mapping[str, type] | str | None = "does not say in its row what it reads of uploads"
-    gives: Literal["model", "wider model", "model per client", "votes"] = "model"
 
 
 def weighted_fedbn(
@@ -151,39 +93,42 @@ def weighted_fedbn(
     return fedbn(weighted_fedavg(model, temperature=temperature, **options), where)
 
 
-# Every merge obeys these, or says below why not.
-_EVERY = ("single client", "weights", "empty")
-_KEEPS = (*_EVERY, "frozen")
-_SOLVED = (*_KEEPS, "identity", "order", "shift", "equal curvatures", "statistics")
-_LAYERS = (*_SOLVED, "layerwise")
-_MEAN = "McMahan et al., AISTATS 2017"
+# Laws that hold for most merges; where fewer hold, a comment gives the reason.
+_COMMON = ("single client", "weights", "empty")
+_MASKED = (*_COMMON, "frozen")
+_QUADRATIC = (*_MASKED, "identity", "order", "shift", "equal curvatures", "statistics")
+_LAYERWISE = (*_QUADRATIC, "layerwise")
 _FEDFISHER = "Jhunjhunwala, Wang, Joshi, AISTATS 2024"
 _FEDLPA = "Liu et al., NeurIPS 2024"
 _FEDFISH = "Dhawan et al., TMLR 2024"
-_HERE = "this library"
+_OURS = "this library"
 _FACTORS = "weights and K-FAC factors"
 _EMPIRICAL = "weights and K-FAC factors of the empirical Fisher"
 _SQUARES = "weights and squared gradients"
-_MORE = "takes more than one message, or more than params and curvature"
+_NO_FILES = "takes more than one message, or more than params and curvature"
 
-# Colours of figures go by the order: new rows come last of those of `merges`.
+# Rows of methods whose messages files do not hold, and of those that make a model for each client.
+_in_rounds = partial(Row, laws=_LAYERWISE, reads=_NO_FILES)
+_personal = partial(Row, laws=("frozen",), reads=None, gives="model per client")
+
+# The order of rows determines colours in figures: append new rows after those of `merges`.
 METHODS: dict[str, Row] = {
-    "fedavg": Row("FedAvg", _MEAN, "weights", fedavg, _LAYERS, {}),
+    "fedavg": Row("FedAvg", "McMahan et al., AISTATS 2017", "weights", fedavg, _LAYERWISE, {}),
     "fisher_merge": Row(
         "Fisher merging",
         "Matena, Raffel, NeurIPS 2022",
         "weights and diagonal Fisher",
         fisher_merge,
-        _LAYERS,
+        _LAYERWISE,
         {"fisher": Diagonal},
     ),
-    # Leaves without a Gram matrix, biases among them, get the plain mean over clients.
+    # Leaves without a Gram matrix, such as biases, become the unweighted mean over clients.
     "regmean": Row(
         "RegMean",
         "Jin et al., ICLR 2023",
         "weights and Gram matrices of layer inputs",
         regmean,
-        (*_KEEPS, "identity", "order", "shift", "layerwise", "statistics"),
+        (*_MASKED, "identity", "order", "shift", "layerwise", "statistics"),
         {"grams": dict},
     ),
     "fedfisher_diag": Row(
@@ -191,7 +136,7 @@ METHODS: dict[str, Row] = {
         _FEDFISHER,
         "weights and diagonal Fisher",
         partial(fedfisher, fisher=fisher.diagonal),
-        (*_LAYERS, "damping"),
+        (*_LAYERWISE, "damping"),
         {"fisher": Diagonal},
     ),
     "fedfisher_kfac": Row(
@@ -199,36 +144,36 @@ METHODS: dict[str, Row] = {
         _FEDFISHER,
         _FACTORS,
         fedfisher,
-        (*_LAYERS, "damping"),
+        (*_LAYERWISE, "damping"),
         {"fisher": Kronecker},
     ),
-    # The full Fisher couples layers.
+    # The full Fisher couples layers, so that layers cannot be merged one by one.
     "fedfisher_full": Row(
         "FedFisher (full)",
         _FEDFISHER,
         "weights and full Fisher",
         partial(fedfisher, fisher=fisher.full),
-        (*_SOLVED, "damping"),
+        (*_QUADRATIC, "damping"),
         {"fisher": Dense},
     ),
-    # Clients' errors, which change the curvatures, are relative to the weights.
+    # The curvatures depend on errors relative to the weights, so that a shift changes the merge.
     "fedfisher_sequential": Row(
         "FedFisher (sequential)",
-        _HERE,
+        _OURS,
         _FACTORS,
         fedfisher_sequential,
-        (*_KEEPS, "identity", "order", "damping", "layerwise", "statistics"),
-        "solves a layer from what the layers before it became",
+        (*_MASKED, "identity", "order", "damping", "layerwise", "statistics"),
+        "merges a layer by the merged layers before it",
     ),
-    "fedlpa": Row("FedLPA", _FEDLPA, _EMPIRICAL, fedlpa, _LAYERS, {"fisher": Kronecker}),
-    # Mean factors stand for the mean of products: equal models do not come back, nor does a shift;
-    # descent from there leads to both in the limit only.
+    "fedlpa": Row("FedLPA", _FEDLPA, _EMPIRICAL, fedlpa, _LAYERWISE, {"fisher": Kronecker}),
+    # The product of mean factors replaces the mean of products: equal models are not returned, nor
+    # does a shift of all models shift the merge. Descent from there reaches both only in the limit.
     "fedlpa_ea": Row(
         "FedLPA (EA)",
         _FEDLPA,
         _EMPIRICAL,
         partial(fedlpa, solver=expectation_approximation()),
-        (*_KEEPS, "order", "equal curvatures", "layerwise", "statistics"),
+        (*_MASKED, "order", "equal curvatures", "layerwise", "statistics"),
         {"fisher": Kronecker},
     ),
     "fedlpa_gd": Row(
@@ -236,52 +181,42 @@ METHODS: dict[str, Row] = {
         _FEDLPA,
         _EMPIRICAL,
         partial(fedlpa, solver=residual_descent()),
-        (*_KEEPS, "order", "equal curvatures", "layerwise", "statistics"),
+        (*_MASKED, "order", "equal curvatures", "layerwise", "statistics"),
         {"fisher": Kronecker},
     ),
-    # Clients that took other numbers of steps are scaled apart.
+    # Clients with different numbers of steps are scaled differently.
     "fednova": Row(
         "FedNova",
         "Wang et al., NeurIPS 2020",
         "change of the weights and effective number of steps",
         fednova,
-        (*_KEEPS, "order", "shift", "layerwise", "statistics"),
-        _MORE,
+        (*_MASKED, "order", "shift", "layerwise", "statistics"),
+        _NO_FILES,
     ),
-    "fedfish": Row("FedFish", _FEDFISH, _SQUARES, fedfish, _LAYERS, _MORE),
-    "fedfish_last_epoch": Row(
-        "FedFish (last epoch)",
-        _FEDFISH,
-        _SQUARES,
-        partial(fedfish, last_epoch=True),
-        _LAYERS,
-        _MORE,
+    "fedfish": _in_rounds("FedFish", _FEDFISH, _SQUARES, fedfish),
+    "fedfish_last_epoch": _in_rounds(
+        "FedFish (last epoch)", _FEDFISH, _SQUARES, partial(fedfish, last_epoch=True)
     ),
-    "fedprox": Row("FedProx", "Li et al., MLSys 2020", "weights", fedprox, _LAYERS, _MORE),
-    "scaffold": Row(
-        "SCAFFOLD",
-        "Karimireddy et al., ICML 2020",
-        "weights and change of the control",
-        scaffold,
-        _LAYERS,
-        _MORE,
+    "fedprox": _in_rounds("FedProx", "Li et al., MLSys 2020", "weights", fedprox),
+    "scaffold": _in_rounds(
+        "SCAFFOLD", "Karimireddy et al., ICML 2020", "weights and change of the control", scaffold
     ),
     "fedfisher_sketched": Row(
         "FedFisher (K-FAC sketches)",
-        _HERE,
+        _OURS,
         "weights and sketches of the K-FAC factors",
         fedfisher_sketched,
-        (*_LAYERS, "damping"),
-        _MORE,
+        (*_LAYERWISE, "damping"),
+        _NO_FILES,
     ),
-    # Units are matched with the first client's; a shift of all weights is another network. It
-    # has no place for scales and shifts.
+    # Units are matched with those of the first client; a shift of all weights is another network.
+    # Layers of scales and shifts are refused.
     "otfusion": Row(
         "OTFusion",
         "Singh, Jaggi, NeurIPS 2020",
         "weights",
         otfusion,
-        (*_EVERY, "identity"),
+        (*_COMMON, "identity"),
         {"wiring": Wiring},
     ),
     "pfnm": Row(
@@ -302,7 +237,7 @@ METHODS: dict[str, Row] = {
         None,
         gives="votes",
     ),
-    # Equal models lose their small changes too, and which are small is a question to all layers.
+    # Small changes are dropped even if models are equal, and the threshold is common to all layers.
     "ties": Row(
         "TIES",
         "Yadav et al., NeurIPS 2023",
@@ -311,7 +246,7 @@ METHODS: dict[str, Row] = {
         ("weights", "empty", "frozen", "order", "shift", "statistics"),
         "trims changes from the model that clients started from",
     ),
-    # The server moves beyond the mean, by a share of all clients that took part.
+    # The server moves beyond the mean, in proportion to the share of clients that participate.
     "feddyn": Row(
         "FedDyn",
         "Acar et al., ICLR 2021",
@@ -320,46 +255,22 @@ METHODS: dict[str, Row] = {
         ("weights", "frozen", "order", "shift", "layerwise", "statistics"),
         "needs the model that clients started from",
     ),
-    "single_set": Row(
-        "SingleSet", "baseline", "nothing", single_set, ("frozen",), None, "model per client"
-    ),
-    "fedper": Row(
-        "FedPer",
-        "Arivazhagan et al., 2019",
-        "weights but for the head",
-        fedper,
-        ("frozen",),
-        None,
-        gives="model per client",
-    ),
-    "fedbn": Row(
-        "FedBN",
-        "Li et al., ICLR 2021",
-        "weights but for BatchNorm",
-        fedbn,
-        ("frozen",),
-        None,
-        gives="model per client",
-    ),
-    "weighted_fedavg": Row(
+    "single_set": _personal("SingleSet", "baseline", "nothing", single_set),
+    "fedper": _personal("FedPer", "Arivazhagan et al., 2019", "weights but for the head", fedper),
+    "fedbn": _personal("FedBN", "Li et al., ICLR 2021", "weights but for BatchNorm", fedbn),
+    "weighted_fedavg": _personal(
         "Weighted FedAvg",
         "Huang et al., ICLR 2024",
         "weights and mean features of its classes",
         weighted_fedavg,
-        ("frozen",),
-        None,
-        gives="model per client",
     ),
-    "weighted_fedbn": Row(
+    "weighted_fedbn": _personal(
         "Weighted FedAvg + personal BN",
         "Huang et al., ICLR 2024",
         "weights but for BatchNorm, and mean features of its classes",
         weighted_fedbn,
-        ("frozen",),
-        None,
-        gives="model per client",
     ),
-    # Labels as they follow that of a merge.
+    # Exchanges, whose labels are appended to that of a merge.
     "analytic_head": Row(
         "analytic head",
         "He et al., CVPR 2025",
@@ -385,95 +296,4 @@ METHODS: dict[str, Row] = {
         None,
     ),
 }
-"""Every method by the name that commands know it by. A program may add a row of its own."""
-
-
-def merges() -> dict[str, Row]:
-    """Select the methods that merge the models of clients that trained, but for personal ones.
-
-    Example:
-        >>> list(merges())[:2], "fedper" in merges(), "analytic_head" in merges()
-        (['fedavg', 'fisher_merge'], False, False)
-    """
-    return {
-        name: row
-        for name, row in METHODS.items()
-        if row.gives != "model per client" and "exchange" not in row.laws
-    }
-
-
-def personal() -> dict[str, Row]:
-    """Select the methods that make a model for each client.
-
-    Example:
-        >>> list(personal())[:3]
-        ['single_set', 'fedper', 'fedbn']
-    """
-    return {name: row for name, row in METHODS.items() if row.gives == "model per client"}
-
-
-def options(name: str) -> dict[str, object]:
-    """Return the keyword options of a method and their defaults.
-
-    Example:
-        >>> options("fedprox")
-        {'mu': 0.001}
-    """
-    # The signature of a `partial` shows what it fixes as defaults.
-    parameters = inspect.signature(_row(name).factory).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def required(name: str) -> tuple[str, ...]:
-    """Return the arguments of a method that have no default, besides the model.
-
-    Example:
-        >>> required("fedper"), required("regmean")
-        (('head',), ())
-    """
-    parameters = inspect.signature(_row(name).factory).parameters.values()
-    needed = (p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
-    return tuple(p.name for p in needed if p.name != "model")
-
-
-def make(name: str, model: Model, **chosen: object) -> Algorithm:
-    """Make a method of `METHODS`, the same object for equal arguments.
-
-    Some methods do without the model; what may be chosen are their `options`, and what has to be
-    chosen is `required`: FedPer needs its `head`, and DENSE the `shape` of images.
-
-    Raises:
-        ValueError: If the name is unknown; the message names the nearest three.
-        TypeError: If the method has no such option.
-
-    Example:
-        >>> make("fedprox", None, mu=0.1) is fedprox(mu=0.1)
-        True
-    """
-    factory = _row(name).factory
-    parameters = inspect.signature(factory).parameters
-    check_options(name, chosen)
-    return factory(model, **chosen) if "model" in parameters else factory(**chosen)
-
-
-def check_options(name: str, chosen: Iterable[str]) -> None:
-    """Refuse options that a method does not have, with a TypeError that names the nearest.
-
-    Example:
-        >>> check_options("fedprox", ["mu"])
-    """
-    parameters = inspect.signature(_row(name).factory).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return  # they are those of another method, which knows them
-    known = sorted(parameters.keys() - {"model"})
-    for option in sorted(set(chosen) - set(known)):
-        hint = f"Did you mean {checks.nearest(option, known)}? " if known else ""
-        raise TypeError(
-            f"{name} has no option {option!r}. {hint}algorithms.options({name!r}) gives all with "
-            "their defaults."
-        )
-
-
-def _row(name: str) -> Row:
-    checks.one_of("algorithm", name, METHODS, "algorithms.METHODS")
-    return METHODS[name]
+"""All methods by the names that commands use. A program can add rows of its own."""

@@ -1,4 +1,4 @@
-"""RegMean: dense layers merged so that the clients' outputs are matched on the clients' own inputs.
+"""RegMean: merge dense layers by least squares on the outputs of the clients' layers.
 
 Jin, Ren, Preotiuc-Pietro, Cheng, Dataless knowledge fusion by merging weights of language models,
 ICLR 2023, equation 2.
@@ -16,7 +16,7 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.pairs import trace
-from fisherjax.algorithms.base import ENOUGH, Algorithm, weighted_sum
+from fisherjax.algorithms.base import ENOUGH, Algorithm, check_pass, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.fisher import _passes
 from fisherjax.fisher._factors import expand, input_moments
@@ -33,23 +33,23 @@ def regmean(
 
         W = Wbar + (sum_i p_i H_i)^-1 sum_i p_i H_i (W_i - Wbar),   H_i = shrink(E_i[u u^T]),
 
-    where shrink multiplies off-diagonal entries by a factor. Inputs that never fire at any client
-    keep Wbar = sum_i p_i W_i. All leaves but dense kernels become the plain mean over clients that
-    have weight.
+    where shrink multiplies off-diagonal entries by a factor. Inputs that are zero at all clients
+    keep Wbar = sum_i p_i W_i. All leaves except dense kernels become the unweighted mean over
+    clients with a weight.
 
     Args:
-        model: The network; what its outputs mean is not used. Of sequences the inputs of positions
-            that it does not count are left out.
-        shrink: Factor of the off-diagonal entries, 0 <= shrink < 1. At 1 the Gram matrices would be
-            singular wherever inputs are linearly dependent.
-        batch_size: Examples of a minibatch in the Gram pass.
-        max_examples: Of how many of a client's examples its Gram matrices are at most, drawn anew
-            by the key of `summarize`; None is all.
+        model: The network; its likelihood is not used. Inputs at positions of sequences that the
+            model does not count are left out.
+        shrink: Factor of the off-diagonal entries, 0 <= shrink < 1 (default 0.9). With 1, the Gram
+            matrices would be singular if inputs are linearly dependent.
+        batch_size: Minibatch size of the Gram pass.
+        max_examples: Largest number of a client's examples in its Gram matrices, drawn anew by the
+            key of `summarize`; None uses all.
 
     Returns:
-        The algorithm. Updates are {"params": W_i, "grams": {kernel name: E_i[u u^T] [in, in]}},
-        and what the server needs of them adds up over clients. The name of a kernel that is stored
-        as [outputs, inputs] ends in "^T".
+        The algorithm. Updates are {"params": W_i, "grams": {kernel name: E_i[u u^T] [in, in]}}; the
+        server needs only sums over clients. The name of a kernel that is stored as
+        [outputs, inputs] ends in "^T".
 
     Raises:
         ValueError: If shrink is out of range; on summarize, if the network has no dense layer.
@@ -64,21 +64,19 @@ def regmean(
         [[3.]]
 
     Source: the paper above. Deviations from its use in Jhunjhunwala, Wang, Joshi, FedFisher,
-        AISTATS 2024: the Gram matrix is of all examples, not of up to 16,000; shrink is fixed, not
-        chosen from {0.1, 0.9} by validation; uploads are not compressed.
+        AISTATS 2024: the Gram matrix is a mean over all examples (there up to 16,000); shrink is
+        fixed (there selected from {0.1, 0.9} by validation); uploads are not compressed.
     """
     checks.model(model)
     checks.number("shrink", shrink, below=1.0)
-    checks.count("batch_size", batch_size)
-    if max_examples is not None:
-        checks.count("max_examples", max_examples)
+    check_pass(batch_size, max_examples)
 
-    # Without how it trains: networks that differ in that only share a program.
-    seen = model._replace(apply_train=None)
+    # Without `apply_train`, so that networks that differ only in it share a program.
+    plain = model._replace(apply_train=None)
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         examples = draw(key, examples, max_examples)
-        grams = _grams(seen, batch_size, trained.whole, examples)
+        grams = _grams(plain, batch_size, trained.whole, examples)
         return {"params": trained.params, "grams": grams}, local
 
     def shrunk(gram: Array) -> Array:
@@ -88,13 +86,13 @@ def regmean(
         params, present = updates["params"], weights > 0
         grams = jax.tree.map(shrunk, updates["grams"])
         leaves = Template.of(params).by_name(params)
-        kernels = {name: _upright(name, leaves[name.removesuffix("^T")]) for name in grams}
+        kernels = {name: _transposed(name, leaves[name.removesuffix("^T")]) for name in grams}
         # Least squares need H_i, H_i W_i and W_i of each client, all of which add up.
         products = {n: jnp.matmul(grams[n], kernels[n], precision="highest") for n in grams}
         # A product may overflow, and zero times infinity is NaN: it must not have weight zero.
         products = tree.keep(present, products)
         weighted = weighted_sum((grams, products, kernels), weights)
-        # Plain: clients count once, however large, but for those of weight zero.
+        # Each client counts once, however many examples it has, unless its weight is zero.
         return {"weighted": weighted, "plain": weighted_sum(params, present.astype(weights.dtype))}
 
     def aggregate(key: Key, sums: Any, params: Params, state: Any, cohort: Array) -> tuple:
@@ -113,7 +111,7 @@ def _grams(model: Model, batch_size: int, params: Params, examples: Examples) ->
         seen = trace(apply, params, x)
         counts = locations.counted(seen, _sequences.counted_positions(model, x))
         moments = input_moments(seen, w, expand, counts)
-        # A moment's last row and column belong to the bias, if there is one.
+        # The last row and column of a moment belong to the bias, if there is one.
         dense = {
             layer.kernel + "^T" * layer.is_transposed: moments[layer.kernel][
                 : layer.rows, : layer.rows
@@ -135,25 +133,25 @@ def _grams(model: Model, batch_size: int, params: Params, examples: Examples) ->
 def _solved(sums: Any) -> Params:
     mean = sums["plain"].mean()
     template = Template.of(mean)
-    dense = jax.tree.map(_matched, *sums["weighted"].mean())
-    dense = {name.removesuffix("^T"): _upright(name, x) for name, x in dense.items()}
+    dense = jax.tree.map(_least_squares, *sums["weighted"].mean())
+    dense = {name.removesuffix("^T"): _transposed(name, x) for name, x in dense.items()}
     return template.restore(template.by_name(mean) | dense)
 
 
-def _upright(name: str, kernel: Array) -> Array:
-    """Turn a kernel [..., outputs, inputs], or its solution, which the name's end tells."""
+def _transposed(name: str, kernel: Array) -> Array:
+    """Transpose a kernel, or its solution, if its name ends in "^T"."""
     return kernel.swapaxes(-1, -2) if name.endswith("^T") else kernel
 
 
-def _matched(gram: Array, product: Array, mean: Array) -> Array:
+def _least_squares(gram: Array, product: Array, mean: Array) -> Array:
     """Solve gram X = product as a correction to the mean, on the unit-diagonal scale."""
-    # A unit diagonal, so that inputs of different sizes do not spoil the condition.
+    # A unit diagonal keeps the matrix well conditioned if inputs have different sizes.
     scale = jnp.sqrt(jnp.diagonal(gram))
-    fires = scale > 0
-    inverse = jnp.where(fires, 1 / jnp.where(fires, scale, 1), 0)[:, None]
-    # An input that never fires has a zero row: a one on the diagonal keeps its correction at zero.
-    scaled = gram * inverse * inverse.T + jnp.diag(jnp.where(fires, 0, 1).astype(gram.dtype))
-    # For the correction only: where it is undetermined, the mean stays.
+    is_used = scale > 0
+    inverse = jnp.where(is_used, 1 / jnp.where(is_used, scale, 1), 0)[:, None]
+    # An input that is always zero has a zero row; a one on the diagonal keeps its correction zero.
+    scaled = gram * inverse * inverse.T + jnp.diag(jnp.where(is_used, 0, 1).astype(gram.dtype))
+    # The right side of the correction, so that the mean stays where the solution is undetermined.
     error = product - jnp.matmul(gram, mean.astype(gram.dtype), precision="highest")
     # Positive definite: shrink < 1 adds (1 - shrink) times the identity.
     correction = inverse * linalg.solve_definite(scaled, inverse * error)

@@ -1,4 +1,4 @@
-"""SCAFFOLD: local steps are corrected by how the client's gradients differ from everybody's.
+"""SCAFFOLD: correct local steps by the difference of a client's gradients from the mean.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, SCAFFOLD: stochastic controlled averaging for
 federated learning, ICML 2020, algorithm 1 with the second option for the controls.
@@ -18,15 +18,14 @@ from fisherjax.local_update import KeptState
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
-_zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-
 
 class Controls(NamedTuple):
     """The server's state of SCAFFOLD.
 
     Attributes:
-        server: c, like params, in units of a step: gradients times the learning rate.
-        num_clients: M, all of them.
+        server: Control c of the server, shaped as params, in units of a step: a gradient times the
+            learning rate.
+        num_clients: M, the number of all clients.
     """
 
     server: Params
@@ -35,20 +34,22 @@ class Controls(NamedTuple):
 
 @cached
 def scaffold() -> Algorithm[tuple[()]]:
-    r"""Make SCAFFOLD, which averages models and keeps a control variate of every client.
+    r"""Make SCAFFOLD, which averages models and keeps a control variate for each client.
 
         W   <- sum_i p_i W_i
         c_i <- c_i - c + (W - W_i) / K_i,    c <- c + (1/M) sum_i (change of c_i),
 
-    where client i took K_i steps from W and subtracted c - c_i after each. All controls start at
-    zero, so that the first round is federated averaging.
+    where client i takes K_i steps from W and subtracts c - c_i after each step. All controls start
+    at zero, so that the first round is federated averaging.
 
     Returns:
-        The algorithm. Its `optimizer` makes the corrections c - c_i; c is sent, c_i local.
-        Updates are {"params": W_i, "change": of c_i}, and add up.
+        The algorithm. Its `optimizer` applies the corrections c - c_i; c is broadcast, and c_i is
+        the local state. Updates are {"params": W_i, "change": change of c_i}, of which the server
+        needs only sums.
 
     Raises:
-        ValueError: On summarize, of models that `training.train` did not train by its optimiser.
+        ValueError: On summarize, if `training.train` did not train the models by the algorithm's
+            optimiser.
 
     Example:
         >>> optimizer, w = scaffold().optimizer(optax.sgd(1.0)), jnp.array(0.0)
@@ -56,14 +57,14 @@ def scaffold() -> Algorithm[tuple[()]]:
         >>> print(step)
         -1.5
 
-    Source: the paper above; what momentum adds to a step is not accounted for in (W - W_i) / K_i.
-        As in NIID-Bench's code, controls are kept multiplied by the learning rate, which drops out
-        as long as it does not change between rounds, and the optimiser does not see the correction.
-        Deviation from that code: its controls start at a random network.
+    Source: the paper above; the effect of momentum on the steps is not accounted for in
+        (W - W_i) / K_i. As in NIID-Bench's code, controls are multiplied by the learning rate,
+        which cancels as long as it is the same in all rounds, and the optimiser does not see the
+        correction. Deviation from that code: its controls start at the params of a random network.
     """
 
     def init(params: Params, num_clients: int) -> Controls:
-        return Controls(_zeros(params), jnp.asarray(num_clients, jnp.int32))
+        return Controls(optax.tree.zeros_like(params), jnp.asarray(num_clients, jnp.int32))
 
     def broadcast(params: Params, state: Controls, place: None) -> tuple[Params, Params]:
         del place
@@ -78,8 +79,8 @@ def scaffold() -> Algorithm[tuple[()]]:
         steps, correction = trained.steps, trained.extras
         if trained.start is None or steps is None or not jax.tree.leaves(correction):
             raise ValueError(
-                "SCAFFOLD needs what clients started from, their steps and their corrections: "
-                "train them with training.train(..., optimizer=algorithm.optimizer(base))."
+                "SCAFFOLD needs the model that each client started from, its steps and its "
+                "correction: train with training.train(..., optimizer=algorithm.optimizer(base))."
             )
 
         def controlled(own: Array, corrected: Array, start: Array, end: Array) -> Array:
@@ -92,7 +93,8 @@ def scaffold() -> Algorithm[tuple[()]]:
         return {"params": trained.params, "change": change}, new
 
     def reduce(updates: dict[str, Any], weights: Array) -> dict[str, Any]:
-        # Each control counts once, however large the client; one that was left out has weight zero.
+        # Each control counts once, however many examples a client has; one left out has weight
+        # zero.
         present = (weights > 0).astype(weights.dtype)
         change = tree.weighted_sum(updates["change"], present)
         return {"params": weighted_sum(updates["params"], weights), "change": change}
@@ -101,37 +103,32 @@ def scaffold() -> Algorithm[tuple[()]]:
         del key, params, cohort
 
         def moved(control: Array, change: Array) -> Array:
-            # Divided by the number of all clients, although only the cohort's controls changed.
+            # Divided by the number of all clients, although only controls of the cohort changed.
             return (control + change / state.num_clients.astype(change.dtype)).astype(control.dtype)
 
         server = jax.tree.map(moved, state.server, sums["change"])
         return sums["params"].mean(), state._replace(server=server), ()
 
-    return Algorithm(
-        summarize,
-        aggregate,
-        reduce,
-        optimizer=_corrected,
-        kind="params and changes of controls",
-        link=Link(init=init, init_client=_zeros, broadcast=broadcast, receive=receive),
-    )
+    link = Link(init, optax.tree.zeros_like, broadcast, receive)
+    kind = "params and changes of controls"
+    return Algorithm(summarize, aggregate, reduce, optimizer=_corrected, kind=kind, link=link)
 
 
-# One wrapper for one optimiser, or `jit` would compile training again.
+# The same wrapper for the same optimiser, so that `jit` does not compile training again.
 @functools.lru_cache(maxsize=64)
 def _corrected(base: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Subtract the correction after each step of the user's optimiser, and keep it."""
+    """Wrap the user's optimiser to subtract the correction after each step, and to store it."""
     inner_optimizer = _optimizers.with_extra_args(base)
 
     def init(params: Params) -> KeptState:
         _optimizers.check_plain("SCAFFOLD", base, params)
-        return KeptState(_zeros(params), base.init(params))
+        return KeptState(optax.tree.zeros_like(params), base.init(params))
 
     def update(updates: Params, state: Any, params: Params = None, **given: Any) -> tuple:
-        # Without a correction, as in a single round, all controls are zero.
+        # A single round has no correction: all controls are zero.
         correction = given.get("extras", ())
         correction = correction if jax.tree.leaves(correction) else state.own
-        # Before the correction, so that momentum does not accumulate it.
+        # Before the correction, which momentum must not accumulate.
         given["extras"] = ()
         updates, inner = inner_optimizer.update(updates, state.base, params, **given)
         updates = jax.tree.map(lambda u, c: u - c.astype(u.dtype), updates, correction)

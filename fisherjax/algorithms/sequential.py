@@ -1,9 +1,9 @@
-"""FedFisher layer by layer: each layer knows what the merge of its neighbours did to it.
+"""FedFisher layer by layer: each layer is merged given the errors of the layers around it.
 
-Kronecker factors are of the clients' own networks. In the merged network a layer's inputs, and the
-gradients that come back to it, are others, because the layers before and after it were merged too.
-How far off they are is known from the same upload: it is the error that a merged layer makes, in
-the metric of its own factors.
+The Kronecker factors of a client belong to its own network. In the merged network, the inputs of a
+layer and the gradients that reach it differ from the client's, because the layers before and after
+it were merged too. The same upload shows by how much: by the error of the merged layers, measured
+in the metric of the client's factors.
 """
 
 import itertools
@@ -14,20 +14,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import quadratic, solvers, tree
+from fisherjax import quadratic, solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.algorithms._fisher_updates import fisher_summary
+from fisherjax.algorithms._layer_errors import Squares, agreement, relative_error, squared_errors
+from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
-from fisherjax.fisher.operators import PRECISION
 from fisherjax.solvers import Info
 from fisherjax.solvers.base import Solver, ratio
 from fisherjax.typing import Array, Model, Params, Scalar
-
-_LEAST = 0.1  # what is wrong with the mean of clients that agree: factors still count more
 
 
 class _Settings(NamedTuple):
@@ -55,7 +54,7 @@ def fedfisher_sequential(
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
 ) -> Algorithm[Info]:
-    """Make FedFisher with K-FAC that merges one layer after the other, in the forward order.
+    """Make FedFisher with K-FAC that merges one layer after another, in the forward order.
 
         sum_i p_i A_i (V - V_i) G_i + damping s (V - Vbar) = 0,   s the mean eigenvalue of the sum,
         A_i = A"_i + rho_i diag(A"_i),        G_i = (G'_i + sigma_i m_i I) / sqrt(m_i),
@@ -65,39 +64,42 @@ def fedfisher_sequential(
         e = sum_i p_i min(1, |Vbar - V_i|^2_A' / |V_i|^2_A')   of the last layer, at least 1/10,
 
     with A' and G' the Kronecker factors of the Fisher information, k_i and m_i their mean
-    eigenvalues, |X|^2_A = tr X^T A X and |X|^2_G = tr X G X^T. Inputs of the first layer are
-    everybody's: rho and iota are zero, and G is the identity, since whatever comes after can make
-    use of every output. Outputs of the last layer are everybody's too: sigma is zero. The first
-    pass takes sigma for zero, later ones that of the pass before. A client that is sure of its
-    examples has a small G', which says little about its model's worth elsewhere: it votes by the
-    root of its scale, halfway to equal votes. Where nobody has any curvature G' is the identity.
+    eigenvalues, |X|^2_A = tr X^T A X and |X|^2_G = tr X G X^T. All clients share the inputs of the
+    first layer: rho and iota are zero there, and G is the identity, since later layers can use
+    every output. They share the outputs of the last layer too: sigma is zero there. The first pass
+    uses sigma = 0, later ones sigma of the pass before. A client that predicts its examples with
+    high confidence has a small G', which says little about how good its model is on other
+    examples: its weight is the root of its scale, halfway to equal weights. If G' is zero at all
+    clients, the identity replaces it.
 
-    Clients whose plain mean is wrong in less than half of what they would say, e, have learned much
-    the same: each is right about inputs that it has seldom seen too, and counts in all directions
-    by iota.
+    If e, the relative error of the clients' mean, is below one half, the clients have learned much
+    the same. Each is then also accurate on inputs that it has seldom seen, and iota gives it weight
+    in all directions.
 
-    Where a network branches, the layers before are those whose outputs make the inputs, skips
-    included (`Kronecker.feeders`), and numerators and denominators are sums over them, so that a
-    branch counts by the size of its outputs: rho is zero for whoever takes only the network's
-    inputs. The layers after likewise. An operator that does not say who feeds whom, as of uploads
-    written before that was known, is merged as a chain.
+    In a network with branches, the layers before a layer are those whose outputs make its inputs,
+    through skips too (`Kronecker.feeders`); the layers after it are defined likewise. Numerators
+    and denominators are sums over these layers, so that a branch counts by the size of its outputs;
+    rho is zero for a layer that only takes the network's inputs. If the operators have no feeders,
+    as in uploads of earlier versions, the layers are merged as a chain.
 
     Args:
-        model: The network and what its outputs mean.
-        kind: `fisher.true`, `fisher.curvature_propagation`, as good in one backward pass,
-            `fisher.sampled` or `fisher.empirical`; `fisher.automatic` is true, but curvature
-            propagation where outputs are sequences.
-        damping: In units of each layer's mean eigenvalue.
-        outputs: Whether the factors of the outputs are used; otherwise G is the identity
-            everywhere, which is RegMean of every layer, convolutions too, with passes=0
-            and isotropy=0.
-        isotropy: How much of a mean eigenvalue is added to inputs for clients that agree.
-        passes: Through all layers; 1 leaves sigma zero, and 0 is one pass with rho zero as well.
-        fallback: For leaves that belong to no layer: that of `fisher.kfac`. They, and scales and
-            shifts, are merged as by `fedfisher`.
-        solver: Of each layer's system; None is `solvers.conjugate_gradients(max_iterations=500)`.
-        batch_size: Examples of a minibatch in the Fisher pass.
-        max_examples: Of how many of a client's examples its Fisher is at most; None is all.
+        model: The network and the likelihood of its outputs.
+        kind: `fisher.true`; `fisher.curvature_propagation`, as accurate in one backward pass;
+            `fisher.sampled`; or `fisher.empirical`. The default, `fisher.automatic`, is
+            `fisher.true`, or curvature propagation if outputs are sequences.
+        damping: Damping in units of each layer's mean eigenvalue.
+        outputs: Whether the factors of the outputs are used. Otherwise G is the identity in all
+            layers; with passes=0 and isotropy=0, that is RegMean of all layers, with convolutions.
+        isotropy: Factor of iota, the multiple of the mean eigenvalue that is added to input factors
+            if clients agree (default 0.3).
+        passes: Number of passes through all layers; 1 leaves sigma zero, and 0 is one pass with
+            rho zero as well.
+        fallback: Structure for leaves that belong to no layer, as in `fisher.kfac`. These leaves,
+            scales and shifts are merged as by `fedfisher`.
+        solver: Solver of each layer's system (default
+            `solvers.conjugate_gradients(max_iterations=500)`).
+        batch_size: Minibatch size of the Fisher pass.
+        max_examples: Largest number of a client's examples in its Fisher pass; None uses all.
 
     Returns:
         The algorithm. Updates are those of `fedfisher(model)`, {"params": W_i, "fisher": F_i}.
@@ -117,7 +119,7 @@ def fedfisher_sequential(
 
     Source: this library. The quadratic is that of Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS
         2024; matching outputs on inputs is RegMean (Jin, Ren, Preotiuc-Pietro, Cheng, ICLR 2023).
-        Layers are in the order in which the network uses them.
+        Layers are merged in the order in which the network uses them.
     """
     structure = kfac if fallback is None else partial(kfac, fallback=fallback)
     summarize, sent = fisher_summary(model, structure, kind, batch_size, max_examples)
@@ -125,7 +127,7 @@ def fedfisher_sequential(
     checks.number("isotropy", isotropy)
     if passes != 0:
         checks.count("passes", passes)
-    # Damping is a hundredth of what K-FAC takes: a layer may need more steps.
+    # Damping is a hundredth of K-FAC's default, so that a layer may need more iterations.
     solve = solvers.conjugate_gradients(max_iterations=500) if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
     settings = _Settings(solve, outputs, passes)
@@ -146,7 +148,7 @@ def _merged(
 ) -> tuple[Params, Any]:
     def solve(part: Kronecker, damping: Scalar) -> tuple[dict[str, Array], Any]:
         problem = quadratic.quadratic(part, params, weights, damping)
-        # A part of the layers makes no params.
+        # One layer does not make complete params.
         return settings.solve(problem._replace(restore=None))
 
     layers = [layer for layer in fishers.layers if layer.kernel in fishers.factors]
@@ -154,24 +156,24 @@ def _merged(
     inputs = {name: factor["input"] for name, factor in fishers.factors.items()}
     outputs, votes, scales = {}, {}, {}
     for number, layer in enumerate(layers):
-        own = fishers.factors[layer.kernel]["output"]
-        known = own if settings.outputs and number else jnp.zeros_like(own)
-        outputs[layer.kernel], votes[layer.kernel] = _units(known, weights > 0)
-        scales[layer.kernel] = jnp.trace(known, axis1=1, axis2=2) / known.shape[-1]
-    before = _before(fishers, list(outputs))
+        factor = fishers.factors[layer.kernel]["output"]
+        factor = factor if settings.outputs and number else jnp.zeros_like(factor)
+        outputs[layer.kernel], votes[layer.kernel] = _normalized(factor, weights > 0)
+        scales[layer.kernel] = jnp.trace(factor, axis1=1, axis2=2) / factor.shape[-1]
+    before = _layers_before(fishers, list(outputs))
     last = layers[-1].kernel
-    iota = sizes.isotropy * _agreement(models[last], inputs[last], weights)
+    iota = sizes.isotropy * agreement(models[last], inputs[last], weights)
     for name in [name for name in outputs if before[name]]:
-        inputs[name] = _plus(inputs[name], jnp.full(weights.shape, iota), _mean)
+        inputs[name] = _add_diagonal(inputs[name], jnp.full(weights.shape, iota), _mean)
 
     def merge_all(sigma: dict[str, Array], _: None) -> tuple[Any, Any]:
-        merged, infos, known = {}, [], {}
+        merged, infos, errors = {}, [], {}
         for layer in layers:
             name = layer.kernel
-            rho = _share([known[x] for x in before[name] if x in known], weights.shape)
-            output = _plus(outputs[name], sigma[name], _ones)
+            rho = relative_error([errors[x] for x in before[name] if x in errors], weights.shape)
+            output = _add_diagonal(outputs[name], sigma[name], _ones)
             factor = {
-                "input": _plus(inputs[name], rho, diagonal_of),
+                "input": _add_diagonal(inputs[name], rho, diagonal_of),
                 "output": votes[name] * output,
             }
             part = Kronecker({name: factor}, {}, (layer,), fishers.template)
@@ -179,9 +181,11 @@ def _merged(
             merged |= found
             infos.append(info)
             if settings.passes:
-                known[name] = _squares(found[name], models[name], factor["input"], jnp.matmul)
+                errors[name] = squared_errors(
+                    found[name], models[name], factor["input"], jnp.matmul
+                )
         if settings.passes:
-            sigma = _backward(merged, models, outputs, scales, before)
+            sigma = _errors_after(merged, models, outputs, scales, before)
         return sigma, (merged, infos)
 
     nothing = {layer.kernel: jnp.zeros(weights.shape) for layer in layers}
@@ -192,32 +196,26 @@ def _merged(
         rest = Kronecker({}, fishers.entries, others, fishers.template)
         found, info = solve(rest, Kronecker.default_damping)
         merged, infos = merged | found, [*infos, info]
-    return fishers.restore(merged), _joined(infos, fishers.coverage)
+    return fishers.restore(merged), _combined(infos, fishers.coverage)
 
 
-def _units(stacked: Array, present: Array) -> tuple[Array, Array]:
-    """Scale output factors to mean eigenvalue one, and give their votes [M, 1, 1] apart.
+def _normalized(stacked: Array, present: Array) -> tuple[Array, Array]:
+    """Scale output factors to mean eigenvalue one; return them and the clients' votes [M, 1, 1].
 
-    Where no client that counts has any, the votes are equal, and the units identities.
+    If the factors of all clients with a weight are zero, the votes are equal, and the scaled
+    factors identities.
     """
     identities = jax.vmap(identity_like)(stacked)
     means = jnp.trace(stacked, axis1=1, axis2=2)[:, None, None] / stacked.shape[-1]
-    # Who has no weight is not asked, however large it is.
-    known = (means > 0) & present[:, None, None]
-    largest = jnp.where(known, means, 0).max()
-    units = jnp.where(known, ratio(known, stacked, means), identities)
-    # In units of the largest before the root, so that votes stay in range; a root of zero has no
-    # derivative.
-    votes = ratio(known, means, jnp.where(largest > 0, largest, 1))
-    votes = jnp.where(known, jnp.sqrt(jnp.where(known, votes, 1)), largest == 0)
+    # The scale of a client without weight must not matter, however large it is.
+    is_known = (means > 0) & present[:, None, None]
+    largest = jnp.where(is_known, means, 0).max()
+    units = jnp.where(is_known, ratio(is_known, stacked, means), identities)
+    # In units of the largest before the root, so that votes stay in range. The inner `where` avoids
+    # the derivative of a root at zero.
+    votes = ratio(is_known, means, jnp.where(largest > 0, largest, 1))
+    votes = jnp.where(is_known, jnp.sqrt(jnp.where(is_known, votes, 1)), largest == 0)
     return units, votes.astype(stacked.dtype)
-
-
-def _agreement(models: Array, factors: Array, weights: Array) -> Array:
-    """Say by how much what is right in the clients' mean [a, o] outweighs what is wrong."""
-    squares = _squares(tree.weighted_sum(models, weights), models, factors, jnp.matmul)
-    wrong = jnp.dot(weights, jnp.where(weights > 0, _share([squares], weights.shape), 0))
-    return jnp.maximum(1 / jnp.maximum(wrong, _LEAST) - 2, 0)
 
 
 def _ones(matrix: Array) -> Array:
@@ -228,8 +226,8 @@ def _mean(matrix: Array) -> Array:
     return jnp.full(len(matrix), jnp.mean(diagonal_of(matrix)), matrix.dtype)
 
 
-def _plus(stacked: Array, sizes: Array, diagonal: Callable[[Array], Array]) -> Array:
-    """Add to each client's factor so many times a diagonal: its own, their mean, or ones."""
+def _add_diagonal(stacked: Array, sizes: Array, diagonal: Callable[[Array], Array]) -> Array:
+    """Add a multiple of a diagonal to each client's factor: its own, their mean, or ones."""
 
     def one(factor: Array, size: Array) -> Array:
         more = size.astype(factor.dtype) * diagonal(factor)
@@ -238,83 +236,39 @@ def _plus(stacked: Array, sizes: Array, diagonal: Callable[[Array], Array]) -> A
     return jax.vmap(one)(stacked, sizes)
 
 
-def _before(fishers: Kronecker, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Say which layers, of these in their order, make the inputs of each."""
+def _layers_before(fishers: Kronecker, names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Return the layers, of those named, that make the inputs of each layer."""
     if fishers.feeders is None:
         return {names[0]: ()} | {name: (last,) for last, name in itertools.pairwise(names)}
     pairs = zip(fishers.layers, fishers.feeders, strict=True)
     return {layer.kernel: feeders for layer, feeders in pairs if layer.kernel in names}
 
 
-def _backward(
+def _errors_after(
     merged: dict, models: dict, outputs: dict, scales: dict, before: dict
 ) -> dict[str, Array]:
-    """Give sigma of every layer: zero at the ends, in between the error of those after."""
+    """Compute sigma of each layer: the relative error of the layers after it, zero at the ends."""
     sigma = {name: jnp.zeros(len(models[name])) for name in outputs}
-    known: dict[str, _Squares] = {}
-    # From the last on, but not of the first, whose output factor is the identity.
+    errors: dict[str, Squares] = {}
+    # From the last layer to the second; the output factor of the first is the identity.
     for name in list(outputs)[:0:-1]:
-        after = [known[x] for x in known if name in before[x]]
-        sigma[name] = _share(after, sigma[name].shape)
-        factor = _plus(outputs[name], sigma[name], _ones)
-        own = _squares(merged[name], models[name], factor, _from_the_right)
-        # Output factors are in units, but gradients that meet are not.
-        known[name] = own._replace(scale=own.scale * scales[name])
+        after = [errors[x] for x in errors if name in before[x]]
+        sigma[name] = relative_error(after, sigma[name].shape)
+        factor = _add_diagonal(outputs[name], sigma[name], _ones)
+        found = squared_errors(merged[name], models[name], factor, _multiply_right)
+        # Output factors are normalised, but gradients of several layers add up with their scales.
+        errors[name] = found._replace(scale=found.scale * scales[name])
     return sigma
 
 
-def _from_the_right(factor: Array, x: Array, **how: Any) -> Array:
+def _multiply_right(factor: Array, x: Array, **how: Any) -> Array:
     return jnp.matmul(x, factor, **how)
 
 
-class _Squares(NamedTuple):
-    """tr (V - V_i)^T A (V - V_i) and tr V_i^T A V_i of each client, in units of A's scale."""
-
-    error: Array
-    size: Array
-    scale: Array
-
-
-def _squares(merged: Array, models: Array, factors: Array, multiply: Callable) -> _Squares:
-    """Say how far each client's layer [M, a, o] is from the merged one, and how large it is."""
-
-    def one(factor: Array, model: Array) -> _Squares:
-        # Neither its scale nor the layer's matters, but squares must stay in range.
-        mean = jnp.mean(diagonal_of(factor))
-        factor = ratio(mean > 0, factor, mean)
-
-        def square(x: Array) -> Array:
-            diagonal = factor.ndim == 1
-            product = factor[:, None] * x if diagonal else multiply(factor, x, precision=PRECISION)
-            return jnp.vdot(x, product, precision=PRECISION)
-
-        return _Squares(square(merged - model), square(model), mean)
-
-    return jax.vmap(one)(factors, models)
-
-
-def _share(parts: list[_Squares], shape: tuple[int, ...]) -> Array:
-    """Say which share of what several layers give together is wrong, at most 1; zero of none."""
-    if not parts:
-        return jnp.zeros(shape)
-    error, size, _ = parts[0]
-    if len(parts) > 1:
-        scales = jnp.stack([part.scale for part in parts])
-        largest = scales.max(0)
-        votes = jnp.where(largest > 0, ratio(largest > 0, scales, largest), 1)
-        error, size = (
-            jnp.sum(votes * jnp.stack([getattr(part, name) for part in parts]), 0)
-            for name in ("error", "size")
-        )
-    # Whatever is wrong with layers of zeros is all of it.
-    share = jnp.where(size > 0, ratio(size > 0, error, size), error > 0)
-    return jnp.clip(share, 0, 1)
-
-
-def _joined(infos: list[Any], covered: float) -> Any:
-    """Make one info of those of the layers."""
+def _combined(infos: list[Any], coverage: float) -> Any:
+    """Combine the solver's reports on layers into one."""
     if not all(isinstance(info, Info) for info in infos):
         return infos
     fields = [[info[number] for info in infos] for number in range(3)]
     iterations, residual, status = ({k: v for one in own for k, v in one.items()} for own in fields)
-    return Info(iterations, residual, status, covered)
+    return Info(iterations, residual, status, coverage)

@@ -1,4 +1,4 @@
-"""SingleSet: every client trains alone, which whoever takes part should beat."""
+"""SingleSet: each client trains alone, the baseline that federated methods should improve on."""
 
 from typing import Any
 
@@ -11,15 +11,14 @@ from fisherjax.typing import Array, Examples, Key, Params
 
 @cached
 def single_set() -> Algorithm[tuple[()]]:
-    """Make the baseline without communication: in rounds, every client goes on from its own model.
+    """Make the baseline without communication: in rounds, each client trains its own model further.
 
         W_i <- training of W_i on client i's examples
 
-    Nothing is sent either way; `params` stay what they were, and `Federated.models` gives the
-    clients' own.
+    Nothing is sent; `params` stay the same, and `Federated.models` returns the clients' models.
 
     Returns:
-        The algorithm, for `rounds`; one merge of it would merge nothing.
+        The algorithm, for `rounds`; it has no merged model.
 
     Example:
         >>> import jax, jax.numpy as jnp, fisherjax as fj

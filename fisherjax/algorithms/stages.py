@@ -1,4 +1,4 @@
-"""Merges that take long, as a loop that can be followed, saved and resumed."""
+"""Merges that take long, as loops whose progress can be reported, saved and resumed."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from fisherjax.typing import Array, Key, Params
 
 
 class Stages(NamedTuple):
-    """A long `aggregate` as a loop, whose carry is a pytree of arrays that files can hold.
+    """A long `aggregate`, written as a loop whose carry is a pytree of arrays that files can hold.
 
-    It is called as any other `aggregate`, and then plays all of the loop.
+    Called like any other `aggregate`, it runs the whole loop.
 
     Attributes:
-        number: How often it advances.
-        begin: The arguments of `aggregate` -> work.
-        advance: (received, work) -> work, compiled.
+        number: Number of iterations.
+        begin: Arguments of `aggregate` -> work, the initial carry.
+        advance: (received, work) -> work, one iteration, compiled.
         finish: (work, state) -> (params, state, info).
     """
 
@@ -28,12 +28,12 @@ class Stages(NamedTuple):
     finish: Callable[[Any, Any], tuple[Params, Any, Any]]
 
     def __call__(self, key: Key, received: Any, params: Params, state: Any, cohort: Array) -> Any:
-        """Merge in all stages, under `jit` as one loop."""
+        """Run all stages and return the merge; under `jit` they are one compiled loop."""
         work = self.begin(key, received, params, state, cohort)
         if checks.is_traced(work, received):
             step = lambda _, now: self.advance(received, now)  # noqa: E731
             work = jax.lax.fori_loop(0, self.number, step, work)
-        else:  # a loop outside of `jit` would compile anew in every merge
+        else:  # outside of `jit`, `fori_loop` would compile anew in every merge
             for _ in range(self.number):
                 work = self.advance(received, work)
         return self.finish(work, state)
@@ -44,13 +44,15 @@ def in_stages(
     after: Callable[[int, Any], None],
     resume: Callable[[Any], tuple[int, Any] | None] = lambda _: None,
 ) -> Algorithm:
-    """Let a merge that takes long say after each stage how far it is, and go on from there.
+    """Make a merge that takes long report its progress after each stage and resume from there.
 
     Args:
-        algorithm: One whose `aggregate` is `Stages`, such as `dense`.
-        after: Called with the number of stages that are done and the work, to show and to save it.
-        resume: Called with the work at the beginning, gives what `after` was called with last, or
-            None to start afresh. What follows is what would have followed, bit for bit.
+        algorithm: An algorithm whose `aggregate` is `Stages`, such as `dense`.
+        after: Function of (number of completed stages, work), called after each stage, for example
+            to report or save the work.
+        resume: Function of the initial work, called once at the beginning. It returns the last
+            arguments of `after`, or None to start from the first stage. A resumed merge returns the
+            same bits as one that was not interrupted.
 
     Returns:
         The algorithm, for `merging.merge` outside of `jit`.
@@ -76,8 +78,8 @@ def in_stages(
     if not isinstance(stages, Stages):
         raise ValueError(
             "This method merges in one stage, as most do; expected one whose aggregate is "
-            "algorithms.Stages, such as dense. Wrappers that change the merge, such as "
-            "with_server_optimizer, go around what in_stages returns."
+            "algorithms.Stages, such as dense. Apply wrappers that change the merge, such as "
+            "with_server_optimizer, to the algorithm that in_stages returns."
         )
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:

@@ -1,4 +1,4 @@
-"""TIES: of every client's change the largest entries count, and only those that agree in sign.
+"""TIES: average the largest entries of clients' changes, among those that agree in sign.
 
 Yadav, Tam, Choshen, Raffel, Bansal, TIES-merging: resolving interference when merging models,
 NeurIPS 2023, section 4 and algorithm 1.
@@ -18,8 +18,8 @@ from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
 
-class Side(NamedTuple):
-    """What the clients that move an entry to one side add up to, like params.
+class Direction(NamedTuple):
+    """Sums over the clients that move an entry in one direction, shaped as params.
 
     Attributes:
         total: Sum of their weighted changes.
@@ -34,25 +34,25 @@ class Side(NamedTuple):
 def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
     r"""Make TIES, which trims the changes of the global model W, elects signs and averages.
 
-        t_i = W_i - W, zero but for the share `density` of its entries that are largest,
+        t_i = W_i - W with all entries zero except the largest, a share `density` of them,
         s = sign(sum_i p_i t_i),
         W + scaling sum_{i in A} p_i t_i / sum_{i in A} p_i,   A = {i: sign(t_i) = s},
 
-    entry by entry. An entry that nobody keeps, or whose sum is zero, stays as it is in W; a sum
-    that is zero but for rounding has the sign of its rounding. Clients are trimmed over all of
-    their trained leaves together.
+    entry by entry. An entry that no client keeps, or whose sum is zero, keeps its value in W; a sum
+    that is zero up to rounding has the sign of the rounding error. The share is that of all trained
+    leaves of a client together.
 
     Args:
         density: Share of entries that each client keeps, above 0 and at most 1 (default 0.2).
         scaling: Factor of the merged change (default 1).
 
     Returns:
-        The algorithm. Updates are {"change": t_i, like params}, and add up: the server needs the
-        sums of positive and of negative changes, and of the weights of both.
+        The algorithm. Updates are {"change": t_i, shaped as params}; the server needs only the sums
+        of positive changes, of negative ones, and of the weights of both.
 
     Raises:
-        ValueError: If density or scaling is out of range; on summarize, of models whose start is
-            not known.
+        ValueError: If density or scaling is out of range; on summarize, if the initial model of a
+            client is unknown.
 
     Example:
         >>> import fisherjax as fj
@@ -64,11 +64,12 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
         >>> print(fj.merging.merge(method, start, sent)[0])
         [4. 0.]
 
-    Source: the paper above. Deviations: clients count by their weights, in the election and in the
-        mean, where the paper has none; equal weights are the paper's. Each client keeps the nearest
-        integer to `density` times the number of its entries, at least one, and all that are as
-        large as the smallest of these; the authors' code keeps one more. Entries whose sum is zero
-        stay, as in the paper's equation; its code gives them the sign of most others.
+    Source: the paper above. Deviations: clients count by their weights, in the election of signs
+        and in the mean; the paper has no weights, which is the case of equal ones. Each client
+        keeps the nearest integer to `density` times the number of its entries, at least one, and
+        all entries as large as the smallest of these; the authors' code keeps one more. Entries
+        whose sum is zero keep their value, as in the paper's equation; the code gives them the sign
+        of the majority of entries.
     """
     checks.positive("density", density)
     checks.number("density", density)
@@ -80,23 +81,23 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
         del key, examples
         if trained.start is None:
             raise ValueError(
-                "TIES trims how far clients went from what they started from, and that is not "
-                "known. Pass what training.train returned, or training.Trained(stacked params, "
-                "start)."
+                "TIES trims the changes of clients from the model that they started from, which "
+                "is unknown. Pass the result of training.train, or training.Trained(stacked "
+                "params, start)."
             )
         change = jax.tree.map(jnp.subtract, trained.params, trained.start)
         return {"change": _trimmed(density, change)}, local
 
-    def reduce(updates: dict[str, Any], weights: Array) -> dict[str, Side]:
-        def side(part: Any) -> Side:
+    def reduce(updates: dict[str, Any], weights: Array) -> dict[str, Direction]:
+        def direction(part: Any) -> Direction:
             change = jax.tree.map(lambda x: part(x, 0), updates["change"])
             moved = jax.tree.map(lambda x: (x != 0).astype(x.dtype), change)
-            return Side(tree.weighted_sum(change, weights), tree.weighted_sum(moved, weights))
+            return Direction(tree.weighted_sum(change, weights), tree.weighted_sum(moved, weights))
 
-        return {"up": side(jnp.maximum), "down": side(jnp.minimum)}
+        return {"up": direction(jnp.maximum), "down": direction(jnp.minimum)}
 
     def aggregate(
-        key: Key, sums: dict[str, Side], params: Params, state: Any, cohort: Any
+        key: Key, sums: dict[str, Direction], params: Params, state: Any, cohort: Any
     ) -> tuple:
         del key, cohort
         merged = jax.tree.map(partial(_elected, scaling), params, *sums["up"], *sums["down"])
@@ -106,20 +107,20 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
 
 
 def _trimmed(density: float, change: Params) -> Params:
-    """Set entries to zero but for the largest, over all leaves."""
+    """Set all entries to zero except the largest over all leaves."""
     size = sum(leaf.size for leaf in jax.tree.leaves(change))
     kept = max(1, round(density * size))
     wide = jnp.result_type(jnp.float32, *jax.tree.leaves(change))
     magnitudes = [jnp.abs(leaf).astype(wide).ravel() for leaf in jax.tree.leaves(change)]
     smallest = jnp.sort(jnp.concatenate(magnitudes))[size - kept]
-    # Whatever is not below it stays: a change that is NaN has to be seen, not trimmed away.
+    # Not `>=`: an entry that is NaN must not be trimmed, so that the server sees it.
     return jax.tree.map(lambda x: jnp.where(jnp.abs(x).astype(wide) < smallest, 0, x), change)
 
 
 def _elected(
     scaling: float, start: Array, up: Array, of_up: Array, down: Array, of_down: Array
 ) -> Array:
-    """Move an entry by the mean of those clients that have the elected sign."""
+    """Move each entry by the mean over the clients whose change has the elected sign."""
     upwards = up + down > 0
     total, weight = jnp.where(upwards, up, down), jnp.where(upwards, of_up, of_down)
     mean = total / jnp.where(weight > 0, weight, 1)

@@ -1,4 +1,4 @@
-"""Weighted FedAvg: a model for each client, the mean of the models of clients like it.
+"""Weighted FedAvg: a model for each client, the mean of models weighted by similarity.
 
 Huang, Shi, Cai, Suzuki, Understanding convergence and generalization in federated learning through
 feature learning theory, ICLR 2024, its practical method.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached, name_of
-from fisherjax.algorithms.base import ENOUGH, Algorithm, Link
+from fisherjax.algorithms.base import ENOUGH, Algorithm, Link, check_pass
 from fisherjax.algorithms.exchanges._head_sums import head_sums
 from fisherjax.clients import draw
 from fisherjax.fisher import Kronecker, Operator
@@ -31,29 +31,30 @@ def weighted_fedavg(
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
 ) -> Algorithm[Array]:
-    """Make Weighted FedAvg, which gives each client the mean of all models by how alike they are.
+    """Make Weighted FedAvg: each client gets the mean of all models, weighted by similarity.
 
         s_kl = softmax_l(cos(p_k, p_l) / tau),    W_k <- sum_l s_kl W_l,
 
-    where the prototype p_k is the mean input of the last layer for each class, zero for a class
-    that the client does not have. With `fisher` clients are compared by their Fisher information
-    instead, as if it were one long vector. The mean is over those who took part; others keep their
+    where the prototype p_k is the mean input of the last layer for each class, and zero for a class
+    that the client does not have. With `fisher`, the similarity is that of Fisher information,
+    seen as one long vector. The mean is over the clients of the cohort; other clients keep their
     model.
 
     Args:
-        model: The network; for prototypes its last layer is dense, and it is a classifier.
-        temperature: tau. Prototypes behind a ReLU have cosines between 0 and 1, so that at 1 no
-            weight is more than e times another: nearly FedAvg with equal weights, which is the
-            limit of a large tau; that of a small one is everyone alone.
-        fisher: What is compared instead, `fisher.diagonal`, `fisher.kfac` or a `partial` of one.
-        batch_size: Examples of a minibatch in the pass for what is compared.
-        max_examples: Of how many of a client's examples they are at most; None is all.
+        model: The network; prototypes need a classifier whose last layer is dense.
+        temperature: tau (default 1). Prototypes behind a ReLU have cosines between 0 and 1, so that
+            at 1 the weights differ at most by a factor e, nearly FedAvg with equal weights, which
+            is the limit of large tau. In the limit of small tau, each client keeps its own model.
+        fisher: Structure of the Fisher information to compare instead of prototypes,
+            `fisher.diagonal`, `fisher.kfac` or a `partial` of one (default None).
+        batch_size: Minibatch size of the pass for prototypes or Fisher information.
+        max_examples: Largest number of a client's examples in that pass; None uses all.
 
     Returns:
         The algorithm. Updates are {"params": W_k, "prototypes": p_k [C, features]}, or with
-        `fisher` {"params": W_k, "fisher": F_k}. The state are
-        the models [M, ...], which `Federated.models` gives too, and it reports s [K, K]; `params`
-        are the mean by numbers of examples.
+        `fisher` {"params": W_k, "fisher": F_k}. The state is the models [M, ...], which
+        `Federated.models` returns too; `params` are their mean by numbers of examples. It reports
+        s [K, K].
 
     Raises:
         ValueError: If a number is out of range.
@@ -69,17 +70,16 @@ def weighted_fedavg(
         >>> print(merged["w"].ravel(), own["w"].ravel())
         [2.] [0. 4.]
 
-    Source: the paper above, which does not say what a class without examples or a client that sits
-        a round out gets. A client without examples, which is like nobody, gets the plain mean.
-        Fisher information in place of prototypes is ours.
+    Source: the paper above, which defines neither the prototype of a class without examples, nor
+        the model of a client that does not participate in a round. A client without any examples is
+        similar to no client, and gets the plain mean. Fisher information instead of prototypes is
+        this library's.
     """
     checks.model(model)
     checks.positive("temperature", temperature)
     if fisher is not None:
         checks.function("fisher", fisher, "fisher.diagonal")
-    checks.count("batch_size", batch_size)
-    if max_examples is not None:
-        checks.count("max_examples", max_examples)
+    check_pass(batch_size, max_examples)
 
     def init(params: Params, num_clients: int) -> Params:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *jnp.shape(x))), params)
@@ -93,11 +93,11 @@ def weighted_fedavg(
     ) -> tuple[dict[str, Any], Any]:
         if fisher is not None:
             how = {"key": key, "batch_size": batch_size, "max_examples": max_examples}
-            own = fisher(model, trained.whole, examples, **how)
-            return {"params": trained.params, "fisher": own}, local
+            computed = fisher(model, trained.whole, examples, **how)
+            return {"params": trained.params, "fisher": computed}, local
         examples = draw(key, examples, max_examples)
         sums = head_sums(model, batch_size, trained.whole, examples)
-        # E[a y^T] / E[y] is the mean of the class; where there is a bias, its input of one is last.
+        # E[a y^T] / E[y] are class means; the last row of products belongs to the bias, if any.
         features, share = sums.products[: sums.layer.rows].T, sums.targets[:, None]
         means = jnp.where(share > 0, features / jnp.where(share > 0, share, 1), 0)
         return {"params": trained.params, "prototypes": means}, local
@@ -110,10 +110,10 @@ def weighted_fedavg(
         del key, params
         values, weights = received
         similarity = shares(values, weights)
-        # What is weighed by zero may not be finite.
+        # The params of a client without weight may not be finite.
         sent = tree.keep(weights > 0, values["params"])
-        own = jax.vmap(lambda row: tree.weighted_sum(sent, row))(similarity)
-        models = jax.tree.map(lambda x, new: x.at[cohort].set(new.astype(x.dtype)), state, own)
+        means = jax.vmap(lambda row: tree.weighted_sum(sent, row))(similarity)
+        models = jax.tree.map(lambda x, new: x.at[cohort].set(new.astype(x.dtype)), state, means)
         return tree.weighted_sum(sent, weights), models, similarity
 
     return Algorithm(
@@ -127,20 +127,20 @@ def weighted_fedavg(
 
 
 def _cosines(compared: Any) -> Array:
-    """Compute the cosines [K, K] between what clients sent, each as one long vector.
+    """Compute the cosines [K, K] between the clients' values, each as one long vector.
 
-    A Kronecker product is never written out: <A (x) G, B (x) H> = <A, B> <G, H>.
+    Kronecker products are never formed: <A (x) G, B (x) H> = <A, B> <G, H>.
     """
     is_product = isinstance(compared, Kronecker)
     blocks = [*compared.factors.values(), compared.entries] if is_product else [compared]
     products = [tuple(block.values()) for block in blocks[:-1]]
     products += [(leaf,) for leaf in jax.tree.leaves(blocks[-1])]
-    # At scale one: squares of small curvature underflow.
+    # Scaled to one, because squares of small curvature underflow.
     sizes = jnp.stack([math.prod(map(_size, block)) for block in products])
     sizes /= jnp.where(sizes.max(0) > 0, sizes.max(0), 1)
     inner = sum(
-        own[:, None] * own * math.prod(map(_inner, block))
-        for own, block in zip(sizes, products, strict=True)
+        size[:, None] * size * math.prod(map(_inner, block))
+        for size, block in zip(sizes, products, strict=True)
     )
     norms = jnp.sqrt(jnp.diagonal(inner))
     return inner / jnp.where(norms > 0, norms, 1)[:, None] / jnp.where(norms > 0, norms, 1)
@@ -151,7 +151,7 @@ def _size(stacked: Array) -> Array:
 
 
 def _inner(stacked: Array) -> Array:
-    """Compute inner products [K, K], each in units of the largest entry of both."""
+    """Compute inner products [K, K], each in units of the largest entries of both clients."""
     flat = stacked.reshape(len(stacked), -1)
     size = _size(stacked)[:, None]
     unit = flat / jnp.where(size > 0, size, 1)

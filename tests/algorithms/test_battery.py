@@ -195,7 +195,7 @@ def test_every_law_is_defined_once_and_tested():
     assert LAWS.keys() == CHECKS.keys() | ELSEWHERE | {"damping", "exchange"}
     for name, own in METHODS.items():
         unknown = set(own.laws) - LAWS.keys()
-        assert not unknown, f"{name} lists laws that registry.LAWS does not define: {unknown}"
+        assert not unknown, f"{name} lists laws that algorithms.LAWS does not define: {unknown}"
         assert len(set(own.laws)) == len(own.laws), name
 
 

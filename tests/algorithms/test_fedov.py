@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import fisherjax as fj
+from fisherjax.algorithms.distillation._open_set import _adversarial, open_set
 from fisherjax.algorithms.distillation._outliers import (
     _blurred,
     _cut,
@@ -15,7 +16,7 @@ from fisherjax.algorithms.distillation._outliers import (
     _stretched,
 )
 from fisherjax.algorithms.distillation._outliers import make_outliers as one_by_one
-from fisherjax.algorithms.distillation.fedov import _adversarial, fedov, open_set, voting
+from fisherjax.algorithms.distillation.fedov import fedov, voting
 from fisherjax.algorithms.distillation.student import distilled
 
 IMAGES = np.random.default_rng(0).random((6, 8, 8, 2), np.float32)
@@ -406,7 +407,7 @@ def test_what_cannot_be_merged_or_distilled_is_refused():
     with pytest.raises(ValueError, match="of an open set', but this algorithm merges"):
         fj.merging.merge(fj.algorithms.fedavg(), drawn(0), sent)
     stacked = fj.tree.stack([drawn(0)] * 2)
-    with pytest.raises(ValueError, match=r"\(6, 4\); expected \(6, 3\)"):
+    with pytest.raises(ValueError, match=r"\(6, 4\); expected that of the vote, \(6, 3\)"):
         distilled(voting(MODEL), stacked, MODEL, drawn(0), IMAGES, key=KEY)
     with pytest.raises(ValueError, match="data set is empty"):
         distilled(voting(MODEL), stacked, MODEL, drawn(0, outputs=3), IMAGES[:0], key=KEY)

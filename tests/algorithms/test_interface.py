@@ -119,7 +119,7 @@ def test_methods_of_other_shapes_are_refused_where_clients_go_on(gives):
         lambda: algorithms.keep_local(method, lambda name: name == "a"),
     )
     for take in takers:
-        with pytest.raises(ValueError, match=f"gives '{gives}'.*Merge once, by merging.merge"):
+        with pytest.raises(ValueError, match=f"returns '{gives}'.*Merge once, by merging.merge"):
             take()
 
 
@@ -236,7 +236,7 @@ def test_stages_are_an_aggregate_as_they_are_and_under_jit():
 def test_a_wrapper_that_changes_the_merge_is_not_followed_as_if_it_were_not_there():
     """A server's optimiser of rate 1/4 goes a quarter of the way from W to 8 W."""
     wrapped = algorithms.with_server_optimizer(doubling(), optax.sgd(0.25))
-    with pytest.raises(ValueError, match="go around what in_stages returns"):
+    with pytest.raises(ValueError, match="to the algorithm that in_stages returns"):
         algorithms.in_stages(wrapped, print)
     shown = []
     followed = algorithms.in_stages(doubling(), lambda done, _: shown.append(done))
@@ -264,8 +264,8 @@ def takes_a_model(name):
 
 @pytest.mark.parametrize("name", [name for name in algorithms.METHODS if takes_a_model(name)])
 def test_every_factory_refuses_a_network_that_is_no_model_when_it_is_called(name):
-    """Not later, on a client: the function is at hand here, and the mistake is usual."""
+    """The error comes from the factory, which has the function, and not later from a client."""
     examples = {"shape": (8, 8, 1), "head": lambda leaf: False}
-    needed = {option: examples[option] for option in algorithms.registry.required(name)}
+    needed = {option: examples[option] for option in algorithms.required(name)}
     with pytest.raises(TypeError, match=r"model is a function; expected fisherjax\.Model"):
         algorithms.METHODS[name].factory(lambda params, inputs: inputs, **needed)

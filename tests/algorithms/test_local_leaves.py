@@ -191,5 +191,5 @@ def test_a_layer_of_which_a_part_is_private_is_refused_by_name(regression, draw)
 
 
 def test_methods_of_several_messages_are_refused(regression):
-    with pytest.raises(TypeError, match=r"sequence of 3; .*played by merging.exchange"):
+    with pytest.raises(TypeError, match=r"sequence of 3; .*to merging.exchange"):
         keep_local(algorithms.natural_gradient(regression.model), is_bias)

@@ -105,7 +105,7 @@ def orders_of(found, source):
 
 
 def orders_of_stages(found, source):
-    """A skip passes on what the stem's block was given: all of a stage have one order."""
+    """Draw one order for all layers of a stage, because skip connections add their outputs."""
     orders = {place: np.arange(layer.columns) for place, layer in enumerate(found.layers)}
     stage = source.permutation(4), source.permutation(8)
     for place, layer in enumerate(found.layers[:-1]):

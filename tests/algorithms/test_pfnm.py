@@ -14,7 +14,7 @@ import fisherjax as fj
 from fisherjax._layers.graph import wiring
 from fisherjax._layers.layer import assemble, matrix
 from fisherjax.algorithms import Update, pfnm
-from fisherjax.algorithms.pfnm import _assigned, _Prior
+from fisherjax.algorithms._unit_matching import Prior, _assigned
 from fisherjax.fisher.operators import Template
 
 IMAGES = np.random.default_rng(0).normal(size=(5, 16, 16, 3)).astype(np.float32)
@@ -213,7 +213,7 @@ def test_a_client_without_weight_is_left_out():
 
 
 def test_an_assignment_is_the_best_of_all():
-    source, prior = np.random.default_rng(5), _Prior(0.7, 0.1, 7.0, 5, 700)
+    source, prior = np.random.default_rng(5), Prior(0.7, 0.1, 7.0, 5, 700)
     own, totals = source.normal(size=(3, 4)), 2 * source.normal(size=(2, 4))
     popularity, start = np.array([1.0, 2.0]), 0.7 * np.array([0, 0, 0, 0.1])
 
@@ -256,7 +256,7 @@ def test_layers_beyond_the_bound_take_every_unit_of_every_client(units):
 @pytest.mark.parametrize("most_new", [1, 2, 3, 4, 5])
 def test_a_client_beyond_the_bound_is_matched_as_all_ways_of_it_say(most_new):
     """The first is taken whole; the second by the best of all ways, unit by unit."""
-    source, prior = np.random.default_rng(7), _Prior(0.7, 0.1, 7.0, 5, most_new)
+    source, prior = np.random.default_rng(7), Prior(0.7, 0.1, 7.0, 5, most_new)
     own, start = source.normal(size=(4, 3)), 0.7 * np.array([0, 0, 0.1])
     found = _assigned(prior, start, own, np.zeros((0, 3)), np.zeros(0), 2)
     assert sorted(found) == [0, 1, 2, 3]
@@ -316,7 +316,7 @@ def test_what_pfnm_cannot_do_is_refused():
 )
 def test_wrappers_that_go_on_from_the_merged_model_refuse_another_shape(wrap, given):
     method = pfnm(fj.Model(dense, fj.likelihoods.categorical))
-    with pytest.raises(ValueError, match="gives 'wider model'"):
+    with pytest.raises(ValueError, match="returns 'wider model'"):
         getattr(fj.algorithms, wrap)(method, given)
 
 

@@ -163,7 +163,7 @@ def test_otfusion_chooses_by_validation_or_test_images_only_where_that_was_asked
 def test_choices_that_cannot_be_made_are_refused_before_anything_is_trained():
     images = Images((8, 8, 1), False, None)
     asked = told("--algorithms", "otfusion", "--choose", "validation", "--otfusion.no-correction")
-    with pytest.raises(ValueError, match=r"correction is False.*which a score chooses"):
+    with pytest.raises(ValueError, match=r"correction is False.*but a score selects"):
         methods(asked, MODEL, 8, images)
     asked = told("--algorithms", "otfusion", "--choose", "validation")
     with pytest.raises(ValueError, match="--choose is validation, expected last in rounds"):

@@ -1,1 +1,1 @@
-"""Methods that train a model on the server, on images that the server makes."""
+"""Methods whose server or clients train on generated images, and distillation into one model."""

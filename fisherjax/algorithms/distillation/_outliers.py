@@ -8,27 +8,27 @@ import jax.numpy as jnp
 from fisherjax.fisher.operators import PRECISION
 from fisherjax.typing import Array, Key
 
-# Of an image's area, and height over width, as one stretches a part or erases it.
+# Ranges of the share of the image's area, and of height over width, of stretched and erased parts.
 _STRETCHED, _STRETCHED_SHAPE = (0.1, 0.33), (3 / 4, 4 / 3)
 _ERASED, _ERASED_SHAPE = (0.33, 0.5), (0.3, 3.3)
 _DEVIATIONS = (10.0, 100.0)
-_RADII, _ACROSS = 5, 3  # of the blur: 1 to 4 pixels one way, and 0 to 2 across
+_RADII, _ACROSS = 5, 3  # radii of the blur are below: 1 to 4 pixels along it, 0 to 2 across
 _SMALLEST = 6
 
 
 def make_outliers(key: Key, images: Array) -> Array:
-    """Corrupt every image in one way, drawn for it alone.
+    """Corrupt each image in one of five ways, drawn at random for each.
 
         x' = d(x),   P(d) = 1/7, 1/7, 1/7, 2/7, 2/7
 
-    for these: stretch a part of 10 to 33 % to the whole image; blur, much more one way than the
-    other; erase a rectangle of 33 to 50 %; copy a half over another part, or swap the halves;
-    rotate a block of the left half and the one beside it by 90, 180 or 270 degrees. Colours stay
-    within those of the image and zero, which is what is erased.
+    where d stretches a part of 10 to 33 % to the whole image; blurs, much more in one direction
+    than in the other; erases a rectangle of 33 to 50 %; copies a half over another part, or swaps
+    the halves; or rotates a block of the left half and the one beside it by 90, 180 or 270 degrees.
+    Values stay in the range of the image and zero, the value of erased pixels.
 
     Args:
-        key: Of all draws.
-        images: Floats [B, H, W, channels] with H = W even, at least 6.
+        key: Key of all random choices.
+        images: Floats [B, H, W, channels], where H = W is even and at least 6.
 
     Returns:
         Images of the same shape and dtype.
@@ -42,8 +42,9 @@ def make_outliers(key: Key, images: Array) -> Array:
         (5, 8, 8, 1)
 
     Source: Diao, Li, He, Towards addressing label skews in one-shot federated learning, ICLR 2023,
-        and its code. Deviations: all pairs of places that are half a half apart are equally likely
-        for a copy; an erased rectangle is drawn among those that fit, not until one does.
+        and its code. Deviations: for a copy, all pairs of offsets that differ by at least
+        half of a half are equally likely; an erased rectangle is drawn among those that fit into
+        the image, instead of drawing until one fits.
     """
     _check(images)
     return jax.vmap(_outlier)(jax.random.split(key, images.shape[0]), images)
@@ -65,7 +66,7 @@ def _check(images: Array) -> None:
 
 def _outlier(key: Key, image: Array) -> Array:
     which, how = jax.random.split(key)
-    # Under vmap all are computed: they cost less than a layer.
+    # Under vmap, all five are computed; together they cost less than a layer.
     ways: list[Callable[[Key, Array], Array]] = [_stretched, _blurred, _erased]
     ways += 2 * [_cut, _rotated]
     return jax.lax.switch(jax.random.randint(which, (), 0, len(ways)), ways, how, image)
@@ -75,7 +76,7 @@ def _stretched(key: Key, image: Array) -> Array:
     (height, width), start = _rectangle(key, len(image), _STRETCHED, _STRETCHED_SHAPE)
 
     def positions(length: Array, first: Array) -> Array:
-        # Middles of pixels in units of the part's; beyond its outermost ones nothing is read.
+        # Centres of pixels in units of the part's pixels, clipped to its outermost ones.
         place = (jnp.arange(len(image)) + 0.5) * length / len(image) - 0.5
         return first + jnp.clip(place, 0, length - 1)
 
@@ -95,7 +96,7 @@ def _blurred(key: Key, image: Array) -> Array:
     radii = jnp.where(jax.random.bernoulli(turn), radii[::-1], radii)
     deviation = jax.random.uniform(deviation, (), minval=_DEVIATIONS[0], maxval=_DEVIATIONS[1])
     last, steps = len(image) - 1, jnp.arange(1 - _RADII, _RADII)
-    # The image is mirrored at its outermost pixels.
+    # The image is reflected at its outermost pixels.
     places = last - jnp.abs(last - jnp.abs(jnp.arange(len(image))[:, None] + steps))
     spread = jax.nn.one_hot(places, len(image))
 
@@ -107,7 +108,7 @@ def _blurred(key: Key, image: Array) -> Array:
 
 
 def _resampled(image: Array, rows: Array, columns: Array) -> Array:
-    """Mix the rows of an image by a matrix, and its columns by another."""
+    """Multiply an image by a matrix along its rows, and by another along its columns."""
     found = jnp.einsum("ih,hwc,jw->ijc", rows, image, columns, precision=PRECISION)
     return found.astype(image.dtype)
 
@@ -122,10 +123,10 @@ def _erased(key: Key, image: Array) -> Array:
 def _rectangle(
     key: Key, side: int, areas: tuple[float, float], shapes: tuple[float, float]
 ) -> tuple[Array, Array]:
-    """Draw the height and width of a rectangle in an image, and where it begins."""
+    """Draw the height and width of a rectangle in an image, and its first row and column."""
     area_key, shape_key, start_key = jax.random.split(key, 3)
     area = jax.random.uniform(area_key, (), minval=areas[0], maxval=areas[1])
-    # No longer than the image.
+    # Neither side exceeds that of the image.
     low, high = jnp.maximum(shapes[0], area), jnp.minimum(shapes[1], 1 / area)
     shape = jnp.exp(jax.random.uniform(shape_key, (), minval=jnp.log(low), maxval=jnp.log(high)))
     sizes = jnp.round(side * jnp.sqrt(area * jnp.array([shape, 1 / shape]))).astype(int)
@@ -135,15 +136,15 @@ def _rectangle(
 def _cut(key: Key, image: Array) -> Array:
     pair_key, swap_key, turn_key = jax.random.split(key, 3)
     side, half = len(image), len(image) // 2
-    # Where a half is put, and where it is taken from.
+    # First rows of the target and of the copied half.
     pairs = jnp.array([(a, b) for a in range(half) for b in range(half) if 2 * abs(a - b) >= half])
     to, source = pairs[jax.random.randint(pair_key, (), 0, len(pairs))]
-    own = jnp.arange(side)
-    copied = jnp.where((own >= to) & (own < to + half), own - to + source, own)
+    index = jnp.arange(side)
+    copied = jnp.where((index >= to) & (index < to + half), index - to + source, index)
     swapped = jax.random.bernoulli(swap_key, 1 / 3)
-    moved = jnp.where(swapped, (own + half) % side, copied)
+    moved = jnp.where(swapped, (index + half) % side, copied)
     of_rows = jax.random.bernoulli(turn_key)
-    rows, columns = jnp.where(of_rows, moved, own), jnp.where(of_rows, own, moved)
+    rows, columns = jnp.where(of_rows, moved, index), jnp.where(of_rows, index, moved)
     return image[rows[:, None], columns]
 
 

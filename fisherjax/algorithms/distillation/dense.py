@@ -1,7 +1,7 @@
-"""DENSE: the server draws images that the clients know, and distils all of them into one model.
+"""DENSE: the server generates images, and distils the clients' models into one.
 
 Zhang, Chen, Li, Lyu, Wu, Ding, Shen, Zhang, DENSE: data-free one-shot federated learning, NeurIPS
-2022, algorithm 1, as the papers of FedFisher and FedLPA compare themselves with it.
+2022, algorithm 1, as the baseline of the papers of FedFisher and FedLPA.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,14 @@ from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 class Distilled(NamedTuple):
-    """What DENSE reports: the images [n, H, W, C], bytes, losses [epochs] and the best score."""
+    """Report of DENSE.
+
+    Attributes:
+        images: Generated images [n, H, W, C], as bytes.
+        synthesis: Generator's loss of the images of each epoch, [epochs].
+        distillation: Student's mean loss in each epoch, [epochs].
+        score: Best score, a number.
+    """
 
     images: Array
     synthesis: Array
@@ -44,37 +51,39 @@ def dense(
     crop: bool = False,
     score: Callable[[Params], Array] | None = None,
 ) -> Algorithm[Distilled]:
-    """Make DENSE, which distils the clients into a merged model by images that the server draws.
+    """Make DENSE, which distils the clients' models into one, on images that the server generates.
 
         t(x) = sum_i p_i z_i(x),   s(x) = z(x, W),
         G, v <- argmin CE(t(x), y) - a mean_n [argmax t != argmax s] KL(t || s),   x = G(v),
-        W <- argmin T^2 KL(t / T || s / T) over all images until now,   T = 20,
+        W <- argmin T^2 KL(t / T || s / T) over all images so far,   T = 20,
 
-    in turn, with a fresh generator G in every epoch and labels y drawn alike. The server needs the
-    models alone; each epoch adds images to those that the student learns from, mirrored at random.
+    alternately, with a new generator G in each epoch and labels y drawn uniformly. The server needs
+    only the models. Each epoch adds images to those that the student learns from, which are
+    mirrored at random.
 
     Args:
         model: The network of clients and student, with the categorical likelihood.
-        shape: Of an image, (H, W, C); H and W are multiples of four.
-        start: What the student begins from: any method whose clients send their params, such as
-            `fedfisher(model)`. None is their weighted mean, or with `how.fresh` what they began
-            from.
-        epochs: Of drawing images and of learning from them.
-        how: The constants, `Distillation()` or `FEDLPA_DISTILLATION`.
-        normalize: What the network takes in place of images from 0 to 1; None is the images
-            themselves, as in both papers' code.
-        crop: Whether the student learns from images that are cropped as well, as for CIFAR-10.
-        score: Params -> scalar, higher is better, such as the accuracy on validation data. The best
-            student of all epochs is the answer, the first of equals; without it the last.
+        shape: Shape of an image, (H, W, C), where H and W are multiples of four.
+        start: Method that makes the student's initial model from the clients' params, such as
+            `fedfisher(model)`. The default is their weighted mean, or with `how.fresh` the model
+            that they started from.
+        epochs: Number of epochs of generating images and of learning from them.
+        how: Hyperparameters, `Distillation()` or `FEDLPA_DISTILLATION`.
+        normalize: Function from images with values from 0 to 1 to inputs of the network; the
+            default is the identity, as in both papers' code.
+        crop: Whether the student also learns from randomly cropped images, as for CIFAR-10.
+        score: Function params -> scalar, higher is better, such as the accuracy on validation data.
+            The merged model is the best student of all epochs, the first of equal ones; without a
+            score it is the last student.
 
     Returns:
-        The algorithm, whose `aggregate` is `Stages`: see `in_stages`. Updates are those of
-        `start`; it reports `Distilled`.
+        The algorithm, whose `aggregate` is `Stages`, one per epoch: see `in_stages`. Updates are
+        those of `start`; it reports `Distilled`.
 
     Raises:
-        ValueError: If an argument is out of range, the likelihood is another, or updates hold no
-            params; on merge, if the network has running statistics, or the student diverges and
-            there is no score.
+        ValueError: If an argument is out of range, the likelihood is not categorical, or updates
+            contain no params; on merge, if the network has running statistics, or if the student
+            diverges and there is no score.
 
     Example:
         >>> import fisherjax as fj
@@ -90,10 +99,11 @@ def dense(
         ((16, 2), (16, 4, 4, 1))
 
     Source: the paper above; constants from the experiments of Jhunjhunwala, Wang, Joshi, FedFisher,
-        AISTATS 2024, and Liu et al., FedLPA, NeurIPS 2024. Both choose among epochs, the first by
-        validation data, the second by test data: `score`. Deviations: no loss of BatchNorm's
-        statistics, so that such networks are refused; "fresh" is what the clients began from, not
-        another draw; the convolutions of the generator are computed on small images, see `nn`.
+        AISTATS 2024, and Liu et al., FedLPA, NeurIPS 2024. Both papers select an epoch, the first
+        by validation data, the second by test data: `score`. Deviations: without the loss of
+        BatchNorm's statistics, networks with them are refused; a "fresh" student starts from the
+        clients' initial model, not from another random one; convolutions of the generator are
+        computed on small images, see `nn`.
     """
     merge: Algorithm[Any] = averaging() if start is None else start
     _check(model, shape, merge, how)
@@ -102,13 +112,13 @@ def dense(
         if function is not None:
             checks.function(name, function, "a function of one argument")
     checks.instance("crop", crop, bool, "True or False")
-    # As a pytree: its arrays are arguments of the compiled epoch, not constants in it.
+    # As a pytree, its arrays become arguments of the compiled epoch rather than constants in it.
     evaluate = None if score is None else as_partial(score)
-    fixed = Fixed(model, shape, how, normalize or _as_it_is, crop)
+    fixed = Fixed(model, shape, how, normalize or _identity, crop)
 
     def begin(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> Distilling:
         values, weights = received
-        _check_sent(values)
+        _check_params(values)
         if how.fresh and start is None:
             student = params
         else:
@@ -126,7 +136,7 @@ def dense(
     def finish(work: Distilling, state: Any) -> tuple[Params, Any, Distilled]:
         params = work.best
         if score is None:
-            _check_learnt(work, how)
+            _check_converged(work, how)
             params = work.student
         synthesis, distillation = work.losses.T
         return params, state, Distilled(work.images, synthesis, distillation, work.score)
@@ -134,8 +144,8 @@ def dense(
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         if jax.tree.leaves(trained.statistics):
             raise ValueError(
-                "This network has running statistics, as of BatchNorm, whose loss this DENSE does "
-                "not have; expected one without, such as networks.LeNet()."
+                "This network has running statistics, as of BatchNorm, but this DENSE lacks the "
+                "paper's loss for them; expected one without, such as networks.LeNet()."
             )
         return merge.summarize(key, trained, examples, local)
 
@@ -145,7 +155,7 @@ def dense(
     )
 
 
-def _as_it_is(images: Array) -> Array:
+def _identity(images: Array) -> Array:
     return images
 
 
@@ -160,11 +170,11 @@ def _check(model: Model, shape: Any, start: Algorithm, how: Distillation) -> Non
             "(28, 28, 1), with height and width multiples of four: the generator doubles twice."
         )
     check_algorithm(start)
-    in_stages = isinstance(start.aggregate, Stages)
-    if start.gives != "model" or in_stages:
+    has_stages = isinstance(start.aggregate, Stages)
+    if start.gives != "model" or has_stages:
         raise ValueError(
-            f"start gives '{start.gives}'{', in stages' if in_stages else ''}; DENSE begins from "
-            "one model that is merged in one stage: expected a start such as fedavg() or "
+            f"start returns '{start.gives}'{', in stages' if has_stages else ''}; DENSE starts "
+            "from one model that is merged in one stage: expected a start such as fedavg() or "
             "fedfisher(model)."
         )
     checks.instance("how", how, Distillation, "Distillation() or FEDLPA_DISTILLATION")
@@ -181,7 +191,7 @@ def _check(model: Model, shape: Any, start: Algorithm, how: Distillation) -> Non
     checks.positive("how.learning_rate", how.learning_rate)
 
 
-def _check_learnt(work: Distilling, how: Distillation) -> None:
+def _check_converged(work: Distilling, how: Distillation) -> None:
     if checks.is_traced(work):
         return
     losses = np.asarray(work.losses[:, 1])
@@ -189,14 +199,14 @@ def _check_learnt(work: Distilling, how: Distillation) -> None:
     if diverged.size:
         raise ValueError(
             f"DENSE's student diverged in epoch {diverged[0] + 1} of {len(losses)}: its loss is "
-            f"{losses[diverged[0]]}. Lower how.learning_rate (now {how.learning_rate:g}), or give "
-            "a score, by which the best student of all epochs is the answer."
+            f"{losses[diverged[0]]}. Lower how.learning_rate (now {how.learning_rate:g}), or pass "
+            "a score, which selects the best student of all epochs."
         )
 
 
-def _check_sent(values: dict[str, Any]) -> None:
+def _check_params(values: dict[str, Any]) -> None:
     if "params" not in values:
         raise ValueError(
-            f"Clients sent {sorted(values)}; DENSE needs their params, which a start such as "
-            "fedavg() or fedfisher(model) lets them send."
+            f"Clients sent {sorted(values)}; DENSE needs their params: expected a start whose "
+            "clients send them, such as fedavg() or fedfisher(model)."
         )

@@ -1,4 +1,4 @@
-"""One model of several: a student that learns, without labels, what they say together."""
+"""Distil several models into one: a student that learns their vote, without labels."""
 
 from functools import partial
 from typing import NamedTuple
@@ -17,11 +17,11 @@ _ADAM = optax.adam(1e-3)
 
 
 class Taught(NamedTuple):
-    """How well the student learnt.
+    """Report of the distillation.
 
     Attributes:
-        before: Mean KL(vote || student) over the inputs, in nats, at the start.
-        after: The same of the model made.
+        before: Mean KL(vote || student) over the inputs, in nats, of the initial student.
+        after: The same of the trained student.
     """
 
     before: Array
@@ -40,33 +40,33 @@ def distilled(
     optimizer: optax.GradientTransformation = _ADAM,
     batch_size: int = 64,
 ) -> tuple[Params, Taught]:
-    """Make one model of those that vote, by what they say of inputs without labels.
+    """Train one model on the vote of several, by inputs without labels.
 
         minimise over W   mean_n KL(v(. | x_n) || p(. | x_n, W)),
 
-    with v the vote, scaled to sum one over the C classes, by minibatches in a fresh order in every
-    epoch, all in one compiled loop.
+    where v is the vote, scaled to sum to one over the C classes, by minibatches in a new order in
+    each epoch, in one compiled loop.
 
     Args:
-        voters: The vote, such as `fedov.voting(model)`; its outputs [N, C] are taken for logits.
-        stacked: Its params, leaves [V, ...].
-        student: Any network with C outputs, without unknown; it trains by its `apply_train` if it
+        voters: Model of the vote, such as `voting(model)`; its outputs [N, C] are taken as logits.
+        stacked: Params of the vote, leaves [V, ...].
+        student: Any network with C outputs, without "unknown"; it trains by its `apply_train` if it
             has one.
-        start: Its initial params.
-        inputs: [N, ...] as both networks take them. Whoever measures the student on some of them
-            has trained on them: the paper takes the first half of the test images, without
-            labels, and reports on the second.
-        key: Of the order.
-        epochs: Passes over the inputs.
-        optimizer: Any of optax; the paper's is Adam with step 0.001.
-        batch_size: Inputs of a minibatch.
+        start: Initial params of the student.
+        inputs: Inputs [N, ...] of both networks. Do not evaluate the student on inputs of these:
+            the paper uses the first half of the test images, without labels, and reports accuracy
+            on the second.
+        key: Key of the order of minibatches.
+        epochs: Number of passes over the inputs.
+        optimizer: An optax optimiser; the paper uses Adam with step size 0.001 (default).
+        batch_size: Minibatch size.
 
     Returns:
         The student's params and `Taught`.
 
     Raises:
-        ValueError: If the student has other outputs than the vote, there are no inputs, or a number
-            is out of range.
+        ValueError: If the student's outputs differ in shape from the vote's, there are no inputs,
+            or a number is out of range.
 
     Example:
         >>> import fisherjax as fj
@@ -86,14 +86,14 @@ def distilled(
     inputs = jnp.asarray(inputs)
     checks.examples(Examples(inputs))
     length = min(checks.count("batch_size", batch_size), len(inputs))
-    vote, own = (
+    vote, outputs = (
         output_checks.outputs(voters, stacked, inputs),
         output_checks.outputs(student, start, inputs),
     )
-    if vote.shape != own.shape:
+    if vote.shape != outputs.shape:
         raise ValueError(
-            f"The student's outputs have shape {own.shape}; expected {vote.shape}, those of the "
-            "vote: one for each class, and none for unknown."
+            f"The student's outputs have shape {outputs.shape}; expected that of the vote, "
+            f"{vote.shape}: one for each class, and none for unknown."
         )
     target = jax.nn.softmax(_over_inputs(voters.apply, length, stacked, inputs))
     federation = clients.federation((inputs, target), [np.arange(len(inputs))])
@@ -110,9 +110,9 @@ def distilled(
 
 @partial(jit, static_argnums=(0, 1))
 def _over_inputs(apply: Apply, length: int, params: Params, inputs: Array) -> Array:
-    """Run a network over all inputs, so many at a time: [N, ...] to [N, C]."""
+    """Run a network over all inputs [N, ...], `length` at a time, and return outputs [N, C]."""
     rows = jnp.pad(jnp.arange(len(inputs)), (0, -len(inputs) % length)).reshape(-1, length)
-    outputs = jax.lax.map(lambda own: apply(params, inputs[own]), rows)
+    outputs = jax.lax.map(lambda batch: apply(params, inputs[batch]), rows)
     return outputs.reshape(-1, outputs.shape[-1])[: len(inputs)]
 
 
@@ -121,8 +121,8 @@ def _divergence(z: Array, target: Array) -> Array:
 
 
 def _accept(shape: tuple[int, ...], y: Array) -> None:
-    del shape, y  # made here, and of one shape
+    del shape, y  # targets are made here and fit the outputs
 
 
-# Of targets that are probabilities [B, C].
+# For targets that are probabilities [B, C].
 _SOFT = likelihoods.categorical._replace(negative_log_likelihood=_divergence, check=_accept)

@@ -1,11 +1,11 @@
-"""Distillation without data: images that a teacher knows, and a student that learns from them.
+"""Distillation without data: generate images for a teacher, and train a student on them.
 
-An epoch draws images by a generator that is trained afresh, and teaches the student all images
-until then. `algorithms.dense` plays as many as it is told.
+Each epoch trains a new generator, generates images, and trains the student on all images so far.
+`algorithms.dense` runs the epochs.
 
-Source: Zhang et al., DENSE, NeurIPS 2022, and its code. Deviation: images are kept as bytes, as
-there, but a pixel is rounded to the nearest; that code cuts off what is behind the point, by which
-its images are half a level of 255 darker on average than what its generator drew.
+Source: Zhang et al., DENSE, NeurIPS 2022, and its code. Deviation: images are stored as bytes, as
+there, but pixels are rounded to the nearest level; that code truncates them, which makes its images
+half a level of 255 darker on average than the output of the generator.
 """
 
 import math
@@ -23,25 +23,27 @@ from fisherjax.datasets import crop_and_flip
 from fisherjax.typing import Array, Key, Model, Params
 
 _NOISE = 256
-_WHITE = 255  # images are kept as bytes
+_WHITE = 255  # images are stored as bytes
 _TEMPERATURE = 20
-_BORDER = 4  # pixels that a crop moves by
+_BORDER = 4  # largest shift of a crop, in pixels
 _RATES = ("adversarial", "learning_rate", "passes")
 
 
 class Distillation(NamedTuple):
-    """How DENSE draws and learns; as it stands as in FedFisher's experiments.
+    """Hyperparameters of DENSE; the defaults are those of FedFisher's experiments.
 
     Attributes:
-        weighted: Whether the teacher is the mean of the clients' outputs by their weights.
-        fresh: Whether the student begins from the model that the clients began from.
-        adversarial: Weight of images on which teacher and student differ.
-        learning_rate: Of the student.
-        batch_size: Images of the student's minibatches; divides `images`.
-        images: How many are drawn an epoch.
-        steps: Of the generator, in every epoch.
-        width: Channels of the generator, an even number; fewer take much less time.
-        passes: Of the student over all images until then, in every epoch; the papers have one.
+        weighted: Whether the teacher weights the clients' outputs by the clients' weights.
+        fresh: Whether the student starts from the model that the clients started from.
+        adversarial: Weight of the generator's loss that favours images on which teacher and student
+            differ.
+        learning_rate: Step size of the student.
+        batch_size: Minibatch size of the student, a divisor of `images`.
+        images: Number of images that each epoch generates.
+        steps: Number of steps of the generator in each epoch.
+        width: Number of channels of the generator, even; fewer are much faster.
+        passes: Number of passes of the student over all images so far in each epoch; the papers
+            use one.
     """
 
     weighted: bool = True
@@ -58,23 +60,25 @@ class Distillation(NamedTuple):
 FEDLPA_DISTILLATION = Distillation(
     weighted=False, fresh=True, adversarial=1.0, learning_rate=0.005, batch_size=64
 )
-"""As in FedLPA's experiments, where it takes 200 epochs."""
+"""Hyperparameters of FedLPA's experiments, which run 200 epochs."""
 
 
 class Distilling(NamedTuple):
-    """The work until now: the student, what it learns from, and how it went.
+    """State of the distillation between epochs.
 
     Attributes:
-        key: What the epochs' keys are folded from.
-        epoch: How many are done.
-        student: Its params.
-        optimizer: The state of its optimiser.
-        images: [epochs * images, H, W, C], bytes, rounded; those of epochs to come are zero.
-        told: [epochs * images, 2, classes], what the teacher says of each and of its mirror image;
-            nothing, [epochs * images, 0, classes], where images are cropped and it is asked anew.
-        best: The params of the best score, or where there is none of the first epoch.
+        key: Key from which the keys of the epochs are folded.
+        epoch: Number of completed epochs.
+        student: Params of the student.
+        optimizer: State of the student's optimiser.
+        images: Images [epochs * images, H, W, C], as rounded bytes; zero for later epochs.
+        told: Teacher's outputs [epochs * images, 2, classes] for each image and its mirror image;
+            empty, [epochs * images, 0, classes], if images are cropped, because the teacher is
+            then evaluated on each crop.
+        best: Params with the best score; without scores, those of the first epoch.
         score: The best score.
-        losses: [epochs, 2], of the images that were kept and of the student on all until then.
+        losses: Losses [epochs, 2], of the generator for the selected images, and of the student on
+            all images so far.
     """
 
     key: Key
@@ -89,7 +93,7 @@ class Distilling(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """What an epoch is compiled for, as in `algorithms.dense`."""
+    """Static arguments of a compiled epoch, as in `algorithms.dense`."""
 
     model: Model
     shape: tuple[int, int, int]
@@ -99,10 +103,10 @@ class Fixed(NamedTuple):
 
 
 def begin(fixed: Fixed, key: Key, student: Params, epochs: int) -> Distilling:
-    """Give the work before the first epoch."""
+    """Return the state before the first epoch."""
     how = fixed.how
     one = jnp.zeros((1, *fixed.shape), jnp.result_type(float))
-    said = jax.eval_shape(lambda w, x: fixed.model.apply(w, fixed.normalize(x)), student, one)
+    outputs = jax.eval_shape(lambda w, x: fixed.model.apply(w, fixed.normalize(x)), student, one)
     number, ways = epochs * how.images, 0 if fixed.crop else 2
     return Distilling(
         key=key,
@@ -110,7 +114,7 @@ def begin(fixed: Fixed, key: Key, student: Params, epochs: int) -> Distilling:
         student=student,
         optimizer=_optimizer(how).init(leaves.trained(fixed.model, student)),
         images=jnp.zeros((number, *fixed.shape), jnp.uint8),
-        told=jnp.zeros((number, ways, said.shape[-1]), said.dtype),
+        told=jnp.zeros((number, ways, outputs.shape[-1]), outputs.dtype),
         best=student,
         score=jnp.full((), -jnp.inf, jnp.float32),
         losses=jnp.zeros((epochs, 2), jnp.float32),
@@ -124,10 +128,10 @@ def _optimizer(how: Distillation) -> optax.GradientTransformation:
 def epoch(
     fixed: Fixed, evaluate: Callable | None, stacked: Params, weights: Array, work: Distilling
 ) -> Distilling:
-    """Draw images, and teach the student all images until then."""
+    """Run an epoch: generate images, and train the student on all images so far."""
     how, present = fixed.how, weights > 0
     votes = weights if how.weighted else present / present.sum()
-    # What does not change shapes is no constant of the program: other numbers need no other one.
+    # Numbers that change no shapes are arguments of the compiled program, not constants of it.
     plain = how._replace(weighted=True, fresh=False, **dict.fromkeys(_RATES, 0))
     rates = tuple(getattr(how, name) for name in _RATES)
     return _epoch(fixed._replace(how=plain), evaluate, stacked, votes, rates, work)
@@ -145,30 +149,30 @@ def _epoch(
     how = fixed.how._replace(**dict(zip(_RATES, rates, strict=True)))
     fixed, number = fixed._replace(how=how), work.epoch
     synthesis_key, student_key = jax.random.split(jax.random.fold_in(work.key, number))
-    # Who has no weight is not asked, however large it is.
+    # The params of a client without weight must not matter, however large they are.
     stacked = tree.keep(votes > 0, stacked)
 
-    # In turn on a CPU, where that takes two thirds of the time.
-    chunk, still = parallel.chunk_size(None, len(votes)), work.student
+    # Clients one after another on a CPU, where that takes two thirds of the time.
+    chunk, frozen = parallel.chunk_size(None, len(votes)), work.student
 
     def teacher(x: Array) -> Array:
-        # What nobody trains is the student's.
+        # Leaves that are not trained are the student's.
         outputs = jax.lax.map(
-            lambda own: fixed.model.apply(leaves.join(own, still), x), stacked, batch_size=chunk
+            lambda one: fixed.model.apply(leaves.join(one, frozen), x), stacked, batch_size=chunk
         )
         return jnp.tensordot(votes.astype(outputs.dtype), outputs, 1)
 
-    images, kept = _synthesized(fixed, synthesis_key, teacher, work.student)
+    images, kept = _generate_images(fixed, synthesis_key, teacher, work.student)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=number * how.images, axis=0)
     work = work._replace(images=put(work.images, images), epoch=number + 1)
     if not fixed.crop:
-        ways = [teacher(_shown(fixed, images, jnp.full(len(images), way))) for way in (False, True)]
+        ways = [teacher(_inputs(fixed, images, jnp.full(len(images), x))) for x in (False, True)]
         work = work._replace(told=put(work.told, jnp.stack(ways, 1).astype(work.told.dtype)))
-    student, optimizer, loss = _distilled(fixed, student_key, teacher, work)
+    student, optimizer, loss = _train_student(fixed, student_key, teacher, work)
     value = jnp.zeros((), work.score.dtype)
     if evaluate is not None:
         value = jnp.asarray(evaluate(student), work.score.dtype)
-    # Strictly, so that the first of equal scores stays; NaN is passed over.
+    # Strictly greater, so that the first of equal scores is kept and NaN is skipped.
     better = value > work.score
     return work._replace(
         student=student,
@@ -179,10 +183,10 @@ def _epoch(
     )
 
 
-def _synthesized(
+def _generate_images(
     fixed: Fixed, key: Key, teacher: Callable[[Array], Array], student: Params
 ) -> tuple[Array, Array]:
-    """Train a fresh generator and its noise; give the best images, as bytes, and their loss."""
+    """Train a new generator and its noise; return the best images, as bytes, and their loss."""
     how, optimizer = fixed.how, optax.adam(1e-3, b1=0.5, b2=0.999)
     noise_key, label_key, generator_key, view_key = jax.random.split(key, 4)
     noise = jax.random.normal(noise_key, (how.images, _NOISE))
@@ -190,8 +194,8 @@ def _synthesized(
     classes = jax.eval_shape(teacher, jnp.zeros((1, *fixed.shape))).shape[-1]
     labels = jnp.sort(jax.random.randint(label_key, (how.images,), 0, classes))
 
-    def loss(made: tuple[nn.Generator, Array], key: Key) -> tuple[Array, Array]:
-        images = nn.generate(*made, fixed.shape)
+    def loss(pair: tuple[nn.Generator, Array], key: Key) -> tuple[Array, Array]:
+        images = nn.generate(*pair, fixed.shape)
         x = view(key, images)
         t, s = teacher(x), fixed.model.apply(student, x)
         known = optax.softmax_cross_entropy_with_integer_labels(t, labels).mean()
@@ -199,53 +203,54 @@ def _synthesized(
         return known - how.adversarial * (differ * _divergence(t, s)).mean(), images
 
     def step(number: Array, carry: tuple) -> tuple:
-        made, state, best, lowest = carry
+        pair, state, best, lowest = carry
         of = jax.value_and_grad(loss, has_aux=True)
-        (value, images), gradient = of(made, jax.random.fold_in(view_key, number))
+        (value, images), gradient = of(pair, jax.random.fold_in(view_key, number))
         updates, state = optimizer.update(gradient, state)
         better = value < lowest
         best = jnp.where(better, jnp.round(images * _WHITE).astype(jnp.uint8), best)
-        return optax.apply_updates(made, updates), state, best, jnp.where(better, value, lowest)
+        return optax.apply_updates(pair, updates), state, best, jnp.where(better, value, lowest)
 
-    made = nn.init_generator(generator_key, _NOISE, fixed.shape, how.width), noise
+    pair = nn.init_generator(generator_key, _NOISE, fixed.shape, how.width), noise
     best = jnp.zeros((how.images, *fixed.shape), jnp.uint8)
-    carry = made, optimizer.init(made), best, jnp.full((), math.inf, jnp.result_type(float))
+    carry = pair, optimizer.init(pair), best, jnp.full((), math.inf, jnp.result_type(float))
     *_, best, lowest = jax.lax.fori_loop(0, how.steps, step, carry)
     return best, lowest
 
 
-def _distilled(
+def _train_student(
     fixed: Fixed, key: Key, teacher: Callable[[Array], Array], work: Distilling
 ) -> tuple[Params, Any, Array]:
-    """Teach the student all images; give it, its optimiser and the last pass's mean loss."""
+    """Train the student on all images; return it, its optimiser and the last pass's mean loss."""
     how, optimizer = fixed.how, _optimizer(fixed.how)
     apply, trained = leaves.bind_untrained(fixed.model, work.student)
-    # Those to come are last in every order, and no step comes to them.
-    drawn = jnp.arange(len(work.images)) < work.epoch * how.images
+    # Images of later epochs are last in each order, and no step reaches them.
+    exists = jnp.arange(len(work.images)) < work.epoch * how.images
     steps = work.epoch * how.images // how.batch_size
 
-    def lesson(key: Key, rows: Array) -> tuple[Array, Array]:
+    def minibatch(key: Key, rows: Array) -> tuple[Array, Array]:
         images = work.images[rows]
         if fixed.crop:
             x = crop_and_flip(fixed.normalize, padding=_BORDER)(key, _pixels(images))
             return x, teacher(x)
-        # All clients together are much larger than the student: what they said is looked up.
+        # Outputs of the teacher are stored, because all clients together are much larger than the
+        # student.
         mirrored = jax.random.bernoulli(key, 0.5, rows.shape)
-        return _shown(fixed, images, mirrored), work.told[rows, mirrored.astype(int)]
+        return _inputs(fixed, images, mirrored), work.told[rows, mirrored.astype(int)]
 
     def loss(student: Params, x: Array, t: Array) -> Array:
         s = apply(student, x)
         return _TEMPERATURE**2 * _divergence(t / _TEMPERATURE, s / _TEMPERATURE).mean()
 
-    def once(number: Array, carry: tuple) -> tuple:
+    def one_pass(number: Array, carry: tuple) -> tuple:
         order_key, view_key = jax.random.split(jax.random.fold_in(key, number))
-        order = jnp.argsort(jnp.where(drawn, jax.random.uniform(order_key, drawn.shape), jnp.inf))
+        order = jnp.argsort(jnp.where(exists, jax.random.uniform(order_key, exists.shape), jnp.inf))
 
         def step(number: Array, carry: tuple) -> tuple:
             student, state, total = carry
             rows = jax.lax.dynamic_slice_in_dim(order, number * how.batch_size, how.batch_size)
-            x, told = lesson(jax.random.fold_in(view_key, number), rows)
-            value, gradient = jax.value_and_grad(loss)(student, x, told)
+            x, target = minibatch(jax.random.fold_in(view_key, number), rows)
+            value, gradient = jax.value_and_grad(loss)(student, x, target)
             updates, state = optimizer.update(gradient, state, student)
             return optax.apply_updates(student, updates), state, total + value
 
@@ -254,22 +259,22 @@ def _distilled(
         return jax.lax.fori_loop(0, steps, step, (student, state, zero))
 
     carry = trained, work.optimizer, jnp.zeros((), jnp.result_type(float))
-    student, state, total = jax.lax.fori_loop(0, how.passes, once, carry)
+    student, state, total = jax.lax.fori_loop(0, how.passes, one_pass, carry)
     return leaves.join(student, work.student), state, total / steps
 
 
 def _pixels(images: Array) -> Array:
-    """Give numbers from 0 to 1 for bytes."""
+    """Convert bytes to floats from 0 to 1."""
     return images.astype(jnp.result_type(float)) / _WHITE
 
 
-def _shown(fixed: Fixed, images: Array, mirrored: Array) -> Array:
-    """Give what the network takes for images, as they are or left to right."""
+def _inputs(fixed: Fixed, images: Array, mirrored: Array) -> Array:
+    """Convert bytes to inputs of the network, mirrored from left to right where asked for."""
     images = _pixels(images)
     return fixed.normalize(jnp.where(mirrored[:, None, None, None], images[:, :, ::-1], images))
 
 
 def _divergence(t: Array, s: Array) -> Array:
-    """KL(softmax t || softmax s) of every row, in nats."""
+    """Compute KL(softmax t || softmax s) of each row, in nats."""
     logs = jax.nn.log_softmax(t)
     return (jnp.exp(logs) * (logs - jax.nn.log_softmax(s))).sum(-1)

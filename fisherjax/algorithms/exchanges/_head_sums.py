@@ -1,4 +1,4 @@
-"""What methods share that make the last layer anew: its sums over everybody's features."""
+"""Sums over the inputs of the last layer, from which methods compute this layer again."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.layer import Layer
 from fisherjax._layers.pairs import check_output_layer, output_layer, trace
-from fisherjax.algorithms.base import Algorithm, WeightedSum, weighted_sum
+from fisherjax.algorithms.base import Algorithm, WeightedSum, check_pass, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.fisher import _passes
 from fisherjax.fisher._factors import second_moment
@@ -26,16 +26,16 @@ from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class HeadSums:
-    """What a client knows of the layer that makes the outputs; means over its examples.
+    """A client's sums for the layer that makes the outputs, as means over its examples.
 
     Attributes:
-        inputs: A = E[a a^T], [a, a].
-        products: B = E[a y^T], [a, C].
-        targets: E[y], [C]: of classes their shares.
+        inputs: A = E[a a^T], [a, a], with a the layer's inputs.
+        products: B = E[a y^T], [a, C], with y the targets.
+        targets: E[y], [C]; for classes, their shares.
         squares: E|y|^2.
         negative: E|min(a, 0)|^2, zero behind a ReLU.
-        count: How many target vectors: one for each example, or position of a sequence.
-        layer: Which layer it is, static.
+        count: Number of target vectors, one for each example or position of a sequence.
+        layer: The layer, static.
     """
 
     inputs: Array
@@ -47,7 +47,7 @@ class HeadSums:
     layer: Layer = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
-        """Describe the sums in one line, with the layer that they are of."""
+        """Describe the sums in one line, with the name of their layer."""
         return tree.describe(
             "HeadSums", self, f"of {str(getattr(self.layer, 'kernel', self.layer))[:60]}"
         )
@@ -56,11 +56,9 @@ class HeadSums:
 def head_summary(
     model: Model, aggregate: Callable, batch_size: int, max_examples: int | None
 ) -> Algorithm:
-    """Make the algorithm whose clients send {"head": HeadSums}, given what the server does."""
+    """Make the algorithm whose clients send {"head": HeadSums}, from its `aggregate`."""
     checks.model(model)
-    checks.count("batch_size", batch_size)
-    if max_examples is not None:
-        checks.count("max_examples", max_examples)
+    check_pass(batch_size, max_examples)
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         examples = draw(key, examples, max_examples)
@@ -68,7 +66,7 @@ def head_summary(
 
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
         total, weight = weighted_sum(updates["head"], weights)
-        # Examples count once each, however large their client's weight.
+        # Each example counts once, whatever the weight of its client.
         count = tree.weighted_sum(updates["head"].count, (weights > 0).astype(weights.dtype))
         return WeightedSum(dataclasses.replace(total, count=count), weight)
 
@@ -76,18 +74,18 @@ def head_summary(
 
 
 def head_mean(sums: WeightedSum) -> HeadSums:
-    """Divide by the weight, but for the count."""
+    """Return the sums divided by the weight, except the count."""
     return dataclasses.replace(sums.mean(), count=sums.total.count)
 
 
 @partial(jit, static_argnums=(0, 1))
 def head_sums(model: Model, batch_size: int, params: Params, examples: Examples) -> HeadSums:
-    """Compute what a client knows of its last layer, by minibatches."""
-    apply, own = leaves.bind_untrained(model, params)
+    """Compute a client's sums for its last layer, by minibatches."""
+    apply, trained = leaves.bind_untrained(model, params)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> HeadSums:
         del key
-        seen = trace(apply, own, x)
+        seen = trace(apply, trained, x)
         if isinstance(seen.last, str):
             check_head(model, params, x)
         place = output_layer(seen)
@@ -99,13 +97,13 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
             counts = counts.reshape(a.shape[:2])
             a, y = (locations.mask_values(v, counts) for v in (a, y))
         number = a.shape[1] * w.sum() if counts is None else jnp.vdot(w, counts.sum(1))
-        # Both sides of a product carry the root of the weight.
+        # Each side of a product is multiplied by the root of the weight.
         root = jnp.sqrt(w)[:, None, None].astype(a.dtype)
         both, size = second_moment(root * jnp.concatenate([a, y], axis=-1)), a.shape[-1]
         squares = jnp.trace(both[size:, size:])
         below = jnp.square(root * jnp.minimum(a, 0)).sum()
         moments = both[:size, :size], both[:size, size:], jnp.einsum("n,ntc->c", w, y), squares
-        # Means are of examples, of which each may have several positions.
+        # Means are over examples, each of which may have several positions.
         return HeadSums(*moments, below, number, seen.layers[place])
 
     examples = _sequences.drop_uncounted(model, examples)
@@ -115,28 +113,27 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
     return dataclasses.replace(means, count=means.count * (weights > 0).sum())
 
 
-def check_head(
-    model: Model, params: Params, inputs: AnyArray, *, frozen: bool = False
-) -> Layer | None:
-    """Return the dense layer that makes the outputs, from shapes alone, and refuse other outputs.
+def check_head(model: Model, params: Params, inputs: AnyArray, *, frozen: bool = False) -> None:
+    """Raise unless a dense layer makes the outputs and is trained, by shapes alone.
 
     Args:
         model: The network.
-        params: All its leaves; shapes suffice.
-        inputs: As the network takes them.
-        frozen: Whether the model's mask may leave out leaves of that layer: then it is None.
+        params: All leaves of the network, or their shapes.
+        inputs: Inputs of the network.
+        frozen: Whether the model's mask may freeze leaves of that layer.
 
     Raises:
-        ValueError: As `_layers.pairs.output_layer`; if the mask leaves that layer out, by its name.
+        ValueError: If `_layers.pairs.output_layer` raises; if the mask freezes leaves of that
+            layer, which the message names.
     """
     try:
-        return check_output_layer(*leaves.bind_untrained(model, params), inputs)
+        check_output_layer(*leaves.bind_untrained(model, params), inputs)
     except ValueError as error:
         left_out = _frozen_head(model, params, inputs)
         if not left_out:
             raise
         if frozen:
-            return None
+            return
         raise ValueError(
             f"The model's mask leaves out {left_out}, of the dense layer that makes the outputs, "
             "which this method solves for or compares clients by; expected a mask that trains "
@@ -146,7 +143,7 @@ def check_head(
 
 
 def _frozen_head(model: Model, params: Params, inputs: AnyArray) -> list[str]:
-    """Name the leaves of the layer that makes the outputs that the mask leaves out."""
+    """Return the names of the leaves of the output layer that the mask freezes."""
     # The network as if it had no mask, which may be one that cannot be read.
     with contextlib.suppress(ValueError):
         layer = check_output_layer(model.apply, params, inputs)

@@ -1,11 +1,12 @@
-"""The exact quadratic of the squared error on a few directions and the head: the best way on it.
+"""The exact quadratic of the squared error along a few directions and in the head.
 
 Martens and Grosse (Optimizing neural networks with Kronecker-factored approximate curvature, ICML
-2015, sections 6.4 and 7) read off it how far to go along a direction of K-FAC.
+2015, sections 6.4 and 7) compute from it the length of a step along a direction of K-FAC.
 """
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,44 +23,60 @@ from fisherjax.fisher._factors import second_moment
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Examples, Model, Params
 
-# Of the coefficients and of the head, in units of the mean eigenvalue of each one's matrix. The
-# sweep is in docs/methods/merging.md.
+# Ridge of the coefficients and of the head, in units of the mean eigenvalue of the matrix of each.
+# docs/methods/merging.md has a sweep of it.
 _RIDGE = 1e-2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Products:
-    """The exact quadratic of what K directions and the inputs a of the head do to the outputs.
-
-    Means over examples, of J_k, the derivative of the outputs along direction k, and r = z - y.
+class HeadProducts:
+    """The part of `Products` that contains the inputs a of the head, the layer of the outputs.
 
     Attributes:
-        directions: E[J_j . J_k], [K, K].
         crossed: E[a J_k^T], [K, a, C].
         inputs: E[a a^T], [a, a].
-        steepness: E[r . J_k], [K].
         gradient: E[a r^T], [a, C].
-        head: Which layer makes the outputs, static. Where the model's mask leaves out a leaf of
-            it, nobody solves for it: then this is None, and so is what is of its inputs a.
+        layer: The head, static.
     """
 
-    directions: Array
-    crossed: Array | None
-    inputs: Array | None
-    steepness: Array
-    gradient: Array | None
-    head: Layer | None = dataclasses.field(metadata={"static": True})
+    crossed: Array
+    inputs: Array
+    gradient: Array
+    layer: Layer = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
-        """Describe the sums in one line, with the layer that they are of."""
+        """Describe the sums in one line, with the name of their layer."""
         return tree.describe(
-            "Products", self, f"of {str(getattr(self.head, 'kernel', self.head))[:60]}"
+            "HeadProducts", self, f"of {str(getattr(self.layer, 'kernel', self.layer))[:60]}"
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Products:
+    """The exact quadratic of the outputs along K directions and in the head with inputs a.
+
+    Means over examples; J_k is the derivative of the outputs along direction k, and r = z - y.
+
+    Attributes:
+        directions: E[J_j . J_k], [K, K].
+        steepness: E[r . J_k], [K].
+        head: Products with the inputs of the head. None if the model's mask freezes a leaf of the
+            head, because the head is then not solved for.
+    """
+
+    directions: Array
+    steepness: Array
+    head: HeadProducts | None
+
+    def __repr__(self) -> str:
+        """Describe the sums in one line."""
+        return tree.describe("Products", self)
+
+
 def regression(model: Model, x: Array, z: Array, y: Array) -> Array:
-    """Give what outputs z are fitted to, of their shape: themselves where nothing counts."""
+    """Return the targets of outputs z, in their shape; z itself at positions not counted."""
     counts = _sequences.counted_targets(model, x, z.shape, y)
     y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
     y = y.astype(z.dtype).reshape(z.shape)
@@ -71,35 +88,37 @@ def exact_products(
     model: Model, batch_size: int, params: Params, directions: Params, examples: Examples
 ) -> Products:
     """Compute the quadratic of stacked directions [K, ...], by minibatches."""
-    apply, own = leaves.bind_untrained(model, params)
+    apply, trained = leaves.bind_untrained(model, params)
     dot = partial(jnp.einsum, precision=PRECISION)
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> Products:
         del key
-        seen = trace(apply, own, x)
-        solved = not isinstance(seen.last, str)
-        head = seen.layers[seen.last] if solved else check_head(model, params, x, frozen=True)
-        _, derivative = jax.linearize(lambda own: apply(own, x), own)
-        changes = jax.vmap(derivative)(_but(head, directions))
+        seen = trace(apply, trained, x)
+        last = seen.last
+        if isinstance(last, str):
+            # Raises unless the mask freezes a leaf of the head.
+            check_head(model, params, x, frozen=True)
+        _, derivative = jax.linearize(lambda trained: apply(trained, x), trained)
+        layer = None if isinstance(last, str) else seen.layers[last]
+        changes = jax.vmap(derivative)(_without_head(layer, directions))
         z = seen.outputs
         residual = z - regression(model, x, z, y)
         counts = _sequences.counted_targets(model, x, z.shape, y)
         if counts is not None:
             changes = jnp.where(counts[..., None], changes, 0)
-        # Both sides of a product carry the root of the weight; [B, T, ...].
+        # Each side of a product is multiplied by the root of the weight; [B, T, ...].
         root = jnp.sqrt(w)[:, None, None].astype(z.dtype)
         residual = root * residual.reshape(len(z), -1, z.shape[-1])
         changes = root * changes.reshape(-1, *residual.shape)
-        crossed = inputs = gradient = None
-        if head is not None:
-            a = seen.activations[seen.last]
+        head = None
+        if not isinstance(last, str):
+            a = seen.activations[last]
             a = a if counts is None else locations.mask_values(a, counts.reshape(a.shape[:2]))
             a = root.astype(a.dtype) * a
-            crossed, inputs = dot("nta,kntc->kac", a, changes), second_moment(a)
-            gradient = dot("nta,ntc->ac", a, residual)
+            crossed, gradient = dot("nta,kntc->kac", a, changes), dot("nta,ntc->ac", a, residual)
+            head = HeadProducts(crossed, second_moment(a), gradient, seen.layers[last])
         steepness = dot("kntc,ntc->k", changes, residual)
-        own_products = dot("jntc,kntc->jk", changes, changes)
-        return Products(own_products, crossed, inputs, steepness, gradient, head)
+        return Products(dot("jntc,kntc->jk", changes, changes), steepness, head)
 
     examples = _sequences.drop_uncounted(model, examples)
     return _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
@@ -109,45 +128,47 @@ def exact_products(
 def best_way(
     directions: Params, params: Params, used: Products, held: Products
 ) -> tuple[Params, Array]:
-    """Find the way on which examples held aside gain most, and what the quadratic promises.
+    """Find the step that lowers the loss of held-out examples most, and its predicted change.
 
-    Two least squares, each with a ridge r in units of the mean eigenvalue of its matrix: the moves
-    of the head, A = E[a a^T] of the examples used, and the coefficients, the curvature of the ways
-    over the examples held aside. Without one, directions that are nearly parallel get coefficients
-    that are large and cancel each other. Of a head that is not solved for there are no moves.
+    The step is a combination of ways: directions, with or without moves of the head. It solves two
+    least-squares problems, each with a ridge in units of the mean eigenvalue of its matrix. The
+    first one determines the moves of the head; its matrix is E[a a^T] over the examples of the
+    gradient. The second one determines the coefficients of the ways; its matrix is their curvature
+    over held-out examples. Without a ridge, nearly parallel directions would get large coefficients
+    that cancel each other. If the head is frozen, it has no moves.
     """
-    head, template = used.head, Template.of(params)
-    # Too few to hold any aside.
-    some = held.directions if head is None else held.inputs
-    held = jax.tree.map(partial(jnp.where, jnp.trace(some) > 0), held, used)
+    template = Template.of(params)
+    # Too few examples to hold any out leave these sums zero.
+    sums = held.directions if held.head is None else held.head.inputs
+    held = jax.tree.map(partial(jnp.where, jnp.trace(sums) > 0), held, used)
     ways, heads = jnp.eye(len(used.steepness)), None
-    if head is not None:
-        ways, heads = _with_heads(used, matrix(head, template.by_name(params)))
-    # Of length one on the other examples: those of small damping are far longer.
+    if used.head is not None:
+        ways, heads = _with_heads(used.head, matrix(used.head.layer, template.by_name(params)))
+    # Scaled to length one on the other examples, because small dampings make far longer ways.
     length = jnp.sqrt(jnp.diagonal(_curvature(used, ways, heads)))
     unit = jnp.where(length > 0, 1 / jnp.where(length > 0, length, 1), 0)
-    ways = unit[:, None] * ways
+    ways, heads = jax.tree.map(partial(jax.vmap(jnp.multiply), unit), (ways, heads))
     slope = ways @ held.steepness
-    if heads is not None:
-        heads = unit[:, None, None] * heads
-        slope += jnp.einsum("pac,ac->p", heads, held.gradient)
+    if held.head is not None:
+        slope += jnp.einsum("pac,ac->p", heads, held.head.gradient)
     curvature = _curvature(held, ways, heads)
     shift = jnp.where(unit > 0, _RIDGE * jnp.trace(curvature) / len(unit), 1)
     share = -linalg.cholesky_solve(curvature + jnp.diag(shift), slope)
     predicted = share @ slope + share @ curvature @ share / 2
-    step = jax.tree.map(lambda d: jnp.tensordot(share @ ways, d, 1), _but(head, directions))
-    leaves = template.by_name(step)
-    if heads is not None:
-        leaves |= unpack(head, jnp.tensordot(share, heads, 1))
-    # Rounding may leave no definite system: then nobody moves.
+    layer = None if used.head is None else used.head.layer
+    moved = _without_head(layer, directions)
+    step = template.by_name(jax.tree.map(lambda d: jnp.tensordot(share @ ways, d, 1), moved))
+    if layer is not None:
+        step |= unpack(layer, jnp.tensordot(share, heads, 1))
+    # If rounding makes the system indefinite, nothing is moved.
     sound = jnp.isfinite(predicted)
-    return template.restore({k: jnp.where(sound, x, 0) for k, x in leaves.items()}), predicted
+    return template.restore({k: jnp.where(sound, x, 0) for k, x in step.items()}), predicted
 
 
-def _with_heads(used: Products, value: Array) -> tuple[Array, Array]:
-    """Give each way as coefficients [P, K] of directions and a move of the head V, [P, a, C]."""
-    # U_k = -(A + r I)^-1 E[a J_k^T], and U_0 = -(A + r I)^-1 (E[a r^T] + r V) for staying there.
-    size, one = len(value), jnp.eye(len(used.steepness))
+def _with_heads(used: HeadProducts, value: Array) -> tuple[Array, Array]:
+    """Return the ways as coefficients [P, K] of directions and moves [P, a, C] of the head V."""
+    # U_k = -(A + r I)^-1 E[a J_k^T], and without a direction U_0 = -(A + r I)^-1 (E[a r^T] + r V).
+    size, one = len(value), jnp.eye(len(used.crossed))
     ridge = _RIDGE * jnp.trace(used.inputs) / size
     pull = (used.gradient + ridge * value)[None]
     sides = jnp.concatenate([used.crossed, pull])
@@ -158,25 +179,25 @@ def _with_heads(used: Products, value: Array) -> tuple[Array, Array]:
     return ways, jnp.concatenate([jnp.zeros_like(used.crossed), heads])
 
 
-def _curvature(products: Products, ways: Array, heads: Array | None) -> Array:
-    """Compute E[J p . J q] of ways p, q that move along directions and move the head."""
+def _curvature(products: Products, ways: Array, heads: Any) -> Array:
+    """Compute E[J p . J q] of ways p, q, with moves [P, a, C] of the head unless it is frozen."""
     dot = partial(jnp.einsum, precision=PRECISION)
     along = dot("pj,jk,qk->pq", ways, products.directions, ways)
-    if heads is None:
+    if products.head is None:
         return along
-    crossed = dot("pk,kac,qac->pq", ways, products.crossed, heads)
-    own = dot("pac,ab,qbc->pq", heads, products.inputs, heads)
-    return along + crossed + crossed.T + own
+    crossed = dot("pk,kac,qac->pq", ways, products.head.crossed, heads)
+    inside = dot("pac,ab,qbc->pq", heads, products.head.inputs, heads)
+    return along + crossed + crossed.T + inside
 
 
-def _but(head: Layer | None, params: Params) -> Params:
-    """Put zeros for the leaves of the head, if it is solved for."""
-    if head is None:
+def _without_head(layer: Layer | None, params: Params) -> Params:
+    """Replace the leaves of the head by zeros; None if the head is frozen and not solved for."""
+    if layer is None:
         return params
     template = Template.of(params)
     return template.restore(
         {
-            name: jnp.zeros_like(leaf) if name in (head.leaf, head.bias) else leaf
+            name: jnp.zeros_like(leaf) if name in (layer.leaf, layer.bias) else leaf
             for name, leaf in template.by_name(params).items()
         }
     )

@@ -1,9 +1,9 @@
-"""The analytic head: the last layer solved anew, by ridge regression on everybody's features.
+"""The analytic head: solve the last layer by ridge regression on the features of all clients.
 
 He, Chen, Yang, Zhang, Sun, Lin, Lin, AFL: a single-round analytic approach for federated learning
-with pre-trained models, CVPR 2025. Clients run the network they are given, without training, and
-send second moments of the inputs of its last layer and their products with the targets. These add
-up, so that the solution is that of all data in one place.
+with pre-trained models, CVPR 2025. Clients evaluate the network that they receive, without
+training, and send second moments of the inputs of its last layer and products with the targets.
+The server adds these up, so that the solution is the same as if all data were in one place.
 """
 
 from typing import Any, NamedTuple
@@ -20,15 +20,15 @@ from fisherjax.algorithms.exchanges._head_sums import HeadSums, head_mean, head_
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Key, Model, Params, Scalar
 
-_TURNS = 50  # of the fixed point
+_ITERATIONS = 50  # of the fixed point
 
 
 class Ridge(NamedTuple):
-    """How the ridge was chosen.
+    """Report of the ridge regression.
 
     Attributes:
         ridge: lambda, in units of the mean eigenvalue of the second moment.
-        determined: How many parameters of each output the data determine.
+        determined: Number of parameters of each output that the data determine.
     """
 
     ridge: Array
@@ -47,30 +47,30 @@ def analytic_head(
 
         V = (A + lambda m(A) I)^-1 B,   A = E[a a^T],   B = E[a y^T],
 
-    with a the inputs of that layer at the model that clients are given, a trailing 1 where it has a
-    bias, and m the mean eigenvalue. Targets y are one-hot for the categorical likelihood, -1 and 1
-    for bits, and as they are for the Gaussian; the outputs of the solved layer are means of y, not
-    logits. All other leaves stay those of the model given, so that this works after any merge: see
-    `merging.exchange`. Means over clients are weighted; with weights in proportion to numbers of
-    examples the result does not depend on how examples are split over clients.
+    where a are the inputs of that layer at the model that clients receive, with a trailing 1 if it
+    has a bias, and m is the mean eigenvalue. Targets y are one-hot for the categorical likelihood,
+    -1 and 1 for bits, and unchanged for the Gaussian; the outputs of the solved layer estimate the
+    mean of y and are not logits. All other leaves stay the same, so that the exchange can follow
+    any merge: see `merging.exchange`. Means over clients are weighted; if weights are proportional
+    to numbers of examples, the result does not depend on how examples are split over clients.
 
     Args:
-        model: The network, whose outputs are those of a dense layer, and what they mean.
-        ridge: lambda; None is the one of largest evidence (MacKay's fixed point), which needs no
-            more than what is sent.
-        batch_size: Examples of a minibatch.
-        max_examples: Of how many of a client's examples its sums are at most, drawn by the key of
-            `summarize`; None is all.
+        model: The network, whose outputs are those of a dense layer, and their likelihood.
+        ridge: lambda; the default maximises the evidence (MacKay's fixed point), which needs only
+            the same sums.
+        batch_size: Minibatch size.
+        max_examples: Largest number of a client's examples in its sums, drawn by the key of
+            `summarize`; None (default) uses all.
 
     Returns:
-        The algorithm. Updates are {"head": HeadSums}, which add up over clients; it reports a
-        `Ridge`.
+        The algorithm. Updates are {"head": HeadSums}, of which the server needs only sums; it
+        reports a `Ridge`.
 
     Raises:
-        ValueError: If ridge is negative; on summarize, if the outputs are not those of a dense
-            layer as they are (a link, a skip or a de-normalisation follows, or its kernel is used
-            elsewhere too), the model's mask leaves that layer out, or the likelihood is another
-            than those.
+        ValueError: If ridge is negative; on summarize, if the outputs are not exactly those of a
+            dense layer (a link, a skip or a de-normalisation follows, or its kernel is used
+            elsewhere too), if the model's mask leaves that layer out, or if the likelihood is not
+            one of those above.
 
     Example:
         >>> import fisherjax as fj
@@ -83,11 +83,11 @@ def analytic_head(
         Array([[1.],
                [2.]], dtype=float32)
 
-    Source: the paper above. Deviations: moments are sent in place of each
-        client's own solution, which gives the same sum without the paper's correction for the
-        regularisation; the ridge is chosen by the evidence (MacKay, Bayesian interpolation, Neural
-        Computation 1992), where the paper fixes it and removes it again; the features are those of
-        a merged network, not of a pre-trained one.
+    Source: the paper above. Deviations: clients send moments instead of their own solutions, which
+        leads to the same sum without the paper's correction for the regularisation; the ridge
+        maximises the evidence (MacKay, Bayesian interpolation, Neural Computation 1992), where the
+        paper fixes it and removes it again; the features are those of a merged network, not of a
+        pre-trained one.
     """
     if ridge is not None:
         checks.number("ridge", ridge)
@@ -108,32 +108,33 @@ def _solved(sums: HeadSums, ridge: Scalar | None) -> tuple[Array, Ridge]:
     eigenvalues, vectors = jax.lax.stop_gradient(linalg.eigh(inputs))
     eigenvalues = jnp.maximum(eigenvalues, 0)
     if ridge is None:
-        # How the ridge is chosen has no derivative.
-        shift = _of_largest_evidence(eigenvalues, vectors, jax.lax.stop_gradient(sums))
+        # The selection of the ridge is not differentiated.
+        shift = _ridge_of_largest_evidence(eigenvalues, vectors, jax.lax.stop_gradient(sums))
     else:
         shift = ridge * mean
-    # Not below what rounding does to a sum of squares.
+    # At least the rounding error of a sum of squares.
     shift = jnp.maximum(shift, jnp.finfo(inputs.dtype).eps * jnp.trace(inputs))
     found = linalg.solve_definite(inputs + shift * jnp.eye(len(inputs)), sums.products)
     determined = (eigenvalues / (eigenvalues + shift)).sum()
     return found, Ridge(shift / mean, determined)
 
 
-def _of_largest_evidence(eigenvalues: Array, vectors: Array, sums: HeadSums) -> Array:
-    """Find the ridge at which prior and noise have the precisions that the data suggest.
+def _ridge_of_largest_evidence(eigenvalues: Array, vectors: Array, sums: HeadSums) -> Array:
+    """Compute the ridge that maximises the evidence, by a fixed-point iteration.
 
-    With gamma = sum_j s_j / (s_j + r) parameters that are determined, r <- (R / (1 - gamma / n)) /
-    (n |V|^2 / gamma), R the mean squared residual, n the number of target vectors.
+    With gamma = sum_j s_j / (s_j + r), the number of parameters that the data determine,
+    r <- (R / (1 - gamma / n)) / (n |V|^2 / gamma), where R is the mean squared residual and n the
+    number of target vectors.
     """
     squares = jnp.square(jnp.matmul(vectors.T, sums.products, precision=PRECISION)).sum(1)
     count = jnp.maximum(sums.count, 1)
 
-    def turn(_: Array, shift: Array) -> Array:
+    def iterate(_: Array, shift: Array) -> Array:
         inverse = 1 / (eigenvalues + shift)
         determined = (eigenvalues * inverse).sum()
         size = (squares * inverse**2).sum()
         explained = (squares * inverse * (2 - eigenvalues * inverse)).sum()
-        # What is left of |y|^2; a difference of sums, which rounding may take below zero.
+        # A difference of sums, which rounding errors may make negative.
         residual = jnp.maximum(sums.squares - explained, 0)
         free = jnp.maximum(count - determined, 1)
         new = determined * residual / jnp.where(size > 0, size * free, 1)
@@ -141,4 +142,4 @@ def _of_largest_evidence(eigenvalues: Array, vectors: Array, sums: HeadSums) -> 
 
     smallest = jnp.finfo(eigenvalues.dtype).eps * eigenvalues.sum()
     start = jnp.maximum(1e-3 * eigenvalues.mean(), smallest)
-    return jax.lax.fori_loop(0, _TURNS, turn, start)
+    return jax.lax.fori_loop(0, _ITERATIONS, iterate, start)

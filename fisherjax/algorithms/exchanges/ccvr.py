@@ -1,8 +1,8 @@
-"""Classifier calibration with virtual representations: the last layer tuned on drawn features.
+"""Classifier calibration with virtual representations: tune the last layer on sampled features.
 
 Luo, Chen, Hu, Zhang, Liang, Feng, No fear of heterogeneity: classifier calibration for federated
-learning with non-IID data, NeurIPS 2021. Clients send how features are distributed in each class,
-and the server draws features of all classes, in their shares among all clients.
+learning with non-IID data, NeurIPS 2021. Clients send moments of the features of each class, and
+the server samples features of all classes, by their shares among all clients.
 """
 
 from functools import partial
@@ -27,11 +27,11 @@ _BATCH = 64
 
 
 class Tuned(NamedTuple):
-    """How the tuning went.
+    """Report of the tuning.
 
     Attributes:
-        before: Mean loss of the features drawn, in nats, at the model given.
-        after: The same of the model made.
+        before: Mean loss of the sampled features, in nats, at the received model.
+        after: The same at the tuned model.
     """
 
     before: Array
@@ -48,34 +48,35 @@ def ccvr(
     batch_size: int = 64,
     max_examples: int | None = None,
 ) -> Algorithm[Tuned]:
-    """Make the exchange that tunes the last dense layer on features drawn from Gaussians.
+    """Make the exchange that tunes the last dense layer on features sampled from Gaussians.
 
         y ~ pi,   a ~ N(mu_y, S),   mu_c = E[a | c],   S = E[a a^T] - sum_c pi_c mu_c mu_c^T,
-        V <- steps of the optimiser on -log p(y | V^T a), from the V given,
+        V <- steps of the optimiser on -log p(y | V^T a), from the current V,
 
-    with pi the shares of the classes and a the inputs of that layer at the model that clients are
-    given; where none is negative, as behind a ReLU, draws are clipped at zero. Outputs stay logits.
-    All other leaves stay: see `merging.exchange`. What clients send are sums, the same as for
-    `analytic_head`; they show the server each client's label counts and class means, unless they
-    are summed securely.
+    where pi are the shares of the classes and a the inputs of that layer at the model that clients
+    receive; if a is never negative, as behind a ReLU, samples are clipped at zero. Outputs are
+    still logits. All other leaves stay the same: see `merging.exchange`. Clients send the same sums
+    as for `analytic_head`, which disclose each client's label counts and class means to the server,
+    unless secure aggregation adds them up.
 
     Args:
         model: The network, whose outputs are those of a dense layer, with the categorical
             likelihood.
-        draws: How many features the server draws.
-        epochs: Passes over them, in fresh minibatches of 64.
-        optimizer: Any of optax.
-        batch_size: Examples of a minibatch of the clients.
-        max_examples: Of how many of a client's examples its sums are at most; None is all.
+        draws: Number of features that the server samples.
+        epochs: Number of passes over them, in minibatches of 64 in a new order.
+        optimizer: An optax optimiser (default SGD with step size 0.003 and momentum 0.9).
+        batch_size: Minibatch size of the clients' pass.
+        max_examples: Largest number of a client's examples in its sums; None (default) uses all.
 
     Returns:
-        The algorithm. Updates are {"head": HeadSums}, which add up over clients; it reports
-        `Tuned`.
+        The algorithm. Updates are {"head": HeadSums}, of which the server needs only sums; it
+        reports `Tuned`.
 
     Raises:
-        ValueError: If a number is out of range or the likelihood is another; on summarize, if the
-            outputs are not those of a dense layer as they are (a softmax or a temperature follows,
-            or its kernel is used elsewhere too), or the model's mask leaves that layer out.
+        ValueError: If a number is out of range or the likelihood is not categorical; on summarize,
+            if the outputs are not exactly those of a dense layer (a softmax or a temperature
+            follows, or its kernel is used elsewhere too), or the model's mask leaves that layer
+            out.
 
     Example:
         >>> import fisherjax as fj
@@ -87,15 +88,15 @@ def ccvr(
         >>> bool((jnp.argmax(x @ merged["w"], 1) == y).all()), bool(tuned.after < tuned.before)
         (True, True)
 
-    Source: the paper above, algorithm 1. Deviations: one covariance within classes for all, so that
-        what is sent are sums of a size that does not grow by a matrix for each class; draws are in
-        the classes' own shares, not equally many; clipping.
+    Source: the paper above, algorithm 1. Deviations: one covariance within classes for all classes,
+        so that the sums need no matrix for each class; classes are sampled by their shares, not
+        equally often; samples are clipped.
     """
     checks.model(model)
     if not likelihoods.is_categorical(model.likelihood):
         raise ValueError(
-            "Features are drawn for classes: the model's likelihood must be the categorical one. "
-            "algorithms.analytic_head takes others."
+            "Features are sampled for classes: the model's likelihood must be the categorical one. "
+            "algorithms.analytic_head accepts others."
         )
     for name, value in (("draws", draws), ("epochs", epochs)):
         checks.count(name, value)
@@ -115,10 +116,10 @@ def ccvr(
 
 @partial(jit, static_argnums=2)
 def _drawn(key: Key, sums: HeadSums, draws: int) -> tuple[Array, Array]:
-    """Draw features [draws, a] and their classes."""
+    """Sample features [draws, a] and their classes [draws]."""
     which, noise = jax.random.split(jax.random.fold_in(key, 0))
     shares = sums.targets / sums.targets.sum()
-    # Positions of a sequence count each.
+    # Each position of a sequence counts.
     products, inputs = (x / sums.targets.sum() for x in (sums.products, sums.inputs))
     means = jnp.where(shares > 0, products / jnp.where(shares > 0, shares, 1), 0).T  # [C, a]
     between = jnp.einsum("c,ca,cb->ab", shares, means, means, precision=PRECISION)
@@ -149,9 +150,9 @@ def _tuned(
     def step(carry: tuple, batch: Array) -> tuple[tuple, None]:
         value, state = carry
         of = partial(loss, features=features[batch], labels=labels[batch])
-        told = _optimizers.loss_arguments(of, *jax.value_and_grad(of)(value))
+        arguments = _optimizers.loss_arguments(of, *jax.value_and_grad(of)(value))
         update = _optimizers.with_extra_args(optimizer).update
-        updates, state = update(told["grad"], state, value, **told)
+        updates, state = update(arguments["grad"], state, value, **arguments)
         return (optax.apply_updates(value, updates), state), None
 
     length = min(_BATCH, len(labels))

@@ -1,11 +1,10 @@
-"""Natural-gradient exchanges: the whole model moved by sums over all clients, without training.
+"""Natural-gradient exchanges: move all layers by sums over all clients, without training.
 
-Clients run the model that they are given, and send the gradient of their squared error and the
-Kronecker factors of its curvature, which add up: the server sees those of all data. Steps of K-FAC
-(Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate curvature, ICML
-2015) are only directions here. How far to go along them, and where the last layer belongs then, is
-read off the exact curvature of the few numbers that this leaves, and what comes of it off examples
-that were held aside.
+Clients evaluate the model that they receive, and send the gradient of its squared error and the
+Kronecker factors of its curvature, whose sums are those of all data. Steps of K-FAC (Martens and
+Grosse, Optimizing neural networks with Kronecker-factored approximate curvature, ICML 2015) serve
+only as directions here. The exact curvature of the few remaining numbers determines the lengths
+along them and the last layer; held-out examples determine how much of this step is taken.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from fisherjax import _sequences, fisher, leaves, likelihoods
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms.base import Algorithm, Link, WeightedSum, weighted_sum
+from fisherjax.algorithms.base import Algorithm, Link, WeightedSum, check_pass, weighted_sum
 from fisherjax.algorithms.exchanges._head_sums import check_head
 from fisherjax.algorithms.exchanges._rescaling import best_way, exact_products, regression
 from fisherjax.clients import draw, hold_out
@@ -28,15 +27,15 @@ from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
-_HELD = 10  # one of so many examples is held aside
+_HELD = 10  # one of ten examples is held out
 
 
 class Slopes(NamedTuple):
-    """What a client knows of the loss near the model; means over its examples.
+    """Means over a client's examples that describe the loss near the model.
 
     Attributes:
         loss: 1/2 |z - y|^2, a number.
-        gradient: Of the loss, of the shape of params.
+        gradient: Gradient of the loss, shaped as params.
         fisher: Kronecker factors of all layers.
     """
 
@@ -46,13 +45,13 @@ class Slopes(NamedTuple):
 
 
 class Course(NamedTuple):
-    """What the server keeps between the messages of an exchange.
+    """State of the server between the messages of an exchange.
 
     Attributes:
-        loss: Of the model given.
-        directions: Stacked [K, ...], those of K-FAC for each damping.
-        step: The way to go, of the shape of params; None until it is known.
-        predicted: By how much the loss of examples held aside will change.
+        loss: Loss of the received model.
+        directions: Stacked directions [K, ...] of K-FAC, one for each damping.
+        step: The step, shaped as params; None until it is computed.
+        predicted: Predicted change of the loss of held-out examples.
     """
 
     loss: Array
@@ -62,13 +61,13 @@ class Course(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How a step went.
+    """Report of a step.
 
     Attributes:
-        loss: Of the model given, over all clients.
-        predicted: By how much the quadratic says that the loss of examples held aside changes.
-        scale: Of the step that was taken; 0 where none was better than to stay.
-        held: Losses of the examples held aside at each of `scales`, and last where none is taken.
+        loss: Loss of the received model over all clients.
+        predicted: Change of the loss of held-out examples that the quadratic predicts.
+        scale: Scale of the step that was taken; 0 if no step lowers the loss.
+        held: Losses of the held-out examples at each of `scales`, and last at scale 0.
     """
 
     loss: Array
@@ -87,43 +86,44 @@ def natural_gradient(
     batch_size: int = 128,
     max_examples: int | None = 4000,
 ) -> tuple[Algorithm[Step], Algorithm[Step], Algorithm[Step]]:
-    """Make the exchange that moves all layers by natural gradients, and solves the last anew.
+    """Make the exchange that moves all layers by natural gradients, and solves the last layer.
 
         D_k = -(A (x) G + lambda_k I)^-1 g   for each hidden layer, lambda_k = damping_k m(A (x) G),
         D   = sum_k c_k (D_k, 0) + d_k (D_k, U_k) + e (0, U_0),
-        c, d, e = argmin of 1/2 E|J D|^2 + E[(z - y) . J D]   over examples held aside,
-        W  <- W + s D,   s of the least loss on them,
+        c, d, e = argmin of 1/2 E|J D|^2 + E[(z - y) . J D]   over held-out examples,
+        W  <- W + s D,   s of the smallest loss on them,
 
-    with g the gradient of 1/2 |z - y|^2 over all clients, y as `analytic_head` fits it, A and G the
-    means of their Kronecker factors, J the derivative of the outputs z by the params, and U_k where
-    the last layer goes, the head, if the others go by D_k: the least squares of the examples that g
-    is of. It follows the analytic head. An exchange has three messages, each of sums: the gradient
-    and factors; the products of J D_k and the inputs of the head, twice, of examples held aside and
-    of others; the losses, one number for each s. See `merging.exchange`.
+    where g is the gradient of 1/2 |z - y|^2 over all clients, with y as in `analytic_head`, A and G
+    are the means of their Kronecker factors, J is the derivative of the outputs z by the params,
+    and U_k is the move of the last layer, the head, if the other layers move by D_k: a
+    least-squares solution on the examples of g. The exchange usually follows the analytic head. It
+    has three messages, each of sums: the gradient and factors; the products of J D_k and the inputs
+    of the head, for held-out examples and for others; the losses, one for each s. See
+    `merging.exchange`.
 
-    Chosen on the examples that g is of, the step would be that of the least damping, which fits
-    those and no others. Both least squares have a ridge of 1e-2: U_k that of the mean eigenvalue of
+    If the examples of g selected the step, it would be that of the smallest damping, which fits
+    only these examples. Both least squares have a ridge of 1e-2, for U_k of the mean eigenvalue of
     E[a a^T], and c, d, e that of the mean eigenvalue of their quadratic, where every direction has
-    been scaled to E|J D|^2 = 1 over the examples that g is of. docs/methods/merging.md
-    has a sweep of it.
+    been scaled to E|J D|^2 = 1 over the examples that g is of. docs/methods/merging.md has a sweep
+    of it.
 
-    Where the model's mask leaves out a leaf of the last layer, nothing is solved anew: the ways are
-    the D_k alone, of what is trained of that layer too, and clients send no products with its
-    inputs. The step is still the one of the least loss on examples held aside.
+    If the model's mask freezes a leaf of the last layer, this layer is not solved for: D is a
+    combination of the D_k alone, which include the trained leaves of that layer, and clients send
+    no products with its inputs. The coefficients still minimise the loss of held-out examples.
 
     Args:
-        model: The network, whose outputs are those of a dense layer, and what they mean.
-        damping: One for each direction, in units of a block's mean eigenvalue.
-        scales: s, from large to small; to stay is tried too.
-        kind: Of the factors; `fisher.sampled` takes one backward pass.
-        batch_size: Examples of a minibatch.
-        max_examples: Of how many of a client's examples the gradient is at most; factors are of a
-            quarter of that, products and losses of an eighth. None is all. Of every ten examples
-            one is held aside, always the same.
+        model: The network, whose outputs are those of a dense layer, and their likelihood.
+        damping: Dampings, one for each direction, in units of a block's mean eigenvalue.
+        scales: Values of s, in descending order; 0 is tried too.
+        kind: Kind of the factors (default `fisher.sampled`, which needs one backward pass).
+        batch_size: Minibatch size.
+        max_examples: Largest number of a client's examples in the gradient; factors use a quarter
+            of it, products and losses an eighth. None uses all. One of ten examples is held out,
+            always the same ones.
 
     Returns:
-        The three messages, for `merging.exchange`, which plays them in turn. Updates of each add
-        up over clients; the last reports a `Step`.
+        The three messages, for `merging.exchange`. The server needs only sums of the updates of
+        each; the last one reports a `Step`.
 
     Raises:
         ValueError: If a number is out of range; on summarize, if the outputs are not those of a
@@ -144,9 +144,9 @@ def natural_gradient(
         True
 
     Source: the paper above: its damping by factors (section 6.3), and its re-scaling by the exact
-        Fisher (6.4 and 7). Deviations: several dampings at once in place of one that is adapted,
-        the last layer in place of the previous step among what is re-scaled, and examples held
-        aside in place of the same ones and of the reduction ratio (6.5).
+        Fisher (6.4 and 7). Deviations: several dampings at once instead of one that is adapted; the
+        last layer instead of the previous step in what is re-scaled; held-out examples instead of
+        the same ones and of the reduction ratio (6.5).
     """
     checks.model(model)
     for name, values in (("damping", damping), ("scales", scales)):
@@ -156,16 +156,14 @@ def natural_gradient(
         for value in values:
             checks.positive(name, value)
     checks.function("kind", kind, "fisher.sampled")
-    checks.count("batch_size", batch_size)
-    if max_examples is not None:
-        checks.count("max_examples", max_examples)
+    check_pass(batch_size, max_examples)
     plan = _Plan(model, kind, batch_size, max_examples)
     sizes, steps = tuple(map(float, damping)), (*map(float, scales), 0.0)
 
     def slopes(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         return {"slopes": _slopes(plan, trained.whole, examples, key)}, local
 
-    def look(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
+    def direct(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, state, cohort
         mean = sums.mean()
         return params, Course(mean.loss, _directions(mean, sizes)), ()
@@ -180,7 +178,7 @@ def natural_gradient(
         }
         return {"products": own}, local
 
-    def turn(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
+    def combine(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort
         step, predicted = best_way(state.directions, params, **sums.mean())
         return params, state._replace(step=step, predicted=predicted), ()
@@ -188,14 +186,14 @@ def natural_gradient(
     def losses(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         _, step = trained.start
         _, held = hold_out(examples, _HELD)
-        # Those that the step was chosen on, as the key is the same.
+        # The same examples as those that determined the step, because the key is the same.
         held = draw(key, held, plan.at_most(8))
         return {"losses": _losses(plan, steps, trained.whole, step, held)}, local
 
-    def go(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
+    def move(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort
         held = sums.mean()
-        # Of equals the first, that is of nothing held aside the largest.
+        # The first of equal losses: the largest scale if there are no held-out examples.
         scale = jnp.array(steps)[jnp.nanargmin(held)]
         moved = jax.tree.map(lambda w, d: w + scale * d, params, state.step)
         return moved, (), Step(state.loss, state.predicted, scale, held)
@@ -206,15 +204,15 @@ def natural_gradient(
 
         return Algorithm(summarize, aggregate, reduce, kind=name, model=model, link=link)
 
-    def sent(params: Params, state: Course, *_: Any) -> tuple[Any, Any]:
+    def broadcast(params: Params, state: Course, *_: Any) -> tuple[Any, Any]:
         known = state.directions if state.step is None else state.step
         return params, known
 
-    informed = Link(broadcast=sent)
+    informed = Link(broadcast=broadcast)
     return (
-        message("slopes", slopes, look, Link()),
-        message("products", products, turn, informed),
-        message("losses", losses, go, informed),
+        message("slopes", slopes, direct, Link()),
+        message("products", products, combine, informed),
+        message("losses", losses, move, informed),
     )
 
 
@@ -225,13 +223,13 @@ class _Plan(NamedTuple):
     max_examples: int | None
 
     def at_most(self, part: int) -> int | None:
-        """Say of how many examples something is at most that needs a part of them."""
+        """Return the largest number of examples of a pass that uses one `part`-th of them."""
         return None if self.max_examples is None else -(-self.max_examples // part)
 
 
 @partial(jit, static_argnums=0)
 def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes:
-    # Before anything is sent: the next message solves for that layer.
+    # Before anything is sent: the next message solves for that layer, unless it is frozen.
     check_head(plan.model, params, examples.inputs, frozen=True)
     apply, own = leaves.bind_untrained(plan.model, params)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
@@ -243,7 +241,7 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
 
     how: dict[str, Any] = {"batch_size": plan.batch_size}
     loss, gradient = _passes.weighted_mean(batch_sums, examples, key=None, **how)
-    # The curvature of a squared error has no targets. What no layer covers stays as it is.
+    # The curvature of a squared error needs no targets. Leaves of no layer are not moved.
     how |= {"key": key, "kind": plan.kind, "fallback": fisher.zero}
     if plan.max_examples is not None:
         how["max_examples"] = plan.at_most(4)
@@ -255,7 +253,7 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
 def _squared_error(
     model: Model, apply: Apply, x: Array, y: Array, w: Array, params: Params
 ) -> Array:
-    """Sum w_n 1/2 |z_n - y_n|^2."""
+    """Compute sum_n w_n 1/2 |z_n - y_n|^2."""
     z = apply(params, x)
     own = likelihoods.gaussian.negative_log_likelihood(z, regression(model, x, z, y))
     return jnp.vdot(w.astype(own.dtype), own)
@@ -268,7 +266,7 @@ def _directions(slopes: Slopes, damping: tuple[float, ...]) -> Params:
     def direction(damping: Array) -> Params:
         shifts = {name: damping * mean for name, mean in means.items()}
         found = own.blocks(own.inverse(shifts).mv(slopes.gradient))
-        # A block without curvature has the identity for an inverse: it is not moved.
+        # A block without curvature, whose inverse is the identity, is not moved.
         return own.restore({name: jnp.where(means[name] > 0, -x, 0) for name, x in found.items()})
 
     return jax.lax.map(direction, jnp.array(damping))

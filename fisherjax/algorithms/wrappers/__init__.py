@@ -1,1 +1,1 @@
-"""Algorithms made of algorithms: a server optimizer, local leaves, sketched Fishers."""
+"""Wrappers of algorithms: local leaves, a server optimiser, sketches of Fisher information."""

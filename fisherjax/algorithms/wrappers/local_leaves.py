@@ -1,8 +1,9 @@
 """Leaves that each client keeps to itself, for any algorithm.
 
-A client trains all of its model, sends the leaves it shares, and goes on from everybody's shared
-leaves and its own local ones, which are its local state in `rounds`: they are never sent, those
-who sit a round out keep theirs, and they are sharded and saved like any state.
+A client trains all of its model, sends its shared leaves, and continues from the merged shared
+leaves and its own local ones. The local leaves are its local state in `rounds`: they are never
+sent, clients that do not participate in a round keep theirs, and they are sharded and saved like
+any other state.
 """
 
 import dataclasses
@@ -25,12 +26,12 @@ from fisherjax.typing import Array, Examples, Key, Params
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LocalLeaves:
-    """What a client keeps.
+    """Local state of a client.
 
     Attributes:
-        leaves: Its own, by name.
-        algorithm: What the wrapped algorithm keeps.
-        template: Static structure of params, of which the leaves are a part.
+        leaves: Local leaves, by name.
+        algorithm: Local state of the wrapped algorithm.
+        template: Static structure of params, to which the leaves belong.
     """
 
     leaves: dict[str, Array]
@@ -42,26 +43,26 @@ class LocalLeaves:
 def keep_local(
     algorithm: Algorithm[Report], where: Callable[[str], bool] | frozenset[str]
 ) -> Algorithm[Report]:
-    """Let every client keep the leaves that are picked out by name; the rest is merged.
+    """Make an algorithm whose clients keep some leaves; the other leaves are merged.
 
-    The server runs the algorithm on the shared leaves alone, and hands on the local ones of
-    params as they are: what a client starts from that has not trained yet. A merge by curvature
-    takes the shared leaves' part of each client's Fisher information, at its own local leaves.
+    The server runs the algorithm on the shared leaves alone. It leaves the local ones of params as
+    they are: clients that have not trained yet start from them. A merge by curvature uses the part
+    of each client's Fisher information for the shared leaves, at its own local leaves.
 
     Args:
-        algorithm: Any. A server's optimiser is wrapped around the result,
+        algorithm: Any algorithm. Apply a server's optimiser to the result,
             `with_server_optimizer(keep_local(...), ...)`.
-        where: Name of a leaf, as `tree.names` gives it, -> whether it is local; or the names of
-            the local ones.
+        where: Function that returns whether the leaf of a name, as in `tree.names`, is local; or
+            the names of the local leaves.
 
     Returns:
-        The algorithm. Its updates are those of the wrapped one, of the shared leaves by name.
+        The algorithm. Its updates are those of `algorithm` for the shared leaves, by name.
 
     Raises:
-        TypeError: If an argument has the wrong kind.
-        ValueError: If merged leaves have other shapes than the clients'; once params are known, if
-            no leaf is local or every one is, or a layer that K-FAC treats as one would be torn
-            apart.
+        TypeError: If an argument has the wrong type.
+        ValueError: If merged leaves have other shapes than the clients'; when params are first
+            seen, if no leaf or every leaf is local, or if a layer that K-FAC treats as one would be
+            split.
 
     Example:
         >>> import fisherjax as fj
@@ -79,8 +80,8 @@ def keep_local(
         [0.5] [0.]
 
     Source: Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization layers,
-        2019; Li, Jiang, Zhang, Kamp, Dou, FedBN, ICLR 2021; here for any algorithm. Pulls towards
-        the start, as FedProx has, pull local leaves towards the client's own last ones.
+        2019; Li, Jiang, Zhang, Kamp, Dou, FedBN, ICLR 2021; here for any algorithm. A proximal
+        term, as of FedProx, keeps local leaves near the client's own last ones.
     """
     if not isinstance(where, frozenset):
         checks.function("where", where, "lambda name: name.startswith('head')")
@@ -91,14 +92,14 @@ def keep_local(
 def keep_chosen(
     algorithm: Algorithm[Report], choose: Callable[[Params], Collection[str]]
 ) -> Algorithm[Report]:
-    """Make `keep_local` of the leaves that a function of params, or of their shapes, names."""
+    """Make `keep_local` of the leaves whose names a function of params, or of shapes, returns."""
     check_algorithm(algorithm)
     check_same_shapes(algorithm)
 
     def shared(params: Params) -> dict[str, Array]:
         return _split(choose, params)[0]
 
-    def own(params: Params) -> dict[str, Array]:
+    def local_part(params: Params) -> dict[str, Array]:
         return _split(choose, params)[1]
 
     def init(params: Params, num_clients: int) -> Any:
@@ -108,17 +109,17 @@ def keep_chosen(
         kept = algorithm.link.init_client(shared(params))
         if algorithm.model is not None and jax.tree.leaves(kept):
             raise ValueError(
-                "This algorithm runs the network to summarize and keeps something on the clients; "
-                "keep_local serves algorithms that do one of the two."
+                "This algorithm runs the network in summarize and has a local state on clients; "
+                "keep_local accepts algorithms that do at most one of the two."
             )
-        return LocalLeaves(own(params), kept, Template.of(params))
+        return LocalLeaves(local_part(params), kept, Template.of(params))
 
     def broadcast(params: Params, state: Any, place: Array | None) -> Any:
         return algorithm.link.broadcast(shared(params), state, place)
 
     def receive(message: Any, local: LocalLeaves) -> tuple[Params, Any]:
         start, extras = algorithm.link.receive(message, local.algorithm)
-        # Corrections are of shared leaves: none for those that the server does not know.
+        # The server corrects shared leaves only: corrections of local ones are zero.
         nothing = jax.tree.map(jnp.zeros_like, local.leaves)
         extras = _replace(extras, start, lambda x: local.template.restore(x | nothing))
         return local.template.restore(start | local.leaves), extras
@@ -132,15 +133,15 @@ def keep_chosen(
             values = _replace(values, params, shared, lambda x: x.select(names))
             return _of_leaves(values, set(tree.names(params)), names)
 
-        # What runs the network needs all of it.
-        given = trained if algorithm.model is not None else restricted(trained)
-        values, kept = algorithm.summarize(key, given, examples, local.algorithm)
+        # An algorithm that runs the network needs all leaves.
+        visible = trained if algorithm.model is not None else restricted(trained)
+        values, kept = algorithm.summarize(key, visible, examples, local.algorithm)
         sent = restricted(values) if algorithm.model is not None else values
-        return sent, dataclasses.replace(local, leaves=own(params), algorithm=kept)
+        return sent, dataclasses.replace(local, leaves=local_part(params), algorithm=kept)
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         merged, state, info = algorithm.aggregate(key, received, shared(params), state, cohort)
-        return Template.of(params).restore(merged | own(params)), state, info
+        return Template.of(params).restore(merged | local_part(params)), state, info
 
     return algorithm._replace(
         summarize=summarize,
@@ -152,7 +153,7 @@ def keep_chosen(
             init_client=init_client,
             broadcast=broadcast,
             receive=receive,
-            # Of statistics, which no method sees, rounds keep them for each client.
+            # Algorithms do not see statistics: rounds store the local ones of each client.
             keeps=lambda statistics: {*choose(statistics)}.intersection(tree.names(statistics)),
         ),
     )
@@ -160,7 +161,7 @@ def keep_chosen(
 
 @cached
 def _by_name(where: Callable[[str], bool] | frozenset[str]) -> Callable:
-    # One object for one `where`: the algorithm is known by it.
+    # Cached, because equal arguments must give the same algorithm.
     def choose(params: Params) -> set[str]:
         names = leaves.by_name(params)
         if not isinstance(where, frozenset):
@@ -177,22 +178,22 @@ def _by_name(where: Callable[[str], bool] | frozenset[str]) -> Callable:
 def _split(choose: Callable[[Params], Collection[str]], params: Params) -> tuple[dict, dict]:
     names, kept = tree.names(params), choose(params)
     chosen = [name in kept for name in names]
-    # Perhaps only running statistics are kept, which are not trained.
+    # `not kept`, because the local leaves may be running statistics only, which are not trained.
     if all(chosen) or not kept:
         raise ValueError(
-            f"`where` picks out {'every leaf' if all(chosen) else 'no leaf'} of {list(names)}; "
-            "expected a predicate on names that is true of those that clients keep, and not of "
-            "those that are merged."
+            f"`where` selects {'every leaf' if all(chosen) else 'no leaf'} of {list(names)}; "
+            "expected a predicate on names that is true for the leaves that clients keep, and "
+            "false for those that are merged."
         )
-    own = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
-    shared, held = ({n: leaf for n, c, leaf in own if c is kept} for kept in (False, True))
-    return shared, held
+    triples = list(zip(names, chosen, jax.tree.leaves(params), strict=True))
+    shared, local = ({n: leaf for n, c, leaf in triples if c is side} for side in (False, True))
+    return shared, local
 
 
 def _replace(
     values: Any, like: Any, on_params: Callable, on_operator: Callable | None = None
 ) -> Any:
-    """Change whatever has the structure of params, and operators that know it, inside a pytree."""
+    """Apply functions to subtrees with the structure of params, and to operators, in a pytree."""
     structure = jax.tree.structure(like)
 
     def is_operator(x: Any) -> bool:
@@ -210,10 +211,10 @@ def _replace(
 
 
 def _of_leaves(values: Any, names: set[str], shared: tuple[str, ...]) -> Any:
-    """Drop what belongs to local leaves from dicts by leaf name, such as Gram matrices."""
+    """Drop entries of local leaves from dicts by leaf name, such as Gram matrices."""
     if not isinstance(values, dict):
         return values
-    # Some mark a kernel that is stored the other way round, "w^T".
+    # Names of transposed kernels end in "^T".
     leaf_of = {key: str(key).removesuffix("^T") for key in values}
     if values and set(leaf_of.values()) <= names:
         return {key: x for key, x in values.items() if leaf_of[key] in shared}

@@ -1,7 +1,7 @@
-"""Adaptive federated optimisation: the server takes a step of its own along the pseudo-gradient.
+"""Adaptive federated optimisation: the server's optimiser follows the pseudo-gradient.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan, Adaptive federated optimization,
-ICLR 2021, algorithm 1 (FedOpt), for any way to merge.
+ICLR 2021, algorithm 1 (FedOpt), for any algorithm.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ _NO_LOSS = "The server has no loss, only the difference of two models as a gradi
 
 
 class ServerState(NamedTuple):
-    """What the wrapped algorithm keeps, and the state of the server's optimiser."""
+    """States of the wrapped algorithm and of the server's optimiser."""
 
     algorithm: Any
     optimizer: Any
@@ -30,19 +30,22 @@ class ServerState(NamedTuple):
 def with_server_optimizer(
     algorithm: Algorithm[Report], optimizer: optax.GradientTransformation
 ) -> Algorithm[Report]:
-    """Let the server's optimiser take a step instead of the merged model W', with a `ServerState`.
+    """Make an algorithm whose server takes an optimiser's step towards the merged model W'.
 
         g = W - W',   W <- W + update(g).
 
     Args:
-        algorithm: Any.
-        optimizer: Any of optax that needs gradients only, on the pseudo-gradient g; descent at rate
-            1 replaces W by W'.
+        algorithm: Any algorithm whose merged leaves have the clients' shapes.
+        optimizer: An optax optimiser that needs gradients only; it is applied to the
+            pseudo-gradient g. Gradient descent with step size 1 replaces W by W'.
+
+    Returns:
+        The algorithm, whose state is a `ServerState`.
 
     Raises:
-        TypeError: If the optimiser is not one of optax.
-        ValueError: If the merged model may have other shapes; before the first merge, if the
-            optimiser cannot take steps of the params, or wants a loss, which the server has not.
+        TypeError: If the optimiser is not an optax optimiser.
+        ValueError: If merged leaves have other shapes; before the first merge, if the optimiser
+            cannot take steps of the params, or needs a loss, which the server does not have.
 
     Example:
         >>> import fisherjax as fj
@@ -66,14 +69,14 @@ def with_server_optimizer(
     def aggregate(
         key: Key, received: Any, params: Params, state: ServerState, cohort: Array
     ) -> tuple[Params, ServerState, Any]:
-        merged, kept, info = algorithm.aggregate(key, received, params, state.algorithm, cohort)
-        # Merged leaves are at least float32; the gradient goes back to the dtype of params.
+        merged, inner, info = algorithm.aggregate(key, received, params, state.algorithm, cohort)
+        # Merged leaves are at least float32; the gradient has the dtype of params.
         gradient = jax.tree.map(lambda w, m: jnp.asarray(w) - m.astype(w.dtype), params, merged)
         step, server = _optimizers.with_extra_args(optimizer).update(
             gradient, state.optimizer, params
         )
         moved = optax.apply_updates(params, step)
-        return moved, ServerState(kept, server), info
+        return moved, ServerState(inner, server), info
 
     link = algorithm.link._replace(init=init, broadcast=broadcast)
     return algorithm._replace(aggregate=aggregate, link=link)

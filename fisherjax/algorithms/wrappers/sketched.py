@@ -1,8 +1,9 @@
-"""FedFisher with K-FAC from sums of sketches, which show the server no client's factors.
+"""FedFisher with K-FAC from sums of sketches, which do not disclose a client's factors.
 
-Kronecker factors do not add up, but what the server solves with is a sum: reordered (Van Loan and
-Pitsianis, 1993), a layer of all clients is R = sum_i p_i vec(A_i) vec(G_i)^T, of rank at most the
-number of clients, and sketches from both sides, which add up, give a matrix of small rank back.
+Kronecker factors cannot be added up, but the server's operator is a sum: reordered (Van Loan and
+Pitsianis, 1993), a layer of all clients is R = sum_i p_i vec(A_i) vec(G_i)^T, whose rank is at most
+the number of clients. Sketches of R from both sides can be added up, and determine a matrix of
+small rank.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from fisherjax._core import checks, linalg
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer
-from fisherjax.algorithms.base import ENOUGH, Algorithm, fisher_summary
+from fisherjax.algorithms._fisher_updates import fisher_summary
+from fisherjax.algorithms.base import ENOUGH, Algorithm
 from fisherjax.fisher import Kronecker, KroneckerSum, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import PRECISION, Template
@@ -26,14 +28,14 @@ from fisherjax.quadratic import Sums
 from fisherjax.solvers.base import Info, Solver
 from fisherjax.typing import Array, Key, Model, Params, Scalar
 
-# Rows of the sketch from the left beyond those of the sketch from the right.
-_MORE = 5
+# Number of rows of the left sketch beyond the number of columns of the right one.
+_EXTRA = 5
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Sketches:
-    """What the server is given, sums over clients with weights w_i; leaves add up.
+    """Sums over clients with weights w_i, from which the server recovers its operator.
 
     Vectors u and v hold the triangles of A and G, off-diagonal entries times sqrt(2), or the
     diagonal of an A that is diagonal.
@@ -41,12 +43,12 @@ class Sketches:
     Attributes:
         columns: Y = sum_i w_i u_i (v_i^T Omega), [size of u, k], by layer.
         rows: Z = sum_i w_i (Psi u_i) v_i^T, [k + 5, size of v], by layer.
-        entries: sum_i w_i f_i of what is no Kronecker product, as it is.
+        entries: sum_i w_i f_i, entries of leaves without Kronecker factors.
         product: sum_i w_i A_i V_i G_i, by block.
         mean: sum_i w_i V_i, by block.
         weight: sum_i w_i.
-        layers: Static, of the operators.
-        template: Static, of params.
+        layers: Layers of the operators, static.
+        template: Structure of params, static.
     """
 
     columns: dict[str, Array]
@@ -76,36 +78,37 @@ def fedfisher_sketched(
     batch_size: int = 64,
     max_examples: int | None = ENOUGH,
 ) -> Algorithm[Info]:
-    """Make FedFisher with K-FAC whose server needs only sums over clients, of sketches.
+    """Make FedFisher with K-FAC whose server needs only sums of sketches over clients.
 
         R = sum_i p_i u_i v_i^T,   Y = R Omega,   Z = Psi R,   R = Q (Psi Q)^+ Z,   Y = Q T,
 
-    for each layer, with u and v the triangles of A and G as vectors, and Omega [size of v, k] and
-    Psi [k + 5, size of u] drawn from a common seed. With k at least the number of clients, the
-    server has the very operator sum_i p_i A_i (x) G_i, as k terms that are not the clients'; with
-    fewer, one of rank k that is near. Clients compute what `fedfisher` computes; a stream or
-    `secure_aggregation` adds up `reduce` of each.
+    for each layer, where u and v are the triangles of A and G as vectors, and Omega [size of v, k]
+    and Psi [k + 5, size of u] are drawn from a common seed. If k is at least the number of clients,
+    the server recovers exactly sum_i p_i A_i (x) G_i, as k terms that are not the clients' own; if
+    k is smaller, an approximation of rank k. Clients compute the same as for `fedfisher`; streaming
+    or `secure_aggregation` adds up the result of `reduce` for each client.
 
     Args:
-        model: The network and what its outputs mean.
-        terms: Rank k of what the server recovers, at least the number of clients to be exact. A
-            layer costs k and k + 5 times the triangles of A and G.
-        seed: Of Omega and Psi; public.
+        model: The network and the likelihood of its outputs.
+        terms: Rank k of the recovered operator; at least the number of clients for an exact one. A
+            layer needs k times the triangle of A and k + 5 times that of G.
+        seed: Seed of Omega and Psi; public.
         fisher: `fisher.kfac`, or a `functools.partial` of it.
         kind: As in `fedfisher`.
-        damping: In units of each block's mean eigenvalue, as in `fedfisher`. The operator that the
-            sketches give is indefinite by rounding, and with few terms by more: damping covers it.
-        solver: Of the server's system; None is `solvers.conjugate_gradients()`, preconditioned by
-            the Kronecker product that is nearest to the operator.
-        batch_size: Examples of a minibatch in the Fisher pass.
+        damping: Damping in units of each block's mean eigenvalue, as in `fedfisher`. The recovered
+            operator is indefinite by rounding errors, and more so with few terms; damping
+            compensates that.
+        solver: Solver of the server's system (default `solvers.conjugate_gradients()`),
+            preconditioned by the Kronecker product that is nearest to the operator.
+        batch_size: Minibatch size of the Fisher pass.
         max_examples: As in `fedfisher`.
 
     Returns:
-        The algorithm. Updates are those of `fedfisher`; what the server needs of them adds up.
+        The algorithm. Updates are those of `fedfisher`, of which the server needs only sums.
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If an argument has the wrong kind; on merging, if updates have no Kronecker
+        TypeError: If an argument has the wrong type; on merging, if updates have no Kronecker
             factors.
 
     Example:
@@ -123,8 +126,8 @@ def fedfisher_sketched(
     Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, equation 7; Tropp, Yurtsever, Udell,
         Cevher, Practical sketching algorithms for low-rank matrix approximation, SIAM Journal on
         Matrix Analysis and Applications 2017, algorithm 4. Deviations: the first column of Omega
-        and the first row of Psi are the identity, so that one term is a mean of factors and not a
-        difference; the others are Gaussian.
+        and the first row of Psi are the identity, so that the first term is a mean of factors and
+        not a difference; the other ones are Gaussian.
     """
     summarize, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
     checks.count("terms", terms)
@@ -150,8 +153,8 @@ def fedfisher_sketched(
 def _sketched(terms: int, seed: int, fisher: Kronecker, params: Params, weights: Array) -> Sketches:
     dtype = jnp.result_type(jnp.float32, *jax.tree.leaves((fisher, params)))
     # Products of a client without weight may overflow, and zero times infinity is NaN.
-    given = tree.keep(weights != 0, (fisher, params))
-    fisher, params = jax.tree.map(lambda x: x.astype(dtype), given)
+    present = tree.keep(weights != 0, (fisher, params))
+    fisher, params = jax.tree.map(lambda x: x.astype(dtype), present)
     blocks = jax.vmap(Kronecker.blocks)(fisher, params)
     columns, rows = {}, {}
     for number, (name, factor) in enumerate(fisher.factors.items()):
@@ -176,7 +179,7 @@ def _recovered(seed: int, sums: Sketches) -> Sums:
     factors, number_of_terms = {}, 1
     for number, (name, columns) in enumerate(sums.columns.items()):
         number_of_terms = columns.shape[-1]
-        # The operator does not depend on the scale of Y, only on its range.
+        # The operator depends on the range of Y, not on its scale.
         shape = sums.mean[name].shape
         factors[name] = _terms(seed, number, shape, columns, mean(sums.rows[name]))
 
@@ -184,7 +187,7 @@ def _recovered(seed: int, sums: Sketches) -> Sums:
         rest = jnp.zeros((number_of_terms - 1, *entries.shape), entries.dtype)
         return jnp.concatenate([entries[None], rest])
 
-    # Entries belong to one term: the terms are added.
+    # The first term holds the entries, because the terms are added.
     entries = jax.tree.map(first, mean(sums.entries))
     fisher = KroneckerSum(Kronecker(factors, entries, sums.layers, sums.template))
     return Sums(fisher, mean(sums.product), mean(sums.mean), jnp.ones_like(sums.weight))
@@ -195,22 +198,23 @@ def _terms(
 ) -> dict[str, Array]:
     """Recover a layer's terms A_j [k, a, a] and G_j [k, o, o] from its sketches.
 
-    They are the singular vectors of R: the first is the Kronecker product that is nearest to it.
+    They are the singular vectors of R; the first term is the Kronecker product nearest to it.
     """
     (a, o), k = shape, columns.shape[-1]
     is_diagonal = len(columns) == a
     like = {"input": jnp.zeros((1, a) if is_diagonal else (1, a, a), columns.dtype)}
     left, _ = _projections(seed, number, k, like | {"output": jnp.zeros((1, o, o), columns.dtype)})
-    # Where R has a smaller rank than k, Q has columns of noise: their rows are zero.
+    # If R has a smaller rank than k, Q has columns of noise, and their rows are zero.
     range_ = linalg.orthonormal_basis(columns / tree.unit(columns))
-    # In units of one: squares of tiny Fishers would be zero.
+    # Scaled to one, because squares of tiny Fishers would underflow.
     unit = tree.unit(rows)
     core = _product(linalg.pinv(_product(left, range_)), rows / unit)
     u, values, v = linalg.svd(core)
     size = jnp.sqrt(values)[:, None]
     inputs = jax.vmap(lambda x: x if is_diagonal else _unpacked(x, a))(_product(range_, u).T * size)
     outputs = jax.vmap(lambda x: _unpacked(x, o))(v * size)
-    # A pair of singular vectors has a sign in common; the first pair is definite with this one.
+    # The sign of a pair of singular vectors is arbitrary; with this one, the first pair is
+    # definite.
     sign = jnp.where(jnp.trace(outputs, axis1=1, axis2=2) < 0, -1, 1).astype(v.dtype)
     inputs = inputs * sign.reshape(-1, *(1,) * (inputs.ndim - 1))
     outputs = outputs * sign[:, None, None] * unit
@@ -225,20 +229,20 @@ def _projections(
     seed: int, number: int, terms: int, factor: dict[str, Array]
 ) -> tuple[Array, Array]:
     """Draw a layer's Psi [k + 5, size of u] and the transpose of its Omega [k, size of v]."""
-    # The barrier keeps the compiler from drawing them itself, slowly.
+    # The barrier keeps the compiler from evaluating them at compile time, which is slow.
     key = jax.random.key(jax.lax.optimization_barrier(jnp.uint32(seed)))
-    own = jax.random.split(jax.random.fold_in(key, number))
+    keys = jax.random.split(jax.random.fold_in(key, number))
 
     def drawn(key: Key, count: int, like: Array) -> Array:
         one = jnp.ones(like.shape[1:], like.dtype) if like.ndim == 2 else jnp.eye(like.shape[-1])
         first = _packed(one.astype(like.dtype))[None]
         return jnp.concatenate([first, jax.random.normal(key, (count - 1, first.size), like.dtype)])
 
-    return drawn(own[0], terms + _MORE, factor["input"]), drawn(own[1], terms, factor["output"])
+    return drawn(keys[0], terms + _EXTRA, factor["input"]), drawn(keys[1], terms, factor["output"])
 
 
 def _packed(factor: Array) -> Array:
-    """Write the triangle of a symmetric matrix as a vector of the same norm; a vector stays."""
+    """Return the triangle of a symmetric matrix as a vector of the same norm; vectors unchanged."""
     if factor.ndim == 1:
         return factor
     root = jnp.sqrt(jnp.asarray(2, factor.dtype))
@@ -248,7 +252,7 @@ def _packed(factor: Array) -> Array:
 
 
 def _unpacked(vector: Array, size: int) -> Array:
-    """Write the vector of a triangle as a symmetric matrix: the inverse of `_packed`."""
+    """Return the symmetric matrix of a vector from `_packed`, its inverse."""
     matrix = linalg.unfold_triangle(vector.reshape((size + 1) // 2, -1))
     root = jnp.sqrt(jnp.asarray(0.5, vector.dtype))
     return jnp.where(jnp.eye(size, dtype=bool), matrix, root * matrix)
