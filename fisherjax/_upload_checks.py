@@ -1,4 +1,8 @@
-"""Check uploads before a merge: their kind, their leaves, their number and their weights."""
+"""Check uploads before a merge: their kind, their leaves, their number and their weights.
+
+Their values are checked in `_divergence` (finite) and `_semidefinite` (curvature); uploads that are
+files are first checked in `files._claims`, entry by entry, before anything of them is allocated.
+"""
 
 from typing import Any
 

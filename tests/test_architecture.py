@@ -87,7 +87,16 @@ SHARED = [
     "distillation._open_set",
     *("fixed_point", "shares", "keys", "_messages", "protocol"),
     *("quantized", "matrices", "stream"),
-    *("statistics", "_reads", "client_half", "_server_half", "merges", "_layerwise", "_repair"),
+    *(
+        "statistics",
+        "_reads",
+        "client_half",
+        "_running_statistics",
+        "_server_half",
+        "merges",
+        "_layerwise",
+        "_repair",
+    ),
     *("two_layer", "signal_noise", "_recursion"),
 ]
 # The files that read all others of their folder, each a paper, in the order of their imports.

@@ -13,8 +13,6 @@ method; frozen leaves stay as they are, bit for bit.
 """
 
 import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,19 +21,17 @@ import numpy as np
 
 from fisherjax import clients, leaves, tree
 from fisherjax._core import checks
-from fisherjax._core.compiler import jit
 from fisherjax._divergence import Diverged, probable_cause, screen
 from fisherjax._upload_checks import check_any_left
 from fisherjax.algorithms.base import (
     Algorithm,
     Update,
-    WeightedSum,
     as_sent,
     keeps_shapes,
-    weighted_sum,
 )
 from fisherjax.clients import shares
 from fisherjax.leaves import Leaves, join
+from fisherjax.merging._running_statistics import average_statistics, compiled
 from fisherjax.solvers import Info, Status
 from fisherjax.typing import Array, Key, Params
 
@@ -58,18 +54,6 @@ class Merged(NamedTuple):
     weights: Array
     diverged: Diverged
     values: Any
-
-
-class SumsAndStatistics(NamedTuple):
-    """Sums over clients for a network with running statistics.
-
-    Attributes:
-        sums: Result of the algorithm's `reduce`.
-        statistics: Weighted sum of the running statistics, by name.
-    """
-
-    sums: Any
-    statistics: WeightedSum
 
 
 def server_half(
@@ -96,8 +80,8 @@ def server_half(
     weights = weights if found.weights is weights else shares(found.weights)
     received: Any = (values, weights)
     if algorithm.reduce is not None:
-        received = _compiled(algorithm.reduce, values, weights)
-    mean = _compiled(weighted_sum, statistics, weights).mean() if statistics else {}
+        received = compiled(algorithm.reduce, values, weights)
+    mean = average_statistics(statistics, weights)
     merged = finish(algorithm, received, mean, parts, state, cohort, key, (values, weights))
     return Merged(*merged, weights, found.diverged, values)
 
@@ -129,7 +113,7 @@ def decode_and_screen(
     """Decode an update and screen it, for `Screened` values that are (values, statistics)."""
     values, packed = update.values, ()
     if algorithm.decode is not as_sent:
-        values, packed = _compiled(algorithm.decode, values, parts.trained), values
+        values, packed = compiled(algorithm.decode, values, parts.trained), values
         # Under tracing, codes are screened too, as decoding may hide that they are not finite.
         packed = packed if checks.is_traced(packed) else ()
     every = values | {"statistics": update.statistics} if update.statistics else values
@@ -137,18 +121,6 @@ def decode_and_screen(
     found = screen(every, weights, on_nonfinite, first=first, others=others)
     values = {name: found.values[name] for name in values}
     return found._replace(values=(values, found.values.get("statistics", {})))
-
-
-def add_up(
-    reduce: Callable[[Any, Array], Any], values: Any, statistics: dict, weights: Array
-) -> Any:
-    """Sum stacked updates by `reduce`; return `SumsAndStatistics` if there are statistics."""
-    sums = _compiled(reduce, values, weights)
-    return (
-        SumsAndStatistics(sums, _compiled(weighted_sum, statistics, weights))
-        if statistics
-        else sums
-    )
 
 
 def finish(
@@ -202,12 +174,6 @@ def finish(
     return whole, state, info
 
 
-# Compiled once for a function; factories return the same one for equal arguments.
-@partial(jit, static_argnums=0)
-def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
 def server_key(algorithm: Algorithm, key: Key | None) -> Key:
     """Return `key`, or a fixed key for algorithms that draw no noise.
 
@@ -228,7 +194,7 @@ def _check_finite(merged: Params, values: Any = None, weights: Array | None = No
     """Raise ValueError for a merged model that is not finite, with the leaf and probable cause."""
     if checks.is_traced(merged):
         return
-    finite = np.asarray(_compiled(tree.finite_leaves, merged))
+    finite = np.asarray(compiled(tree.finite_leaves, merged))
     if not finite.all():
         leaf, cause = tree.names(merged)[finite.argmin()], probable_cause(values, weights)
         raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {cause}")

@@ -16,9 +16,8 @@ from fisherjax.algorithms.base import Algorithm, Report, Update, check_algorithm
 from fisherjax.clients import shares
 from fisherjax.devices import mesh_of, replicate
 from fisherjax.leaves import Leaves
+from fisherjax.merging._running_statistics import SumsAndStatistics, add_up
 from fisherjax.merging._server_half import (
-    SumsAndStatistics,
-    add_up,
     decode_and_screen,
     finish,
     server_half,

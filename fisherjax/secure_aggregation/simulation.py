@@ -11,7 +11,8 @@ from fisherjax._core import checks
 from fisherjax._upload_checks import check_weights, stacked
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.clients import shares
-from fisherjax.merging._server_half import add_up, decode_and_screen, split_params
+from fisherjax.merging._running_statistics import add_up
+from fisherjax.merging._server_half import decode_and_screen, split_params
 from fisherjax.secure_aggregation import fixed_point, protocol
 from fisherjax.secure_aggregation.protocol import Entropy
 from fisherjax.typing import Params, Weights

@@ -107,7 +107,7 @@ LOOK_UPS = {
     ),
     "an option of none": (
         lambda: algorithms.make("fedavg", MODEL, mu=1.0),
-        r"fedavg has no option 'mu'\. algorithms\.options\('fedavg'\) gives all",
+        r"fedavg has no option 'mu'\. algorithms\.options\('fedavg'\) returns all",
     ),
     "a data set": (
         lambda: datasets.load("MINST"),
