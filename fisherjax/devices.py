@@ -1,4 +1,4 @@
-"""Choose the devices over which clients are spread, place arrays on them, and measure memory."""
+"""Choose the devices of clients, place arrays on them, and predict the memory of a program."""
 
 import os
 import re

@@ -1,4 +1,7 @@
-"""Compute the Kronecker-factored Fisher information (K-FAC)."""
+"""Compute the Kronecker-factored Fisher information (K-FAC).
+
+Its operator, with the default damping `Kronecker.default_damping`, is in `fisher.kronecker`.
+"""
 
 import dataclasses
 import math

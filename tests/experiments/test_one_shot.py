@@ -168,6 +168,6 @@ def test_help_shows_the_defaults_of_the_data_set(capsys):
     with pytest.raises(SystemExit) as stop:
         one_shot.main(["--dataset", "cifar10", "--help"])
     assert stop.value.code == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "(default: cifar10)" in shown
     assert "(default: cnn)" in shown

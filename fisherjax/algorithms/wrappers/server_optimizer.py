@@ -1,7 +1,8 @@
 """Adaptive federated optimisation: the server's optimiser follows the pseudo-gradient.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan, Adaptive federated optimization,
-ICLR 2021, algorithm 1 (FedOpt), for any algorithm.
+ICLR 2021, algorithm 1 (FedOpt), for any algorithm: FedAdam is `with_server_optimizer(algorithm,
+optax.adam(0.01))`. The Adam that solves FedFisher's quadratic is `algorithms.paper_adam`.
 """
 
 from typing import Any, NamedTuple
