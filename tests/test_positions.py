@@ -19,6 +19,7 @@ import pytest
 import fisherjax as fj
 from fisherjax import _sequences
 from fisherjax._core import checks, output_checks
+from fisherjax.algorithms.exchanges._head_sums import head_sums
 
 R = np.random.default_rng(0)
 N, WORDS, CLASSES, SHORT, LONG = 12, 9, 3, 6, 9
@@ -341,7 +342,7 @@ def test_the_empirical_fisher_reads_ignored_labels_and_the_true_one_does_not():
 @pytest.mark.long
 def test_sums_of_a_head_are_over_positions_with_a_label():
     model, (params, _), *_ = MODELS["each"]
-    found = A.heads.head_sums(model, 5, params, ignoring(LONG))
+    found = head_sums(model, 5, params, ignoring(LONG))
     chosen = IGNORED >= 0
     a = np.asarray(hidden(params, padded(TOKENS, SHORT)))[chosen]
     y = np.eye(CLASSES)[IGNORED[chosen]]
