@@ -314,7 +314,7 @@ def test_the_probe_compiles_what_fedov_needs(voting, compilations):
     own, key, inputs = voting[1].voting, jax.random.key(1), federation.inputs[aside]
     with compilations() as count:
         models = votes.trained(own, federation, (key, key), **options).params
-        votes.taught(own, models, inputs, key, epochs=3)
+        votes.distil(own, models, inputs, key, epochs=3)
     assert count() == 0
 
 
