@@ -118,7 +118,7 @@ def test_it_takes_a_fraction_of_the_products_that_the_mean_of_the_factors_takes(
     problem = quadratic.quadratic(fishers, params, jnp.asarray(WEIGHTS), 0.1)
     mean = jax.tree.map(lambda x: jnp.tensordot(jnp.asarray(WEIGHTS), x, 1), fishers.factors)
     one = Kronecker(mean, {}, fishers.layers, fishers.template)
-    shifts = one.strengths(one.block_means(), 0.1)
+    shifts = one.block_damping(one.block_means(), 0.1)
     plain = problem._replace(
         precondition=partial(Kronecker.block_mv, one.inverse(shifts)), slack=None
     )

@@ -8,7 +8,7 @@ import pytest
 
 from fisherjax._core import compat
 
-PATCHED = "from fisherjax import compat; kfac_jax = compat.import_kfac_jax()"
+PATCHED = "from fisherjax._core import compat; kfac_jax = compat.import_kfac_jax()"
 UNPATCHED = "import kfac_jax"
 
 # With a constant and a branch, for what kfac-jax does to closed and to nested traced functions.

@@ -18,7 +18,7 @@ import os, warnings
 before = dict(os.environ)
 import jax, jaxlib, jax.numpy as jnp, numpy as np
 import fisherjax as fj
-from fisherjax import compiler
+from fisherjax._core import compiler
 assert dict(os.environ) == before, "importing fisherjax has changed the environment"
 
 def shared(rows, weights):

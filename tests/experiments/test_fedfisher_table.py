@@ -291,7 +291,7 @@ def test_fedov_is_foretold_from_its_clients_and_a_few_epochs_of_its_student(voti
         return ()
 
     monkeypatch.setattr(forecast.votes, "trained", trained)
-    monkeypatch.setattr(forecast.votes, "taught", taught)
+    monkeypatch.setattr(forecast.votes, "distil", taught)
     found = forecast.probe(voting)
     key = steps.start(voting[0], 0)[1]
     # One chunk of one client: nobody waits for others.
