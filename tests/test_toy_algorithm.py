@@ -63,8 +63,8 @@ METHODS["toy"] = Row("Toy", "nobody", "weights and where they moved", toy, laws,
 COMMANDS = """
 import json, sys
 import toy
-from experiments import one_shot
-from experiments.federated import main as federated
+from experiments.one_shot import __main__ as one_shot
+from experiments.federated.__main__ import main as federated
 from experiments.harness.figures import label
 
 assert label("toy") == "Toy"
