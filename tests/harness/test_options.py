@@ -133,7 +133,8 @@ def values(kind: object) -> st.SearchStrategy:
 
 
 def configurations(kind: type) -> st.SearchStrategy:
-    kinds = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     fields = {name: values(kinds[name]) for name in kinds if name != "options"}
     return st.builds(kind, **fields, **({"options": own_options()} if "options" in kinds else {}))
 
