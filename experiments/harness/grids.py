@@ -1,5 +1,6 @@
 """Define grids of experiments, and the grid of the FedLPA paper's table: splits of NIID-Bench."""
 
+import abc
 import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -35,7 +36,7 @@ _METHODS = ("fedlpa", "fedlpa_ea", "fednova", "scaffold", "fedavg", "fedprox", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Cells:
+class Cells(abc.ABC):
     """The options that every grid has."""
 
     merging: config.Group[config.Merging] = dataclasses.field(default=config.Merging(_METHODS))
@@ -53,13 +54,13 @@ class Cells:
     """Folder of the prepared data sets; None takes the environment's TFDS_DATA_DIR."""
     known: ClassVar = config.IMAGES
 
+    @abc.abstractmethod
     def cells(self, dataset: str) -> list[Any]:
         """List the rows of a data set's table, in the paper's order."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def configuration(self, cell: Any, seed: int) -> config.OneShot:
         """Return the run of one cell with one seed."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ The sum of several Kronecker operators is not a Kronecker operator: add their pr
 not their factors.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -94,7 +95,7 @@ def describe_stack(leaf: Any, ndim: int) -> list[str]:
     return [f"{' x '.join(map(str, axes))} stacked"] if axes else []
 
 
-class Blockwise:
+class Blockwise(abc.ABC):
     """Base of Fisher operators: methods that follow from an operator's blocks and diagonal.
 
     Attributes:
@@ -108,29 +109,29 @@ class Blockwise:
     coverage: ClassVar[float] = 1.0
     default_damping: ClassVar[float] = 0.0
 
+    @abc.abstractmethod
     def blocks(self, params: Params) -> Any:
         """Return the blocks of params."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def restore(self, blocks: Any) -> Params:
         """Return params from their blocks."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def block_mv(self, blocks: Any) -> Any:
         """Multiply blocks by the operator."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def block_means(self) -> Any:
         """Return each block's mean eigenvalue, its scale."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def block_exponents(self) -> Any:
         """Return the exponent of each block, from an operator whose leaves are exponents."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def diagonal(self) -> Params:
         """Return the diagonal, in the shape of params."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         """Return a description of the operator in one line."""
