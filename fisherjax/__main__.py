@@ -13,7 +13,7 @@ import jaxlib
 from fisherjax import devices, files, tree
 from fisherjax._core import checks
 from fisherjax._self_check import IDENTITIES
-from fisherjax.files import _claims
+from fisherjax.files import _description_checks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,9 +126,9 @@ def _finite(client: str, merged: files.Merge) -> str:
 def _inspect(file: str, limits: list[tuple[str, Any]]) -> None:
     sealed = files.unseal(file, _limits(limits))
     if sealed.about.get("what") == "upload":
-        _claims.check(sealed, _limits(limits))
+        _description_checks.check(sealed, _limits(limits))
     # Statistics are printed among the arrays.
-    hidden = "values", _claims.STATISTICS
+    hidden = "values", _description_checks.STATISTICS
     about = {name: value for name, value in sealed.about.items() if name not in hidden}
     clients = about.pop("clients", {})
     about |= {"bytes": sealed.nbytes, "sha256": sealed.digest}

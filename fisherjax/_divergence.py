@@ -112,7 +112,7 @@ def screen(
         found = _diverged(tree.finite_by_client(checked), names)
         # Entries become zero too, because zero times NaN is NaN in a sum.
         kept = found.present
-        return Screened(tree.keep(kept, values), jnp.where(kept, weights, 0), found)
+        return Screened(tree.where(kept, values), jnp.where(kept, weights, 0), found)
     table = _finite_table(checked)
     if table is None:  # constants inside a jitted function
         return everybody
@@ -129,7 +129,7 @@ def screen(
     }
     if kept.all():
         return Screened(values, weights, found)
-    return Screened(tree.keep(kept, values), jnp.where(kept, weights, 0), found)
+    return Screened(tree.where(kept, values), jnp.where(kept, weights, 0), found)
 
 
 def diverged(values: Any) -> dict[int, str] | None:
@@ -201,7 +201,7 @@ def probable_cause(values: Any = None, weights: AnyArray | None = None) -> str:
     if values is None or weights is None:
         return f"Every update is finite; the numbers of some client {cause}"
     # Clients of weight zero have no influence on the model.
-    counted = jax.tree.leaves(tree.keep(weights > 0, values))
+    counted = jax.tree.leaves(tree.where(weights > 0, values))
     # The largest entry of each leaf and client, [leaves, M].
     largest = jnp.stack([jnp.abs(x).reshape(x.shape[0], -1).max(1) for x in counted])
     leaf, client = divmod(int(largest.argmax()), len(weights))

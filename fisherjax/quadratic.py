@@ -139,7 +139,7 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
         )
     blocks = jax.vmap(_wide_blocks)(fishers, params)
     # The sum of F_i W_i does not follow from the sums of F_i and of W_i.
-    products = tree.keep(weights != 0, _products(fishers, blocks))
+    products = tree.where(weights != 0, _products(fishers, blocks))
     product = tree.weighted_sum(products, weights)
     fisher, mean = (tree.weighted_sum(x, weights) for x in (fishers, blocks))
     return Sums(fisher, product, mean, jnp.sum(weights))
@@ -278,7 +278,7 @@ def _replace_nothing(exponents: Any) -> Any:
 
 def _weighted_sums(products: Any, votes: Any) -> Any:
     # The product of a client of weight zero may overflow, and zero times infinity is NaN.
-    return jax.tree.map(lambda x, v: tree.weighted_sum(tree.keep(v != 0, x), v), products, votes)
+    return jax.tree.map(lambda x, v: tree.weighted_sum(tree.where(v != 0, x), v), products, votes)
 
 
 @jit

@@ -184,7 +184,7 @@ def exponent(x: Array) -> Array:
     return jnp.where(top == 0, ZERO_EXPONENT, jnp.frexp(top)[1])
 
 
-def unit(x: Array) -> Array:
+def power_of_two(x: Array) -> Array:
     """Return the power of two for which the largest |entry| divided by it is between 1 and 2.
 
     It is 1 if all entries are zero. Squares of entries that are divided by it cannot overflow, and
@@ -200,18 +200,18 @@ def times_power(x: Array, exponent: Array) -> Array:
     return x * jnp.ldexp(jnp.ones((), x.dtype), exponent)
 
 
-def keep(kept: AnyArray, stacked: Any, otherwise: Any = None) -> Any:
-    """Return leaves [M, ...] with those of `otherwise`, or zeros, where `kept` [M] is False.
+def where(chosen: AnyArray, stacked: Any, otherwise: Any = None) -> Any:
+    """Return leaves [M, ...] with those of `otherwise`, or zeros, where `chosen` [M] is False.
 
     Example:
-        >>> print(keep(jnp.array([True, False]), jnp.array([[1.0], [jnp.nan]])).T)
+        >>> print(where(jnp.array([True, False]), jnp.array([[1.0], [jnp.nan]])).T)
         [[1. 0.]]
     """
     otherwise = jax.tree.map(jnp.zeros_like, stacked) if otherwise is None else otherwise
 
     def leaf(x: Array, other: Array) -> Array:
         # `where` is used because zero times NaN is NaN. [M] becomes [M, 1, ..., 1].
-        return jnp.where(kept.reshape(-1, *(1,) * (x.ndim - 1)), x, other)
+        return jnp.where(chosen.reshape(-1, *(1,) * (x.ndim - 1)), x, other)
 
     return jax.tree.map(leaf, stacked, otherwise)
 

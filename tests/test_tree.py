@@ -134,12 +134,12 @@ def test_one_client_is_kept_or_replaced_and_finite_says_which():
         tree.finite_by_client(stacked), [[True] * 3, [True, False, False]]
     )
     kept = tree.finite_by_client(stacked).all(0)
-    zeroed = tree.keep(kept, stacked)
+    zeroed = tree.where(kept, stacked)
     chex.assert_trees_all_equal(
         zeroed, {"w": jnp.array([[1.0, 2.0], [0, 0], [0, 0]]), "b": jnp.array([1.0, 0, 0])}
     )
     other = jax.tree.map(lambda x: jnp.full_like(x, 7), stacked)
     chex.assert_trees_all_equal(
-        tree.keep(kept, stacked, other),
+        tree.where(kept, stacked, other),
         {"w": jnp.array([[1.0, 2.0], [7, 7], [7, 7]]), "b": jnp.array([1.0, 7, 7])},
     )

@@ -6,7 +6,7 @@ from typing import Any
 from fisherjax import quadratic
 from fisherjax._core import checks
 from fisherjax._core.caching import name_of
-from fisherjax.algorithms.base import ENOUGH
+from fisherjax.algorithms.base import FISHER_EXAMPLES
 from fisherjax.fisher import Operator, automatic, true
 from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
@@ -18,7 +18,7 @@ def fisher_summary(
     fisher: Callable[..., Operator],
     kind: Kind,
     batch_size: int,
-    max_examples: int | None = ENOUGH,
+    max_examples: int | None = FISHER_EXAMPLES,
 ) -> tuple[Callable, str]:
     """Make `summarize` of {"params": W_i, "fisher": F_i}, and its kind; see `fedfisher`."""
     # Checked here, before any client trains, rather than in the first Fisher pass after training.

@@ -27,7 +27,7 @@ from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params
 
 # Default number of a client's examples in a Fisher pass: more of them hardly make a merge by the
 # true Fisher more accurate (see docs/methods/merging.md).
-ENOUGH = 2000
+FISHER_EXAMPLES = 2000
 
 
 @jax.tree_util.register_dataclass

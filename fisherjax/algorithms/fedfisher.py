@@ -17,7 +17,7 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, solve_sums
-from fisherjax.algorithms.base import ENOUGH, Algorithm
+from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Diagonal, Operator, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import Blockwise
@@ -35,7 +35,7 @@ def fedfisher(
     damping: Scalar | None = None,
     solver: Solver | None = None,
     batch_size: int = 64,
-    max_examples: int | None = ENOUGH,
+    max_examples: int | None = FISHER_EXAMPLES,
 ) -> Algorithm[Info]:
     """Make FedFisher, which minimises the clients' Fisher-weighted quadratic on the server.
 

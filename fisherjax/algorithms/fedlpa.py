@@ -21,7 +21,7 @@ from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.pairs import trace
 from fisherjax.algorithms._fisher_updates import fisher_summary
-from fisherjax.algorithms.base import ENOUGH, Algorithm
+from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Kronecker, _passes, empirical, kfac, zero
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
@@ -41,7 +41,7 @@ def fedlpa(
     solver: Solver | None = None,
     fallback: Callable[..., Any] | None = None,
     batch_size: int = 64,
-    max_examples: int | None = ENOUGH,
+    max_examples: int | None = FISHER_EXAMPLES,
 ) -> Algorithm[Info]:
     r"""Make FedLPA, which solves one linear system for each layer V [inputs + 1, outputs].
 

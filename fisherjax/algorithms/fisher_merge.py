@@ -6,7 +6,7 @@ Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022, 
 from fisherjax import solvers
 from fisherjax._core.caching import cached
 from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, solve_sums
-from fisherjax.algorithms.base import ENOUGH, Algorithm
+from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import automatic, diagonal
 from fisherjax.fisher.kinds import Kind
 from fisherjax.solvers import Info
@@ -20,7 +20,7 @@ def fisher_merge(
     kind: Kind = automatic,
     floor: Scalar = 1e-6,
     batch_size: int = 64,
-    max_examples: int | None = ENOUGH,
+    max_examples: int | None = FISHER_EXAMPLES,
 ) -> Algorithm[Info]:
     """Make Fisher merging, the mean of the clients' params weighted by their diagonal Fishers.
 

@@ -156,7 +156,7 @@ class _How(NamedTuple):
 def _fused(how: _How, wires: Wiring, stacked: Params, weights: Array) -> tuple[Params, Transported]:
     present = weights > 0
     # The params of a client without weight must not matter, however large they are.
-    stacked = tree.keep(present, stacked)
+    stacked = tree.where(present, stacked)
     template = Template.of(jax.tree.map(lambda leaf: leaf[0], stacked))
     leaves = template.by_name(stacked)
     layers = {layer.kernel: jax.vmap(partial(matrix, layer))(leaves) for layer in wires.layers}

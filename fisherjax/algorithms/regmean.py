@@ -16,7 +16,7 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.pairs import trace
-from fisherjax.algorithms.base import ENOUGH, Algorithm, check_pass, weighted_sum
+from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm, check_pass, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.fisher import _passes
 from fisherjax.fisher._factors import expand, input_moments
@@ -27,7 +27,11 @@ from fisherjax.typing import Array, Examples, Key, Model, Params
 
 @cached
 def regmean(
-    model: Model, *, shrink: float = 0.9, batch_size: int = 256, max_examples: int | None = ENOUGH
+    model: Model,
+    *,
+    shrink: float = 0.9,
+    batch_size: int = 256,
+    max_examples: int | None = FISHER_EXAMPLES,
 ) -> Algorithm[tuple[()]]:
     """Make RegMean, which merges each dense kernel by least squares over its inputs u.
 
@@ -90,7 +94,7 @@ def regmean(
         # Least squares need H_i, H_i W_i and W_i of each client, all of which add up.
         products = {n: jnp.matmul(grams[n], kernels[n], precision="highest") for n in grams}
         # A product may overflow, and zero times infinity is NaN: it must not have weight zero.
-        products = tree.keep(present, products)
+        products = tree.where(present, products)
         weighted = weighted_sum((grams, products, kernels), weights)
         # Each client counts once, however many examples it has, unless its weight is zero.
         return {"weighted": weighted, "plain": weighted_sum(params, present.astype(weights.dtype))}

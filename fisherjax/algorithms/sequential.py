@@ -20,7 +20,7 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.algorithms._fisher_updates import fisher_summary
 from fisherjax.algorithms._layer_errors import Squares, agreement, relative_error, squared_errors
-from fisherjax.algorithms.base import ENOUGH, Algorithm
+from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
@@ -52,7 +52,7 @@ def fedfisher_sequential(
     fallback: Callable[..., Diagonal] | None = None,
     solver: solvers.Solver | None = None,
     batch_size: int = 64,
-    max_examples: int | None = ENOUGH,
+    max_examples: int | None = FISHER_EXAMPLES,
 ) -> Algorithm[Info]:
     """Make FedFisher with K-FAC that merges one layer after another, in the forward order.
 

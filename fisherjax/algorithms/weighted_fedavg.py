@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached, name_of
-from fisherjax.algorithms.base import ENOUGH, Algorithm, Link, check_pass
+from fisherjax._stacked import copies
+from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm, Link, check_pass
 from fisherjax.algorithms.exchanges._head_sums import head_sums
 from fisherjax.clients import draw
 from fisherjax.fisher import Kronecker, Operator
@@ -29,7 +30,7 @@ def weighted_fedavg(
     temperature: float = 1.0,
     fisher: Callable[..., Operator] | None = None,
     batch_size: int = 64,
-    max_examples: int | None = ENOUGH,
+    max_examples: int | None = FISHER_EXAMPLES,
 ) -> Algorithm[Array]:
     """Make Weighted FedAvg: each client gets the mean of all models, weighted by similarity.
 
@@ -81,9 +82,6 @@ def weighted_fedavg(
         checks.function("fisher", fisher, "fisher.diagonal")
     check_pass(batch_size, max_examples)
 
-    def init(params: Params, num_clients: int) -> Params:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients, *jnp.shape(x))), params)
-
     def broadcast(params: Params, state: Params, place: Array) -> Params:
         del params
         return jax.tree.map(lambda x: x[place], state)
@@ -111,7 +109,7 @@ def weighted_fedavg(
         values, weights = received
         similarity = shares(values, weights)
         # The params of a client without weight may not be finite.
-        sent = tree.keep(weights > 0, values["params"])
+        sent = tree.where(weights > 0, values["params"])
         means = jax.vmap(lambda row: tree.weighted_sum(sent, row))(similarity)
         models = jax.tree.map(lambda x, new: x.at[cohort].set(new.astype(x.dtype)), state, means)
         return tree.weighted_sum(sent, weights), models, similarity
@@ -122,7 +120,7 @@ def weighted_fedavg(
         kind=f"params and {name_of(fisher) + ' Fisher' if fisher else 'prototypes'}",
         model=model,
         gives="model per client",
-        link=Link(init=init, broadcast=broadcast, personal=True, mix=shares),
+        link=Link(init=copies, broadcast=broadcast, personal=True, mix=shares),
     )
 
 

@@ -8,7 +8,7 @@ import jax
 from fisherjax import algorithms, leaves, likelihoods
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.compression import Encoded, Slot
-from fisherjax.files._claims import STATISTICS
+from fisherjax.files._description_checks import STATISTICS
 from fisherjax.files.uploads import Record, check_method
 from fisherjax.files.values import decode
 from fisherjax.typing import Model

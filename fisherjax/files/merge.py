@@ -21,7 +21,7 @@ from fisherjax._upload_checks import check_any_left, check_not_all_zero, check_w
 from fisherjax.algorithms.base import averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads
-from fisherjax.files._claims import STATISTICS
+from fisherjax.files._description_checks import STATISTICS
 from fisherjax.files._layerwise import Cohort, layer_by_layer
 from fisherjax.files._limits import LIMITS, Kind, Limits
 from fisherjax.files._packed import Opened, check_like, decoded_files, start_by_name

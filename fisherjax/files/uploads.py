@@ -14,7 +14,7 @@ from fisherjax import algorithms, leaves, tree
 from fisherjax._core import checks
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
-from fisherjax.files._claims import FIELDS, FROZEN, STATISTICS, check, check_sizes
+from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check, check_sizes
 from fisherjax.files._limits import LIMITS, Kind, Limits
 from fisherjax.files.base import Sealed
 from fisherjax.files.values import check_single, decode, encode, flat, joined, shape_of

@@ -69,7 +69,7 @@ def init(
     if not isinstance(inputs, jax.ShapeDtypeStruct) and _takes_train(module):
         # Under `jit`, values that are known are computed at once.
         with jax.ensure_compile_time_eval():
-            few = inputs[: statistics.ENOUGH]
+            few = inputs[: statistics.MEAN_EXAMPLES]
             few = jnp.asarray(few) if normalize is None else normalize(few)
             seen = _cast(few, variables["params"])
     return statistics.first_params(module, key, variables, seen)

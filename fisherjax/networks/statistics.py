@@ -29,7 +29,7 @@ from fisherjax.typing import AnyArray, Array, Key, Params
 _FAR = 8
 # Largest rounding error of sums of clients' moments, in units in the last place.
 _ROUNDING = 8
-ENOUGH = 32
+MEAN_EXAMPLES = 32
 """Number of examples from which the means of channels are estimated."""
 
 

@@ -90,7 +90,7 @@ def clipping_reduce(algorithm: Algorithm, clip: tuple[tuple[str, float | None], 
         leaves, structure = jax.tree.flatten(each)
         # A client that is left out, or whose update is not finite, contributes zeros.
         counts = (weights > 0) & tree.finite_by_client(leaves).all(0)
-        leaves = tree.keep(counts, leaves)
+        leaves = tree.where(counts, leaves)
         # Only the public weights are in no group; the weight of every client is one.
         total = [jnp.full(leaf.shape[1:], len(weights), leaf.dtype) for leaf in leaves]
         for name, places in groups.items():

@@ -100,7 +100,7 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
         # The loss is a mean: an example's own cotangent is that of the mean times their number.
         each = jax.vmap(gradient)(inputs, keys, cotangents * number.astype(cotangents.dtype))
         gradients, structure = jax.tree.flatten(each)
-        gradients = tree.keep((weights > 0) & tree.finite_by_client(gradients).all(0), gradients)
+        gradients = tree.where((weights > 0) & tree.finite_by_client(gradients).all(0), gradients)
         clipped, _ = optax.per_example_global_norm_clip(gradients, clip)
         deviations = [clip * noise_multiplier] * len(gradients)
         total = add_noise(noise_key, jax.tree.leaves(clipped), deviations)

@@ -165,12 +165,12 @@ def finish_round(experiment: Experiment, state: State, result: CohortResult) -> 
     local, statistics = result.kept
     if algorithm.link.mix is not None and result.update.statistics:
         shares = algorithm.link.mix(half.values, half.weights)
-        sound = tree.keep(half.diverged.present, result.update.statistics)
+        sound = tree.where(half.diverged.present, result.update.statistics)
         mixed = jax.vmap(lambda row: tree.weighted_sum(sound, row))(shares)
         mixed = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, sound)
         statistics = statistics | mixed
     # A client that diverged keeps what it had before the round, as clients outside the cohort do.
-    kept = tree.keep(half.diverged.present, (local, statistics), result.before)
+    kept = tree.where(half.diverged.present, (local, statistics), result.before)
     # [K, ...] back to its places in [M, ...].
     everyone = jax.tree.map(
         lambda old, new: old.at[cohort].set(new), (state.local, state.statistics), kept

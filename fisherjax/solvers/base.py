@@ -143,7 +143,7 @@ def _solution(problem: Quadratic, x: Any, tolerance: Scalar, info: Info, checked
 
 def _relative_residual(product: Array, rhs: Array) -> Array:
     # In units of rhs: the square of 1e-25 is zero in float32, which would look like a solution.
-    size = tree.unit(rhs)
+    size = tree.power_of_two(rhs)
     wanted, error = rhs / size, (product - rhs) / size
     norm = jnp.sqrt(dot(wanted, wanted))
     return ratio(norm != 0, jnp.sqrt(dot(error, error)), norm)
@@ -165,7 +165,7 @@ def power_iteration(matvec: Callable, start: Any, iterations: Scalar) -> Any:
 
     def normalize(x: Array) -> Array:
         # After the division by a power of two, the square of a tiny vector is not zero.
-        x = x / tree.unit(x)
+        x = x / tree.power_of_two(x)
         return x * ratio(tree.any_nonzero(x), 1, jnp.sqrt(dot(x, x)))
 
     def step(_: Array, v: Any) -> Any:

@@ -85,7 +85,7 @@ def _conjugate_gradients(problem: Quadratic, tolerance: Scalar, max_iterations: 
 
 
 def _norm(x: Array) -> Array:
-    unit = tree.unit(x)
+    unit = tree.power_of_two(x)
     return unit * jnp.sqrt(dot(x / unit, x / unit))
 
 
@@ -123,7 +123,7 @@ def _iterate(
         return map_leaves(lambda flag, x: jnp.where(flag, x, 0), flags, x)
 
     # In these units, which change no bit, squares stay in range.
-    units = _map(tree.unit, rhs)
+    units = _map(tree.power_of_two, rhs)
     rhs = _map(jnp.divide, rhs, units)
     sizes, squares = stack(_map(jnp.divide, size, units)), dots(rhs, rhs)
     norms = jnp.where(sizes > 0, sizes, jnp.sqrt(squares))
@@ -166,11 +166,11 @@ def _iterate(
         return x, residual, direction, new, count + moves, broken, active, step + 1
 
     # The scale of the operator is estimated by one product. A system at scale one needs none.
-    lengths = _map(jnp.ones_like, units) if at_scale_one else _map(tree.unit, matvec(rhs))
+    lengths = _map(jnp.ones_like, units) if at_scale_one else _map(tree.power_of_two, matvec(rhs))
     # The scale of the preconditioner does not change the iterates, but it could leave the range of
     # float32, so that it is divided by its scale at the first residual.
     first = precondition(rhs)
-    steps = _map(tree.unit, first)
+    steps = _map(tree.power_of_two, first)
     direction = _map(jnp.divide, first, steps)
     count, broken = jnp.zeros(len(bounds), jnp.int32), jnp.zeros(len(bounds), bool)
     start = (_map(jnp.zeros_like, rhs), rhs, direction, dots(rhs, direction), count, broken)

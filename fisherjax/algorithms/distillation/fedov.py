@@ -13,6 +13,7 @@ import numpy as np
 from fisherjax import leaves, likelihoods
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
+from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, Link, present_on_host
 from fisherjax.algorithms.distillation._open_set import open_outputs
 from fisherjax.training import Trained
@@ -140,8 +141,7 @@ def fedov(model: Model) -> Algorithm[Voters]:
         updates, _ = received
         stacked = jax.tree.map(lambda leaf: leaf[present], updates["params"])
         # The vote runs all models: each has a copy of the leaves that are not trained.
-        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(present), *jnp.shape(x))), params)
-        stacked = leaves.join(stacked, copies)
+        stacked = leaves.join(stacked, copies(params, len(present)))
         return stacked, state, Voters(jnp.asarray(cohort)[present])
 
     kind = "params of an open set"

@@ -150,7 +150,7 @@ def _epoch(
     fixed, number = fixed._replace(how=how), work.epoch
     synthesis_key, student_key = jax.random.split(jax.random.fold_in(work.key, number))
     # The params of a client without weight must not matter, however large they are.
-    stacked = tree.keep(votes > 0, stacked)
+    stacked = tree.where(votes > 0, stacked)
 
     # Clients one after another on a CPU, where that takes two thirds of the time.
     chunk, frozen = parallel.chunk_size(None, len(votes)), work.student

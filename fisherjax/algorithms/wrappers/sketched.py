@@ -20,7 +20,7 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer
 from fisherjax.algorithms._fisher_updates import fisher_summary
-from fisherjax.algorithms.base import ENOUGH, Algorithm
+from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Kronecker, KroneckerSum, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import PRECISION, Template
@@ -76,7 +76,7 @@ def fedfisher_sketched(
     damping: Scalar = 1.0,
     solver: Solver | None = None,
     batch_size: int = 64,
-    max_examples: int | None = ENOUGH,
+    max_examples: int | None = FISHER_EXAMPLES,
 ) -> Algorithm[Info]:
     """Make FedFisher with K-FAC whose server needs only sums of sketches over clients.
 
@@ -153,7 +153,7 @@ def fedfisher_sketched(
 def _sketched(terms: int, seed: int, fisher: Kronecker, params: Params, weights: Array) -> Sketches:
     dtype = jnp.result_type(jnp.float32, *jax.tree.leaves((fisher, params)))
     # Products of a client without weight may overflow, and zero times infinity is NaN.
-    present = tree.keep(weights != 0, (fisher, params))
+    present = tree.where(weights != 0, (fisher, params))
     fisher, params = jax.tree.map(lambda x: x.astype(dtype), present)
     blocks = jax.vmap(Kronecker.blocks)(fisher, params)
     columns, rows = {}, {}
@@ -205,9 +205,9 @@ def _terms(
     like = {"input": jnp.zeros((1, a) if is_diagonal else (1, a, a), columns.dtype)}
     left, _ = _projections(seed, number, k, like | {"output": jnp.zeros((1, o, o), columns.dtype)})
     # If R has a smaller rank than k, Q has columns of noise, and their rows are zero.
-    range_ = linalg.orthonormal_basis(columns / tree.unit(columns))
+    range_ = linalg.orthonormal_basis(columns / tree.power_of_two(columns))
     # Scaled to one, because squares of tiny Fishers would underflow.
-    unit = tree.unit(rows)
+    unit = tree.power_of_two(rows)
     core = _product(linalg.pinv(_product(left, range_)), rows / unit)
     u, values, v = linalg.svd(core)
     size = jnp.sqrt(values)[:, None]
