@@ -15,6 +15,24 @@ from fisherjax._core import checks, compiler
 from fisherjax._self_check import IDENTITIES, Fault, faults
 from fisherjax.typing import Array, Device
 
+__all__ = [
+    "AXIS",
+    "Fault",
+    "Memory",
+    "by_client",
+    "by_numpy",
+    "client_mesh",
+    "disable_faulty_fusion",
+    "layout_of",
+    "memory",
+    "mesh_of",
+    "one_per_core",
+    "replicate",
+    "self_check",
+    "share_memory",
+    "stacked_shapes",
+]
+
 AXIS = "clients"
 _PASS = "cpu-parallel-task-assigner"
 """The pass of XLA that divides elementwise operations among threads."""

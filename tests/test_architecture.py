@@ -85,7 +85,7 @@ SHARED = [
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
     "distillation._open_set",
-    *("fixed_point", "shares", "keys", "_messages", "protocol"),
+    *("fixed_point", "shares", "keys", "messages", "_message_checks", "protocol"),
     *("quantized", "matrices", "stream"),
     *(
         "statistics",

@@ -1,11 +1,13 @@
 """The site: what its reference lists, how its pages hang together, where its links lead."""
 
+import ast
 import importlib
 import inspect
 import re
 import tomllib
 from collections import Counter
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import pytest
 from _ext import markup, public
@@ -91,6 +93,33 @@ def test_every_name_of_an_all_stands_in_the_reference_or_is_linked_from_its_page
 def test_nothing_underscored_stands_in_the_reference(reference):
     assert not [name for name in documented(reference) if "._" in name]
     assert not [name for name in reference if "_" in (part[0] for part in name.split("/"))]
+
+
+def annotations(module, name):
+    """Yield the annotations that a user meets: those of a function, a class and its methods."""
+    source = ast.parse(inspect.getsource(public.load(module)))
+    node, *_ = [*(x for x in source.body if getattr(x, "name", None) == name), None]
+    functions = [node] if isinstance(node, ast.FunctionDef) else []
+    if isinstance(node, ast.ClassDef):
+        yield from [x.annotation for x in node.body if isinstance(x, ast.AnnAssign)]
+        functions = [x for x in node.body if isinstance(x, ast.FunctionDef)]
+        functions = [x for x in functions if x.name == "__call__" or not x.name.startswith("_")]
+    for function in functions:
+        given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        yield from filter(None, [*(x.annotation for x in given), function.returns])
+
+
+def test_types_in_public_signatures_are_public():
+    documented = {public.origin(page.module, x) for page in public.pages() for x in page.names}
+    hidden = set()
+    for module, name in documented:
+        for annotation in annotations(module, name):
+            words = {x.id for x in ast.walk(annotation) if isinstance(x, ast.Name)}
+            for owner, own in {public.origin(module, word) for word in words}:
+                is_ours = owner.startswith("fisherjax") and own in public.sources(owner).defined
+                if is_ours and not isinstance(getattr(public.load(owner), own), TypeVar):
+                    hidden.add((owner, own))
+    assert not hidden - documented
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from scipy import stats
 import fisherjax as fj
 from fisherjax import algorithms, merging, secure_aggregation
 from fisherjax.secure_aggregation import (
-    _messages,
     fixed_point,
     keys,
+    messages,
     protocol,
     secure_merge,
     secure_sum,
@@ -417,7 +417,7 @@ def drawn(place, seed=9):
 
 
 def keys_of(place, box, mask):
-    return _messages.Keys(place, box, mask)
+    return messages.Keys(place, box, mask)
 
 
 def set_bit(public):

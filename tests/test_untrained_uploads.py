@@ -107,7 +107,7 @@ def rewritten(path, change):
     """Change what a file says, and seal it again."""
     arrays, about = load_file(path), json.loads(json.dumps(files.unseal(path).about))
     change(about, arrays)
-    kinds = {name: files.base.Kind.of(x) for name, x in arrays.items()}
+    kinds = {name: files.base.ArrayKind.of(x) for name, x in arrays.items()}
     with files.base.sealing(path, kinds, about) as put:
         for name, array in arrays.items():
             put(name, array)

@@ -376,7 +376,7 @@ def rewritten(path, change):
     sealed = files.unseal(path)
     arrays, about = load_file(path), json.loads(json.dumps(sealed.about))
     change(about, arrays)
-    kinds = {name: files.base.Kind.of(x) for name, x in arrays.items()}
+    kinds = {name: files.base.ArrayKind.of(x) for name, x in arrays.items()}
     with files.base.sealing(path, kinds, about) as put:
         for name, array in arrays.items():
             put(name, array)
@@ -924,7 +924,7 @@ def bombs(tmp_path_factory):
         said = {"algorithm": "fedavg", "kind": "params", "client": "eve", "examples": 5}
         said["codec"] = "a code"
         about = {"what": "upload", "values": {"dict": values}} | said
-        kinds = {name: files.base.Kind.of(x) for name, x in arrays.items()}
+        kinds = {name: files.base.ArrayKind.of(x) for name, x in arrays.items()}
         with files.base.sealing(paths[case], kinds, about) as put:
             for name, array in arrays.items():
                 put(name, array)

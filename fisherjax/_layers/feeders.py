@@ -11,7 +11,7 @@ equation that changes its values is a reason why the layer is not the last one.
 """
 
 import itertools
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.extend.core import Literal
 
@@ -21,7 +21,7 @@ from fisherjax._layers.layer import Part
 from fisherjax._layers.operations import Use
 from fisherjax._layers.views import Axes
 
-Feeders = tuple[tuple[str, ...], ...]
+Feeders: TypeAlias = tuple[tuple[str, ...], ...]
 """For each layer the names of the layers, in forward order, whose outputs make its inputs."""
 
 

@@ -14,13 +14,19 @@ from fisherjax.algorithms._lookup import (
     required,
 )
 from fisherjax.algorithms._rows import LAWS, Row
-from fisherjax.algorithms.base import Algorithm, Link, Update
+from fisherjax.algorithms.base import Algorithm, Link, Update, WeightedSum
 from fisherjax.algorithms.distillation._open_set import open_set
-from fisherjax.algorithms.distillation.fedov import voting
-from fisherjax.algorithms.distillation.student import distilled
+from fisherjax.algorithms.distillation.dense import DenseReport
+from fisherjax.algorithms.distillation.fedov import FedOVReport, voting
+from fisherjax.algorithms.distillation.student import StudentReport, distilled
 from fisherjax.algorithms.distillation.synthesis import FEDLPA_DISTILLATION, Distillation
+from fisherjax.algorithms.exchanges.analytic_head import AnalyticHeadReport
+from fisherjax.algorithms.exchanges.ccvr import CCVRReport
+from fisherjax.algorithms.exchanges.natural_gradient import NaturalGradientReport
 from fisherjax.algorithms.fedbn import is_normalization
 from fisherjax.algorithms.fedfisher import paper_adam
+from fisherjax.algorithms.otfusion import OTFusionReport
+from fisherjax.algorithms.pfnm import PFNMReport
 from fisherjax.algorithms.registry import *  # noqa: F403
 from fisherjax.algorithms.stages import Stages, in_stages
 from fisherjax.algorithms.wrappers.local_leaves import keep_local
@@ -30,11 +36,20 @@ __all__ = [
     "FEDLPA_DISTILLATION",
     "LAWS",
     "Algorithm",
+    "AnalyticHeadReport",
+    "CCVRReport",
+    "DenseReport",
     "Distillation",
+    "FedOVReport",
     "Link",
+    "NaturalGradientReport",
+    "OTFusionReport",
+    "PFNMReport",
     "Row",
     "Stages",
+    "StudentReport",
     "Update",
+    "WeightedSum",
     "check_options",
     "distilled",
     "in_stages",

@@ -24,7 +24,7 @@ from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
-class Transported(NamedTuple):
+class OTFusionReport(NamedTuple):
     """Report of OTFusion.
 
     Attributes:
@@ -49,7 +49,7 @@ def otfusion(
     past_correction: bool = True,
     fix_last_layer: bool = True,
     score: Callable[[Params], Array] | None = None,
-) -> Algorithm[Transported]:
+) -> Algorithm[OTFusionReport]:
     """Make OTFusion of weights with exact transport, which averages matched units.
 
         W = sum_i p_i X_i T_i,   T_i = argmin_T sum_pq T_pq |x_p - y_q|^2   over permutations,
@@ -79,7 +79,7 @@ def otfusion(
 
     Returns:
         The algorithm. Updates are {"params": W_i, "wiring": which layer feeds which, static}. It
-        reports `Transported`.
+        reports `OTFusionReport`.
 
     Raises:
         ValueError: If there is a score and a pair was chosen too; on summarize, if a leaf belongs
@@ -153,7 +153,9 @@ class _How(NamedTuple):
 
 
 @partial(jit, static_argnums=0)
-def _fused(how: _How, wires: Wiring, stacked: Params, weights: Array) -> tuple[Params, Transported]:
+def _fused(
+    how: _How, wires: Wiring, stacked: Params, weights: Array
+) -> tuple[Params, OTFusionReport]:
     present = weights > 0
     # The params of a client without weight must not matter, however large they are.
     stacked = tree.where(present, stacked)
@@ -165,13 +167,13 @@ def _fused(how: _How, wires: Wiring, stacked: Params, weights: Array) -> tuple[P
     stays = jnp.arange(len(weights)) == first
     moved, transports = jax.vmap(partial(_aligned, how, wires, pivot))(layers, stays)
     merged = assemble(wires.layers, tree.weighted_sum(moved, weights))
-    return template.restore(merged), Transported(transports)
+    return template.restore(merged), OTFusionReport(transports)
 
 
 @partial(jit, static_argnums=0)
 def _chosen(
     how: _How, evaluate: Callable, wires: Wiring, stacked: Params, weights: Array
-) -> tuple[Params, Transported]:
+) -> tuple[Params, OTFusionReport]:
     """Merge with each pair of `CHOICES`, and return the first merge with the best score."""
     found, scores = [], []
     for correction, past in CHOICES:

@@ -24,7 +24,7 @@ from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
-class Matched(NamedTuple):
+class PFNMReport(NamedTuple):
     """Report of PFNM.
 
     Attributes:
@@ -45,7 +45,7 @@ def pfnm(
     sweeps: int = 5,
     most_new: int = 700,
     misplaced_prior: bool = False,
-) -> Algorithm[Matched]:
+) -> Algorithm[PFNMReport]:
     """Make PFNM, whose merged network has one unit for each group of matched units.
 
         theta_g = (s mu + sum_{w -> g} w) / (s + m_g)
@@ -81,7 +81,7 @@ def pfnm(
         The algorithm. Updates are {"params": W_i, "counts": number of examples of each class [C],
         "wiring": which layer feeds which, static}, so that label counts are disclosed. The merged
         params are wider than `params`, so that rounds cannot continue from them. It reports
-        `Matched`.
+        `PFNMReport`.
 
     Raises:
         ValueError: If a number is out of range or the likelihood is not the categorical one; on
@@ -143,7 +143,7 @@ def pfnm(
         merged, places = _merged(prior, misplaced_prior, updates["wiring"], leaves, counts, order)
         names, structure = Template.of(params).names(), jax.tree.structure(params)
         merged = jax.tree.unflatten(structure, [jnp.asarray(merged[name]) for name in names])
-        return merged, state, Matched(places)
+        return merged, state, PFNMReport(places)
 
     kind = "params, counts of classes and wiring"
     return Algorithm(summarize, aggregate, kind=kind, model=model, gives="wider model")

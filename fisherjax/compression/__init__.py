@@ -1,7 +1,7 @@
 """Compress updates: quantise, truncate, send differences, or fill a given number of bytes."""
 
 from fisherjax.compression.base import Codec, compose, compressed, encode, size
-from fisherjax.compression.encoded import Encoded, declared, decode
+from fisherjax.compression.encoded import Encoded, Leaves, declared, decode
 from fisherjax.compression.matrices import Root, Triangle, Truncated, roots, triangles, truncated
 from fisherjax.compression.quantized import Codes, Difference, differences, quantized
 from fisherjax.compression.stream import Slot, Stream
@@ -12,6 +12,7 @@ __all__ = [
     "Codes",
     "Difference",
     "Encoded",
+    "Leaves",
     "Root",
     "Slot",
     "Squares",

@@ -7,7 +7,7 @@ decoded, `declared` computes the shapes that it decodes to.
 import abc
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from fisherjax import tree
 from fisherjax.typing import Array, Params
 
 _FLOATS = "float16", "bfloat16", "float32", "float64"
-Leaves = dict[str, Array]
+Leaves: TypeAlias = dict[str, Array]
 """Leaves of the model that clients started from, by name."""
 
 

@@ -1,6 +1,6 @@
 """Read and write models, Fisher factors and uploads as files; merge uploads without the network."""
 
-from fisherjax.files._limits import Limits
+from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import Place, Places
 from fisherjax.files.arrays import load_arrays, save_arrays, unflatten
 from fisherjax.files.base import Sealed, unseal
@@ -10,6 +10,7 @@ from fisherjax.files.values import VALUE_TYPES
 
 __all__ = [
     "VALUE_TYPES",
+    "ArrayKind",
     "Limits",
     "Merge",
     "Place",

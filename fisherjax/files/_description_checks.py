@@ -20,7 +20,7 @@ from fisherjax import compression, tree
 from fisherjax._core import checks
 from fisherjax._layers.graph import Wiring
 from fisherjax._layers.layer import Layer
-from fisherjax.files._limits import Kind, Limits
+from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files.base import Sealed
 from fisherjax.files.values import VALUE_TYPES, decode, joined
 from fisherjax.fisher import Dense, Diagonal, Kronecker, Operator
@@ -32,7 +32,7 @@ STATISTICS, FROZEN = "statistics", "frozen"
 of the file, and frozen leaves, which are not sent."""
 
 
-def check(file: Sealed, limits: Limits) -> dict[str, Kind]:
+def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
     """Check the description of an upload, and return the kinds of all values that it decodes to.
 
     Raises:
@@ -64,7 +64,7 @@ def check(file: Sealed, limits: Limits) -> dict[str, Kind]:
 
 def check_sizes(
     path: Path, client: str, values: Mapping[str, Any], nbytes: int, limits: Limits
-) -> dict[str, Kind]:
+) -> dict[str, ArrayKind]:
     """Check the sizes and shapes of the values that an upload decodes to.
 
     Args:
@@ -93,7 +93,9 @@ def check_sizes(
         for name, kind, *expected in _expected(found):
             if tuple(kind.shape) not in expected:
                 shapes = " or ".join(str(list(shape)) for shape in expected)
-                raise ValueError(f"{name} is {Kind.of(kind)}, expected {shapes} to fit its params")
+                raise ValueError(
+                    f"{name} is {ArrayKind.of(kind)}, expected {shapes} to fit its params"
+                )
         if isinstance(found.get("wiring"), Wiring):
             _check_wiring(found["wiring"], found["params"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -103,10 +105,10 @@ def check_sizes(
             "its sender and its codes decode to more bytes than usual, raise the limit: "
             "limits=files.Limits(expansion=...), or --limit expansion=..."
         ) from error
-    return {name: Kind.of(x) for name, x in tree.by_name(found).items() if hasattr(x, "dtype")}
+    return {name: ArrayKind.of(x) for name, x in tree.by_name(found).items() if hasattr(x, "dtype")}
 
 
-def _check_untrained(file: Sealed, sizes: Mapping[str, Kind], limits: Limits) -> None:
+def _check_untrained(file: Sealed, sizes: Mapping[str, ArrayKind], limits: Limits) -> None:
     """Check the names of statistics and frozen leaves: no leaf has two kinds or lacks its array."""
     listed = {what: file.about.get(what, []) for what in (STATISTICS, FROZEN)}
     for what, names in listed.items():
@@ -224,7 +226,7 @@ def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
         known = dict(zip(fisher.template.names(), fisher.template.shapes, strict=True))
         for name in known.keys() & shapes.keys():
             if shapes[name] != known[name]:
-                kind = Kind.of(params[name])
+                kind = ArrayKind.of(params[name])
                 expected = kind._replace(shape=known[name])
                 raise ValueError(f"params/{name} is {kind}, expected {expected} as in its Fisher")
         shapes = known | shapes

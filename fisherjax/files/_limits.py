@@ -57,14 +57,19 @@ _LIMITED = {
 }
 
 
-class Kind(NamedTuple):
-    """The dtype and the shape of an array."""
+class ArrayKind(NamedTuple):
+    """The dtype and the shape of an array, as a file declares them.
+
+    Attributes:
+        dtype: Name of the dtype, such as "float32".
+        shape: Sizes of the axes.
+    """
 
     dtype: str
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, array: Any) -> "Kind":
+    def of(cls, array: Any) -> "ArrayKind":
         """Return the kind of an array."""
         return cls(array.dtype.name, tuple(array.shape))
 

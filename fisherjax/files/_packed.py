@@ -16,11 +16,11 @@ from fisherjax._core.compiler import jit
 from fisherjax._divergence import diverged, screen
 from fisherjax.compression import Difference
 from fisherjax.files import uploads
-from fisherjax.files._limits import LIMITS, Kind, Limits
+from fisherjax.files._limits import LIMITS, ArrayKind, Limits
 from fisherjax.files.arrays import load_arrays
 from fisherjax.files.uploads import Record
 
-Opened = Sequence[tuple[Record, dict[str, Any], dict[str, Kind]]]
+Opened = Sequence[tuple[Record, dict[str, Any], dict[str, ArrayKind]]]
 """For each upload its record, the description of its values, and the kinds that they decode to."""
 
 
@@ -100,10 +100,10 @@ def _nodes(spec: Any, kind: str) -> Iterator[dict[str, Any]]:
 
 def check_like(
     record: Record,
-    sizes: dict[str, Kind],
+    sizes: dict[str, ArrayKind],
     start: dict[str, np.ndarray] | None,
     first: Record,
-    others: dict[str, Kind],
+    others: dict[str, ArrayKind],
 ) -> None:
     """Check that an upload decodes to the shapes of the start and of the first client."""
     expected = {name: (kind.shape, repr(str(first.path))) for name, kind in others.items()}

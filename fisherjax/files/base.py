@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from safetensors import safe_open
 
-from fisherjax.files._limits import CODES, LIMITS, Kind, Limits, check_storable
+from fisherjax.files._limits import CODES, LIMITS, ArrayKind, Limits, check_storable
 
 FORMATS = 1, 2
 """Versions of the metadata that can be read. Version 2 has leaves that are not trained."""
@@ -42,7 +42,7 @@ class Sealed(NamedTuple):
 
     path: Path
     about: dict[str, Any]
-    arrays: dict[str, Kind]
+    arrays: dict[str, ArrayKind]
     nbytes: int
     digest: str
 
@@ -77,7 +77,7 @@ def checked_path(path: str | os.PathLike, *suffixes: str) -> Path:
 
 @contextlib.contextmanager
 def sealing(
-    path: str | os.PathLike, kinds: Mapping[str, Kind], about: Mapping[str, Any]
+    path: str | os.PathLike, kinds: Mapping[str, ArrayKind], about: Mapping[str, Any]
 ) -> Iterator[Callable[[str, Any], None]]:
     """Write a sealed file; the context manager yields `put(name, array)`, to call for each array.
 
@@ -98,8 +98,8 @@ def sealing(
         left = dict(places)
 
         def put(name: str, array: Any) -> None:
-            if Kind.of(array) != kinds[name]:
-                raise ValueError(f"{name} is {Kind.of(array)}; expected {kinds[name]}")
+            if ArrayKind.of(array) != kinds[name]:
+                raise ValueError(f"{name} is {ArrayKind.of(array)}; expected {kinds[name]}")
             file.seek(len(header) + left.pop(name))
             # The format requires C order and little-endian numbers.
             array = np.asarray(array, order="C")
@@ -168,14 +168,14 @@ def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
     return Sealed(path, about, arrays, nbytes, metadata[_DIGEST])
 
 
-def _kind(path: Path, name: str, entry: Mapping[str, Any]) -> Kind:
+def _kind(path: Path, name: str, entry: Mapping[str, Any]) -> ArrayKind:
     names = {code: name for name, code in CODES.items()}
     if entry["dtype"] not in names:
         raise ValueError(
             f"{str(path)!r}: array '{name}' has type {entry['dtype']}; expected one of "
             f"{', '.join(names)}"
         )
-    return Kind(names[entry["dtype"]], tuple(entry["shape"]))
+    return ArrayKind(names[entry["dtype"]], tuple(entry["shape"]))
 
 
 def read(path: Path, names: Iterable[str]) -> Iterator[np.ndarray]:
@@ -190,7 +190,9 @@ def version() -> str:
     return sys.modules[__name__.partition(".")[0]].__version__
 
 
-def _header(kinds: Mapping[str, Kind], about: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
+def _header(
+    kinds: Mapping[str, ArrayKind], about: Mapping[str, Any]
+) -> tuple[bytes, dict[str, int]]:
     """Return the header of a file, and the offset of each array behind it."""
     for name, kind in kinds.items():
         check_storable(name, kind.dtype)

@@ -23,7 +23,7 @@ from fisherjax.clients import shares
 from fisherjax.files import base, uploads
 from fisherjax.files._description_checks import STATISTICS
 from fisherjax.files._layerwise import Cohort, layer_by_layer
-from fisherjax.files._limits import LIMITS, Kind, Limits
+from fisherjax.files._limits import LIMITS, ArrayKind, Limits
 from fisherjax.files._packed import Opened, check_like, decoded_files, start_by_name
 from fisherjax.files._parts import split
 from fisherjax.files._reads import check_clients, check_untrained, common, method_of
@@ -153,11 +153,11 @@ def merge_files(
     if method.gives == "wider model":
         # The header has the shapes of the merged leaves, which are known only after the merge.
         ready = list(ready)
-        kinds = {x: Kind.of(array) for merged in ready for x, array in merged.items()}
+        kinds = {x: ArrayKind.of(array) for merged in ready for x, array in merged.items()}
     else:
         leaves = (abstract["params"] | statistics).items()
         kinds = {x or "array": _merged_kind(records[0].arrays[y]) for x, y in leaves}
-        kinds |= {leaf: Kind.of(array) for leaf, array in frozen.items()}
+        kinds |= {leaf: ArrayKind.of(array) for leaf, array in frozen.items()}
     about = {
         **{"what": "model", "algorithm": name, "kind": method.kind},
         "options": {key: str(value) for key, value in options.items()},
@@ -210,6 +210,6 @@ def _left_out(records: list[Record], names: list[str], on_nonfinite: str) -> dic
     return left_out
 
 
-def _merged_kind(kind: Kind) -> Kind:
+def _merged_kind(kind: ArrayKind) -> ArrayKind:
     """Return the kind of a merged leaf, which has 32 bits where JAX's x64 mode is off."""
     return kind._replace(dtype=jax.dtypes.canonicalize_dtype(kind.dtype).name)

@@ -15,7 +15,7 @@ from fisherjax._core import checks
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
 from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check, check_sizes
-from fisherjax.files._limits import LIMITS, Kind, Limits
+from fisherjax.files._limits import LIMITS, ArrayKind, Limits
 from fisherjax.files.base import Sealed
 from fisherjax.files.values import check_single, decode, encode, flat, joined, shape_of
 
@@ -52,7 +52,7 @@ class Record(NamedTuple):
     layers: dict[str, tuple[int, ...] | None]
     statistics: dict[str, tuple[int, ...]]
     frozen: tuple[str, ...]
-    arrays: dict[str, Kind]
+    arrays: dict[str, ArrayKind]
     nbytes: int
     version: str
     sha256: str
@@ -122,7 +122,7 @@ def save_update(
     examples = examples if isinstance(examples, int) else float(examples)
     fields = dict(zip(FIELDS, (algorithm, update.kind, client, examples, codec), strict=True))
     about = {"what": "upload"} | fields | {"values": spec} | _untrained(update)
-    kinds = {name: Kind.of(array) for name, array in arrays.items()}
+    kinds = {name: ArrayKind.of(array) for name, array in arrays.items()}
     with base.sealing(path, kinds, about) as put:
         for name, array in arrays.items():
             put(name, array)
@@ -189,7 +189,7 @@ def check_method(name: str) -> None:
 
 def open_upload(
     path: str | os.PathLike, limits: Limits = LIMITS
-) -> tuple[Record, dict[str, Any], dict[str, Kind]]:
+) -> tuple[Record, dict[str, Any], dict[str, ArrayKind]]:
     """Check an upload, and read its record and the description of its values.
 
     Returns:

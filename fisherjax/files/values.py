@@ -26,7 +26,7 @@ from fisherjax.compression import (
     Triangle,
     Truncated,
 )
-from fisherjax.files._limits import Kind
+from fisherjax.files._limits import ArrayKind
 from fisherjax.fisher import Dense, Diagonal, Kronecker
 from fisherjax.fisher.operators import Template
 
@@ -50,7 +50,7 @@ def decode(path: Path, spec: Any, leaf: Callable[[str], Any]) -> dict[str, Any]:
         ) from error
 
 
-def shape_of(spec: Any, name: str, arrays: dict[str, Kind]) -> tuple[int, ...] | None:
+def shape_of(spec: Any, name: str, arrays: dict[str, ArrayKind]) -> tuple[int, ...] | None:
     """Return the shape of a leaf, or None if its description has no shape."""
     if spec == _ARRAY:
         return arrays[name].shape

@@ -15,24 +15,40 @@ Where to find:
   of layers fisherjax/_layers/locations.py.
 """
 
-from fisherjax.fisher._factors import expand, reduce
+from fisherjax._layers.feeders import Feeders
+from fisherjax._layers.layer import Layer
+from fisherjax.fisher._factors import Sharing, expand, reduce
 from fisherjax.fisher.diagonal import diagonal
 from fisherjax.fisher.full import full, vector_product
-from fisherjax.fisher.kfac import kfac, zero
-from fisherjax.fisher.kinds import automatic, curvature_propagation, empirical, sampled, true
+from fisherjax.fisher.kfac import Fallback, kfac, zero
+from fisherjax.fisher.kinds import (
+    Kind,
+    automatic,
+    curvature_propagation,
+    empirical,
+    sampled,
+    true,
+)
 from fisherjax.fisher.kronecker import Kronecker
 from fisherjax.fisher.kronecker_sum import KroneckerSum
-from fisherjax.fisher.operators import Dense, Diagonal
+from fisherjax.fisher.operators import Blockwise, Dense, Diagonal, Template
 
 Operator = Diagonal | Dense | Kronecker
 """Any of the Fisher operators that clients send."""
 
 __all__ = [
+    "Blockwise",
     "Dense",
     "Diagonal",
+    "Fallback",
+    "Feeders",
+    "Kind",
     "Kronecker",
     "KroneckerSum",
+    "Layer",
     "Operator",
+    "Sharing",
+    "Template",
     "automatic",
     "curvature_propagation",
     "diagonal",

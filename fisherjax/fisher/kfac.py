@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
@@ -25,7 +25,8 @@ from fisherjax.fisher.kronecker import Kronecker, diagonal_of
 from fisherjax.fisher.operators import Diagonal, Template
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params, Scalar
 
-Fallback = Callable[..., Diagonal] | None
+Fallback: TypeAlias = Callable[..., Diagonal] | None
+"""What K-FAC does with leaves that it does not cover: a diagonal Fisher, `zero`, or an error."""
 
 
 def zero(*args: object, **kwargs: object) -> Diagonal:

@@ -10,6 +10,7 @@ For every kind, a structure (diagonal, K-FAC, full) computes the same sum over t
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 from fisherjax.fisher._columns import Columns, values
 from fisherjax.typing import Array, Key, Likelihood
 
-Kind = Callable[..., Columns]
+Kind: TypeAlias = Callable[..., Columns]
+"""An output-gradient estimator, such as `fisher.true`: (likelihood, z, targets, key) -> columns."""
 
 
 def automatic(

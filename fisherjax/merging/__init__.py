@@ -5,7 +5,7 @@ BatchNorm's statistics, `exchanges` the messages without training. Updates are r
 `_upload_checks` (kind, leaves, weights) and `_divergence` (values that are not finite).
 """
 
-from fisherjax._divergence import check_updates
+from fisherjax._divergence import Diverged, check_updates
 from fisherjax.merging._running_statistics import SumsAndStatistics
 from fisherjax.merging._server_half import Merged, server_half
 from fisherjax.merging.client_half import summarize, summarize_cohort, summarize_memory
@@ -13,6 +13,7 @@ from fisherjax.merging.exchanges import Message, exchange, exchange_memory, mess
 from fisherjax.merging.merges import merge, merge_stream, merge_sums
 
 __all__ = [
+    "Diverged",
     "Merged",
     "Message",
     "SumsAndStatistics",

@@ -8,12 +8,21 @@ shapes.
 Images are [B, H, W, C]; kernels are [kh, kw, cin, cout].
 """
 
-from fisherjax.nn.convolution import conv_general_dilated, observe_convolutions, patches
-from fisherjax.nn.generator import Generator, doubled_convolution, generate, init_generator
+from fisherjax.nn.convolution import (
+    Padding,
+    Pair,
+    conv_general_dilated,
+    observe_convolutions,
+    patches,
+)
+from fisherjax.nn.generator import Generator, Norm, doubled_convolution, generate, init_generator
 from fisherjax.nn.pooling import max_pool
 
 __all__ = [
     "Generator",
+    "Norm",
+    "Padding",
+    "Pair",
     "conv_general_dilated",
     "doubled_convolution",
     "generate",

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from fisherjax.typing import Array
 
-Pair = Sequence[int]
-Padding = str | Sequence[tuple[int, int]]
+Pair: TypeAlias = Sequence[int]
+"""Numbers for the two axes of an image, height and width."""
+Padding: TypeAlias = str | Sequence[tuple[int, int]]
+"""Padding of images: "SAME", "VALID", or the rows before and after each of the two axes."""
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 # Measured: from this kw * cin on, derivatives for the images are summed over rows of the kernel.

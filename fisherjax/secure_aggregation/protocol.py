@@ -27,19 +27,14 @@ import numpy as np
 
 from fisherjax._core import checks
 from fisherjax.secure_aggregation import keys, shares
-from fisherjax.secure_aggregation._messages import (
-    Client,
-    Keys,
-    Masked,
-    Sealed,
-    Setting,
-    Shares,
+from fisherjax.secure_aggregation._message_checks import (
     by_client,
     check_enough,
     check_place,
     checked_roster,
 )
 from fisherjax.secure_aggregation.fixed_point import unsigned
+from fisherjax.secure_aggregation.messages import Client, Keys, Masked, Sealed, Setting, Shares
 
 Entropy = Callable[[int], bytes]
 """Number of bytes -> random bytes, such as `os.urandom`."""

@@ -30,6 +30,18 @@ from fisherjax.theory._recursion import State, forward, run_round
 from fisherjax.theory.signal_noise import Data, signs
 from fisherjax.typing import Array, Scalar
 
+__all__ = [
+    "History",
+    "State",
+    "alone",
+    "average",
+    "begin",
+    "performance",
+    "reconstruct",
+    "train",
+    "within_groups",
+]
+
 
 class History(NamedTuple):
     """Losses, accuracies and coefficients of each of M clients in each of R rounds.

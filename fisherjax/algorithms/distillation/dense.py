@@ -23,7 +23,7 @@ from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
-class Distilled(NamedTuple):
+class DenseReport(NamedTuple):
     """Report of DENSE.
 
     Attributes:
@@ -50,7 +50,7 @@ def dense(
     normalize: Callable[[Array], Array] | None = None,
     crop: bool = False,
     score: Callable[[Params], Array] | None = None,
-) -> Algorithm[Distilled]:
+) -> Algorithm[DenseReport]:
     """Make DENSE, which distils the clients' models into one, on images that the server generates.
 
         t(x) = sum_i p_i z_i(x),   s(x) = z(x, W),
@@ -78,7 +78,7 @@ def dense(
 
     Returns:
         The algorithm, whose `aggregate` is `Stages`, one per epoch: see `in_stages`. Updates are
-        those of `start`; it reports `Distilled`.
+        those of `start`; it reports `DenseReport`.
 
     Raises:
         ValueError: If an argument is out of range, the likelihood is not categorical, or updates
@@ -133,13 +133,13 @@ def dense(
         values, weights = received
         return distillation.epoch(fixed, evaluate, values["params"], weights, work)
 
-    def finish(work: Distilling, state: Any) -> tuple[Params, Any, Distilled]:
+    def finish(work: Distilling, state: Any) -> tuple[Params, Any, DenseReport]:
         params = work.best
         if score is None:
             _check_converged(work, how)
             params = work.student
         synthesis, distillation = work.losses.T
-        return params, state, Distilled(work.images, synthesis, distillation, work.score)
+        return params, state, DenseReport(work.images, synthesis, distillation, work.score)
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         if jax.tree.leaves(trained.statistics):

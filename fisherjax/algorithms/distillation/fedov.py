@@ -20,7 +20,7 @@ from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
-class Voters(NamedTuple):
+class FedOVReport(NamedTuple):
     """Report of FedOV.
 
     Attributes:
@@ -94,7 +94,7 @@ def _check_classes(model: Model) -> None:
 
 
 @cached
-def fedov(model: Model) -> Algorithm[Voters]:
+def fedov(model: Model) -> Algorithm[FedOVReport]:
     """Make FedOV, whose merged model is the stack of the clients' models, for a vote.
 
         W = (W_i) over clients of p_i > 0,   predictions by `voting(model)` at W.
@@ -108,7 +108,7 @@ def fedov(model: Model) -> Algorithm[Voters]:
 
     Returns:
         The algorithm. Updates are {"params": W_i}. Merged leaves are [V, ...], so that rounds
-        cannot continue from them. It reports `Voters`.
+        cannot continue from them. It reports `FedOVReport`.
 
     Raises:
         ValueError: If the likelihood is not categorical; on a merge, if the clients' leaves have
@@ -142,7 +142,7 @@ def fedov(model: Model) -> Algorithm[Voters]:
         stacked = jax.tree.map(lambda leaf: leaf[present], updates["params"])
         # The vote runs all models: each has a copy of the leaves that are not trained.
         stacked = leaves.join(stacked, copies(params, len(present)))
-        return stacked, state, Voters(jnp.asarray(cohort)[present])
+        return stacked, state, FedOVReport(jnp.asarray(cohort)[present])
 
     kind = "params of an open set"
     link = Link(whole=True)

@@ -16,7 +16,7 @@ from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 _ADAM = optax.adam(1e-3)
 
 
-class Taught(NamedTuple):
+class StudentReport(NamedTuple):
     """Report of the distillation.
 
     Attributes:
@@ -39,7 +39,7 @@ def distilled(
     epochs: int = 100,
     optimizer: optax.GradientTransformation = _ADAM,
     batch_size: int = 64,
-) -> tuple[Params, Taught]:
+) -> tuple[Params, StudentReport]:
     """Train one model on the vote of several, by inputs without labels.
 
         minimise over W   mean_n KL(v(. | x_n) || p(. | x_n, W)),
@@ -62,7 +62,7 @@ def distilled(
         batch_size: Minibatch size.
 
     Returns:
-        The student's params and `Taught`.
+        The student's params and `StudentReport`.
 
     Raises:
         ValueError: If the student's outputs differ in shape from the vote's, there are no inputs,
@@ -105,7 +105,7 @@ def distilled(
         _divergence(_over_inputs(student.apply, length, w, inputs), target).mean()
         for w in (start, params)
     ]
-    return params, Taught(*losses)
+    return params, StudentReport(*losses)
 
 
 @partial(jit, static_argnums=(0, 1))

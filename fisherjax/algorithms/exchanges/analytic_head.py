@@ -23,7 +23,7 @@ from fisherjax.typing import Array, Key, Model, Params, Scalar
 _ITERATIONS = 50  # of the fixed point
 
 
-class Ridge(NamedTuple):
+class AnalyticHeadReport(NamedTuple):
     """Report of the ridge regression.
 
     Attributes:
@@ -42,7 +42,7 @@ def analytic_head(
     ridge: Scalar | None = None,
     batch_size: int = 64,
     max_examples: int | None = None,
-) -> Algorithm[Ridge]:
+) -> Algorithm[AnalyticHeadReport]:
     """Make the exchange that solves the last dense layer V by ridge regression.
 
         V = (A + lambda m(A) I)^-1 B,   A = E[a a^T],   B = E[a y^T],
@@ -64,7 +64,7 @@ def analytic_head(
 
     Returns:
         The algorithm. Updates are {"head": HeadSums}, of which the server needs only sums; it
-        reports a `Ridge`.
+        reports `AnalyticHeadReport`.
 
     Raises:
         ValueError: If ridge is negative; on summarize, if the outputs are not exactly those of a
@@ -103,7 +103,7 @@ def analytic_head(
 
 
 @jit
-def _solved(sums: HeadSums, ridge: Scalar | None) -> tuple[Array, Ridge]:
+def _solved(sums: HeadSums, ridge: Scalar | None) -> tuple[Array, AnalyticHeadReport]:
     inputs, mean = sums.inputs, jnp.trace(sums.inputs) / len(sums.inputs)
     eigenvalues, vectors = jax.lax.stop_gradient(linalg.eigh(inputs))
     eigenvalues = jnp.maximum(eigenvalues, 0)
@@ -116,7 +116,7 @@ def _solved(sums: HeadSums, ridge: Scalar | None) -> tuple[Array, Ridge]:
     shift = jnp.maximum(shift, jnp.finfo(inputs.dtype).eps * jnp.trace(inputs))
     found = linalg.solve_definite(inputs + shift * jnp.eye(len(inputs)), sums.products)
     determined = (eigenvalues / (eigenvalues + shift)).sum()
-    return found, Ridge(shift / mean, determined)
+    return found, AnalyticHeadReport(shift / mean, determined)
 
 
 def _ridge_of_largest_evidence(eigenvalues: Array, vectors: Array, sums: HeadSums) -> Array:

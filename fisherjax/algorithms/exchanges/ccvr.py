@@ -26,7 +26,7 @@ _SGD = optax.sgd(0.003, momentum=0.9)
 _BATCH = 64
 
 
-class Tuned(NamedTuple):
+class CCVRReport(NamedTuple):
     """Report of the tuning.
 
     Attributes:
@@ -47,7 +47,7 @@ def ccvr(
     optimizer: optax.GradientTransformation = _SGD,
     batch_size: int = 64,
     max_examples: int | None = None,
-) -> Algorithm[Tuned]:
+) -> Algorithm[CCVRReport]:
     """Make the exchange that tunes the last dense layer on features sampled from Gaussians.
 
         y ~ pi,   a ~ N(mu_y, S),   mu_c = E[a | c],   S = E[a a^T] - sum_c pi_c mu_c mu_c^T,
@@ -70,7 +70,7 @@ def ccvr(
 
     Returns:
         The algorithm. Updates are {"head": HeadSums}, of which the server needs only sums; it
-        reports `Tuned`.
+        reports `CCVRReport`.
 
     Raises:
         ValueError: If a number is out of range or the likelihood is not categorical; on summarize,
@@ -142,7 +142,7 @@ def _tuned(
     features: Array,
     labels: Array,
     key: Key,
-) -> tuple[Array, Tuned]:
+) -> tuple[Array, CCVRReport]:
     def loss(value: Array, features: Array, labels: Array) -> Array:
         z = features @ value
         return optax.softmax_cross_entropy_with_integer_labels(z, labels).mean()
@@ -167,4 +167,4 @@ def _tuned(
     before = loss(value, features, labels)
     (value, state), _ = jax.lax.scan(step, (value, optimizer.init(value)), batches)
     value = _optimizers.final_params(value, state)
-    return value, Tuned(before, loss(value, features, labels))
+    return value, CCVRReport(before, loss(value, features, labels))

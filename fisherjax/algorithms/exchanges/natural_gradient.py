@@ -60,7 +60,7 @@ class Course(NamedTuple):
     predicted: Any = None
 
 
-class Step(NamedTuple):
+class NaturalGradientReport(NamedTuple):
     """Report of a step.
 
     Attributes:
@@ -85,7 +85,11 @@ def natural_gradient(
     kind: Kind = fisher.sampled,
     batch_size: int = 128,
     max_examples: int | None = 4000,
-) -> tuple[Algorithm[Step], Algorithm[Step], Algorithm[Step]]:
+) -> tuple[
+    Algorithm[NaturalGradientReport],
+    Algorithm[NaturalGradientReport],
+    Algorithm[NaturalGradientReport],
+]:
     """Make the exchange that moves all layers by natural gradients, and solves the last layer.
 
         D_k = -(A (x) G + lambda_k I)^-1 g   for each hidden layer, lambda_k = damping_k m(A (x) G),
@@ -123,7 +127,7 @@ def natural_gradient(
 
     Returns:
         The three messages, for `merging.exchange`. The server needs only sums of the updates of
-        each; the last one reports a `Step`.
+        each; the last one reports `NaturalGradientReport`.
 
     Raises:
         ValueError: If a number is out of range; on summarize, if the outputs are not those of a
@@ -196,7 +200,7 @@ def natural_gradient(
         # The first of equal losses: the largest scale if there are no held-out examples.
         scale = jnp.array(steps)[jnp.nanargmin(held)]
         moved = jax.tree.map(lambda w, d: w + scale * d, params, state.step)
-        return moved, (), Step(state.loss, state.predicted, scale, held)
+        return moved, (), NaturalGradientReport(state.loss, state.predicted, scale, held)
 
     def message(name: str, summarize: Any, aggregate: Any, link: Link) -> Algorithm:
         def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
