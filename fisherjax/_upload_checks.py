@@ -1,8 +1,8 @@
 """Check uploads before a merge: their kind, their leaves, their number and their weights.
 
 Their values are checked in `_divergence` (finite) and `_semidefinite` (curvature). Uploads that are
-files are first checked in `files._description_checks`, entry by entry, before anything of them is
-allocated.
+files are first checked in `files._description_checks` and `files._size_checks`, entry by entry,
+before anything of them is allocated.
 """
 
 from typing import Any

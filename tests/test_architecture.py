@@ -79,7 +79,8 @@ BUILT = {  # folders whose files build on one another
 # What the other files of a folder may import, and these in this order.
 SHARED = [
     *("accounting", "clipping", "encoded", "reading", "_limits"),
-    *("base", "stages", "checks", "_places", "arrays", "values", "_description_checks", "uploads"),
+    *("base", "stages", "checks", "_places", "arrays", "values"),
+    *("_size_checks", "_description_checks", "uploads"),
     *("_packed", "_parts"),
     *("_rows", "_fisher_updates", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),

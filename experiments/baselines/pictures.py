@@ -57,8 +57,7 @@ def otfusion(found: list[Fused], path: Path) -> str:
         title = f"Clients of {what}\naveraged {mean}, matched first {matched}"
         axes[0].set_title(f"{title}\n\n{axes[0].get_title()}", fontsize="medium")
     drawn.suptitle("OTFusion: where do the units of client 2 belong?", fontsize="large")
-    figures.legend(drawn, panels.flat, title="a unit of client 2", markerscale=1.6)
-    figures.save(drawn, path)
+    figures.save_with_legend(drawn, path, title="a unit of client 2", markerscale=1.6)
     headings = ("clients of", label("fedavg"), label("otfusion"), *(f"stay in {n}" for n in names))
     return tables.markdown(tables.Table("", headings, lines))
 
@@ -95,8 +94,7 @@ def pfnm(found: list[Widened], path: Path) -> str:
         units = (f"{sum(x)} ({x[0]} of one client alone)" for x in wide.shared.values())
         lines.append((str(wide.clients), *accuracies, *units))
     drawn.suptitle("PFNM: a merged network as wide as there are different units", fontsize="large")
-    figures.legend(drawn, panels, columns=3)
-    figures.save(drawn, path)
+    figures.save_with_legend(drawn, path, columns=3)
     headings = ("clients", label("fedavg"), label("pfnm"), *(f"units of {n}" for n in names))
     return tables.markdown(tables.Table("", headings, lines))
 

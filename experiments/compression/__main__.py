@@ -62,8 +62,7 @@ def _draw_figure(asked: Config, measured: Sequence[Measurement], heading: str) -
     panel.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     panel.minorticks_off()
     drawn.suptitle(f"{heading}\n(lines: water filling; _ even bits, x the paper's codec)", size=10)
-    figures.legend(drawn, [panel], columns=3)
-    figures.save(drawn, asked.out / "compression.png")
+    figures.save_with_legend(drawn, asked.out / "compression.png", columns=3)
 
 
 main = studies.study(PROGRAM, __doc__, runs, _check, _report)

@@ -89,8 +89,7 @@ def measured(
     asked: Config, console: Console, missing: Sequence[Unit]
 ) -> Iterator[list[Measurement]]:
     """Train the clients, or read them, compress what they send, and merge it."""
-    task, start, trained = trained_clients.clients(asked, asked.algorithms, console)
-    (federation,) = task.federations.values()
+    task, federation, start, trained = trained_clients.clients(asked, asked.algorithms, console)
     sent: dict[str, fj.algorithms.Update] = {}
     average = steps.upload_bytes(steps.changed(trained))
     for name, codec_name in studies.each(console, missing, ", ".join):

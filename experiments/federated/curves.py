@@ -86,19 +86,16 @@ def figure(
         panel.set_title(heading, fontsize="medium", loc="left")
         panel.set_xlabel("local epochs in all")
     panels[0].set_ylabel(what)
-    figures.legend(drawn, panels, columns=side_by_side)
-    figures.save(drawn, config.out / file)
+    figures.save_with_legend(drawn, config.out / file, columns=side_by_side)
 
 
 def _curve(
     panel: Any, rows: Sequence[records.Row], algorithm: str, epochs: int, metric: tuple[str, str]
 ) -> None:
     """Draw the mean over seeds, and their range as a band."""
-    series: dict[int, list[float]] = {}
-    for row in rows:
-        if (row.algorithm, row.local_epochs, row.split, row.metric) == (algorithm, epochs, *metric):
-            value = 100 * row.value if row.metric == "accuracy" else row.value
-            series.setdefault(epochs * row.round, []).append(value)
+    what, scale = (algorithm, epochs, *metric), 100 if metric[1] == "accuracy" else 1
+    own = [x for x in rows if (x.algorithm, x.local_epochs, x.split, x.metric) == what]
+    series = tables.gathered((epochs * row.round, scale * row.value) for row in own)
     x, looks = list(series), figures.style(algorithm)
     means, low, high = ([of(series[place]) for place in x] for of in (statistics.fmean, min, max))
     looks |= {"linestyle": figures.line_style(algorithm), "markevery": max(1, len(x) // _MARKED)}

@@ -5,15 +5,15 @@ One-Shot Federated Learning", AISTATS 2024, are in fedfisher_paper.csv: means an
 seeds in percent, 5 clients, 30 epochs, uploads compressed to the size of FedAvg's.
 """
 
-import csv
 import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.harness import commands, config, figures, grid_runs, grids, records, steps
-from experiments.harness.tables import Table, csv_text, moments, spread
+from experiments.harness import commands, config, figures, grid_runs, grids, papers, records, steps
+from experiments.harness.papers import Published
+from experiments.harness.tables import Table, csv_text, gathered, moments
 
 _PAPER, _CLIENTS = Path(__file__).with_name("fedfisher_paper.csv"), 5
 _ORDER = (
@@ -74,13 +74,6 @@ class Grid(grids.Cells):
         )
 
 
-class Published(NamedTuple):
-    """The mean and the standard deviation that the paper reports, in percent."""
-
-    accuracy: float
-    deviation: float
-
-
 class Measured(NamedTuple):
     """The results of one algorithm in some runs; seconds are medians, of all clients together."""
 
@@ -103,40 +96,32 @@ _NOTHING = Measured((), None, None, None)
 def columns(grid: Grid) -> dict[str, list[str]]:
     """Order algorithms as the paper does, and likewise the exchanges after merges, by name."""
     asked = grid.merging.algorithms
-    order = [name for name in _ORDER if name in asked]
-    order += [name for name in asked if name not in _ORDER]
+    order = papers.in_order(asked, _ORDER)
     after = {other: [f"{name}+{other}" for name in order] for other in grid.calibrate}
     return {"": order} | after
 
 
 def published() -> dict[tuple[Cell, str], Published]:
     """Read the paper's numbers by cell and algorithm."""
-    with open(_PAPER, newline="") as file:
-        _, *lines = csv.reader(file)
-    return {
-        (Cell(dataset, _CLIENTS, float(alpha)), name): Published(*map(float, numbers))
-        for dataset, alpha, name, *numbers in lines
-    }
+    return papers.published(
+        _PAPER, lambda dataset, alpha, name: (Cell(dataset, _CLIENTS, float(alpha)), name)
+    )
 
 
 def measured(rows: Iterable[records.Row]) -> dict[str, Measured]:
     """Gather the rows by algorithm; the references, such as local, are included."""
-    found: dict[str, dict[str, list[records.Row]]] = {}
-    for row in rows:
-        # One client is enough, because the row of each has the seconds of all clients.
-        if row.client in (None, 0):
-            found.setdefault(row.algorithm, {}).setdefault(row.metric, []).append(row)
-    gathered = {}
-    for name, metrics in found.items():
-        models = metrics.get("accuracy", [])
-        uploads = [row.upload_bytes for row in models if row.upload_bytes is not None]
-        gathered[name] = Measured(
+    # One client is enough, because the row of each has the seconds of all clients.
+    own = [row for row in rows if row.client in (None, 0)]
+    found = {}
+    for name, ones in gathered((row.algorithm, row) for row in own).items():
+        models = [row for row in ones if row.metric == "accuracy"]
+        found[name] = Measured(
             tuple(100 * row.value for row in models),
-            uploads[0] if uploads else None,
+            next((row.upload_bytes for row in models if row.upload_bytes is not None), None),
             _median(row.seconds for row in models),
-            _median(row.value for row in metrics.get(steps.SERVER, [])),
+            _median(row.value for row in ones if row.metric == steps.SERVER),
         )
-    return gathered
+    return found
 
 
 def tables(grid: Grid, dataset: str, done: grid_runs.Done) -> list[Table]:
@@ -148,11 +133,10 @@ def tables(grid: Grid, dataset: str, done: grid_runs.Done) -> list[Table]:
     own = {cell: _of(grid, [cell], done) for cell in grid.cells(dataset)}
     for exchange, names in columns(grid).items():
         lines = []
-        for cell, measured_ in own.items():
-            ours = [spread(measured_.get(name, _NOTHING).accuracies) for name in names]
+        for cell, ours in own.items():
+            values = [ours.get(name, _NOTHING).accuracies for name in names]
             theirs = [paper.get((cell, name)) for name in names]
-            both = zip(ours, theirs, strict=True)
-            lines.append((cell.label, *(f"{o} ({t.accuracy:.1f})" if t else o for o, t in both)))
+            lines.append((cell.label, *map(papers.beside, values, theirs)))
         then = f", then {exchange.replace('_', ' ')}" if exchange else ""
         title = f"{dataset}: test accuracy in % after {grid.epochs} epochs{then}"
         headings = ("", *(figures.label(name) for name in columns(grid)[""]))
@@ -223,8 +207,7 @@ def figure(grid: Grid, done: grid_runs.Done, path: Path) -> None:
         panel.set_xlabel("clients")
     for across in panels:
         across[0].set_ylabel("test accuracy, %")
-    figures.legend(drawn, panels.ravel(), columns=beside)
-    figures.save(drawn, path)
+    figures.save_with_legend(drawn, path, columns=beside)
 
 
 def _line(

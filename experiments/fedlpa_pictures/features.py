@@ -92,5 +92,4 @@ def draw(drawn: dict[str, np.ndarray], labels: np.ndarray, path: Path) -> None:
             axes.scatter(*own.T, color=f"C{name}", s=4, linewidths=0, label=str(name))
             axes.annotate(str(name), own[cdist(own, own).sum(0).argmin()], **number)
         axes.set_title(title, fontsize="medium")
-    figures.legend(figure, panels.flat, columns=10, title="class", markerscale=3)
-    figures.save(figure, path)
+    figures.save_with_legend(figure, path, columns=10, title="class", markerscale=3)

@@ -85,8 +85,7 @@ def section(seed: int, draws: int, path: Path) -> str:
     _draw_plane(left, *pair, points)
     _draw_spread(right, spread)
     right.set_title(f"layers of 2 × 2, {draws} draws", fontsize="medium", loc="left")
-    figures.legend(figure, [left, right], columns=5)
-    figures.save(figure, path)
+    figures.save_with_legend(figure, path, columns=5)
     in_plane = [(label(name), f"{value:.3f}") for name, value in distances(points).items()]
     over_layer = [
         (label(name), *(f"{x:.3f}" for x in np.quantile(values, (0.5, 0.25, 0.75))))

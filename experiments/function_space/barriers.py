@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from experiments.function_space.toy_regression import SUPPORTS, Runs, cells, errors, model
-from experiments.harness.figures import GRID, canvas, label, legend, line_style, save, style
+from experiments.harness.figures import GRID, canvas, label, line_style, save_with_legend, style
 from experiments.harness.tables import Table, csv_text
 from fisherjax.typing import Params
 
@@ -91,8 +91,7 @@ def draw_functions(
         axes.set_title(f"overlap: {overlap}", fontsize="medium", loc="left")
         axes.set_xlabel("x")
     panels[0].set(ylim=(-2.2, 2.6), xticks=[-1, -0.5, 0, 0.5, 1], ylabel="y")
-    legend(figure, panels)
-    save(figure, path)
+    save_with_legend(figure, path)
 
 
 def draw_barriers(measured: Errors, path: Path) -> None:
@@ -109,8 +108,7 @@ def draw_barriers(measured: Errors, path: Path) -> None:
     axes.set_xticks(range(len(SUPPORTS)), list(SUPPORTS))
     axes.set(xlabel="overlap of the clients' inputs", ylabel="client-server barrier (MSE)")
     axes.grid(axis="y", color=GRID)
-    legend(figure, [axes])
-    save(figure, path)
+    save_with_legend(figure, path)
 
 
 def _by_overlap(values: np.ndarray) -> np.ndarray:

@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from experiments.harness import commands, methods, records, tables
-from experiments.harness.figures import INK, REFERENCES, canvas, label, legend, save, style
+from experiments.harness.figures import (
+    INK,
+    REFERENCES,
+    canvas,
+    label,
+    save,
+    save_with_legend,
+    style,
+)
 from experiments.harness.records import Row
 
 Curves = dict[str, list[tuple[float, ...]]]
@@ -42,9 +50,7 @@ def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
     last = exchanged(rows, algorithms)
     for name in (*algorithms, *last, *REFERENCES):
         ones = [row for row in rows if (row.algorithm, row.round) == (name, last.get(name, 1))]
-        units: dict[Any, list[float]] = {}
-        for row in ones:
-            units.setdefault((row.partition_seed, row.seed), []).append(row.value)
+        units = tables.gathered(((row.partition_seed, row.seed), row.value) for row in ones)
         if units:
             means = tuple(100 * statistics.fmean(values) for values in units.values())
             seconds = [row.seconds for row in ones if row.seconds is not None]
@@ -104,11 +110,9 @@ def curves(rows: Sequence[Row], algorithms: Sequence[str]) -> Curves:
     found: Curves = {}
     for name in (*algorithms, *(f"{merge}+natural_gradient" for merge in algorithms)):
         merge = name.removesuffix("+natural_gradient")
-        rounds: dict[int, list[float]] = {}
-        for row in rows:
-            first = name != merge and (row.algorithm, row.round) == (merge, 1)
-            if row.metric == "accuracy" and (row.algorithm == name or first):
-                rounds.setdefault(row.round, []).append(100 * row.value)
+        own = [x for x in rows if x.algorithm == name or (x.algorithm, x.round) == (merge, 1)]
+        own = [x for x in own if x.metric == "accuracy"]
+        rounds = tables.gathered((x.round, 100 * x.value) for x in own)
         if len(rounds) > 1:
             found[name] = [tuple(rounds[number]) for number in sorted(rounds)]
     return found
@@ -240,8 +244,7 @@ def curve_figure(found: Curves, heading: str, path: Path) -> None:
     axes.set_ylabel("test accuracy, %, mean over runs")
     axes.set_title(heading, fontsize="medium", loc="left")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    legend(drawn, [axes], columns=2 if exchanged else 4)
-    save(drawn, path)
+    save_with_legend(drawn, path, columns=2 if exchanged else 4)
 
 
 def _class_cells(own: np.ndarray, is_owner: np.ndarray) -> list[str]:

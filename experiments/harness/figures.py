@@ -84,6 +84,12 @@ def legend(figure: Any, panels: Sequence[Any], *, columns: int = 4, **options: A
     figure.legend(handles.values(), handles.keys(), **where, **options)
 
 
+def save_with_legend(figure: Any, path: Path, **options: Any) -> None:
+    """Add one legend of all panels under a figure, and write it; the options are of `legend`."""
+    legend(figure, figure.axes, **options)
+    save(figure, path)
+
+
 def save(figure: Any, path: Path) -> None:
     """Write a figure as PNG; the file is replaced as a whole or not at all."""
     picture = io.BytesIO()

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from experiments.harness import accuracies, config, forecast, memory, one_round, records, tasks
 from experiments.harness.progress import Watch, bar
-from experiments.harness.tables import Table, terminal
+from experiments.harness.tables import Table, gathered, terminal
 
 WALL = "wall_seconds"
 """The metric of the row that holds the seconds of a whole run."""
@@ -46,10 +46,7 @@ def run(
         for unit, asked in runs.items():
             default = config.one_shot(asked.data.dataset)
             done[unit] = records.resume(asked.out, asked, default, records.ONE_SHOT)
-        missing: dict[tuple[str, int], list[Unit]] = {}
-        for unit, rows in done.items():
-            if not rows:
-                missing.setdefault(_block(runs[unit]), []).append(unit)
+        missing = gathered((_block(runs[unit]), unit) for unit, rows in done.items() if not rows)
         ready = {
             block: tasks.one_rounds([runs[unit] for unit in units])
             for block, units in missing.items()

@@ -4,10 +4,12 @@ import csv
 import io
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rich import box
 from rich.table import Table as RichTable
+
+Key, Value = TypeVar("Key"), TypeVar("Value")
 
 
 class Table(NamedTuple):
@@ -53,6 +55,19 @@ def csv_text(columns: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     writer.writerow(columns)
     writer.writerows(lines)
     return text.getvalue()
+
+
+def gathered(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, keys and values in the order in which they come.
+
+    Example:
+        >>> gathered([("fedavg", 90.1), ("fedfisher_kfac", 95.0), ("fedavg", 91.3)])
+        {'fedavg': [90.1, 91.3], 'fedfisher_kfac': [95.0]}
+    """
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:

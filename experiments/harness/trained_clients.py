@@ -36,8 +36,8 @@ class Clients:
 
 def clients(
     asked: Clients, algorithms: tuple[str, ...], console: Console
-) -> tuple[tasks.OneRound, fj.typing.Params, fj.training.Trained]:
-    """Train clients, or read them; return the task, the initial model and the clients."""
+) -> tuple[tasks.OneRound, fj.clients.Federation, fj.typing.Params, fj.training.Trained]:
+    """Train clients, or read them; return the task, their data, the initial model and them."""
     merging = config.Merging(algorithms)
     how = {"partition_seeds": (asked.partition_seed,), "seeds": (asked.seed,), "central": False}
     whole = config.OneShot(asked.data, asked.training, merging, asked.epochs, **how)
@@ -47,7 +47,7 @@ def clients(
         data = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
         task = tasks.split_up(tasks.shared(whole, *data), {0: found.partition})
         first = jax.tree.map(lambda leaf: leaf[0], found.params)
-        return task, first, fj.training.Trained(found.params)
+        return task, task.federations[0], first, fj.training.Trained(found.params)
     task = tasks.one_round(whole)
     params, key = steps.start(task, asked.seed)
     (federation,) = task.federations.values()
@@ -56,4 +56,5 @@ def clients(
         watched = shown.add_task("training", total=asked.epochs, speed="")
         options["progress"] = lambda *_: shown.advance(watched)
         how = {"key": key, "optimizer": task.optimizer, **options}
-        return task, params, fj.training.train(task.model, params, federation, **how)
+        trained = fj.training.train(task.model, params, federation, **how)
+    return task, federation, params, trained

@@ -69,8 +69,7 @@ def _draw_figure(asked: Config, found: dict, heading: str) -> None:
         panel.minorticks_off()
     axes[0][0].set_ylabel("test accuracy, %")
     drawn.suptitle(f"{heading} (dotted: all)", fontsize="medium")
-    figures.legend(drawn, axes[0])
-    figures.save(drawn, asked.out / "knee.png")
+    figures.save_with_legend(drawn, asked.out / "knee.png")
 
 
 main = studies.study(PROGRAM, __doc__, runs, _check, _report)

@@ -69,8 +69,7 @@ def measured(
     asked: Config, console: Console, missing: Sequence[Unit]
 ) -> Iterator[list[Measurement]]:
     """Train the clients, or read them, and merge them in the ways that are missing."""
-    task, start, trained = trained_clients.clients(asked, asked.algorithms, console)
-    (federation,) = task.federations.values()
+    task, federation, start, trained = trained_clients.clients(asked, asked.algorithms, console)
     for name, kind, draw in studies.each(console, missing, "{0[0]}, {0[1]}, draw {0[2]}".format):
         chosen = {} if kind == "-" else {"kind": getattr(fj.fisher, kind)}
         method = fj.algorithms.make(name, task.model, max_examples=None, **chosen)

@@ -8,15 +8,15 @@ does not define. For FedLPA and DENSE the paper takes the best of several candid
 data.
 """
 
-import csv
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.harness import figures, grid_runs, grids, methods, records
+from experiments.harness import figures, grid_runs, grids, methods, papers, records
 from experiments.harness.names import is_exchanged
-from experiments.harness.tables import Table, csv_text, moments, spread
+from experiments.harness.papers import Published
+from experiments.harness.tables import Table, csv_text, moments
 
 _PAPER = Path(__file__).with_name("fedlpa_paper.csv")
 _ORDER = (
@@ -27,13 +27,6 @@ _ORDER = (
 _THEIRS = {"dense": "DENSE", "fedov": "FedOV"}
 """Methods whose published numbers are shown also where ours were not computed."""
 _MOST_EPOCHS = 200
-
-
-class Published(NamedTuple):
-    """The paper's mean of 3 seeds and the number after its ±, in percent."""
-
-    accuracy: float
-    spread: float
 
 
 class Measured(NamedTuple):
@@ -49,11 +42,10 @@ Results = dict[grids.Cell, Measured]
 
 def published(epochs: int) -> dict[tuple[grids.Cell, str], Published]:
     """Read the paper's numbers after a number of epochs; it has 10, 20, 50, 100 and 200."""
-    with open(_PAPER, newline="") as file:
-        _, *lines = csv.reader(file)
+    every = papers.published(_PAPER, lambda *cells: cells)
     return {
-        (grids.Cell(*cell), algorithm): Published(float(accuracy), float(spread_))
-        for *cell, after, algorithm, accuracy, spread_ in lines
+        (grids.Cell(*cell), algorithm): found
+        for (*cell, after, algorithm), found in every.items()
         if int(after) == epochs
     }
 
@@ -78,9 +70,8 @@ def measured(rows: Sequence[records.Row], last: Mapping[str, int] | None = None)
 
 def _columns(algorithms: Sequence[str], paper: Iterable[str]) -> list[str]:
     """Order algorithms as the paper does, with those of its methods that are always shown."""
-    shown = {*algorithms, *(name for name in paper if name in _THEIRS)}
-    order = [name for name in _ORDER if name in shown]
-    return order + [name for name in algorithms if name not in _ORDER]
+    theirs = [name for name in dict.fromkeys(paper) if name in _THEIRS]
+    return papers.in_order([*algorithms, *(n for n in theirs if n not in algorithms)], _ORDER)
 
 
 def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) -> Table:
@@ -91,7 +82,7 @@ def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) 
     body = []
     for cell, own in results.items():
         seconds = "-" if own.seconds is None else f"{own.seconds:.0f}"
-        cells = [_cell(own.accuracies.get(n, ()), paper.get((cell, n))) for n in names]
+        cells = [papers.beside(own.accuracies.get(n, ()), paper.get((cell, n))) for n in names]
         body.append([cell.label, *cells, seconds])
     return Table(title, headings, body)
 
@@ -151,7 +142,3 @@ def as_csv(results: Results, algorithms: Sequence[str], epochs: int) -> str:
             lines.append((*cell, name, epochs, *values, *theirs))
     more = ("algorithm", "epochs", "mean", "std", "runs", "paper", "paper_spread")
     return csv_text((*grids.Cell._fields, *more), lines)
-
-
-def _cell(values: Sequence[float], theirs: Published | None) -> str:
-    return spread(values) + (f" ({theirs.accuracy:.1f})" if theirs else "")

@@ -23,11 +23,9 @@ def _by_method(
     found: Sequence[Measurement], split: str, asked: Config
 ) -> dict[tuple[str, float | None], list[Measurement]]:
     """Group tests of a split by method and temperature, in the order of the command."""
-    groups: dict[tuple[str, float | None], list[Measurement]] = {}
     main = split, False, asked.epochs, asked.rounds
-    for one in found:
-        if (one.split, one.held, one.epochs, one.rounds) == main:
-            groups.setdefault((one.algorithm, one.temperature), []).append(one)
+    tested = [x for x in found if (x.split, x.held, x.epochs, x.rounds) == main]
+    groups = tables.gathered(((x.algorithm, x.temperature), x) for x in tested)
     order = asked.algorithms.index
     return dict(sorted(groups.items(), key=lambda own: (order(own[0][0]), -(own[0][1] or 0))))
 
@@ -56,12 +54,10 @@ def table(
 
 def epochs_table(asked: Config, found: Sequence[Measurement]) -> tables.Table:
     """Return the accuracies of FedAvg over local epochs and rounds: table 3."""
-    percent: dict[tuple[int, int], list[float]] = {}
-    for one in found:
-        is_fedavg = (one.algorithm, one.rounds) == ("fedavg", asked.table3_rounds)
-        if is_fedavg and one.epochs in asked.table3 and one.client is None and not one.held:
-            percent.setdefault((one.epochs, one.round), []).append(100 * one.accuracy)
-    rounds = sorted({number for _, number in percent})
+    main = "fedavg", asked.table3_rounds, None, False
+    means = [x for x in found if (x.algorithm, x.rounds, x.client, x.held) == main]
+    percent = tables.gathered(((x.epochs, x.round), 100 * x.accuracy) for x in means)
+    rounds = sorted({number for epochs, number in percent if epochs in asked.table3})
     lines = [
         (str(epochs), *(tables.spread(percent.get((epochs, number), [])) for number in rounds))
         for epochs in asked.table3
@@ -78,10 +74,8 @@ def draw_accuracies(asked: Config, found: Sequence[Measurement], path: Path) -> 
     for split, (over, dots) in zip(asked.splits, axes, strict=True):
         groups = _by_method(found, split, asked)
         for place, (method, ones) in enumerate(groups.items()):
-            values: dict[int, list[float]] = {}
-            for one in ones:
-                if one.client is None:
-                    values.setdefault(one.round, []).append(100 * one.accuracy)
+            whole = [one for one in ones if one.client is None]
+            values = tables.gathered((one.round, 100 * one.accuracy) for one in whole)
             rounds = sorted(values)
             # Temperatures of one method share its colour; the paper's temperature is dotted.
             look = {"color": colours[method[0]], "linestyle": ":" if method[1] == 1 else "-"}
@@ -97,8 +91,7 @@ def draw_accuracies(asked: Config, found: Sequence[Measurement], path: Path) -> 
         dots.set_yticks(range(len(groups)), [label(*method) for method in groups])
         dots.set(xlabel="accuracy of a client, %", title="at the end: dots are clients and seeds")
         dots.invert_yaxis()
-    figures.legend(figure, axes[:, 0], columns=3, fontsize="small")
-    figures.save(figure, path)
+    figures.save_with_legend(figure, path, columns=3, fontsize="small")
 
 
 def _colours(asked: Config) -> dict[str, str]:
@@ -116,18 +109,16 @@ def draw_temperatures(found: Sequence[Measurement], path: Path) -> None:
         curve = sorted((x.temperature or 0, 100 * x.accuracy) for x in ends if x.algorithm == name)
         panel.plot(*zip(*curve, strict=True), marker="o", label=settings.methods()[name].label)
     panel.set(xscale="log", xlabel="temperature", ylabel="accuracy, %, held out")
-    figures.legend(figure, [panel], columns=2, fontsize="small")
-    figures.save(figure, path)
+    figures.save_with_legend(figure, path, columns=2, fontsize="small")
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:
     """Read the weights [M, M] of each run."""
-    found: dict[str, list[list[float]]] = {}
-    if path.exists():
-        with open(path, newline="") as file:
-            _, *lines = csv.reader(file)
-        for run, _, *row in lines:
-            found.setdefault(run, []).append([float(x) for x in row if x])
+    if not path.exists():
+        return {}
+    with open(path, newline="") as file:
+        _, *lines = csv.reader(file)
+    found = tables.gathered((run, [float(x) for x in row if x]) for run, _, *row in lines)
     return {run: np.array(rows) for run, rows in found.items()}
 
 

@@ -33,12 +33,10 @@ def _check(asked: Config) -> None:
 
 
 def _report(asked: Config, measured: Sequence[Measurement], console: Console) -> None:
-    found: dict[tuple[int, str, float], list[float]] = {}
-    cost: dict[float, float] = {}
-    for one in measured:
-        accuracies = found.setdefault((one.clients, one.algorithm, one.noise_multiplier), [])
-        accuracies.append(100 * one.accuracy)
-        cost[one.noise_multiplier] = one.epsilon
+    found = tables.gathered(
+        ((one.clients, one.algorithm, one.noise_multiplier), 100 * one.accuracy) for one in measured
+    )
+    cost = {one.noise_multiplier: one.epsilon for one in measured}
     shown, noises = [], asked.noise_multipliers
     for number in asked.clients:
         title = f"{asked.data.dataset}, {asked.data.model}, {number} clients: accuracy in %"
@@ -69,8 +67,7 @@ def _draw_figure(asked: Config, found: dict, cost: dict[float, float]) -> None:
         panel.set(xscale="log", title=f"{number} clients", xlabel="epsilon", ylim=(0, 100))
     axes[0][0].set_ylabel("test accuracy, %")
     drawn.suptitle(f"{asked.data.dataset} (dotted: clips only)", fontsize="medium")
-    figures.legend(drawn, axes[0])
-    figures.save(drawn, asked.out / "private.png")
+    figures.save_with_legend(drawn, asked.out / "private.png")
 
 
 main = studies.study(PROGRAM, __doc__, runs, _check, _report)

@@ -47,18 +47,15 @@ def _report(asked: Config, found: Sequence[Measurement], console: Console) -> No
 def _draw(asked: Config, found: Sequence[Measurement], heading: str) -> None:
     drawn, panel = figures.canvas(4.4, 3.4, grid="both")
     for damping, colour in zip(asked.dampings, _COLOURS, strict=False):
-        percent: dict[str, list[float]] = {}
-        for one in found:
-            if one.damping == damping:
-                percent.setdefault(one.way, []).append(100 * one.accuracy)
+        own = [one for one in found if one.damping == damping]
+        percent = tables.gathered((one.way, 100 * one.accuracy) for one in own)
         look = {"color": colour, "label": f"damping {damping:g}"}
         panel.plot(asked.terms, percent[SKETCHED], "o-", **look)
         panel.axhline(*percent[OPEN], color=colour, linewidth=0.8, linestyle=":")
         panel.plot([1], percent[MEAN], "x", color=colour)
     panel.set(xlabel="terms", ylabel="test accuracy, %", xticks=asked.terms)
     drawn.suptitle(f"{heading}\n(dotted: openly; cross: mean factors)", fontsize="small")
-    figures.legend(drawn, [panel])
-    figures.save(drawn, asked.out / "secure.png")
+    figures.save_with_legend(drawn, asked.out / "secure.png")
 
 
 if __name__ == "__main__":

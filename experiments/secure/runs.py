@@ -46,8 +46,7 @@ class Measurement(NamedTuple):
 
 def measured(asked: Config, console: Console) -> Iterator[Measurement]:
     """Merge the same clients in every way."""
-    task, start, trained = trained_clients.clients(asked, ("fedfisher_kfac",), console)
-    (federation,) = task.federations.values()
+    task, federation, start, trained = trained_clients.clients(asked, ("fedfisher_kfac",), console)
     weights, solver = federation.weights, fj.solvers.conjugate_gradients(1e-6, 500)
     # The size of a model is that of an upload of federated averaging.
     size = _numbers(steps.changed(trained)) // federation.num_clients

@@ -126,8 +126,7 @@ def _curves(setting: Setting, found: Found, path: Path) -> str:
         axes.set(xlabel="round", title=field.replace("_", " "))
         if "loss" in field:
             axes.set_yscale("log")
-    figures.legend(figure, panels)
-    figures.save(figure, path)
+    figures.save_with_legend(figure, path)
     lines = []
     for way, history in found.items():
         last = [getattr(history, field)[:, -1] for field in History._fields[:4]]
@@ -167,8 +166,7 @@ def _growth(setting: Setting, found: Found, path: Path) -> str:
         x, y = np.asarray(line.get_data())
         inset.plot(x[x <= shown], y[x <= shown], color=line.get_color(), linewidth=1)
     inset.set_title(f"first {shown} rounds", fontsize="small")
-    figures.legend(figure, panels)
-    figures.save(figure, path)
+    figures.save_with_legend(figure, path)
     each = "steps at which it does not fall, %", "share of a round's gain that the mean keeps"
     headings = ("client 1", *(f"{what}: {x}" for what in ("signal", "noise") for x in each))
     headings += ("signal / noise after the last round",)
@@ -203,8 +201,7 @@ def _groups(setting: Setting, found: Found, path: Path) -> str:
     axes.set(ylabel="test accuracy, %", ylim=(40, 101), xticks=clients)
     axes.set_xticklabels([f"{size}" for size in sizes[np.array(setting.owners)]])
     axes.set_xlabel("client, by how many have its signal")
-    figures.legend(figure, [axes])
-    figures.save(figure, path)
+    figures.save_with_legend(figure, path)
     headings = ("test accuracy, %, of groups of", *map(str, sizes), "all clients")
     return tables.markdown(tables.Table("", headings, lines))
 

@@ -140,5 +140,4 @@ def _draw(found: Found, path: Path) -> None:
     for axes in panels[:2]:
         axes.axhline(1, color=figures.GREY, linewidth=0.8)
         axes.set_yscale("log")
-    figures.legend(figure, panels, columns=5, fontsize="small")
-    figures.save(figure, path)
+    figures.save_with_legend(figure, path, columns=5, fontsize="small")

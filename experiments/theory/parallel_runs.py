@@ -39,8 +39,7 @@ def draw(
 
 def merge(name: str, model: Any, start: Any, models: Any, federation: Any) -> Any:
     """Merge clients' models [M, ...] by a method of the registry."""
-    method = fj.algorithms.make(name, model)
-    trained = fj.training.Trained(models)
+    method, trained = fj.algorithms.make(name, model), fj.training.Trained(models)
     updates = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
     return fj.merging.merge(method, start, updates)[0]
 

@@ -254,8 +254,7 @@ def _draw(setting: Setting, found: Found, path: Path) -> None:
         axes.set_xlabel("width" if setting.is_over_width else "local steps")
         axes.set_xticks(setting.points, map(str, setting.points), rotation=45)
         axes.minorticks_off()
-    figures.legend(figure, [left, middle, right], columns=4, fontsize="small")
-    figures.save(figure, path)
+    figures.save_with_legend(figure, path, columns=4, fontsize="small")
 
 
 def _band(axes: Any, points: Sequence[int], values: np.ndarray, **look: Any) -> None:

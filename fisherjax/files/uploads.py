@@ -14,8 +14,9 @@ from fisherjax import algorithms, leaves, tree
 from fisherjax._core import checks
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
-from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check, check_sizes
+from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits
+from fisherjax.files._size_checks import check_sizes
 from fisherjax.files.base import Sealed
 from fisherjax.files.values import check_single, decode, encode, flat, joined, shape_of
 

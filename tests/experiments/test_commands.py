@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2] / "experiments"
 
 ORDER = [
     *("names", "commands"),
-    *("tables", "records", "figures"),
+    *("tables", "papers", "records", "figures"),
     *("config", "limits", "methods", "votes", "tasks"),
     *("checkpoints", "steps", "after_merge", "one_round", "accuracies", "memory"),
     *("progress", "forecast", "grid_runs", "grids", "reference", "trained_clients", "studies"),

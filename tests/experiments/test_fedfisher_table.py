@@ -132,7 +132,7 @@ def test_the_papers_numbers_are_those_of_its_table():
     assert paper[Cell("svhn_cropped", 5, 0.2), "dense"] == (77.73, 2.07)
     assert paper[Cell("fashion_mnist", 5, 0.05), "fedavg"] == (36.02, 2.77)
     assert paper[Cell("cinic10", 5, 0.05), "fedfisher_kfac"] == (32.90, 2.60)
-    assert all(0 < own.deviation < own.accuracy < 100 for own in paper.values())
+    assert all(0 < own.spread < own.accuracy < 100 for own in paper.values())
     assert {cell.dataset for cell, _ in paper} < {*IMAGES}
 
 

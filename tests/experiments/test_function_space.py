@@ -14,6 +14,7 @@ import pytest
 from experiments.function_space import __main__ as function_space
 from experiments.function_space import barriers, toy_regression
 from experiments.function_space.toy_regression import SUPPORTS, Setting, cells
+from experiments.harness import figures
 from experiments.harness.figures import label
 
 METHODS = ("fedavg", "fisher_merge", "fedfish", "fedfisher_kfac", "fedfisher_full")
@@ -308,7 +309,7 @@ def test_panels_share_their_axes_and_one_legend_names_every_line_once(
     tmp_path, monkeypatch, runs, merged
 ):
     drawn = []
-    monkeypatch.setattr(barriers, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
     measured = barriers.measure(SETTING.width, runs, merged)
     barriers.draw_functions(SETTING.width, SEEDS[0], runs, merged, measured, tmp_path / "x.png")
     barriers.draw_barriers(measured, tmp_path / "y.png")
