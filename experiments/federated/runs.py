@@ -127,11 +127,11 @@ def run(
     show: Callable[[int, float | None], None],
     warn: Callable[[str], None],
 ) -> list[records.Row]:
-    """Run the rounds of a unit, `method` by `prepare`, from its newest checkpoint if there is one.
+    """Run the rounds of a unit, from its newest checkpoint if there is one, and return all its rows.
 
-    After each round, `show` is called with its number, and the test accuracy if it was measured.
-    Return all rows of the unit. The final params are in the newest checkpoint and, with
-    `keep_models`, in models/.
+    `method` is what `prepare` made for the unit. After each round, `show` is called with its number
+    and with the test accuracy, or None if that was not measured. The final params are in the newest
+    checkpoint and, with `keep_models`, in models/.
     """
     config, last = task.config, number(task.config, unit.local_epochs)
     folder = config.out / CHECKPOINTS / unit.name
@@ -170,7 +170,7 @@ def run(
 
 
 def _at_rate(state: State, rate: float) -> State:
-    """Set the server's learning rate, which is an array, so that nothing compiles again."""
+    """Set the server's learning rate; it is an array, so that all rates share one program."""
     server = state.algorithm
     if not isinstance(server, fj.algorithms.wrappers.server_optimizer.ServerState):
         return state

@@ -15,6 +15,7 @@ from fisherjax.theory import feature_learning, signal_noise
 from fisherjax.theory.feature_learning import History
 from fisherjax.typing import Array, Key
 
+# Labels and colours of the ways of averaging.
 WAYS = {
     "alone": ("one client alone", "#8a8a8a"),
     "fedavg": ("FedAvg", "#1a1a1a"),
@@ -26,7 +27,7 @@ GROUPS = (0,) + 3 * (1,) + 6 * (2,) + 10 * (3,)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The paper's synthetic experiment; the paper does not give the initial scale."""
+    """Settings of the paper's synthetic experiment, which does not report the initial scale."""
 
     owners: tuple[int, ...] = 20 * (0,)
     ways: tuple[str, ...] = ("fedavg", "alone")
@@ -56,17 +57,17 @@ Found = dict[str, History]
 
 
 def length(setting: Setting) -> int:
-    """Count the ways of averaging."""
+    """Return the number of ways of averaging; each compiles one program."""
     return len(setting.ways)
 
 
 def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Train in every way, all seeds in one compiled program; call `advance` after each way."""
+    """Train with each way of averaging, all seeds in one program; call `advance` after each."""
     found = {}
     keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
     for way in setting.ways:
         mixing = mixing_of(way, setting.owners)
-        # These numbers are traced, so that other values compile nothing.
+        # These numbers are traced, so that other values do not compile a new program.
         numbers = jnp.array([setting.norm, setting.scale, setting.learning_rate])
         shapes = dataclasses.replace(setting, norm=1, scale=1, learning_rate=1, seeds=1, ways=())
         found[way] = parallel_runs.compute(partial(_history, shapes), keys, mixing, numbers)
@@ -113,7 +114,7 @@ n chi^2 SNR^4 d / M: {", ".join(f"{x:.3g}" for x in strengths)}; alone {alone:.3
 
 
 def _curves(setting: Setting, found: Found, path: Path) -> str:
-    """Draw losses and accuracies of client 1 over rounds; test that averaging generalises."""
+    """Draw losses and accuracies of client 1 over rounds, and tabulate those of all clients."""
     figure, panels = figures.canvas(11, 3.6, columns=4, grid="both")
     for axes, field in zip(panels, History._fields[:4], strict=True):
         for way, history in found.items():
@@ -141,7 +142,7 @@ def _curves(setting: Setting, found: Found, path: Path) -> str:
 
 
 def _growth(setting: Setting, found: Found, path: Path) -> str:
-    """Draw coefficients step by step; test that signal grows and each mean reduces noise."""
+    """Draw coefficients step by step, and tabulate how much of them each mean keeps."""
     figure, panels = figures.canvas(10, 3.6, columns=2, grid="both")
     rounds = np.arange(setting.rounds)[:, None]
     lines = []
@@ -151,7 +152,7 @@ def _growth(setting: Setting, found: Found, path: Path) -> str:
         for axes, field in zip(panels, ("signal", "noise"), strict=True):
             # Coefficients of client 1, [seeds, rounds, E + 1], after each step and the mean.
             values = getattr(history, field)[..., 0]
-            # The mean is drawn at the place of the last step, as a drop.
+            # The mean follows the last step at the same place, so that it is drawn as a drop.
             within = np.minimum(np.arange(1, values.shape[-1] + 1) / setting.local_steps, 1)
             axes.plot((rounds + within).ravel(), values.mean(0).ravel(), color=colour, label=words)
             row += kept(values)
@@ -174,18 +175,21 @@ def _growth(setting: Setting, found: Found, path: Path) -> str:
 
 
 def kept(own: np.ndarray) -> list[str]:
-    """Return how often local steps [seeds, rounds, E + 1] rise, and the share that means keep."""
+    """Return the share of local steps that do not fall, and the share of gains that means keep.
+
+    The coefficients [seeds, rounds, E + 1] are those after each local step and after the mean.
+    """
     before = np.concatenate([np.zeros_like(own[:, :1, -1]), own[:, :-1, -1]], 1)
     steps = np.diff(np.concatenate([before[..., None], own[..., :-1]], -1))
     gained, kept = own[..., -2] - before, own[..., -1] - before
-    # Where almost nothing is gained, the share is undefined.
+    # The share is undefined in rounds in which a coefficient hardly grows.
     enough = gained > 1e-3 * own.max()
     share = np.median(kept[enough] / gained[enough])
     return [f"{100 * np.mean(steps >= -1e-6):.1f}", f"{share:.3f}"]
 
 
 def _groups(setting: Setting, found: Found, path: Path) -> str:
-    """Draw each client's accuracy; compare the mean of each group."""
+    """Draw the accuracy of each client, and tabulate the mean of each group."""
     figure, axes = figures.canvas(8, 3.6, grid="y")
     sizes = np.bincount(setting.owners)
     clients, lines = np.arange(len(setting.owners)), []
@@ -226,5 +230,5 @@ def _ends(of: History) -> list[np.ndarray]:
 
 
 def _recorded(rounds: int) -> list[int]:
-    # Record every round at first and then every tenth, so that the file stays small.
+    # Early rounds change most. Later ones are recorded every tenth, so that the file stays small.
     return [number for number in range(rounds) if number < 10 or (number + 1) % 10 == 0]

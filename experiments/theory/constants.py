@@ -15,7 +15,7 @@ Found = dict[tuple[str, float], dict[str, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The constants, which are varied one at a time, and the settings of the figures."""
+    """Values of the constants, varied one at a time, and the settings of the other figures."""
 
     widths: theorem.Setting
     steps: theorem.Setting
@@ -46,7 +46,7 @@ FIGURES = {
 
 
 def length(setting: Setting) -> int:
-    """Return the number of constants."""
+    """Return the number of values that are tried."""
     return 2 * len(setting.variances) + len(setting.scales) + len(setting.rates)
 
 

@@ -12,7 +12,7 @@ from fisherjax.typing import Array, Key
 
 
 def compute(function: Callable[..., Any], stacked: Any, *common: Any) -> Any:
-    """Map a function over runs [R, ...]: in turn on a CPU's devices, side by side on others.
+    """Map a function over runs [R, ...]: one by one on each device of a CPU, else side by side.
 
     Other arguments of `function` than its run and `common` are fixed by a partial; equal partials
     compile once. The results [R, ...] are on the host.
@@ -22,7 +22,8 @@ def compute(function: Callable[..., Any], stacked: Any, *common: Any) -> Any:
     chunk = fj.parallel.chunk_size(None, len(jax.tree.leaves(stacked)[0]))
     stacked, common = fj.devices.replicate((stacked, common), mesh)
     spread = _spread(fj._core.caching.by_value(function), chunk, mesh, stacked, common)
-    # Order the results outside of the program: a device that waits inside may end the process.
+    # Results are put in order outside of the program, because a device that waits for another
+    # inside of it may end the process.
     return jax.device_get(fj.parallel.in_order(spread, mesh))
 
 

@@ -22,7 +22,8 @@ from fisherjax.theory.signal_noise import Data
 from fisherjax.typing import Array, Key
 
 MERGES = ("fedavg", "fedfisher_diag", "fedfisher_diag+rotated", "fedfisher_kfac")
-"""`rotated` is in a random orthonormal basis of the inputs, which changes only the diagonal."""
+"""Merges of one round. `rotated` merges in a random orthonormal basis of the inputs, in which only
+the diagonal Fisher gives another result."""
 LEARNED = 0.9
 """The accuracy from which the signal counts as learned."""
 SIGNAL, NOISE = "signal kept", "noise kept"
@@ -32,7 +33,7 @@ Found = dict[str, dict[str, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A grid of clients by ratios of signal to noise."""
+    """Two grids of numbers of clients and ratios of signal to noise."""
 
     clients: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
     """Numbers of clients, all with one signal."""
@@ -64,7 +65,7 @@ FIGURES = {
 
 
 def grids(setting: Setting) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
-    """Return the points of both grids: the count, and the signals of the clients."""
+    """Return the points of both grids: the number of clients, and the signal of each client."""
     return {
         "clients": [(number, number * (0,)) for number in setting.clients],
         "similar": [
@@ -75,14 +76,14 @@ def grids(setting: Setting) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
 
 
 def length(setting: Setting) -> int:
-    """Return the number of points of both grids; each is a program."""
+    """Return the number of points of both grids; each point compiles one program."""
     return sum(map(len, grids(setting).values()))
 
 
 def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Compute both grids, and call `advance` after each point.
+    """Compute the accuracies of both grids; call `advance` after each point.
 
-    All ratios and seeds of a point are one compiled program.
+    One program computes all ratios and seeds of a point.
     """
     found: Found = {}
     for grid, points in grids(setting).items():
@@ -99,7 +100,7 @@ def point(setting: Setting, owners: tuple[int, ...]) -> dict[str, np.ndarray]:
     keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
     pairs = len(setting.ratios), setting.seeds
     norms = jnp.repeat(jnp.array(setting.ratios) * setting.dim**0.5, setting.seeds)
-    # One program serves the same owners in both grids and with any ratios.
+    # Without what differs between grids, equal owners use the same program in both.
     shapes = dataclasses.replace(setting, clients=(), similar=(), ratios=())
     one = partial(_accuracies, shapes, owners)
     found = parallel_runs.compute(one, (jnp.tile(keys, pairs[0]), norms))
@@ -116,14 +117,14 @@ def _accuracies(
     mean, alone = feature_learning.average(len(owners)), feature_learning.alone(len(owners))
     how = {"rounds": setting.rounds, "local_steps": setting.local_steps}
     averaged, _ = feature_learning.train(start, data, test, mean, **how)
-    # One round with the same number of steps.
+    # One round takes as many steps as all rounds together.
     how = {"rounds": 1, "local_steps": setting.rounds * setting.local_steps}
     apart, _ = feature_learning.train(start, data, test, alone, **how)
     models = {"rounds": averaged.weights[0], "alone": apart.weights[0]}
     kept = {}
     for name in MERGES:
         method, *basis = name.split("+")
-        # Signals are unit vectors, which the diagonal separates from noise unless rotated.
+        # Signals are unit vectors: only in their basis does a diagonal separate them from noise.
         turn = jnp.linalg.qr(jax.random.normal(for_turn, (setting.dim, setting.dim)))[0]
         turn = turn if basis else None
         models[name] = _merged(method, setting.width, start, apart.weights, data, turn)

@@ -24,15 +24,15 @@ LEARNING_RATE, SERVER_RATE = 0.1, 0.001
 NUM_EXAMPLES = 200
 """Number of examples of both clients."""
 SHOWN = 10**5
-"""Number of server steps whose account is drawn."""
+"""Number of server steps whose loss is drawn term by term."""
 
 Found = dict[str, fj.theory.laplace.Decomposition]
-"""Accounts by way of merging, with leaves [points, seeds]."""
+"""Terms of the loss by merging method, with leaves [points, seeds]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The widths and the numbers of local steps, and the seeds."""
+    """Widths of the networks, numbers of local steps, and the number of seeds."""
 
     widths: tuple[int, ...] = tuple(2**power for power in range(5, 13))
     steps: tuple[int, ...] = (2048,)
@@ -73,14 +73,14 @@ def float64() -> Iterator[None]:
 
 
 def length(setting: Setting) -> int:
-    """Return the number of widths; each is a program."""
+    """Return the number of widths; each width compiles one program."""
     return len(setting.widths)
 
 
 def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Compute all points and seeds, and call `advance` after each width.
+    """Compute the losses of all points and seeds; call `advance` after each width.
 
-    All seeds of a width, and all numbers of steps, are one compiled program.
+    One program computes all seeds and all numbers of local steps of a width.
     """
     found = []
     with float64():
@@ -89,7 +89,7 @@ def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Fou
             one = partial(_seed, width, setting.steps)
             found.append(parallel_runs.compute(one, keys, jnp.asarray(setting.variance)))
             advance()
-    # Leaves are [seeds, steps] for one width, and [points, seeds] together.
+    # Those of one width have leaves [seeds, steps]; the result has leaves [points, seeds].
     return jax.tree.map(lambda *leaves: np.concatenate([x.T for x in leaves]), *found)
 
 
@@ -103,7 +103,7 @@ def _seed(width: int, steps: tuple[int, ...], key: Key, variance: Array) -> Foun
 
 def _judged(start: Array, federation: fj.clients.Federation, models: Array) -> Found:
     quadratic = laplace.gram(models, federation)
-    # The paper's quadratic is a sum over clients; this one is a mean.
+    # The paper's quadratic is a sum over clients, and this one a mean, whose gradient is smaller.
     rate = SERVER_RATE * len(models)
     merged = {f"descent_{steps}": laplace.descent(quadratic, steps, rate) for steps in SERVER_STEPS}
     merged |= {"optimum": laplace.optimum(quadratic)}
@@ -116,11 +116,13 @@ def _judged(start: Array, federation: fj.clients.Federation, models: Array) -> F
     }
 
 
+# Labels and colours of merges that are no methods of the registry.
 LOOKS = {
     **{f"descent_{steps}": (f"full Fisher, {steps:,} steps", "#0b4f8a") for steps in SERVER_STEPS},
     "optimum": ("full Fisher, exact optimum", "#1a1a1a"),
 }
 LINES = dict(zip([f"descent_{steps}" for steps in SERVER_STEPS], ("--", "-", "-."), strict=True))
+# Terms of the loss in the theorem, with their labels and colours.
 TERMS = {
     "laplace": ("Laplace approximation", "#8b1e6b"),
     "server": ("server's descent", "#2b78ad"),
@@ -191,7 +193,7 @@ def _turns(setting: Setting, found: Found) -> str:
     for way, of in found.items():
         loss = np.median(of.loss, 1)
         best = int(loss.argmin())
-        # Compare within each seed, as seeds differ more than points.
+        # Points are compared within each seed, because seeds differ more than points do.
         rises = np.mean(of.loss[-1] > of.loss[best])
         shown = setting.steps[best], loss[0] / loss[best], loss[-1] / loss[best], 100 * rises
         lines.append((label(way), *(f"{x:.3g}" for x in shown)))
@@ -203,12 +205,12 @@ def _turns(setting: Setting, found: Found) -> str:
 
 
 def label(way: str) -> str:
-    """Return the label of a way to merge."""
+    """Return the label of a merging method."""
     return LOOKS[way][0] if way in LOOKS else figures.label(way)
 
 
 def look(way: str) -> dict[str, Any]:
-    """Return the colour, the line style and the label of a way to merge."""
+    """Return the colour, the line style and the label of a merging method."""
     if way not in LOOKS:
         return figures.style(way) | {"markersize": 4}
     words, colour = LOOKS[way]
@@ -244,7 +246,8 @@ def _draw(setting: Setting, found: Found, path: Path) -> None:
         "switched": ("share of gates that switch", "#c4501b"),
     }.items():
         _band(right, setting.points, getattr(shown, term), color=colour, label=words, marker="s")
-    # The theorem divides by the smallest eigenvalue, which is zero up to rounding.
+    # The theorem divides by the smallest eigenvalue. It is zero up to rounding, so the rank is
+    # drawn instead.
     share = shown.rank / NUM_EXAMPLES
     words = f"Gram matrix at the start: its rank / {NUM_EXAMPLES}"
     _band(right, setting.points, share, color="#8b1e6b", label=words, marker="o")

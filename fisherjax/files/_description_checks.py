@@ -37,6 +37,8 @@ def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
             names the file, and the client and the leaf where those are known.
     """
     about, where = file.about, repr(str(file.path))
+    # These fields are printed, and compared with those of other clients, so that each has to be
+    # text.
     for name in (*FIELDS, "version"):
         value = about.get(name)
         if name != "examples" and not (isinstance(value, str) and (value or name == "kind")):
@@ -44,6 +46,7 @@ def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
                 f"the header of {where} has {name} {reprlib.repr(value)}; expected a name"
             )
     try:
+        # A negative or infinite weight would ruin the merge of all clients.
         checks.number("examples", about.get("examples"))
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -51,6 +54,7 @@ def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
             "finite non-negative number"
         ) from error
     _check_values(file, about.get("values"), "", limits, 1)
+    # Shapes stand in for the arrays, so that nothing of the file is read or allocated yet.
     shapes = {n: jax.ShapeDtypeStruct(k.shape, jnp.dtype(k.dtype)) for n, k in file.arrays.items()}
     values = decode(file.path, about["values"], shapes.__getitem__)
     sizes = check_sizes(file.path, about["client"], values, file.nbytes, limits)
@@ -65,12 +69,14 @@ def _check_untrained(file: Sealed, sizes: Mapping[str, ArrayKind], limits: Limit
     for what, names in listed.items():
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             _refuse(file, f"{what} is {reprlib.repr(names)}; expected names of leaves")
+    # Frozen leaves are names only, so that a small file could list a million of them.
     limits.check(file.path, "arrays", len(file.arrays) + len(listed[FROZEN]))
     limits.check(file.path, "name", max(map(len, listed[FROZEN]), default=0))
     for name in listed[STATISTICS]:
         if f"{STATISTICS}/{name}" not in file.arrays:
             _refuse(file, f"there is no array '{STATISTICS}/{name}'")
     trained = [name.removeprefix("params/") for name in sizes if name.startswith("params/")]
+    # A leaf of two kinds would be merged by one rule and then overwritten by the other.
     times = collections.Counter([*trained, *listed[STATISTICS], *listed[FROZEN]])
     if twice := sorted(name for name, number in times.items() if number > 1):
         _refuse(file, f"{reprlib.repr(twice)} are listed twice, as leaves of several kinds")
@@ -91,6 +97,7 @@ def _check_values(file: Sealed, spec: Any, name: str, limits: Limits, depth: int
             _refuse(file, f"there is no array '{name}'")
         return
     if not isinstance(spec, dict):
+        # All errors show foreign text through `reprlib`, which shortens it.
         _refuse(file, f"'{name}' is {reprlib.repr(spec)}; expected a description of values")
     if set(spec) in ({"dict"}, {"ordered"}):
         [children] = spec.values()
@@ -107,6 +114,7 @@ def _check_values(file: Sealed, spec: Any, name: str, limits: Limits, depth: int
 
 def _check_fields(file: Sealed, spec: dict, name: str, limits: Limits, depth: int) -> None:
     """Check the type and the fields of a dataclass that a description names."""
+    # Only types of this table are ever made: a description cannot name any other class.
     if not isinstance(spec["type"], str) or spec["type"] not in VALUE_TYPES:
         _refuse(
             file,
@@ -118,6 +126,7 @@ def _check_fields(file: Sealed, spec: dict, name: str, limits: Limits, depth: in
         allowed = [x for x in fields if x.metadata.get("static", False) is is_static]
         needed = {x.name for x in allowed if x.default is dataclasses.MISSING}
         found = spec[which]
+        # Fields with defaults may be missing, because older versions did not have them.
         if not isinstance(found, dict) or not needed <= set(found) <= {x.name for x in allowed}:
             _refuse(
                 file,
@@ -135,6 +144,7 @@ def _check_static(file: Sealed, value: Any, name: str, limits: Limits, depth: in
         for inner in value:
             _check_static(file, inner, name, limits, depth + 1)
     elif isinstance(value, dict):
+        # A dict here always stands for a named tuple, by its name.
         [(kind, fields)] = value.items() if len(value) == 1 else [("", None)]
         is_sound = isinstance(fields, dict) and (
             (kind == "Template" and all(map(is_shape, fields.values())))
@@ -150,6 +160,7 @@ def _is_layer(fields: dict[str, Any]) -> bool:
     if not needed <= set(fields) <= set(Layer._fields):
         return False
     layer = Layer(**fields)
+    # JSON has no types of fields, so that any of them could hold a list or a number.
     texts = [isinstance(x, str) for x in (layer.kernel, layer.form)]
     texts += [x is None or isinstance(x, str) for x in (layer.bias, layer.part_of)]
     if not (all(texts) and is_shape(layer.shape) and is_shape(layer.index)):
@@ -157,5 +168,6 @@ def _is_layer(fields: dict[str, Any]) -> bool:
     rank, outputs = len(layer.shape), layer.outputs
     if not isinstance(outputs, list | tuple) or not all(type(axis) is int for axis in outputs):
         return False
+    # Axes may count from the end; none may occur twice.
     places = {axis % rank for axis in outputs if -rank <= axis < rank}
     return len(places) == len(outputs) and math.prod(layer.shape) > 0

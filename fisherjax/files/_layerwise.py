@@ -34,6 +34,7 @@ class Cohort(NamedTuple):
 
     def read(self, arrays: Sequence[str]) -> Iterator[tuple[Record, Iterator[np.ndarray], float]]:
         """Yield some arrays of each client; zeros, as in `screen`, for one that is left out."""
+        # The arrays of all clients have the same kinds: `_reads.common` has compared them.
         kinds = [self.records[0].arrays[name] for name in arrays]
         for record, weight in zip(self.records, self.weights, strict=True):
             if record.client in self.left_out:
@@ -54,6 +55,7 @@ def layer_by_layer(
         if progress is not None:
             progress(names, number, len(parts))
         try:
+            # Warnings of a part name its leaves by numbers, which mean nothing to the user.
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 merged, strengths = _merge_part(method, cohort, part)
@@ -75,17 +77,20 @@ def _merge_part(
     """Merge some leaves of all clients; return each client's strength by layer too."""
     arrays, structure = jax.tree.flatten(part.values)
     kinds, strengths = [cohort.records[0].arrays[name] for name in arrays], {}
+    # Methods of files do not read the start, but expect params of its structure.
     start = jax.tree.unflatten(structure, [np.zeros(k.shape, k.dtype) for k in kinds])["params"]
 
     def check_and_weigh(record: Record, leaves: Sequence[np.ndarray], weight: float) -> None:
         values = jax.tree.unflatten(structure, leaves)
         fisher = values.get("fisher")
+        # Checked while the layer is in memory, as reading it again would double the time.
         if weight > 0 and isinstance(fisher, Operator) and (bad := indefinite(fisher)):
             place = bad[0].partition("/")[2].split("/")
             raise ValueError(
                 f"{record.source} has a Fisher that is not symmetric positive semi-definite: "
                 f"{'/'.join(part.names.get(x, x) for x in place)}"
             )
+        # The strengths are kept, not the values, of which memory holds one layer at a time.
         for name, strength in strengths_of(values, weight).items():
             strengths.setdefault(part.names.get(name, name), []).append(strength)
 
@@ -97,6 +102,7 @@ def _merge_part(
             yield Update(stacked, method.kind), np.array([weight])
 
     if cohort.adds:
+        # Sums of one client after another need memory for one client only.
         merged, _, _ = merging.merge_stream(method, start, chunks())
     else:
         # Filled in place: a list and its stack would need twice the memory.

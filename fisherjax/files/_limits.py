@@ -27,6 +27,7 @@ class Limits(NamedTuple):
         expansion: Bytes of the decoded upload over the bytes of its file (default 1,000).
     """
 
+    # Generous for real networks: a thousand layers are described in about a megabyte.
     header: int = 1 << 22
     arrays: int = 10_000
     name: int = 1_000
@@ -35,6 +36,7 @@ class Limits(NamedTuple):
 
     def check(self, path: Path, which: str, found: int) -> None:
         """Check a size against a limit; the error says how to raise the limit."""
+        # The limits are options of a command too, and may be of any type.
         most = checks.count(f"the limit of {which}", getattr(self, which))
         if found > most:
             raise ValueError(
@@ -48,6 +50,7 @@ LIMITS = Limits()
 """The default limits."""
 
 
+# How errors call what a limit is for.
 _LIMITED = {
     "header": "the size of the header in bytes",
     "arrays": "the number of arrays",
@@ -86,6 +89,7 @@ def check_storable(name: str, dtype: Any) -> None:
     """Check that the format can hold an array of this name and dtype."""
     if name == "__metadata__" or "\0" in name:  # the format reserves the first
         raise ValueError(f"a leaf is called {name!r}, which a file cannot hold: rename it")
+    # JAX's keys and floats of 8 bits have no code here.
     if getattr(dtype, "name", dtype) not in CODES:
         raise TypeError(
             f"{name} has dtype {dtype}, which a .safetensors file cannot hold; expected one of "

@@ -34,9 +34,11 @@ def decoded_files(
     temporary file name the upload that it was decoded from.
     """
     first, _, others = found[0]
+    # All uploads are checked before the first is decoded, because decoding takes long.
     for record, spec, sizes in found:
         _check(record, spec, start)
         check_like(record, sizes, start, first, others)
+    # Beside the result, because the system's folder for temporary files may be small.
     with tempfile.TemporaryDirectory(prefix=".unpacked-", dir=folder) as place:
         paths = [record.path for record, *_ in found]
         try:
@@ -48,6 +50,7 @@ def decoded_files(
         except ValueError as error:
             text = str(error)
             for path, (record, *_) in zip(paths, found, strict=True):
+                # Only the user's own file can be mended; the temporary one is gone by then.
                 text = text.replace(str(path), str(record.path))
             raise ValueError(text) from error
 
@@ -69,6 +72,7 @@ def _check(record: Record, spec: dict[str, Any], start: dict[str, np.ndarray] | 
             f"{record.source} is packed by {record.codec!r}, but does not hold an encoded update; "
             "expected one of compression.encode or compression.compressed."
         )
+    # Differences mean nothing without what they are differences from.
     leaves = [x["static"]["leaf"] for x in _nodes(spec, Difference.__name__)]
     if leaves and start is None:
         raise ValueError(
@@ -108,6 +112,7 @@ def check_like(
     """Check that an upload decodes to the shapes of the start and of the first client."""
     expected = {name: (kind.shape, repr(str(first.path))) for name, kind in others.items()}
     for name, array in ({} if start is None else start).items():
+        # The start has all leaves; which of them are trained only the uploads say.
         for place in ("params", uploads.STATISTICS):
             expected[f"{place}/{name}"] = array.shape, "the start"
     for name in sizes.keys() & expected.keys():
@@ -121,6 +126,7 @@ def check_like(
 
 def _write(path: Path, record: Record, start: dict[str, np.ndarray] | None, limits: Limits) -> None:
     """Decode one client's upload, and write it as an upload that is not compressed."""
+    # Read again rather than kept: memory then holds one client's upload at a time.
     update, _ = uploads.load_update(record.path, limits=limits)
     try:
         values = _decode(update.values["update"], {} if start is None else start)

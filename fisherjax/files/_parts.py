@@ -36,6 +36,7 @@ class Part(NamedTuple):
 def split(values: dict[str, Any]) -> list[Part]:
     """Split values into the smallest parts that a merge does not couple: layers, or leaves."""
     params, fisher, grams = values["params"], values.get("fisher"), values.get("grams")
+    # A full matrix couples all leaves, and so do permutations of units along the wiring.
     if isinstance(fisher, Dense) or "wiring" in values:
         return [Part({name: name for name in params}, values)]
     groups = [[name] for name in params]
@@ -48,6 +49,7 @@ def split(values: dict[str, Any]) -> list[Part]:
             groups = [group for group in groups if group not in coupled] + [joint]
     parts = []
     for group in groups:
+        # Numbered from zero in each part, so that equal layers of a deep network share a program.
         numbers = {name: str(number) for number, name in enumerate(group)}
         part: dict[str, Any] = {"params": {numbers[name]: params[name] for name in group}}
         if isinstance(fisher, Kronecker):
@@ -55,6 +57,7 @@ def split(values: dict[str, Any]) -> list[Part]:
         elif isinstance(fisher, Diagonal):
             part["fisher"] = Diagonal({numbers[name]: fisher.entries[name] for name in group})
         if grams is not None:
+            # The Gram matrix of a transposed kernel has a mark behind the leaf's name.
             leaf_of = {x: x.removesuffix("^T") for x in grams}
             part["grams"] = {
                 numbers[leaf] + x[len(leaf) :]: grams[x]
@@ -69,6 +72,7 @@ def _renamed(fisher: Kronecker, names: dict[str, str]) -> tuple[Kronecker, dict[
     """Rename the leaves of an operator, and its layers with them; return all new names too."""
     layers = tuple(
         layer._replace(
+            # A layer that is a part of a leaf has a suffix behind the leaf's name, which stays.
             kernel=names[layer.leaf] + layer.kernel[len(layer.leaf) :],
             bias=None if layer.bias is None else names.get(layer.bias),
             part_of=None if layer.part_of is None else names.get(layer.part_of),

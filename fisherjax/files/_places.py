@@ -25,6 +25,7 @@ class _Place(NamedTuple):
 
     def back(self, array: np.ndarray) -> np.ndarray:
         """Transpose the file's array to the leaf."""
+        # The inverse of a permutation is what sorts it.
         return array.transpose(np.argsort(self.axes))
 
 
@@ -34,6 +35,7 @@ def _parsed(name: str, entry: Any) -> tuple[str, tuple[int, ...] | None]:
         return entry, None
     try:
         theirs, axes = entry
+        # NumPy's integers are accepted, floats are not.
         axes = tuple(map(operator.index, axes))
     except (TypeError, ValueError):
         theirs = axes = None
@@ -53,6 +55,7 @@ def _places(ranks: dict[str, int], mapping: Places | None) -> dict[str, _Place]:
             f"mapping is a {type(mapping).__name__}; expected a dict from names of leaves to names "
             "in the file, such as {'dense/kernel': ('fc.weight', (1, 0))}, or a function"
         )
+    # A misspelled leaf would otherwise be stored under its own name, unnoticed until it is read.
     if not callable(mapping) and (unknown := [name for name in mapping if name not in ranks]):
         raise ValueError(
             f"mapping has the keys {_some(unknown)}, but the leaves are {_some(ranks)}; expected "
@@ -65,11 +68,13 @@ def _places(ranks: dict[str, int], mapping: Places | None) -> dict[str, _Place]:
         entry = mapping(name) if callable(mapping) else mapping.get(name, name)
         theirs, axes = _parsed(name, entry)
         axes = tuple(range(rank)) if axes is None else axes
+        # NumPy would accept negative axes, whose inverse above would be another permutation.
         if sorted(axes) != list(range(rank)):
             raise ValueError(
                 f"mapping transposes {name!r}, which has {rank} axes, by {axes}; expected each of "
                 f"{tuple(range(rank))} once"
             )
+        # The second array would replace the first in the file.
         if (other := owners.setdefault(theirs, name)) != name:
             raise ValueError(
                 f"{other!r} and {name!r} are both called {theirs!r} in the file: give each leaf "

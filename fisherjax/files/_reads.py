@@ -22,10 +22,13 @@ def method_of(records: list[Record], name: str | None, options: dict) -> tuple[s
             f"The uploads were made for {made_for}; expected one algorithm: pass the `algorithm` "
             "that is to merge them."
         )
+    # The method that clients had in mind is the default, but any method with the same values will
+    # do.
     name = made_for[0] if name is None else name
     check_method(name)
     _reads_of(name)
     algorithms.check_options(name, options)
+    # Factories require a model, from which a merge of files needs nothing.
     method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
     # Without a model there is no mask, against which the leaves of uploads would be checked.
     return name, method._replace(kind=records[0].kind, model=None)
@@ -57,6 +60,7 @@ def check_clients(records: list[Record]) -> None:
     owners: dict[str, Record] = {}
     for record in records:
         first = owners.setdefault(record.client, record)
+        # A client that counts twice would move the merge towards its own data.
         if first is not record:
             raise ValueError(
                 f"Client {record.client!r} is in {str(first.path)!r} and in {str(record.path)!r}: "
@@ -71,6 +75,7 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
         ValueError: If an upload lacks such values, or its layers differ from the first one's.
     """
     reads, first = _reads_of(name), records[0]
+    # Values that the method does not read may differ between clients.
     needed = {"params", *reads}
     for record, spec in zip(records, specs, strict=True):
         values = decode(record.path, spec, lambda name: name)
@@ -93,6 +98,7 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
             {n: k for n, k in x.arrays.items() if n.partition("/")[0] in {*needed, STATISTICS}}
             for x in (record, first)
         )
+        # Compared here by name and shape: a merge would only report that structures differ.
         for array in sorted(own.keys() | theirs.keys()):
             if own.get(array) != theirs.get(array):
                 raise ValueError(
@@ -100,11 +106,13 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
                     f"{own.get(array, 'missing')}, expected {theirs.get(array, 'none')}. All "
                     "clients must have trained the same network."
                 )
+        # Equal arrays may still belong to other layers, or to another order of the network.
         if any(spec["dict"][key] != specs[0]["dict"][key] for key in needed):
             raise ValueError(
                 f"{record.source} describes its layers differently than {str(first.path)!r}. All "
                 "clients must have trained the same network."
             )
+    # Matched units are permuted, and leaves that stay behind would keep the old order.
     if "wiring" in needed:
         leaves.check_all_trained(name, dict.fromkeys((*first.statistics, *first.frozen), 0))
     values = decode(first.path, specs[0], lambda name: name)
@@ -115,6 +123,7 @@ def check_untrained(records: list[Record]) -> None:
     """Check that all clients have the same frozen leaves, and that no statistic is a variance."""
     first = records[0]
     for record in records:
+        # A leaf that one client trained and another froze has no meaningful mean.
         if differing := sorted({*record.frozen} ^ {*first.frozen}):
             raise ValueError(
                 f"{record.source} has the frozen leaves {list(record.frozen)}, but "

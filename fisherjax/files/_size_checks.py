@@ -42,12 +42,17 @@ def check_sizes(
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} holds a {type(values).__name__}; expected a dict of values.")
     try:
+        # Codes declare to which shapes they decode. The sum of these is compared with the bytes of
+        # the file, as the values of a few bytes could fill the memory.
         found = compression.declared(values.get("update", values), limits.expansion * nbytes)
         if not isinstance(found, Mapping):
             raise ValueError(f"an update is a {type(found).__name__}; expected a dict of values")
+        # An empty update would pass every comparison with params.
         if "update" in values and not jax.tree.leaves(found):
             raise ValueError("an update has no arrays; expected those of its params")
         for name, kind, *expected in _expected(found):
+            # A wrong shape would be broadcast in a product, and give a wrong model without an
+            # error.
             if tuple(kind.shape) not in expected:
                 shapes = " or ".join(str(list(shape)) for shape in expected)
                 raise ValueError(
@@ -55,6 +60,7 @@ def check_sizes(
                 )
         if isinstance(found.get("wiring"), Wiring):
             _check_wiring(found["wiring"], found["params"])
+    # A description can be wrong in any way, and every way is the client's fault, not a crash.
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
@@ -68,6 +74,7 @@ def check_sizes(
 def is_shape(value: Any) -> bool:
     """Return whether a value is a list of axes whose lengths are integers, as JSON holds them."""
     is_list = isinstance(value, list | tuple)
+    # Booleans are integers in Python, but no lengths.
     return is_list and all(type(x) is int and 0 <= x < 2**60 for x in value)
 
 
@@ -79,6 +86,7 @@ def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     shapes = {name: tuple(x.shape) for name, x in params.items() if hasattr(x, "shape")}
     # The template of an operator has the shapes of all leaves, even of encoded params.
     if isinstance(fisher, Dense | Kronecker):
+        # Compared with the params where these have shapes; encoded params have none.
         known = dict(zip(fisher.template.names(), fisher.template.shapes, strict=True))
         for name in known.keys() & shapes.keys():
             if shapes[name] != known[name]:
@@ -87,6 +95,7 @@ def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
                 raise ValueError(f"params/{name} is {kind}, expected {expected} as in its Fisher")
         shapes = known | shapes
     if isinstance(fisher, Dense):
+        # The matrix of all leaves has one row for each of their numbers.
         total = sum(map(math.prod, known.values()))
         yield "fisher/matrix", fisher.matrix, (total, total)
     if isinstance(fisher, Kronecker):
@@ -94,6 +103,7 @@ def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     if isinstance(fisher, Diagonal):
         known = tree.by_name(fisher.entries)
         yield from ((f"fisher/{n}", x, shapes[n]) for n, x in known.items() if n in shapes)
+    # A merge selects every leaf of the params from the operator.
     if isinstance(fisher, Operator) and (missing := sorted(params.keys() - known.keys())):
         raise ValueError(f"its Fisher lacks the leaves {reprlib.repr(missing)}")
     grams = values.get("grams")
@@ -111,6 +121,7 @@ def _factors(fisher: Kronecker, shapes: dict[str, tuple[int, ...]]) -> Iterator[
     leaves = {name for layer in fisher.layers for name in (layer.leaf, layer.bias)}
     expected = {name for name, layer in layers.items() if layer.form != "scale"}
     diagonal = fisher.scales | (set(fisher.template.names()) - leaves)
+    # Every leaf is covered exactly once: by two factors, by a block or by its diagonal.
     if (set(fisher.factors), set(fisher.entries)) != (expected, diagonal):
         raise ValueError(
             f"a Fisher has factors of {reprlib.repr(sorted(fisher.factors))} and entries of "
@@ -118,15 +129,18 @@ def _factors(fisher: Kronecker, shapes: dict[str, tuple[int, ...]]) -> Iterator[
             f"and {reprlib.repr(sorted(diagonal))}"
         )
     for name, layer in layers.items():
+        # A layer may be a part of its leaf, such as one of several heads, but never more.
         if math.prod(layer.shape) > math.prod(shapes[layer.leaf]):
             raise ValueError(
                 f"layer '{name}' has shape {layer.shape}, expected at most the size of its leaf, "
                 f"{shapes[layer.leaf]}"
             )
+        # The bias is one more row of the layer's matrix.
         rows, columns = layer.rows + (layer.bias is not None), layer.columns
         if layer.form == "scale":
             yield f"fisher/{name}", fisher.entries[name], (rows, rows, columns)
             continue
+        # A vector [size] is a diagonal factor, as of one-hot inputs.
         for side, size in (("input", rows), ("output", columns)):
             yield f"fisher/{name}/{side}", fisher.factors[name][side], (size,), (size, size)
     for name in diagonal - fisher.scales:
@@ -143,6 +157,7 @@ def _check_wiring(wiring: Wiring, params: Mapping[str, Any]) -> None:
         and (layer.bias is None or layer.bias in params)
         for layer in layers
     )
+    # Matching follows the sources from layer to layer, and must not leave the list of layers.
     has_sources = len(sources) == len(layers) and all(
         place in places for feeding in sources for place in feeding
     )

@@ -47,6 +47,7 @@ def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = 
     """
     path = checked_path(path, ".safetensors")
     leaves = _named(tree)
+    # All names are known before the first byte is written.
     places = _places({name: leaf.ndim for name, leaf in leaves.items()}, mapping)
     arrays = {place.name: _stored(leaves[name], place) for name, place in places.items()}
     with atomic_file(path) as file:
@@ -89,6 +90,7 @@ def load_arrays(
     path = checked_path(path, ".safetensors", ".npz")
     arrays = _read(path, cast)
     if like is None:
+        # Without `like` there are no names to map and no dtypes to cast to.
         if cast or mapping is not None:
             raise ValueError(
                 "cast and mapping need `like`, a pytree with the names and dtypes of the result: "

@@ -50,6 +50,7 @@ class Sealed(NamedTuple):
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a new file for writing; it replaces the one at `path` only once it is complete."""
+    # Otherwise the error would name the temporary file, which the user has never heard of.
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist: make it first")
     # In the same folder, because a rename is atomic only within a file system; with a unique name,
@@ -92,6 +93,7 @@ def sealing(
         TypeError: If the format does not hold the dtype of an array.
     """
     path = checked_path(path, ".safetensors")
+    # The kinds are known before the arrays, so that each is written as soon as it is merged.
     header, places = _header(kinds, about)
     with atomic_file(path) as file:
         file.write(header)
@@ -100,6 +102,7 @@ def sealing(
         def put(name: str, array: Any) -> None:
             if ArrayKind.of(array) != kinds[name]:
                 raise ValueError(f"{name} is {ArrayKind.of(array)}; expected {kinds[name]}")
+            # Arrays may come in any order; one that comes twice fails here.
             file.seek(len(header) + left.pop(name))
             # The format requires C order and little-endian numbers.
             array = np.asarray(array, order="C")
@@ -111,6 +114,7 @@ def sealing(
             raise ValueError(f"{list(left)} were not written; expected a call of put for each")
         file.flush()
         place = header.index(_UNKNOWN.encode())
+        # Computed from what was written, so that it also covers the header.
         digest = _digest(file, place)
         file.seek(place)
         file.write(digest.encode())
@@ -133,7 +137,8 @@ def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
         # A header that claims to be longer than the file is damaged, which is an error below.
         limits.check(path, "header", length if length <= nbytes else 0)
     try:
-        with safe_open(path, framework="np"):  # checks the header
+        # safetensors compares offsets and lengths with the size of the file.
+        with safe_open(path, framework="np"):
             pass
         with open(path, "rb") as file:
             file.seek(_LENGTH)
@@ -152,12 +157,14 @@ def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
             "expected a file of files.save_update or files.merge_files. Read its arrays with "
             "files.load_arrays"
         )
+    # Checked before the digest, so that a user of an old version hears what to do about it.
     if (format_ := about.get("format")) not in FORMATS:
         raise ValueError(
             f"{str(path)!r} has format {format_!r} and was written by fisherjax "
             f"{about.get('version')}; this is fisherjax {version()}, which reads formats "
             f"{' and '.join(map(str, FORMATS))}: update it"
         )
+    # Before the entries of the arrays are believed.
     _check_digest(path, header, metadata.get(_DIGEST, ""))
     limits.check(path, "arrays", len(entries))
     limits.check(path, "name", max(map(len, entries), default=0))
@@ -209,6 +216,7 @@ def _header(
         offsets = [places[name], end]
         entries[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format asks for arrays that begin at multiples of eight bytes.
     text += b" " * (-len(text) % _LENGTH)
     return len(text).to_bytes(_LENGTH, "little") + text, places
 
@@ -231,6 +239,7 @@ def _digest(file: BinaryIO, place: int) -> str:
     digest = hashlib.sha256(file.read(place))
     digest.update(_UNKNOWN.encode())
     file.seek(place + len(_UNKNOWN))
+    # In chunks, because a file may be larger than the memory.
     while chunk := file.read(1 << 18):
         digest.update(chunk)
     return digest.hexdigest()

@@ -116,11 +116,13 @@ def merge_files(
         [2. 2.] [0.5 0.5]
     """
     checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
+    # Every check that needs no array comes first: a merge can take hours.
     out, paths = base.checked_path(out, ".safetensors"), list(paths)
     if not paths:
         raise ValueError("There are no uploads to merge; expected the path of at least one file.")
     found = [uploads.open_upload(path, limits) for path in paths]
     records, specs = [record for record, *_ in found], [spec for _, spec, _ in found]
+    # Compared as files, because one file may have several paths.
     if out.exists() and any(out.samefile(record.path) for record in records):
         raise ValueError(f"{str(out)!r} is one of the uploads: write the model to another file.")
     name, method = method_of(records, algorithm, options)
@@ -132,6 +134,7 @@ def merge_files(
     check_untrained(records)
     start = start_by_name(start)
     if any(record.codec != "none" for record in records):
+        # Decoded uploads are merged like all others, so that there is one way to merge.
         how = {"algorithm": algorithm, "on_nonfinite": on_nonfinite, "progress": progress}
         # Decoded files may have longer headers and names than their uploads.
         how["limits"] = limits._replace(header=1 << 62, name=1 << 62)
@@ -160,6 +163,7 @@ def merge_files(
         kinds |= {leaf: ArrayKind.of(array) for leaf, array in frozen.items()}
     about = {
         **{"what": "model", "algorithm": name, "kind": method.kind},
+        # As text, because options may be functions, which JSON cannot hold.
         "options": {key: str(value) for key, value in options.items()},
         "clients": {
             x.client: float(share) for x, share in zip(records, shares(weights), strict=True)
@@ -167,9 +171,11 @@ def merge_files(
         "left_out": left_out,
     }
     with base.sealing(out, kinds, about) as put:
+        # Parts are merged while they are written, so that only one is in memory.
         for merged in itertools.chain(ready, [frozen]):
             for leaf, array in merged.items():
                 put(leaf, array)
+    # Statistics have no curvature, so that nobody votes on them.
     votes = {leaf: vote for leaf, vote in votes.items() if leaf not in statistics}
     return Merge(name, tuple(records), shares(weights), left_out, votes)
 

@@ -109,17 +109,21 @@ def save_update(
     checks.instance("update", update, Update, "an algorithms.Update, as of merging.summarize")
     check_method(algorithm)
     checks.number("examples", examples)
+    # The kind of a compressed update names its codec already.
     if codec is None:
         codec = (update.kind.partition(THEN)[2] if "update" in update.values else "") or "none"
     for name, text in (("client", client), ("codec", codec)):
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} is {text!r}; expected a name, a string that is not empty")
+    # Averaged variances would lack the variance between clients; only moments add up.
     leaves.check_moments(tuple(update.statistics))
+    # A server without the network's classes can rebuild dicts, but not their pytrees.
     values = flat(tree.as_arrays(update.values))
     check_single(values)
     arrays: dict[str, Any] = {}
     spec = encode(values, "", arrays)
     encode(dict(update.statistics), STATISTICS, arrays)
+    # NumPy's numbers cannot be written as JSON.
     examples = examples if isinstance(examples, int) else float(examples)
     fields = dict(zip(FIELDS, (algorithm, update.kind, client, examples, codec), strict=True))
     about = {"what": "upload"} | fields | {"values": spec} | _untrained(update)
@@ -155,6 +159,7 @@ def load_update(path: str | os.PathLike, *, limits: Limits = LIMITS) -> tuple[Up
     Example: see `save_update`.
     """
     record, spec, _ = open_upload(path, limits)
+    # All at once, as the caller wants the whole update.
     arrays = dict(zip(record.arrays, base.read(record.path, record.arrays), strict=True))
     values = decode(record.path, spec, arrays.__getitem__)
     # Checked again with the arrays, which tell how many bits a stream needs.
@@ -201,6 +206,7 @@ def open_upload(
         FileNotFoundError: If there is no such file.
     """
     file = base.unseal(path, limits)
+    # Merged models are sealed files too, but have no values that could be merged again.
     if file.about.get("what") != "upload":
         raise ValueError(
             f"{str(file.path)!r} is a {file.about.get('what')}; expected an upload of "
@@ -220,6 +226,7 @@ def record_of(file: Sealed) -> Record:
         if key in inner:
             values, place = inner[key], joined(place, key)
     params = values.get("dict", values.get("ordered", {})) if place.endswith("params") else {}
+    # Shapes for those who look at an upload; the merge itself compares the arrays.
     layers = {x: shape_of(spec, joined(place, x), arrays) for x, spec in params.items()}
     return Record(
         path=file.path,

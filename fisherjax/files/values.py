@@ -30,6 +30,7 @@ from fisherjax.files._limits import ArrayKind
 from fisherjax.fisher import Dense, Diagonal, Kronecker
 from fisherjax.fisher.operators import Template
 
+# The tables of types that a file may name. Anything else in a file is refused.
 _OPERATORS = Diagonal, Dense, Kronecker
 _ENCODED = Codes, Difference, Root, Slot, Squares, Stream, Triangle, Truncated
 VALUE_TYPES: dict[str, type] = {kind.__name__: kind for kind in (*_OPERATORS, Wiring, *_ENCODED)}
@@ -43,6 +44,7 @@ def decode(path: Path, spec: Any, leaf: Callable[[str], Any]) -> dict[str, Any]:
     """Make values from their description, with `leaf(name)` for each array."""
     try:
         return _decode(spec, "", leaf)
+    # A later version may describe values in ways that are not known here.
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"the header of {str(path)!r} has a description that this version cannot read "
@@ -54,6 +56,7 @@ def shape_of(spec: Any, name: str, arrays: dict[str, ArrayKind]) -> tuple[int, .
     """Return the shape of a leaf, or None if its description has no shape."""
     if spec == _ARRAY:
         return arrays[name].shape
+    # The value of a difference has the shape of the leaf that it is added to.
     if spec.get("type") == Difference.__name__:
         return shape_of(spec["children"]["value"], joined(name, "value"), arrays)
     shape = spec.get("static", {}).get("shape")
@@ -75,6 +78,7 @@ def _flat_one(name: str, value: Any, ordered: bool = False) -> Any:
     if isinstance(value, Dense) and not _is_array(value.matrix):
         return dataclasses.replace(value, template=_template(value.template))
     if isinstance(value, (Kronecker, Dense)):
+        # Selected by name in the order of the template, so that the operator acts on the flat dict.
         return value.select(value.template.names())
     if isinstance(value, Diagonal):
         return Diagonal(_flat_one("params", value.entries, ordered))
@@ -101,6 +105,7 @@ def _template(template: Template) -> Template:
 def check_single(values: dict[str, Any]) -> None:
     """Check that values are of one client, as far as codes and operators have shapes."""
     for node in jax.tree.leaves(values, is_leaf=_is_scaled):
+        # One client's code has one scale; stacked codes have one for each client.
         if _is_scaled(node) and np.ndim(node.largest if isinstance(node, Codes) else node.step):
             raise ValueError(
                 f"This update holds arrays {node.shape} of several clients; expected one client's: "
@@ -122,6 +127,7 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
     """Describe a value as JSON, and collect its arrays by name."""
     if isinstance(value, dict):
         for key in value:
+            # JSON would turn other keys into strings, and the dict that is read would be another.
             checks.instance(f"A key of '{name}'", key, str, "a string")
         entries = {key: encode(x, joined(name, key), arrays) for key, x in value.items()}
         return {"ordered" if isinstance(value, OrderedDict) else "dict": entries}
@@ -140,6 +146,7 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
             f"'{name}' is a {type(value).__name__}; expected an array, a dict of arrays, or one of "
             f"{', '.join(VALUE_TYPES)}. Add another frozen dataclass to files.VALUE_TYPES"
         )
+    # The second array would replace the first in the file.
     if name in arrays:
         raise ValueError(f"two leaves are called '{name}': rename a key that holds a '/'")
     arrays[name] = value if _is_array(value) else np.asarray(value)
@@ -149,6 +156,7 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
 def _decode(spec: Any, name: str, leaf: Callable[[str], Any]) -> Any:
     if spec == _ARRAY:
         return leaf(name)
+    # The order of the original leaves is kept where it matters, as JAX sorts a dict's keys.
     for word, kind in (("dict", dict), ("ordered", OrderedDict)):
         if word in spec:
             return kind((x, _decode(s, joined(name, x), leaf)) for x, s in spec[word].items())
@@ -179,6 +187,7 @@ def _from_static(spec: Any) -> Any:
         return tuple(map(_from_static, spec))
     if not isinstance(spec, dict):
         return spec
+    # Named tuples are written as a dict of one entry, their name.
     [(kind, fields)] = spec.items()
     if kind == "Template":
         shapes = OrderedDict((name, tuple(shape)) for name, shape in fields.items())

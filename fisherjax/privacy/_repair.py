@@ -41,6 +41,7 @@ def repaired(sums: Any, deviations: Any, damping: float) -> Any:
     if isinstance(sums, WeightedSum) and isinstance(sums.total, HeadSums):
         total, levels = sums.total, deviations.total
         inputs, _ = _definite(total.inputs, levels.inputs, damping, True)
+        # Counts and sums of squares are never negative, but noisy ones may be.
         sizes = {n: jnp.maximum(getattr(total, n), 0) for n in ("squares", "negative", "count")}
         return sums._replace(total=dataclasses.replace(total, inputs=inputs, **sizes))
     return sums

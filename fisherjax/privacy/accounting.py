@@ -71,6 +71,7 @@ def epsilon(
         sampling never exceeds, and that of dp-accounting's accountant by Rényi divergences (Wang,
         Balle, Kasiviswanathan, AISTATS 2019).
     """
+    # Bisection and SciPy need numbers. Under `jit` they would fail with an error about a tracer.
     if checks.is_traced(spent, delta):
         raise TypeError(
             "epsilon got a number that is known only while a function is traced; call it outside "
@@ -82,6 +83,7 @@ def epsilon(
     checks.number("rounds", rounds)
     if cohort is not None:
         cohort = _checked_cohort(cohort)
+    # Everything released about the same clients composes, whichever method released it.
     releases = [_release(one, rounds) for one in spent]
     if not releases:
         raise ValueError(
@@ -89,6 +91,7 @@ def epsilon(
         )
     # Sums that were never released cost nothing, whatever their noise.
     releases = [(sigma, times) for sigma, times in releases if times]
+    # A release without noise reveals its sum exactly, which no other noise can repair.
     if not all(sigma > 0 for sigma, _ in releases):
         return math.inf
     # The distance by which one client moves all releases together, in units of their noise.
@@ -102,6 +105,7 @@ def epsilon(
 
 def add_noise(key: Key, leaves: list[Array], deviations: Sequence[float]) -> list[Array]:
     """Add independent Gaussian noise to the leaves, with one standard deviation for each."""
+    # Leaves of equal shapes must not share their noise, which would cancel in their difference.
     keys = jax.random.split(key, len(leaves))
     return [
         leaf + deviation * jax.random.normal(leaf_key, leaf.shape, leaf.dtype)

@@ -18,6 +18,7 @@ from fisherjax.typing import Array, Params
 ALL = "all"
 """Name of the only group if `clip` is one number."""
 
+# Both have a field `weight`, the number of clients, which is public and needs no noise.
 _SUMS = (WeightedSum, quadratic.Sums)
 
 
@@ -73,6 +74,7 @@ def norms(
 
     def norm(places: list[int]) -> Array:
         group = [leaves[place] for place in places]
+        # One norm over all leaves of a group, because they are clipped together.
         return jax.vmap(lambda x: jnp.sqrt(tree.inner(x, x)))(group)
 
     return {name: norm(places) for name, places in leaves_by_group(each, tuple(groups)).items()}
@@ -96,8 +98,11 @@ def clipping_reduce(algorithm: Algorithm, clip: tuple[tuple[str, float | None], 
         for name, places in groups.items():
             group, bound = [leaves[place] for place in places], bounds[name]
             if bound is not None:
+                # The clients are the examples here: each contribution is scaled to the bound, and
+                # only then added.
                 clipped, _ = optax.per_example_global_norm_clip(group, bound)
             else:
+                # A group that is not released must not reach the merge in any form.
                 clipped = [jnp.zeros_like(leaf[0]) for leaf in group]
             for place, leaf in zip(places, jax.tree.leaves(clipped), strict=True):
                 total[place] = leaf
@@ -116,9 +121,11 @@ def _contributions(algorithm: Algorithm, values: dict[str, Any]) -> Any:
         )
 
     def alone(update: dict[str, Any]) -> Any:
+        # Its weight is one, because a weight by the number of examples would reveal this number.
         return reduce(jax.tree.map(lambda leaf: leaf[None], update), jnp.ones(1))
 
     sums = jax.vmap(alone)(values)
+    # They have the type of sums, so that nothing later would notice.
     if isinstance(sums, Sketches):
         raise ValueError(
             "This method sends sketches. Factors are recovered from their sketches only if these "
@@ -139,6 +146,7 @@ def leaves_by_group(sums: Any, groups: Sequence[str]) -> dict[str, list[int]]:
         public = jax.tree.map(lambda _: False, x)
         return public._replace(weight=True) if isinstance(x, _SUMS) else public
 
+    # Weights are found by type, because a leaf of the model may have the same name.
     public = jax.tree.leaves(jax.tree.map(mark, sums, is_leaf=lambda x: isinstance(x, _SUMS)))
     names = {i: name for i, name in enumerate(tree.names(sums)) if not public[i]}
 
@@ -146,6 +154,7 @@ def leaves_by_group(sums: Any, groups: Sequence[str]) -> dict[str, list[int]]:
         return group == ALL or name == group or name.startswith(f"{group}/")
 
     found = {g: [i for i, name in names.items() if belongs(name, g)] for g in groups}
+    # A leaf in no group would be released without noise; one in two groups would be counted twice.
     once = sorted(place for places in found.values() for place in places) == list(names)
     if not all(found.values()) or not once:
         raise ValueError(

@@ -65,6 +65,7 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
         if model.apply_train is None:
             return model.apply(params, inputs[None])[0]
         outputs, new = model.apply_train(params, inputs[None], key, jnp.ones(1))
+        # With statistics of the minibatch, an example would change the gradients of the others.
         if new is not None:
             raise ValueError(
                 "dp_sgd got a model that keeps running statistics, as BatchNorm does. They mix "
@@ -75,8 +76,10 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
 
     def split(key: Key, inputs: Array) -> tuple[Key, Key]:
         noise, rest = jax.random.split(key)
+        # The forward and the backward pass split the same key, so that dropout is the same in both.
         return noise, jax.random.split(rest, len(inputs))
 
+    # Only the backward pass changes, so that any optimiser and any training loop can use the model.
     @jax.custom_vjp
     def outputs(params: Params, inputs: Array, key: Key, weights: Array) -> Array:
         del weights
@@ -98,10 +101,12 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
             return pull(cotangent)[0]
 
         # The loss is a mean: an example's own cotangent is that of the mean times their number.
+        # Padded rows of a short minibatch are among them; they are set to zero below.
         each = jax.vmap(gradient)(inputs, keys, cotangents * number.astype(cotangents.dtype))
         gradients, structure = jax.tree.flatten(each)
         gradients = tree.where((weights > 0) & tree.finite_by_client(gradients).all(0), gradients)
         clipped, _ = optax.per_example_global_norm_clip(gradients, clip)
+        # The noise is that of the sum. Dividing the noisy sum afterwards costs no privacy.
         deviations = [clip * noise_multiplier] * len(gradients)
         total = add_noise(noise_key, jax.tree.leaves(clipped), deviations)
         mean = [leaf / number.astype(leaf.dtype) for leaf in total]

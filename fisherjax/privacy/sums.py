@@ -88,12 +88,15 @@ def private(
         private linear regression, UAI 2018.
     """
     check_algorithm(algorithm)
+    # A method that reads each update alone has no sum that noise could protect, and a model of one
+    # client depends on that client's data beyond any clip.
     if algorithm.reduce is None or algorithm.link.personal:
         raise ValueError(
             "This method needs every client's update (its reduce is None), and only sums over "
             "clients can be made private; expected a method with a reduce, such as fedavg, "
             "fisher_merge or fedfisher(model, fisher=fisher.diagonal)."
         )
+    # Codes cannot be clipped: their norms are not those of the contributions.
     if algorithm.decode is not as_sent:
         raise ValueError(
             "This method's updates are encoded on the clients; expected updates that can be added "
@@ -103,6 +106,7 @@ def private(
     for name, bound in clips.items():
         if bound is not None:
             checks.positive(f"clip of '{name}'", bound)
+    # Groups that are not released need no noise multiplier, and cost nothing.
     released = [name for name, bound in clips.items() if bound is not None]
     if not released:
         raise ValueError(f"clip is {clip!r}; expected a bound for at least one group.")
@@ -116,6 +120,7 @@ def private(
     for name, sigma in multipliers.items():
         checks.number(f"noise_multiplier of '{name}'", sigma)
     checks.number("damping", damping)
+    # Plain tuples are hashable, so that equal arguments return the same object and compile once.
     return _private(algorithm, tuple(clips.items()), tuple(multipliers.items()), damping)
 
 
@@ -128,15 +133,18 @@ def _private(
 ) -> Algorithm:
     clips, multipliers = dict(clip), dict(noise_multiplier)
     sensitivity = {name: bound for name, bound in clips.items() if bound is not None}
+    # A client can move a sum by its clip, so that the noise is measured in clips.
     deviation = {name: multipliers[name] * bound for name, bound in sensitivity.items()}
 
     def init(params: Params, num_clients: int) -> State:
+        # Releases are counted in the state, because their cost adds up over rounds.
         return State(algorithm.link.init(params, num_clients), jnp.asarray(0, jnp.int32))
 
     def broadcast(params: Params, state: State, place: Array | None) -> Any:
         return algorithm.link.broadcast(params, state.algorithm, place)
 
     def summarize(key: Key, trained: Trained, examples: Examples, private: Any) -> tuple[dict, Any]:
+        # Params themselves have norms far above those of their changes: clipped, they would shrink.
         values, kept = algorithm.summarize(key, trained, examples, private)
         if "params" in values:
             values = values | {"params": _difference(values["params"], trained.start)}
@@ -145,6 +153,7 @@ def _private(
     def aggregate(
         key: Key, received: Clipped, params: Params, state: State, cohort: Array
     ) -> tuple[Params, State, Ledger]:
+        # The wrapped method may draw too, and must not draw the same numbers as the noise.
         noise_key, key = jax.random.split(key)
         leaves, structure = jax.tree.flatten(received.sums)
         deviations = [0.0] * len(leaves)
@@ -152,12 +161,14 @@ def _private(
             for place in places:
                 deviations[place] = deviation.get(name, 0.0)
         sums = jax.tree.unflatten(structure, add_noise(noise_key, leaves, deviations))
+        # Solvers need definite matrices, and noise may make a sum of them indefinite.
         sums = repaired(sums, jax.tree.unflatten(structure, deviations), damping)
         # Differences from the start are merged as models near zero, and added to it afterwards.
         start = jax.tree.map(jnp.zeros_like, params) if received.centred else params
         merged, kept, info = algorithm.aggregate(key, sums, start, state.algorithm, cohort)
         if received.centred:
             merged = jax.tree.map(jnp.add, params, merged)
+        # The ledger holds public numbers only, so that it can be published with the model.
         ledger = Ledger(state.rounds + 1, sensitivity, deviation, multipliers, info)
         return merged, State(kept, state.rounds + 1), ledger
 
@@ -165,7 +176,11 @@ def _private(
         summarize=summarize,
         reduce=clipping_reduce(algorithm, clip),
         aggregate=aggregate,
+        # Updates hold differences from the start, which the wrapped method must not merge as
+        # params.
         kind=f"{algorithm.kind}, to be clipped",
+        # It draws noise, so that a merge without a key is refused rather than repeated with a fixed
+        # one.
         link=algorithm.link._replace(init=init, broadcast=broadcast, draws=True),
     )
 

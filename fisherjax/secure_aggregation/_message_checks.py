@@ -8,6 +8,7 @@ from fisherjax._core import checks
 from fisherjax.secure_aggregation import keys
 from fisherjax.secure_aggregation.messages import Keys, Masked, Sealed, Setting, Shares
 
+# The message that clients send at each stage.
 _KINDS = {"advertise": Keys, "share": Sealed, "mask": Masked, "unmask": Shares}
 
 
@@ -36,11 +37,13 @@ def by_client(agreed: Setting, messages: Iterable[Any], stage: str) -> dict[int,
     for message in messages:
         checks.instance(f"A message of stage '{stage}'", message, kind, kind.__name__)
         place = check_place(agreed, message.client, f"Stage '{stage}' has a message of client")
+        # Nobody could tell which of two messages the other clients have seen.
         if place in found:
             raise ValueError(
                 f"Client {place} sent two messages of stage '{stage}'; expected one from each."
             )
         found[place] = message._replace(client=place)
+    # Checked at every stage, because clients may drop out at each of them.
     check_enough(agreed, len(found), stage)
     return dict(sorted(found.items()))
 
@@ -67,11 +70,13 @@ def checked_roster(agreed: Setting, roster: Mapping[int, Keys]) -> dict[int, Key
     for place, entry in roster.items():
         place = check_place(agreed, place, "The roster has an entry of client")
         checks.instance(f"The roster's entry of client {place}", entry, Keys, "protocol's Keys")
+        # A key under another client's name would let its owner open that client's boxes.
         if check_place(agreed, entry.client, "The roster has keys of client") != place:
             raise ValueError(
                 f"The roster has keys of client {entry.client} at the place of client {place}; "
                 "expected the keys of each client at its own place."
             )
+        # Clients with the same key would share all secrets that are derived from it.
         for use, public in (("box", entry.box), ("mask", entry.mask)):
             keys.check_public(f"The {use} key of client {place}", public)
             if public in owners:

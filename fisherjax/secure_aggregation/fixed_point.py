@@ -93,9 +93,12 @@ def ring(like: Any, bound: Any, num_clients: int, bits: int = 32) -> Ring:
         is_integer = jnp.issubdtype(dtype, jnp.integer)
         if not (is_integer or jnp.issubdtype(dtype, jnp.floating)):
             raise TypeError(f"Leaf '{name}' has dtype {dtype}; expected floating or integer.")
+        # The quotient of the two numbers could overflow for the smallest bounds.
         exponent = 0 if is_integer else math.floor(math.log2(max(most, 1)) - math.log2(limit))
+        # Logarithms are rounded, so that the exponent may be one too large.
         if not is_integer and math.ldexp(limit, exponent) > most:
             exponent -= 1
+        # An overflow would wrap around silently, and the sum would be wrong without any sign of it.
         if most < 1 or limit > math.ldexp(most, -exponent):
             raise ValueError(
                 f"{num_clients} clients with leaf '{name}' up to {limit:g} overflow integers of "
@@ -122,6 +125,8 @@ def encode(agreed: Ring, values: Any, who: str = "the contribution") -> np.ndarr
             f"{ {leaf.name: leaf.shape for leaf in agreed.leaves} }."
         )
     parts = [_encoded(leaf, x, who) for leaf, x in zip(agreed.leaves, leaves, strict=True)]
+    # Negative numbers become their complement modulo 2^64, whose low bits are the number modulo
+    # 2^32.
     return np.concatenate(parts).astype(np.uint64).astype(agreed.dtype)
 
 
@@ -130,6 +135,7 @@ def decode(agreed: Ring, total: np.ndarray) -> Any:
 
     Example: see `ring`.
     """
+    # Sums stay below half of 2^bits, so that the upper half stands for negative numbers.
     signed = total.astype(agreed.dtype).view(np.int32 if agreed.bits == 32 else np.int64)
     ends = np.cumsum([math.prod(leaf.shape) for leaf in agreed.leaves])
     parts = zip(agreed.leaves, np.split(signed, ends[:-1]), strict=True)
@@ -150,6 +156,7 @@ def _bounds(bound: Any, structure: Any) -> list[Any]:
 
 def _encoded(leaf: Leaf, values: Any, who: str) -> np.ndarray:
     array = np.asarray(values)
+    # Floats of an integer leaf would be cut off to integers without a word.
     if jnp.issubdtype(array.dtype, jnp.integer) != leaf.is_integer:
         wanted = "integers" if leaf.is_integer else "floating point"
         raise ValueError(
@@ -163,6 +170,7 @@ def _encoded(leaf: Leaf, values: Any, who: str) -> np.ndarray:
             f"Leaf '{leaf.name}' of {who} is not finite, and cannot be encoded. Leave this client "
             "out, or train it with a smaller learning rate."
         )
+    # One client beyond the bound could overflow the sum of all, which nobody sees under masks.
     if largest > leaf.bound:
         raise ValueError(
             f"Leaf '{leaf.name}' of {who} has an entry of {largest:.6g}, beyond the agreed bound "

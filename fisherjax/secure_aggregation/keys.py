@@ -10,6 +10,7 @@ from typing import Any
 
 SECRET = 32
 """Length of every key and seed, in bytes."""
+# The length of a nonce is that of RFC 8439, the prime that of RFC 7748.
 _NONCE = 12
 _FIELD = 2**255 - 19
 _EIGHT = (
@@ -50,6 +51,7 @@ def check_public(name: str, value: Any) -> None:
             f"{name} is not canonical: as a number it is not below 2^255 - 19; expected the bytes "
             "that X25519 returns for this key."
         )
+    # With such a key everybody knows the shared secret, and with it the mask.
     if coordinate in _LOW_ORDER:
         raise ValueError(
             f"{name} is of low order: every key exchange with it results in zero; expected the "
@@ -66,6 +68,7 @@ def exchange(private: bytes, public: bytes) -> bytes:
 
 def derive(secret: bytes, session: bytes, use: str) -> bytes:
     """Derive the key of one use in one session from a secret."""
+    # Imported here, because the package is an extra that most users do not install.
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -81,12 +84,14 @@ def keystream(key: bytes, size: int) -> bytes:
     """
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
+    # ChaCha20 is a stream cipher: encrypting zeros returns the stream itself.
     cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return cipher.update(bytes(size))
 
 
 def seal(key: bytes, text: bytes, header: bytes, entropy: Callable[[int], bytes]) -> bytes:
     """Encrypt and authenticate a text; also authenticate a header, which is not sent."""
+    # The receiver needs the nonce, which is no secret. It leads the box.
     nonce = entropy(_NONCE)
     return nonce + _box(key).encrypt(nonce, text, header)
 
@@ -100,6 +105,7 @@ def unseal(key: bytes, box: bytes, header: bytes) -> bytes:
     from cryptography.exceptions import InvalidTag
 
     try:
+        # A box whose tag does not match is never decrypted, not even in part.
         return _box(key).decrypt(box[:_NONCE], box[_NONCE:], header)
     except InvalidTag:
         raise ValueError(

@@ -51,6 +51,7 @@ def setting(num_clients: int, threshold: int, length: int, bits: int, session: b
     checks.count("threshold", threshold)
     checks.one_of("bits", bits, (32, 64))
     checks.instance("session", session, bytes, "bytes that are unique to this sum")
+    # With a threshold of one, the server needs no second client to remove a client's mask.
     if not 2 <= threshold <= num_clients:
         raise ValueError(
             f"threshold is {threshold} with {num_clients} clients; expected 2 to {num_clients}. A "
@@ -87,6 +88,7 @@ def share(
             client's own at its place. A server with such a roster could read secrets.
     """
     roster = checked_roster(setting(*agreed), roster)
+    # A server that replaces a client's keys would sit between it and all others.
     public_keys = tuple(map(keys.public, own.private_keys))
     listed = roster.get(own.place)
     if listed is None or (listed.box, listed.mask) != public_keys:
@@ -102,6 +104,7 @@ def share(
     boxes = {}
     for place in places:
         if place != own.place:
+            # The header names the pair, so that the server cannot pass a box on to somebody else.
             key, header = _box_key(agreed, own, roster[place], own.place, place)
             boxes[place] = keys.seal(key, seeds[place] + masks[place], header, entropy)
     own_share = seeds[own.place] + masks[own.place]
@@ -115,6 +118,7 @@ def deliver(agreed: Setting, messages: Iterable[Sealed]) -> dict[int, dict[int, 
     for sender, sealed in sent.items():
         for to in sealed.boxes:
             check_place(agreed, to, f"Client {sender} sent a box for client")
+        # Without its share, a receiver could not help to remove the sender's masks later.
         if missing := sorted(sent.keys() - sealed.boxes.keys() - {sender}):
             raise ValueError(
                 f"Client {sender} sent no box for clients {missing}; expected one for every other "
@@ -144,6 +148,7 @@ def mask(
             f"Client {own.place} got boxes of clients {sorted(strangers)}, which advertised no "
             f"keys; expected boxes of clients in the roster, {sorted(own.roster)}."
         )
+    # Two vectors under the same masks would reveal their difference.
     if own.boxes:
         raise ValueError(f"Client {own.place} has sent its vector already; expected once per sum.")
     dtype = unsigned(agreed.bits)
@@ -152,6 +157,7 @@ def mask(
             f"The vector of client {own.place} has shape {values.shape} and dtype {values.dtype}; "
             f"expected ({agreed.length},) and {np.dtype(dtype)}."
         )
+    # It hides the vector even if the server learns all pairwise masks of a client that was slow.
     masked = values + _expanded(agreed, self_key(agreed, own.seed))
     for other in others:
         key = pair_key(agreed, own.private_keys[1], own.place, own.roster[other])
@@ -177,6 +183,8 @@ def unmask(agreed: Setting, own: Client, stayed: Iterable[int]) -> tuple[Client,
     known = set(own.boxes) | {own.place}
     stayed = {check_place(agreed, x, f"Client {own.place} got the survivor") for x in stayed}
     check_enough(setting(*agreed), len(stayed), "mask")
+    # A server that asks twice could name a client as lost and as present, and remove all of its
+    # masks.
     if own.answered:
         raise ValueError(
             f"Client {own.place} has sent its shares already; expected once per sum, because a "
@@ -218,6 +226,7 @@ def finish(
     answered = by_client(agreed, answers, "unmask")
     places, anyone = list(answered), next(iter(answered.values()))
     for place, answer in answered.items():
+        # Answers that disagree about who dropped out belong to different sums.
         if set(answer.seeds) != set(arrived) or set(answer.keys) != set(anyone.keys):
             raise ValueError(
                 f"Client {place} answered for other clients than expected: shares of the seeds of "
@@ -230,6 +239,7 @@ def finish(
             f"Clients {strangers} are in later messages but not in earlier ones; expected clients "
             f"of the roster {sorted(roster)}, and answers of clients that sent a vector."
         )
+    # With a client's seed and its key the server would know its vector: it gets one of them only.
     if both := sorted(lost & set(arrived)):
         raise ValueError(
             f"The answers hold shares of the keys of clients {both}, whose vectors arrived; "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fisherjax._core import checks
 
+# A Mersenne prime above 2^512, so that every secret of 64 bytes is a number of the field.
 PRIME = 2**521 - 1
 SIZE = 66
 """Length of a share, in bytes."""
@@ -52,6 +53,8 @@ def split(
         )
     # With 128 bits more than the field, the remainder is uniform up to 2^-128.
     drawn = [int.from_bytes(entropy(SIZE + 16)) % PRIME for _ in range(threshold - 1)]
+    # The secret is the value at zero; all other coefficients are uniform, so that fewer shares than
+    # the threshold are independent of it.
     coefficients = [int.from_bytes(secret), *drawn]
     shares = {}
     for place in places:
@@ -84,6 +87,7 @@ def combine(
             "expected interpolation(places) of the same places."
         )
     value = sum(coefficients[place] * _number(place, x) for place, x in shares.items()) % PRIME
+    # Wrong shares give a number that is uniform in the field, and almost never this short.
     if value >= 256**size:
         raise ValueError(
             f"{len(shares)} shares do not recover a secret of {size} bytes: they are too few, or "
@@ -108,6 +112,7 @@ def interpolation(places: Sequence[int]) -> dict[int, int]:
         others = [other for other in places if other != place]
         above = math.prod(other + 1 for other in others) % PRIME
         below = math.prod(other - place for other in others) % PRIME
+        # Every number but zero has an inverse modulo a prime, and different places never give zero.
         found[place] = above * pow(below, -1, PRIME) % PRIME
     return found
 
@@ -116,6 +121,7 @@ def _checked(places: Iterable[int]) -> list[int]:
     """Return places as Python's integers; raise for place -1, whose share is the secret."""
     places = list(places)
     for place in places:
+        # A boolean is an integer in Python, but never a place.
         is_integer = isinstance(place, numbers.Integral) and not isinstance(place, bool)
         if not is_integer or not 0 <= place < PRIME - 1:
             raise ValueError(

@@ -67,6 +67,7 @@ def secure_sum(
     if not contributions:
         raise ValueError("There are no contributions; expected one pytree for each client.")
     number = len(contributions)
+    # Checked first, because a misspelled stage would otherwise mean that nobody drops out.
     present = _presence(absent or {}, number)
     ring = fixed_point.ring(contributions[0], bound, number, bits)
     # The session is public, and new for each sum.
@@ -136,6 +137,7 @@ def secure_merge(
     terms = contributions(algorithm, params, updates, weights)
     how = {"threshold": threshold, "entropy": entropy, "bits": bits, "absent": absent}
     total, stayed = secure_sum(terms, bound, **how)
+    # Sums are float64 on the host. The merge takes the dtypes that `reduce` returned.
     sums = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), total, terms[0])
     how = {"frozen": updates.frozen, "state": state}
     return merging.merge_sums(algorithm, params, sums, jnp.array(stayed), **how)
@@ -168,11 +170,14 @@ def contributions(
             "algorithms.fedfisher_sketched(model) for K-FAC."
         )
     number = jax.tree.leaves(update)[0].shape[0]
+    # Normalised before the bound is applied, as large weights would exceed it.
     weights = jnp.asarray(shares(check_weights(weights, number)), float)
     parts = split_params(params, update)
+    # Refused here, because nobody can see under the masks which client is not finite.
     kept = decode_and_screen(algorithm, parts, update, weights, "raise").values
 
     def contribution(client: int) -> Any:
+        # A slice of length one, because `reduce` expects the axis of clients.
         values, statistics = jax.tree.map(lambda x: x[client : client + 1], kept)
         return add_up(reduce, values, statistics, weights[client][None])
 
