@@ -127,10 +127,10 @@ def run(
     show: Callable[[int, float | None], None],
     warn: Callable[[str], None],
 ) -> list[records.Row]:
-    """Run the rounds of a unit, from its newest checkpoint if there is one, and return all its rows.
+    """Run the rounds of a unit, from its newest checkpoint if there is one; return all rows.
 
     `method` is what `prepare` made for the unit. After each round, `show` is called with its number
-    and with the test accuracy, or None if that was not measured. The final params are in the newest
+    and the test accuracy, or None if that was not measured. The final params are in the newest
     checkpoint and, with `keep_models`, in models/.
     """
     config, last = task.config, number(task.config, unit.local_epochs)
