@@ -60,13 +60,11 @@ def test_seeds_are_the_same_runs_whatever_their_number():
     assert np.allclose(few.noise[0], more.noise[0], rtol=1e-5)
 
 
-def test_the_command_counts_what_it_computes():
-    for module, *settings in theory.FIGURES.values():
-        assert module.length(settings[0]) >= module.length(settings[1]) >= 1
-    advanced = []
+def test_the_progress_of_a_figure_is_told_its_parts_once_before_they_are_computed():
+    told = []
     setting = dataclasses.replace(averaging.FIGURES["features2"][1], rounds=2)
-    averaging.compute(setting, lambda: advanced.append(1))
-    assert len(advanced) == averaging.length(setting)
+    found = averaging.compute(setting, lambda parts: told.append(parts) or iter(parts))
+    assert [list(parts) for parts in told] == [list(found)] == [list(setting.ways)]
 
 
 def test_the_threshold_lies_where_the_accuracy_crosses():

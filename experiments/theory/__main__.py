@@ -15,12 +15,13 @@ numbers.
 
 import dataclasses
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from experiments.harness import commands, progress, records, tables
+from experiments.harness import commands, records, studies, tables
 from experiments.theory import averaging, constants, phases, theorem
 
 PROGRAM = "experiments.theory"
@@ -73,9 +74,7 @@ def _drawn(asked: Config, name: Figure, console: Console) -> str:
     if asked.seeds is not None:
         setting = dataclasses.replace(setting, seeds=asked.seeds)
     start = time.perf_counter()
-    with progress.bar(console) as shown:
-        watched = shown.add_task(name, total=module.length(setting), speed="")
-        found = module.compute(setting, lambda: shown.advance(watched))
+    found = module.compute(setting, partial(studies.each, console, words=lambda _: name))
     seconds = time.perf_counter() - start
     took = f"{seconds:.0f} s" if seconds < 90 else tables.duration(seconds)
     return f"{module.section(name, setting, found, asked.out)}\nComputed in {took}.\n"

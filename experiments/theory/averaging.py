@@ -1,7 +1,6 @@
 """Draw what federated averaging, a single client and groups learn of signal and noise."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -56,22 +55,16 @@ Found = dict[str, History]
 """Histories by way of averaging, with leaves [seeds, rounds, ...]."""
 
 
-def length(setting: Setting) -> int:
-    """Return the number of ways of averaging; each compiles one program."""
-    return len(setting.ways)
-
-
-def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Train with each way of averaging, all seeds in one program; call `advance` after each."""
+def compute(setting: Setting, each: parallel_runs.Each = iter) -> Found:
+    """Train with each way of averaging, all seeds in one program."""
     found = {}
     keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
-    for way in setting.ways:
+    for way in each(setting.ways):
         mixing = mixing_of(way, setting.owners)
         # These numbers are traced, so that other values do not compile a new program.
         numbers = jnp.array([setting.norm, setting.scale, setting.learning_rate])
         shapes = dataclasses.replace(setting, norm=1, scale=1, learning_rate=1, seeds=1, ways=())
         found[way] = parallel_runs.compute(partial(_history, shapes), keys, mixing, numbers)
-        advance()
     return found
 
 

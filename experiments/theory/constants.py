@@ -1,13 +1,12 @@
 """Vary constants that the papers do not give, and test which reproduce their figures."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from experiments.harness import figures, records, tables
-from experiments.theory import averaging, theorem
+from experiments.theory import averaging, parallel_runs, theorem
 
 Found = dict[tuple[str, float], dict[str, np.ndarray]]
 """Losses or accuracies [points, seeds] by figure and constant, and then by way."""
@@ -45,31 +44,23 @@ FIGURES = {
 """All constants, and a quick selection."""
 
 
-def length(setting: Setting) -> int:
-    """Return the number of values that are tried."""
-    return 2 * len(setting.variances) + len(setting.scales) + len(setting.rates)
-
-
-def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Compute each figure with each constant, and call `advance` after each."""
+def compute(setting: Setting, each: parallel_runs.Each = iter) -> Found:
+    """Compute each figure with each value of its constant."""
     found: Found = {}
-    for name, variance in _pairs("widths", setting.variances) + _pairs("steps", setting.variances):
-        own = dataclasses.replace(getattr(setting, name), variance=variance)
-        found[name, variance] = {way: of.loss for way, of in theorem.compute(own).items()}
-        advance()
-    for name, value in _pairs("scale", setting.scales) + _pairs("learning_rate", setting.rates):
-        own = dataclasses.replace(setting.rounds, seeds=setting.seeds, **{name: value})
-        histories = averaging.compute(own)
-        # Take the accuracy after the last round, averaged over clients.
-        found[name, value] = {
-            way: of.test_accuracy[:, -1].mean(-1)[None] for way, of in histories.items()
-        }
-        advance()
+    tried = {"widths": setting.variances, "steps": setting.variances}
+    tried |= {"scale": setting.scales, "learning_rate": setting.rates}
+    for name, value in each([(name, value) for name, values in tried.items() for value in values]):
+        if name in ("widths", "steps"):
+            losses = theorem.compute(dataclasses.replace(getattr(setting, name), variance=value))
+            found[name, value] = {way: of.loss for way, of in losses.items()}
+        else:
+            own = dataclasses.replace(setting.rounds, seeds=setting.seeds, **{name: value})
+            # The accuracy is that after the last round, averaged over clients.
+            found[name, value] = {
+                way: of.test_accuracy[:, -1].mean(-1)[None]
+                for way, of in averaging.compute(own).items()
+            }
     return found
-
-
-def _pairs(name: str, values: tuple[float, ...]) -> list[tuple[str, float]]:
-    return [(name, value) for value in values]
 
 
 def section(name: str, setting: Setting, found: Found, out: Path) -> str:

@@ -1,6 +1,6 @@
 """Run independent runs, such as seeds, in one compiled program over all devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,10 @@ def compute(function: Callable[..., Any], stacked: Any, *common: Any) -> Any:
     # Results are put in order outside of the program, because a device that waits for another
     # inside of it may end the process.
     return jax.device_get(fj.parallel.in_order(spread, mesh))
+
+
+Each = Callable[[Sequence[Any]], Iterable[Any]]
+"""Yield the parts of a figure one by one, each with its own programs, and show the progress."""
 
 
 def draw(

@@ -6,7 +6,6 @@ by their mean and by curvature, to see whether one round learns what averaging l
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,24 +74,14 @@ def grids(setting: Setting) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
     }
 
 
-def length(setting: Setting) -> int:
-    """Return the number of points of both grids; each point compiles one program."""
-    return sum(map(len, grids(setting).values()))
-
-
-def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Compute the accuracies of both grids; call `advance` after each point.
+def compute(setting: Setting, each: parallel_runs.Each = iter) -> Found:
+    """Compute the accuracies of both grids, point by point.
 
     One program computes all ratios and seeds of a point.
     """
-    found: Found = {}
-    for grid, points in grids(setting).items():
-        values = []
-        for _, owners in points:
-            values.append(point(setting, owners))
-            advance()
-        found[grid] = jax.tree.map(lambda *x: np.stack(x), *values)
-    return found
+    points = [(grid, owners) for grid, own in grids(setting).items() for _, owners in own]
+    found = tables.gathered((grid, point(setting, owners)) for grid, owners in each(points))
+    return {grid: jax.tree.map(lambda *x: np.stack(x), *own) for grid, own in found.items()}
 
 
 def point(setting: Setting, owners: tuple[int, ...]) -> dict[str, np.ndarray]:

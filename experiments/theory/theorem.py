@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,23 +72,17 @@ def float64() -> Iterator[None]:
         jax.config.update("jax_enable_x64", before)
 
 
-def length(setting: Setting) -> int:
-    """Return the number of widths; each width compiles one program."""
-    return len(setting.widths)
-
-
-def compute(setting: Setting, advance: Callable[[], None] = lambda: None) -> Found:
-    """Compute the losses of all points and seeds; call `advance` after each width.
+def compute(setting: Setting, each: parallel_runs.Each = iter) -> Found:
+    """Compute the losses of all points and seeds, for each width.
 
     One program computes all seeds and all numbers of local steps of a width.
     """
     found = []
     with float64():
         keys = jax.vmap(jax.random.key)(jnp.arange(setting.seeds))
-        for width in setting.widths:
+        for width in each(setting.widths):
             one = partial(_seed, width, setting.steps)
             found.append(parallel_runs.compute(one, keys, jnp.asarray(setting.variance)))
-            advance()
     # Those of one width have leaves [seeds, steps]; the result has leaves [points, seeds].
     return jax.tree.map(lambda *leaves: np.concatenate([x.T for x in leaves]), *found)
 

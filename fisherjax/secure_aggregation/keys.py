@@ -46,6 +46,7 @@ def check_public(name: str, value: Any) -> None:
     if not isinstance(value, bytes) or len(value) != SECRET:
         raise ValueError(f"{name} is {value!r}; expected the {SECRET} bytes of an X25519 key.")
     coordinate = int.from_bytes(value, "little")
+    # The highest bit is part of the number here, so that a key with this bit set is refused too.
     if coordinate >= _FIELD:
         raise ValueError(
             f"{name} is not canonical: as a number it is not below 2^255 - 19; expected the bytes "

@@ -75,8 +75,10 @@ class Client(NamedTuple):
 
     place: int
     private_keys: tuple[bytes, bytes]
+    # Empty until the round in which they are drawn or received.
     seed: bytes = b""
     roster: Mapping[int, Keys] = {}
     own_share: bytes = b""
     boxes: Mapping[int, bytes] = {}
+    # States are never changed in place, so that a party that fails can go on from the last one.
     answered: bool = False

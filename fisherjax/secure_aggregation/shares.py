@@ -109,6 +109,7 @@ def interpolation(places: Sequence[int]) -> dict[int, int]:
     places = _checked(places)
     found = {}
     for place in places:
+        # Products are reduced once at the end, as Python's integers do not overflow.
         others = [other for other in places if other != place]
         above = math.prod(other + 1 for other in others) % PRIME
         below = math.prod(other - place for other in others) % PRIME

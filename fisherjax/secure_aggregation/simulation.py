@@ -17,6 +17,7 @@ from fisherjax.secure_aggregation import fixed_point, protocol
 from fisherjax.secure_aggregation.protocol import Entropy
 from fisherjax.typing import Params, Weights
 
+# The paper's rounds in which clients send something, in order.
 STAGES = ("advertise", "share", "mask", "unmask")
 
 
@@ -87,6 +88,8 @@ def secure_sum(
     # Round 2: every client encodes its contribution and masks it.
     masked = []
     for place in present("mask", boxes):
+        # Only here are contributions read: a client that drops out before need not have one that is
+        # sound.
         values = fixed_point.encode(ring, contributions[place], f"client {place}")
         clients[place], message = protocol.mask(agreed, clients[place], boxes[place], values)
         masked.append(message)
@@ -163,6 +166,7 @@ def contributions(
         [0.   0.75] 0.75
     """
     update, reduce = stacked(algorithm, updates), algorithm.reduce
+    # Without a `reduce` there is no term that a client could compute alone.
     if reduce is None:
         raise ValueError(
             "This method needs each client's update (its reduce is None), as FedFisher with K-FAC "
