@@ -116,6 +116,7 @@ def _compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         values, local = algorithm.summarize(key, trained, examples, local)
+        # The codec sees the values only, so that it works for every method.
         return {"update": codec.encode(values, trained.start)}, local
 
     def decoded(values: dict[str, Any], params: Params) -> dict[str, Any]:
@@ -123,6 +124,7 @@ def _compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
         each = jax.lax.map(lambda own: decode(own, params), values["update"])
         return algorithm.decode(each, params)
 
+    # The kind names the codec, so that updates of two codecs cannot be merged by mistake.
     kind = f"{algorithm.kind}; {codec.name}"
     return algorithm._replace(summarize=summarize, decode=decoded, kind=kind)
 
@@ -174,6 +176,7 @@ def change_matrices(change: Callable[[Array], Any], values: Any) -> Any:
     """Apply a function to every symmetric matrix: factors, dense Fishers and Gram matrices."""
 
     def factor(x: Array) -> Any:
+        # A factor [a] is a diagonal, and no matrix.
         return change(x) if x.ndim == 2 else x
 
     def one(value: Any) -> Any:

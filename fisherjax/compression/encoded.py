@@ -91,6 +91,7 @@ def declared(values: Any, most: float = math.inf) -> Any:
             has_shape = hasattr(value, "shape") and hasattr(value, "dtype")
             return jax.ShapeDtypeStruct(value.shape, value.dtype) if has_shape else value
         found = value.declared(inner)
+        # Nodes within nodes count too, because decoding holds their arrays at the same time.
         total += sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(found))
         if total > most:
             shapes = [list(x.shape) for x in jax.tree.leaves(found)]

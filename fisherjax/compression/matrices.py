@@ -140,6 +140,8 @@ def truncated(rank: int | None = None, *, bits: int = 8) -> Codec:
         most = _rank(values, bits) if rank is None else rank
 
         def triplets(matrix: Array) -> Truncated:
+            # Singular values and not eigenvalues, as in the paper, although the matrix is
+            # symmetric.
             left, scale, right = linalg.svd(matrix)
             return Truncated(left[:, :most], scale[:most], right[:most])
 
@@ -172,6 +174,7 @@ def roots(rank: int | None = None) -> Codec:
 
     def root(matrix: Array) -> Root:
         values, vectors = linalg.eigh(matrix)
+        # Rounding makes the smallest eigenvalues negative, which have no root.
         columns = vectors * jnp.sqrt(jnp.maximum(values, 0))
         # In descending order, as eigh sorts eigenvalues in ascending order.
         return Root(columns[:, ::-1][:, : len(matrix) if rank is None else rank])
@@ -186,6 +189,7 @@ def _rank(values: dict[str, Any], bits: int) -> int:
         sizes.append(len(matrix))
         return matrix
 
+    # The same walk that encodes matrices counts them, so that none is missed.
     change_matrices(count, values)
     if not sizes:
         raise ValueError(

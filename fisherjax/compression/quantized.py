@@ -40,10 +40,12 @@ class Codes(Encoded):
     def decode(self, inner: Callable[[Any], Any], leaves: Leaves) -> Array:
         """Return the array largest * code / levels."""
         del inner, leaves
+        # Shapes of an upload from elsewhere are claims until this check.
         self.declared(lambda x: x)
         levels = 2 ** (self.bits - 1) - 1
         count = math.prod(self.shape)
         bits = jnp.unpackbits(self.packed, count=count * self.bits).reshape(count, self.bits)
+        # The highest bit comes first, as `packbits` writes it.
         place = jnp.arange(self.bits - 1, -1, -1)
         codes = (bits.astype(jnp.int32) << place).sum(1) - levels
         # Without the barrier, XLA would divide `largest` first, which may underflow in float32.

@@ -55,6 +55,7 @@ class Slot:
 
     def bits(self) -> int:
         """Count the bits of its codes; zero if the values of the widths are unknown."""
+        # Shapes are checked before the arrays are read, and then again with their values.
         if not isinstance(self.widths, np.ndarray | jax.Array) or checks.is_traced(self.widths):
             return 0
         widths = np.asarray(self.widths)
@@ -124,13 +125,16 @@ class Priced(NamedTuple):
 def filled(values: Any, budget: int) -> Stream:
     """Round all `Priced` arrays as finely as a number of bits allows."""
     nodes, structure = jax.tree.flatten(values, is_leaf=lambda x: isinstance(x, Priced))
+    # The order of the pytree is that of the stream: the server reads arrays in the same order.
     places = [place for place, node in enumerate(nodes) if isinstance(node, Priced)]
     arrays = [nodes[place].array for place in places]
     columns = [x.reshape(_column_shape(x.shape)) for x in arrays]
     tables = sum(4 + (x.shape[1] + 1) // 2 for x in columns)
     rest = [node for node in nodes if not isinstance(node, Priced)]
+    # The tables and the values that stay as they are take their part of the size first.
     room = budget // 8 - tables - sum(x.size * x.dtype.itemsize for x in rest)
     entries = sum(x.size for x in columns)
+    # More bits than the widest codes need would only be zeros.
     room = min(room, -(-entries * _WIDEST // 8))
     if room <= 0:
         raise ValueError(
@@ -142,6 +146,7 @@ def filled(values: Any, budget: int) -> Stream:
             f"An update of {entries} numbers has more bits than an int32 can count; expected fewer "
             f"than {_MOST} numbers. Use compose(triangles(), quantized(8))."
         )
+    # All arrays compete for the bits of one stream, so that their total is exact.
     steps, widths = divided(columns, [nodes[place].cost for place in places], 8 * room)
     bits = _written(columns, steps, widths, 8 * room)
     for place, array, step, width in zip(places, arrays, steps, widths, strict=True):
@@ -157,6 +162,7 @@ def divided(
     price = jnp.stack([jnp.asarray(cost, jnp.float32) for cost in costs])
     # If all costs are zero, all arrays have equal costs.
     price = jnp.where(price.max() > 0, price / price.max(), 1)
+    # The best steps for a sum of costs c e^2 are proportional to 1 / sqrt(c).
     scales = jax.lax.rsqrt(jnp.maximum(price, 1e-12))
 
     def steps(level: Array) -> list[Array]:
@@ -185,6 +191,8 @@ def divided(
     # At the upper end of the interval, everything is rounded to zero.
     top = jnp.stack([t.max() / s for t, s in zip(tops, scales, strict=True)]).max()
     high = jnp.where(top > 0, jnp.log2(top), 0).astype(jnp.float32) + 2
+    # From 2^-60 of the upper end on, every width is at its limit. 40 halvings are more than float32
+    # distinguishes.
     _, high = jax.lax.fori_loop(0, 40, halve, (high - 60, high))
     return steps(jnp.exp2(high)), widths(jnp.exp2(high))
 

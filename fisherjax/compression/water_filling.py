@@ -117,6 +117,7 @@ def _priced(values: dict[str, Any], start: Params | None, trust: float) -> dict[
     params, done = values["params"], {}
     leaves, structure = tree.by_name(params), jax.tree.structure(params)
     started = {} if start is None else tree.by_name(start)
+    # Without the start, the weights themselves stand for D.
     far = {name: 1.03 * x - started[name] if started else x for name, x in leaves.items()}
     way = jax.tree.unflatten(structure, list(far.values()))
     costs: dict[str, Array] = {}
@@ -125,11 +126,13 @@ def _priced(values: dict[str, Any], start: Params | None, trust: float) -> dict[
             done[name] = _fisher(value, way, trust, costs)
         elif name == "grams":
             done[name] = _grams(value, far, trust, costs)
+        # Other values are few, and no cost is known for their errors.
         elif name != "params":
             done[name] = codes(value, _OTHER)
     mean = jnp.asarray(sum(costs.values())) / len(costs) if costs else jnp.ones(())
     weights = []
     for name, x in leaves.items():
+        # A leaf without curvature costs like the mean leaf, because the merge averages it.
         cost = costs.get(name, mean) + 0.01 * mean
         moved = Priced(x - started[name] if started else x, cost)
         weights.append(Difference(moved, name) if started else moved)
@@ -144,6 +147,7 @@ def _fisher(fisher: Operator, way: Params, trust: float, costs: dict[str, Array]
     if isinstance(fisher, Diagonal):
         costs |= {name: 2 * jnp.mean(f) for name, f in tree.by_name(fisher.entries).items()}
         return Diagonal(jax.tree.map(partial(_squares, trust), fisher.entries, way))
+    # The matrix is one block: an error of any of its entries moves every leaf.
     if isinstance(fisher, Dense):
         mean, squared = fisher.block_means(), trust * tree.inner(way, way)
         costs |= {name: 2 * mean for name in fisher.template.names()}
