@@ -30,23 +30,35 @@ def minibatches(
     """
     rows, weights = rows_of(examples)
     length = min(checks.count("batch_size", batch_size), rows.shape[0])
-    # The first row with a weight replaces those without: NaN times weight zero is NaN.
-    rows = jnp.where(weights != 0, rows, rows[jnp.argmax(weights != 0)])
     # Minibatches after the last example with a weight are not run.
-    used = jnp.max(jnp.where(weights != 0, jnp.arange(1, weights.size + 1), 0))
+    used = jnp.asarray(rows.shape[0], jnp.int32)
+    if examples.weights is not None:
+        used = jnp.where(weights != 0, jnp.arange(1, rows.shape[0] + 1, dtype=jnp.int32), 0).max()
 
     def batch(number: Array | int) -> Minibatch:
-        place = jnp.arange(length)
+        place = jnp.arange(length, dtype=jnp.int32)
         # At least 1, as a remainder by 0 is undefined: under vmap an empty client also runs the
         # minibatches of the largest client of its chunk.
-        full = jnp.clip(used - number * length, 1, length)
+        start = jnp.asarray(number, jnp.int32) * length
+        full = jax.lax.clamp(np.int32(1), used - start, np.int32(length))
         # The minibatch's own rows, from its first on, fill the places that are left over.
-        chosen = number * length + place % full
-        w = jnp.where(place < full, weights[chosen], 0)
-        targets = None if examples.targets is None else examples.targets[rows[chosen]]
-        return examples.inputs[rows[chosen]], targets, w
+        chosen = start + jax.lax.rem(place, full)
+        w = (place < full).astype(weights.dtype)
+        if examples.weights is not None:
+            given = _select(weights, chosen)
+            # The last row with a weight replaces those without: NaN times weight zero is NaN.
+            chosen, w = jnp.where(given != 0, chosen, jnp.maximum(used - 1, 0)), given * w
+        row = chosen if examples.indices is None else _select(rows, chosen)
+        targets = None if examples.targets is None else _select(examples.targets, row)
+        return _select(examples.inputs, row), targets, w
 
-    return -(-used // length), batch
+    return jax.lax.div(used + length - 1, np.int32(length)), batch
+
+
+def _select(values: AnyArray, rows: Array) -> Array:
+    """Select rows by numbers that are in bounds, and so need no checks in the program."""
+    chosen = jnp.asarray(values).at[rows]
+    return chosen.get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def shuffled(key: Key, examples: Examples) -> Examples:

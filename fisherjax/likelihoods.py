@@ -34,17 +34,29 @@ def _diagonal_columns(roots: Array) -> Array | ByPosition:
     return _columns(roots[..., :, None] * jnp.eye(roots.shape[-1], dtype=roots.dtype))
 
 
+def _categorical_loss(z: Array, y: AnyArray) -> Array:
+    # A sum over all classes compiles faster than a lookup, whose gradient is a scatter. A number
+    # that is no label makes the loss NaN.
+    is_label = jnp.asarray(y)[..., None] == jnp.arange(z.shape[-1])
+    each = jnp.where(is_label, jax.nn.log_softmax(z), 0).sum(-1)
+    return _over_examples(-jnp.where(is_label.any(-1), each, jnp.nan))
+
+
 def _categorical_factor(z: Array) -> Array | ByPosition:
     # The Cholesky factor of diag(p) - p p^T in closed form (Tanabe and Sagae, An exact Cholesky
     # decomposition and the generalized inverse of the variance-covariance matrix of the multinomial
     # distribution, JRSS B 1992): below the diagonal -p_j sqrt(p_k / (q_k q_{k+1})), with
     # q_k = sum_{i >= k} p_i. Every entry is a product of positive numbers: nothing cancels.
     p, share, after = _cholesky_parts(z)
-    below = _quotient(p[..., :, None], after[..., None, :])
-    identity = jnp.eye(z.shape[-1], dtype=z.dtype)
-    factors = share[..., None, :] * (identity * after[..., None, :] - jnp.tril(below, -1))
     # The matrix has rank C - 1, and the last column is zero.
-    return _columns(factors[..., : max(z.shape[-1] - 1, 1)])
+    rank = max(z.shape[-1] - 1, 1)
+    # [K, B, L..., 1], so that columns are written in the order in which they are read.
+    pair = share * after, _quotient(share, after)
+    here, below = (jnp.moveaxis(x[..., :rank], -1, 0)[..., None] for x in pair)
+    below = -p * below
+    column, row = (jax.lax.broadcasted_iota(int, below.shape, axis) for axis in (0, z.ndim))
+    columns = jnp.where(row > column, below, jnp.where(row == column, here, 0))
+    return columns if columns.ndim == 3 else ByPosition(columns)
 
 
 def _categorical_combination(z: Array, r: Array) -> Array:
@@ -67,8 +79,8 @@ def _cholesky_parts(z: Array) -> tuple[Array, Array, Array]:
 
 
 def _quotient(numerator: Array, denominator: Array) -> Array:
-    """Divide, with 0 / 0 = 0."""
-    return numerator / jnp.where(denominator > 0, denominator, 1)
+    """Divide by numbers that are not negative, with 0 / 0 = 0."""
+    return numerator / jnp.maximum(denominator, jnp.finfo(denominator.dtype).tiny)
 
 
 def _check_categorical(shape: tuple[int, ...], y: AnyArray) -> None:
@@ -122,9 +134,7 @@ def _deviation(z: Array) -> Array:
 
 
 categorical = Likelihood(
-    negative_log_likelihood=lambda z, y: _over_examples(
-        optax.softmax_cross_entropy_with_integer_labels(z, y)
-    ),
+    negative_log_likelihood=_categorical_loss,
     sample=jax.random.categorical,
     factor=_categorical_factor,
     check=_check_categorical,

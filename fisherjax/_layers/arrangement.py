@@ -41,7 +41,7 @@ def activations(part: Part, network: Flat, read: dict[Source, Array], batch: int
     inputs = jnp.concatenate(values, axis=1)
     if layer.bias is None:
         return inputs
-    return jnp.concatenate([inputs, jnp.ones_like(inputs[..., :1])], axis=-1)
+    return jnp.concatenate([inputs, jnp.ones((*inputs.shape[:-1], 1), inputs.dtype)], axis=-1)
 
 
 def layer_tangents(part: Part, tangents: dict[Place, Array], read: dict) -> Array:

@@ -245,10 +245,15 @@ def _run_tagged(
 
     run, _ = kfac_jax.layer_tags_vjp(tagged, params_index=0, auto_register_tags=False)
     (loss,), vjp = run(([jnp.zeros(())] * len(tags), arguments))
-    # The values that uses read come with the tangents of any cotangent. For this one the tangents
-    # are not used, and the compiler removes them.
-    at_zero = vjp(((jnp.zeros_like(loss.mean),),))
-    read = {every[place].inputs: at_zero[tag].primals.inputs[0] for place, tag in tags.items()}
+    read = {}
+
+    def collect(cotangent: Array) -> None:
+        registered = vjp(((cotangent,),))
+        read.update((every[x].inputs, registered[tag].primals.inputs[0]) for x, tag in tags.items())
+
+    # The values that uses read come with the tangents of any cotangent, but do not depend on it. So
+    # the backward pass that brings them is traced only, and is no part of the program.
+    jax.eval_shape(collect, loss.mean)
 
     def tangents(cotangent: Array) -> dict[Place, Array]:
         registered = vjp(((cotangent,),))

@@ -31,14 +31,19 @@ def sum_over_columns(function: Callable[[Array], Any], columns: Columns, at_once
     groups = -(-count // max(1, at_once // positions))
     # Groups have equal sizes: 17 columns make two groups of 9, of which one column is zero.
     few = -(-count // groups)
+    is_stored = not isinstance(columns, ByPosition) and groups * few == count
+    if is_stored and groups == 1:
+        return function(values(columns))
+
+    def of_group(group: Array) -> Any:
+        return function(group if is_stored else select(columns, group))
+
     numbers = jnp.arange(groups * few).reshape(groups, few)
-
-    def of_group(numbers: Array) -> Any:
-        return function(select(columns, numbers))
-
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_group, numbers[0]))
+    # Columns that are stored are cut by the loop itself.
+    each = values(columns).reshape(groups, few, *columns.shape[1:]) if is_stored else numbers
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_group, each[0]))
     return jax.lax.scan(
-        lambda sums, group: (jax.tree.map(jnp.add, sums, of_group(group)), None), zeros, numbers
+        lambda sums, group: (jax.tree.map(jnp.add, sums, of_group(group)), None), zeros, each
     )[0]
 
 

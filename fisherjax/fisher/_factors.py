@@ -77,6 +77,8 @@ def _output_factor(sharing: Sharing, layer: Layer, g: Array, counts: Array | Non
     g = locations.mask_values(g, counts)
     g = sharing.tangents(g, counts) if layer.form == "product" else g
     # G is a mean over locations, since A is a sum: kron(A, G) then has the exact block's scale.
+    if g.shape[1] == 1:
+        return second_moment(g)
     if counts is None or g.shape[1] != counts.shape[1]:
         return second_moment(g) / g.shape[1]
     # The number of locations that count differs from example to example.
@@ -118,4 +120,7 @@ def second_moment(values: Array) -> Array:
     # Without this barrier XLA computes the values twice, once for each side of the product.
     flat = jax.lax.optimization_barrier(values.reshape(-1, values.shape[-1]))
     wide = jnp.promote_types(values.dtype, jnp.float32)
-    return jnp.matmul(flat.T, flat, precision="highest", preferred_element_type=wide)
+    over_rows = ((0,), (0,)), ((), ())
+    return jax.lax.dot_general(
+        flat, flat, over_rows, precision="highest", preferred_element_type=wide
+    )

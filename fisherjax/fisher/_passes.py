@@ -66,15 +66,14 @@ def weighted_mean(
     """
     number, batch = minibatches(examples, batch_size)
 
-    def one_batch(step: Array | int, carry: tuple[Any, Array]) -> tuple[Any, Array]:
-        sums, total = carry
+    def one_batch(step: Array | int, sums: Any) -> Any:
         # Keys are folded, so that the draws of a minibatch do not depend on their number.
         batch_key = None if key is None else jax.random.fold_in(key, step)
         batch_sum = batch_sums(*batch(step), batch_key)
         # The division comes at the end: in a mean of means a short minibatch would count too much.
-        return jax.tree.map(jnp.add, sums, batch_sum), total + batch(step)[2].sum()
+        return jax.tree.map(jnp.add, sums, batch_sum)
 
-    shapes = jax.eval_shape(lambda: (batch_sums(*batch(0), key), batch(0)[2].sum()))
+    shapes = jax.eval_shape(lambda: batch_sums(*batch(0), key))
     # Sums are at least float32, because a long sum in bfloat16 loses its small terms.
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), shapes
@@ -83,10 +82,12 @@ def weighted_mean(
     rows = examples.inputs if examples.indices is None else examples.indices
     if rows.shape[0] <= batch_size:
         # Such a loop cannot be differentiated in reverse, but a `cond` can.
-        sums, total = jax.lax.cond(number > 0, partial(one_batch, 0), lambda none: none, zeros)
+        sums = jax.lax.cond(number > 0, partial(one_batch, 0), lambda none: none, zeros)
     else:
-        sums, total = jax.lax.fori_loop(0, number, one_batch, zeros)
-    scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+        sums = jax.lax.fori_loop(0, number, one_batch, zeros)
+    total = jnp.asarray(weights_of(examples), float).sum()
+    # Without any weight no minibatch was run, and the sums are zero.
+    scale = 1 / jnp.where(total > 0, total, 1)
     return jax.tree.map(lambda x: x * scale.astype(x.dtype), sums)
 
 

@@ -81,8 +81,14 @@ def sampled(
     del targets
     if key is None:
         raise ValueError("The sampled kind draws labels: pass key=jax.random.key(seed).")
-    labels = jax.vmap(likelihood.sample, (0, None))(jax.random.split(key, num_samples), z)
-    columns = jax.vmap(lambda y: _score(likelihood, z, y))(labels)
+
+    def column(number: Array | int) -> Array:
+        # These are the keys of `split`, and `fold_in` is in the program already, for minibatches.
+        return _score(likelihood, z, likelihood.sample(jax.random.fold_in(key, number), z))
+
+    if num_samples == 1:
+        return column(0)[None]
+    columns = jax.vmap(column)(jnp.arange(num_samples))
     # Columns are squared before they are summed, so a mean over draws divides them by the root.
     return columns / jnp.sqrt(num_samples).astype(z.dtype)
 
