@@ -192,6 +192,22 @@ def check_updates(
     return found.values, shares(found.weights)
 
 
+def finite_leaves(values: Any) -> np.ndarray:
+    """Return whether each leaf is finite, [leaves], on the host.
+
+    Example:
+        >>> print(finite_leaves({"b": jnp.zeros(3), "w": np.array([1.0, np.inf])}))
+        [ True False]
+    """
+    leaves = jax.tree.leaves(values)
+    if all(map(checks.is_in_host_memory, leaves)):
+        return np.array([np.isfinite(leaf).all() for leaf in leaves])
+    return np.asarray(_finite_leaves(values))
+
+
+_finite_leaves = jit(tree.finite_leaves)
+
+
 def probable_cause(values: Any = None, weights: AnyArray | None = None) -> str:
     """Describe the probable cause of a merged model that is not finite.
 
@@ -214,8 +230,8 @@ def probable_cause(values: Any = None, weights: AnyArray | None = None) -> str:
 def _finite_table(values: Any) -> np.ndarray | None:
     """Return whether each leaf of each client is finite, [leaves, K]; None inside `jit`."""
     leaves = jax.tree.leaves(values)
-    # Arrays from files are checked by NumPy, without compiling a program for each shape.
-    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    # NumPy checks arrays from files and of a CPU, without compiling a program for each shape.
+    on_host = all(map(checks.is_in_host_memory, leaves))
     table = [*map(_finite_on_host, leaves)] if on_host else _finite(mesh_of(values), values)
     return None if checks.is_traced(table) else np.asarray(table)
 
@@ -236,8 +252,9 @@ def _finite(mesh: Mesh | None, updates: Any) -> Array:
     return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
 
 
-def _finite_on_host(leaf: np.ndarray) -> np.ndarray:
+def _finite_on_host(leaf: AnyArray) -> np.ndarray:
     """Return whether a leaf of each client is finite, [M], in the precision that JAX will use."""
     with np.errstate(over="ignore"):
+        leaf = np.asarray(leaf)
         leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
     return np.asarray(np.isfinite(leaf).all(tuple(range(1, leaf.ndim))))

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from fisherjax import tree
 from fisherjax._core import checks
+from fisherjax._core.compiler import jit
 from fisherjax._minibatches import (
     Minibatch,
     draw,
@@ -89,7 +90,7 @@ class Federation(NamedTuple):
     def weights(self) -> Array:
         """The clients' shares of the examples, p_i = n_i / sum_j n_j, [M]."""
         # On one device: otherwise every device of a CPU would repeat what is computed with them.
-        return in_order(Spread(shares(self.sizes)), self.mesh)
+        return in_order(Spread(jit(shares)(self.sizes)), self.mesh)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -150,7 +151,7 @@ def federation(data: Any, partition: Partition) -> Federation:
         )
     # [M, n_max]. Padding is row 0, a valid index, which `minibatches` never reads.
     indices = np.stack([np.pad(part, (0, sizes.max() - len(part))) for part in rows])
-    return Federation(*map(jnp.asarray, (inputs, targets, indices, sizes)))
+    return Federation(*jax.device_put((inputs, targets, indices, sizes)))
 
 
 def view(federation: Federation, client: int | Array) -> Examples:

@@ -12,6 +12,7 @@ sequences only the factor of each position is computed, a `ByPosition`.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fisherjax._core import checks, output_checks
@@ -115,9 +116,13 @@ def _check_shape(name: str, expected: tuple[int, ...], y: AnyArray, meaning: str
 def _check_range(name: str, y: AnyArray, low: int, high: int, meaning: str) -> None:
     if checks.is_traced(y) or y.size == 0:
         return
-    # A traced function may close over targets with known values.
-    with jax.ensure_compile_time_eval():
-        smallest, largest = float(y.min()), float(y.max())
+    if checks.is_in_host_memory(y):
+        known = np.asarray(y)  # `np.min` of a JAX array would call its own method
+        smallest, largest = float(known.min()), float(known.max())
+    else:
+        # A traced function may close over targets with known values.
+        with jax.ensure_compile_time_eval():
+            smallest, largest = float(y.min()), float(y.max())
     if not (low <= smallest and largest <= high):  # negated: NaN compares false
         ignored = smallest == output_checks.IGNORED and len(y.shape) > 1
         raise ValueError(

@@ -134,7 +134,7 @@ def in_order(spread: Spread, mesh: Mesh | None) -> Any:
         # On the host: JAX ends the process if a device waits for another longer than 40 s.
         places = slice(None) if spread.places is None else np.asarray(spread.places)
         return jax.tree.map(
-            lambda x: by_numpy(lambda values: jnp.asarray(values[places]), x), spread.results
+            lambda x: by_numpy(lambda values: jax.device_put(values[places]), x), spread.results
         )
     if spread.places is None:
         return spread.results
@@ -165,6 +165,7 @@ class _Plan(NamedTuple):
     loads: Array
 
 
+@partial(jit, static_argnums=1)
 def _divide(costs: Array, num_devices: int) -> _Plan:
     """Divide chunks among devices, the largest first, each to the device with the least work.
 
@@ -229,7 +230,7 @@ def idle_share(steps: Sequence[int], clients_per_chunk: int = 1, num_devices: in
     computed = num_steps[_chunks(np.argsort(num_steps, kind="stable"), most)]
     longest = computed.max(1)
     if num_devices > 1:
-        longest = _divide(jnp.asarray(longest, float), num_devices).loads.max()
+        longest = np.asarray(_divide(longest.astype(np.float32), num_devices).loads).max()
     total = num_devices * computed.shape[1] * float(longest.sum())
     return max(0.0, float(1 - num_steps.sum() / total)) if total else 0.0
 

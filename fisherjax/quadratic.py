@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import Partial
 
 from fisherjax import _preconditioning, _wide_layers, tree
@@ -28,7 +29,7 @@ from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax.fisher import Diagonal, Kronecker, Operator
 from fisherjax.fisher.operators import Blockwise
-from fisherjax.typing import Array, Params, Scalar
+from fisherjax.typing import AnyArray, Array, Params, Scalar
 
 
 class Quadratic(NamedTuple):
@@ -267,6 +268,7 @@ def _precondition_in_fisher_units(function: Partial, exponents: Any, blocks: Any
     return function(_times_powers(blocks, jax.tree.map(jnp.negative, exponents)))
 
 
+@jit
 def _times_powers(values: Any, exponents: Any) -> Any:
     return jax.tree.map(tree.times_power, values, exponents)
 
@@ -286,15 +288,13 @@ def _add_damping(values: Any, lambdas: Any, blocks: Any) -> Any:
     return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, lambdas, blocks)
 
 
-def _check_weights(weights: Array, num_clients: int) -> Array:
-    # Traced weights have no values, so under `jit` the caller must check them.
+def _check_weights(weights: AnyArray, num_clients: int) -> AnyArray:
     if checks.is_traced(weights):
-        return weights
-    weights = jnp.asarray(weights, float)
-    total = float(weights.sum())
-    if weights.shape != (num_clients,) or not abs(total - 1) < 1e-3:
+        return weights  # They have no values, so under `jit` the caller must check them.
+    weights = np.asarray(weights, jnp.result_type(float))
+    if weights.shape != (num_clients,) or not abs(weights.sum() - 1) < 1e-3:
         raise ValueError(
-            f"weights have shape {weights.shape} and sum {total:g}; expected one for each of "
-            f"{num_clients} clients and sum one. Divide them by their sum."
+            f"weights have shape {weights.shape} and sum {weights.sum():g}; expected one for each "
+            f"of {num_clients} clients and sum one. Divide them by their sum."
         )
     return weights

@@ -4,6 +4,7 @@ import os
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 import fisherjax as fj
@@ -60,7 +61,7 @@ def predict(task: tasks.OneRound) -> Need:
     step = max(needs, key=lambda name: sum(needs[name]))
     side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)
     found = of(step, needs[step], side_by_side, federation.mesh)
-    batches = fj.clients.num_batches(federation.sizes, options["batch_size"])
+    batches = fj.clients.num_batches(np.asarray(federation.sizes), options["batch_size"])
     return found._replace(idle=fj.parallel.idle_share(batches, side_by_side, found.devices))
 
 

@@ -55,7 +55,7 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
     if unit[0] is None:
         params, key = steps.start(task, unit[1])
         found, seconds = steps.train(task, task.central, params, key, progress, task.optimizer)
-        (accuracy,) = task.accuracy(found.models, task.test, stacked=True)
+        accuracy = task.accuracy(found.models, task.test, stacked=True)[0]
         return [steps.row_of("central", unit, accuracy, seconds=seconds)]
     rows, merged = train_and_merge(task, unit, progress)
     rows += _voted(task, unit, progress)

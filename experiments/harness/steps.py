@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -36,8 +37,13 @@ class Merged(NamedTuple):
 
 def start(task: OneRound, seed: int) -> tuple[Params, Key]:
     """Draw the initial model; return it and the key of all other random numbers."""
-    init_key, key = jax.random.split(jax.random.key(seed))
-    return task.init(init_key), key
+    return _start(task.init, jax.random.key(seed))
+
+
+@partial(jax.jit, static_argnums=0)
+def _start(init: Callable[[Key], Params], key: Key) -> tuple[Params, Key]:
+    init_key, key = jax.random.split(key)
+    return init(init_key), key
 
 
 def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -18,12 +17,12 @@ from experiments.harness.config import MODELS, PLAYS, Data, Federated, OneShot, 
 from experiments.harness.methods import Images, Method, check_full, methods
 from fisherjax.clients import Federation
 from fisherjax.datasets import Dataset
-from fisherjax.typing import Array, Examples, Key, Likelihood, Model, Params
+from fisherjax.typing import AnyArray, Array, Examples, Key, Likelihood, Model, Params
 
 _NUM_VALIDATION = 500
 _SPLIT = ("partition", "alpha", "beta", "min_size", "classes_per_client")
 # Compiled once for equal models of all tasks.
-_accuracy = jax.jit(fj.metrics.accuracy, static_argnums=0, static_argnames="stacked")
+_accuracy_on_device = jax.jit(fj.metrics.accuracy, static_argnums=0, static_argnames="stacked")
 
 
 class OneRound(NamedTuple):
@@ -97,8 +96,9 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     model, normalize, init = _network(config.data, train, config.training, wide)
     params = jax.eval_shape(init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
-    data = jnp.asarray(train.inputs), jnp.asarray(train.targets)
-    tested = Examples(jnp.asarray(test.inputs), jnp.asarray(test.targets))
+    # `device_put` compiles nothing, where `asarray` compiles a program for each shape.
+    data = jax.device_put((train.inputs, train.targets))
+    tested = Examples(*jax.device_put((test.inputs, test.targets)))
     moments = {"mean": tuple(train.mean), "deviation": tuple(train.std)}
     normal = partial(_standardized, **moments) if config.data.normalize else None
     images = Images(train.inputs.shape[1:], config.data.augment, tested, normal)
@@ -112,11 +112,17 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
         federations={},
         central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
         label_counts={},
-        validation=partial(_draw_validation, Examples(*data)),
+        validation=partial(_draw_validation, Examples(train.inputs, train.targets)),
         test=tested,
         accuracy=partial(_accuracy, model),
         voting=_voting(config, train, model, normalize, init),
     )
+
+
+def _accuracy(model: Model, params: Params, test: Examples, *, stacked: bool = False) -> AnyArray:
+    """Return accuracies on the host, unless they are traced."""
+    found = _accuracy_on_device(model, params, test, stacked=stacked)
+    return found if fj._core.checks.is_traced(found) else np.asarray(found)
 
 
 def _voting(
@@ -151,8 +157,8 @@ def split_up(
     def federation(rows: list[np.ndarray]) -> Federation:
         ready = fj.clients.federation(data, rows)
         more = max((longest or 0) - ready.indices.shape[1], 0)
-        padded = jnp.pad(ready.indices, ((0, 0), (0, more)))
-        return _on_all_devices(ready._replace(indices=padded))
+        padded = np.pad(ready.indices, ((0, 0), (0, more)))
+        return _on_all_devices(ready._replace(indices=jax.device_put(padded)))
 
     targets = np.asarray(task.central.targets)
     return task._replace(

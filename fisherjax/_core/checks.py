@@ -63,6 +63,18 @@ def _is_huge(value: Any) -> bool:
     return isinstance(value, numbers.Rational) and not value <= sys.float_info.max
 
 
+def is_in_host_memory(value: Any) -> bool:
+    """Return whether NumPy can read an array without a copy, as it can those of a CPU.
+
+    NumPy then computes small things about it, for which no program has to be compiled.
+    """
+    if not isinstance(value, jax.Array):
+        return isinstance(value, np.ndarray)
+    if is_traced(value) or not value.is_fully_addressable:
+        return False
+    return all(device.platform == "cpu" for device in value.devices())
+
+
 def positive(name: str, value: Any) -> None:
     """Check that a value is a number above zero; traced values pass."""
     number(name, value)

@@ -22,6 +22,7 @@ import optax
 
 from fisherjax import tree
 from fisherjax._core import checks
+from fisherjax._core.compiler import jit
 from fisherjax.training import Trained
 from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params
 
@@ -258,8 +259,13 @@ class WeightedSum(NamedTuple):
 
     def mean(self) -> Any:
         """Return the total divided by the weight, or zero if the weight is zero."""
-        safe = jax.numpy.where(self.weight > 0, self.weight, 1)
-        return jax.tree.map(lambda x: x / safe.astype(x.dtype), self.total)
+        return _divided(self.total, self.weight)
+
+
+@jit
+def _divided(total: Any, weight: Array) -> Any:
+    safe = jax.numpy.where(weight > 0, weight, 1)
+    return jax.tree.map(lambda x: x / safe.astype(x.dtype), total)
 
 
 def weighted_sum(values: Any, weights: Array) -> WeightedSum:

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fisherjax import clients, leaves, tree
 from fisherjax._core import checks
-from fisherjax._divergence import Diverged, probable_cause, screen
+from fisherjax._divergence import Diverged, finite_leaves, probable_cause, screen
 from fisherjax._upload_checks import check_any_left
 from fisherjax.algorithms.base import (
     Algorithm,
@@ -194,7 +193,7 @@ def _check_finite(merged: Params, values: Any = None, weights: Array | None = No
     """Raise ValueError for a merged model that is not finite, with the leaf and probable cause."""
     if checks.is_traced(merged):
         return
-    finite = np.asarray(compiled(tree.finite_leaves, merged))
+    finite = finite_leaves(merged)
     if not finite.all():
         leaf, cause = tree.names(merged)[finite.argmin()], probable_cause(values, weights)
         raise ValueError(f"Leaf '{leaf}' of the merged model is not finite. {cause}")

@@ -13,7 +13,7 @@ from fisherjax import clients, devices, leaves, parallel, tree
 from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape, jit
 from fisherjax._stacked import shapes_of_one
-from fisherjax.algorithms.base import Algorithm, Update, check_algorithm
+from fisherjax.algorithms.base import Algorithm, Update, check_algorithm, nothing
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory, replicate
 from fisherjax.parallel import Layout, Spread, in_order
@@ -259,8 +259,13 @@ def _check_summary(
         output_checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
 
 
-@partial(jit, static_argnums=0)
 def _first_local(algorithm: Algorithm, stacked: Params) -> Any:
+    # Most methods keep nothing: no program has to be compiled for that.
+    return () if algorithm.link.init_client is nothing else _first_states(algorithm, stacked)
+
+
+@partial(jit, static_argnums=0)
+def _first_states(algorithm: Algorithm, stacked: Params) -> Any:
     return jax.vmap(algorithm.link.init_client)(stacked)
 
 

@@ -24,7 +24,7 @@ from fisherjax.merging._server_half import (
     server_key,
     split_params,
 )
-from fisherjax.typing import Array, Key, Params, Weights
+from fisherjax.typing import AnyArray, Array, Key, Params, Weights
 
 
 def merge(
@@ -75,8 +75,8 @@ def merge(
     # Updates may be spread over a mesh, and other arrays must be there too. Weights are scaled
     # before they are rounded to float32, in which their sum may overflow.
     mesh = mesh_of(update)
-    params, scaled = replicate((params, jnp.asarray(shares(known), float)), mesh)
-    cohort = jnp.arange(num_clients) if cohort is None else cohort
+    params, scaled = replicate((params, _as_floats(shares(known))), mesh)
+    cohort = np.arange(num_clients) if cohort is None else cohort
     key = server_key(algorithm, key)
     how = {"state": state, "cohort": cohort, "key": key, "on_nonfinite": on_nonfinite}
     found = server_half(algorithm, params, update, scaled, **how)
@@ -147,7 +147,7 @@ def merge_stream(
         # Scaled in float64 on the host, so that large weights cannot overflow float32.
         scale = scale or weights.max(initial=0.0)
         mesh = mesh_of(update)
-        weights = replicate(jnp.asarray(weights / (scale or 1.0), float), mesh)
+        weights = replicate(_as_floats(weights / (scale or 1.0)), mesh)
         parts = split_params(replicate(params, mesh), update, before=seen)
         found = decode_and_screen(algorithm, parts, update, weights, on_nonfinite, first=seen)
         # The total weight is known after the last chunk, so that nothing can be normalised here.
@@ -216,6 +216,13 @@ def _merge_totals(
     if isinstance(sums, SumsAndStatistics):
         sums, statistics = sums.sums, sums.statistics.mean()
     return finish(algorithm, sums, statistics, parts, state, cohort, key)
+
+
+def _as_floats(weights: AnyArray) -> Array:
+    """Return weights as an array of the default precision; from NumPy without a program."""
+    if isinstance(weights, np.ndarray):
+        return jax.device_put(weights.astype(jnp.result_type(float)))
+    return jnp.asarray(weights, float)
 
 
 def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[Update, np.ndarray]:

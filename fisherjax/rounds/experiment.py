@@ -17,6 +17,7 @@ import optax
 from fisherjax import clients, compression, devices, leaves, parallel, training, tree
 from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape
+from fisherjax._divergence import finite_leaves
 from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
@@ -79,7 +80,7 @@ class Federated(Experiment[Report]):
                 f"cohort is {self.cohort}, but the federation has {federation.num_clients} "
                 "clients; expected at most all of them."
             )
-        if not tree.finite_leaves(state.params).all():
+        if not finite_leaves(state.params).all():
             raise ValueError(
                 "state.params are not finite: the model has diverged. Continue from an earlier "
                 "state, with smaller learning rates."

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import Partial
 
 from fisherjax import tree
@@ -113,12 +114,16 @@ def solution(
     problem = as_data(problem)
     structure = jax.tree.structure(problem.rhs)
     products, unsolved = (
-        x
-        if jax.tree.structure(x) == structure
-        else jax.tree.map(lambda _, x=x: jnp.asarray(x), problem.rhs)
+        x if jax.tree.structure(x) == structure else _for_each(x, problem.rhs)
         for x in (products, unsolved)
     )
     return _solution(problem, x, tolerance, Info(products, None, unsolved), checked)
+
+
+def _for_each(number: Any, blocks: Any) -> Any:
+    # NumPy compiles no program for a Python number.
+    number = number if isinstance(number, jax.Array) else np.asarray(number)
+    return jax.tree.map(lambda _: number, blocks)
 
 
 @partial(jit, static_argnums=4)

@@ -1,7 +1,5 @@
 """Solve diagonal systems in closed form."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -47,13 +45,13 @@ def closed_form(floor: Scalar = 1e-6) -> Solver:
                 "closed_form solves diagonal systems only, but this system is not diagonal "
                 "(is_diagonal is False). Use conjugate_gradients()."
             )
-        return solution(problem, _closed_form(as_data(problem), floor), 1, checked=True)
+        return _closed_form(as_data(problem), floor)
 
     return solve
 
 
 @jit
-def _closed_form(problem: Quadratic, floor: Scalar) -> Any:
+def _closed_form(problem: Quadratic, floor: Scalar) -> Solution:
     def leaf(a: Array, b: Array, x: Array) -> Array:
         # The floor itself may be zero.
         has_curvature = (a >= floor * jnp.mean(a)) & (a > 0)
@@ -64,4 +62,5 @@ def _closed_form(problem: Quadratic, floor: Scalar) -> Any:
 
     # The product of a diagonal operator with ones is its diagonal.
     entries = problem.matvec(jax.tree.map(jnp.ones_like, problem.init))
-    return jax.tree.map(leaf, entries, problem.rhs, problem.init)
+    x = jax.tree.map(leaf, entries, problem.rhs, problem.init)
+    return solution(problem, x, 1, checked=True)

@@ -49,14 +49,13 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
     checks.number("tolerance", tolerance)
 
     def solve(problem: Quadratic) -> Solution:
-        x, count, unsolved = _conjugate_gradients(as_data(problem), tolerance, max_iterations)
-        return solution(problem, x, count, tolerance, unsolved)
+        return _conjugate_gradients(as_data(problem), tolerance, max_iterations)
 
     return solve
 
 
 @jit
-def _conjugate_gradients(problem: Quadratic, tolerance: Scalar, max_iterations: Scalar) -> tuple:
+def _conjugate_gradients(problem: Quadratic, tolerance: Scalar, max_iterations: Scalar) -> Solution:
     matvec, precondition = problem.matvec, problem.precondition or identity
 
     def multiply(system: tuple) -> tuple:
@@ -81,7 +80,8 @@ def _conjugate_gradients(problem: Quadratic, tolerance: Scalar, max_iterations: 
     linear_solve = partial(jax.lax.custom_linear_solve, symmetric=True, has_aux=True)
     (difference, _), (count, broken) = linear_solve(multiply, (residual, size), solve)
     unsolved = _map(lambda b: jnp.where(b, Status.BROKE_DOWN, Status.OUT_OF_ITERATIONS), broken)
-    return _map(jnp.add, problem.init, difference), count, unsolved
+    x = _map(jnp.add, problem.init, difference)
+    return solution(problem, x, count, tolerance, unsolved)
 
 
 def _norm(x: Array) -> Array:

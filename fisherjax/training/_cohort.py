@@ -14,7 +14,7 @@ from fisherjax.clients import Federation
 from fisherjax.devices import Memory
 from fisherjax.local_update import ClientInputs, LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Spread, in_order
-from fisherjax.typing import Array, Key, Params
+from fisherjax.typing import Array, Key, Params, Scalar
 
 # A program has room for the losses of this many epochs, or of 2, 4, 8 ... times as many.
 _EPOCHS = 16
@@ -120,10 +120,14 @@ def epoch_memory(cohort: Cohort) -> Memory:
 def _result(cohort: Cohort, found: tuple[Params, Params, Any], loss: Array) -> Trained:
     common, own = cohort.given
     params, statistics, kept = found
-    sizes = local_update.sizes(cohort.local, cohort.federation)
-    batches = clients.num_batches(sizes, cohort.local.batch_size)
-    start, steps = common.start if own.start is None else own.start, loss.shape[1] * batches
+    start = common.start if own.start is None else own.start
+    steps = _steps(cohort.local, cohort.federation, loss.shape[1])
     return Trained(params, start, steps, loss, kept, statistics, common.frozen)
+
+
+@partial(jit, static_argnums=0)
+def _steps(local: LocalTraining, federation: Federation, epochs: Scalar) -> Array:
+    return epochs * clients.num_batches(local_update.sizes(local, federation), local.batch_size)
 
 
 def _first_state(local: LocalTraining, given: ClientInputs) -> State:
@@ -142,11 +146,14 @@ def epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> Tr
         found = _run(*cohort.arguments(1, states, (epoch, epoch + 1)))
         states, loss = in_order(found, mesh)
         losses.append(loss)
-        progress(epoch, loss[:, 0])
-    # Arrays [M, 1] of one epoch each to [M, epochs].
-    loss = jnp.concatenate(losses, axis=1)
+        progress(epoch, loss)
+    return _result(cohort, *_last(states, losses))
+
+
+@jit
+def _last(states: State, losses: list[Array]) -> tuple[tuple[Params, Params, Any], Array]:
     params = jax.vmap(local_update.trained_params)(states)
-    return _result(cohort, (params, states.statistics, local_update.kept_state(states)), loss)
+    return (params, states.statistics, local_update.kept_state(states)), jnp.stack(losses, axis=1)
 
 
 @partial(jit, static_argnums=(0, 1))
@@ -170,8 +177,8 @@ def _run(
 
     Returns:
         Without states, clients start afresh; the results are their trained leaves, statistics and
-        what the optimiser kept. With states, the results are the new states. Then come the losses
-        [M, capacity].
+        what the optimiser kept, and the losses [M, capacity]. With states, they are the new states
+        and the loss [M] of the one epoch.
     """
 
     def one(own: Any, common: ClientInputs, federation: Federation, key: Key, epochs: Any) -> Any:
@@ -193,7 +200,7 @@ def _run(
         end, losses = jax.lax.fori_loop(first, last, body, (begin, losses))
         # Dropping the optimiser's state keeps only the states of one chunk in memory.
         found = local_update.trained_params(end), end.statistics, local_update.kept_state(end)
-        return found if state is None else end, losses
+        return (found, losses) if state is None else (end, losses[0])
 
     return parallel.spread_clients(
         one,

@@ -94,16 +94,15 @@ def analytic_head(
 
     def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, cohort
-        found, info = _solved(head_mean(sums), ridge)
+        own, info = _solved(head_mean(sums), ridge)
         template = Template.of(params)
-        leaves = template.by_name(params) | unpack(sums.total.layer, found)
-        return template.restore(leaves), state, info
+        return template.restore(template.by_name(params) | own), state, info
 
     return head_summary(model, aggregate, batch_size, max_examples)
 
 
 @jit
-def _solved(sums: HeadSums, ridge: Scalar | None) -> tuple[Array, AnalyticHeadReport]:
+def _solved(sums: HeadSums, ridge: Scalar | None) -> tuple[dict[str, Array], AnalyticHeadReport]:
     inputs, mean = sums.inputs, jnp.trace(sums.inputs) / len(sums.inputs)
     eigenvalues, vectors = jax.lax.stop_gradient(linalg.eigh(inputs))
     eigenvalues = jnp.maximum(eigenvalues, 0)
@@ -116,7 +115,7 @@ def _solved(sums: HeadSums, ridge: Scalar | None) -> tuple[Array, AnalyticHeadRe
     shift = jnp.maximum(shift, jnp.finfo(inputs.dtype).eps * jnp.trace(inputs))
     found = linalg.solve_definite(inputs + shift * jnp.eye(len(inputs)), sums.products)
     determined = (eigenvalues / (eigenvalues + shift)).sum()
-    return found, AnalyticHeadReport(shift / mean, determined)
+    return unpack(sums.layer, found), AnalyticHeadReport(shift / mean, determined)
 
 
 def _ridge_of_largest_evidence(eigenvalues: Array, vectors: Array, sums: HeadSums) -> Array:

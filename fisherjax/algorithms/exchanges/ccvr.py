@@ -16,7 +16,7 @@ from fisherjax import _optimizers, likelihoods
 from fisherjax._core import checks, linalg
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax._layers.layer import matrix, unpack
+from fisherjax._layers.layer import Layer, matrix, unpack
 from fisherjax.algorithms.base import Algorithm, WeightedSum
 from fisherjax.algorithms.exchanges._head_sums import HeadSums, head_mean, head_summary
 from fisherjax.fisher.operators import PRECISION, Template
@@ -106,12 +106,16 @@ def ccvr(
         del cohort
         template, layer = Template.of(params), sums.total.layer
         leaves = template.by_name(params)
-        _optimizers.check("optimizer", optimizer, matrix(layer, leaves))
+        start = _matrix(layer, leaves)
+        _optimizers.check("optimizer", optimizer, start)
         features, labels = _drawn(key, head_mean(sums), draws)
-        found, info = _tuned(optimizer, epochs, matrix(layer, leaves), features, labels, key)
-        return template.restore(leaves | unpack(layer, found)), state, info
+        own, info = _tuned(optimizer, epochs, layer, start, features, labels, key)
+        return template.restore(leaves | own), state, info
 
     return head_summary(model, aggregate, batch_size, max_examples)
+
+
+_matrix = jit(matrix, static_argnums=0)
 
 
 @partial(jit, static_argnums=2)
@@ -134,15 +138,16 @@ def _drawn(key: Key, sums: HeadSums, draws: int) -> tuple[Array, Array]:
     return features, labels
 
 
-@partial(jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1, 2))
 def _tuned(
     optimizer: optax.GradientTransformation,
     epochs: int,
+    layer: Layer,
     value: Array,
     features: Array,
     labels: Array,
     key: Key,
-) -> tuple[Array, CCVRReport]:
+) -> tuple[dict[str, Array], CCVRReport]:
     def loss(value: Array, features: Array, labels: Array) -> Array:
         z = features @ value
         return optax.softmax_cross_entropy_with_integer_labels(z, labels).mean()
@@ -157,14 +162,14 @@ def _tuned(
 
     length = min(_BATCH, len(labels))
     number = len(labels) // length
-    orders = [
-        jax.random.permutation(jax.random.fold_in(key, n), len(labels))
-        for n in range(1, epochs + 1)
-    ]
-    batches = jnp.concatenate(
-        [order[: number * length].reshape(number, length) for order in orders]
-    )
+
+    def batches_of(epoch: Array) -> Array:
+        order = jax.random.permutation(jax.random.fold_in(key, epoch), len(labels))
+        return order[: number * length].reshape(number, length)
+
+    # A loop, since each permutation is a sort, which takes long to compile.
+    batches = jax.lax.map(batches_of, jnp.arange(1, epochs + 1)).reshape(-1, length)
     before = loss(value, features, labels)
     (value, state), _ = jax.lax.scan(step, (value, optimizer.init(value)), batches)
     value = _optimizers.final_params(value, state)
-    return value, CCVRReport(before, loss(value, features, labels))
+    return unpack(layer, value), CCVRReport(before, loss(value, features, labels))

@@ -197,9 +197,7 @@ def natural_gradient(
     def move(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort
         held = sums.mean()
-        # The first of equal losses: the largest scale if there are no held-out examples.
-        scale = jnp.array(steps)[jnp.nanargmin(held)]
-        moved = jax.tree.map(lambda w, d: w + scale * d, params, state.step)
+        moved, scale = _move(steps, held, params, state.step)
         return moved, (), NaturalGradientReport(state.loss, state.predicted, scale, held)
 
     def message(name: str, summarize: Any, aggregate: Any, link: Link) -> Algorithm:
@@ -218,6 +216,13 @@ def natural_gradient(
         message("products", products, combine, informed),
         message("losses", losses, move, informed),
     )
+
+
+@partial(jit, static_argnums=0)
+def _move(steps: tuple[float, ...], held: Array, params: Params, step: Params) -> tuple:
+    # The first of equal losses: the largest scale if there are no held-out examples.
+    scale = jnp.array(steps)[jnp.nanargmin(held)]
+    return jax.tree.map(lambda w, d: w + scale * d, params, step), scale
 
 
 class _Plan(NamedTuple):
