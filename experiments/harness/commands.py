@@ -65,6 +65,7 @@ def _read(
     defaults: Callable[..., Any],
     check: Callable[[Any], Any],
     chooser: str,
+    cached: bool = True,
 ) -> tuple[Any, bool]:
     """Read a command line as `read`; return also whether compiled programs are kept."""
     if isinstance(defaults, type):
@@ -75,7 +76,7 @@ def _read(
         default = defaults(getattr(first.parse_known_args(arguments)[0], chooser))
     groups = _method_groups() if hasattr(default, "merging") else {}
     # The command line has its own class, because the configuration names no method.
-    fields: list[Any] = [(_CACHE, _Cache, True)]
+    fields: list[Any] = [(_CACHE, _Cache, cached)]
     fields += [(name, kind, dataclasses.field(default=kind())) for name, kind in groups.items()]
     command = dataclasses.make_dataclass("Command", fields, bases=(type(default),), frozen=True)
     parsed = tyro.cli(
@@ -136,6 +137,7 @@ def command(
     chooser: str = "dataset",
     continues: bool = True,
     all_cores: Callable[[Sequence[str]], bool] = lambda _: True,
+    cached: bool = True,
 ) -> Callable[..., Callable[..., int]]:
     """Make a program of a function of the options and a console.
 
@@ -143,7 +145,8 @@ def command(
     are those of this process if None, and then it keeps what it compiles, see `program_cache`. The
     exit status is 0 when all is done, 1 when something was refused, 130 when interrupted;
     `continues` says whether the same command would then go on. `all_cores` returns, for the
-    arguments, whether every core becomes a device.
+    arguments, whether every core becomes a device. A command that measures compilation is not
+    `cached`, unless `--compilation-cache` asks for it.
     """
 
     def decorate(work: Callable[[Any, Console], None]) -> Callable[..., int]:
@@ -158,9 +161,10 @@ def command(
             # A log has no width of its own, and tables are wide.
             width = None if sys.stdout.isatty() else 170
             try:
-                asked, cached = _read(arguments, program, description, defaults, check, chooser)
+                given = arguments, program, description, defaults, check, chooser
+                asked, keeps = _read(*given, cached)
                 console = Console(highlight=False, width=width)
-                with _compiled_programs(alone, cached) as note:
+                with _compiled_programs(alone, keeps) as note:
                     if note:
                         console.print(note)
                     work(asked, console)
@@ -180,9 +184,9 @@ def command(
     return decorate
 
 
-def _compiled_programs(alone: bool, cached: bool) -> contextlib.AbstractContextManager[str]:
+def _compiled_programs(alone: bool, keeps: bool) -> contextlib.AbstractContextManager[str]:
     """Keep compiled programs if this process runs only the command, and is to keep them."""
-    if alone and cached:
+    if alone and keeps:
         return program_cache.kept()
     if alone:
         program_cache.disable()
