@@ -14,6 +14,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Most of the tests' time is compiling, and their arrays are small: this saves a quarter. The newest
 # versions are tested with all optimisations (Makefile).
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Commands that tests start in processes of their own leave the user's compiled programs alone.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 
 import jax
 import jax.numpy as jnp

@@ -33,7 +33,9 @@ def _spreads(arguments: Sequence[str]) -> bool:
     return any(word.removeprefix("--suite=") in ("devices", "pipeline") for word in arguments)
 
 
-@commands.command(PROGRAM, __doc__, config.Config, continues=False, all_cores=_spreads)
+@commands.command(
+    PROGRAM, __doc__, config.Config, continues=False, all_cores=_spreads, cached=False
+)
 def main(asked: config.Config, console: Console) -> None:
     # JAX would claim most of a GPU's memory, which PyTorch needs in the same process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

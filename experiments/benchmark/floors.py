@@ -38,7 +38,7 @@ class Config:
     """Number of timed runs, of which the median counts."""
 
 
-@commands.command(PROGRAM, __doc__, Config, limits.check_options, continues=False)
+@commands.command(PROGRAM, __doc__, Config, limits.check_options, continues=False, cached=False)
 def main(asked: Config, console: Console) -> None:
     square, long = jnp.ones((2048, 2048)), jnp.ones(2**26)
     rate = 2 * 2048**3 / _seconds(asked, jnp.matmul, square, square)

@@ -1,6 +1,7 @@
 """Read the options of a command, write them again, check them and refuse what cannot be run."""
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import shlex
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from experiments.harness import program_cache
 from experiments.harness.names import distils, is_vote
 from fisherjax import algorithms, devices
 from fisherjax._core import checks
@@ -21,6 +23,10 @@ _FEW = 12  # a refusal lists at most so many names
 
 Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
 FolderOrNone = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
+_CACHE = "compilation_cache"
+_Cache = Annotated[
+    bool, tyro.conf.arg(help="Keep compiled programs in a folder, so that later runs start sooner.")
+]
 Options = tuple[tuple[str, Any], ...]
 """Options of methods that differ from the defaults: pairs such as ("fedprox.mu", 0.1)."""
 
@@ -48,6 +54,20 @@ def read(
         SystemExit: For `--help` and for options that do not exist.
         ValueError: If `check` refuses the options.
     """
+    asked, _ = _read(arguments, program, description, defaults, check, chooser)
+    return asked
+
+
+def _read(
+    arguments: Sequence[str],
+    program: str,
+    description: str,
+    defaults: Callable[..., Any],
+    check: Callable[[Any], Any],
+    chooser: str,
+    cached: bool = True,
+) -> tuple[Any, bool]:
+    """Read a command line as `read`; return also whether compiled programs are kept."""
     if isinstance(defaults, type):
         default = defaults()
     else:  # errors in the other options are reported when all of them are read
@@ -56,7 +76,8 @@ def read(
         default = defaults(getattr(first.parse_known_args(arguments)[0], chooser))
     groups = _method_groups() if hasattr(default, "merging") else {}
     # The command line has its own class, because the configuration names no method.
-    fields = [(name, kind, dataclasses.field(default=kind())) for name, kind in groups.items()]
+    fields: list[Any] = [(_CACHE, _Cache, cached)]
+    fields += [(name, kind, dataclasses.field(default=kind())) for name, kind in groups.items()]
     command = dataclasses.make_dataclass("Command", fields, bases=(type(default),), frozen=True)
     parsed = tyro.cli(
         command,
@@ -76,7 +97,7 @@ def read(
         values["merging"] = dataclasses.replace(values["merging"], options=options)
     asked = type(default)(**values)
     check(asked)
-    return asked
+    return asked, getattr(parsed, _CACHE)
 
 
 def contents(config: Any) -> dict[str, Any]:
@@ -116,17 +137,21 @@ def command(
     chooser: str = "dataset",
     continues: bool = True,
     all_cores: Callable[[Sequence[str]], bool] = lambda _: True,
+    cached: bool = True,
 ) -> Callable[..., Callable[..., int]]:
     """Make a program of a function of the options and a console.
 
     The program reads and checks its options, see `read`, and prints why it stopped. Its arguments
-    are those of this process if None. The exit status is 0 when all is done, 1 when something was
-    refused, 130 when interrupted; `continues` says whether the same command would then go on.
-    `all_cores` returns, for the arguments, whether every core becomes a device.
+    are those of this process if None, and then it keeps what it compiles, see `program_cache`. The
+    exit status is 0 when all is done, 1 when something was refused, 130 when interrupted;
+    `continues` says whether the same command would then go on. `all_cores` returns, for the
+    arguments, whether every core becomes a device. A command that measures compilation is not
+    `cached`, unless `--compilation-cache` asks for it.
     """
 
     def decorate(work: Callable[[Any, Console], None]) -> Callable[..., int]:
         def main(arguments: Sequence[str] | None = None) -> int:
+            alone = arguments is None
             if arguments is None:
                 # This process runs the program, so clients may be spread over its cores.
                 arguments = sys.argv[1:]
@@ -136,8 +161,13 @@ def command(
             # A log has no width of its own, and tables are wide.
             width = None if sys.stdout.isatty() else 170
             try:
-                asked = read(arguments, program, description, defaults, check, chooser)
-                work(asked, Console(highlight=False, width=width))
+                given = arguments, program, description, defaults, check, chooser
+                asked, keeps = _read(*given, cached)
+                console = Console(highlight=False, width=width)
+                with _compiled_programs(alone, keeps) as note:
+                    if note:
+                        console.print(note)
+                    work(asked, console)
             except (ValueError, OSError) as error:
                 Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
                 print(error, file=sys.stderr)
@@ -152,6 +182,15 @@ def command(
         return main
 
     return decorate
+
+
+def _compiled_programs(alone: bool, keeps: bool) -> contextlib.AbstractContextManager[str]:
+    """Keep compiled programs if this process runs only the command, and is to keep them."""
+    if alone and keeps:
+        return program_cache.kept()
+    if alone:
+        program_cache.disable()
+    return contextlib.nullcontext("")
 
 
 def check_names(config: Any, option: str, known: Collection[str]) -> None:

@@ -1,19 +1,22 @@
-"""Patch kfac-jax 0.0.8 so that it runs on current JAX; no other file touches its internals.
+"""Patch kfac-jax 0.0.8, so that it runs on current JAX and always traces the same program.
 
-kfac-jax 0.0.8, the newest release, is older than three changes of JAX. The patches change only the
-modules of kfac-jax; `jax` gets two names while kfac-jax is imported and loses them afterwards. A
-test in `tests/core/test_compat.py` fails once a newer kfac-jax needs no patch; then remove this
-file.
+kfac-jax 0.0.8, the newest release, is older than three changes of JAX, and on every version it
+writes the equations of a program in the order of addresses in memory. The patches change only the
+modules of kfac-jax; `jax` gets two names while kfac-jax is imported and loses them afterwards. No
+other file touches the internals of kfac-jax. A test in `tests/core/test_compat.py` fails once a
+newer kfac-jax needs no patch; then remove this file.
 """
 
+import collections
 import contextlib
 import functools
 import importlib.metadata
 import re
 import sys
 import traceback
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -29,7 +32,7 @@ _READ_LATER = "DropVar", "gensym", "new_jaxpr_eqn", "no_effects", "unsafe_get_ax
 
 
 def is_patch_needed(jax_version: str = jax.__version__, kfac_jax_version: str = _KFAC_JAX) -> bool:
-    """Return whether these versions, such as "0.10.2" and "0.0.8", need any patch.
+    """Return whether kfac-jax fails without a patch, for versions such as "0.10.2" and "0.0.8".
 
     Example:
         >>> is_patch_needed("0.9.1", "0.0.8"), is_patch_needed("0.12.0", "0.0.8")
@@ -56,6 +59,8 @@ def import_kfac_jax() -> ModuleType:
         _patch_core()
     if is_patch_needed():
         kfac_jax.tag_graph_matcher.eval_jaxpr_eqn = _evaluate_equation
+    if _numbers(_KFAC_JAX) <= (0, 0, 8):
+        _patch_order()
     return kfac_jax
 
 
@@ -144,6 +149,23 @@ def _patch_core() -> None:
         _set(module, jax=_view(jax, core=core))
     _set(tag_graph_matcher, to_closed_jaxpr=lambda jaxpr: jaxpr, ClosedJaxpr=close)
     _set(tracer, jex=_view(jex, core=_view(jex.core, ClosedJaxpr=close)))
+
+
+def _patch_order() -> None:
+    """Let kfac-jax keep the variables of a traced function in the order of its equations.
+
+    It collects the variables at layers in a set, and maps variables to values in a dict whose keys
+    are their addresses, which JAX sorts. Both orders decide where equations stand, so that every
+    process would trace another program, which no cache of compiled programs contains.
+    """
+    from kfac_jax._src import tracer
+
+    _set(tracer, set=_set_in_order, VarMap=SimpleNamespace(create=collections.OrderedDict))
+
+
+def _set_in_order(members: Iterable[Hashable] = ()) -> AbstractSet:
+    """Return a set whose members stay in order; an empty set has all the methods of `set`."""
+    return dict.fromkeys(members).keys() or set()
 
 
 def _set(module: ModuleType, **names: Any) -> None:

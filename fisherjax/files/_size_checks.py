@@ -143,7 +143,7 @@ def _factors(fisher: Kronecker, shapes: dict[str, tuple[int, ...]]) -> Iterator[
         # A vector [size] is a diagonal factor, as of one-hot inputs.
         for side, size in (("input", rows), ("output", columns)):
             yield f"fisher/{name}/{side}", fisher.factors[name][side], (size,), (size, size)
-    for name in diagonal - fisher.scales:
+    for name in sorted(diagonal - fisher.scales):
         yield f"fisher/{name}", fisher.entries[name], shapes[name]
 
 

@@ -160,7 +160,7 @@ class Kronecker(Blockwise):
         blocks = {
             name: jnp.zeros_like(self.entries[name])
             + identity_like(self.entries[name][:, :, 0])[..., None]
-            for name in self.scales
+            for name in sorted(self.scales)  # the order of a set changes from process to process
         }
         ones = jax.tree.map(jnp.ones_like, self.entries)
         return dataclasses.replace(self, factors=factors, entries=ones | blocks)
@@ -194,7 +194,7 @@ class Kronecker(Blockwise):
 
     def _diagonal_entries(self) -> dict[str, Array]:
         # [r, r, o] -> [r, o].
-        blocks = {name: jnp.diagonal(self.entries[name]).T for name in self.scales}
+        blocks = {name: jnp.diagonal(self.entries[name]).T for name in sorted(self.scales)}
         return self.entries | blocks
 
     def _inverse_entries(self, name: str, shift: Array) -> Array:

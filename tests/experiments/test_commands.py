@@ -19,7 +19,7 @@ from experiments import harness
 ROOT = Path(__file__).resolve().parents[2] / "experiments"
 
 ORDER = [
-    *("names", "commands"),
+    *("names", "program_cache", "commands"),
     *("tables", "papers", "records", "figures"),
     *("config", "limits", "methods", "votes", "tasks"),
     *("checkpoints", "steps", "after_merge", "one_round", "accuracies", "memory"),
