@@ -41,7 +41,7 @@ class Task(NamedTuple):
     """What one process runs."""
 
     what: str  # description
-    run: Callable[[int], None]  # runs it for a seed
+    run: Callable[[int], Any]  # runs it for a seed
 
 
 class FlaxCNN(flax.linen.Module):
@@ -96,14 +96,15 @@ TRANSFORMER = Subject(
     (64, 64, 3),
     2,
 )
-"""12 layers of width 384 with 6 heads, 64 patches of 8 x 8 x 3: 21,398,026 parameters."""
-_SUBJECTS = {
+"""12 layers of width 384 with 6 heads, 64 patches of 8 x 8 x 3: 21,396,874 parameters."""
+SUBJECTS = {
     "tiny": Subject(fj.networks.MLP((4,)), (3, 3, 1), 2),
     "lenet": Subject(fj.networks.LeNet(), (28, 28, 1), 5),
     "flax_cnn": Subject(FlaxCNN(), (28, 28, 1), 3),
     "resnet18": Subject(ResNet18(16), (32, 32, 3), 2),
     "transformer": TRANSFORMER,
 }
+"""The networks of the tasks that merge."""
 _METHODS = {
     "diagonal": "fedfisher_diag",
     "kfac": "fedfisher_kfac",
@@ -119,7 +120,7 @@ def normalize(images: Any) -> Any:
 @cache
 def _clients(name: str) -> tuple[fj.Model, Any, fj.clients.Federation]:
     """Return the model, its initial params, and clients with two minibatches each."""
-    subject, each = _SUBJECTS[name], 2 * _BATCH
+    subject, each = SUBJECTS[name], 2 * _BATCH
     random, number = np.random.default_rng(1), subject.clients * each
     images = random.integers(0, 256, (number, *subject.shape), np.uint8)
     labels = random.integers(0, 10, number, np.int32)
@@ -147,10 +148,10 @@ def _filled(shapes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def _merge(name: str, method: str, seed: int) -> None:
-    """Merge clients whose models are the start and noise: summaries, then the merge."""
+def _summaries(name: str, method: str, seed: int) -> tuple[fj.algorithms.Algorithm, Any]:
+    """Return the method, and the uploads of clients whose models are the start and noise."""
     model, params, federation = _clients(name)
-    random, clients = np.random.default_rng(seed), _SUBJECTS[name].clients
+    random, clients = np.random.default_rng(seed), SUBJECTS[name].clients
     noisy = jax.tree.map(
         lambda x: x * (1 + 0.1 * random.normal(size=(clients, *x.shape)).astype(x.dtype)), params
     )
@@ -158,6 +159,12 @@ def _merge(name: str, method: str, seed: int) -> None:
     trained = fj.training.Trained(noisy)
     key = jax.random.key(seed)
     updates = fj.merging.summarize(algorithm, trained, federation, key=key)
+    return algorithm, jax.block_until_ready(updates)
+
+
+def _merge(name: str, method: str, seed: int) -> None:
+    algorithm, updates = _summaries(name, method, seed)
+    _, params, federation = _clients(name)
     merged = fj.merging.merge(algorithm, params, updates, federation.weights)[0]
     jax.block_until_ready(merged)
 
@@ -180,7 +187,7 @@ def _exchange(name: str, seed: int) -> None:
 def _round(name: str, seed: int) -> None:
     model, params, federation = _clients(name)
     how = {"optimizer": _sgd(), "epochs": 1, "batch_size": _BATCH}
-    how["cohort"] = _SUBJECTS[name].clients
+    how["cohort"] = SUBJECTS[name].clients
     fedfish = fj.algorithms.fedfish(model, batch_size=_BATCH)
     experiment = fj.rounds.federated(model, fedfish, **how)
     start, key = experiment.init(params, federation), jax.random.key(seed)
@@ -222,7 +229,7 @@ def _merges() -> dict[str, Task]:
     }
     return {
         f"{name}_{short}": Task(
-            f"{method}: summaries and merge of {_SUBJECTS[name].clients} clients, {label}",
+            f"{method}: summaries and merge of {SUBJECTS[name].clients} clients, {label}",
             partial(_merge, name, method),
         )
         for name, label in labels.items()
@@ -246,6 +253,10 @@ TASKS = {
     "lenet_training": Task("training of 5 LeNets", partial(_train, "lenet")),
     "lenet_exchange": Task("two exchanges of LeNet", partial(_exchange, "lenet")),
     "lenet_round": Task("two rounds of FedFish, LeNet", partial(_round, "lenet")),
+    "transformer_summaries": Task(
+        "fedfisher_kfac: summaries of 2 clients, a transformer of 12 layers, 21.4 million parameters",
+        partial(_summaries, "transformer", _METHODS["kfac"]),
+    ),
     **_merges(),
 }
 STANDARD = [name for name in TASKS if not name.startswith("tiny")]

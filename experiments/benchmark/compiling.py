@@ -42,13 +42,14 @@ def _cases(name: str, folder: Path, seconds: float) -> list[Apart]:
     dump = folder / "dump"
     both = cache(partial(run, seeds=2, dump=dump))
     return [
-        Apart(COLD, lambda: _measurement(*run())),
-        Apart(WARM, lambda: _measurement(both()[0], programs.texts(dump))),
-        Apart(AGAIN, lambda: _measurement(both()[1])),
+        Apart(COLD, lambda: measurement(*run())),
+        Apart(WARM, lambda: measurement(both()[0], programs.texts(dump))),
+        Apart(AGAIN, lambda: measurement(both()[1])),
     ]
 
 
-def _measurement(counts: programs.Counts, texts: programs.Texts | None = None) -> Measurement:
+def measurement(counts: programs.Counts, texts: programs.Texts | None = None) -> Measurement:
+    """Return counts as the facts of a measurement of one run."""
     facts = {"programs": counts.programs, "cache_misses": counts.missed}
     facts |= {} if texts is None else texts._asdict()
     facts |= {f"{part}_seconds": getattr(counts, part) for part in (*PARTS, "waiting")}
