@@ -105,6 +105,13 @@ SUBJECTS = {
     "transformer": TRANSFORMER,
 }
 """The networks of the tasks that merge."""
+_LABELS = {
+    "tiny": "an MLP of 4 hidden units",
+    "lenet": "LeNet",
+    "flax_cnn": "flax's MNIST CNN",
+    "resnet18": "ResNet-18 of a quarter of its width",
+    "transformer": "a transformer of 12 layers, 21.4 million parameters",
+}
 _METHODS = {
     "diagonal": "fedfisher_diag",
     "kfac": "fedfisher_kfac",
@@ -220,19 +227,12 @@ def _readme(_: int) -> None:
 
 
 def _merges() -> dict[str, Task]:
-    labels = {
-        "tiny": "an MLP of 4 hidden units",
-        "lenet": "LeNet",
-        "flax_cnn": "flax's MNIST CNN",
-        "resnet18": "ResNet-18 of a quarter of its width",
-        "transformer": "a transformer of 12 layers, 21.4 million parameters",
-    }
     return {
         f"{name}_{short}": Task(
             f"{method}: summaries and merge of {SUBJECTS[name].clients} clients, {label}",
             partial(_merge, name, method),
         )
-        for name, label in labels.items()
+        for name, label in _LABELS.items()
         for short, method in _METHODS.items()
     }
 
@@ -254,7 +254,7 @@ TASKS = {
     "lenet_exchange": Task("two exchanges of LeNet", partial(_exchange, "lenet")),
     "lenet_round": Task("two rounds of FedFish, LeNet", partial(_round, "lenet")),
     "transformer_summaries": Task(
-        "fedfisher_kfac: summaries of 2 clients, a transformer of 12 layers, 21.4 million parameters",
+        f"fedfisher_kfac: summaries of 2 clients, {_LABELS['transformer']}",
         partial(_summaries, "transformer", _METHODS["kfac"]),
     ),
     **_merges(),

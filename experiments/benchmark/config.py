@@ -33,7 +33,7 @@ class Config:
         "devices",
         "compile",
     ] = tyro.MISSING
-    """Training, Fisher passes, server, growth with clients, whole run, rounds, devices, compiler"""
+    """Training, Fishers, server, growth with clients, whole run, rounds, devices, compiling."""
     out: Folder = tyro.MISSING
     """Folder for results.csv, results.json and plot.png; it must not hold results yet."""
     models: Annotated[_Networks, tyro.conf.arg(metavar="{lenet,cnn} ..."), _Own] = None
