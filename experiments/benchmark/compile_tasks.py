@@ -31,9 +31,8 @@ _DEMO = (
     *("--exchanges", "5"),
 )
 _MNIST = (
-    *("--dataset", "mnist", "--model", "lenet", "--partition-seeds", "3", "--no-central"),
-    *("--algorithms", "fedavg", "fedfisher_diag", "regmean", "fedfisher_kfac"),
-    *("--exchanges", "5"),
+    *("--dataset", "mnist", "--model", "lenet", "--exchanges", "5"),
+    *("--algorithms", "fedavg", "fisher_merge", "regmean", "fedfisher_kfac"),
 )
 
 
