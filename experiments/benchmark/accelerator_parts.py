@@ -75,25 +75,26 @@ def tensor_float_32(small: bool, _: float) -> Numbers:
     work, federation, trained = _trained("lenet", 240 if small else 20_000)
     algorithm = fj.algorithms.fedfisher(work.model)
     step, key = fj.algorithms.natural_gradient(work.model), jax.random.key(2)
-    results: dict[str, dict[str, Any]] = {}
-    for name, precision in {"highest": "highest", "default": None}.items():
+    precisions = {"default": None, "highest": "highest"}
+    factors, merged, better = {}, {}, {}
+    for name, precision in precisions.items():
         with jax.default_matmul_precision(precision):
             updates = fj.merging.summarize(algorithm, trained, federation, key=key)
-            merged, _, info = fj.merging.merge(algorithm, work.params, updates, federation.weights)
-            better, _, _ = fj.merging.exchange(step, merged, federation, key=key)
-        results[name] = {"factors": updates, "merge": merged, "exchange": better}
+            given = work.params, updates, federation.weights
+            merged[name], _, info = fj.merging.merge(algorithm, *given)
+        factors[name] = updates
         yield f"{name}: largest relative residual", _largest(info.residual), ""
         yield f"{name}: most products of a layer", _largest(info.iterations), ""
         converged = all(map(bool, jax.tree.leaves(info.converged)))
         yield f"{name}: every layer reached its tolerance", converged, ""
-        for what in ("merge", "exchange"):
-            yield f"{name}: accuracy after the {what}", _accuracy(work, results[name][what]), ""
-    for what, own in results["default"].items():
-        yield (
-            f"{what}: default against highest",
-            _distance(own, results["highest"][what]),
-            "relative",
-        )
+        yield f"{name}: accuracy after the merge", _accuracy(work, merged[name]), ""
+    for name, precision in precisions.items():
+        with jax.default_matmul_precision(precision):
+            better[name] = fj.merging.exchange(step, merged[name], federation, key=key)[0]
+        yield f"{name}: accuracy after the exchange", _accuracy(work, better[name]), ""
+    for what, both in {"factors": factors, "merge": merged, "exchange": better}.items():
+        different = _distance(both["default"], both["highest"])
+        yield f"{what}: default against highest", different, "relative"
 
 
 def cnn_solve(small: bool, _: float) -> Numbers:
