@@ -22,6 +22,9 @@ PREVIOUS_JAX := jax<0.12
 WHEEL := build/wheel
 WORKERS ?= 2
 DEMO_OUT ?= runs/demo
+# An accelerator's JAX is installed by hand, so its environment is not one of those below.
+ACCELERATOR_PYTHON ?= python
+ACCELERATOR_OUT ?= runs/accelerator
 NOTEBOOKS := notebooks/one_shot notebooks/your_model notebooks/theory
 
 # Tests of a file share what they compile: each file goes to one process.
@@ -55,6 +58,9 @@ test-newest: ## Run the fast tests nearest to JAX's inside on its newest version
 test-foreign: ## Verify compiled programs of other people's networks on the newest two jax
 	$(call on_newest,$(NEWEST),$(FOREIGN))
 	$(call on_newest,$(PREVIOUS),$(FOREIGN))
+
+accelerator: ## Measure on one accelerator, in eight minutes at most, what is not known of it
+	$(ACCELERATOR_PYTHON) -m experiments.benchmark.accelerator --out $(ACCELERATOR_OUT)
 
 lint: $(VENV)/.dev ## Check style and formatting
 	$(VENV)/bin/ruff check
@@ -138,4 +144,4 @@ define environment
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help demo test test-long test-slow test-oldest test-newest test-foreign lint types format notebook notebook-update docs wheel clean
+.PHONY: help demo accelerator test test-long test-slow test-oldest test-newest test-foreign lint types format notebook notebook-update docs wheel clean

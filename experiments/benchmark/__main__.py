@@ -14,9 +14,20 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.benchmark import clients, config, fisher, pipeline, report, rounds, server, train
-from experiments.benchmark.measure import measure
-from experiments.benchmark.plot import bars, growth
+from experiments.benchmark import (
+    clients,
+    compiling,
+    config,
+    fisher,
+    pipeline,
+    plot,
+    report,
+    rounds,
+    server,
+    train,
+)
+from experiments.benchmark.measure import Apart, measure
+from experiments.benchmark.programs import Failed
 from experiments.harness import commands, figures, records, tables
 
 PROGRAM = "experiments.benchmark"
@@ -24,7 +35,9 @@ GROUPS = {
     **{"train": train.groups, "devices": train.devices, "fisher": fisher.groups},
     **{"server": server.groups, "clients": clients.groups, "pipeline": pipeline.groups},
     **{"rounds": rounds.groups, "personal": rounds.personal, "pfl": rounds.pfl},
+    **{"compile": compiling.groups},
 }
+_FIGURES = {"clients": plot.growth, "compile": plot.stacks}
 
 
 def _spreads(arguments: Sequence[str]) -> bool:
@@ -62,12 +75,18 @@ def _run(asked: config.Config, console: Console) -> None:
         task = bar.add_task("preparing", total=None)
         bar.refresh()
         for group in GROUPS[asked.suite](asked, note):
-            bar.reset(task, total=len(group.cases) * (asked.repeats + 1), completed=-1)
+            # What is measured elsewhere runs once.
+            runs = [1 if isinstance(case, Apart) else asked.repeats + 1 for case in group.cases]
+            bar.reset(task, total=sum(runs), completed=-1)
 
             def show(case: str, workload: str = group.workload) -> None:
                 bar.update(task, advance=1, description=f"{workload}: {case}", refresh=True)
 
-            measured = measure(group, asked.repeats, asked.seconds_per_case, show)
+            try:
+                measured = measure(group, asked.repeats or 1, asked.seconds_per_case, show)
+            except Failed as error:
+                note(f"left out: {error}")
+                continue
             new = report.rows(asked.suite, group, measured)
             rows += new
             report.write(asked, rows, notes)
@@ -76,8 +95,11 @@ def _run(asked: config.Config, console: Console) -> None:
                 column.no_wrap = False  # headings may take two lines
             console.print(shown)
             bar.update(task, description="preparing", total=None, refresh=True)
-    draw = growth if asked.suite == "clients" else bars
-    figures.save(draw(rows), asked.out / report.PLOT)
+    if not rows:
+        raise ValueError(f"nothing was measured, and {asked.out} holds no results: see above")
+    if asked.suite == "compile":
+        console.print(tables.markdown(compiling.summary(rows)), soft_wrap=True, markup=False)
+    figures.save(_FIGURES.get(asked.suite, plot.bars)(rows), asked.out / report.PLOT)
     left = f"\nIn {asked.out}/: {report.CSV}, {report.JSON}, {report.PLOT}"
     console.print(left, soft_wrap=True)
 

@@ -6,11 +6,13 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from experiments.harness.commands import Folder, FolderOrNone, check, check_list
+from experiments.benchmark import compile_tasks
+from experiments.harness.commands import Folder, FolderOrNone, check, check_list, check_names
 
 _Own = tyro.conf.arg(help_behavior_hint="(default: the suite's)")
 _Number = Annotated[int | None, tyro.conf.arg(metavar="INT"), _Own]
 _Numbers = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ..."), _Own]
+_Tasks = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TASK ..."), _Own]
 _Networks = tuple[Literal["lenet", "cnn"], ...] | None
 
 
@@ -20,9 +22,18 @@ class Config:
     """One run of one suite; an option that is None takes the suite's default."""
 
     suite: Literal[
-        "train", "fisher", "server", "clients", "pipeline", "pfl", "rounds", "personal", "devices"
+        "train",
+        "fisher",
+        "server",
+        "clients",
+        "pipeline",
+        "pfl",
+        "rounds",
+        "personal",
+        "devices",
+        "compile",
     ] = tyro.MISSING
-    """Training, Fisher passes, the server, growth with clients, a whole run, rounds, devices."""
+    """Training, Fishers, server, growth with clients, whole run, rounds, devices, compiling."""
     out: Folder = tyro.MISSING
     """Folder for results.csv, results.json and plot.png; it must not hold results yet."""
     models: Annotated[_Networks, tyro.conf.arg(metavar="{lenet,cnn} ..."), _Own] = None
@@ -53,6 +64,10 @@ class Config:
     """Number of timed runs of each case, whose median counts, after one that compiles."""
     seconds_per_case: float = 60.0
     """Seconds after which a case is not repeated any more; the number of runs is reported."""
+    tasks: _Tasks = None
+    """Tasks whose programs are counted, of those in experiments/benchmark/compile_tasks.py."""
+    task_seconds: _Number = None
+    """Seconds after which a task is stopped, and left out."""
     matmul_size: _Number = None
     """Size of the matrix product that measures the peak; 2048 on a CPU, 8192 elsewhere."""
 
@@ -78,6 +93,7 @@ SUITES: dict[str, dict[str, Any]] = {
         num_clients=(100,), num_examples=5_000, batch_size=32, epochs=1, chunks=(1, 10), repeats=5
     ),
     "devices": dict(_NETWORKS, num_clients=(20,), epochs=1, repeats=5),
+    "compile": dict(tasks=tuple(compile_tasks.STANDARD), task_seconds=600),
 }
 EXAMPLES = {
     "lenet": {"train": 20_000, "fisher": 5_120, "server": 10_000, "devices": 10_000},
@@ -97,7 +113,10 @@ def filled(config: Config) -> Config:
             raise ValueError(f"{error}. Leave it out".replace("_", "-"))
         check(config, name, "a number above 0", lambda x: not isinstance(x, int | float) or x > 0)
     config = dataclasses.replace(config, **known | given)
-    check_list(config, *(name for name in ("models", "num_clients", "uploads") if name in known))
+    lists = ("models", "num_clients", "uploads", "tasks")
+    check_list(config, *(name for name in lists if name in known))
+    if config.tasks:
+        check_names(config, "tasks", compile_tasks.TASKS)
     if config.suite in ("train", "pfl"):
         most = min(config.num_clients)
         check(config, "chunks", f"at most {most}, the number of clients", lambda n: n <= most)

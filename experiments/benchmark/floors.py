@@ -48,7 +48,7 @@ def main(asked: Config, console: Console) -> None:
     made_up = config.Config("train", Path(), data="synthetic")
     for name, title in {"lenet": "LeNet", "cnn": "CNN"}.items():
         work = workloads.workload(made_up, name, asked.batch_size)
-        for phase, program in _phases(work, asked.num_clients).items():
+        for phase, program in phases(work, asked.num_clients).items():
             needed, measured = flops.products(*program), _seconds(asked, *program)
             floors = needed.flops / rate, needed.bytes / bandwidth
             times = [f"{1e3 * seconds:.2f}" for seconds in (*floors, measured)]
@@ -56,7 +56,7 @@ def main(asked: Config, console: Console) -> None:
     console.print(tables.markdown(tables.Table("", _HEADINGS, lines)), soft_wrap=True)
 
 
-def _phases(work: workloads.Workload, num_clients: int) -> dict[str, tuple]:
+def phases(work: workloads.Workload, num_clients: int) -> dict[str, tuple]:
     """Return each phase on one minibatch, as a function and its arguments."""
     images, labels, params = jnp.asarray(work.images), jnp.asarray(work.labels), work.params
 

@@ -22,6 +22,7 @@ class Products(NamedTuple):
 
     flops: float
     bytes: float
+    highest: float  # those FLOPs that are asked for in the highest precision
 
 
 def products(function: Callable[..., Any], *arguments: Any) -> Products:
@@ -34,20 +35,23 @@ def products(function: Callable[..., Any], *arguments: Any) -> Products:
 
     Example:
         >>> products(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 5)))
-        Products(flops=60.0, bytes=124.0)
+        Products(flops=60.0, bytes=124.0, highest=0.0)
     """
     return Products(*_total(jax.make_jaxpr(function)(*arguments).jaxpr).tolist())
 
 
 def _total(jaxpr: Any) -> np.ndarray:
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    total = np.zeros(2)
+    total = np.zeros(3)
     for equation in needed.eqns:
         arrays = [v.aval for v in (*equation.invars, *equation.outvars)]
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             summed = math.prod(arrays[0].shape[axis] for axis in contracted)
-            total += 2 * summed * arrays[-1].size, sum(x.size * x.dtype.itemsize for x in arrays)
+            flops = 2 * summed * arrays[-1].size
+            is_exact = jax.lax.Precision.HIGHEST in jax.tree.leaves(equation.params["precision"])
+            moved = sum(x.size * x.dtype.itemsize for x in arrays)
+            total += flops, moved, flops * is_exact
         rounds = equation.params["length"] if equation.primitive.name == "scan" else 1
         inner = jax.tree.leaves([*equation.params.values()], is_leaf=_is_jaxpr)
         total += sum(rounds * _total(getattr(x, "jaxpr", x)) for x in inner if _is_jaxpr(x))

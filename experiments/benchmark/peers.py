@@ -92,6 +92,38 @@ def training(work: Workload, config: Config, num_clients: int) -> Case:
     return Case(TORCH, run, units, facts=lambda loss: {"loss": loss}, peak=_peak)
 
 
+def vmapped_training(work: Workload, config: Config, rows: Sequence[np.ndarray]) -> Case:
+    """Train clients of equal size side by side: `torch.func.vmap` of the gradient of one."""
+    import torch
+
+    inputs, targets = tensors(work)
+    clients = torch.from_numpy(np.stack(rows)).to(_device())
+    net = network(work)
+    start = {name: value.detach() for name, value in net.named_parameters()}
+
+    def loss(params: Any, images: Any, labels: Any) -> Any:
+        outputs = torch.func.functional_call(net, params, (images,))
+        return torch.nn.functional.cross_entropy(outputs, labels)
+
+    step = torch.func.vmap(torch.func.grad_and_value(loss))
+
+    def run() -> float:
+        params = {name: x.expand(len(rows), *x.shape).clone() for name, x in start.items()}
+        speeds = {name: torch.zeros_like(x) for name, x in params.items()}
+        losses = torch.zeros(len(rows), device=clients.device)
+        for _ in range(config.epochs):
+            order = torch.rand(clients.shape, device=clients.device).argsort(1)
+            for batch in clients.gather(1, order).split(config.batch_size, 1):
+                gradients, losses = step(params, inputs[batch], targets[batch])
+                for name, gradient in gradients.items():
+                    speeds[name] = 0.9 * speeds[name] + gradient
+                    params[name] = params[name] - 0.01 * speeds[name]
+        return float(losses.mean())  # waits for all work
+
+    facts = {"facts": lambda loss: {"loss of the last batch": loss}, "peak": _peak}
+    return Case("torch.func.vmap", run, config.epochs * clients.numel(), **facts)
+
+
 def fisher(work: Workload, representation: str, batch_size: int) -> Case:
     """Compute the exact Fisher of ten classes, a PMatDiag or a PMatKFAC."""
     import torch

@@ -11,6 +11,7 @@ from fisherjax import algorithms
 
 _OURS = "#0b4f8a"
 _CURVES = ((_OURS, "o", "-"), ("#d98200", "s", "--"), (INK, "^", ":"), ("#57b894", "D", "-."))
+_STACKED = ("#d98200", "#57b894", "#0b4f8a", GRID)
 _GROWING = {
     "seconds": lambda case: case["median"],
     "ms a step, or an upload": lambda case: 1e3 / case["rate"],
@@ -67,6 +68,29 @@ def growth(rows: Sequence[Row]) -> Any:
     for panel, label in zip(grid[-1], across, strict=True):
         panel.set(xlabel=label, yscale="linear", ylim=(0, None))
     legend(figure, grid.ravel(), columns=2)
+    return figure
+
+
+def stacks(rows: Sequence[Row]) -> Any:
+    """Draw the seconds of tracing, lowering, compiling and of all else, a bar for each run."""
+    groups = numbers(rows)
+    bars = [
+        (f"{task}, {case}", own) for task, cases in groups.items() for case, own in cases.items()
+    ]
+    names = [name for name, _ in bars]
+    figure, panel = canvas(9.0, 1.2 + 0.2 * len(bars), grid="x")
+    left = [0.0] * len(bars)
+    for part, colour in zip(("tracing", "lowering", "compiling", "other"), _STACKED, strict=True):
+        widths = [own[f"{part}_seconds"] for _, own in bars]
+        panel.barh(names, widths, left=left, color=colour, label=part)
+        left = [x + width for x, width in zip(left, widths, strict=True)]
+    for place, (_, own) in enumerate(bars):
+        said = f" {own['programs']:.0f} programs" if own["programs"] else ""
+        panel.text(left[place], place, said, va="center", fontsize="x-small")
+    panel.invert_yaxis()
+    panel.tick_params(axis="y", labelsize="small")
+    panel.set_xlabel("seconds; the machine had other work")
+    legend(figure, [panel])
     return figure
 
 

@@ -105,7 +105,7 @@ def _text(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Return the hardware, the versions and the settings that times depend on."""
     known = records.environment()
     for package in ("torch", "nngeometry"):
@@ -129,7 +129,7 @@ def write(config: Config, rows: Sequence[Row], notes: Sequence[str]) -> None:
     records.write_rows(config.out / CSV, rows, Row._fields)
     document = {
         "configuration": commands.contents(config),
-        "environment": _environment(),
+        "environment": environment(),
         "notes": list(notes),
         "results": [row._asdict() for row in rows if row.metric != "seconds"],
     }

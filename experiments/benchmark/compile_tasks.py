@@ -1,0 +1,262 @@
+"""Define the tasks whose programs `--suite compile` counts: what a first call of users compiles.
+
+A task runs once for a seed: another seed draws other numbers of the same shapes. Tasks of one
+network use made-up images or the library's own initialisation, and as few examples as fill every
+loop: what is measured is the compiler.
+"""
+
+import math
+import re
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fisherjax as fj
+from experiments.benchmark.programs import ROOT
+
+_BATCH = 8
+_DIGITS = ("--dataset", "digits", "--model", "mlp")
+_DEMO = (
+    *("--algorithms", "fedavg", "fisher_merge", "regmean", "fedlpa", "fedfisher_diag"),
+    *("fedfisher_kfac", "fedfisher_sequential", "--calibrate", "analytic_head", "ccvr"),
+    *("--exchanges", "5"),
+)
+_MNIST = (
+    *("--dataset", "mnist", "--model", "lenet", "--exchanges", "5"),
+    *("--algorithms", "fedavg", "fisher_merge", "regmean", "fedfisher_kfac"),
+)
+
+
+class Task(NamedTuple):
+    """What one process runs."""
+
+    what: str  # description
+    run: Callable[[int], Any]  # runs it for a seed
+
+
+class FlaxCNN(flax.linen.Module):
+    """The network of flax's MNIST example, 824,458 parameters."""
+
+    @flax.linen.compact
+    def __call__(self, x: Any) -> Any:
+        """Return the outputs [B, 10] of images [B, 28, 28, 1]."""
+        for channels in (32, 64):
+            x = flax.linen.relu(flax.linen.Conv(channels, (3, 3))(x))
+            x = flax.linen.avg_pool(x, (2, 2), (2, 2))
+        x = flax.linen.relu(flax.linen.Dense(256)(x.reshape((len(x), -1))))
+        return flax.linen.Dense(10)(x)
+
+
+class ResNet18(flax.linen.Module):
+    """ResNet-18 for images of 32 x 32: four stages of two blocks, each layer with BatchNorm.
+
+    Source: He, Zhang, Ren, Sun, Deep residual learning for image recognition, CVPR 2016.
+    """
+
+    width: int = 64
+
+    @flax.linen.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        """Return the outputs [B, 10] of images [B, H, W, C]."""
+        norm = partial(flax.linen.BatchNorm, use_running_average=not train)
+        conv = partial(flax.linen.Conv, use_bias=False)
+        x = flax.linen.relu(norm()(conv(self.width, (3, 3))(x)))
+        for stage in range(4):
+            channels = self.width * 2**stage
+            for block in range(2):
+                strides = (2, 2) if stage and not block else (1, 1)
+                y = flax.linen.relu(norm()(conv(channels, (3, 3), strides)(x)))
+                y = norm()(conv(channels, (3, 3))(y))
+                if x.shape != y.shape:
+                    x = norm()(conv(channels, (1, 1), strides)(x))
+                x = flax.linen.relu(x + y)
+        return flax.linen.Dense(10)(x.mean((1, 2)))
+
+
+class Subject(NamedTuple):
+    """A network with the shape of its images, and the number of clients that are merged."""
+
+    network: flax.linen.Module
+    shape: tuple[int, ...]
+    clients: int
+
+
+TRANSFORMER = Subject(
+    fj.networks.VisionTransformer(num_classes=10, width=384, num_layers=12, num_heads=6, patch=8),
+    (64, 64, 3),
+    2,
+)
+"""12 layers of width 384 with 6 heads, 64 patches of 8 x 8 x 3: 21,396,874 parameters."""
+SUBJECTS = {
+    "tiny": Subject(fj.networks.MLP((4,)), (3, 3, 1), 2),
+    "lenet": Subject(fj.networks.LeNet(), (28, 28, 1), 5),
+    "flax_cnn": Subject(FlaxCNN(), (28, 28, 1), 3),
+    "resnet18": Subject(ResNet18(16), (32, 32, 3), 2),
+    "transformer": TRANSFORMER,
+}
+"""The networks of the tasks that merge."""
+_LABELS = {
+    "tiny": "an MLP of 4 hidden units",
+    "lenet": "LeNet",
+    "flax_cnn": "flax's MNIST CNN",
+    "resnet18": "ResNet-18 of a quarter of its width",
+    "transformer": "a transformer of 12 layers, 21.4 million parameters",
+}
+_METHODS = {
+    "diagonal": "fedfisher_diag",
+    "kfac": "fedfisher_kfac",
+    "layers": "fedfisher_sequential",
+}
+
+
+def normalize(images: Any) -> Any:
+    """Scale bytes to [-1, 1]."""
+    return images.astype(jnp.float32) / 127.5 - 1
+
+
+@cache
+def _clients(name: str) -> tuple[fj.Model, Any, fj.clients.Federation]:
+    """Return the model, its initial params, and clients with two minibatches each."""
+    subject, each = SUBJECTS[name], 2 * _BATCH
+    random, number = np.random.default_rng(1), subject.clients * each
+    images = random.integers(0, 256, (number, *subject.shape), np.uint8)
+    labels = random.integers(0, 10, number, np.int32)
+    shape = jax.ShapeDtypeStruct((1, *subject.shape), jnp.float32)
+    init = partial(fj.networks.init, subject.network, inputs=shape)
+    params = _filled(jax.eval_shape(init, jax.random.key(0)))
+    model = fj.networks.model(
+        subject.network, params, fj.likelihoods.categorical, normalize=normalize
+    )
+    rows = np.arange(len(labels)).reshape(subject.clients, each)
+    return model, params, fj.clients.federation((images, labels), list(rows))
+
+
+def _filled(shapes: Any) -> Any:
+    """Draw params with NumPy, so that only the library's own programs count."""
+    random = np.random.default_rng(0)
+
+    def fill(path: Any, leaf: Any) -> np.ndarray:
+        if leaf.ndim > 1:
+            drawn = random.normal(size=leaf.shape) / math.prod(leaf.shape[:-1]) ** 0.5
+            return drawn.astype(leaf.dtype)
+        is_scale = path[-1].key in ("scale", "second_moment", "within")
+        return np.full(leaf.shape, is_scale, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def _summaries(name: str, method: str, seed: int) -> tuple[fj.algorithms.Algorithm, Any]:
+    """Return the method, and the uploads of clients whose models are the start and noise."""
+    model, params, federation = _clients(name)
+    random, clients = np.random.default_rng(seed), SUBJECTS[name].clients
+    noisy = jax.tree.map(
+        lambda x: x * (1 + 0.1 * random.normal(size=(clients, *x.shape)).astype(x.dtype)), params
+    )
+    algorithm = fj.algorithms.make(method, model)
+    trained = fj.training.Trained(noisy)
+    key = jax.random.key(seed)
+    updates = fj.merging.summarize(algorithm, trained, federation, key=key)
+    return algorithm, jax.block_until_ready(updates)
+
+
+def _merge(name: str, method: str, seed: int) -> None:
+    algorithm, updates = _summaries(name, method, seed)
+    _, params, federation = _clients(name)
+    merged = fj.merging.merge(algorithm, params, updates, federation.weights)[0]
+    jax.block_until_ready(merged)
+
+
+def _train(name: str, seed: int) -> None:
+    model, params, federation = _clients(name)
+    how = {"optimizer": _sgd(), "epochs": 1, "batch_size": _BATCH}
+    trained = fj.training.train(model, params, federation, key=jax.random.key(seed), **how)
+    jax.block_until_ready(trained.models)
+
+
+def _exchange(name: str, seed: int) -> None:
+    model, params, federation = _clients(name)
+    for make in (fj.algorithms.analytic_head, fj.algorithms.natural_gradient):
+        key = jax.random.key(seed)
+        params, _, _ = fj.merging.exchange(make(model), params, federation, key=key)
+    jax.block_until_ready(params)
+
+
+def _round(name: str, seed: int) -> None:
+    model, params, federation = _clients(name)
+    how = {"optimizer": _sgd(), "epochs": 1, "batch_size": _BATCH}
+    how["cohort"] = SUBJECTS[name].clients
+    fedfish = fj.algorithms.fedfish(model, batch_size=_BATCH)
+    experiment = fj.rounds.federated(model, fedfish, **how)
+    start, key = experiment.init(params, federation), jax.random.key(seed)
+    for state, _ in fj.rounds.run(experiment, start, federation, key=key, rounds=2):
+        jax.block_until_ready(state.params)
+
+
+@cache
+def _sgd() -> optax.GradientTransformation:
+    return optax.sgd(0.01, momentum=0.9)
+
+
+def _command(module: str, options: tuple[str, ...], seed: int) -> None:
+    """Run a command as `python -m` does, into a folder that goes away."""
+    with tempfile.TemporaryDirectory() as out:
+        sys.argv = [module, *options, "--seeds", str(seed), "--out", out]
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except SystemExit as stopped:
+            if stopped.code:
+                raise
+
+
+def _readme(_: int) -> None:
+    """Run every example of the README; its keys are fixed."""
+    names: dict[str, Any] = {}
+    text = (ROOT / "README.md").read_text()
+    for code in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        exec(code, names)
+
+
+def _merges() -> dict[str, Task]:
+    return {
+        f"{name}_{short}": Task(
+            f"{method}: summaries and merge of {SUBJECTS[name].clients} clients, {label}",
+            partial(_merge, name, method),
+        )
+        for name, label in _LABELS.items()
+        for short, method in _METHODS.items()
+    }
+
+
+# In the order of a run: what most users wait for first.
+TASKS = {
+    "digits": Task(
+        f"one_shot {' '.join(_DIGITS)}", partial(_command, "experiments.one_shot", _DIGITS)
+    ),
+    "mnist": Task(
+        f"one_shot {' '.join(_MNIST)} --epochs 1",
+        partial(_command, "experiments.one_shot", (*_MNIST, "--epochs", "1")),
+    ),
+    "readme": Task("the examples of the README", _readme),
+    "demo": Task(
+        "the run of `make demo`", partial(_command, "experiments.one_shot", (*_DIGITS, *_DEMO))
+    ),
+    "lenet_training": Task("training of 5 LeNets", partial(_train, "lenet")),
+    "lenet_exchange": Task("two exchanges of LeNet", partial(_exchange, "lenet")),
+    "lenet_round": Task("two rounds of FedFish, LeNet", partial(_round, "lenet")),
+    "transformer_summaries": Task(
+        f"fedfisher_kfac: summaries of 2 clients, {_LABELS['transformer']}",
+        partial(_summaries, "transformer", _METHODS["kfac"]),
+    ),
+    **_merges(),
+}
+STANDARD = [name for name in TASKS if not name.startswith("tiny")]
+"""The tasks of a whole run; the others are for tests."""
