@@ -114,8 +114,8 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: Scalar
         equally and has no damping; its code weights them by p_i, as here.
     """
     checks.number("damping", damping)
-    weights = _check_weights(weights, jax.tree.leaves(params)[0].shape[0])
-    scaled, votes, system = _scale_clients(fishers, params, weights, damping)
+    shares = _check_weights(weights, jax.tree.leaves(params)[0].shape[0])
+    scaled, votes, system = _scale_clients(fishers, params, shares, damping)
     # The clients' products are added, not their operators: Kronecker factors do not add up.
     problem = _problem(scaled, Partial(_weighted_mv, scaled, votes), system)
     if not _is_damped(damping):
@@ -203,7 +203,7 @@ def _system(operator: Blockwise, damping: Scalar, product: Any, **system: Any) -
 
 @jit
 def _scale_clients(
-    fishers: Blockwise, params: Params, weights: Array, damping: Scalar
+    fishers: Blockwise, params: Params, weights: AnyArray, damping: Scalar
 ) -> tuple[Blockwise, Any, dict[str, Any]]:
     operator, blocks = type(fishers), jax.vmap(_wide_blocks)(fishers, params)
     fishers, scales = jax.vmap(operator.at_scale_one)(fishers)

@@ -40,7 +40,8 @@ def sum_over_columns(function: Callable[[Array], Any], columns: Columns, at_once
 
     numbers = jnp.arange(groups * few).reshape(groups, few)
     # Columns that are stored are cut by the loop itself.
-    each = values(columns).reshape(groups, few, *columns.shape[1:]) if is_stored else numbers
+    stored = values(columns)
+    each = stored.reshape(groups, few, *stored.shape[1:]) if is_stored else numbers
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_group, each[0]))
     return jax.lax.scan(
         lambda sums, group: (jax.tree.map(jnp.add, sums, of_group(group)), None), zeros, each

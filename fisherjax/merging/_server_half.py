@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fisherjax import clients, leaves, tree
 from fisherjax._core import checks
@@ -151,7 +152,7 @@ def finish(
     Raises:
         ValueError: If the merged model does not fit params or is not finite.
     """
-    key = jax.random.fold_in(key, clients.AGGREGATE)
+    key = jax.random.fold_in(key, np.uint32(clients.AGGREGATE))
     trained = parts.trained
     state = algorithm.link.init(trained, len(cohort)) if state is None else state
     given = join(*parts) if algorithm.link.whole else trained

@@ -96,7 +96,7 @@ def solution(
     problem: Quadratic,
     x: Any,
     products: Any,
-    tolerance: float = 1e-4,
+    tolerance: Scalar = 1e-4,
     unsolved: Any = Status.STEPS_TAKEN,
     checked: bool = False,
 ) -> Solution:

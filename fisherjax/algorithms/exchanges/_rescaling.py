@@ -17,6 +17,7 @@ from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.layer import Layer, matrix, unpack
 from fisherjax._layers.pairs import trace
+from fisherjax.algorithms.base import WeightedSum
 from fisherjax.algorithms.exchanges._head_sums import check_head
 from fisherjax.fisher import _passes
 from fisherjax.fisher._factors import second_moment
@@ -125,9 +126,7 @@ def exact_products(
 
 
 @jit
-def best_way(
-    directions: Params, params: Params, used: Products, held: Products
-) -> tuple[Params, Array]:
+def best_way(directions: Params, params: Params, sums: WeightedSum) -> tuple[Params, Array]:
     """Find the step that lowers the loss of held-out examples most, and its predicted change.
 
     The step is a combination of ways: directions, with or without moves of the head. It solves two
@@ -137,10 +136,11 @@ def best_way(
     over held-out examples. Without a ridge, nearly parallel directions would get large coefficients
     that cancel each other. If the head is frozen, it has no moves.
     """
-    template = Template.of(params)
+    products: dict[str, Products] = sums.mean()
+    (used, held), template = (products["used"], products["held"]), Template.of(params)
     # Too few examples to hold any out leave these sums zero.
-    sums = held.directions if held.head is None else held.head.inputs
-    held = jax.tree.map(partial(jnp.where, jnp.trace(sums) > 0), held, used)
+    own = held.directions if held.head is None else held.head.inputs
+    held = jax.tree.map(partial(jnp.where, jnp.trace(own) > 0), held, used)
     ways, heads = jnp.eye(len(used.steepness)), None
     if used.head is not None:
         ways, heads = _with_heads(used.head, matrix(used.head.layer, template.by_name(params)))

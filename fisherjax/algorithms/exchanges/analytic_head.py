@@ -94,7 +94,7 @@ def analytic_head(
 
     def aggregate(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, cohort
-        own, info = _solved(head_mean(sums), ridge)
+        own, info = _solved(sums, ridge)
         template = Template.of(params)
         return template.restore(template.by_name(params) | own), state, info
 
@@ -102,7 +102,10 @@ def analytic_head(
 
 
 @jit
-def _solved(sums: HeadSums, ridge: Scalar | None) -> tuple[dict[str, Array], AnalyticHeadReport]:
+def _solved(
+    total: WeightedSum, ridge: Scalar | None
+) -> tuple[dict[str, Array], AnalyticHeadReport]:
+    sums = head_mean(total)
     inputs, mean = sums.inputs, jnp.trace(sums.inputs) / len(sums.inputs)
     eigenvalues, vectors = jax.lax.stop_gradient(linalg.eigh(inputs))
     eigenvalues = jnp.maximum(eigenvalues, 0)

@@ -18,7 +18,7 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer, matrix, unpack
 from fisherjax.algorithms.base import Algorithm, WeightedSum
-from fisherjax.algorithms.exchanges._head_sums import HeadSums, head_mean, head_summary
+from fisherjax.algorithms.exchanges._head_sums import head_mean, head_summary
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -108,7 +108,7 @@ def ccvr(
         leaves = template.by_name(params)
         start = _matrix(layer, leaves)
         _optimizers.check("optimizer", optimizer, start)
-        features, labels = _drawn(key, head_mean(sums), draws)
+        features, labels = _drawn(key, sums, draws)
         own, info = _tuned(optimizer, epochs, layer, start, features, labels, key)
         return template.restore(leaves | own), state, info
 
@@ -119,9 +119,9 @@ _matrix = jit(matrix, static_argnums=0)
 
 
 @partial(jit, static_argnums=2)
-def _drawn(key: Key, sums: HeadSums, draws: int) -> tuple[Array, Array]:
+def _drawn(key: Key, total: WeightedSum, draws: int) -> tuple[Array, Array]:
     """Sample features [draws, a] and their classes [draws]."""
-    which, noise = jax.random.split(jax.random.fold_in(key, 0))
+    sums, (which, noise) = head_mean(total), jax.random.split(jax.random.fold_in(key, 0))
     shares = sums.targets / sums.targets.sum()
     # Each position of a sequence counts.
     products, inputs = (x / sums.targets.sum() for x in (sums.products, sums.inputs))

@@ -169,8 +169,7 @@ def natural_gradient(
 
     def direct(key: Key, sums: WeightedSum, params: Params, state: Any, cohort: Array) -> tuple:
         del key, state, cohort
-        mean = sums.mean()
-        return params, Course(mean.loss, _directions(mean, sizes)), ()
+        return params, _course(sums, sizes), ()
 
     def products(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         _, directions = trained.start
@@ -184,7 +183,7 @@ def natural_gradient(
 
     def combine(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort
-        step, predicted = best_way(state.directions, params, **sums.mean())
+        step, predicted = best_way(state.directions, params, sums)
         return params, state._replace(step=step, predicted=predicted), ()
 
     def losses(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
@@ -196,8 +195,7 @@ def natural_gradient(
 
     def move(key: Key, sums: WeightedSum, params: Params, state: Course, cohort: Array) -> tuple:
         del key, cohort
-        held = sums.mean()
-        moved, scale = _move(steps, held, params, state.step)
+        moved, scale, held = _move(steps, sums, params, state.step)
         return moved, (), NaturalGradientReport(state.loss, state.predicted, scale, held)
 
     def message(name: str, summarize: Any, aggregate: Any, link: Link) -> Algorithm:
@@ -219,10 +217,11 @@ def natural_gradient(
 
 
 @partial(jit, static_argnums=0)
-def _move(steps: tuple[float, ...], held: Array, params: Params, step: Params) -> tuple:
+def _move(steps: tuple[float, ...], sums: WeightedSum, params: Params, step: Params) -> tuple:
+    held = sums.mean()
     # The first of equal losses: the largest scale if there are no held-out examples.
     scale = jnp.array(steps)[jnp.nanargmin(held)]
-    return jax.tree.map(lambda w, d: w + scale * d, params, step), scale
+    return jax.tree.map(lambda w, d: w + scale * d, params, step), scale, held
 
 
 class _Plan(NamedTuple):
@@ -269,7 +268,8 @@ def _squared_error(
 
 
 @partial(jit, static_argnums=1)
-def _directions(slopes: Slopes, damping: tuple[float, ...]) -> Params:
+def _course(sums: WeightedSum, damping: tuple[float, ...]) -> Course:
+    slopes: Slopes = sums.mean()
     own, means = slopes.fisher, slopes.fisher.block_means()
 
     def direction(damping: Array) -> Params:
@@ -278,7 +278,7 @@ def _directions(slopes: Slopes, damping: tuple[float, ...]) -> Params:
         # A block without curvature, whose inverse is the identity, is not moved.
         return own.restore({name: jnp.where(means[name] > 0, -x, 0) for name, x in found.items()})
 
-    return jax.lax.map(direction, jnp.array(damping))
+    return Course(slopes.loss, jax.lax.map(direction, jnp.array(damping)))
 
 
 @partial(jit, static_argnums=(0, 1))
