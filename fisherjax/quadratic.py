@@ -203,7 +203,7 @@ def _system(operator: Blockwise, damping: Scalar, product: Any, **system: Any) -
 
 @jit
 def _scale_clients(
-    fishers: Blockwise, params: Params, weights: AnyArray, damping: Scalar
+    fishers: Blockwise, params: Params, weights: Array, damping: Scalar
 ) -> tuple[Blockwise, Any, dict[str, Any]]:
     operator, blocks = type(fishers), jax.vmap(_wide_blocks)(fishers, params)
     fishers, scales = jax.vmap(operator.at_scale_one)(fishers)
@@ -288,7 +288,7 @@ def _add_damping(values: Any, lambdas: Any, blocks: Any) -> Any:
     return jax.tree.map(lambda v, s, b: v + s.astype(v.dtype) * b, values, lambdas, blocks)
 
 
-def _check_weights(weights: AnyArray, num_clients: int) -> AnyArray:
+def _check_weights(weights: AnyArray, num_clients: int) -> Any:
     if checks.is_traced(weights):
         return weights  # They have no values, so under `jit` the caller must check them.
     weights = np.asarray(weights, jnp.result_type(float))
