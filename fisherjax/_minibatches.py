@@ -71,7 +71,7 @@ def shuffled(key: Key, examples: Examples) -> Examples:
     draws = jax.random.bits(key, rows.shape, jnp.uint32)
     # Padding gets the largest number. The sort is stable: an example that draws it stays before.
     order = jnp.argsort(jnp.where(weights == 0, ~jnp.uint32(0), draws), stable=True)
-    return examples._replace(indices=rows[order], weights=weights[order])
+    return examples._replace(indices=_select(rows, order), weights=_select(weights, order))
 
 
 def draw(key: Key, examples: Examples, most: int | None) -> Examples:

@@ -73,10 +73,13 @@ def _categorical_combination(z: Array, r: Array) -> Array:
 
 def _cholesky_parts(z: Array) -> tuple[Array, Array, Array]:
     """Compute p_k, sqrt(p_k / q_k) and sqrt(q_{k+1}), [B, ..., C] each."""
-    p = jax.nn.softmax(z)
-    q = jax.lax.cumsum(p, axis=p.ndim - 1, reverse=True)
-    after = jnp.concatenate([q[..., 1:], jnp.zeros_like(q[..., :1])], axis=-1)
-    return p, jnp.sqrt(_quotient(p, q)), jnp.sqrt(after)
+    exponentials = jnp.exp(z - jax.lax.stop_gradient(z.max(-1, keepdims=True)))
+    # The sums of this class and those after it; the first one is the normaliser of the softmax.
+    sums = jax.lax.cumsum(exponentials, axis=z.ndim - 1, reverse=True)
+    total = sums[..., :1]
+    after = jnp.concatenate([sums[..., 1:], jnp.zeros_like(total)], axis=-1)
+    share = _quotient(exponentials, sums)
+    return exponentials / total, jnp.sqrt(share), jnp.sqrt(after / total)
 
 
 def _quotient(numerator: Array, denominator: Array) -> Array:

@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fisherjax import likelihoods
@@ -183,3 +184,28 @@ def test_smoothing_changes_nothing_but_the_loss():
 def test_a_share_out_of_range_is_refused(share):
     with pytest.raises((ValueError, TypeError), match="share is"):
         likelihoods.smoothed(share)
+
+
+def test_the_categorical_loss_and_its_gradient_are_optaxs(x64, key):
+    z, y = outputs((6, 5), scale=30.0), jnp.array([0, 4, 2, 2, 1, 3])
+    ours = likelihoods.categorical.negative_log_likelihood
+    theirs = optax.softmax_cross_entropy_with_integer_labels
+    np.testing.assert_allclose(ours(z, y), theirs(z, y), rtol=1e-12, atol=1e-12)
+    gradients = (jax.grad(lambda z, f=f: f(z, y).sum())(z) for f in (ours, theirs))
+    np.testing.assert_allclose(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_the_loss_of_a_class_that_is_not_there_is_nan():
+    z, y = jnp.zeros((2, 3)), jnp.array([3, 1])
+    loss = likelihoods.categorical.negative_log_likelihood(z, y)
+    assert jnp.isnan(loss[0])
+    assert jnp.isclose(loss[1], jnp.log(3.0))
+
+
+def test_a_class_of_probability_zero_costs_the_others_nothing():
+    z, y = jnp.array([[-jnp.inf, 0.0, 0.0]]), jnp.array([1])
+    loss, gradient = jax.value_and_grad(
+        lambda z: likelihoods.categorical.negative_log_likelihood(z, y)[0]
+    )(z)
+    assert jnp.isclose(loss, jnp.log(2.0))
+    assert jnp.allclose(gradient, jnp.array([[0.0, -0.5, 0.5]]))
