@@ -90,6 +90,14 @@ def test_a_second_seed_of_equal_shapes_compiles_nothing():
 
 
 @pytest.mark.slow
+def test_a_run_compiles_at_most_forty_programs_and_another_seed_only_its_start():
+    first, second = in_fresh_process("digits", seeds=2)
+    assert first.programs <= 40
+    # A command that is called again makes its network anew, and so the program of its start.
+    assert {name for name, (number, _) in second.names.items() if number} == {"_start"}
+
+
+@pytest.mark.slow
 def test_a_second_process_reads_programs_from_the_cache_and_the_texts_are_of_all(tmp_path):
     how = {"cache": tmp_path / "cache"}
     [cold] = in_fresh_process("tiny_diagonal", **how)
