@@ -96,7 +96,6 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     model, normalize, init = _network(config.data, train, config.training, wide)
     params = jax.eval_shape(init, jax.random.key(0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
-    # `device_put` compiles nothing, where `asarray` compiles a program for each shape.
     data = jax.device_put((train.inputs, train.targets))
     tested = Examples(*jax.device_put((test.inputs, test.targets)))
     moments = {"mean": tuple(train.mean), "deviation": tuple(train.std)}
@@ -120,9 +119,12 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
 
 
 def _accuracy(model: Model, params: Params, test: Examples, *, stacked: bool = False) -> AnyArray:
-    """Return accuracies on the host, unless they are traced."""
-    found = _accuracy_on_device(model, params, test, stacked=stacked)
-    return found if fj._core.checks.is_traced(found) else np.asarray(found)
+    if fj._core.checks.is_traced(params):
+        return _accuracy_on_device(model, params, test, stacked=stacked)
+    # One model is a stack of one, which runs the program of the model trained on all the data.
+    models = params if stacked else jax.tree.map(lambda x: np.asarray(x)[None], params)
+    found = np.asarray(_accuracy_on_device(model, models, test, stacked=True))
+    return found if stacked else found[0]
 
 
 def _voting(
@@ -157,8 +159,8 @@ def split_up(
     def federation(rows: list[np.ndarray]) -> Federation:
         ready = fj.clients.federation(data, rows)
         more = max((longest or 0) - ready.indices.shape[1], 0)
-        padded = np.pad(ready.indices, ((0, 0), (0, more)))
-        return _on_all_devices(ready._replace(indices=jax.device_put(padded)))
+        padded = jax.device_put(np.pad(ready.indices, ((0, 0), (0, more))))
+        return _on_all_devices(ready._replace(indices=padded))
 
     targets = np.asarray(task.central.targets)
     return task._replace(

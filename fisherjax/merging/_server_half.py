@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fisherjax import clients, leaves, tree
 from fisherjax._core import checks
+from fisherjax._core.compiler import jit
 from fisherjax._divergence import Diverged, finite_leaves, probable_cause, screen
 from fisherjax._upload_checks import check_any_left
 from fisherjax.algorithms.base import (
@@ -152,7 +152,7 @@ def finish(
     Raises:
         ValueError: If the merged model does not fit params or is not finite.
     """
-    key = jax.random.fold_in(key, np.uint32(clients.AGGREGATE))
+    key = _aggregation_key(key)
     trained = parts.trained
     state = algorithm.link.init(trained, len(cohort)) if state is None else state
     given = join(*parts) if algorithm.link.whole else trained
@@ -172,6 +172,11 @@ def finish(
     _check_finite(whole, *(blame or ()))
     _warn(info)
     return whole, state, info
+
+
+@jit
+def _aggregation_key(key: Key) -> Key:
+    return jax.random.fold_in(key, clients.AGGREGATE)
 
 
 def server_key(algorithm: Algorithm, key: Key | None) -> Key:

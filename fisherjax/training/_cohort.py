@@ -6,15 +6,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fisherjax import clients, devices, leaves, local_update, parallel, tree
+from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape, jit
 from fisherjax._stacked import copies
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
 from fisherjax.local_update import ClientInputs, LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Spread, in_order
-from fisherjax.typing import Array, Key, Params, Scalar
+from fisherjax.typing import AnyArray, Array, Key, Params, Scalar
 
 # A program has room for the losses of this many epochs, or of 2, 4, 8 ... times as many.
 _EPOCHS = 16
@@ -125,8 +127,15 @@ def _result(cohort: Cohort, found: tuple[Params, Params, Any], loss: Array) -> T
     return Trained(params, start, steps, loss, kept, statistics, common.frozen)
 
 
+def _steps(local: LocalTraining, federation: Federation, epochs: int) -> AnyArray:
+    if local.model.positions is None and checks.is_in_host_memory(federation.sizes):
+        # A few integers: NumPy compiles no program for them.
+        return epochs * clients.num_batches(np.asarray(federation.sizes), local.batch_size)
+    return _steps_on_device(local, federation, epochs)
+
+
 @partial(jit, static_argnums=0)
-def _steps(local: LocalTraining, federation: Federation, epochs: Scalar) -> Array:
+def _steps_on_device(local: LocalTraining, federation: Federation, epochs: Scalar) -> Array:
     return epochs * clients.num_batches(local_update.sizes(local, federation), local.batch_size)
 
 
