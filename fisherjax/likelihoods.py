@@ -77,9 +77,9 @@ def _cholesky_parts(z: Array) -> tuple[Array, Array, Array]:
     # The sums of this class and those after it; the first one is the normaliser of the softmax.
     sums = jax.lax.cumsum(exponentials, axis=z.ndim - 1, reverse=True)
     total = sums[..., :1]
-    after = jnp.concatenate([sums[..., 1:], jnp.zeros_like(total)], axis=-1)
-    share = _quotient(exponentials, sums)
-    return exponentials / total, jnp.sqrt(share), jnp.sqrt(after / total)
+    # The root has no derivative at zero, so the zero of the last class is put in after it.
+    after = jnp.concatenate([jnp.sqrt(sums[..., 1:] / total), jnp.zeros_like(total)], axis=-1)
+    return exponentials / total, jnp.sqrt(_quotient(exponentials, sums)), after
 
 
 def _quotient(numerator: Array, denominator: Array) -> Array:
