@@ -34,6 +34,8 @@ _MNIST = (
     *("--dataset", "mnist", "--model", "lenet", "--exchanges", "5"),
     *("--algorithms", "fedavg", "fisher_merge", "regmean", "fedfisher_kfac"),
 )
+_LITTLE = ("--epochs", "1", "--max-examples", "256")
+"""Options of less work by the same programs."""
 
 
 class Task(NamedTuple):
@@ -161,7 +163,7 @@ def _summaries(name: str, method: str, seed: int) -> tuple[fj.algorithms.Algorit
     noisy = jax.tree.map(
         lambda x: x * (1 + 0.1 * random.normal(size=(clients, *x.shape)).astype(x.dtype)), params
     )
-    algorithm = fj.algorithms.make(method, model)
+    algorithm = fj.algorithms.make(method, model, batch_size=_BATCH)
     trained = fj.training.Trained(noisy)
     key = jax.random.key(seed)
     updates = fj.merging.summarize(algorithm, trained, federation, key=key)
@@ -185,8 +187,8 @@ def _train(name: str, seed: int) -> None:
 def _exchange(name: str, seed: int) -> None:
     model, params, federation = _clients(name)
     for make in (fj.algorithms.analytic_head, fj.algorithms.natural_gradient):
-        key = jax.random.key(seed)
-        params, _, _ = fj.merging.exchange(make(model), params, federation, key=key)
+        step, key = make(model, batch_size=_BATCH), jax.random.key(seed)
+        params, _, _ = fj.merging.exchange(step, params, federation, key=key)
     jax.block_until_ready(params)
 
 
@@ -242,8 +244,8 @@ TASKS = {
         f"one_shot {' '.join(_DIGITS)}", partial(_command, "experiments.one_shot", _DIGITS)
     ),
     "mnist": Task(
-        f"one_shot {' '.join(_MNIST)} --epochs 1",
-        partial(_command, "experiments.one_shot", (*_MNIST, "--epochs", "1")),
+        f"one_shot {' '.join((*_MNIST, *_LITTLE))}",
+        partial(_command, "experiments.one_shot", (*_MNIST, *_LITTLE)),
     ),
     "readme": Task("the examples of the README", _readme),
     "demo": Task(

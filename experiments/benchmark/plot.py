@@ -89,7 +89,7 @@ def stacks(rows: Sequence[Row]) -> Any:
         panel.text(left[place], place, said, va="center", fontsize="x-small")
     panel.invert_yaxis()
     panel.tick_params(axis="y", labelsize="small")
-    panel.set_xlabel("seconds; the machine had other work")
+    panel.set_xlabel("seconds")
     legend(figure, [panel])
     return figure
 
