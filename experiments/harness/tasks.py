@@ -21,7 +21,6 @@ from fisherjax.typing import AnyArray, Array, Examples, Key, Likelihood, Model, 
 
 _NUM_VALIDATION = 500
 _SPLIT = ("partition", "alpha", "beta", "min_size", "classes_per_client")
-# Compiled once for equal models of all tasks.
 _accuracy_on_device = jax.jit(fj.metrics.accuracy, static_argnums=0, static_argnames="stacked")
 
 
