@@ -90,8 +90,9 @@ def make_room(folder: Path, limit: int) -> None:
                 found.append((max(state.st_atime, state.st_mtime), state.st_size, path))
     total = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
-        if total <= limit:
-            return
+        # An empty file is what a full disk left of an entry.
+        if total <= limit and size > 0:
+            continue
         with contextlib.suppress(OSError):
             path.unlink()
             total -= size
