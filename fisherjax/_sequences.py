@@ -6,7 +6,8 @@ position depend on its number, but not on the length of the sequence. A position
 is -100 has no loss either, but its inputs count: Fishers that read no targets include it. Examples
 of which no position counts have weight zero.
 
-Models without `positions` are not changed.
+Models without `positions` are not changed. K-FAC's inputs and output gradients are masked in
+`_layers.locations`, which `fisher._factors` calls.
 """
 
 import functools

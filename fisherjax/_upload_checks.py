@@ -1,7 +1,8 @@
 """Check uploads before a merge: their kind, their leaves, their number and their weights.
 
-Their values are checked in `_divergence` (finite) and `_semidefinite` (curvature). Uploads that are
-files are first checked in `files._description_checks` and `files._size_checks`, entry by entry,
+Their values are checked in `_divergence` (finite) and `_semidefinite` (curvature). Shapes that
+differ between clients are refused by `tree.stack`, and those that differ from the server's model in
+`merging._server_half`. Uploads that are files are first checked in `files._description_checks` and `files._size_checks`, entry by entry,
 before anything of them is allocated.
 """
 

@@ -1,4 +1,8 @@
-"""Choose the devices of clients, place arrays on them, and predict the memory of a program."""
+"""Choose the devices of clients, place arrays on them, and predict the memory of a program.
+
+`training.train_memory`, `merging.summarize_memory` and `merging.exchange_memory` predict that of a
+run's steps; `experiments.harness.memory` that of a whole command.
+"""
 
 import os
 import re

@@ -3,7 +3,8 @@
 How many examples a pass uses:
 
 * all examples with a weight other than zero, or `max_examples` of them, drawn without replacement
-  (`Plan.max_examples`, drawn in `_mean`);
+  (`Plan.max_examples`, drawn in `_mean`); methods such as `fedfisher` pass 2,000 by default
+  (`algorithms.base.FISHER_EXAMPLES`);
 * padded examples have weight zero and change nothing, so that a padded client equals an unpadded
   one, and a client without examples has the mean zero;
 * minibatches of `batch_size` rows that hold padding only, at the end, are not run.

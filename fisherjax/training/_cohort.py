@@ -16,7 +16,7 @@ from fisherjax.clients import Federation
 from fisherjax.devices import Memory
 from fisherjax.local_update import ClientInputs, LocalTraining, State, client_epochs, first_state
 from fisherjax.parallel import Layout, Spread, in_order
-from fisherjax.typing import AnyArray, Array, Key, Params, Scalar
+from fisherjax.typing import Array, Key, Params, Scalar
 
 # A program has room for the losses of this many epochs, or of 2, 4, 8 ... times as many.
 _EPOCHS = 16
@@ -127,10 +127,11 @@ def _result(cohort: Cohort, found: tuple[Params, Params, Any], loss: Array) -> T
     return Trained(params, start, steps, loss, kept, statistics, common.frozen)
 
 
-def _steps(local: LocalTraining, federation: Federation, epochs: int) -> AnyArray:
+def _steps(local: LocalTraining, federation: Federation, epochs: int) -> Any:
     if local.model.positions is None and checks.is_in_host_memory(federation.sizes):
         # A few integers: NumPy compiles no program for them.
-        return epochs * clients.num_batches(np.asarray(federation.sizes), local.batch_size)
+        sizes: Any = np.asarray(federation.sizes)
+        return epochs * clients.num_batches(sizes, local.batch_size)
     return _steps_on_device(local, federation, epochs)
 
 
