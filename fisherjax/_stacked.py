@@ -4,9 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from fisherjax.typing import AnyArray
 
 
 def copies(params: Any, number: int) -> Any:
@@ -16,13 +13,7 @@ def copies(params: Any, number: int) -> Any:
         >>> copies({"w": jnp.zeros(3)}, 2)["w"].shape
         (2, 3)
     """
-
-    def repeat(x: AnyArray) -> AnyArray:
-        # NumPy's copies need no memory, and no program is compiled for their shape.
-        numpy = np if isinstance(x, np.ndarray) else jnp
-        return numpy.broadcast_to(x, (number, *jnp.shape(x)))
-
-    return jax.tree.map(repeat, params)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), params)
 
 
 def shapes_of_one(stacked: Any) -> Any:

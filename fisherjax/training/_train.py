@@ -114,12 +114,15 @@ def untrained(params: Params, num_clients: int, model: Model | None = None) -> T
     params = checks.arrays(params)
     checks.count("num_clients", num_clients)
 
-    def on_host(x: AnyArray) -> AnyArray:
-        # An array that is bound to one device could not join clients on others.
-        return x if checks.is_traced(x) else np.asarray(x)
+    def repeat(x: AnyArray) -> AnyArray:
+        # On the host: an array that is bound to one device could not join clients on others. And
+        # NumPy's copies need no memory, and no program for their shape.
+        return np.broadcast_to(np.asarray(x), (num_clients, *np.shape(x)))
 
     own, frozen = (params, None) if model is None else leaves.split_trained(model, params)
-    return Trained(copies(jax.tree.map(on_host, own), num_clients), frozen=frozen)
+    if checks.is_traced(own):
+        return Trained(copies(own, num_clients), frozen=frozen)
+    return Trained(jax.tree.map(repeat, own), frozen=frozen)
 
 
 def train_memory(
