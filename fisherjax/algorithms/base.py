@@ -264,8 +264,13 @@ class WeightedSum(NamedTuple):
 
 @jit
 def _divided(total: Any, weight: Array) -> Any:
+    # For one leaf, XLA would multiply by the reciprocal, which is not rounded as the quotient is.
     safe = jax.numpy.where(weight > 0, weight, 1)
-    return jax.tree.map(lambda x: x / safe.astype(x.dtype), total)
+
+    def quotient(x: Array) -> Array:
+        return x / jax.lax.optimization_barrier(jax.numpy.full(x.shape, safe, x.dtype))
+
+    return jax.tree.map(quotient, total)
 
 
 def weighted_sum(values: Any, weights: Array) -> WeightedSum:

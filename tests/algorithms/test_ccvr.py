@@ -1,14 +1,16 @@
 """Calibration by drawn features: what is drawn, what is tuned, and what clients show."""
 
-import functools
+from functools import partial
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, likelihoods, merging
+from fisherjax.algorithms.base import WeightedSum
 from fisherjax.algorithms.exchanges._head_sums import head_mean
 from fisherjax.algorithms.exchanges.ccvr import _drawn
 
@@ -40,10 +42,14 @@ def world():
 
 
 LINEAR = {"b": np.ones((4, 3), np.float32), "c": np.zeros(3, np.float32)}
-drawn = jax.jit(_drawn, static_argnums=2)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=2)
+def drawn(key, sums, draws):
+    return _drawn(key, WeightedSum(sums, jnp.ones(())), draws)
+
+
+@partial(jax.jit, static_argnums=0)
 def mean_of(method, values, weights):
     return head_mean(method.reduce(values, weights))
 

@@ -66,7 +66,7 @@ def test_a_second_process_of_a_command_compiles_nothing(tmp_path):
     where = f"Compiled programs are kept in {tmp_path / 'fisherjax/programs'} "
     assert sum(line.startswith(where) for line in first) == 1, first
     misses, hits = map(int, first[-1].split())
-    assert misses > 20
+    assert misses > 10
     assert second[-1].split() == ["0", str(misses + hits)], errors
     assert not errors
     one, two = (
