@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-import jax
-
 import fisherjax as fj
 from experiments.harness import records, steps, tasks
 from experiments.harness.config import OneShot
@@ -26,10 +24,10 @@ def rounds(
 ) -> Iterator[records.Row]:
     """Run rounds of federated averaging, with the same minibatches after every algorithm."""
     params, federation = model.params, task.federations[unit[0]]
-    key = jax.random.fold_in(steps.start(task, unit[1])[1], _ROUNDS)
+    key = steps.fold_in(steps.start(task, unit[1])[1], _ROUNDS)
     epochs = task.config.then_epochs or task.config.epochs
     for number in range(2, task.config.then_rounds + 2):
-        round_key = jax.random.fold_in(key, number)
+        round_key = steps.fold_in(key, number)
         given = federation, params, round_key, progress, task.optimizer
         trained, seconds = steps.train(task, *given, epochs=epochs)
         sound, weights = steps.finite(task, trained, federation)
@@ -47,13 +45,13 @@ def exchanged(
     """
     federation = task.federations[unit[0]]
     chunk = steps.training_options(task, federation)["clients_per_chunk"]
-    key = jax.random.fold_in(steps.start(task, unit[1])[1], _EXCHANGES)
+    key = steps.fold_in(steps.start(task, unit[1])[1], _EXCHANGES)
     for last, plan in exchanges(task.config).items():
         current = model
         for number, step in enumerate(plan, start=2):
             progress(f"{name}+{last}: exchange without training")
             method = fj.algorithms.make(step, task.model)
-            how = {"key": jax.random.fold_in(key, number), "clients_per_chunk": chunk}
+            how = {"key": steps.fold_in(key, number), "clients_per_chunk": chunk}
             sent = fj.merging.messages(method, current.params, federation, **how)
             messages, seconds = steps.timed(list, sent)
             size = sum(steps.upload_bytes(message.sent) for message in messages)

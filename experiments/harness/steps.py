@@ -37,13 +37,17 @@ class Merged(NamedTuple):
 
 def start(task: OneRound, seed: int) -> tuple[Params, Key]:
     """Draw the initial model; return it and the key of all other random numbers."""
-    return _start(task.init, jax.random.key(seed))
+    return _start(task.init, seed if isinstance(seed, jax.Array) else np.uint32(seed))
 
 
 @partial(jax.jit, static_argnums=0)
-def _start(init: Callable[[Key], Params], key: Key) -> tuple[Params, Key]:
-    init_key, key = jax.random.split(key)
+def _start(init: Callable[[Key], Params], seed: Array) -> tuple[Params, Key]:
+    init_key, key = jax.random.split(jax.random.key(seed))
     return init(init_key), key
+
+
+fold_in = jax.jit(jax.random.fold_in)
+"""`jax.random.fold_in` as one program."""
 
 
 def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:

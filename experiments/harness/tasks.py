@@ -93,9 +93,8 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     names = [name.partition("+")[0] for name in config.merging.algorithms]
     wide = any(rows[name].gives == "wider model" for name in names)
     model, normalize, init = _network(config.data, train, config.training, wide)
-    params = jax.eval_shape(init, jax.random.key(0))
+    params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
-    data = jax.device_put((train.inputs, train.targets))
     tested = Examples(*jax.device_put((test.inputs, test.targets)))
     moments = {"mean": tuple(train.mean), "deviation": tuple(train.std)}
     normal = partial(_standardized, **moments) if config.data.normalize else None
@@ -108,7 +107,7 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
         optimizer=optimizer(config.training),
         methods=methods(config.merging, model, config.training.batch_size, images),
         federations={},
-        central=fj.clients.federation(data, fj.partition.central(len(train.targets))),
+        central=fj.clients.federation(train, fj.partition.central(len(train.targets))),
         label_counts={},
         validation=partial(_draw_validation, Examples(train.inputs, train.targets)),
         test=tested,
@@ -139,7 +138,8 @@ def _voting(
         return None
     network = MODELS[config.data.model](num_classes=train.num_classes + 1)
     open_init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
-    shapes, likelihood = jax.eval_shape(open_init, jax.random.key(0)), fj.likelihoods.categorical
+    shapes = jax.eval_shape(open_init, jax.eval_shape(jax.random.key, 0))
+    likelihood = fj.likelihoods.categorical
     # `open_set` refuses models with their own training function, which BatchNorm needs.
     plain = fj.networks.model(network, shapes, likelihood, normalize=normalize)
     student = Model(model.apply, fj.likelihoods.categorical)
@@ -234,9 +234,9 @@ def _network(
     if data.augment:
         augment = fj.datasets.crop_and_flip(normalize, mode=data.augment_border)
     init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
-    shapes, likelihood = jax.eval_shape(init, jax.random.key(0)), _likelihood(training)
+    shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     how = {"normalize": normalize, "augment": augment, "any_width": any_width}
-    model = fj.networks.model(network, shapes, likelihood, **how)
+    model = fj.networks.model(network, shapes, _likelihood(training), **how)
     return model, normalize, init
 
 
