@@ -92,7 +92,8 @@ class Federation(NamedTuple):
         if checks.is_in_host_memory(self.sizes):
             known: np.ndarray = shares(np.asarray(self.sizes))
             return jax.device_put(known.astype(jnp.result_type(float)))
-        return in_order(Spread(jit(shares)(self.sizes)), self.mesh)
+        divide = shares if checks.is_traced(self.sizes) else _shares_on_device
+        return in_order(Spread(divide(self.sizes)), self.mesh)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -115,6 +116,9 @@ def shares(weights: Any) -> Any:
     scaled = weights / numpy.where(largest > 0, largest, 1)
     total = scaled.sum()
     return scaled / numpy.where(total > 0, total, 1)
+
+
+_shares_on_device = jit(shares)
 
 
 def federation(data: Any, partition: Partition) -> Federation:

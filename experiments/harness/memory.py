@@ -49,8 +49,6 @@ def predict(task: tasks.OneRound) -> Need:
     first = {method.sent: name for name, method in reversed(task.methods.items())}
     for name in first.values():
         method = task.methods[name]
-        if method.clients.model is None:
-            continue  # It runs no network, and so needs less than training.
         needs[f"the clients' summaries for {name}"] = fj.merging.summarize_memory(
             method.clients, params, federation, key=key, clients_per_chunk=chunk
         )

@@ -83,7 +83,8 @@ def sampled(
         raise ValueError("The sampled kind draws labels: pass key=jax.random.key(seed).")
 
     def column(number: Array | int) -> Array:
-        # These are the keys of `split`, and `fold_in` is in the program already, for minibatches.
+        # With JAX's default generator these are the keys of `split`, and `fold_in` is in the
+        # program already, for minibatches.
         return _score(likelihood, z, likelihood.sample(jax.random.fold_in(key, number), z))
 
     if num_samples == 1:
