@@ -72,8 +72,8 @@ def exists(cell: Cell) -> bool:
     left_out = (
         # Two devices have half of a batch each.
         cell.devices == "2" and cell.program in SHARED and int(cell.batch) % 2 == 1,
-        # JAX refuses derivatives of grouped convolutions that are mapped over examples inside
-        # `shard_map`, by a NotImplementedError.
+        # Since 0.7.1 JAX refuses derivatives of grouped convolutions that are mapped over examples
+        # inside `shard_map`, by a NotImplementedError (seen on 0.10.2 and 0.12.0.1).
         cell.devices == "2"
         and cell.program == "factors"
         and cell.convolution in ("grouped", "depthwise"),
