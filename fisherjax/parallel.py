@@ -14,8 +14,21 @@ from jax.sharding import Mesh, PartitionSpec
 
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape, jit
+from fisherjax._division import Division, chunks_of, divide, divide_chunks
 from fisherjax.devices import AXIS, by_client, by_numpy, share_memory
 from fisherjax.typing import Array
+
+__all__ = [
+    "Division",
+    "Layout",
+    "Spread",
+    "chunk_size",
+    "divide",
+    "idle_share",
+    "in_order",
+    "map_clients",
+    "spread_clients",
+]
 
 
 class Layout(NamedTuple):
@@ -83,10 +96,12 @@ def spread_clients(
     sizes: Array | None = None,
     clients_per_chunk: int = 1,
     mesh: Mesh | None = None,
+    division: Division | None = None,
 ) -> Spread:
     """Map like `map_clients`, but return results without moving them between devices.
 
     In long programs no device then waits for another; `in_order` collects the results afterwards.
+    A `division` that was computed before, by `divide` of the same sizes, makes programs smaller.
 
     Example:
         >>> spread = spread_clients(jnp.sum, jnp.arange(6.0).reshape(3, 2))
@@ -95,33 +110,24 @@ def spread_clients(
     """
     if mesh is None:
         return Spread(_map_chunks(function, stacked, common, sizes, clients_per_chunk))
-    num_clients = _length(stacked)
-    most = -(-num_clients // mesh.size)
-    chunk = min(clients_per_chunk, most)
-    # Clients are not redistributed if each device has one chunk only, or memory of its own.
-    if num_clients % mesh.size == 0 and (chunk == most or not share_memory(mesh)):
+    if division is None:
+        own_sizes = _length(stacked) if sizes is None else sizes
+        division = divide(own_sizes, clients_per_chunk, mesh)
+    if division is None:
+        chunk = min(clients_per_chunk, -(-_length(stacked) // mesh.size))
 
         def on_share(stacked: Any, sizes: Array | None, *common: Any) -> Any:
             return _map_chunks(function, stacked, common, sizes, chunk)
 
         return Spread(_on_devices(on_share, mesh, (stacked, sizes), common))
-    order = jnp.arange(num_clients) if sizes is None else jnp.argsort(sizes)
-    chunks = _chunks(order, chunk)
-    costs = jnp.ones(len(chunks)) if sizes is None else sizes[chunks].max(1).astype(float)
-    plan = _divide(costs, mesh.size)
 
-    def on_one(table: Array, counts: Array, chunks: Array, stacked: Any, *common: Any) -> Any:
-        mine = chunks[table[0]]
-        rows = jnp.arange(mine.size).reshape(mine.shape)
+    def on_one(chunks: Array, counts: Array, stacked: Any, *common: Any) -> Any:
+        rows = jnp.arange(chunks[0].size, dtype=jnp.uint32).reshape(chunks[0].shape)
         # The number of chunks differs: a device with large clients has fewer of them.
-        return _compute(function, stacked, common, mine, rows, counts[0])
+        return _compute(function, stacked, common, chunks[0], rows, counts[0])
 
-    given = (plan.table, plan.counts), (chunks, stacked, *common)
-    results = _on_devices(on_one, mesh, *given)
-    # A client that fills a chunk is computed more than once, with the same result.
-    slots = plan.slots[:, None] * chunks.shape[1] + jnp.arange(chunks.shape[1])
-    places = jnp.zeros(num_clients, slots.dtype).at[chunks.ravel()].set(slots.ravel())
-    return Spread(results, places)
+    own = division.chunks, division.counts
+    return Spread(_on_devices(on_one, mesh, own, (stacked, *common)), division.places)
 
 
 def in_order(spread: Spread, mesh: Mesh | None) -> Any:
@@ -147,51 +153,6 @@ def _in_order(mesh: Mesh | None, results: Any, places: Array) -> Any:
     if mesh is None:
         return ordered
     return jax.lax.with_sharding_constraint(ordered, by_client(mesh, places.shape[0]))
-
-
-class _Plan(NamedTuple):
-    """Which chunks each of D devices computes.
-
-    Attributes:
-        table: [D, room], the chunks of each device, of which the first `counts` are valid.
-        counts: [D], numbers of chunks.
-        slots: [n], the place of each chunk in the flat table.
-        loads: [D], the work of each device.
-    """
-
-    table: Array
-    counts: Array
-    slots: Array
-    loads: Array
-
-
-@partial(jit, static_argnums=1)
-def _divide(costs: Array, num_devices: int) -> _Plan:
-    """Divide chunks among devices, the largest first, each to the device with the least work.
-
-    The total time is at most 4/3 - 1/(3 D) of the shortest possible one (Graham, Bounds on
-    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 1969, theorem 2), unless a
-    device reaches its largest number of chunks, twice an equal share.
-    """
-    number = len(costs)
-    room = min(number, 2 * -(-number // num_devices))
-    largest_first = jnp.argsort(-costs)
-
-    def assign(place: Array, plan: _Plan) -> _Plan:
-        chunk = largest_first[place].astype(jnp.int32)
-        device = jnp.argmin(jnp.where(plan.counts < room, plan.loads, jnp.inf))
-        slot = plan.counts[device]
-        return _Plan(
-            plan.table.at[device, slot].set(chunk),
-            plan.counts.at[device].add(1),
-            plan.slots.at[chunk].set((device * room + slot).astype(jnp.int32)),
-            plan.loads.at[device].add(costs[chunk]),
-        )
-
-    table = jnp.zeros((num_devices, room), jnp.int32)
-    counts, slots = jnp.zeros(num_devices, jnp.int32), jnp.zeros(number, jnp.int32)
-    empty = _Plan(table, counts, slots, jnp.zeros(num_devices, costs.dtype))
-    return jax.lax.fori_loop(0, number, assign, empty)
 
 
 def _on_devices(function: Callable[..., Any], mesh: Mesh, divided: tuple, common: tuple) -> Any:
@@ -227,10 +188,10 @@ def idle_share(steps: Sequence[int], clients_per_chunk: int = 1, num_devices: in
     num_steps = np.asarray(steps)
     most = min(clients_per_chunk, -(-len(num_steps) // num_devices))
     # [chunks, length], as in `map_clients`. A chunk takes as long as its largest client.
-    computed = num_steps[_chunks(np.argsort(num_steps, kind="stable"), most)]
+    computed = num_steps[chunks_of(np.argsort(num_steps, kind="stable"), most)]
     longest = computed.max(1)
     if num_devices > 1:
-        longest = np.asarray(_divide(longest.astype(np.float32), num_devices).loads).max()
+        longest = np.asarray(divide_chunks(longest.astype(np.float32), num_devices).loads).max()
     total = num_devices * computed.shape[1] * float(longest.sum())
     return max(0.0, float(1 - num_steps.sum() / total)) if total else 0.0
 
@@ -249,7 +210,7 @@ def _map_chunks(
     if clients_per_chunk >= num_clients:
         return jax.vmap(lambda client: function(client, *common))(stacked)
     order = jnp.arange(num_clients) if sizes is None else jnp.argsort(sizes)
-    chunks = _chunks(order, clients_per_chunk)
+    chunks = chunks_of(order, clients_per_chunk)
     # A client that fills a chunk is written more than once, with the same result.
     return _compute(function, stacked, common, chunks, chunks, len(chunks), num_clients)
 
@@ -266,15 +227,17 @@ def _compute(
     """Compute the first `count` chunks [n, c] in turn; write their results at rows [n, c]."""
 
     def one_chunk(chunk: Array) -> Any:
+        if len(chunk) == 1:
+            alone = function(_row(stacked, chunk[0]), *common)
+            return jax.tree.map(lambda x: x[None], alone)
         some = jax.tree.map(lambda x: x[chunk], stacked)
-        if len(chunk) > 1:
-            return jax.vmap(lambda client: function(client, *common))(some)
-        alone = function(jax.tree.map(lambda x: x[0], some), *common)
-        return jax.tree.map(lambda x: x[None], alone)
+        return jax.vmap(lambda client: function(client, *common))(some)
 
     def body(number: Array, results: Any) -> Any:
-        new = one_chunk(chunks[number])
-        return jax.tree.map(lambda all_, own: all_.at[rows[number]].set(own), results, new)
+        new, places = one_chunk(chunks[number]), rows[number]
+        if len(places) == 1:
+            return jax.tree.map(partial(_write, place=places[0]), results, new)
+        return jax.tree.map(lambda all_, own: all_.at[places].set(own), results, new)
 
     # Results are written in place, so that they are never in memory twice.
     shapes = eval_shape(one_chunk, chunks[0])
@@ -283,16 +246,13 @@ def _compute(
     return jax.lax.fori_loop(0, count, body, results)
 
 
+def _row(stacked: Any, place: Array) -> Any:
+    return jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=place, keepdims=False), stacked)
+
+
+def _write(results: Array, new: Array, place: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(results, new, place, 0)
+
+
 def _length(stacked: Any) -> int:
     return jax.tree.leaves(stacked)[0].shape[0]
-
-
-def _chunks(order: Any, clients_per_chunk: int) -> Any:
-    """Divide clients into chunks of equal length; the first client fills a short chunk."""
-    # As few chunks as possible, then as short as possible: 5 clients by 4 are 3 + 3, not 4 + 4.
-    count = -(-len(order) // clients_per_chunk)
-    length = -(-len(order) // count)
-    numpy = jnp if isinstance(order, jax.Array) else np
-    # Clients are in order of size: the first one is the smallest, the cheapest to repeat.
-    first = numpy.repeat(order[:1], count * length - len(order))
-    return numpy.concatenate([first, order]).reshape(count, length)

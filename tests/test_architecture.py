@@ -35,6 +35,7 @@ ORDER = [
     "text",
     "_self_check",
     "devices",
+    "_division",
     "parallel",
     "_minibatches",
     "clients",

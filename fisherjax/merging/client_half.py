@@ -12,6 +12,7 @@ import optax
 from fisherjax import clients, devices, leaves, parallel, tree
 from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape, jit
+from fisherjax._division import Division, divide
 from fisherjax._stacked import shapes_of_one
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm, nothing
 from fisherjax.clients import Federation
@@ -109,7 +110,8 @@ def summarize_memory(
     num_clients, mesh = federation.num_clients, federation.mesh
     layout = Layout(parallel.chunk_size(clients_per_chunk, num_clients), mesh)
     extras, steps = (), None
-    parts = leaves.Leaves(params, None, None)
+    # With the structure that training returns, so that the run compiles the same program.
+    parts = leaves.split_by_kind((leaves.TRAINED,) * len(tree.names(params)), params)
     if algorithm.model is not None:
         parts = leaves.split(algorithm.model, params, federation.inputs)
         if start is not None:  # Without training, statistics do not change either.
@@ -124,7 +126,9 @@ def summarize_memory(
     several = parts.trained, parts.statistics, local, extras
     stacked, statistics, local, extras = devices.stacked_shapes(several, num_clients, mesh)
     trained = Trained(stacked, start, steps, None, extras, statistics, frozen)
-    return devices.memory(_summarize, algorithm, layout, trained, local, federation, key)
+    division = divide(federation.sizes, *layout)
+    given = trained, local, federation, key, division
+    return devices.memory(_summarize, algorithm, layout, *given)
 
 
 def summarize_cohort(
@@ -140,7 +144,8 @@ def summarize_cohort(
     Returns:
         The updates, and the new `local`: what each client keeps for the algorithm, [K, ...].
     """
-    found = _summarize(algorithm, layout, trained, local, federation, key)
+    division = divide(federation.sizes, *layout)
+    found = _summarize(algorithm, layout, trained, local, federation, key, division)
     values, kept = in_order(found, layout.mesh)
     statistics = tree.by_name(trained.statistics)
     kept_names = set(algorithm.link.keeps(trained.statistics)) if statistics else set()
@@ -163,6 +168,7 @@ def _summarize(
     local: Any,
     federation: Federation,
     key: Key,
+    division: Division | None,
 ) -> Spread:
     # The start is one model for all clients, or stacked like params.
     is_common = _rank(trained.start) < _rank(trained.params)
@@ -188,6 +194,7 @@ def _summarize(
         federation,
         key,
         sizes=federation.sizes,
+        division=division,
         **layout._asdict(),
     )
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from fisherjax import _sequences, clients
 from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import jit
+from fisherjax._division import Division, divide
 from fisherjax._stacked import shapes_of_one
 from fisherjax.clients import Federation, minibatches, view, weights_of
 from fisherjax.metrics._targets import (
@@ -85,7 +86,8 @@ def performance(
     one = shapes_of_one(params) if stacked else params
     output_checks.outputs(for_inference(model), one, federation.inputs, federation.targets)
     layout = Layout(chunk_size(None, federation.num_clients), federation.mesh)
-    found = _performance(for_inference(model), layout, batch_size, stacked, params, federation)
+    given = params, federation, divide(federation.sizes, *layout)
+    found = _performance(for_inference(model), layout, batch_size, stacked, *given)
     return in_order(found, layout.mesh)
 
 
@@ -145,6 +147,7 @@ def _performance(
     stacked: bool,
     params: Params,
     federation: Federation,
+    division: Division | None,
 ) -> Spread:
     def one(
         own: tuple[Array, Params | None], common: Params | None, federation: Federation
@@ -182,6 +185,7 @@ def _performance(
         None if stacked else params,
         federation,
         sizes=federation.sizes,
+        division=division,
         **layout._asdict(),
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 from fisherjax import clients, devices, leaves, local_update, parallel, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape, jit
+from fisherjax._division import Division, divide
 from fisherjax._stacked import copies
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
@@ -90,7 +91,8 @@ class Cohort(NamedTuple):
 
     def arguments(self, capacity: int, states: State | None, between: tuple[int, int]) -> tuple:
         """Return the arguments of `_run` for epochs `between[0]` to before `between[1]`."""
-        arrays = self.given, self.federation, self.key, (*between, self.epochs)
+        division = divide(self.federation.sizes, *self.layout)
+        arrays = self.given, (self.federation, division), self.key, (*between, self.epochs)
         return self.local, self.layout, capacity, states, *arrays
 
     def arguments_of_all_epochs(self) -> tuple:
@@ -179,7 +181,7 @@ def _run(
     capacity: int,
     states: State | None,
     given: tuple[ClientInputs, ClientInputs],
-    federation: Federation,
+    divided: tuple[Federation, Division | None],
     key: Key,
     epochs: tuple[Array, Array, Array],
 ) -> Spread:
@@ -190,6 +192,7 @@ def _run(
         what the optimiser kept, and the losses [M, capacity]. With states, they are the new states
         and the loss [M] of the one epoch.
     """
+    federation, division = divided
 
     def one(own: Any, common: ClientInputs, federation: Federation, key: Key, epochs: Any) -> Any:
         # One client's slice: its place, its state if it continues, and its own inputs.
@@ -220,5 +223,6 @@ def _run(
         key,
         jax.tree.map(jnp.asarray, epochs),
         sizes=federation.sizes,
+        division=division,
         **layout._asdict(),
     )
