@@ -7,6 +7,7 @@ derivation, so that keys of different uses, rounds or directions are independent
 
 import hashlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from fisherjax._core import checks
@@ -97,13 +98,19 @@ def check_public(name: str, value: Any) -> bytes:
             "that X25519 returns for this key."
         )
     try:
-        return exchange(_FIXED, value)
+        return _point(value)
     except ValueError:
         # With such a key everybody knows the shared secret, and with it the mask.
         raise ValueError(
             f"{name} is of low order: every key exchange with it results in zero; expected the "
             "public key of a private key that was drawn at random."
         ) from None
+
+
+# Every client checks the same keys, which are public: in one process once each.
+@lru_cache(4096)
+def _point(public: bytes) -> bytes:
+    return exchange(_FIXED, public)
 
 
 def exchange(private: bytes, public: bytes) -> bytes:
