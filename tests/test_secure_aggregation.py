@@ -617,7 +617,7 @@ def test_numpys_places_are_places(played):
             lambda p: protocol.deliver(
                 p.setting, p.roster, [p.sealed[0], again(p.sealed[1], boxes={0: b"", -1: b""})]
             ),
-            "Client 1 sent a box for client -1",
+            "A box of client 1 is for client -1",
         ),
         (
             lambda p: protocol.accept(p.setting, fresh(p.shared[0]), {1: b"", True + 1.5: b""}),
@@ -627,7 +627,7 @@ def test_numpys_places_are_places(played):
             lambda p: protocol.partners(
                 p.setting, p.roster, [again(x, senders=(0.5,)) for x in p.accepted]
             ),
-            "Client 0 accepted a box of client 0.5",
+            "A box that client 0 accepted is of client 0.5",
         ),
         (
             lambda p: protocol.unmask(p.setting, fresh(p.masking[0]), [0, 1, 2, -1]),
@@ -635,7 +635,7 @@ def test_numpys_places_are_places(played):
         ),
         (
             lambda p: finish(p, answers=with_keys(p.answers, {-1: bytes(shares.SIZE)})),
-            "Client 0 answered for the keys of client -1",
+            "A share of keys of client 0 is of client -1",
         ),
         (
             lambda p: finish(p, answers=with_keys(p.answers, {1: bytes(shares.SIZE)})),
@@ -930,6 +930,19 @@ def test_clients_that_were_told_of_other_survivors_do_not_answer():
     # All that it can say again is what it signed.
     with pytest.raises(ValueError, match="for stage 'confirm', once"):
         protocol.confirm(views.setting, states[0], told[1])
+
+
+def test_a_client_answers_for_the_list_that_it_signed_alone():
+    """Even if enough others signed another."""
+    views = Views(constant(1, 2, 3, 4, length=1), signing=SIGNING[:4])
+    lists = [(0, 1, 2, 3)] * 3 + [(1, 2, 3)]
+    states, sent = pairs(
+        protocol.confirm(views.setting, confirmed_none(own), stayed)
+        for own, stayed in zip(views.masking, lists, strict=True)
+    )
+    protocol.unmask(views.setting, states[0], lists[0], sent[:3])
+    with pytest.raises(ValueError, match=r"client 3 got .* signed the survivors \[1, 2, 3\]"):
+        protocol.unmask(views.setting, states[3], lists[0], sent[:3])
 
 
 def confirmed_none(own):

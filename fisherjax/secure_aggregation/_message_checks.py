@@ -192,16 +192,16 @@ def _check_form(agreed: Setting, message: Any) -> None:
         case Sealed():
             checks.instance(f"What {who} sent", message.boxes, Mapping, "boxes by receiver")
             for to in message.boxes:
-                check_place(agreed, to, f"C{who[1:]} sent a box for client")
+                check_place(agreed, to, f"A box of {who} is for client")
         case Accepted():
             checks.instance(f"What {who} accepted", message.senders, Sequence, "places of senders")
             for sender in message.senders:
-                check_place(agreed, sender, f"C{who[1:]} accepted a box of client")
+                check_place(agreed, sender, f"A box that {who} accepted is of client")
         case Masked():
             check_vector(agreed, f"The vector of {who}", message.values)
         case Shares():
             for kind, found in (("seeds", message.seeds), ("keys", message.keys)):
                 checks.instance(f"The {kind} of {who}", found, Mapping, "shares by client")
                 for owner, share in found.items():
-                    check_place(agreed, owner, f"C{who[1:]} answered for the {kind} of client")
+                    check_place(agreed, owner, f"A share of {kind} of {who} is of client")
                     shares.number(message.client, share)

@@ -242,7 +242,12 @@ def unmask(
     view = survivors_view(mask_view(agreed, own.roster, own.partners), stayed)
     if agreed.verifiers:
         known_to(stayed, by_client(agreed, confirmations, "confirm", view))
-        known_to(own.stayed, stayed)
+    # Otherwise the server could have enough signatures of two lists.
+    if agreed.verifiers and stayed != own.stayed:
+        raise ValueError(
+            f"Now client {own.place} got the survivors {list(stayed)}, but it signed the survivors "
+            f"{list(own.stayed)}; expected the same. Do not continue with this server."
+        )
     seeds = {u: own.shares[u][: shares.SIZE] for u in stayed}
     masks = {u: own.shares[u][shares.SIZE :] for u in own.partners if u not in stayed}
     return _sent(own, "unmask", Shares(own.place, seeds, masks, view))
