@@ -1,5 +1,6 @@
 """Sums under masks: exact, whatever the order and whoever drops out; nothing but the sum shows."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -846,6 +847,25 @@ def test_bounds_are_compared_as_integers(more):
         fixed_point.encode(ring, np.array([2**60 + more]))
 
 
+def test_clients_with_other_encodings_refuse_each_other(monkeypatch):
+    """Their integers would be added as if they were of one scale."""
+    like, rings = {"w": np.zeros(2)}, []
+    for how in ((like, 1.0, 3), (like, 2.0, 3), (like, 1.0, 3, 64), ({"v": np.zeros(2)}, 1.0, 3)):
+        rings.append(fixed_point.ring(*how))
+    rings.append(fixed_point.ring(like, 1.0, 3, room=0.5))
+    assert len(set(map(fixed_point.digest, rings))) == len(rings)
+    assert fixed_point.digest(rings[0]) == fixed_point.digest(fixed_point.ring(like, 1.0, 3))
+    settings = [protocol.setting(3, 2, 2, 32, b"", fixed_point.digest(x)) for x in rings[:2]]
+    sent = [protocol.advertise(settings[u == 2], u, entropy(u))[1] for u in range(3)]
+    with pytest.raises(ValueError, match="Client 2 .* with another view of the sum"):
+        protocol.roster(settings[0], sent)
+    # A sum of all parties in one process states its encoding too.
+    stated, make = [], protocol.setting
+    monkeypatch.setattr(protocol, "setting", lambda *given: stated.append(given) or make(*given))
+    secure_sum([like] * 3, 1.0, entropy=entropy())
+    assert fixed_point.digest(rings[0]) in stated[0]
+
+
 def test_a_client_that_is_not_finite_is_refused_before_a_key_is_drawn():
     given = [np.zeros(2), np.array([0.0, np.nan]), np.ones(2)]
     drawn = []
@@ -943,6 +963,32 @@ def test_a_client_answers_for_the_list_that_it_signed_alone():
     protocol.unmask(views.setting, states[0], lists[0], sent[:3])
     with pytest.raises(ValueError, match=r"client 3 got .* signed the survivors \[1, 2, 3\]"):
         protocol.unmask(views.setting, states[3], lists[0], sent[:3])
+
+
+@pytest.mark.parametrize("told", list(itertools.product([(0, 1, 2, 3), (0, 1, 3)], repeat=2)))
+def test_no_lists_of_survivors_give_both_secrets_of_a_client(told):
+    """Client 2 is the victim, client 3 helps the server, which tells each its own list."""
+    views, victim = Views(constant(1, 2, 3, 4, length=1), signing=SIGNING[:4]), 2
+    lists = dict(zip((0, 1), told, strict=True)) | {2: (0, 1, 2, 3)}
+    honest, signed = {}, {stayed: [] for stayed in {*told, (0, 1, 2, 3)}}
+    for own in views.masking:
+        # Who helps the server signs every list.
+        for stayed in signed if own.place == 3 else [lists[own.place]]:
+            after, said = protocol.confirm(views.setting, confirmed_none(own), stayed)
+            signed[stayed].append(said)
+            honest[own.place] = after
+    # The helper knows its share of both.
+    found = {"seeds": 1, "keys": 1}
+    for place, stayed in lists.items():
+        try:
+            _, answer = protocol.unmask(views.setting, honest[place], stayed, signed[stayed])
+        except ValueError:
+            continue
+        found["seeds"] += victim in answer.seeds
+        found["keys"] += victim in answer.keys
+    assert min(found.values()) < views.setting.threshold
+    # And where all honest clients are told the same, they answer.
+    assert (max(found.values()) >= 3) == (len(set(told)) == 1)
 
 
 def confirmed_none(own):
