@@ -857,7 +857,7 @@ def test_clients_with_other_encodings_refuse_each_other(monkeypatch):
     assert fixed_point.digest(rings[0]) == fixed_point.digest(fixed_point.ring(like, 1.0, 3))
     settings = [protocol.setting(3, 2, 2, 32, b"", fixed_point.digest(x)) for x in rings[:2]]
     sent = [protocol.advertise(settings[u == 2], u, entropy(u))[1] for u in range(3)]
-    with pytest.raises(ValueError, match="Client 2 .* with another view of the sum"):
+    with pytest.raises(ValueError, match=r"Client 2 .* with another view of the sum"):
         protocol.roster(settings[0], sent)
     # A sum of all parties in one process states its encoding too.
     stated, make = [], protocol.setting
@@ -987,8 +987,8 @@ def test_no_lists_of_survivors_give_both_secrets_of_a_client(told):
         found["seeds"] += victim in answer.seeds
         found["keys"] += victim in answer.keys
     assert min(found.values()) < views.setting.threshold
-    # And where all honest clients are told the same, they answer.
-    assert (max(found.values()) >= 3) == (len(set(told)) == 1)
+    # One list has enough signatures, and the sum over it is what the server may learn.
+    assert max(found.values()) >= views.setting.threshold
 
 
 def confirmed_none(own):
