@@ -209,9 +209,10 @@ def _encoded(leaf: Leaf, values: Any, who: str) -> np.ndarray:
         )
     # One client beyond the bound could overflow the sum of all, which nobody sees under masks.
     if largest > leaf.bound:
+        most, bound = [f"{x:.6g}" if isinstance(x, float) else x for x in (largest, leaf.bound)]
         raise ValueError(
-            f"Leaf '{leaf.name}' of {who} has an entry of {largest:.6g}, beyond the agreed bound "
-            f"{leaf.bound:.6g}. Agree on a larger bound, or clip the updates."
+            f"Leaf '{leaf.name}' of {who} has an entry of {most}, beyond the agreed bound "
+            f"{bound}. Agree on a larger bound, or clip the updates."
         )
     if leaf.is_integer:
         return array.astype(np.int64).ravel()
