@@ -528,12 +528,12 @@ def is_ours(error):
     return "/fisherjax/" in frame.filename and "raise" in line and len(str(error)) > 40
 
 
-def outcome(name, model, number, bits):
+def outcome(name, model, number, bits, seed=0):
     """Play one changed sum, and return "exact", "wrong", "refused" or "accidental"."""
     kind, is_signed = KINDS[name], model in SIGNED
     own = world(number, bits, is_signed)
-    place = int(np.random.default_rng([len(name), number]).integers(number))
-    case = Case(np.random.default_rng(5), own.setting, place, foreign(number, bits, is_signed))
+    place = int(np.random.default_rng([len(name), number, seed]).integers(number))
+    case = Case(np.random.default_rng(seed), own.setting, place, foreign(number, bits, is_signed))
     signing = {"forging transport": [b""] * number, "lying client": own.signing}.get(model)
 
     def tag(value, before):
@@ -572,14 +572,14 @@ def outcome(name, model, number, bits):
     return "exact" if total.tolist() == [x % 2**bits for x in exact] else "wrong"
 
 
-def found_with(number, bits, names):
+def found_with(number, bits, names, seed=0):
     """Return how often each outcome was, and which may not be."""
     counts, bad = Counter(), []
     for model in MODELS:
         for name in names:
             if KINDS[name].channel.startswith("confirm") and model not in SIGNED:
                 continue
-            found = outcome(name, model, number, bits)
+            found = outcome(name, model, number, bits, seed)
             counts[found] += 1
             if found == "accidental" or (found == "wrong" and name not in WRONG[model]):
                 bad.append((model, name, found))
