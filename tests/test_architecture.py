@@ -87,7 +87,8 @@ SHARED = [
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
     "distillation._open_set",
-    *("fixed_point", "shares", "keys", "messages", "_message_checks", "protocol"),
+    *("keys", "shares", "fixed_point", "messages", "_setting", "_masks", "_message_checks"),
+    *("_server", "protocol"),
     *("quantized", "matrices", "stream"),
     *(
         "statistics",

@@ -88,7 +88,7 @@ def measured(asked: Config, console: Console) -> Iterator[Measurement]:
         # Twice the largest number of any client stands for a bound that clients agree on before.
         bound = jax.tree.map(lambda *x: 2 * max(float(jnp.abs(y).max()) for y in x) or 1.0, *own)
         for bits in (32, 64):
-            secure = {"bound": bound, "threshold": len(own) // 2 + 1, "entropy": os.urandom}
+            secure = {"bound": bound, "entropy": os.urandom}
             merged, *_ = fj.secure_aggregation.secure_merge(
                 method, start, sent, weights, **secure, bits=bits
             )

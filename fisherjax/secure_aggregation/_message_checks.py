@@ -1,15 +1,35 @@
-"""Check the messages of clients and the server: their senders, their stage and their number."""
+"""Check the messages of clients and the server: sender, form, tag, view and number."""
 
+import hashlib
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fisherjax._core import checks
-from fisherjax.secure_aggregation import keys
-from fisherjax.secure_aggregation.messages import Keys, Masked, Sealed, Setting, Shares
+from fisherjax.secure_aggregation import keys, shares
+from fisherjax.secure_aggregation._masks import plan_view
+from fisherjax.secure_aggregation.fixed_point import unsigned
+from fisherjax.secure_aggregation.messages import (
+    Accepted,
+    Confirmed,
+    Keys,
+    Masked,
+    Sealed,
+    Setting,
+    Shares,
+)
 
 # The message that clients send at each stage.
-_KINDS = {"advertise": Keys, "share": Sealed, "mask": Masked, "unmask": Shares}
+_KINDS: dict[str, Any] = {
+    "advertise": Keys,
+    "share": Sealed,
+    "accept": Accepted,
+    "mask": Masked,
+    "confirm": Confirmed,
+    "unmask": Shares,
+}
 
 
 def check_place(agreed: Setting, place: Any, what: str) -> int:
@@ -25,27 +45,16 @@ def check_place(agreed: Setting, place: Any, what: str) -> int:
     return int(place)
 
 
-def by_client(agreed: Setting, messages: Iterable[Any], stage: str) -> dict[int, Any]:
-    """Sort messages by sender.
-
-    Raises:
-        ValueError: If a sender is unknown or sent two messages, or there are too few messages.
-        TypeError: If a message is of another stage.
-    """
-    found: dict[int, Any] = {}
-    kind = _KINDS[stage]
-    for message in messages:
-        checks.instance(f"A message of stage '{stage}'", message, kind, kind.__name__)
-        place = check_place(agreed, message.client, f"Stage '{stage}' has a message of client")
-        # Nobody could tell which of two messages the other clients have seen.
-        if place in found:
-            raise ValueError(
-                f"Client {place} sent two messages of stage '{stage}'; expected one from each."
-            )
-        found[place] = message._replace(client=place)
-    # Checked at every stage, because clients may drop out at each of them.
-    check_enough(agreed, len(found), stage)
-    return dict(sorted(found.items()))
+def check_vector(agreed: Setting, what: str, values: Any) -> None:
+    """Check that a vector has the length and the type of the setting."""
+    checks.instance(what, values, np.ndarray, "a NumPy array")
+    # NumPy would broadcast a shorter vector, and widen numbers of another type.
+    dtype = np.dtype(unsigned(agreed.bits))
+    if values.shape != (agreed.length,) or values.dtype != dtype:
+        raise ValueError(
+            f"{what} has shape {values.shape} and dtype {values.dtype}; expected "
+            f"({agreed.length},) and {dtype}."
+        )
 
 
 def check_enough(agreed: Setting, number: int, stage: str) -> None:
@@ -58,6 +67,48 @@ def check_enough(agreed: Setting, number: int, stage: str) -> None:
         )
 
 
+def tagged(signing: bytes, message: Any) -> Any:
+    """Return a message with its tag: a signature, or a checksum if there is no signing key."""
+    text = _text(message)
+    return message._replace(tag=keys.sign(signing, text) if signing else text)
+
+
+def by_client(agreed: Setting, messages: Iterable[Any], stage: str, view: bytes) -> dict[int, Any]:
+    """Check messages, and sort them by sender.
+
+    Every party that reads a message calls this first, the server and clients alike. What it raises
+    names the sender, so that the others can go on without this message.
+
+    Raises:
+        ValueError: If a sender is unknown or sent two messages, a message was changed, is of
+            another view, or is not formed as the stage's, or there are too few messages.
+        TypeError: If a message or a part of it is of another type.
+    """
+    checks.instance(f"Messages of stage '{stage}'", messages, Iterable, "an iterable of messages")
+    found: dict[int, Any] = {}
+    kind = _KINDS[stage]
+    for message in messages:
+        checks.instance(f"A message of stage '{stage}'", message, kind, kind.__name__)
+        place = check_place(agreed, message.client, f"Stage '{stage}' has a message of client")
+        # Nobody could tell which of two messages the other clients have seen.
+        if place in found:
+            raise ValueError(
+                f"Client {place} sent two messages of stage '{stage}'; expected one from each."
+            )
+        found[place] = message._replace(client=place)
+        _check_tag(agreed, found[place], stage)
+        _check_form(agreed, found[place])
+        if not isinstance(message.view, bytes) or message.view != view:
+            raise ValueError(
+                f"Client {place} made its message of stage '{stage}' with another view of the sum; "
+                "expected the same setting (session, threshold, encoding), roster, partners and "
+                "survivors as those of the receiver. Leave this message out, or start a new sum."
+            )
+    # Checked at every stage, because clients may drop out at each of them.
+    check_enough(agreed, len(found), stage)
+    return dict(sorted(found.items()))
+
+
 def checked_roster(agreed: Setting, roster: Mapping[int, Keys]) -> dict[int, Keys]:
     """Check the public keys of all clients, and return them by place.
 
@@ -65,8 +116,7 @@ def checked_roster(agreed: Setting, roster: Mapping[int, Keys]) -> dict[int, Key
         ValueError: If a place is not that of its keys, a key is invalid or occurs twice, or there
             are too few clients.
     """
-    found: dict[int, Keys] = {}
-    owners: dict[bytes, int] = {}
+    checks.instance("The roster", roster, Mapping, "the keys of each client by place")
     for place, entry in roster.items():
         place = check_place(agreed, place, "The roster has an entry of client")
         checks.instance(f"The roster's entry of client {place}", entry, Keys, "protocol's Keys")
@@ -76,15 +126,82 @@ def checked_roster(agreed: Setting, roster: Mapping[int, Keys]) -> dict[int, Key
                 f"The roster has keys of client {entry.client} at the place of client {place}; "
                 "expected the keys of each client at its own place."
             )
-        # Clients with the same key would share all secrets that are derived from it.
-        for use, public in (("box", entry.box), ("mask", entry.mask)):
-            keys.check_public(f"The {use} key of client {place}", public)
-            if public in owners:
+    return different_keys(by_client(agreed, roster.values(), "advertise", plan_view(agreed)))
+
+
+def different_keys(roster: dict[int, Keys]) -> dict[int, Keys]:
+    """Return a roster; raise ValueError if it has a key or a commitment twice."""
+    owners: dict[bytes, int] = {}
+    for place, entry in roster.items():
+        box = keys.check_public(f"The box key of client {place}", entry.box)
+        mask = keys.check_public(f"The mask key of client {place}", entry.mask)
+        for point in (box, mask, entry.seed):
+            # Clients with the same key would share all secrets that are derived from it.
+            if point in owners:
                 raise ValueError(
-                    f"Clients {owners[public]} and {place} have the same key; expected that each "
+                    f"Clients {owners[point]} and {place} have the same key; expected that each "
                     "client draws its own keys."
                 )
-            owners[public] = place
-        found[place] = entry._replace(client=place)
-    check_enough(agreed, len(found), "advertise")
-    return found
+            owners[point] = place
+    return roster
+
+
+def _check_tag(agreed: Setting, message: Any, stage: str) -> None:
+    text, place = _text(message), message.client
+    if not agreed.verifiers and (not isinstance(message.tag, bytes) or message.tag != text):
+        raise ValueError(
+            f"The message of client {place} of stage '{stage}' was changed on the way: its "
+            "checksum is that of another; expected the message as its sender made it."
+        )
+    if agreed.verifiers and not keys.is_signed(agreed.verifiers[place], message.tag, text):
+        raise ValueError(
+            f"The message of stage '{stage}' that came as that of client {place} is not signed by "
+            "it; expected the message as its sender made it."
+        )
+
+
+def _text(message: Any) -> bytes:
+    """Compute the hash of a message without its tag, and of its kind."""
+    return keys.digest(type(message).__name__, *map(_plain, message[:-1]))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as Python's types, with arrays hashed."""
+    if isinstance(value, np.ndarray):
+        little = value.astype(value.dtype.newbyteorder("<"), copy=False)
+        return little.dtype.str, value.shape, hashlib.sha256(little.tobytes()).digest()
+    if isinstance(value, Mapping):
+        # Places of another type would not compare; a representation always does.
+        return sorted([(_plain(key), _plain(x)) for key, x in value.items()], key=repr)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return int(value) if is_integer else value
+
+
+def _check_form(agreed: Setting, message: Any) -> None:
+    """Check the types and sizes of what a message holds."""
+    who = f"client {message.client}"
+    match message:
+        case Keys():
+            if not isinstance(message.seed, bytes) or len(message.seed) != keys.SECRET:
+                raise ValueError(
+                    f"The commitment of {who} to its seed is {message.seed!r}; expected "
+                    f"{keys.SECRET} bytes."
+                )
+        case Sealed():
+            checks.instance(f"What {who} sent", message.boxes, Mapping, "boxes by receiver")
+            for to in message.boxes:
+                check_place(agreed, to, f"A box of {who} is for client")
+        case Accepted():
+            checks.instance(f"What {who} accepted", message.senders, Sequence, "places of senders")
+            for sender in message.senders:
+                check_place(agreed, sender, f"A box that {who} accepted is of client")
+        case Masked():
+            check_vector(agreed, f"The vector of {who}", message.values)
+        case Shares():
+            for kind, found in (("seeds", message.seeds), ("keys", message.keys)):
+                checks.instance(f"The {kind} of {who}", found, Mapping, "shares by client")
+                for owner, share in found.items():
+                    check_place(agreed, owner, f"A share of {kind} of {who} is of client")
+                    shares.number(message.client, share)

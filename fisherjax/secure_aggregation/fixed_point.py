@@ -6,6 +6,7 @@ leaf's bound. Integers have e = 0. Addition modulo 2^bits is exact in any order.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 
 from fisherjax import tree
 from fisherjax._core import checks
+from fisherjax.secure_aggregation import keys
 
 
 class Leaf(NamedTuple):
@@ -22,8 +24,23 @@ class Leaf(NamedTuple):
     name: str
     shape: tuple[int, ...]
     is_integer: bool
-    bound: float
+    # An integer stays one: floating point has only some of the integers above 2^53.
+    bound: int | float
     exponent: int
+
+
+class Noise(NamedTuple):
+    """Integers that each client adds to its encoded numbers before they are masked.
+
+    Attributes:
+        draw: Function from a `Leaf` to integers of its shape, drawn anew at every call. One unit of
+            them is 2^-exponent of the leaf's values.
+        room: Largest absolute value of the noise, in the units of the leaves' values, for which the
+            sum has room beside the bound.
+    """
+
+    draw: Callable[[Leaf], np.ndarray]
+    room: float
 
 
 class Ring(NamedTuple):
@@ -33,11 +50,13 @@ class Ring(NamedTuple):
         bits: Bits of each number, 32 or 64.
         leaves: Encoding of each leaf.
         structure: Structure of the pytree.
+        room: Largest absolute value of a client's noise.
     """
 
     bits: int
     leaves: tuple[Leaf, ...]
     structure: Any
+    room: float = 0.0
 
     @property
     def dtype(self) -> type:
@@ -55,7 +74,7 @@ def unsigned(bits: int) -> type:
     return np.uint32 if bits == 32 else np.uint64
 
 
-def ring(like: Any, bound: Any, num_clients: int, bits: int = 32) -> Ring:
+def ring(like: Any, bound: Any, num_clients: int, bits: int = 32, room: float = 0.0) -> Ring:
     """Make the encoding of a pytree: the largest e with num_clients (bound 2^e + 1) < 2^(bits - 1).
 
     Rounding changes an entry of one client by at most 2^-(e + 1), which is about
@@ -67,6 +86,7 @@ def ring(like: Any, bound: Any, num_clients: int, bits: int = 32) -> Ring:
             number for all leaves, or a pytree with one number for each leaf.
         num_clients: Largest number of contributions in the sum.
         bits: 32 (default), or 64 for uploads of twice the size.
+        room: Largest absolute value of a client's noise, added to the bound (default 0).
 
     Raises:
         ValueError: If a bound is not positive, or the integers of a leaf overflow.
@@ -84,6 +104,7 @@ def ring(like: Any, bound: Any, num_clients: int, bits: int = 32) -> Ring:
     if not leaves:
         raise ValueError("The pytree to add up has no leaves; expected at least one array.")
     bounds = _bounds(bound, structure)
+    checks.number("room", room)
     # The largest number of one client; one is left for rounding.
     most = (2 ** (bits - 1) - 1) // num_clients - 1
     written = []
@@ -93,27 +114,38 @@ def ring(like: Any, bound: Any, num_clients: int, bits: int = 32) -> Ring:
         is_integer = jnp.issubdtype(dtype, jnp.integer)
         if not (is_integer or jnp.issubdtype(dtype, jnp.floating)):
             raise TypeError(f"Leaf '{name}' has dtype {dtype}; expected floating or integer.")
-        # The quotient of the two numbers could overflow for the smallest bounds.
-        exponent = 0 if is_integer else math.floor(math.log2(max(most, 1)) - math.log2(limit))
-        # Logarithms are rounded, so that the exponent may be one too large.
-        if not is_integer and math.ldexp(limit, exponent) > most:
-            exponent -= 1
+        exact = np.asarray(limit).item()
+        needed = exact + math.ceil(room) if is_integer else float(exact) + room
+        checks.number(f"the bound of leaf '{name}' and the room for noise", needed)
+        exponent = 0 if is_integer else _exponent(needed, max(most, 1))
         # An overflow would wrap around silently, and the sum would be wrong without any sign of it.
-        if most < 1 or limit > math.ldexp(most, -exponent):
+        if most < 1 or (is_integer and needed > most):
             raise ValueError(
                 f"{num_clients} clients with leaf '{name}' up to {limit:g} overflow integers of "
                 f"{bits} bits; expected a smaller bound, fewer clients, or bits=64."
             )
-        written.append(Leaf(name, jnp.shape(leaf), is_integer, float(limit), exponent))
-    return Ring(bits, tuple(written), structure)
+        written.append(Leaf(name, jnp.shape(leaf), is_integer, exact, exponent))
+    return Ring(bits, tuple(written), structure, float(room))
 
 
-def encode(agreed: Ring, values: Any, who: str = "the contribution") -> np.ndarray:
+def digest(agreed: Ring) -> bytes:
+    """Compute a hash of an encoding, for `protocol.setting`: clients with another are refused."""
+    return keys.digest("ring", agreed.bits, agreed.room, str(agreed.structure), *agreed.leaves)
+
+
+def encode(
+    agreed: Ring,
+    values: Any,
+    who: str = "the contribution",
+    draw: Callable[[Leaf], np.ndarray] | None = None,
+) -> np.ndarray:
     """Encode a pytree as one vector [length] modulo 2^bits; `who` is named in errors.
 
+    `draw` is that of a `Noise`, whose integers are added to the encoded numbers.
+
     Raises:
-        ValueError: If the pytree does not fit the ring, or a leaf is not finite or exceeds its
-            bound.
+        ValueError: If the pytree does not fit the ring, a leaf is not finite or exceeds its bound,
+            or noise exceeds the ring's room.
 
     Example: see `ring`.
     """
@@ -125,6 +157,9 @@ def encode(agreed: Ring, values: Any, who: str = "the contribution") -> np.ndarr
             f"{ {leaf.name: leaf.shape for leaf in agreed.leaves} }."
         )
     parts = [_encoded(leaf, x, who) for leaf, x in zip(agreed.leaves, leaves, strict=True)]
+    if draw is not None:
+        noise = [_drawn(leaf, draw(leaf), agreed.room) for leaf in agreed.leaves]
+        parts = list(map(np.add, parts, noise))
     # Negative numbers become their complement modulo 2^64, whose low bits are the number modulo
     # 2^32.
     return np.concatenate(parts).astype(np.uint64).astype(agreed.dtype)
@@ -162,8 +197,10 @@ def _encoded(leaf: Leaf, values: Any, who: str) -> np.ndarray:
         raise ValueError(
             f"Leaf '{leaf.name}' of {who} has dtype {array.dtype}; expected {wanted}, as agreed."
         )
-    # Before the conversion to int64 below, in which huge unsigned integers turn negative.
-    largest = max(abs(float(array.max(initial=0))), abs(float(array.min(initial=0))))
+    # Before the conversion to int64 below, in which huge unsigned integers turn negative. Python's
+    # integers are compared exactly, where floating point would round to the bound.
+    exact = int if leaf.is_integer else float
+    largest = max(exact(array.max(initial=0)), -exact(array.min(initial=0)))
     # The maximum of an array with NaN is NaN.
     if not math.isfinite(largest):
         raise ValueError(
@@ -172,13 +209,37 @@ def _encoded(leaf: Leaf, values: Any, who: str) -> np.ndarray:
         )
     # One client beyond the bound could overflow the sum of all, which nobody sees under masks.
     if largest > leaf.bound:
+        most, bound = [f"{x:.6g}" if isinstance(x, float) else x for x in (largest, leaf.bound)]
         raise ValueError(
-            f"Leaf '{leaf.name}' of {who} has an entry of {largest:.6g}, beyond the agreed bound "
-            f"{leaf.bound:.6g}. Agree on a larger bound, or clip the updates."
+            f"Leaf '{leaf.name}' of {who} has an entry of {most}, beyond the agreed bound "
+            f"{bound}. Agree on a larger bound, or clip the updates."
         )
     if leaf.is_integer:
         return array.astype(np.int64).ravel()
     return np.rint(np.ldexp(array.astype(np.float64), leaf.exponent)).astype(np.int64).ravel()
+
+
+def _drawn(leaf: Leaf, noise: Any, room: float) -> np.ndarray:
+    noise = np.asarray(noise)
+    # Compared with the room alone: an error that depends on the values would tell of them.
+    most = math.floor(math.ldexp(room, leaf.exponent))
+    is_integer = noise.shape == leaf.shape and np.issubdtype(noise.dtype, np.integer)
+    if not is_integer or max(int(noise.max(initial=0)), -int(noise.min(initial=0))) > most:
+        raise ValueError(
+            f"The noise for leaf '{leaf.name}' has shape {noise.shape} and dtype {noise.dtype}; "
+            f"expected integers of shape {leaf.shape} from {-most} to {most}, the ring's room."
+        )
+    return noise.astype(np.int64).ravel()
+
+
+def _exponent(limit: float, most: int) -> int:
+    """Return the largest e with limit 2^e <= most."""
+    # Logarithms are rounded, so that theirs may be one too large or too small.
+    exponent = math.floor(math.log2(most) - math.log2(limit)) + 1
+    # Exact: the product by a power of two has no rounding, and Python compares it as it is.
+    while math.ldexp(limit, exponent) > most:
+        exponent -= 1
+    return exponent
 
 
 def _decoded(leaf: Leaf, signed: np.ndarray) -> np.ndarray:

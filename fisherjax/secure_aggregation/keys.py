@@ -1,24 +1,67 @@
-"""Key exchange between two clients, key derivation, and authenticated encryption.
+"""Key exchange between two clients, key derivation, authenticated encryption and signatures.
 
 The package `cryptography` has all primitives: X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869),
-ChaCha20 and ChaCha20-Poly1305 (RFC 8439). The use of a key is part of its derivation, so that keys
-of different uses, rounds or directions are independent.
+ChaCha20 and ChaCha20-Poly1305 (RFC 8439), Ed25519 (RFC 8032). The use of a key is part of its
+derivation, so that keys of different uses, rounds or directions are independent.
 """
 
+import hashlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
+
+from fisherjax._core import checks
 
 SECRET = 32
 """Length of every key and seed, in bytes."""
 # The length of a nonce is that of RFC 8439, the prime that of RFC 7748.
 _NONCE = 12
 _FIELD = 2**255 - 19
-_EIGHT = (
-    325606250916557431795983626356110631294008115727848805560023387167927233504,
-    39382357235489614581723060781553021112529911719440698176882885853963445705823,
-)
-_LOW_ORDER = {0, 1, _FIELD - 1, *_EIGHT}
-"""Coordinates of order 1, 2, 4 and 8: a key exchange with them always results in zero."""
+# Any private key does: all are multiples of eight, so that points of low order become zero.
+_FIXED = bytes(SECRET)
+# Of fewer bytes, random ones are too often alike.
+_COMPARED = 8
+
+
+def checked(entropy: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    """Check all that a source of random bytes returns, for the sources that are broken plainly.
+
+    The result raises ValueError if the source returns anything but as many bytes as were asked for,
+    if all of them are equal, or if they begin as those of the call before.
+
+    Example:
+        >>> import os
+        >>> len(checked(os.urandom)(32))
+        32
+    """
+    checks.function("entropy", entropy, "os.urandom")
+    last = b""
+
+    def draw(size: int) -> bytes:
+        nonlocal last
+        found = entropy(size)
+        if not isinstance(found, bytes) or len(found) != size:
+            given = f"{len(found)} bytes" if isinstance(found, bytes) else checks.kind_of(found)
+            raise ValueError(f"entropy returned {given}; expected {size} random bytes.")
+        compared = min(size, len(last))
+        is_repeated = compared >= _COMPARED and found[:compared] == last[:compared]
+        # Everybody could repeat the draws of such a source, and with them all keys and masks.
+        if is_repeated or (size >= _COMPARED and len(set(found)) == 1):
+            how = "the same bytes twice" if is_repeated else f"{size} equal bytes"
+            raise ValueError(
+                f"entropy returned {how}; expected a cryptographic source of random bytes, such as "
+                "os.urandom."
+            )
+        last = found
+        return found
+
+    return draw
+
+
+def digest(*parts: Any) -> bytes:
+    """Compute SHA-256 of numbers, texts, bytes and tuples of them, all of one representation."""
+    # Python's representation of these types is unique, so that different parts differ in it.
+    return hashlib.sha256(repr(parts).encode()).digest()
 
 
 def pair(entropy: Callable[[int], bytes]) -> tuple[bytes, bytes]:
@@ -33,31 +76,41 @@ def public(private: bytes) -> bytes:
     return own.public_key().public_bytes_raw()
 
 
-def check_public(name: str, value: Any) -> None:
-    """Check that a value is a public key in its canonical encoding.
+def check_public(name: str, value: Any) -> bytes:
+    """Check that a value is a public key in its canonical encoding, and return its point.
 
-    X25519 ignores the highest bit and takes numbers modulo 2^255 - 19, so that one key has several
-    encodings. If all were accepted, the key of one client could return under the name of another
-    client without being recognised.
+    X25519 ignores the highest bit, takes numbers modulo 2^255 - 19 and multiplies by eight, so that
+    one key has several encodings and points. If all were accepted, the key of one client could
+    return under the name of another client without being recognised.
+
+    Returns:
+        A multiple of the point, which is the same for all keys that lead to the same secrets.
 
     Raises:
         ValueError: If it is not 32 bytes, not a canonical coordinate, or of low order.
     """
     if not isinstance(value, bytes) or len(value) != SECRET:
         raise ValueError(f"{name} is {value!r}; expected the {SECRET} bytes of an X25519 key.")
-    coordinate = int.from_bytes(value, "little")
     # The highest bit is part of the number here, so that a key with this bit set is refused too.
-    if coordinate >= _FIELD:
+    if int.from_bytes(value, "little") >= _FIELD:
         raise ValueError(
             f"{name} is not canonical: as a number it is not below 2^255 - 19; expected the bytes "
             "that X25519 returns for this key."
         )
-    # With such a key everybody knows the shared secret, and with it the mask.
-    if coordinate in _LOW_ORDER:
+    try:
+        return _point(value)
+    except ValueError:
+        # With such a key everybody knows the shared secret, and with it the mask.
         raise ValueError(
             f"{name} is of low order: every key exchange with it results in zero; expected the "
             "public key of a private key that was drawn at random."
-        )
+        ) from None
+
+
+# Every client checks the same keys, which are public: in one process once each.
+@lru_cache(4096)
+def _point(public: bytes) -> bytes:
+    return exchange(_FIXED, public)
 
 
 def exchange(private: bytes, public: bytes) -> bytes:
@@ -67,14 +120,14 @@ def exchange(private: bytes, public: bytes) -> bytes:
     return own.exchange(x25519.X25519PublicKey.from_public_bytes(public))
 
 
-def derive(secret: bytes, session: bytes, use: str) -> bytes:
-    """Derive the key of one use in one session from a secret."""
+def derive(secret: bytes, view: bytes, use: str) -> bytes:
+    """Derive the key of one use from a secret; parties whose views differ derive other keys."""
     # Imported here, because the package is an extra that most users do not install.
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    # The length goes first, so that no two pairs of session and use have the same bytes.
-    info = b"fisherjax secure aggregation" + len(session).to_bytes(4) + session + use.encode()
+    # The length goes first, so that no two pairs of view and use have the same bytes.
+    info = b"fisherjax secure aggregation" + len(view).to_bytes(4) + view + use.encode()
     return HKDF(algorithm=SHA256(), length=SECRET, salt=None, info=info).derive(secret)
 
 
@@ -106,19 +159,55 @@ def unseal(key: bytes, box: bytes, header: bytes) -> bytes:
     from cryptography.exceptions import InvalidTag
 
     try:
+        checks.instance("a box", box, bytes, "bytes")
         # A box whose tag does not match is never decrypted, not even in part.
         return _box(key).decrypt(box[:_NONCE], box[_NONCE:], header)
-    except InvalidTag:
+    except (InvalidTag, ValueError, TypeError):
         raise ValueError(
             "a box of shares does not open: it has another sender, receiver or session, or was "
             "changed in transit; expected the box as its sender made it."
         ) from None
 
 
+def verifier(signing: Any) -> bytes:
+    """Compute the public key that verifies the signatures of a private signing key of 32 bytes."""
+    if not isinstance(signing, bytes) or len(signing) != SECRET:
+        raise ValueError(
+            f"A signing key is {checks.kind_of(signing)}; expected the {SECRET} bytes of a private "
+            "Ed25519 key, such as os.urandom(32), whose public key the others know beforehand."
+        )
+    return (
+        _signatures().Ed25519PrivateKey.from_private_bytes(signing).public_key().public_bytes_raw()
+    )
+
+
+def sign(signing: bytes, text: bytes) -> bytes:
+    """Sign a text with a private Ed25519 key."""
+    return _signatures().Ed25519PrivateKey.from_private_bytes(signing).sign(text)
+
+
+def is_signed(verifier: bytes, signature: Any, text: bytes) -> bool:
+    """Return whether a signature is that of this text by the owner of a public Ed25519 key."""
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        _signatures().Ed25519PublicKey.from_public_bytes(verifier).verify(signature, text)
+    except (InvalidSignature, TypeError):
+        return False
+    return True
+
+
 def _box(key: bytes) -> Any:
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
     return ChaCha20Poly1305(key)
+
+
+def _signatures() -> Any:
+    _exchange()
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+
+    return ed25519
 
 
 def _exchange() -> Any:

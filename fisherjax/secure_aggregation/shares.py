@@ -7,8 +7,10 @@ in time: this does not protect against an attacker that can time a client's comp
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from fisherjax._core import checks
+from fisherjax.secure_aggregation import keys
 
 # A Mersenne prime above 2^512, so that every secret of 64 bytes is a number of the field.
 PRIME = 2**521 - 1
@@ -51,6 +53,7 @@ def split(
             f"threshold is {threshold} for {len(places)} places; expected at most "
             f"{len(places)}, as otherwise nobody could recover the secret."
         )
+    entropy = keys.checked(entropy)
     # With 128 bits more than the field, the remainder is uniform up to 2^-128.
     drawn = [int.from_bytes(entropy(SIZE + 16)) % PRIME for _ in range(threshold - 1)]
     # The secret is the value at zero; all other coefficients are uniform, so that fewer shares than
@@ -86,7 +89,8 @@ def combine(
             f"Coefficients are of places {sorted(coefficients)} for shares of {sorted(shares)}; "
             "expected interpolation(places) of the same places."
         )
-    value = sum(coefficients[place] * _number(place, x) for place, x in shares.items()) % PRIME
+    read = {place: number(place, share) for place, share in shares.items()}
+    value = sum(coefficients[place] * x for place, x in read.items()) % PRIME
     # Wrong shares give a number that is uniform in the field, and almost never this short.
     if value >= 256**size:
         raise ValueError(
@@ -135,7 +139,8 @@ def _checked(places: Iterable[int]) -> list[int]:
     return [int(place) for place in places]
 
 
-def _number(place: int, share: bytes) -> int:
+def number(place: int, share: Any) -> int:
+    """Read the share of a place; raise ValueError if `split` never makes such a share."""
     if not isinstance(share, bytes) or len(share) != SIZE or int.from_bytes(share) >= PRIME:
         raise ValueError(
             f"The share of place {place} is not a number of {SIZE} bytes below 2^521 - 1: it was "

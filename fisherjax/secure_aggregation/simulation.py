@@ -1,10 +1,12 @@
 """Run secure aggregation of all clients in one process, for pytrees and for algorithms."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fisherjax import merging
 from fisherjax._core import checks
@@ -13,12 +15,10 @@ from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.clients import shares
 from fisherjax.merging._running_statistics import add_up
 from fisherjax.merging._server_half import decode_and_screen, split_params
-from fisherjax.secure_aggregation import fixed_point, protocol
+from fisherjax.secure_aggregation import fixed_point, keys, protocol
+from fisherjax.secure_aggregation.messages import Setting
 from fisherjax.secure_aggregation.protocol import Entropy
 from fisherjax.typing import Params, Weights
-
-# The paper's rounds in which clients send something, in order.
-STAGES = ("advertise", "share", "mask", "unmask")
 
 
 class SecureSum(NamedTuple):
@@ -32,74 +32,107 @@ def secure_sum(
     contributions: Sequence[Any],
     bound: Any,
     *,
-    threshold: int,
     entropy: Entropy,
+    threshold: int | None = None,
     bits: int = 32,
     absent: Mapping[str, Collection[int]] | None = None,
+    signing: Sequence[bytes] = (),
+    noise: fixed_point.Noise | None = None,
 ) -> SecureSum:
     """Run all rounds of `protocol` with M clients, and return the exact sum of rounded values.
 
     Args:
         contributions: One pytree for each client, all of the same structure and shapes.
         bound: Largest absolute value of an entry: one number, or one for each leaf.
-        threshold: Number of clients that have to stay until the end, at least two.
         entropy: Function from a number of bytes to random bytes: `os.urandom`, or that of a seeded
             generator in tests.
+        threshold: Number of clients that have to stay until the end, more than half of all (default
+            2 M // 3 + 1, which is the least with `signing`).
         bits: Bits of the ring, 32 (default) or 64.
-        absent: Clients that drop out, by the stage before which they do: "advertise", "share",
-            "mask" or "unmask".
+        absent: Clients that drop out, by the stage before which they do, one of `protocol.stages`.
+        signing: Private Ed25519 key of each client, of 32 bytes, with which it signs its messages.
+            All parties have to know the public keys beforehand.
+        noise: Integers that each client adds before it masks its numbers; see `fixed_point.Noise`.
 
     Raises:
         ValueError: If fewer clients stay than the threshold, a contribution is not finite or
-            exceeds its bound, or a number is out of range.
+            exceeds its bound, or a number is out of range. Contributions are checked before any key
+            is drawn; leave out a client that has none by `absent={"advertise": [client]}`.
         ModuleNotFoundError: If the extra `secure` is not installed.
 
     Example:
         >>> import os
         >>> import numpy as np
-        >>> found = secure_sum(list(np.eye(3)), 1.0, threshold=2, entropy=os.urandom)
+        >>> found = secure_sum(list(np.eye(3)), 1.0, entropy=os.urandom)
         >>> print(found.total)
         [1. 1. 1.]
         >>> lost = {"mask": [1]}
         >>> secure_sum(list(np.eye(3)), 1.0, threshold=2, entropy=os.urandom, absent=lost).total
         array([1., 0., 1.])
     """
-    checks.function("entropy", entropy, "os.urandom")
+    entropy = keys.checked(entropy)
     if not contributions:
         raise ValueError("There are no contributions; expected one pytree for each client.")
-    number = len(contributions)
-    # Checked first, because a misspelled stage would otherwise mean that nobody drops out.
-    present = _presence(absent or {}, number)
-    ring = fixed_point.ring(contributions[0], bound, number, bits)
+    number, draw = len(contributions), None if noise is None else noise.draw
+    room = 0.0 if noise is None else noise.room
+    ring = fixed_point.ring(contributions[0], bound, number, bits, room)
     # The session is public, and new for each sum.
-    agreed = protocol.setting(number, threshold, ring.length, bits, entropy(16))
+    public = (entropy(16), fixed_point.digest(ring), tuple(map(keys.verifier, signing)))
+    agreed = protocol.setting(number, threshold, ring.length, bits, *public)
+    # Checked first, because a misspelled stage would otherwise mean that nobody drops out.
+    present = _presence(absent or {}, number, protocol.stages(agreed))
+    # A client that drops out before its vector is due need not have one that is sound.
+    early = ("advertise", "share", "accept", "mask")
+    due = reduce(lambda places, stage: present(stage, places), early, range(number))
+    rows = {u: fixed_point.encode(ring, contributions[u], f"client {u}", draw) for u in due}
+    return _run(agreed, ring, rows, present, entropy, signing)
+
+
+def _run(
+    agreed: Setting,
+    ring: fixed_point.Ring,
+    rows: Mapping[int, np.ndarray],
+    present: Callable[[str, Collection[int]], list[int]],
+    entropy: Entropy,
+    signing: Sequence[bytes],
+) -> SecureSum:
+    """Play the rounds of all parties: `rows` are the vectors of the clients that mask one."""
+    clients: dict[int, Any] = {}
+
+    def sent_by(stage: str, places: Collection[int], step: Callable[[int], Any]) -> list[Any]:
+        """Let the clients that are present take a step, and return their messages."""
+        messages = []
+        for place in present(stage, places):
+            clients[place], message = step(place)
+            messages.append(message)
+        return messages
+
     # Round 0: every client draws its keys, and the server sends the public ones to all.
-    clients, sent = {}, []
-    for place in present("advertise", range(number)):
-        clients[place], message = protocol.advertise(agreed, place, entropy)
-        sent.append(message)
+    sent = sent_by(
+        "advertise",
+        range(agreed.num_clients),
+        lambda u: protocol.advertise(agreed, u, entropy, signing[u] if signing else b""),
+    )
     roster = protocol.roster(agreed, sent)
-    # Round 1: every client shares its secrets, in boxes that the server passes on.
-    sent = []
-    for place in present("share", clients):
-        clients[place], message = protocol.share(agreed, clients[place], roster, entropy)
-        sent.append(message)
-    boxes = protocol.deliver(agreed, sent)
-    # Round 2: every client encodes its contribution and masks it.
-    masked = []
-    for place in present("mask", boxes):
-        # Only here are contributions read: a client that drops out before need not have one that is
-        # sound.
-        values = fixed_point.encode(ring, contributions[place], f"client {place}")
-        clients[place], message = protocol.mask(agreed, clients[place], boxes[place], values)
-        masked.append(message)
-    stayed = protocol.survivors(agreed, masked)
+    # Round 1: every client shares its secrets, in boxes that the server passes on and others open.
+    sent = sent_by("share", roster, lambda u: protocol.share(agreed, clients[u], roster, entropy))
+    boxes = protocol.deliver(agreed, roster, sent)
+    sent = sent_by("accept", boxes, lambda u: protocol.accept(agreed, clients[u], boxes[u]))
+    partners = protocol.partners(agreed, roster, sent)
+    # Round 2: every client masks its vector.
+    masked = sent_by(
+        "mask", partners, lambda u: protocol.mask(agreed, clients[u], partners, rows[u])
+    )
+    stayed = protocol.survivors(agreed, roster, partners, masked)
+    left, seen = stayed, []
+    # Round 3: with signatures, clients confirm to each other who stayed.
+    if agreed.verifiers:
+        sent = sent_by("confirm", stayed, lambda u: protocol.confirm(agreed, clients[u], stayed))
+        seen = protocol.confirmed(agreed, roster, partners, stayed, sent)
+        left = tuple(message.client for message in seen)
     # Round 4: the clients that stayed send the shares with which the server removes the masks.
-    answers = []
-    for place in present("unmask", stayed):
-        clients[place], message = protocol.unmask(agreed, clients[place], stayed)
-        answers.append(message)
-    total = protocol.finish(agreed, roster, masked, answers)
+    answers = sent_by("unmask", left, lambda u: protocol.unmask(agreed, clients[u], stayed, seen))
+    total = protocol.finish(agreed, roster, partners, masked, answers)
     return SecureSum(fixed_point.decode(ring, total), stayed)
 
 
@@ -109,37 +142,33 @@ def secure_merge(
     updates: Update | Sequence[Update],
     weights: Weights | None = None,
     *,
-    bound: Any,
-    threshold: int,
-    entropy: Entropy,
-    bits: int = 32,
-    absent: Mapping[str, Collection[int]] | None = None,
     state: Any = None,
+    **how: Any,
 ) -> tuple[Params, Any, Any]:
     """Merge client updates of which the server sees only the sum.
 
     Each client reduces its own update with its own weight (`contributions`), and `secure_sum` adds
-    these up. The first four arguments and the results are those of `merging.merge`, the other
-    arguments those of `secure_sum`; `bound` is for the entries of `contributions`.
+    these up. The first arguments, `state` and the results are those of `merging.merge`, all others
+    those of `secure_sum`; `bound` is for the entries of `contributions`.
 
     Raises:
         ValueError: For the reasons of `merging.merge` and `secure_sum`, and if the algorithm needs
             each client's update (its `reduce` is None).
+        TypeError: If `secure_sum` has no such argument.
 
     Example:
         >>> import os
         >>> import fisherjax as fj
         >>> updates = fj.algorithms.Update({"params": {"w": jnp.eye(3)}}, "params")
-        >>> how = {"bound": 1.0, "threshold": 2, "entropy": os.urandom}
         >>> average = fj.algorithms.fedavg()
+        >>> how = {"bound": 1.0, "entropy": os.urandom}
         >>> merged, _, _ = secure_merge(average, {"w": jnp.zeros(3)}, updates, **how)
         >>> print(merged["w"].round(4))
         [0.3333 0.3333 0.3333]
     """
     updates = stacked(algorithm, updates)
     terms = contributions(algorithm, params, updates, weights)
-    how = {"threshold": threshold, "entropy": entropy, "bits": bits, "absent": absent}
-    total, stayed = secure_sum(terms, bound, **how)
+    total, stayed = secure_sum(terms, **how)
     # Sums are float64 on the host. The merge takes the dtypes that `reduce` returned.
     sums = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), total, terms[0])
     how = {"frozen": updates.frozen, "state": state}
@@ -188,16 +217,14 @@ def contributions(
     return [contribution(client) for client in range(number)]
 
 
-def _presence(absent: Mapping[str, Collection[int]], number: int) -> Callable:
+def _presence(
+    absent: Mapping[str, Collection[int]], number: int, stages: tuple[str, ...]
+) -> Callable[[str, Collection[int]], list[int]]:
     """Make the function from a stage and clients to those that are still present."""
     for stage, places in absent.items():
-        checks.one_of("stage of `absent`", stage, STAGES)
+        checks.one_of("stage of `absent`", stage, stages)
         if strangers := [p for p in places if p not in range(number)]:
             raise ValueError(
                 f"absent['{stage}'] has {strangers}; expected places of clients, 0 to {number - 1}."
             )
-
-    def left(stage: str, places: Collection[int]) -> list[int]:
-        return [place for place in places if place not in absent.get(stage, ())]
-
-    return left
+    return lambda stage, places: [x for x in places if x not in absent.get(stage, ())]

@@ -144,7 +144,7 @@ def test_masked_with_a_client_lost_it_is_the_open_merge_of_the_others(world):
     own = secure_aggregation.contributions(*given)
     own = map(jax.device_get, own)
     bound = jax.tree.map(lambda *x: 2 * max(float(np.abs(y).max()) for y in x) or 1.0, *own)
-    how = {"threshold": 2, "entropy": np.random.default_rng(0).bytes, "absent": {"mask": [2]}}
+    how = {"entropy": np.random.default_rng(0).bytes, "absent": {"mask": [2]}}
     masked, *_ = secure_aggregation.secure_merge(*given, bound=bound, bits=64, **how)
     merged, *_ = merging.merge(OPEN, world.start, world.updates, np.array(weights) * [1, 1, 0, 1])
     chex.assert_trees_all_close(masked, merged, rtol=1e-5, atol=1e-5)
