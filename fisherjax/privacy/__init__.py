@@ -8,7 +8,19 @@ differ in one client, or in one example, whose contribution is zero in one of th
 
 from fisherjax.privacy.accounting import Ledger, epsilon
 from fisherjax.privacy.clipping import Clipped, norms
+from fisherjax.privacy.discrete import discrete_epsilon, discrete_gaussian
 from fisherjax.privacy.example_gradients import dp_sgd
+from fisherjax.privacy.keys import system_key
 from fisherjax.privacy.sums import private
 
-__all__ = ["Clipped", "Ledger", "dp_sgd", "epsilon", "norms", "private"]
+__all__ = [
+    "Clipped",
+    "Ledger",
+    "discrete_epsilon",
+    "discrete_gaussian",
+    "dp_sgd",
+    "epsilon",
+    "norms",
+    "private",
+    "system_key",
+]
