@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
