@@ -90,8 +90,17 @@ def test_a_shape_that_makes_no_sense_is_refused(shape):
 def test_entropy_that_makes_no_sense_is_refused():
     with pytest.raises(TypeError, match="entropy is b'123'"):
         privacy.discrete_gaussian(3, 1.0, entropy=b"123")
-    with pytest.raises(ValueError, match="entropy returned 3 bytes; expected"):
+    with pytest.raises(ValueError, match="asked for 24 bytes and returned b'123'"):
         privacy.discrete_gaussian(3, 1.0, entropy=lambda n: b"123")
+    with pytest.raises(ValueError, match=r"asked for 24 bytes and returned \[1\]"):
+        privacy.discrete_gaussian(3, 1.0, entropy=lambda n: [1])
+
+
+@pytest.mark.parametrize("pattern", ["00" * 8, "ff" * 8, "00" * 8 + "01" * 8])
+def test_entropy_that_is_not_random_is_refused_instead_of_taking_for_ever(pattern):
+    pattern = bytes.fromhex(pattern)
+    with pytest.raises(ValueError, match="which is not random; expected a function such as os"):
+        privacy.discrete_gaussian(3, 1.0, entropy=lambda n: (pattern * n)[:n])
 
 
 # What it costs

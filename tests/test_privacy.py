@@ -253,6 +253,13 @@ def test_norms_are_those_of_sums_so_that_a_method_without_sums_is_refused():
         privacy.norms(method, Update({"params": jnp.ones((2, 1))}, "params"), jnp.zeros(1))
 
 
+@pytest.mark.parametrize("params", [jnp.zeros(()), jnp.zeros(3), {"w": jnp.zeros(2)}])
+def test_norms_want_the_params_that_clients_started_from(params):
+    sent = Update({"params": jnp.ones((2, 2))}, "params")
+    with pytest.raises(ValueError, match=r"params have leaves .* but each client's update"):
+        privacy.norms(algorithms.fedavg(), sent, params)
+
+
 def test_norms_are_of_what_each_client_adds(world):
     method = DIAGONAL
     trained = train(world, MODEL, BASE)
@@ -433,7 +440,8 @@ def test_epsilon_of_extreme_noise_takes_no_time_and_no_memory(sigma, rounds):
 
 
 def ledger_of(rounds, **multipliers):
-    return privacy.Ledger(jnp.asarray(rounds), {}, {}, multipliers, ())
+    rounds = jnp.asarray(rounds) if isinstance(rounds, list) else rounds
+    return privacy.Ledger(rounds, {}, {}, multipliers, ())
 
 
 @pytest.mark.long
@@ -646,6 +654,22 @@ def test_a_leaf_that_is_called_weight_is_clipped_too():
         ({"spent": (ledger_of(1),)}, ValueError, "no groups of sums"),
         ({"spent": (ledger_of(1, a=-1.0),)}, ValueError, "noise_multiplier of 'a' is -1"),
         ({"spent": (ledger_of(-1, a=1.0),)}, ValueError, "rounds of a ledger is -1"),
+        ({"spent": (ledger_of(2.5, a=1.0),)}, ValueError, "rounds of a ledger is 2.5"),
+        ({"spent": (ledger_of(10**400, a=1.0),)}, ValueError, "rounds of a ledger is 1000"),
+        ({"spent": (ledger_of(1, a=math.nan),)}, ValueError, "noise_multiplier of 'a' is nan"),
+        ({"spent": (ledger_of(1, a=True),)}, TypeError, "noise_multiplier of 'a' is True"),
+        (
+            {"spent": (ledger_of(1)._replace(noise_multiplier=2.0),)},
+            ValueError,
+            "no groups of sums",
+        ),
+        (
+            {"spent": (ledger_of(1, a=1.0),), "rounds": 2},
+            ValueError,
+            "has its own number of rounds",
+        ),
+        ({"cohort": (1, 10**400)}, ValueError, "cohort is \\(1, 1000"),
+        ({"cohort": (math.nan, 5)}, ValueError, "cohort is"),
         ({"spent": (ledger_of([1, 2], a=1.0),)}, ValueError, "rounds of a ledger is"),
     ],
 )

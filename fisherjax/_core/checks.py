@@ -159,7 +159,7 @@ def secret_key(value: Key) -> None:
             "This key was made from a number, as jax.random.key(5) is, and has its 32 bits only: "
             "whoever tries all numbers finds the noise that should protect the clients. Use "
             "fisherjax.privacy.system_key(), or ignore this warning in a simulation.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -11,6 +11,7 @@ from fisherjax._core import checks
 from fisherjax.privacy import _cohorts
 from fisherjax.typing import AnyArray, Array, Key, Scalar
 
+_MOST_CLIENTS = 10**15
 _NOISE_OF_COHORTS = 1e-3, 1e6
 _ROUNDS_OF_COHORTS = 10**12
 """Noise multipliers and numbers of rounds for which the grid of `_cohorts` is computed."""
@@ -137,7 +138,7 @@ def _release(spent: Ledger | float, rounds: int) -> tuple[float, int]:
     if not isinstance(spent, Ledger):
         checks.number("noise_multiplier", spent)
         return float(spent), rounds
-    if not spent.noise_multiplier:
+    if not (isinstance(spent.noise_multiplier, Mapping) and spent.noise_multiplier):
         raise ValueError(
             "A ledger has no groups of sums; expected a ledger that a private merge returned, "
             "which has a noise multiplier for each group."
@@ -145,6 +146,7 @@ def _release(spent: Ledger | float, rounds: int) -> tuple[float, int]:
     for group, sigma in spent.noise_multiplier.items():
         checks.number(f"noise_multiplier of '{group}'", sigma)
     times = checks.count("rounds of a ledger", _as_int(spent.rounds), least=0)
+    checks.number("rounds of a ledger", times)
     # Divided by their deviations, groups with independent noise are one Gaussian mechanism.
     multipliers = [float(sigma) for sigma in spent.noise_multiplier.values()]
     if not all(multipliers):
@@ -173,13 +175,13 @@ def _check_keys(ledgers: Sequence[Ledger]) -> None:
 
 def _checked_cohort(cohort: Any) -> tuple[int, int]:
     try:
-        drawn, total = (checks.count("cohort", size) for size in cohort)
+        drawn, total = (checks.count("cohort", size, most=_MOST_CLIENTS) for size in cohort)
     except (TypeError, ValueError):
         drawn, total = 1, 0
     if drawn > total:
         raise ValueError(
             f"cohort is {cohort!r}; expected (K, M), for K of M clients in each round, both "
-            "integers with 1 <= K <= M."
+            "integers with 1 <= K <= M <= 10^15."
         )
     return drawn, total
 

@@ -41,7 +41,8 @@ def discrete_gaussian(
         Integers of this shape, int64.
 
     Raises:
-        ValueError: If a number is out of range, or the entropy has another length than asked for.
+        ValueError: If a number is out of range, or the entropy is not as long as asked for, or not
+            random.
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -63,15 +64,8 @@ def discrete_gaussian(
     above, below = variance.numerator, variance.denominator
     scale = math.isqrt(above // below) + 1
 
-    def words(number: int) -> np.ndarray:
-        drawn = entropy(8 * number)
-        if len(drawn) != 8 * number:
-            raise ValueError(
-                f"entropy returned {len(drawn)} bytes; expected {8 * number}, as asked for."
-            )
-        return np.frombuffer(drawn, np.uint64)
-
     result = np.zeros(math.prod(sizes), np.int64)
+    words = _words_of(entropy, len(result))
     missing = np.arange(len(result))
     while missing.size:
         # Candidates are discrete Laplace, of scale `scale`.
@@ -130,8 +124,9 @@ def discrete_epsilon(
     for name, value in (("deviation", deviation), ("sensitivity", sensitivity), ("delta", delta)):
         checks.positive(name, value)
     checks.number("delta", delta, below=1.0)
-    counts = {"clients": clients, "size": size, "rounds": rounds}
-    clients, size, rounds = (checks.count(name, x) for name, x in counts.items())
+    for name, value in (("clients", clients), ("size", size), ("rounds", rounds)):
+        checks.count(name, value)
+        checks.number(name, value)
     if clients > 1 and deviation < 0.5:
         raise ValueError(
             f"deviation is {deviation} for each of {clients} clients; expected at least 0.5, below "
@@ -156,6 +151,32 @@ def discrete_epsilon(
 def _as_number(value: Any) -> Any:
     """Return arrays and NumPy's numbers as Python's, of which fractions are made."""
     return value.item() if hasattr(value, "item") else value
+
+
+def _words_of(entropy: Callable[[int], bytes], numbers: int) -> _Words:
+    """Make the function that draws words for so many numbers, and checks what it is given."""
+    # About fifteen words are needed for each number, and never so many.
+    left, last = 200 * (numbers + 100), None
+
+    def words(number: int) -> np.ndarray:
+        nonlocal left, last
+        left -= number
+        drawn = entropy(8 * number)
+        if not isinstance(drawn, bytes) or len(drawn) != 8 * number:
+            raise ValueError(
+                f"entropy was asked for {8 * number} bytes and returned {drawn!r:.40}; expected a "
+                "function such as os.urandom, which returns as many as asked for."
+            )
+        found = np.frombuffer(drawn, np.uint64)
+        if left < 0 or (number and (found == last).all()):
+            raise ValueError(
+                f"entropy returned {drawn!r:.40}, which is not random; expected a function such "
+                "as os.urandom, which returns other bytes at each call."
+            )
+        last = found[-1] if number else last
+        return found
+
+    return words
 
 
 def _laplace(scale: int, number: int, words: _Words) -> tuple[np.ndarray, np.ndarray]:
