@@ -236,10 +236,7 @@ def _cohort_epsilon(releases: list[tuple[float, int]], rate: float, delta: float
     if rounds == 1:
         [(sigma, _)] = releases
         # Balle, Barthe, Gaboardi: delta(epsilon) = q delta'(epsilon') for one release.
-        sampled = delta / rate < 1
-        return (
-            _cohorts.amplified(_gaussian_epsilon(2 / sigma, delta / rate), rate) if sampled else 0.0
-        )
+        return _cohorts.amplified(_gaussian_epsilon(2 / sigma, delta / rate), rate)
     low, high = _NOISE_OF_COHORTS
     is_known = rounds <= _ROUNDS_OF_COHORTS and all(low <= sigma <= high for sigma, _ in releases)
     return _cohorts.cohort_epsilon(releases, rate, delta) if is_known and rate < 1 else math.inf
