@@ -141,6 +141,14 @@ def test_a_million_cohorts_take_two_seconds_and_200_megabytes_at_most(sigma, tot
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize("cohort", [None, (1, 2)])
+def test_sums_that_were_never_released_cost_nothing(cohort):
+    never = privacy.Ledger(np.asarray(0), {}, {}, {"a": 1.0}, ())
+    assert privacy.epsilon(never, delta=1e-5, cohort=cohort) == 0
+    both = privacy.epsilon(never, 3.0, delta=1e-5, cohort=cohort)
+    assert both == privacy.epsilon(3.0, delta=1e-5, cohort=cohort)
+
+
 @pytest.mark.parametrize("sigma", [1e-300, 1e-4, 1e8, 1e300])
 def test_noise_beyond_the_grid_costs_no_more_than_without_sampling(sigma):
     whole = privacy.epsilon(sigma / 2, delta=1e-5, rounds=3)

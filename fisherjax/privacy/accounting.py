@@ -116,7 +116,7 @@ def epsilon(
         return math.inf
     # The distance by which one client moves all releases together, in units of their noise.
     distance = math.hypot(*(math.sqrt(times) / sigma for sigma, times in releases))
-    if cohort is None:
+    if cohort is None or not releases:
         return _gaussian_epsilon(distance, float(delta))
     # One client is replaced by another: each sum moves by up to two clips.
     unsampled = _gaussian_epsilon(2 * distance, float(delta))
