@@ -79,7 +79,7 @@ BUILT = {  # folders whose files build on one another
 }
 # What the other files of a folder may import, and these in this order.
 SHARED = [
-    *("accounting", "clipping", "encoded", "reading", "_limits"),
+    *("_cohorts", "accounting", "clipping", "encoded", "reading", "_limits"),
     *("base", "stages", "checks", "_places", "arrays", "values"),
     *("_size_checks", "_description_checks", "uploads"),
     *("_packed", "_parts"),
@@ -111,14 +111,13 @@ ALONE = {  # who may import what the rest must not see
     "kfac_jax": {"_core.compat"},
     "flax": {f"networks.{name}" for name in ("functions", "images", "statistics", "transformer")},
     "safetensors": {"files.base", "files.arrays"},
-    "dp_accounting": {"privacy.accounting"},
     "tensorflow_datasets": {"_cinic10", "datasets.reading"},
     "sklearn": {"datasets.reading"},
     "cryptography": {"secure_aggregation.keys"},
 }
 HEAVY = [
     *("kfac_jax", "chex", "tensorflow_datasets", "tensorflow", "orbax", "flax"),
-    *("matplotlib", "rich", "sklearn", "PIL", "tyro", "dp_accounting", "cryptography", "scipy"),
+    *("matplotlib", "rich", "sklearn", "PIL", "tyro", "cryptography", "scipy"),
 ]
 
 PUBLIC, INTERNAL = 10, 8  # parameters, of every kind

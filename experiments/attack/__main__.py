@@ -50,7 +50,10 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
         )
     _draw(asked, title)
     right = 100 * statistics.fmean(one.judge_accuracy for one in measured)
-    words = f"The judge is right for {right:.1f} % of the test images."
+    words = (
+        f"The judge is right for {right:.1f} % of the test images. DP-SGD's noise comes from "
+        f"{runs.NOISE[asked.seeded_noise]}."
+    )
     shown = [tables.Table(title, headings, lines)]
     pictures = {"attack.png": "what the server gets"}
     studies.report(asked, PROGRAM, shown, pictures, console, words)

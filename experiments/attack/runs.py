@@ -30,6 +30,8 @@ VIEWS = {
     "dp_sgd": "the client's model by DP-SGD",
 }
 """Views: what the server sees, by name."""
+NOISE = {True: "the seed, and is no secret", False: "a key of the operating system"}
+"""What DP-SGD's noise is drawn from, by the option --seeded-noise."""
 _SHOWN = 12
 _FEW = 2000  # largest number of examples of a client for K-FAC
 
@@ -70,6 +72,8 @@ class Config:
     """Noise multiplier of DP-SGD."""
     delta: float = 1e-5
     """Delta for which the epsilon of DP-SGD is computed."""
+    seeded_noise: bool = False
+    """Draw DP-SGD's noise from the seed, to repeat a run; otherwise from a key of the system."""
     views: Annotated[tuple[str, ...], commands.names(VIEWS)] = tuple(VIEWS)
     """Views of the server that are attacked."""
     seeds: tuple[int, ...] = (0,)
@@ -150,6 +154,8 @@ def measured(
     how = {"partition_seeds": asked.seeds, "seeds": asked.seeds, "central": False}
     whole = OneShot(asked.data, asked.training, merging, asked.epochs, **how)
     limits.check_one_shot(whole)
+    if "dp_sgd" in asked.views:
+        console.print(f"DP-SGD's noise is drawn from {NOISE[asked.seeded_noise]}.")
     train, test = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
     task, scene, latest = tasks.shared(whole, train, test), None, None
     # Pixels are normalised as `tasks` normalises stored images.
@@ -211,6 +217,7 @@ def _see(asked: Config, scene: _Scene, view: str) -> Seen:
     if view == "dp_sgd":
         noise, alone = asked.noise_multiplier, fj.clients.select(clients, [0])
         private = fj.privacy.dp_sgd(task.model, clip=asked.clip, noise_multiplier=noise)
+        key = key if asked.seeded_noise else fj.privacy.system_key()
         found = _train(task, private, scene.start, alone, key, asked.epochs)
         cost = fj.privacy.epsilon(noise, rounds=asked.epochs, delta=asked.delta)
         return Seen(_first(found.models), epsilon=cost)

@@ -7,7 +7,9 @@ The more clients take part, the less noise each upload needs; with five clients 
 everything. Clips are the median norms of additional public clients. results.csv holds every
 accuracy and its ledger: the clip of each group and the standard deviation of its noise.
 private.png shows means over seeds and draws, and summary.md holds the tables. The same command
-continues an interrupted run.
+continues an interrupted run. Keys of the noise come from the operating system; with --seeded-noise
+they come from the seeds, so that a run can be repeated. python -m experiments.privacy.costs
+measures the time and the memory of epsilon.
 """
 
 import statistics
@@ -47,7 +49,10 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
         ]
         shown.append(tables.Table(title, headings, lines))
     _draw_figure(asked, found, cost)
-    words = f"delta {asked.delta:g}; mean ± standard deviation over seeds and draws of the noise."
+    words = (
+        f"delta {asked.delta:g}; mean ± standard deviation over seeds and draws of the noise. "
+        f"The noise comes from {runs.NOISE[asked.seeded_noise]}."
+    )
     pictures = {"private.png": "accuracy over epsilon"}
     studies.report(asked, PROGRAM, shown, pictures, console, words)
 

@@ -27,6 +27,8 @@ _GROUPS = {
     "head": ("total/inputs", "total/products"),
 }
 _WITHHELD = dict.fromkeys(f"total/{n}" for n in ("targets", "squares", "negative", "count"))
+NOISE = {True: "the seeds, and is no secret", False: "keys of the operating system"}
+"""What the noise is drawn from, by the option --seeded-noise."""
 _CHUNK = 100  # number of clients whose models are in memory at once
 
 
@@ -50,6 +52,8 @@ class Config:
     """Noise multipliers of everything that a method releases together; 0 only clips."""
     draws: int = 2
     """Number of draws of the noise."""
+    seeded_noise: bool = False
+    """Draw the noise from the seeds, to repeat a run; otherwise from keys of the system."""
     delta: float = 1e-5
     """Delta of every epsilon."""
     noise_damping: float = 2.0
@@ -114,6 +118,7 @@ def measured(
     task = tasks.shared(whole, train, test)
     _check_hides_all(task)
     data = task.central.inputs, task.central.targets
+    console.print(f"The noise is drawn from {NOISE[asked.seeded_noise]}.")
     for number, seed in studies.each(console, missing, "{0[0]} clients, seed {0[1]}".format):
         rows = tasks.partition(asked.data, train, number + asked.pilots, seed)
         groups = (fj.clients.federation(data, some) for some in (rows[:number], rows[number:]))
@@ -174,6 +179,7 @@ def _noisy(
         algorithm, clip=clip, noise_multiplier=noisy, damping=setup.asked.noise_damping
     )
     cohort = jnp.arange(setup.clients.num_clients)
+    key = key if setup.asked.seeded_noise else privacy.system_key()
     merged, _, ledger = merging.merge_sums(method, params, sums, cohort, key=key)
     return merged, ledger
 

@@ -182,16 +182,18 @@ def _aggregation_key(key: Key) -> Key:
 def server_key(algorithm: Algorithm, key: Key | None) -> Key:
     """Return `key`, or a fixed key for algorithms that draw no noise.
 
+    A key of noise that a number made causes a warning.
+
     Raises:
         ValueError: If the algorithm draws noise and no key was given.
     """
     if key is None and algorithm.link.draws:
         raise ValueError(
             "key is None, but this algorithm adds noise that must stay secret; expected a secret "
-            "key, another one for each merge."
+            "key, another one for each merge, such as privacy.system_key()."
         )
     key = jax.random.key(0) if key is None else key
-    checks.key(key)
+    (checks.secret_key if algorithm.link.draws else checks.key)(key)
     return key
 
 

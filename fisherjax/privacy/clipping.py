@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import quadratic, tree
+from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._upload_checks import stacked
 from fisherjax.algorithms.base import Algorithm, Update, WeightedSum
@@ -68,6 +69,13 @@ def norms(
     """
     values = stacked(algorithm, updates).values
     if "params" in values:
+        params = checks.arrays(params)
+        shapes = {name: shape[1:] for name, shape in tree.shapes(values["params"]).items()}
+        if shapes != tree.shapes(params):
+            raise ValueError(
+                f"params have leaves {tree.shapes(params)}, but each client's update {shapes}; "
+                "expected the params that the clients started from."
+            )
         values = values | {"params": jax.tree.map(jnp.subtract, values["params"], params)}
     each = _contributions(algorithm, values)
     leaves = jax.tree.leaves(each)

@@ -28,7 +28,10 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
     `epsilon(noise_multiplier, rounds=epochs, delta=...)`. This guarantee is about the examples of
     one client, and covers the trained models only. Two things have no noise, and the client should
     not publish them: the losses that training reports, and whatever else the client computes from
-    its data, such as its Fisher information. Outside of training the model is unchanged.
+    its data, such as its Fisher information. Outside of training the model is unchanged. Noise is
+    drawn from the key of the training, which has to be secret: take `system_key`, another one for
+    each training; one that a number made causes a warning. The noise is of floating-point numbers,
+    with the weakness that `private` describes.
 
     Args:
         model: A model whose likelihood is defined for single examples.
@@ -49,7 +52,7 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
         >>> model = dp_sgd(model, clip=0.5, noise_multiplier=0.0)
         >>> federation = fj.clients.federation((jnp.eye(2), 9 * jnp.ones((2, 1))), [[0, 1]])
         >>> how = {"optimizer": optax.sgd(1.0), "epochs": 1, "batch_size": 2}
-        >>> start, key = jnp.zeros((2, 1)), jax.random.key(0)
+        >>> start, key = jnp.zeros((2, 1)), fj.privacy.system_key()
         >>> print(fj.training.train(model, start, federation, key=key, **how).params[0].T)
         [[0.25 0.25]]
 

@@ -12,6 +12,7 @@ from fisherjax.algorithms.base import Algorithm, as_sent, check_algorithm
 from fisherjax.privacy._repair import repaired
 from fisherjax.privacy.accounting import Ledger, add_noise
 from fisherjax.privacy.clipping import ALL, Clipped, clipping_reduce, leaves_by_group
+from fisherjax.privacy.keys import no_fingerprints, record
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
@@ -22,10 +23,12 @@ class State(NamedTuple):
     Attributes:
         algorithm: State of the wrapped algorithm.
         rounds: Number of releases so far.
+        fingerprints: [1024, 2] hashes of the keys of the latest releases; other rows are zero.
     """
 
     algorithm: Any
     rounds: Array
+    fingerprints: Array
 
 
 def private(
@@ -46,9 +49,16 @@ def private(
     clients, which is public: a client that diverged, or has no examples, adds zeros and is counted.
 
     The server is trusted with the sums. It draws the noise from the key of the merge, which has to
-    be secret and used only once. Post-processing of noisy sums costs no privacy: a noisy Fisher or
-    second moment is replaced by the nearest positive semi-definite one, and is damped by the size
-    of its own noise, which pulls the merged model towards the clients' noisy mean.
+    be secret and used only once: take `system_key`. A merge warns of a key that a number made, and
+    refuses one that made the noise of an earlier release in its state.
+
+    The noise is of floating-point numbers, which do not take all real values. Whoever sees all
+    digits of a sum may rule out some of the neighbours by them, which epsilon does not count;
+    `discrete_gaussian` has no such weakness.
+
+    Post-processing of noisy sums costs no privacy: a noisy Fisher or second moment is replaced by
+    the nearest positive semi-definite one, and is damped by the size of its own noise, which pulls
+    the merged model towards the clients' noisy mean.
 
     Args:
         algorithm: An algorithm with a `reduce`, such as fedavg,
@@ -70,14 +80,14 @@ def private(
     Raises:
         ValueError: If a clip is not positive, if a noise multiplier is negative, or if the
             algorithm has no `reduce` or its uploads are encoded. On merge, if groups do not match
-            the sums. On summarize, if params come without their start.
+            the sums, or the key was used before. On summarize, if params come without their start.
         TypeError: If an argument has the wrong type.
 
     Example:
         >>> import fisherjax as fj
         >>> method = private(fj.algorithms.fedavg(), clip=1.0, noise_multiplier=0.0)
         >>> updates = fj.algorithms.Update({"params": jnp.array([[0.5], [9.0]])}, method.kind)
-        >>> params, key = jnp.array([2.0]), jax.random.key(0)
+        >>> params, key = jnp.array([2.0]), fj.privacy.system_key()
         >>> merged, _, ledger = fj.merging.merge(method, params, updates, key=key)
         >>> print(merged, int(ledger.rounds))
         [2.75] 1
@@ -85,7 +95,8 @@ def private(
     Source: McMahan, Ramage, Talwar, Zhang, Learning differentially private recurrent language
         models, ICLR 2018, algorithm 1 with the fixed denominator; clients have equal weights, as
         their numbers of examples are private. Damping by the noise: Wang, Revisiting differentially
-        private linear regression, UAI 2018.
+        private linear regression, UAI 2018. The weakness: Mironov, On significance of the least
+        significant bits for differential privacy, CCS 2012.
     """
     check_algorithm(algorithm)
     # A method that reads each update alone has no sum that noise could protect, and a model of one
@@ -138,7 +149,8 @@ def _private(
 
     def init(params: Params, num_clients: int) -> State:
         # Releases are counted in the state, because their cost adds up over rounds.
-        return State(algorithm.link.init(params, num_clients), jnp.asarray(0, jnp.int32))
+        own = algorithm.link.init(params, num_clients)
+        return State(own, jnp.asarray(0, jnp.int32), no_fingerprints())
 
     def broadcast(params: Params, state: State, place: Array | None) -> Any:
         return algorithm.link.broadcast(params, state.algorithm, place)
@@ -153,6 +165,7 @@ def _private(
     def aggregate(
         key: Key, received: Clipped, params: Params, state: State, cohort: Array
     ) -> tuple[Params, State, Ledger]:
+        fingerprints = record(key, state.fingerprints, state.rounds)
         # The wrapped method may draw too, and must not draw the same numbers as the noise.
         noise_key, key = jax.random.split(key)
         leaves, structure = jax.tree.flatten(received.sums)
@@ -169,8 +182,9 @@ def _private(
         if received.centred:
             merged = jax.tree.map(jnp.add, params, merged)
         # The ledger holds public numbers only, so that it can be published with the model.
-        ledger = Ledger(state.rounds + 1, sensitivity, deviation, multipliers, info)
-        return merged, State(kept, state.rounds + 1), ledger
+        rounds = state.rounds + 1
+        ledger = Ledger(rounds, sensitivity, deviation, multipliers, info, fingerprints)
+        return merged, State(kept, rounds, fingerprints), ledger
 
     return algorithm._replace(
         summarize=summarize,

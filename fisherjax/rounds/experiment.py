@@ -75,6 +75,8 @@ class Federated(Experiment[Report]):
         how = self.algorithm.optimizer(self.optimizer), self.epochs, self.batch_size
         _, extras = eval_shape(self._first_client_start, state)
         training.check(self.model, state.params, federation, key, *how, extras)
+        if self.algorithm.link.draws:
+            checks.secret_key(key)
         if self.cohort > federation.num_clients:
             raise ValueError(
                 f"cohort is {self.cohort}, but the federation has {federation.num_clients} "

@@ -176,7 +176,8 @@ def check(
     checks.floating(params)
     checks.mask(model, params)
     checks.optimizer("optimizer", optimizer)
-    checks.key(key)
+    # Training by dp_sgd draws noise from the key.
+    (checks.secret_key if local_update.hides_the_loss(model) else checks.key)(key)
     checks.count("epochs", epochs)
     batch_size = checks.count("batch_size", batch_size)
     output_checks.outputs(model, params, federation.inputs, federation.targets)
