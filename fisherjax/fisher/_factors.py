@@ -1,6 +1,7 @@
 """Compute the Kronecker factors of layers from their inputs and output gradients."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from fisherjax._layers import locations
 from fisherjax._layers.layer import Layer
 from fisherjax._layers.locations import Counted
 from fisherjax._layers.pairs import Trace
-from fisherjax.fisher._columns import Columns, sum_over_columns, weight
+from fisherjax.fisher._columns import Columns, of_blocks, sum_over_columns, weight
 from fisherjax.fisher.operators import widen
 from fisherjax.typing import Array
 
@@ -61,7 +62,12 @@ def layer_factors(
 
     def output_factors(column: Array) -> dict[str, Array]:
         tangents = zip(traced.layers, traced.pullback(column[0]), counts, strict=True)
-        return {layer.kernel: _output_factor(sharing, layer, g, c) for layer, g, c in tangents}
+        return {
+            layer.kernel: of_blocks(
+                partial(_output_factor, sharing, layer, counts=c), layer.kernel in traced.stacks, g
+            )
+            for layer, g, c in tangents
+        }
 
     # The inputs do not depend on the column, so their moments are computed once.
     inputs = input_moments(traced, w, sharing, counts)
@@ -96,7 +102,9 @@ def input_moments(
     counts = (None,) * len(traced.layers) if counts is None else counts
     triples = zip(traced.layers, traced.activations, counts, strict=True)
     return {
-        layer.kernel: _input_moment(sharing, layer, a, w, c)
+        layer.kernel: of_blocks(
+            partial(_input_moment, sharing, layer, w=w, counts=c), layer.kernel in traced.stacks, a
+        )
         for layer, a, c in triples
         if layer.form != "scale"
     }

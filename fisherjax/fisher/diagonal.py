@@ -1,15 +1,17 @@
 """Compute the diagonal of the Fisher information, from gradients of single examples."""
 
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax._core import checks
-from fisherjax._layers.layer import Layer, assemble
-from fisherjax._layers.pairs import LayersNotFoundError, Trace, trace
+from fisherjax._layers.layer import Layer, assemble, unpack
+from fisherjax._layers.loops import trace
+from fisherjax._layers.pairs import LayersNotFoundError, Trace
 from fisherjax.fisher import _passes, kinds
-from fisherjax.fisher._columns import Columns, sum_over_columns, weight
+from fisherjax.fisher._columns import Columns, of_blocks, sum_over_columns, weight
 from fisherjax.fisher.operators import Diagonal, Template, widen
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
@@ -118,13 +120,24 @@ def _layer_sums(traced: Trace, columns: Columns) -> dict[str, Array]:
 
     def layer_squares(columns: Array) -> dict[str, Array]:
         tangents = jax.lax.map(traced.pullback, columns)
-        return {
-            traced.layers[i].kernel: _squares(traced.layers[i], traced.activations[i], tangents[i])
-            for i in single
-        }
+        squares = {}
+        for i in single:
+            layer, g = traced.layers[i], tangents[i]
+            is_stack = layer.kernel in traced.stacks
+            # [K, L, B, ...] -> [L, K, B, ...] for a stack of L blocks.
+            g = jnp.moveaxis(g, 1, 0) if is_stack else g
+            one = partial(_squares, layer)
+            squares[layer.kernel] = of_blocks(one, is_stack, traced.activations[i], g)
+        return squares
 
-    layers = tuple(traced.layers[i] for i in single)
-    return assemble(layers, sum_over_columns(layer_squares, columns)) if layers else {}
+    layers = [traced.layers[i] for i in single]
+    sums = sum_over_columns(layer_squares, columns) if layers else {}
+    alone = tuple(layer for layer in layers if layer.kernel not in traced.stacks)
+    leaves = assemble(alone, sums)
+    for layer in layers:
+        if layer.kernel in traced.stacks:
+            leaves |= jax.vmap(partial(unpack, layer))(sums[layer.kernel])
+    return leaves
 
 
 def _squares(layer: Layer, a: Array, g: Array) -> Array:

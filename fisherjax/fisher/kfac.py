@@ -8,8 +8,9 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 
 from fisherjax import _sequences, tree
@@ -18,7 +19,7 @@ from fisherjax._core.caching import by_value
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.layer import Layer
-from fisherjax._layers.pairs import trace
+from fisherjax._layers.loops import trace
 from fisherjax.fisher import _passes, kinds
 from fisherjax.fisher._factors import Sharing, expand, layer_factors
 from fisherjax.fisher.diagonal import diagonal, leaf_sums
@@ -121,8 +122,29 @@ def kfac(
     options = _Options(fallback, sharing, plan.model)
     sums = by_value(partial(_sums, options))
     found = _passes.run(sums, plan, params, examples, key)
+    found = (
+        _cut(found)
+        if len(found.factors) + len(found.scales & found.entries.keys()) < len(found.layers)
+        else found
+    )
     is_tied = len({(layer.leaf, layer.index) for layer in found.layers}) < len(found.layers)
     return _merge_tied(found) if is_tied else found
+
+
+@jit
+def _cut(fisher: Kronecker) -> Kronecker:
+    """Cut the factors of stacks of layers, which have the name of the first, into those of each."""
+
+    def cut(held: dict[str, Any]) -> dict[str, Any]:
+        found = dict(held)
+        for layer in fisher.layers:
+            first = f"{layer.leaf}[0]"
+            if layer.index and first in held and layer.kernel not in held:
+                found[layer.kernel] = jax.tree.map(lambda x: x[layer.index], held[first])
+                found[first] = jax.tree.map(lambda x: x[0], held[first])
+        return found
+
+    return dataclasses.replace(fisher, factors=cut(fisher.factors), entries=cut(fisher.entries))
 
 
 @jit
@@ -206,7 +228,8 @@ def _sums(
     if fallback is not zero:
         entries |= leaf_sums(apply, params, x, columns, w, list(traced.uncovered))
     factors, scales = layer_factors(sharing, traced, counts, columns, w)
-    return Kronecker(factors, entries | scales, traced.layers, template, traced.feeders)
+    layers = traced.blocks or traced.layers
+    return Kronecker(factors, entries | scales, layers, template, traced.feeders)
 
 
 def _list_reasons(uncovered: dict[str, str]) -> str:
