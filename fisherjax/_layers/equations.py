@@ -30,7 +30,7 @@ class Loop(NamedTuple):
         outputs: Variables of the next carry and of the stacked results; None where the network does
             not need them.
         carry: Numbers of the arguments that are the carry.
-        stacks: Number of each argument that is a slice of a leaf, and number of the leaf.
+        slices: Numbers of the arguments that are slices of params.
     """
 
     arguments: list[Any]
@@ -38,7 +38,7 @@ class Loop(NamedTuple):
     equations: list[Any]
     outputs: list[Any]
     carry: range
-    stacks: dict[int, int]
+    slices: tuple[int, ...]
 
 
 class Flat(NamedTuple):
@@ -62,7 +62,7 @@ class Flat(NamedTuple):
 def flatten(apply: Apply, params: Params, inputs: Any, *, keep_loops: bool = False) -> Flat:
     """Trace a network on a minibatch [B, ...] to a list of equations without calls.
 
-    Loops over layers are unrolled, or kept if `keep_loops` and their params are slices of leaves.
+    Loops over layers are unrolled; or, if `keep_loops`, kept if all params in them are slices.
     """
 
     def run_inlined(params: Params, inputs: Any) -> Any:
@@ -78,19 +78,13 @@ def flatten(apply: Apply, params: Params, inputs: Any, *, keep_loops: bool = Fal
         trace_anew = jax.debug_key_reuse(not current)
         with nn.observe_convolutions(_convolve), trace_anew:
             jaxpr = jax.make_jaxpr(apply)(params, inputs)
-        leaves = jax.tree.leaves(params)
-        pairs = [*((leaf, _PARAMS) for leaf in leaves), (inputs, _INPUTS)]
-        return _run_jaxpr(jaxpr, pairs, leaves if keep_loops else ())[0][0]
+        leaves = [(leaf, _PARAMS) for leaf in jax.tree.leaves(params)]
+        return _run_jaxpr(jaxpr, [*leaves, (inputs, _INPUTS)], keep_loops)[0][0]
 
     closed = jax.make_jaxpr(run_inlined)(params, inputs)
     jaxpr = closed.jaxpr
     equations, needed = _drop_unneeded(jaxpr.eqns, jaxpr.outvars)
-    leaves = {v: number for number, v in enumerate(jaxpr.invars[:-1])}
-    loops = {
-        number: _read_loop(one, leaves, needed)
-        for number, one in enumerate(equations)
-        if keep_loops and _is_loop(one) and not leaves.keys().isdisjoint(variables(one.invars))
-    }
+    loops = _find_loops(jaxpr.invars, equations, needed) if keep_loops else {}
     constants = list(zip(jaxpr.constvars, closed.consts, strict=True))
     return Flat(jaxpr.invars, constants, equations, jaxpr.outvars[0], loops)
 
@@ -105,16 +99,26 @@ def _drop_unneeded(equations: list[Any], outputs: Sequence[Any]) -> tuple[list[A
     return kept[::-1], needed
 
 
-def _read_loop(equation: Any, leaves: dict[Any, int], needed: set[Any]) -> Loop:
+def _find_loops(arguments: list[Any], equations: list[Any], needed: set[Any]) -> dict[int, Loop]:
+    """Trace the body of each scan over slices of params."""
+    origins, loops = dict.fromkeys(arguments, _PARAMS) | {arguments[-1]: _INPUTS}, {}
+    for number, one in enumerate(equations):
+        found = [_CONSTANTS if isinstance(v, Literal) else origins.get(v, 0) for v in one.invars]
+        origins |= dict.fromkeys(one.outvars, max(found, default=_CONSTANTS))
+        slices = tuple(i for i, origin in enumerate(found) if origin == _PARAMS)
+        if slices and _is_loop(one):
+            loops[number] = _read_loop(one, slices, needed)
+    return loops
+
+
+def _read_loop(equation: Any, slices: tuple[int, ...], needed: set[Any]) -> Loop:
     """Trace the body of a scan to a list of equations without calls."""
     first, count = compat.scan_parts(equation.params)
-    operands = enumerate(equation.invars)
-    stacks = {i: leaves[v] for i, v in operands if not isinstance(v, Literal) and v in leaves}
     jaxpr = equation.params["jaxpr"]
 
     def step(*values: Any) -> list[Any]:
-        pairs = [(x, _PARAMS if i in stacks else _INPUTS) for i, x in enumerate(values)]
-        return [value for value, _ in _run_jaxpr(jaxpr, pairs, ())]
+        pairs = [(x, _PARAMS if i in slices else _INPUTS) for i, x in enumerate(values)]
+        return [value for value, _ in _run_jaxpr(jaxpr, pairs)]
 
     avals = [v.aval for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
     closed = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
@@ -131,21 +135,17 @@ def _read_loop(equation: Any, leaves: dict[Any, int], needed: set[Any]) -> Loop:
         wanted = [a or b for a, b in zip(wanted, carried, strict=True)]
     outputs = [v if is_wanted else None for v, is_wanted in zip(results, wanted, strict=True)]
     constants = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    return Loop(arguments, constants, body, outputs, range(first, first + count), stacks)
+    return Loop(arguments, constants, body, outputs, range(first, first + count), slices)
 
 
 def _is_loop(equation: Any) -> bool:
     return equation.primitive.name == "scan" and equation.params["length"] <= _MOST_STEPS
 
 
-def _is_over_blocks(scan: Any, operands: list[tuple[Any, int]], leaves: Sequence[Any]) -> bool:
-    """Return whether all params in a scan are slices of these leaves, and its carry is data."""
-    first, count = compat.scan_parts(scan.params)
-    others, stacked = operands[: first + count], operands[first + count :]
-    is_data = any(origin == _INPUTS for _, origin in others[first:])
-    is_data = is_data and all(origin != _PARAMS for _, origin in others)
-    trained = [value for value, origin in stacked if origin == _PARAMS]
-    return is_data and all(any(value is leaf for leaf in leaves) for value in trained)
+def _is_over_blocks(scan: Any, origins: list[int]) -> bool:
+    """Return whether a scan of data, with more than one step, has params as slices only."""
+    others = origins[: sum(compat.scan_parts(scan.params))]
+    return scan.params["length"] > 1 and _PARAMS not in others and _INPUTS in origins
 
 
 def names(network: Flat) -> list[str]:
@@ -183,11 +183,11 @@ def evaluate(
 
 
 def _run_jaxpr(
-    jaxpr: Any, arguments: list[tuple[Any, int]], leaves: Sequence[Any]
+    jaxpr: Any, arguments: list[tuple[Any, int]], keep_loops: bool = False
 ) -> list[tuple[Any, int]]:
     """Evaluate a jaxpr without calls, on pairs of a value and what it depends on.
 
-    A scan over blocks is not unrolled if its params are slices of `leaves`.
+    A scan over blocks is unrolled, unless `keep_loops`.
     """
     # The body of a rematerialised function is an open jaxpr, without constants.
     body, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
@@ -202,8 +202,12 @@ def _run_jaxpr(
         origins = [origin for _, origin in operands]
         if name in _CALLS:
             inner = one.params.get("jaxpr", one.params.get("call_jaxpr"))
-            results = _run_jaxpr(inner, operands, leaves)
-        elif _is_loop(one) and _PARAMS in origins and not _is_over_blocks(one, operands, leaves):
+            results = _run_jaxpr(inner, operands, keep_loops)
+        elif (
+            _is_loop(one)
+            and _PARAMS in origins
+            and not (keep_loops and _is_over_blocks(one, origins))
+        ):
             results = _unroll(one.params, operands)
         else:
             values = compat.evaluate(one, [value for value, _ in operands])
@@ -221,7 +225,7 @@ def _unroll(scan: dict[str, Any], operands: list[tuple[Any, int]]) -> list[tuple
     results = {}
     for step in reversed(steps) if scan["reverse"] else steps:
         slices = [(jax.lax.index_in_dim(x, step, keepdims=False), origin) for x, origin in stacked]
-        step_results = _run_jaxpr(scan["jaxpr"], [*consts, *carry, *slices], ())
+        step_results = _run_jaxpr(scan["jaxpr"], [*consts, *carry, *slices])
         carry, results[step] = step_results[:count], step_results[count:]
     columns = zip(*(results[step] for step in steps), strict=True)
     return carry + [

@@ -6,6 +6,7 @@ Its operator is in `fisher.kronecker`. When merging, the default damping of its 
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -122,27 +123,25 @@ def kfac(
     options = _Options(fallback, sharing, plan.model)
     sums = by_value(partial(_sums, options))
     found = _passes.run(sums, plan, params, examples, key)
-    found = (
-        _cut(found)
-        if len(found.factors) + len(found.scales & found.entries.keys()) < len(found.layers)
-        else found
-    )
+    held = found.factors.keys() | found.entries.keys()
+    found = found if held.issuperset(layer.kernel for layer in found.layers) else _cut(found)
     is_tied = len({(layer.leaf, layer.index) for layer in found.layers}) < len(found.layers)
     return _merge_tied(found) if is_tied else found
 
 
 @jit
 def _cut(fisher: Kronecker) -> Kronecker:
-    """Cut the factors of stacks of layers, which have the name of the first, into those of each."""
+    """Cut the factors of stacks, which have the name of the first layer, into those of layers."""
+    held = fisher.factors.keys() | fisher.entries.keys()
+    stacks = {layer.leaf for layer in fisher.layers if layer.kernel not in held}
 
     def cut(held: dict[str, Any]) -> dict[str, Any]:
-        found = dict(held)
-        for layer in fisher.layers:
-            first = f"{layer.leaf}[0]"
-            if layer.index and first in held and layer.kernel not in held:
-                found[layer.kernel] = jax.tree.map(lambda x: x[layer.index], held[first])
-                found[first] = jax.tree.map(lambda x: x[0], held[first])
-        return found
+        first = {layer: f"{layer.leaf}[0]" for layer in fisher.layers if layer.leaf in stacks}
+        return held | {
+            layer.kernel: jax.tree.map(operator.itemgetter(layer.index), held[name])
+            for layer, name in first.items()
+            if name in held
+        }
 
     return dataclasses.replace(fisher, factors=cut(fisher.factors), entries=cut(fisher.entries))
 
