@@ -8,7 +8,7 @@ which each step of the loop takes its slice. Any other loop over layers is unrol
 with all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,6 +55,28 @@ def trace(apply: Apply, params: Params, inputs: Array) -> pairs.Trace:
     return _trace(network, parts, first, [*leaves, inputs])._replace(uncovered=uncovered)
 
 
+def of_layers(traced: pairs.Trace, function: Callable, *values: Sequence[Any]) -> list[Any]:
+    """Apply `function(number of the layer, *its values)` to layers, and to all blocks of stacks."""
+    entries, results = list(zip(*values, strict=True)), [None] * len(traced.layers)
+    stacks: dict[int, list[int]] = {}
+    for number, layer in enumerate(traced.layers):
+        if layer.kernel in traced.stacks:
+            stacks.setdefault(len(entries[number][0]), []).append(number)
+        else:
+            results[number] = function(number, *entries[number])
+    for numbers in stacks.values():
+        # One loop for all stacks, in which XLA computes once what they have in common.
+        every = partial(_each, function, numbers)
+        found = jax.lax.map(every, [entries[number] for number in numbers])
+        for number, result in zip(numbers, found, strict=True):
+            results[number] = result
+    return results
+
+
+def _each(function: Callable, numbers: list[int], entries: list[tuple]) -> list[Any]:
+    return [function(number, *x) for number, x in zip(numbers, entries, strict=True)]
+
+
 class _Program(NamedTuple):
     """The network, or a step of a loop, with its layers.
 
@@ -62,21 +84,29 @@ class _Program(NamedTuple):
         network: The equations.
         parts: The layers.
         uses: Their uses, by the place of the value whose gradient they need.
-        sources: The places of the values that uses read.
+        sources: For each place of a value that uses read, the first place of the same value.
         length: Number of blocks; 0 for the network.
     """
 
     network: Flat | Loop
     parts: list[Part]
     uses: dict[Place, Use]
-    sources: list[Source]
+    sources: dict[Source, Source]
     length: int
 
 
 def _program(network: Flat | Loop, parts: list[Part], length: int = 0) -> _Program:
     found = pairs.uses_by_place(parts)
-    read = dict.fromkeys(use.inputs for use in found.values() if isinstance(use.inputs, tuple))
-    return _Program(network, parts, found, list(read), length)
+    first: dict[tuple, Source] = {}
+    sources = {}
+    for use in found.values():
+        if isinstance(use.inputs, tuple):
+            equation = network.equations[use.inputs[0]]
+            # Queries, keys and values read one value, of which a loop shall keep one copy. Only for
+            # a product with a scale is that value broadcast.
+            value = equation.invars[use.inputs[1]], equation.primitive.name == "mul" and use.inputs
+            sources[use.inputs] = first.setdefault(value, use.inputs)
+    return _Program(network, parts, found, sources, length)
 
 
 def _trace(network: Flat, parts: list[Part], first: Blocks, arguments: list[Array]) -> pairs.Trace:
@@ -173,11 +203,15 @@ def _run(
 
     outputs, pull, read = jax.vjp(run, [_zeros(one) for one in programs.values()], has_aux=True)
 
-    def by_place(places: str, values: list[list[Array]]) -> dict[int, _Values]:
-        named = zip(programs.items(), values, strict=True)
-        return {n: dict(zip(getattr(one, places), x, strict=True)) for (n, one), x in named}
+    def tangents(cotangent: Array) -> dict[int, _Values]:
+        values = zip(programs.items(), pull(cotangent)[0], strict=True)
+        return {number: dict(zip(one.uses, x, strict=True)) for (number, one), x in values}
 
-    return outputs, lambda g: by_place("uses", pull(g)[0]), by_place("sources", read)
+    values = {}
+    for (number, one), found in zip(programs.items(), read, strict=True):
+        firsts = dict(zip(dict.fromkeys(one.sources.values()), found, strict=True))
+        values[number] = {place: firsts[first] for place, first in one.sources.items()}
+    return outputs, tangents, values
 
 
 def _run_program(
@@ -199,7 +233,8 @@ def _run_program(
 
     wanted = [network.output] if isinstance(network, Flat) else network.outputs
     outputs = equations.evaluate(network, arguments, evaluate, wanted)
-    return outputs, [inputs[place] for place in program.sources]
+    firsts = dict.fromkeys(program.sources.values())
+    return outputs, [inputs[place] for place in firsts]
 
 
 @jax.custom_jvp

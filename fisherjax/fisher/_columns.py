@@ -79,8 +79,3 @@ def blocks(columns: Columns) -> Array:
 def values(columns: Columns) -> Array:
     """Return the array that the columns are stored in."""
     return columns.factors if isinstance(columns, ByPosition) else columns
-
-
-def of_blocks(function: Callable[..., Array], is_stack: bool, *arrays: Array) -> Array:
-    """Apply a function to arrays of a layer, or one after the other to those of a stack of them."""
-    return jax.lax.map(lambda x: function(*x), arrays) if is_stack else function(*arrays)
