@@ -76,8 +76,13 @@ def _read_loop(walk: uses.Walk, equation: Any, loop: Loop) -> tuple[uses.Reading
 def _first_block(walk: uses.Walk, variable: Any) -> View:
     """Return the view of a stack's first slice, as the unrolled network has it."""
     view = walk.views.get(variable)
-    is_stack = view is not None and not view.index and view.axes[:1] == ((0,),)
-    if not is_stack or view.rows is not None or view.factor is not None:
+    if (
+        view is None
+        or view.index
+        or view.axes[:1] != ((0,),)
+        or view.rows is not None
+        or view.factor is not None
+    ):
         raise LoopObstacle("its params are no slices of whole leaves")
     axes = tuple(None if axes is None else tuple(a - 1 for a in axes) for axes in view.axes[1:])
     return View(view.leaf, view.shape[1:], axes, (0,))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from fisherjax import tree
 from fisherjax._layers import arrangement, blocks, equations, pairs
@@ -97,15 +98,16 @@ class _Program(NamedTuple):
 
 def _program(network: Flat | Loop, parts: list[Part], length: int = 0) -> _Program:
     found = pairs.uses_by_place(parts)
-    first: dict[tuple, Source] = {}
-    sources = {}
+    first: dict[Any, Source] = {}
+    sources: dict[Source, Source] = {}
     for use in found.values():
         if isinstance(use.inputs, tuple):
             equation = network.equations[use.inputs[0]]
-            # Queries, keys and values read one value, of which a loop shall keep one copy. Only for
-            # a product with a scale is that value broadcast.
-            value = equation.invars[use.inputs[1]], equation.primitive.name == "mul" and use.inputs
-            sources[use.inputs] = first.setdefault(value, use.inputs)
+            # Queries, keys and values read one value, of which a loop keeps one copy. The factor of
+            # a scale is broadcast, so that it is a value of its own; and a literal has no hash.
+            v = equation.invars[use.inputs[1]]
+            is_shared = equation.primitive.name != "mul" and not isinstance(v, Literal)
+            sources[use.inputs] = first.setdefault(v if is_shared else use.inputs, use.inputs)
     return _Program(network, parts, found, sources, length)
 
 
@@ -115,7 +117,7 @@ def _trace(network: Flat, parts: list[Part], first: Blocks, arguments: list[Arra
     for number, found in first.items():
         length = network.equations[number].params["length"]
         programs[number] = _program(network.loops[number], found, length)
-    outputs, tangents_of, read = _run(programs, arguments)
+    outputs, tangents_of, read = _run(network, programs, arguments)
     # The layers in the order of their first use, each with the number of its program.
     order = [(min(p for p, _ in pairs.uses_by_place([part])), NETWORK, part) for part in parts]
     order += [(number, number, part) for number, found in first.items() for part in found]
@@ -166,7 +168,7 @@ def _over_blocks(function: Callable, length: int, *values: _Values) -> Array:
 
 
 def _run(
-    programs: dict[int, _Program], arguments: list[Array]
+    network: Flat, programs: dict[int, _Program], arguments: list[Array]
 ) -> tuple[Array, Callable[[Array], dict[int, _Values]], dict[int, _Values]]:
     """Run a network with a perturbation at each layer.
 
@@ -180,14 +182,15 @@ def _run(
         perturbed, read = dict(zip(programs, perturbations, strict=True)), {}
 
         def evaluate_loop(number: int, one: Any, operands: list[Array]) -> list[Any]:
-            carry = programs[number].network.carry
+            carry = network.loops[number].carry
 
             def step(values: list[Array], slices: tuple) -> tuple[list[Array], tuple]:
                 arguments = [*operands[: carry.start], *values, *slices[0]]
                 outputs, inputs = _run_program(programs[number], arguments, slices[1])
-                pairs_of = zip(values, outputs, strict=False)
-                kept = [old if new is None else new for old, new in pairs_of]
-                return kept, (outputs[len(carry) :], inputs)
+                # What nothing needs is carried as it is.
+                both = zip(values, outputs, strict=False)
+                carried = [old if new is None else new for old, new in both]
+                return carried, (outputs[len(carry) :], inputs)
 
             values, stacks = operands[carry.start : carry.stop], operands[carry.stop :]
             how = {name: one.params[name] for name in ("length", "reverse")}
@@ -228,8 +231,9 @@ def _run_program(
     )
 
     def evaluate(number: int, one: Any, operands: list[Array]) -> list[Array]:
-        is_loop = isinstance(network, Flat) and number in network.loops
-        return (evaluate_loop if is_loop else evaluate_one)(number, one, operands)
+        if evaluate_loop is not None and isinstance(network, Flat) and number in network.loops:
+            return evaluate_loop(number, one, operands)
+        return evaluate_one(number, one, operands)
 
     wanted = [network.output] if isinstance(network, Flat) else network.outputs
     outputs = equations.evaluate(network, arguments, evaluate, wanted)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import compat
 from fisherjax._layers import arrangement, equations, uses
-from fisherjax._layers.equations import Flat
+from fisherjax._layers.equations import Flat, Loop
 from fisherjax._layers.feeders import Feeders, feeders, output_part
 from fisherjax._layers.layer import Layer, Part, group
 from fisherjax._layers.operations import Use
@@ -140,7 +140,8 @@ def read_network(
     return network, reading
 
 
-def location_sizes(network: Flat, use: Use) -> tuple[int, ...]:
+def location_sizes(network: Flat | Loop, use: Use) -> tuple[int, ...]:
+    """Return the sizes of the axes that the locations of a use run over."""
     shape = network.equations[use.tangent[0]].outvars[0].aval.shape
     return tuple(shape[axis] for axis in use.tangent_axes[1])
 
