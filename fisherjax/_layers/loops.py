@@ -4,8 +4,8 @@ A network may stack the leaves of L equal blocks, [L, ...], and run them by `jax
 unrolled, its program grows with L, and so does the time to compile it. Here the loop is kept where
 `blocks` can read it, and its layers have inputs [L, B, T, a] and output gradients [L, B, T, o].
 These are gradients with respect to perturbations of the layers' results, which are zero, and of
-which each step of the loop takes its slice: kfac-jax, which computes them for `pairs`, does not look
-for its tags inside a scan. Any other loop over layers is unrolled, as `pairs` does with all of
+which each step of the loop takes its slice: kfac-jax, which computes them for `pairs`, does not
+look for its tags inside a scan. Any other loop over layers is unrolled, as `pairs` does with all of
 them.
 """
 
