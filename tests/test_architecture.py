@@ -67,7 +67,7 @@ BUILT = {  # folders whose files build on one another
     "_core": ["caching", "compat", "compiler", "linalg", "checks", "output_checks"],
     "_layers": [
         *("equations", "views", "operations", "uses", "normalized_values", "normalization"),
-        *("layer", "feeders", "arrangement", "pairs", "locations", "graph"),
+        *("layer", "feeders", "blocks", "arrangement", "pairs", "loops", "locations", "graph"),
     ],
     "fisher": [
         *("_columns", "kinds", "operators", "kronecker", "kronecker_sum", "_passes"),

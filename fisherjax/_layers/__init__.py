@@ -11,6 +11,8 @@ and knows no network library:
 5. `feeders` (which layer feeds which) and `graph` (whose units a layer takes) connect the layers.
 6. `pairs` runs the network and returns each layer's inputs and output gradients, in the layout that
    `arrangement` gives them; `locations` tells which of them are padding.
+7. `loops` does the same for a network whose blocks are steps of a scan, without unrolling it, where
+   `blocks` can read all blocks by the first one.
 
 Beside these stages, `normalization` finds the leaves of BatchNorm, LayerNorm and the like.
 """

@@ -6,6 +6,7 @@ layer's matrix V. The uses of a layer are concatenated along the locations.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +15,39 @@ import jax.numpy as jnp
 from fisherjax import nn
 from fisherjax._core import compat
 from fisherjax._layers import operations
-from fisherjax._layers.equations import Flat
+from fisherjax._layers.equations import EvaluateEquation, Flat, Loop
 from fisherjax._layers.layer import Layer, Part
 from fisherjax._layers.operations import Use
 from fisherjax._layers.views import Place, Source
 from fisherjax.typing import Array
+
+
+def at_layers(
+    every: dict[Place, Use], inputs: dict[Source, Array], register: Callable[[Place, Array], Array]
+) -> EvaluateEquation:
+    """Return a function that evaluates an equation, and registers the results of uses.
+
+    Args:
+        every: All uses by the place of the value whose gradient they need.
+        inputs: A dict that gets the values that uses read, by place.
+        register: Function of a place and its value, which returns the value to go on with.
+    """
+    wanted = {use.inputs for use in every.values() if isinstance(use.inputs, tuple)}
+
+    def evaluate(number: int, one: Any, operands: list[Array]) -> list[Array]:
+        shape, is_scale = one.outvars[0].aval.shape, one.primitive.name == "mul"
+        for i, x in enumerate(operands):
+            # Sums and elementwise products broadcast their operands to the result's shape.
+            if (number, i) in wanted:
+                inputs[number, i] = jnp.broadcast_to(x, shape) if is_scale else x
+            if (number, i) in every:
+                operands[i] = register((number, i), jnp.broadcast_to(x, shape))
+        use = every.get((number, None))
+        is_convolution = use is not None and use.form == operations.CONVOLUTION
+        results = (convolve if is_convolution else compat.evaluate)(one, operands)
+        return results if use is None else [register((number, None), results[0]), *results[1:]]
+
+    return evaluate
 
 
 def inputs_of_use(use: Use, equation: Any, value: Array) -> Array:
@@ -28,7 +57,7 @@ def inputs_of_use(use: Use, equation: Any, value: Array) -> Array:
     return _arrange(value, use.input_axes)
 
 
-def activations(part: Part, network: Flat, read: dict[Source, Array], batch: int) -> Array:
+def activations(part: Part, network: Flat | Loop, read: dict[Source, Array], batch: int) -> Array:
     """Return a layer's inputs [B, T, a] from the values that its uses read, by place."""
     layer = part.layer
     if layer.form == "scale":
@@ -73,7 +102,9 @@ def _factor(use: Use, read: dict[Source, Array]) -> Array | int:
     return 1 if use.inputs is None else _arrange(read[use.inputs], use.input_axes)
 
 
-def _rows(use: Use, layer: Layer, network: Flat, read: dict[Source, Array], batch: int) -> Array:
+def _rows(
+    use: Use, layer: Layer, network: Flat | Loop, read: dict[Source, Array], batch: int
+) -> Array:
     """Return the numbers of the table's rows that a use reads, [B, T]."""
     if not isinstance(use.inputs, tuple):
         rows = use.inputs or range(layer.rows)

@@ -1,6 +1,6 @@
 """Trace a network to one flat list of equations, without inner calls and loops over layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,27 @@ EvaluateEquation = Callable[[int, Any, list[Any]], list[Any]]
 """`(number of an equation, equation, values of its operands) -> values of its results`."""
 
 
+class Loop(NamedTuple):
+    """The body of a scan over blocks, whose params are slices of stacked leaves.
+
+    Attributes:
+        arguments: Variables of the constants, of the carry and of the slices of one step.
+        constants: Pairs of a variable and its value.
+        equations: Equations of one step, without calls.
+        outputs: Variables of the next carry and of the stacked results; None where the network does
+            not need them.
+        carry: Numbers of the arguments that are the carry.
+        slices: Numbers of the arguments that are slices of params.
+    """
+
+    arguments: list[Any]
+    constants: list[tuple[Any, Any]]
+    equations: list[Any]
+    outputs: list[Any]
+    carry: range
+    slices: tuple[int, ...]
+
+
 class Flat(NamedTuple):
     """The equations of a network, in order, without those that its outputs do not need.
 
@@ -28,16 +49,21 @@ class Flat(NamedTuple):
         constants: Pairs of a variable and its value.
         equations: Equations of a jaxpr, with `primitive`, `params`, `invars` and `outvars`.
         output: Variable of the outputs.
+        loops: The bodies of the scans over blocks that were kept, by number of their equation.
     """
 
     arguments: list[Any]
     constants: list[tuple[Any, Any]]
     equations: list[Any]
     output: Any
+    loops: dict[int, Loop]
 
 
-def flatten(apply: Apply, params: Params, inputs: Any) -> Flat:
-    """Trace a network on a minibatch [B, ...] to a list of equations without calls."""
+def flatten(apply: Apply, params: Params, inputs: Any, *, keep_loops: bool = False) -> Flat:
+    """Trace a network on a minibatch [B, ...] to a list of equations without calls.
+
+    Loops over layers are unrolled; or, if `keep_loops`, kept if all params in them are slices.
+    """
 
     def run_inlined(params: Params, inputs: Any) -> Any:
         # `nn.conv_general_dilated` computes patches times a matrix; the observer replaces that by
@@ -53,16 +79,79 @@ def flatten(apply: Apply, params: Params, inputs: Any) -> Flat:
         with nn.observe_convolutions(_convolve), trace_anew:
             jaxpr = jax.make_jaxpr(apply)(params, inputs)
         leaves = [(leaf, _PARAMS) for leaf in jax.tree.leaves(params)]
-        return _run_jaxpr(jaxpr, [*leaves, (inputs, _INPUTS)])[0][0]
+        return _run_jaxpr(jaxpr, [*leaves, (inputs, _INPUTS)], keep_loops)[0][0]
 
     closed = jax.make_jaxpr(run_inlined)(params, inputs)
-    jaxpr, needed, equations = closed.jaxpr, {*variables(closed.jaxpr.outvars)}, []
-    for equation in reversed(jaxpr.eqns):
+    jaxpr = closed.jaxpr
+    equations, needed = _drop_unneeded(jaxpr.eqns, jaxpr.outvars)
+    loops = _find_loops(jaxpr.invars, equations, needed) if keep_loops else {}
+    constants = list(zip(jaxpr.constvars, closed.consts, strict=True))
+    return Flat(jaxpr.invars, constants, equations, jaxpr.outvars[0], loops)
+
+
+def _drop_unneeded(equations: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], set[Any]]:
+    """Return the equations that the outputs need, and all variables that are needed."""
+    needed, kept = {*variables(outputs)}, []
+    for equation in reversed(equations):
         if needed.intersection(equation.outvars):
             needed.update(variables(equation.invars))
-            equations.append(equation)
-    constants = list(zip(jaxpr.constvars, closed.consts, strict=True))
-    return Flat(jaxpr.invars, constants, equations[::-1], jaxpr.outvars[0])
+            kept.append(equation)
+    return kept[::-1], needed
+
+
+def _find_loops(arguments: list[Any], equations: list[Any], needed: set[Any]) -> dict[int, Loop]:
+    """Trace the body of each scan over slices of params."""
+    origins, loops = dict.fromkeys(arguments, _PARAMS) | {arguments[-1]: _INPUTS}, {}
+    for number, one in enumerate(equations):
+        found = [_CONSTANTS if isinstance(v, Literal) else origins.get(v, 0) for v in one.invars]
+        origins |= dict.fromkeys(one.outvars, max(found, default=_CONSTANTS))
+        slices = tuple(i for i, origin in enumerate(found) if origin == _PARAMS)
+        if slices and _is_loop(one):
+            loops[number] = _read_loop(one, slices, needed)
+    return loops
+
+
+def _read_loop(equation: Any, slices: tuple[int, ...], needed: set[Any]) -> Loop:
+    """Trace the body of a scan to a list of equations without calls."""
+    first, count = compat.scan_parts(equation.params)
+    jaxpr = equation.params["jaxpr"]
+
+    def step(*values: Any) -> list[Any]:
+        pairs = [(x, _PARAMS if i in slices else _INPUTS) for i, x in enumerate(values)]
+        return [value for value, _ in _run_jaxpr(jaxpr, pairs)]
+
+    avals = [v.aval for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
+    closed = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
+    arguments, results = closed.jaxpr.invars, closed.jaxpr.outvars
+    wanted, before = [v in needed for v in equation.outvars], None
+    body = closed.jaxpr.eqns
+    # A carry may be needed by the next step only.
+    while wanted != before:
+        before = wanted
+        kept = [v for v, is_wanted in zip(results, wanted, strict=True) if is_wanted]
+        body, inside = _drop_unneeded(closed.jaxpr.eqns, kept)
+        carried = [v in inside for v in arguments[first : first + count]]
+        carried += [False] * (len(results) - count)
+        wanted = [a or b for a, b in zip(wanted, carried, strict=True)]
+    outputs = [v if is_wanted else None for v, is_wanted in zip(results, wanted, strict=True)]
+    constants = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    return Loop(arguments, constants, body, outputs, range(first, first + count), slices)
+
+
+def _is_loop(equation: Any) -> bool:
+    return equation.primitive.name == "scan" and equation.params["length"] <= _MOST_STEPS
+
+
+def _is_over_blocks(scan: Any, origins: list[int]) -> bool:
+    """Return whether a scan of data, with more than one step, has params as slices only."""
+    others = origins[: sum(compat.scan_parts(scan.params))]
+    return scan.params["length"] > 1 and _PARAMS not in others and _INPUTS in origins
+
+
+def names(network: Flat) -> list[str]:
+    """Return the names of all equations, with those of the loops that were kept at the end."""
+    every = [network.equations, *(loop.equations for loop in network.loops.values())]
+    return [equation.primitive.name for one in every for equation in one]
 
 
 def variables(operands: Sequence[Any]) -> list[Any]:
@@ -75,17 +164,31 @@ def _convolve(y: Any, images: Any, kernel: Any, **settings: Any) -> Any:
     return jax.lax.conv_general_dilated(images, kernel, **settings)
 
 
-def evaluate(network: Flat, arguments: Sequence[Any], evaluate_equation: EvaluateEquation) -> Any:
-    """Evaluate a network equation by equation, and return its outputs."""
+def evaluate(
+    network: Flat | Loop,
+    arguments: Sequence[Any],
+    evaluate_equation: EvaluateEquation,
+    outputs: Iterable[Any],
+) -> list[Any]:
+    """Evaluate a network or a step of a loop; return its outputs, None for those not needed."""
     values = dict(network.constants) | dict(zip(network.arguments, arguments, strict=True))
+
+    def read(variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else values[variable]
+
     for number, one in enumerate(network.equations):
-        operands = [v.val if isinstance(v, Literal) else values[v] for v in one.invars]
-        values |= dict(zip(one.outvars, evaluate_equation(number, one, operands), strict=True))
-    return values[network.output]
+        results = evaluate_equation(number, one, [read(v) for v in one.invars])
+        values |= dict(zip(one.outvars, results, strict=True))
+    return [None if v is None else read(v) for v in outputs]
 
 
-def _run_jaxpr(jaxpr: Any, arguments: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
-    """Evaluate a jaxpr without calls, on pairs of a value and what it depends on."""
+def _run_jaxpr(
+    jaxpr: Any, arguments: list[tuple[Any, int]], keep_loops: bool = False
+) -> list[tuple[Any, int]]:
+    """Evaluate a jaxpr without calls, on pairs of a value and what it depends on.
+
+    A scan over blocks is unrolled, unless `keep_loops`.
+    """
     # The body of a rematerialised function is an open jaxpr, without constants.
     body, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
     pairs = {v: (value, _CONSTANTS) for v, value in zip(body.constvars, consts, strict=True)}
@@ -98,8 +201,13 @@ def _run_jaxpr(jaxpr: Any, arguments: list[tuple[Any, int]]) -> list[tuple[Any, 
         operands, name = [read(v) for v in one.invars], one.primitive.name
         origins = [origin for _, origin in operands]
         if name in _CALLS:
-            results = _run_jaxpr(one.params.get("jaxpr", one.params.get("call_jaxpr")), operands)
-        elif name == "scan" and _PARAMS in origins and one.params["length"] <= _MOST_STEPS:
+            inner = one.params.get("jaxpr", one.params.get("call_jaxpr"))
+            results = _run_jaxpr(inner, operands, keep_loops)
+        elif (
+            _is_loop(one)
+            and _PARAMS in origins
+            and not (keep_loops and _is_over_blocks(one, origins))
+        ):
             results = _unroll(one.params, operands)
         else:
             values = compat.evaluate(one, [value for value, _ in operands])

@@ -19,19 +19,19 @@ clients.
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax import tree
 from fisherjax._core import compat
-from fisherjax._layers import arrangement, equations, operations, uses
-from fisherjax._layers.equations import Flat
+from fisherjax._layers import arrangement, equations, uses
+from fisherjax._layers.equations import Flat, Loop
 from fisherjax._layers.feeders import Feeders, feeders, output_part
 from fisherjax._layers.layer import Layer, Part, group
 from fisherjax._layers.operations import Use
-from fisherjax._layers.views import MANY, Place, Source
+from fisherjax._layers.views import MANY, LoopObstacle, Place, Source
 from fisherjax.typing import Apply, Array, ArrayOrShape, Params
 
 
@@ -50,6 +50,10 @@ class Trace(NamedTuple):
             takes the outputs of the one before it.
         last: Number of the layer that computes the outputs, or the reason why none does.
         locations: For each layer and use, the sizes of the axes that T runs over.
+        stacks: Names of the layers that stand for all blocks of a loop, as the first of them, whose
+            activations and tangents have a leading axis of blocks.
+        blocks: The layers of all blocks, in the order of their first use, which `feeders` is about;
+            () if there are no stacks.
     """
 
     outputs: Array
@@ -60,6 +64,8 @@ class Trace(NamedTuple):
     feeders: Feeders | None = None
     last: int | str = ""
     locations: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    stacks: frozenset[str] = frozenset()
+    blocks: tuple[Layer, ...] = ()
 
 
 class LayersNotFoundError(ValueError):
@@ -80,8 +86,14 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         ([('kernel', 'bias')], (5, 1, 4))
     """
     if inputs.shape[0] == 1:
-        return _first_example(trace(apply, params, jnp.concatenate([inputs, inputs])))
-    network, found, uncovered = network_of(apply, params, inputs)
+        return first_example(trace(apply, params, jnp.concatenate([inputs, inputs])))
+    return trace_network(*network_of(apply, params, inputs), params, inputs)
+
+
+def trace_network(
+    network: Flat, found: list[Part], uncovered: dict[str, str], params: Params, inputs: Array
+) -> Trace:
+    """Run a network that has been read, as `trace` does."""
     outputs, read, tangents_of = _run_tagged(network, found, jax.tree.leaves((params, inputs)))
     batch = outputs.shape[0]
     activations = tuple(arrangement.activations(part, network, read, batch) for part in found)
@@ -92,7 +104,7 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
 
     layers, sources = tuple(part.layer for part in found), feeders(network, found)
     last = output_part(network, found, uncovered)
-    places = tuple(tuple(_sizes(network, use) for use in part.uses) for part in found)
+    places = tuple(tuple(location_sizes(network, use) for use in part.uses) for part in found)
     return Trace(outputs, layers, activations, pullback, uncovered, sources, last, places)
 
 
@@ -104,18 +116,32 @@ def network_of(
     Returns:
         The equations, the layers, and the reason for each leaf that belongs to no layer, by name.
     """
-    reading, names = _read(apply, params, inputs)
+    network, reading = read_network(apply, params, inputs)
+    return network, *group(reading, tree.names(params), jax.tree.leaves(params))
+
+
+def read_network(
+    apply: Apply,
+    params: Params,
+    inputs: ArrayOrShape,
+    read: Callable[[Flat], uses.Reading] = uses.read,
+    *,
+    keep_loops: bool = False,
+) -> tuple[Flat, uses.Reading]:
+    """Return the equations of a network on a minibatch, or on its shape, and the uses in them."""
+    reading, names = _read(apply, params, inputs, read, keep_loops)
     # The layers were read at `MANY` examples; this trace can be run on the given ones.
-    network = equations.flatten(apply, params, inputs)
-    if [equation.primitive.name for equation in network.equations] != names:
+    network = equations.flatten(apply, params, inputs, keep_loops=keep_loops)
+    if equations.names(network) != names:
         raise LayersNotFoundError(
             f"The network does something else for {inputs.shape[0]} examples than for {MANY}. "
             "Expected an apply that treats every example alike, however many there are."
         )
-    return network, *group(reading, tree.names(params), jax.tree.leaves(params))
+    return network, reading
 
 
-def _sizes(network: Flat, use: Use) -> tuple[int, ...]:
+def location_sizes(network: Flat | Loop, use: Use) -> tuple[int, ...]:
+    """Return the sizes of the axes that the locations of a use run over."""
     shape = network.equations[use.tangent[0]].outvars[0].aval.shape
     return tuple(shape[axis] for axis in use.tangent_axes[1])
 
@@ -162,13 +188,21 @@ def check_examples(apply: Apply, params: Params, inputs: ArrayOrShape) -> None:
         _read(apply, params, inputs)
 
 
-def _read(apply: Apply, params: Params, inputs: ArrayOrShape) -> tuple[uses.Reading, list[str]]:
+def _read(
+    apply: Apply,
+    params: Params,
+    inputs: ArrayOrShape,
+    read: Callable[[Flat], uses.Reading] = uses.read,
+    keep_loops: bool = False,
+) -> tuple[uses.Reading, list[str]]:
     # Imported outside of the `try`, so that its failure is not reported as one of the network.
     compat.import_kfac_jax()
     many = tree.shape_of(inputs, MANY)
     try:
-        network = equations.flatten(apply, params, many)
-        reading = uses.read(network)
+        network = equations.flatten(apply, params, many, keep_loops=keep_loops)
+        reading = read(network)
+    except LoopObstacle:
+        raise
     except Exception as error:
         # An error that apply raises for the given inputs, too, is raised as it is.
         jax.eval_shape(apply, params, inputs)
@@ -183,10 +217,15 @@ def _read(apply: Apply, params: Params, inputs: ArrayOrShape) -> tuple[uses.Read
             "training mode, but the Fisher information is a mean over single examples. Let apply "
             "use running statistics."
         )
-    return reading, [equation.primitive.name for equation in network.equations]
+    return reading, equations.names(network)
 
 
-def _first_example(traced: Trace) -> Trace:
+def uses_by_place(parts: list[Part]) -> dict[Place, Use]:
+    """Return all uses by the place of the value whose gradient they need."""
+    return {use.tangent: use for part in parts for use in (*part.uses, *part.shifts)}
+
+
+def first_example(traced: Trace) -> Trace:
     """Return the trace of the first of two examples.
 
     A network is not traced on one example, because JAX then drops axes of size one that the reading
@@ -195,9 +234,13 @@ def _first_example(traced: Trace) -> Trace:
 
     def pullback(cotangent: Array) -> tuple[Array, ...]:
         both = traced.pullback(jnp.concatenate([cotangent, jnp.zeros_like(cotangent)]))
-        return tuple(g[:1] for g in both)
+        return cut(both)
 
-    first = tuple(a[:1] for a in traced.activations)
+    def cut(values: tuple[Array, ...]) -> tuple[Array, ...]:
+        pairs = zip(traced.layers, values, strict=True)
+        return tuple(x[:, :1] if layer.kernel in traced.stacks else x[:1] for layer, x in pairs)
+
+    first = cut(traced.activations)
     return traced._replace(outputs=traced.outputs[:1], activations=first, pullback=pullback)
 
 
@@ -211,35 +254,20 @@ def _run_tagged(
         the tangents of uses; values and tangents are by place.
     """
     kfac_jax = compat.import_kfac_jax()
-    every = {use.tangent: use for part in parts for use in (*part.uses, *part.shifts)}
-    wanted = {use.inputs for use in every.values() if isinstance(use.inputs, tuple)}
+    every = uses_by_place(parts)
     tags = {place: tag for tag, place in enumerate(every)}
 
     def tagged(markers: list[Array], arguments: list[Array]) -> None:
-        inputs = {}
+        inputs: dict[Source, Array] = {}
 
         def register(place: Place, value: Array) -> Array:
-            if place not in tags:
-                return value
             # kfac-jax wants the parameter of each layer once, but a leaf may be used twice, or in
             # slices, so a scalar takes its place.
             marker = markers[tags[place]]
             return kfac_jax.register_dense(value, inputs.get(every[place].inputs, marker), marker)
 
-        def evaluate(number: int, one: Any, operands: list[Array]) -> list[Array]:
-            shape, is_scale = one.outvars[0].aval.shape, one.primitive.name == "mul"
-            for i, x in enumerate(operands):
-                # Sums and elementwise products broadcast their operands to the result's shape.
-                if (number, i) in wanted:
-                    inputs[number, i] = jnp.broadcast_to(x, shape) if is_scale else x
-                if (number, i) in tags:
-                    operands[i] = register((number, i), jnp.broadcast_to(x, shape))
-            is_layer = (number, None) in tags and every[number, None].form == operations.CONVOLUTION
-            evaluate_one = arrangement.convolve if is_layer else compat.evaluate
-            first, *others = evaluate_one(one, operands)
-            return [register((number, None), first), *others]
-
-        outputs = equations.evaluate(network, arguments, evaluate)
+        evaluate = arrangement.at_layers(every, inputs, register)
+        (outputs,) = equations.evaluate(network, arguments, evaluate, [network.output])
         # kfac-jax pulls cotangents of this "mean" back, so any likelihood may be registered.
         kfac_jax.register_normal_predictive_distribution(outputs)
 

@@ -7,13 +7,15 @@ expression (see `operations`). Otherwise the leaf belongs to no layer, and the r
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from fisherjax._layers import operations, views
-from fisherjax._layers.equations import Flat, variables
+from fisherjax._layers.equations import Flat, Loop, variables
 from fisherjax._layers.operations import SHIFT, Use
 from fisherjax._layers.views import MANY, Axes, Obstacle, View
 
@@ -25,14 +27,17 @@ class Reading(NamedTuple):
         uses: Uses in the order of their equations.
         obstacles: For each leaf that belongs to no layer, by its number, the reason.
         mixes_examples: Whether the network computes something over several examples.
+        loops: For each loop over blocks that was kept, by number of its equation, the uses in its
+            first block.
     """
 
     uses: list[Use]
     obstacles: dict[int, str]
     mixes_examples: bool
+    loops: "Mapping[int, Reading]" = MappingProxyType({})
 
 
-class _Walk(NamedTuple):
+class Walk(NamedTuple):
     """State of the reading, which is updated at each equation.
 
     Attributes:
@@ -59,32 +64,57 @@ class _Walk(NamedTuple):
 def read(network: Flat) -> Reading:
     """Read the uses of all leaves from the equations of a network on `MANY` examples."""
     *leaves, inputs = network.arguments
+    views = {v: whole(number, v) for number, v in enumerate(leaves)}
+    walk = start(network, views, {inputs}, [network.output])
+    mixes = [read_equation(walk, number, one) for number, one in enumerate(network.equations)]
+    return finish(walk, views, [network.output], any(mixes))
+
+
+def whole(leaf: int, variable: Any, index: tuple[int, ...] = ()) -> View:
+    """Return the view of a variable that is a leaf, or one slice of a stacked leaf."""
+    shape = variable.aval.shape
+    return View(leaf, shape, tuple((axis,) for axis in range(len(shape))), index)
+
+
+def start(
+    network: Flat | Loop, leaves: dict[Any, View], data: set[Any], outputs: Sequence[Any]
+) -> Walk:
+    """Return the state of the reading before the first equation."""
     # A constant with an axis of examples, such as a recurrent network's initial state, is data.
-    data = {inputs, *(v for v, _ in network.constants if _has_examples(v))}
-    shapes = [v.aval.shape for v in leaves]
-    whole = [View(i, s, tuple((a,) for a in range(len(s)))) for i, s in enumerate(shapes)]
+    data = data | {v for v, _ in network.constants if has_examples(v)}
     consumers = Counter(v for e in network.equations for v in variables(e.invars))
+    consumers.update(variables(outputs))
     sums = [variables(e.invars) for e in network.equations if e.primitive.name == "add"]
     pairs = [pair for v in sums if len(v) == 2 for pair in (v, v[::-1])]
     summands = {v: other for v, other in pairs if consumers[v] == 1}
-    walk = _Walk(consumers, summands, data, dict(zip(leaves, whole, strict=True)), {}, {}, [], {})
-    mixes = False
-    for number, equation in enumerate(network.equations):
-        if walk.data.isdisjoint(variables(equation.invars)):
-            _read_of_params(walk, number, equation)
-        else:
-            mixes = _read_of_data(walk, number, equation) or mixes
-    _record_obstacle(walk, network.output, "it is an output of the network by itself")
-    for leaf, shape in enumerate(shapes):
-        places = {use.index for use in walk.uses if use.leaf == leaf}
+    return Walk(consumers, summands, data, dict(leaves), {}, {}, [], {})
+
+
+def read_equation(walk: Walk, number: int, equation: Any) -> bool:
+    """Read the next equation, and return whether it mixes examples."""
+    if not walk.data.isdisjoint(variables(equation.invars)):
+        return _read_of_data(walk, number, equation)
+    _read_of_params(walk, number, equation)
+    return False
+
+
+def finish(
+    walk: Walk, leaves: dict[Any, View], outputs: Sequence[Any], mixes_examples: bool
+) -> Reading:
+    """Return the reading after the last equation; a leaf that is not wholly used is an obstacle."""
+    for v in outputs:
+        _record_obstacle(walk, v, "it is an output of the network by itself")
+    for view in leaves.values():
+        places = {use.index for use in walk.uses if use.leaf == view.leaf}
         if not places:
-            walk.obstacles.setdefault(leaf, "it is not used by the network")
-        elif places != {()} and sorted(places) != [(i,) for i in range(shape[0])]:
-            walk.obstacles.setdefault(leaf, "not all of it is used, or not in the same way")
-    return Reading(walk.uses, walk.obstacles, mixes)
+            walk.obstacles.setdefault(view.leaf, "it is not used by the network")
+        elif places != {view.index} and sorted(places) != [(i,) for i in range(view.shape[0])]:
+            reason = "not all of it is used, or not in the same way"
+            walk.obstacles.setdefault(view.leaf, reason)
+    return Reading(walk.uses, walk.obstacles, mixes_examples)
 
 
-def _read_of_data(walk: _Walk, number: int, equation: Any) -> bool:
+def _read_of_data(walk: Walk, number: int, equation: Any) -> bool:
     """Read an equation that depends on the inputs, and return whether it mixes examples."""
     source = next(v for v in variables(equation.invars) if v in walk.data)
     results = [v for v in equation.outvars if not _is_loop_counter(equation, v)]
@@ -103,12 +133,12 @@ def _read_of_data(walk: _Walk, number: int, equation: Any) -> bool:
     return _mixes_examples(equation, results, walk.data)
 
 
-def _read_of_params(walk: _Walk, number: int, equation: Any) -> None:
+def _read_of_params(walk: Walk, number: int, equation: Any) -> None:
     """Read an equation that does not depend on the inputs."""
     name, result = equation.primitive.name, equation.outvars[0]
     operands = [v for v in variables(equation.invars) if v in walk.views or v in walk.changed]
     if not operands:
-        walk.data.update(filter(_has_examples, equation.outvars))
+        walk.data.update(filter(has_examples, equation.outvars))
         return
     place = next((i for i, v in enumerate(equation.invars) if _get(walk.views, v)), -1)
     first = None if place < 0 else walk.views[equation.invars[place]]
@@ -142,7 +172,7 @@ def _read_of_params(walk: _Walk, number: int, equation: Any) -> None:
     walk.changed.update(dict.fromkeys(equation.outvars, reasons))
 
 
-def _record_use(walk: _Walk, number: int, operand: int | None, equation: Any, view: View) -> None:
+def _record_use(walk: Walk, number: int, operand: int | None, equation: Any, view: View) -> None:
     try:
         use, labels = _read_use(walk, number, operand, equation, view)
     except Obstacle as obstacle:
@@ -154,7 +184,7 @@ def _record_use(walk: _Walk, number: int, operand: int | None, equation: Any, vi
 
 
 def _read_use(
-    walk: _Walk, number: int, operand: int | None, equation: Any, view: View
+    walk: Walk, number: int, operand: int | None, equation: Any, view: View
 ) -> tuple[Use, Axes]:
     """Return the use of a view by an equation, and for a product the leaf's axes in its result.
 
@@ -177,7 +207,7 @@ def _read_use(
     raise Obstacle(_inner_reason(name) or f"it is used by {name}, which is not a layer")
 
 
-def _read_sum(walk: _Walk, number: int, operand: int | None, equation: Any, view: View) -> Use:
+def _read_sum(walk: Walk, number: int, operand: int | None, equation: Any, view: View) -> Use:
     if view.factor is not None:
         raise Obstacle("it is multiplied by something before it is used")
     shape = equation.outvars[0].aval.shape
@@ -202,7 +232,7 @@ def _read_sum(walk: _Walk, number: int, operand: int | None, equation: Any, view
 
 
 def _record_obstacle(
-    walk: _Walk, variable: Any, reason: str = "it is used by something else too"
+    walk: Walk, variable: Any, reason: str = "it is used by something else too"
 ) -> None:
     """Record that the leaves which a variable is made of belong to no layer."""
     reasons = _get(walk.changed, variable) or {}
@@ -215,7 +245,7 @@ def _record_obstacle(
 def _mixes_examples(equation: Any, results: list[Any], data: set[Any]) -> bool:
     """Return whether a result has lost the axis of the examples, or is computed along it."""
     # A result with two such axes, examples times examples, mixes them too.
-    if not all(map(_has_examples, results)):
+    if not all(map(has_examples, results)):
         return True
     how, name = equation.params, equation.primitive.name
     # Axes along which the equation combines entries.
@@ -236,7 +266,7 @@ def _mixes_examples(equation: Any, results: list[Any], data: set[Any]) -> bool:
     return any(shape[axis] % MANY == 0 for shape in shapes for axis in along)
 
 
-def _has_examples(variable: Any) -> bool:
+def has_examples(variable: Any) -> bool:
     """Return whether a variable has one axis of examples, alone or merged with others."""
     sizes = getattr(variable.aval, "shape", ())
     return 0 in sizes or [size % MANY for size in sizes].count(0) == 1

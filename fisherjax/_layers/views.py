@@ -29,6 +29,10 @@ class Obstacle(Exception):
     """The reason why a leaf belongs to no layer."""
 
 
+class LoopObstacle(Exception):
+    """The reason why a loop over blocks must be unrolled to be read."""
+
+
 class View(NamedTuple):
     """A value that has the entries of a leaf.
 

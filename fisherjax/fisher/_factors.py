@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from fisherjax._layers import locations
 from fisherjax._layers.layer import Layer
 from fisherjax._layers.locations import Counted
+from fisherjax._layers.loops import of_layers
 from fisherjax._layers.pairs import Trace
 from fisherjax.fisher._columns import Columns, sum_over_columns, weight
 from fisherjax.fisher.operators import widen
@@ -58,10 +59,14 @@ def layer_factors(
     sharing: Sharing, traced: Trace, counts: Counted, columns: Columns, w: Array
 ) -> tuple[dict[str, dict[str, Array]], dict[str, Array]]:
     """Return the factors of layers, and the blocks of scales, of one minibatch."""
+    kernels = [layer.kernel for layer in traced.layers]
 
     def output_factors(column: Array) -> dict[str, Array]:
-        tangents = zip(traced.layers, traced.pullback(column[0]), counts, strict=True)
-        return {layer.kernel: _output_factor(sharing, layer, g, c) for layer, g, c in tangents}
+        def of_layer(number: int, g: Array) -> Array:
+            return _output_factor(sharing, traced.layers[number], g, counts[number])
+
+        found = of_layers(traced, of_layer, traced.pullback(column[0]))
+        return dict(zip(kernels, found, strict=True))
 
     # The inputs do not depend on the column, so their moments are computed once.
     inputs = input_moments(traced, w, sharing, counts)
@@ -94,17 +99,20 @@ def input_moments(
     each row was used, is returned.
     """
     counts = (None,) * len(traced.layers) if counts is None else counts
-    triples = zip(traced.layers, traced.activations, counts, strict=True)
-    return {
-        layer.kernel: _input_moment(sharing, layer, a, w, c)
-        for layer, a, c in triples
-        if layer.form != "scale"
-    }
+
+    def of_layer(number: int, a: Array) -> Array | None:
+        return _input_moment(sharing, traced.layers[number], a, w, counts[number])
+
+    found = of_layers(traced, of_layer, traced.activations)
+    pairs = zip(traced.layers, found, strict=True)
+    return {layer.kernel: moment for layer, moment in pairs if moment is not None}
 
 
 def _input_moment(
     sharing: Sharing, layer: Layer, a: Array, w: Array, counts: Array | None
-) -> Array:
+) -> Array | None:
+    if layer.form == "scale":
+        return None
     if layer.form == "table":
         wide = jnp.promote_types(w.dtype, jnp.float32)
         used = jnp.broadcast_to(w[:, None].astype(wide), a.shape)

@@ -1,13 +1,15 @@
 """Compute the diagonal of the Fisher information, from gradients of single examples."""
 
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax._core import checks
-from fisherjax._layers.layer import Layer, assemble
-from fisherjax._layers.pairs import LayersNotFoundError, Trace, trace
+from fisherjax._layers.layer import Layer, assemble, unpack
+from fisherjax._layers.loops import of_layers, trace
+from fisherjax._layers.pairs import LayersNotFoundError, Trace
 from fisherjax.fisher import _passes, kinds
 from fisherjax.fisher._columns import Columns, sum_over_columns, weight
 from fisherjax.fisher.operators import Diagonal, Template, widen
@@ -114,17 +116,26 @@ def _layer_sums(traced: Trace, columns: Columns) -> dict[str, Array]:
     """Sum squared gradients over a minibatch for the leaves of layers, by name."""
     # The gradient of a leaf in two layers is a sum over both, whose square is not read off them.
     uses = Counter((layer.leaf, layer.index) for layer in traced.layers)
-    single = [i for i, layer in enumerate(traced.layers) if uses[layer.leaf, layer.index] == 1]
+    single = [layer for layer in traced.layers if uses[layer.leaf, layer.index] == 1]
 
     def layer_squares(columns: Array) -> dict[str, Array]:
-        tangents = jax.lax.map(traced.pullback, columns)
-        return {
-            traced.layers[i].kernel: _squares(traced.layers[i], traced.activations[i], tangents[i])
-            for i in single
-        }
+        def of_layer(number: int, a: Array, g: Array) -> Array | None:
+            layer = traced.layers[number]
+            return _squares(layer, a, g) if layer in single else None
 
-    layers = tuple(traced.layers[i] for i in single)
-    return assemble(layers, sum_over_columns(layer_squares, columns)) if layers else {}
+        tangents = zip(traced.layers, jax.lax.map(traced.pullback, columns), strict=True)
+        # [K, L, B, ...] -> [L, K, B, ...] for a stack of L blocks.
+        moved = [jnp.moveaxis(g, 1, 0) if x.kernel in traced.stacks else g for x, g in tangents]
+        found = of_layers(traced, of_layer, traced.activations, moved)
+        every = zip(traced.layers, found, strict=True)
+        return {layer.kernel: squares for layer, squares in every if squares is not None}
+
+    sums = sum_over_columns(layer_squares, columns) if single else {}
+    leaves = assemble(tuple(x for x in single if x.kernel not in traced.stacks), sums)
+    for layer in single:
+        if layer.kernel in traced.stacks:
+            leaves |= jax.vmap(partial(unpack, layer))(sums[layer.kernel])
+    return leaves
 
 
 def _squares(layer: Layer, a: Array, g: Array) -> Array:

@@ -6,10 +6,12 @@ Its operator is in `fisher.kronecker`. When merging, the default damping of its 
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 
 from fisherjax import _sequences, tree
@@ -18,7 +20,7 @@ from fisherjax._core.caching import by_value
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.layer import Layer
-from fisherjax._layers.pairs import trace
+from fisherjax._layers.loops import trace
 from fisherjax.fisher import _passes, kinds
 from fisherjax.fisher._factors import Sharing, expand, layer_factors
 from fisherjax.fisher.diagonal import diagonal, leaf_sums
@@ -121,8 +123,27 @@ def kfac(
     options = _Options(fallback, sharing, plan.model)
     sums = by_value(partial(_sums, options))
     found = _passes.run(sums, plan, params, examples, key)
+    held = found.factors.keys() | found.entries.keys()
+    found = found if held.issuperset(layer.kernel for layer in found.layers) else _cut(found)
     is_tied = len({(layer.leaf, layer.index) for layer in found.layers}) < len(found.layers)
     return _merge_tied(found) if is_tied else found
+
+
+@jit
+def _cut(fisher: Kronecker) -> Kronecker:
+    """Cut the factors of stacks, which have the name of the first layer, into those of layers."""
+    held = fisher.factors.keys() | fisher.entries.keys()
+    stacks = {layer.leaf for layer in fisher.layers if layer.kernel not in held}
+
+    def cut(held: dict[str, Any]) -> dict[str, Any]:
+        first = {layer: f"{layer.leaf}[0]" for layer in fisher.layers if layer.leaf in stacks}
+        return held | {
+            layer.kernel: jax.tree.map(operator.itemgetter(layer.index), held[name])
+            for layer, name in first.items()
+            if name in held
+        }
+
+    return dataclasses.replace(fisher, factors=cut(fisher.factors), entries=cut(fisher.entries))
 
 
 @jit
@@ -206,7 +227,8 @@ def _sums(
     if fallback is not zero:
         entries |= leaf_sums(apply, params, x, columns, w, list(traced.uncovered))
     factors, scales = layer_factors(sharing, traced, counts, columns, w)
-    return Kronecker(factors, entries | scales, traced.layers, template, traced.feeders)
+    layers = traced.blocks or traced.layers
+    return Kronecker(factors, entries | scales, layers, template, traced.feeders)
 
 
 def _list_reasons(uncovered: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from fisherjax._layers import pairs
+from fisherjax._layers import loops, pairs
 
 KEYS = jax.random.split(jax.random.key(0), 8)
 
@@ -234,6 +234,46 @@ def test_no_leaf_is_uncovered(name):
     }
     names = {leaf for leaf, _ in parts}
     assert len(names) == len(jax.tree.leaves(params))
+
+
+class EquinoxStack(eqx.Module):
+    """Blocks whose leaves `filter_vmap` stacks."""
+
+    blocks: eqx.nn.MLP
+
+    def __init__(self, keys):
+        self.blocks = eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 4, 8, 1, key=key))(keys[:3])
+
+    def __call__(self, x):
+        leaves, rest = eqx.partition(self.blocks, eqx.is_array)
+        return jax.lax.scan(lambda h, block: (h + eqx.combine(block, rest)(h), None), x, leaves)[0]
+
+
+def haiku_stack(x):
+    return hk.experimental.layer_stack(3)(lambda h: h + hk.Linear(4)(jax.nn.relu(h)))(x)
+
+
+STACKED = {
+    "flax": MODELS["GPT of a stack of rematerialised blocks"],
+    "equinox": (equinox(EquinoxStack), jnp.ones((2, 4))),
+    "haiku": (haiku(haiku_stack), jnp.ones((2, 4))),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STACKED)
+def test_the_loop_over_the_blocks_of_a_library_is_kept(name):
+    build, x = STACKED[name]
+    apply, params = build(x)
+    found = []
+
+    def run(params, x):
+        found.append(loops.trace(apply, params, x))
+        return found[0].outputs
+
+    jax.eval_shape(run, params, x)
+    assert len(found[0].stacks) > 0
+    assert found[0].uncovered == {}
 
 
 def test_a_bias_repeated_for_each_example_belongs_to_its_layer():
