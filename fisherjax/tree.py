@@ -55,8 +55,8 @@ def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return dict(zip(names(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
 
 
-def shape_of(x: Any, size: int | None = None) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a number or an array in JAX, with `size` rows if given.
+def shape_of(tree: Any, size: int | None = None) -> Any:
+    """Return the shapes and dtypes of numbers or arrays in JAX, with `size` rows if given.
 
     Example:
         >>> import numpy as np
@@ -64,8 +64,12 @@ def shape_of(x: Any, size: int | None = None) -> jax.ShapeDtypeStruct:
         >>> found.shape, found.dtype
         ((5, 2), dtype('float32'))
     """
-    shape = jnp.shape(x) if size is None else (size, *jnp.shape(x)[1:])
-    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        shape = jnp.shape(x) if size is None else (size, *jnp.shape(x)[1:])
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+    return jax.tree.map(one, tree)
 
 
 def as_arrays(tree: Any) -> Any:
@@ -220,7 +224,7 @@ def to_native(tree: Any, what: str = "the pytree") -> Any:
     """Return arrays in this machine's byte order; check that JAX supports their dtypes.
 
     Raises:
-        TypeError: If a leaf holds text, objects, records, dates or floats of more than 64 bits.
+        TypeError: If a leaf holds text, objects, records, dates, masked entries or longdoubles.
 
     Example:
         >>> import numpy as np
@@ -235,12 +239,13 @@ def to_native(tree: Any, what: str = "the pytree") -> Any:
             return leaf
         is_number = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
         # NumPy counts timedelta64 as an integer.
-        if not is_number or dtype.kind == "m" or dtype.name in _TOO_WIDE:
+        masked = " with masked entries" * np.ma.is_masked(leaf)
+        if not is_number or dtype.kind == "m" or dtype.name in _TOO_WIDE or masked:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             leaf_of = f"Leaf '{name}' of {what}" if name else what
             raise TypeError(
-                f"{leaf_of} has dtype {dtype}, which JAX does not have; expected numbers of at "
-                "most 64 bits. Convert it, for instance by x.astype('float32')."
+                f"{leaf_of} has dtype {dtype}{masked}, which JAX does not have; expected numbers "
+                "of at most 64 bits. Convert it, as by x.astype('float32') or x.filled(0)."
             )
         return leaf if dtype.isnative else leaf.astype(dtype.newbyteorder("="))
 

@@ -20,6 +20,7 @@ import fisherjax
 PACKAGE = Path(__file__).resolve().parents[1] / "fisherjax"
 
 ORDER = [
+    "_foreign",
     "typing",
     "tree",
     "_stacked",
@@ -37,6 +38,7 @@ ORDER = [
     "devices",
     "parallel",
     "_minibatches",
+    "_user_data",
     "clients",
     "_optimizers",
     "local_update",
@@ -63,7 +65,7 @@ ORDER = [
     "__main__",
 ]
 BUILT = {  # folders whose files build on one another
-    "_core": ["caching", "compat", "compiler", "linalg", "checks", "output_checks"],
+    "_core": ["caching", "compat", "compiler", "linalg", "batches", "checks", "output_checks"],
     "_layers": [
         *("equations", "views", "operations", "uses", "normalized_values", "normalization"),
         *("layer", "feeders", "arrangement", "pairs", "locations", "graph"),

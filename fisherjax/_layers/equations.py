@@ -24,13 +24,15 @@ class Flat(NamedTuple):
     """The equations of a network, in order, without those that its outputs do not need.
 
     Attributes:
-        arguments: Variables of the leaves of params, followed by the variable of the inputs.
+        leaves: Variables of the leaves of params.
+        inputs: Variables of the inputs.
         constants: Pairs of a variable and its value.
         equations: Equations of a jaxpr, with `primitive`, `params`, `invars` and `outvars`.
         output: Variable of the outputs.
     """
 
-    arguments: list[Any]
+    leaves: list[Any]
+    inputs: list[Any]
     constants: list[tuple[Any, Any]]
     equations: list[Any]
     output: Any
@@ -53,7 +55,7 @@ def flatten(apply: Apply, params: Params, inputs: Any) -> Flat:
         with nn.observe_convolutions(_convolve), trace_anew:
             jaxpr = jax.make_jaxpr(apply)(params, inputs)
         leaves = [(leaf, _PARAMS) for leaf in jax.tree.leaves(params)]
-        return _run_jaxpr(jaxpr, [*leaves, (inputs, _INPUTS)])[0][0]
+        return _run_jaxpr(jaxpr, [*leaves, *((x, _INPUTS) for x in jax.tree.leaves(inputs))])[0][0]
 
     closed = jax.make_jaxpr(run_inlined)(params, inputs)
     jaxpr, needed, equations = closed.jaxpr, {*variables(closed.jaxpr.outvars)}, []
@@ -62,7 +64,9 @@ def flatten(apply: Apply, params: Params, inputs: Any) -> Flat:
             needed.update(variables(equation.invars))
             equations.append(equation)
     constants = list(zip(jaxpr.constvars, closed.consts, strict=True))
-    return Flat(jaxpr.invars, constants, equations[::-1], jaxpr.outvars[0])
+    number = len(jax.tree.leaves(params))
+    leaves, data = jaxpr.invars[:number], jaxpr.invars[number:]
+    return Flat(leaves, data, constants, equations[::-1], jaxpr.outvars[0])
 
 
 def variables(operands: Sequence[Any]) -> list[Any]:
@@ -77,7 +81,8 @@ def _convolve(y: Any, images: Any, kernel: Any, **settings: Any) -> Any:
 
 def evaluate(network: Flat, arguments: Sequence[Any], evaluate_equation: EvaluateEquation) -> Any:
     """Evaluate a network equation by equation, and return its outputs."""
-    values = dict(network.constants) | dict(zip(network.arguments, arguments, strict=True))
+    given = zip((*network.leaves, *network.inputs), arguments, strict=True)
+    values = dict(network.constants) | dict(given)
     for number, one in enumerate(network.equations):
         operands = [v.val if isinstance(v, Literal) else values[v] for v in one.invars]
         values |= dict(zip(one.outvars, evaluate_equation(number, one, operands), strict=True))

@@ -26,13 +26,14 @@ import jax.numpy as jnp
 
 from fisherjax import tree
 from fisherjax._core import compat
+from fisherjax._core.batches import num_rows
 from fisherjax._layers import arrangement, equations, operations, uses
 from fisherjax._layers.equations import Flat
 from fisherjax._layers.feeders import Feeders, feeders, output_part
 from fisherjax._layers.layer import Layer, Part, group
 from fisherjax._layers.operations import Use
 from fisherjax._layers.views import MANY, Place, Source
-from fisherjax.typing import Apply, Array, ArrayOrShape, Params
+from fisherjax.typing import Apply, Array, Inputs, Params
 
 
 class Trace(NamedTuple):
@@ -79,8 +80,8 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         >>> [(layer.kernel, layer.bias) for layer in traced.layers], traced.activations[0].shape
         ([('kernel', 'bias')], (5, 1, 4))
     """
-    if inputs.shape[0] == 1:
-        return _first_example(trace(apply, params, jnp.concatenate([inputs, inputs])))
+    if num_rows(inputs) == 1:
+        return _first_example(trace(apply, params, jax.tree.map(_twice, inputs)))
     network, found, uncovered = network_of(apply, params, inputs)
     outputs, read, tangents_of = _run_tagged(network, found, jax.tree.leaves((params, inputs)))
     batch = outputs.shape[0]
@@ -97,7 +98,7 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
 
 
 def network_of(
-    apply: Apply, params: Params, inputs: ArrayOrShape
+    apply: Apply, params: Params, inputs: Inputs
 ) -> tuple[Flat, list[Part], dict[str, str]]:
     """Read a network on a minibatch, or on its shape.
 
@@ -109,7 +110,7 @@ def network_of(
     network = equations.flatten(apply, params, inputs)
     if [equation.primitive.name for equation in network.equations] != names:
         raise LayersNotFoundError(
-            f"The network does something else for {inputs.shape[0]} examples than for {MANY}. "
+            f"The network does something else for {num_rows(inputs)} examples than for {MANY}. "
             "Expected an apply that treats every example alike, however many there are."
         )
     return network, *group(reading, tree.names(params), jax.tree.leaves(params))
@@ -132,7 +133,7 @@ def output_layer(traced: Trace) -> int:
     return traced.last
 
 
-def check_output_layer(apply: Apply, params: Params, inputs: ArrayOrShape) -> Layer:
+def check_output_layer(apply: Apply, params: Params, inputs: Inputs) -> Layer:
     """Return the layer that `output_layer` finds, and raise its errors, from shapes only."""
     params = jax.tree.map(tree.shape_of, params)
     network, found, uncovered = network_of(apply, params, tree.shape_of(inputs, 2))
@@ -152,7 +153,7 @@ def _refuse_output(reason: str, shape: tuple[int, ...]) -> NoReturn:
     )
 
 
-def check_examples(apply: Apply, params: Params, inputs: ArrayOrShape) -> None:
+def check_examples(apply: Apply, params: Params, inputs: Inputs) -> None:
     """Check that a network does not mix the examples of a batch, as far as it can be read.
 
     Raises:
@@ -162,7 +163,7 @@ def check_examples(apply: Apply, params: Params, inputs: ArrayOrShape) -> None:
         _read(apply, params, inputs)
 
 
-def _read(apply: Apply, params: Params, inputs: ArrayOrShape) -> tuple[uses.Reading, list[str]]:
+def _read(apply: Apply, params: Params, inputs: Inputs) -> tuple[uses.Reading, list[str]]:
     # Imported outside of the `try`, so that its failure is not reported as one of the network.
     compat.import_kfac_jax()
     many = tree.shape_of(inputs, MANY)
@@ -184,6 +185,10 @@ def _read(apply: Apply, params: Params, inputs: ArrayOrShape) -> tuple[uses.Read
             "use running statistics."
         )
     return reading, [equation.primitive.name for equation in network.equations]
+
+
+def _twice(x: Array) -> Array:
+    return jnp.concatenate([x, x])
 
 
 def _first_example(traced: Trace) -> Trace:

@@ -58,9 +58,9 @@ class _Walk(NamedTuple):
 
 def read(network: Flat) -> Reading:
     """Read the uses of all leaves from the equations of a network on `MANY` examples."""
-    *leaves, inputs = network.arguments
+    leaves = network.leaves
     # A constant with an axis of examples, such as a recurrent network's initial state, is data.
-    data = {inputs, *(v for v, _ in network.constants if _has_examples(v))}
+    data = {*network.inputs, *(v for v, _ in network.constants if _has_examples(v))}
     shapes = [v.aval.shape for v in leaves]
     whole = [View(i, s, tuple((a,) for a in range(len(s)))) for i, s in enumerate(shapes)]
     consumers = Counter(v for e in network.equations for v in variables(e.invars))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax._core import checks
+from fisherjax._core.batches import take
 from fisherjax._layers.layer import Layer, assemble
 from fisherjax._layers.pairs import LayersNotFoundError, Trace, trace
 from fisherjax.fisher import _passes, kinds
@@ -95,7 +96,7 @@ def leaf_sums(
 
     def squares(example: Array, factor: Array) -> dict[str, Array]:
         def outputs(chosen: dict[str, Array]) -> Array:
-            return apply(template.restore(leaves | chosen), example[None])[0]
+            return apply(template.restore(leaves | chosen), take(example, None))[0]
 
         _, pullback = jax.vjp(outputs, {name: leaves[name] for name in names})
         # One forward pass serves several columns.

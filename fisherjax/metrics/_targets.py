@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 from fisherjax import _sequences
 from fisherjax._core import checks
+from fisherjax._core.batches import num_rows
 from fisherjax.likelihoods import bernoulli
 from fisherjax.typing import AnyArray, Array, Model
 
@@ -41,6 +42,6 @@ def for_inference(model: Model) -> Model:
 def check_batch_size(batch_size: int, inputs: AnyArray) -> int:
     """Check a batch size, and limit it to the number of inputs."""
     batch_size = checks.count("batch_size", batch_size)
-    if len(inputs) == 0:
+    if (number := num_rows(inputs)) == 0:
         raise ValueError("There are no inputs; expected at least one example.")
-    return min(batch_size, len(inputs))
+    return min(batch_size, number)

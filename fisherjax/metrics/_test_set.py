@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from fisherjax import _sequences, tree
 from fisherjax._core import checks, output_checks
+from fisherjax._core.batches import as_inputs, num_rows, take
 from fisherjax._core.compiler import jit
 from fisherjax._stacked import shapes_of_one
 from fisherjax.clients import weights_of
@@ -39,7 +40,8 @@ def logits(
         (3, 1)
     """
     checks.model(model)
-    params, model, inputs = checks.arrays(params), for_inference(model), jnp.asarray(inputs)
+    params, model = checks.arrays(params), for_inference(model)
+    inputs = jax.tree.map(jnp.asarray, as_inputs(inputs))
     output_checks.outputs(model, shapes_of_one(params) if stacked else params, inputs)
     run = _map_logits if stacked else _logits
     return run(model, check_batch_size(batch_size, inputs), params, inputs)
@@ -121,10 +123,11 @@ def ensemble_accuracy(
 @partial(jit, static_argnums=(0, 1))
 def _logits(model: Model, batch_size: int, params: Params, inputs: Array) -> Array:
     # Row numbers are padded instead of inputs: the padding evaluates row 0, and is cut off again.
-    rows = jnp.pad(jnp.arange(inputs.shape[0]), (0, -inputs.shape[0] % batch_size))
-    outputs = jax.lax.map(lambda r: model.apply(params, inputs[r]), rows.reshape(-1, batch_size))
+    number = num_rows(inputs)
+    rows = jnp.pad(jnp.arange(number), (0, -number % batch_size)).reshape(-1, batch_size)
+    outputs = jax.lax.map(lambda r: model.apply(params, take(inputs, r)), rows)
     # [minibatches, B, ..., C] to [N, ..., C].
-    return outputs.reshape(-1, *outputs.shape[2:])[: inputs.shape[0]]
+    return outputs.reshape(-1, *outputs.shape[2:])[:number]
 
 
 @partial(jit, static_argnums=(0, 1))
@@ -139,7 +142,7 @@ def _used_rows(examples: Examples) -> tuple[AnyArray, AnyArray | None, AnyArray 
     inputs, targets, indices, weights = examples
     if indices is None:
         return inputs, targets, weights
-    return inputs[indices], None if targets is None else targets[indices], weights
+    return take(inputs, indices), None if targets is None else targets[indices], weights
 
 
 def _accuracy(model: Model, outputs: Array, examples: Examples) -> Array:
