@@ -63,6 +63,8 @@ class Likelihood(NamedTuple):
             position, weighted by r, without computing the columns; None computes them.
         signs: `(key, shape [K, B, ...], dtype)`, draws r for curvature propagation; None is
             `jax.random.rademacher`.
+        correct: `(z, y) -> [B, ...] or the shape of z`, whether each prediction is correct; None
+            if there is no such thing, as for real numbers.
     """
 
     negative_log_likelihood: Callable[[Array, Any], Array]
@@ -71,6 +73,7 @@ class Likelihood(NamedTuple):
     check: Callable[[tuple[int, ...], AnyArray], None]
     combine: Callable[[Array, Array], Array] | None = None
     signs: Callable[[Key, tuple[int, ...], Any], Array] | None = None
+    correct: Callable[[Array, Any], Array] | None = None
 
 
 # A class of its own, because a NamedTuple cannot define `__new__`, as `Model` does.

@@ -65,6 +65,7 @@ ORDER = [
     "__main__",
 ]
 BUILT = {  # folders whose files build on one another
+    "likelihoods": ["_distributions", "_custom"],
     "_core": ["caching", "compat", "compiler", "linalg", "batches", "checks", "output_checks"],
     "_layers": [
         *("equations", "views", "operations", "uses", "normalized_values", "normalization"),

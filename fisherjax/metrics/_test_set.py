@@ -11,13 +11,11 @@ from fisherjax._core.batches import as_inputs, num_rows, take
 from fisherjax._core.compiler import jit
 from fisherjax._stacked import shapes_of_one
 from fisherjax.clients import weights_of
-from fisherjax.likelihoods import bernoulli, categorical, gaussian
 from fisherjax.metrics._targets import (
     check_batch_size,
     correct,
     counted,
     for_inference,
-    is_bernoulli,
 )
 from fisherjax.typing import AnyArray, Array, Examples, Model, Params
 
@@ -59,6 +57,7 @@ def accuracy(
 
     * Classes: top-1 accuracy, mean_n 1{argmax z_n = y_n}.
     * Independent bits, the Bernoulli likelihood: mean_nc 1{(z_nc > 0) = (y_nc > 1/2)}.
+    * A loss of your own: by the function `correct` of `likelihoods.custom`.
     * Sequences: the mean over all positions that count by the model's `positions` and whose label
       is not -100.
 
@@ -74,7 +73,7 @@ def accuracy(
 
     Raises:
         ValueError: If the targets are not one class label for each output vector, or one bit for
-            each output, or if the model's outputs are means of a Gaussian.
+            each output, or if the model's likelihood has no `correct`, such as a Gaussian.
         TypeError: If class labels are not integers.
 
     Example:
@@ -147,19 +146,21 @@ def _used_rows(examples: Examples) -> tuple[AnyArray, AnyArray | None, AnyArray 
 
 def _accuracy(model: Model, outputs: Array, examples: Examples) -> Array:
     """Compute the accuracy of outputs, an average over targets with the weights of examples."""
-    if model.likelihood.factor is gaussian.factor:
+    if model.likelihood.correct is None:
         raise ValueError(
-            "The outputs of this model are means of a Gaussian, which have no accuracy; expected "
-            "classes or bits. Use metrics.performance(...).loss, half the sum of an example's "
-            "squared errors, or compute another measure of metrics.logits."
+            "The outputs of this model are means of a Gaussian, or those of a loss of your own, "
+            "which have no accuracy; expected classes, bits, or likelihoods.custom(loss, "
+            "correct=...). Use metrics.performance(...).loss, which for a Gaussian is half the sum "
+            "of an example's squared errors, or compute another measure of metrics.logits."
         )
     if (targets := examples.targets) is None:
-        meaning = "bit for each output" if is_bernoulli(model) else "class label for each output"
-        raise ValueError(f"targets are None; accuracy needs one {meaning}.")
+        raise ValueError(
+            "targets are None; accuracy needs one class label, or one bit for each output."
+        )
     # A shape that can be broadcast would compare every output with every target.
     targets = jnp.asarray(targets)
     known = output_checks.replace_ignored(model, outputs.shape, targets)
-    (bernoulli if is_bernoulli(model) else categorical).check(outputs.shape, known)
+    model.likelihood.check(outputs.shape, known)
     hits = correct(model, outputs, targets)
     if model.positions is None and examples.weights is None:
         return hits.mean()

@@ -121,9 +121,7 @@ def _divergence(z: Array, target: Array) -> Array:
     return optax.losses.kl_divergence(jax.nn.log_softmax(z), target)
 
 
-def _accept(shape: tuple[int, ...], y: Array) -> None:
-    del shape, y  # targets are made here and fit the outputs
-
-
-# For targets that are probabilities [B, C].
-_SOFT = likelihoods.categorical._replace(negative_log_likelihood=_divergence, check=_accept)
+# For targets that are probabilities [B, C]. They are made here and fit the outputs.
+_SOFT = likelihoods.categorical._replace(
+    negative_log_likelihood=_divergence, check=likelihoods.unknown.check, correct=None
+)
