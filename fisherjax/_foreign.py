@@ -1,4 +1,7 @@
-"""Read arrays of other libraries, such as PyTorch tensors, by NumPy's protocol."""
+"""Read arrays of other libraries, such as PyTorch tensors, by NumPy's protocol.
+
+NumPy's own subclasses, such as `numpy.memmap`, become plain views without a copy.
+"""
 
 from typing import Any
 
@@ -16,7 +19,8 @@ def as_array(value: Any, what: str) -> Any:
         >>> as_array([[1, 2], [3, 4]], "inputs").shape
         (2, 2)
     """
-    if isinstance(value, (jax.Array, np.ndarray)):
+    # Masked entries are refused by name where dtypes are.
+    if isinstance(value, jax.Array) or (isinstance(value, np.ndarray) and np.ma.is_masked(value)):
         return value
     try:
         return np.asarray(value)
@@ -26,7 +30,8 @@ def as_array(value: Any, what: str) -> Any:
         raise TypeError(
             f"{what} of type {type(value).__name__} cannot be read as an array "
             f"({type(error).__name__}: {first_line}). Expected rows of equal lengths, or an array "
-            "in the CPU's memory: of a PyTorch tensor pass x.detach().cpu().numpy()."
+            "in the CPU's memory: of a PyTorch tensor pass x.detach().cpu().numpy(), and of one of "
+            "bfloat16 x.float() first."
         ) from error
 
 
@@ -35,7 +40,7 @@ def as_arrays(tree: Any, what: str) -> Any:
 
     def one(leaf: Any) -> Any:
         # A pytree may hold tracers, shapes and placeholders.
-        is_known = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+        is_known = isinstance(leaf, (jax.Array, np.generic)) or type(leaf) is np.ndarray
         return leaf if is_known or not hasattr(leaf, "__array__") else as_array(leaf, what)
 
     return jax.tree.map(one, tree)

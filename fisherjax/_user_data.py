@@ -32,8 +32,9 @@ def whole(data: Any, what: str = "data") -> tuple[Inputs, AnyArray]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         length = f" of {len(data)}" if isinstance(data, (tuple, list)) else ""
         raise TypeError(
-            f"{what} is {checks.kind_of(data)}{length}; expected Dataset, Examples or a pair "
-            "(inputs, targets)."
+            f"{what} is {checks.kind_of(data)}{length}; expected fisherjax's Dataset or Examples, "
+            "or a pair (inputs, targets), such as (data['image'], data['label']). Batches, as of a "
+            "PyTorch DataLoader, become Examples by clients.from_batches."
         )
     if pair[1] is None:
         raise TypeError(f"{what} has no targets; expected one for each example.")
@@ -69,9 +70,8 @@ def client_by_client(data: Any) -> tuple[Any, AnyArray, list[np.ndarray]]:
     is_one = hasattr(data, "inputs") or not isinstance(data, Sequence)
     if is_one or any(hasattr(own, "dtype") for own in data):
         raise TypeError(
-            f"partition is None, and data is {checks.kind_of(data)} that is no list with one pair "
-            "(inputs, targets) for each client; expected such a list, or the rows of each client "
-            "as partition."
+            f"partition is None and data is {checks.kind_of(data)}; expected a list with one pair "
+            "(inputs, targets) for each client, or the rows of each client as partition."
         )
     pairs = [whole(own, f"client {client}") for client, own in enumerate(data)]
     inputs, targets = _concatenated(pairs, "client")
@@ -97,7 +97,8 @@ def from_batches(batches: Iterable[Any]) -> Examples:
         >>> examples.inputs.shape, examples.targets.tolist()
         ((3, 3), [0, 1, 1])
     """
-    checks.instance("batches", batches, Iterable, "batches (inputs, targets)")
+    hint = "batches (inputs, targets), such as DataLoader(data, batch_size=256)"
+    checks.instance("batches", batches, Iterable, hint)
     pairs = [whole(one, f"batch {number}") for number, one in enumerate(batches)]
     return Examples(*_concatenated(pairs, "batch"))
 

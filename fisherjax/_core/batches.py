@@ -3,6 +3,7 @@
 A list is no container here but rows, as NumPy reads it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -60,7 +61,8 @@ def as_inputs(inputs: Any, what: str = "inputs") -> Inputs:
         >>> as_inputs({"left": [[1, 2], [3, 4]]})["left"].shape
         (2, 2)
     """
-    named = {name: as_array_of_numbers(x, name) for name, x in named_leaves(inputs, what).items()}
+    leaves = named_leaves(inputs, what) or {what: inputs}
+    named = {name: as_array_of_numbers(x, name) for name, x in leaves.items()}
     if len({x.shape[:1] for x in named.values()} - {()}) != 1 or not all(
         x.ndim for x in named.values()
     ):
@@ -79,13 +81,14 @@ def _is_list(x: Any) -> bool:
 
 def as_array_of_numbers(value: Any, what: str) -> AnyArray:
     """Return an array of any library, or a list, as one that JAX takes without changing a value."""
-    found = as_array(value, what)
+    # NumPy reads the keys of a mapping.
+    found = np.asarray(None) if isinstance(value, Mapping) else as_array(value, what)
     if found.dtype == object and found.ndim == 0:
         raise TypeError(
-            f"{what} is of type {type(value).__name__}; expected an array, a list of rows, or a "
-            "dict or tuple of these. Batches, as of a DataLoader, become arrays by "
-            "clients.from_batches; a class of your own becomes a pytree by "
-            "jax.tree_util.register_dataclass."
+            f"{what} is of type {type(value).__name__}; expected an array or a list of rows, and "
+            "for several inputs a dict or a tuple of these. Batches, as of a DataLoader, become "
+            "arrays by clients.from_batches, another mapping by dict(x), and a class of your own "
+            "a pytree by jax.tree_util.register_dataclass."
         )
     found = tree.to_native(found, what)
     check_range(found, what)

@@ -199,17 +199,18 @@ def floating(params: Params, what: str = "params") -> None:
 
 
 def arrays(params: Params, what: str = "params") -> Params:
-    """Check params, and return them with Python's floats turned into arrays.
+    """Check params, and return them with Python's floats and foreign arrays turned into arrays.
 
     Every public function that takes params calls it first, so that a float is an array of shape ()
-    and of JAX's default precision everywhere.
+    and of JAX's default precision everywhere, and a PyTorch tensor one of NumPy.
 
     Example:
         >>> arrays({"scale": 2.0, "w": jnp.ones(2)})["scale"].shape
         ()
     """
+    params = tree.as_arrays(params)
     floating(params, what)
-    return tree.as_arrays(params)
+    return params
 
 
 def stacked(params: Params, num_clients: int, what: str = "the stacked params") -> None:
@@ -232,7 +233,10 @@ def examples(value: Examples) -> None:
     rest = {"targets": targets, "indices": indices, "weights": weights}
     for name, x in (arrays_of | {k: x for k, x in rest.items() if x is not None}).items():
         if not getattr(x, "ndim", 0):
-            raise TypeError(f"{name} is {kind_of(x)}; expected an array with an axis of examples.")
+            raise TypeError(
+                f"{name} is {kind_of(x)}; expected an array with an axis of examples, such as "
+                "numpy.asarray returns."
+            )
         _native(name, x)
         batches.check_range(x, name)
     number = batches.num_rows(inputs)

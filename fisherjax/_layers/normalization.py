@@ -61,6 +61,7 @@ def normalizations(model: Model, params: Params, inputs: Inputs) -> frozenset[st
         frozenset({'a'})
     """
     checks.model(model)
+    params = tree.as_arrays(params)
     output_checks.outputs(model, params, inputs)
     network, names = _flatten(model, params, inputs), tree.names(params)
     leaves = network.leaves
