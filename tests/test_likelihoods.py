@@ -238,16 +238,18 @@ POISSON = likelihoods.custom(
 ALONE = likelihoods.custom(poisson_loss)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES[1:])
 def test_label_smoothing_of_ones_own_is_that_of_the_library(x64, shape):
     own = likelihoods.custom(label_smoothing, like=likelihoods.categorical)
     assert own is likelihoods.custom(label_smoothing, like=likelihoods.categorical)
     z, y = outputs(shape, 3.0), np.random.default_rng(1).integers(0, 3, shape[:-1])
-    found, expected = (
-        jax.value_and_grad(lambda z, x=x: x.negative_log_likelihood(z, y).sum())(z)
-        for x in (own, likelihoods.smoothed(0.1))
-    )
-    for left, right in zip(found, expected, strict=True):
+
+    @jax.jit
+    def both(z):
+        losses = [x.negative_log_likelihood for x in (own, likelihoods.smoothed(0.1))]
+        return [jax.value_and_grad(lambda z, f=f: f(z, y).sum())(z) for f in losses]
+
+    for left, right in zip(*both(z), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
     # Everything else is that of classes.
     assert likelihoods.is_categorical(own)
