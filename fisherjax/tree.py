@@ -234,8 +234,7 @@ def to_native(tree: Any, what: str = "the pytree") -> Any:
 
     def one(path: Any, leaf: Any) -> Any:
         dtype = getattr(leaf, "dtype", None)
-        # The dtypes of JAX's keys are not NumPy dtypes.
-        if not isinstance(dtype, np.dtype):
+        if not isinstance(dtype, np.dtype):  # such as that of JAX's keys
             return leaf
         is_number = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
         # NumPy counts timedelta64 as an integer.

@@ -17,11 +17,11 @@ from fisherjax.metrics._targets import (
     counted,
     for_inference,
 )
-from fisherjax.typing import AnyArray, Array, Examples, Model, Params
+from fisherjax.typing import AnyArray, Array, Examples, Inputs, Model, Params
 
 
 def logits(
-    model: Model, params: Params, inputs: AnyArray, *, stacked: bool = False, batch_size: int = 500
+    model: Model, params: Params, inputs: Inputs, *, stacked: bool = False, batch_size: int = 500
 ) -> Array:
     """Compute the outputs [N, ..., C] of a network for inputs [N, ...], `batch_size` at a time.
 
@@ -120,7 +120,7 @@ def ensemble_accuracy(
 
 
 @partial(jit, static_argnums=(0, 1))
-def _logits(model: Model, batch_size: int, params: Params, inputs: Array) -> Array:
+def _logits(model: Model, batch_size: int, params: Params, inputs: Inputs) -> Array:
     # Row numbers are padded instead of inputs: the padding evaluates row 0, and is cut off again.
     number = num_rows(inputs)
     rows = jnp.pad(jnp.arange(number), (0, -number % batch_size)).reshape(-1, batch_size)
@@ -130,7 +130,7 @@ def _logits(model: Model, batch_size: int, params: Params, inputs: Array) -> Arr
 
 
 @partial(jit, static_argnums=(0, 1))
-def _map_logits(model: Model, batch_size: int, stacked: Params, inputs: Array) -> Array:
+def _map_logits(model: Model, batch_size: int, stacked: Params, inputs: Inputs) -> Array:
     # One model after another, so that memory holds the activations of only one.
     return jax.lax.map(lambda params: _logits(model, batch_size, params, inputs), stacked)
 
