@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax.likelihoods._distributions import columns_of, over_examples
@@ -112,7 +113,8 @@ def _check_custom(loss: Callable, shape: tuple[int, ...], y: AnyArray) -> None:
             f"The outputs have shape {tuple(shape)} and the targets {tuple(y.shape)}; expected one "
             f"target for each output vector, [{', '.join(map(str, shape[:-1]))}, ...]."
         )
-    given = jax.ShapeDtypeStruct(shape[-1:], float), jax.ShapeDtypeStruct(y.shape[axes:], y.dtype)
+    z = jax.ShapeDtypeStruct(tuple(shape[-1:]), jnp.result_type(float))
+    given = z, jax.ShapeDtypeStruct(y.shape[axes:], tree.shape_of(y).dtype)
     of = f"an output vector of shape {given[0].shape} and a target of shape {given[1].shape}"
     try:
         found = jax.eval_shape(loss, *given)
