@@ -233,8 +233,9 @@ def examples(value: Examples) -> None:
     rest = {"targets": targets, "indices": indices, "weights": weights}
     for name, x in (arrays_of | {k: x for k, x in rest.items() if x is not None}).items():
         if not getattr(x, "ndim", 0):
+            given = kind_of(x) if jax.tree.leaves(x) else repr(x)
             raise TypeError(
-                f"{name} is {kind_of(x)}; expected an array with an axis of examples, such as "
+                f"{name} is {given}; expected an array with an axis of examples, such as "
                 "numpy.asarray returns."
             )
         _native(name, x)

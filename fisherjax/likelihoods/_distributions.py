@@ -218,9 +218,9 @@ def regression_targets(likelihood: Likelihood, y: Array, outputs: int) -> Array:
     """
     if is_categorical(likelihood):
         return jax.nn.one_hot(y, outputs)
-    if likelihood.factor is bernoulli.factor:
+    if likelihood is bernoulli:
         return 2 * y.astype(float) - 1
-    if likelihood.factor is gaussian.factor:
+    if likelihood is gaussian:
         return y
     raise ValueError(
         "Least squares need targets of the categorical, Gaussian or Bernoulli likelihood; this "
