@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax._core import checks
-from fisherjax.typing import AnyArray, Array, Examples, Key
+from fisherjax._core import batches, checks
+from fisherjax.typing import AnyArray, Array, Examples, Inputs, Key
 
-Minibatch = tuple[Array, Any, Array]  # inputs [B, ...], targets or None, weights [B]
+Minibatch = tuple[Any, Any, Array]  # inputs [B, ...], targets or None, weights [B]
 
 
 def minibatches(
@@ -55,10 +55,10 @@ def minibatches(
     return jax.lax.div(used + length - 1, np.int32(length)), batch
 
 
-def _select(values: AnyArray, rows: Array) -> Array:
+def _select(values: Inputs, rows: Array) -> Any:
     """Select rows by numbers that are in bounds, and so need no checks in the program."""
-    chosen = jnp.asarray(values).at[rows]
-    return chosen.get(mode="promise_in_bounds", wrap_negative_indices=False)
+    how = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+    return jax.tree.map(lambda x: jnp.asarray(x).at[rows].get(**how), values)
 
 
 def shuffled(key: Key, examples: Examples) -> Examples:
@@ -113,10 +113,15 @@ def num_batches(sizes: Array, batch_size: int) -> Array:
     return -(-sizes // batch_size)
 
 
+def num_rows(examples: Examples) -> int:
+    """Return the number of rows in use, padding included."""
+    return batches.num_rows(examples.inputs if examples.indices is None else examples.indices)
+
+
 def rows_of(examples: Examples) -> tuple[AnyArray, Array]:
     """Return the rows in use and their weights, by default all rows and weights of one."""
     rows = examples.indices
-    rows = jnp.arange(examples.inputs.shape[0], dtype=jnp.int32) if rows is None else rows
+    rows = jnp.arange(num_rows(examples), dtype=jnp.int32) if rows is None else rows
     return rows, jnp.asarray(weights_of(examples), float)
 
 
@@ -124,5 +129,4 @@ def weights_of(examples: Examples) -> AnyArray:
     """Return the weights of the rows in use, by default ones."""
     if examples.weights is not None:
         return examples.weights
-    rows = examples.inputs if examples.indices is None else examples.indices
-    return jnp.ones(rows.shape[:1])
+    return jnp.ones(num_rows(examples))

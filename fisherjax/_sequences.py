@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax._core import output_checks
-from fisherjax.typing import AnyArray, Array, Examples, Key, Likelihood, Model, Positions
+from fisherjax._core import batches, output_checks
+from fisherjax.typing import AnyArray, Array, Examples, Inputs, Key, Likelihood, Model, Positions
 
 _AT_ONCE = 256  # examples whose positions are evaluated in one batch
 
 
-def counted_positions(model: Model, inputs: AnyArray) -> Array | None:
+def counted_positions(model: Model, inputs: Inputs) -> Array | None:
     """Return which positions count, booleans [B, T], or None if the model has no `positions`.
 
     Raises:
@@ -40,7 +40,7 @@ def counted_positions(model: Model, inputs: AnyArray) -> Array | None:
     return None if model.positions is None else _evaluate(model.positions, inputs)
 
 
-def _evaluate(positions: Positions, inputs: AnyArray) -> Array:
+def _evaluate(positions: Positions, inputs: Inputs) -> Array:
     output_checks.positions(positions, inputs)
     return jnp.asarray(positions(inputs)) != 0
 
@@ -59,18 +59,20 @@ def drop_uncounted(model: Model, examples: Examples) -> Examples:
         return examples
     inputs, _, indices, weights = examples
 
-    def counts(one: AnyArray) -> Array:
-        return _evaluate(positions, one[None]).any()
+    rows = jnp.arange(batches.num_rows(inputs)) if indices is None else indices
+    inputs = jax.tree.map(jnp.asarray, inputs)
 
-    rows, inputs = jnp.arange(len(inputs)) if indices is None else indices, jnp.asarray(inputs)
+    def counts(row: Array) -> Array:
+        return _evaluate(positions, batches.take(inputs, row[None])).any()
+
     # Rows are mapped in batches: the inputs of a client are never copied as a whole.
-    is_counted = jax.lax.map(lambda row: counts(inputs[row]), rows, batch_size=_AT_ONCE)
+    is_counted = jax.lax.map(counts, rows, batch_size=_AT_ONCE)
     weights = jnp.ones(is_counted.shape) if weights is None else weights
     return examples._replace(weights=jnp.where(is_counted, weights, 0))
 
 
 def counted_targets(
-    model: Model, inputs: AnyArray, shape: tuple[int, ...], targets: AnyArray
+    model: Model, inputs: Inputs, shape: tuple[int, ...], targets: AnyArray
 ) -> Array | None:
     """Return which output vectors of shape [B, T, ..., C] have a target, or None if all have."""
     if model.positions is None or not output_checks.are_positions(model, inputs, shape):
@@ -78,7 +80,7 @@ def counted_targets(
     return _with_label(shape, targets, _mask(_evaluate(model.positions, inputs), shape))
 
 
-def likelihood(model: Model, inputs: AnyArray, shape: tuple[int, ...]) -> Likelihood:
+def likelihood(model: Model, inputs: Inputs, shape: tuple[int, ...]) -> Likelihood:
     """Return a likelihood of outputs of this shape that masks positions that do not count."""
     if model.positions is None or not output_checks.are_positions(model, inputs, shape):
         return model.likelihood

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax._minibatches import (
@@ -26,6 +25,7 @@ from fisherjax._minibatches import (
     shuffled,
     weights_of,
 )
+from fisherjax._user_data import client_by_client, from_batches, whole
 from fisherjax.devices import client_mesh, mesh_of, replicate
 from fisherjax.parallel import Spread, in_order
 from fisherjax.partition.checks import client_rows
@@ -44,6 +44,7 @@ __all__ = [
     "client_key",
     "draw",
     "federation",
+    "from_batches",
     "hold_out",
     "ids",
     "minibatches",
@@ -68,14 +69,15 @@ class Federation(NamedTuple):
     """The data of all clients.
 
     Attributes:
-        inputs: [N, ...], the inputs of all clients, in one copy; images stay uint8.
+        inputs: [N, ...], the inputs of all clients, in one copy, or a pytree of such arrays; images
+            stay uint8.
         targets: [N, ...], the targets of all clients.
         indices: [M, n_max], the rows of each client, padded with 0.
         sizes: [M], the numbers of examples n_i.
         ids: [M], the integers with which each client's keys are folded; None is 0 to M - 1.
     """
 
-    inputs: Array
+    inputs: Any
     targets: Array
     indices: Array
     sizes: Array
@@ -121,35 +123,36 @@ def shares(weights: Any) -> Any:
 _shares_on_device = jit(shares)
 
 
-def federation(data: Any, partition: Partition) -> Federation:
-    """Make a federation of clients from data and a partition, on the device.
+def federation(data: Any, partition: Partition | None = None) -> Federation:
+    """Make a federation of clients, on the device, from data and a partition or client by client.
 
     Args:
         data: A `datasets.Dataset`, `Examples`, or a pair (inputs [N, ...], targets [N, ...]).
+            Inputs may be a dict, a tuple or another pytree of arrays [N, ...]. Arrays may be those
+            of any library that NumPy reads, such as PyTorch tensors on a CPU, or lists of rows.
+            Without a partition, a sequence of one such data set for each client, whose examples
+            are copied into one array.
         partition: The rows [n_i] of each client; a client may have none.
 
     Raises:
-        ValueError: If inputs and targets differ in length, a row does not exist, or no row is
-            given.
-        TypeError: If rows are not integers.
+        ValueError: If inputs and targets differ in length, clients differ in shape or dtype, a row
+            does not exist, or no client has an example.
+        TypeError: If rows are not integers, or data are not numbers.
 
     Example:
         >>> print(federation((np.zeros(5), np.zeros(5)), [[3, 1, 0], [4]]).indices)
         [[3 1 0]
          [4 0 0]]
+        >>> print(federation([(np.zeros(2), np.zeros(2)), (np.ones(1), np.ones(1))]).indices)
+        [[0 1]
+         [2 0]]
     """
-    pair = (data.inputs, data.targets) if hasattr(data, "inputs") else data
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"data is a {type(data).__name__}; expected Dataset or (inputs, targets).")
-    checks.instance("partition", partition, Iterable, "the rows of every client")
-    inputs, targets = (x if hasattr(x, "ndim") else np.asarray(x) for x in pair)
-    inputs, targets = tree.to_native(inputs, "inputs"), tree.to_native(targets, "targets")
-    if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
-        raise ValueError(
-            f"inputs have shape {inputs.shape} and targets {targets.shape}; expected both to have "
-            "one row for each example."
-        )
-    rows = [client_rows(rows, client, len(inputs)) for client, rows in enumerate(partition)]
+    if partition is None:
+        inputs, targets, rows = client_by_client(data)
+    else:
+        inputs, targets = whole(data)
+        checks.instance("partition", partition, Iterable, "the rows of every client")
+        rows = [client_rows(own, client, len(targets)) for client, own in enumerate(partition)]
     sizes = np.array([len(part) for part in rows], np.int32)
     if sizes.sum() == 0:
         raise ValueError(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.typing import Apply, Array, ArrayOrShape, Model, Params
+from fisherjax.typing import Apply, Array, Inputs, Key, Model, Params
 
 TRAINED, STATISTICS, FROZEN = "trained", "statistics", "frozen"
 # Equations that call a function with their own arguments in the same order.
@@ -41,7 +41,7 @@ class Leaves(NamedTuple):
     frozen: Params
 
 
-def split(model: Model, params: Params, inputs: ArrayOrShape, batch_size: int = 2) -> Leaves:
+def split(model: Model, params: Params, inputs: Inputs, batch_size: int = 2) -> Leaves:
     """Split the leaves of a network's params by kind.
 
     Args:
@@ -162,18 +162,16 @@ def select(kind: Params, values: Any) -> Params:
     return jax.tree.unflatten(structure, [None if x is None else new for x, new in pairs])
 
 
-def kinds(
-    model: Model, params: Params, inputs: ArrayOrShape, batch_size: int = 2
-) -> tuple[str, ...]:
+def kinds(model: Model, params: Params, inputs: Inputs, batch_size: int = 2) -> tuple[str, ...]:
     """Return the kind of each leaf in order; the arguments are those of `split`."""
     mask = checks.mask(model, params)
     if all(mask):
         return (TRAINED,) * len(mask)
     returned = (False,) * len(mask)
     if model.apply_train is not None:
-        shapes, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, params))
-        few = tree.shape_of(inputs, batch_size)
-        returned = _returned(model.apply_train, structure, tuple(shapes), few)
+        given = tree.shape_of(params), tree.shape_of(inputs, batch_size)
+        shapes, structure = jax.tree.flatten(given)
+        returned = _returned(model.apply_train, structure, tuple(shapes), batch_size)
     return tuple(
         TRAINED if chosen else STATISTICS if new else FROZEN
         for chosen, new in zip(mask, returned, strict=True)
@@ -240,19 +238,19 @@ def check_all_trained(method: str, *others: Params) -> None:
 # Tracing a network is slow, so that equal shapes are traced once.
 @cached
 def _returned(
-    apply_train: Callable, structure: Any, shapes: tuple, inputs: Any
+    apply_train: Callable, structure: Any, shapes: tuple, batch_size: int
 ) -> tuple[bool, ...]:
     """Return for each leaf whether `apply_train` returns another value than its input."""
 
-    def new_leaves(leaves: list[Array], *rest: Any) -> list[Array]:
-        params = jax.tree.unflatten(structure, leaves)
-        _, new = apply_train(params, *rest)
+    def new_leaves(leaves: list[Array], key: Key, weights: Array) -> list[Array]:
+        params, inputs = jax.tree.unflatten(structure, leaves)
+        _, new = apply_train(params, inputs, key, weights)
         # It does not change a leaf that it does not return.
-        return leaves if new is None else jax.tree.leaves(join(select(params, new), params))
+        return jax.tree.leaves(params if new is None else join(select(params, new), params))
 
     key = jax.eval_shape(partial(jax.random.key, 0))
-    weights = jax.ShapeDtypeStruct(inputs.shape[:1], jnp.result_type(float))
-    program = jax.make_jaxpr(new_leaves)(list(shapes), inputs, key, weights).jaxpr
+    weights = jax.ShapeDtypeStruct((batch_size,), jnp.result_type(float))
+    program = jax.make_jaxpr(new_leaves)(list(shapes), key, weights).jaxpr
     return tuple(_origin(program, x) != place for place, x in enumerate(program.outvars))
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fisherjax import _foreign
 from fisherjax.typing import AnyArray, Array
 
 _TOO_WIDE = {"longdouble", "clongdouble", "float96", "float128", "complex192", "complex256"}
@@ -55,8 +56,8 @@ def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return dict(zip(names(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
 
 
-def shape_of(x: Any, size: int | None = None) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a number or an array in JAX, with `size` rows if given.
+def shape_of(tree: Any, size: int | None = None) -> Any:
+    """Return the shapes and dtypes of numbers or arrays in JAX, with `size` rows if given.
 
     Example:
         >>> import numpy as np
@@ -64,19 +65,23 @@ def shape_of(x: Any, size: int | None = None) -> jax.ShapeDtypeStruct:
         >>> found.shape, found.dtype
         ((5, 2), dtype('float32'))
     """
-    shape = jnp.shape(x) if size is None else (size, *jnp.shape(x)[1:])
-    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        shape = jnp.shape(x) if size is None else (size, *jnp.shape(x)[1:])
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+    return jax.tree.map(one, _foreign.as_arrays(tree, "A leaf"))
 
 
 def as_arrays(tree: Any) -> Any:
-    """Return a pytree with arrays of shape () in place of Python's floats.
+    """Return a pytree with arrays in place of Python's floats and of other libraries' arrays.
 
     Example:
         >>> as_arrays({"scale": 2.0, "w": jnp.ones(2)})["scale"].shape
         ()
     """
-    # Without a dtype they would be weakly typed, and programs would compile again for them.
-    default = jnp.result_type(float)
+    default = jnp.result_type(float)  # else they would be weakly typed, and programs compile again
+    tree = _foreign.as_arrays(tree, "A leaf")
     return jax.tree.map(lambda x: jnp.asarray(x, default) if type(x) is float else x, tree)
 
 
@@ -119,8 +124,8 @@ def inner(left: Any, right: Any) -> Array:
 def weighted_sum(stacked: Any, weights: Array) -> Any:
     """Sum floating leaves [M, ...] over the clients with weights [M], sum_i w_i x_i.
 
-    Clients of weight zero have no influence if their values are finite. The sums are computed in at
-    least float32, because weights that are rounded to bfloat16 no longer add up to one.
+    Clients of weight zero have no influence if their values are finite. Sums are at least float32,
+    because weights in bfloat16 do not add up to one.
 
     Example:
         >>> print(weighted_sum({"w": jnp.array([[1.0], [3.0]])}, jnp.array([0.5, 0.5]))["w"])
@@ -187,8 +192,7 @@ def exponent(x: Array) -> Array:
 def power_of_two(x: Array) -> Array:
     """Return the power of two for which the largest |entry| divided by it is between 1 and 2.
 
-    It is 1 if all entries are zero. Squares of entries that are divided by it cannot overflow, and
-    the division rounds nothing.
+    It is 1 if all are zero. Entries divided by it are exact, and their squares do not overflow.
     """
     found = exponent(x)
     return times_power(jnp.ones((), x.dtype), jnp.where(found == ZERO_EXPONENT, 0, found - 1))
@@ -220,7 +224,7 @@ def to_native(tree: Any, what: str = "the pytree") -> Any:
     """Return arrays in this machine's byte order; check that JAX supports their dtypes.
 
     Raises:
-        TypeError: If a leaf holds text, objects, records, dates or floats of more than 64 bits.
+        TypeError: If a leaf holds text, objects, records, dates, masked entries or longdoubles.
 
     Example:
         >>> import numpy as np
@@ -230,17 +234,18 @@ def to_native(tree: Any, what: str = "the pytree") -> Any:
 
     def one(path: Any, leaf: Any) -> Any:
         dtype = getattr(leaf, "dtype", None)
-        # The dtypes of JAX's keys are not NumPy dtypes.
-        if not isinstance(dtype, np.dtype):
+        if not isinstance(dtype, np.dtype):  # such as that of JAX's keys
             return leaf
         is_number = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
         # NumPy counts timedelta64 as an integer.
-        if not is_number or dtype.kind == "m" or dtype.name in _TOO_WIDE:
+        masked = " with masked entries" * np.ma.is_masked(leaf)
+        if not is_number or dtype.kind == "m" or dtype.name in _TOO_WIDE or masked:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             leaf_of = f"Leaf '{name}' of {what}" if name else what
             raise TypeError(
-                f"{leaf_of} has dtype {dtype}, which JAX does not have; expected numbers of at "
-                "most 64 bits. Convert it, for instance by x.astype('float32')."
+                f"{leaf_of} has dtype {dtype}{masked}, which JAX does not have; expected numbers "
+                "of at most 64 bits: x.astype('float32'), of a masked array x.filled(0), or of "
+                "text numpy.unique(x, return_inverse=True)[1]."
             )
         return leaf if dtype.isnative else leaf.astype(dtype.newbyteorder("="))
 

@@ -20,13 +20,16 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from fisherjax._foreign import as_arrays
+
 Array: TypeAlias = jax.Array
 AnyArray: TypeAlias = jax.Array | np.ndarray  # of either library
-ArrayOrShape: TypeAlias = AnyArray | jax.ShapeDtypeStruct  # for functions that read the shape only
 Weights: TypeAlias = AnyArray | Sequence[float]  # one for each client, [M]
 Scalar: TypeAlias = jax.Array | float  # may be traced
 Key: TypeAlias = jax.Array  # typed, as `jax.random.key(seed)` makes it
 Params: TypeAlias = Any  # any pytree of floating arrays
+# An array [B, ...], or any pytree of arrays with this first axis; or their shapes.
+Inputs: TypeAlias = Any
 # Functions of `Model`, described there. Inputs are arrays of NumPy or JAX; the type of outputs is
 # Any, because flax and haiku declare no narrower type.
 Apply: TypeAlias = Callable[[Params, Any], Any]
@@ -60,6 +63,8 @@ class Likelihood(NamedTuple):
             position, weighted by r, without computing the columns; None computes them.
         signs: `(key, shape [K, B, ...], dtype)`, draws r for curvature propagation; None is
             `jax.random.rademacher`.
+        correct: `(z, y) -> [B, ...] or the shape of z`, whether each prediction is correct; None
+            if there is no such thing, as for real numbers.
     """
 
     negative_log_likelihood: Callable[[Array, Any], Array]
@@ -68,6 +73,7 @@ class Likelihood(NamedTuple):
     check: Callable[[tuple[int, ...], AnyArray], None]
     combine: Callable[[Array, Array], Array] | None = None
     signs: Callable[[Key, tuple[int, ...], Any], Array] | None = None
+    correct: Callable[[Array, Any], Array] | None = None
 
 
 # A class of its own, because a NamedTuple cannot define `__new__`, as `Model` does.
@@ -136,17 +142,37 @@ def _is_named(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
-class Examples(NamedTuple):
+class _Examples(NamedTuple):
+    inputs: Inputs
+    targets: AnyArray | None
+    indices: AnyArray | None
+    weights: AnyArray | None
+
+
+class Examples(_Examples):
     """The examples of one client, or a whole data set; a client's inputs are not copied.
 
     Attributes:
-        inputs: [N, ...], the inputs of all clients.
+        inputs: [N, ...], the inputs of all clients, or a pytree of such arrays, such as a dict.
+            Arrays of other libraries, such as PyTorch tensors, are read by NumPy's protocol.
         targets: [N, ...], the targets of all clients; None if nothing reads them.
         indices: [n], this client's rows, then padding; None is all rows in order.
         weights: [n], 0 for padding, 1 or another weight for an example; None is 1 for all.
     """
 
-    inputs: AnyArray
-    targets: AnyArray | None = None
-    indices: AnyArray | None = None
-    weights: AnyArray | None = None
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        inputs: Inputs,
+        targets: Any = None,
+        indices: Any = None,
+        weights: Any = None,
+    ) -> "Examples":
+        """Make examples of arrays of any library."""
+        given = inputs, targets, indices, weights
+        return super().__new__(cls, *map(as_arrays, given, cls._fields))
+
+    @classmethod
+    def _make(cls, fields: Iterable[Any]) -> "Examples":
+        return cls(*fields)

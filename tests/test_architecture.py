@@ -20,6 +20,7 @@ import fisherjax
 PACKAGE = Path(__file__).resolve().parents[1] / "fisherjax"
 
 ORDER = [
+    "_foreign",
     "typing",
     "tree",
     "_stacked",
@@ -38,6 +39,7 @@ ORDER = [
     "_division",
     "parallel",
     "_minibatches",
+    "_user_data",
     "clients",
     "_optimizers",
     "local_update",
@@ -64,7 +66,8 @@ ORDER = [
     "__main__",
 ]
 BUILT = {  # folders whose files build on one another
-    "_core": ["caching", "compat", "compiler", "linalg", "checks", "output_checks"],
+    "likelihoods": ["_distributions", "_custom"],
+    "_core": ["caching", "compat", "compiler", "linalg", "batches", "checks", "output_checks"],
     "_layers": [
         *("equations", "views", "operations", "uses", "normalized_values", "normalization"),
         *("layer", "feeders", "blocks", "arrangement", "pairs", "loops", "locations", "graph"),

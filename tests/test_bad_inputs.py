@@ -220,7 +220,7 @@ REFUSED = {
     ),
     "22 huge rows": no(lambda: fed([np.array([2**33])]), "8589934592; expected 0 to 39"),
     "partition of numbers": no(lambda: fed([0, 1]), r"client 0 have shape \(\)"),
-    "partition of nothing": no(lambda: fed(None), "partition is a NoneType"),
+    "partition of nothing": no(lambda: fed(None), "partition is None"),
     "partition is a number": no(lambda: fed(3), "partition is an int"),
     "data is nothing": no(lambda: fed([[0]], 3), "data is a"),
     "data is a triple": no(lambda: fed([[0]], (1, 2, 3)), "data is a tuple"),

@@ -1,6 +1,7 @@
 """Likelihoods: normalised, differentiable, and with an output factor that is their Fisher."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import fisherjax as fj
 from fisherjax import likelihoods
 
 NAMES = ("categorical", "gaussian", "bernoulli")
@@ -209,3 +211,133 @@ def test_a_class_of_probability_zero_costs_the_others_nothing():
     )(z)
     assert jnp.isclose(loss, jnp.log(2.0))
     assert jnp.allclose(gradient, jnp.array([[0.0, -0.5, 0.5]]))
+
+
+# Losses of one's own.
+
+
+def label_smoothing(z, y):
+    log_p = jax.nn.log_softmax(z)
+    return -0.9 * log_p[y] - 0.1 * log_p.mean()
+
+
+def poisson_loss(z, y):
+    return (jnp.exp(z) - y * z).sum()
+
+
+def as_many(z, y):
+    return (jnp.round(jnp.exp(z)) == y).all()
+
+
+POISSON = likelihoods.custom(
+    poisson_loss,
+    sample=lambda key, z: jax.random.poisson(key, jnp.exp(z)),
+    factor=lambda z: jnp.diag(jnp.exp(z / 2)),
+    correct=as_many,
+)
+ALONE = likelihoods.custom(poisson_loss)
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_label_smoothing_of_ones_own_is_that_of_the_library(x64, shape):
+    own = likelihoods.custom(label_smoothing, like=likelihoods.categorical)
+    assert own is likelihoods.custom(label_smoothing, like=likelihoods.categorical)
+    z, y = outputs(shape, 3.0), np.random.default_rng(1).integers(0, 3, shape[:-1])
+
+    @jax.jit
+    def both(z):
+        losses = [x.negative_log_likelihood for x in (own, likelihoods.smoothed(0.1))]
+        return [jax.value_and_grad(lambda z, f=f: f(z, y).sum())(z) for f in losses]
+
+    for left, right in zip(*both(z), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
+    # Everything else is that of classes.
+    assert likelihoods.is_categorical(own)
+    assert own.sample is likelihoods.categorical.sample
+    assert own.correct is likelihoods.categorical.correct
+    with pytest.raises(ValueError, match="between 0 and 2, got values from 3"):
+        own.check(shape, y + 3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_factor_of_one_output_vector_is_mapped_over_examples_and_positions(
+    x64, written_out, shape
+):
+    """Of a Poisson likelihood the expected Hessian is diag(exp(z)), in closed form."""
+    z = outputs(shape)
+    columns = np.asarray(written_out(POISSON.factor(z))).reshape(-1, len(z), z[0].size)
+    found = np.einsum("kni,knj->nij", columns, columns)
+    expected = [np.diag(np.exp(one.ravel())) for one in np.asarray(z)]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    y = np.random.default_rng(2).poisson(1.0, shape)
+    loss = (np.exp(z) - y * z).reshape(len(z), -1).sum(1)
+    np.testing.assert_allclose(POISSON.negative_log_likelihood(z, y), loss, rtol=1e-12)
+    right = (np.round(np.exp(z)) == y).all(-1)
+    np.testing.assert_array_equal(POISSON.correct(z, y), right)
+
+
+def test_each_output_vector_draws_its_own_target(key):
+    drawn = POISSON.sample(key, jnp.full((200, 3), 1.0))
+    assert drawn.shape == (200, 3)
+    assert len(np.unique(drawn[:, 0])) > 3
+    np.testing.assert_allclose(drawn.mean(), np.e, atol=5 * np.sqrt(np.e / 600))
+
+
+LINEAR = fj.Model(lambda params, x: x @ params, ALONE)
+COUNTED = fj.Examples(np.eye(3, dtype=np.float32), np.arange(6).reshape(3, 2))
+
+
+def test_the_empirical_fisher_of_a_loss_is_that_of_its_gradients():
+    """At outputs of zero the gradient of example n by row n of the weights is 1 - y_n."""
+    w = np.zeros((3, 2), np.float32)
+    found = fj.fisher.diagonal(LINEAR, w, COUNTED, kind=fj.fisher.empirical).entries
+    np.testing.assert_allclose(np.reshape(found, (3, 2)), (1 - COUNTED.targets) ** 2 / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (fj.fisher.automatic, "factor"),
+        (fj.fisher.true, "factor"),
+        (partial(fj.fisher.curvature_propagation, num_samples=2), "factor"),
+        (fj.fisher.sampled, "sample"),
+    ],
+)
+def test_what_a_loss_lacks_is_refused_where_a_method_is_made(key, kind, field):
+    words = rf"has no {field}.*kind=fisher.empirical, or likelihoods.custom\(loss, {field}="
+    for make in (fj.algorithms.fedfisher, fj.algorithms.fisher_merge, fj.algorithms.fedlpa):
+        with pytest.raises(ValueError, match=words):
+            make(LINEAR, kind=kind)
+    with pytest.raises(ValueError, match=words):
+        fj.fisher.kfac(LINEAR, np.zeros((3, 2), np.float32), COUNTED, kind=kind, key=key)
+    # With it, and with the data's targets, nothing is missing.
+    assert fj.algorithms.fedfisher(LINEAR._replace(likelihood=POISSON), kind=kind)
+    assert fj.algorithms.fedfisher(LINEAR, kind=fj.fisher.empirical)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda z, y: z - y, r"returned ShapeDtypeStruct\(shape=\(3,\).*one floating-point number"),
+        (lambda z, y: 1, "returned .*int.*expected one floating-point number"),
+        (lambda z, y: None, "returned None"),
+        (
+            lambda z, y: z @ y[0],
+            r"failed on an output vector of shape \(3,\) and a target of shape",
+        ),
+    ],
+)
+def test_a_loss_that_is_no_number_is_refused(loss, words):
+    with pytest.raises(ValueError, match=words):
+        likelihoods.custom(loss).check((5, 3), np.zeros(5, np.float32))
+
+
+def test_targets_that_are_not_one_for_each_output_vector_are_refused():
+    with pytest.raises(
+        ValueError, match=r"shape \(5, 2, 3\) and the targets \(5,\).*\[5, 2, \.\.\.\]"
+    ):
+        ALONE.check((5, 2, 3), np.zeros(5))
+    with pytest.raises(TypeError, match="loss is 3; expected a function"):
+        likelihoods.custom(3)
+    with pytest.raises(TypeError, match="like is a str; expected one such as likelihoods"):
+        likelihoods.custom(poisson_loss, like="poisson")

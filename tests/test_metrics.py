@@ -317,6 +317,35 @@ def test_accuracy_of_numbers_is_refused_with_what_to_use(world):
         metrics.ensemble_accuracy(numbers, models, np.ones(3) / 3, examples)
 
 
+def test_only_what_says_so_has_correct_predictions(world, shared_out):
+    """Counts are integers too: their largest output is no prediction of theirs."""
+    models, x, y = world
+    first = {"w": models["w"][0]}
+
+    def square(z, y):
+        return jnp.square(z - y).sum()
+
+    def is_near(z, y):
+        return jnp.abs(z[0] - y) < 1
+
+    plain, judged = (
+        fj.Model(regress, fj.likelihoods.custom(square, correct=f)) for f in (None, is_near)
+    )
+    found = metrics.performance(plain, first, shared_out)
+    assert np.isnan(found.accuracy[np.asarray(found.sizes) > 0]).all()
+    with pytest.raises(ValueError, match=r"a loss of your own.*custom\(loss, correct=\.\.\.\)"):
+        metrics.accuracy(plain, first, Examples(x, y))
+    z = np.asarray(metrics.logits(judged, first, x))
+    expected = np.mean(np.abs(z[:, 0] - y) < 1)
+    assert metrics.accuracy(judged, first, Examples(x, y)) == pytest.approx(expected)
+    found = metrics.performance(judged, first, shared_out)
+    loss = ((z - y[:, None]) ** 2).sum(1)
+    for client in np.flatnonzero(found.sizes):
+        rows = np.asarray(shared_out.indices[client, : shared_out.sizes[client]])
+        assert found.accuracy[client] == pytest.approx(np.mean(np.abs(z[rows, 0] - y[rows]) < 1))
+        assert found.loss[client] == pytest.approx(loss[rows].mean(), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("targets", "words"),
     [

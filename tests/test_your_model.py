@@ -41,6 +41,10 @@ def test_every_framework_is_covered(page):
     assert told in PAGE.read_text()
 
 
+def test_the_loss_of_ones_own_is_the_one_that_the_page_names(page):
+    chex.assert_trees_all_close(page.softer_kfac.factors, page.smoothed_kfac.factors, rtol=1e-5)
+
+
 def test_names_of_nnx_are_those_of_its_attributes(page):
     names = page.fj.tree.names(page.nnx_params)
     assert names == ("first/bias", "first/kernel", "last/bias", "last/kernel")

@@ -18,6 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from fisherjax import tree
+from fisherjax._core import batches
 from fisherjax.typing import AnyArray, Examples, Key, Likelihood, Model, Params
 
 
@@ -214,17 +215,18 @@ def floating(params: Params, what: str = "params") -> None:
 
 
 def arrays(params: Params, what: str = "params") -> Params:
-    """Check params, and return them with Python's floats turned into arrays.
+    """Check params, and return them with Python's floats and foreign arrays turned into arrays.
 
     Every public function that takes params calls it first, so that a float is an array of shape ()
-    and of JAX's default precision everywhere.
+    and of JAX's default precision everywhere, and a PyTorch tensor one of NumPy.
 
     Example:
         >>> arrays({"scale": 2.0, "w": jnp.ones(2)})["scale"].shape
         ()
     """
+    params = tree.as_arrays(params)
     floating(params, what)
-    return tree.as_arrays(params)
+    return params
 
 
 def stacked(params: Params, num_clients: int, what: str = "the stacked params") -> None:
@@ -242,24 +244,34 @@ def examples(value: Examples) -> None:
     """Check that a value is `Examples`, with arrays of fitting lengths and values in range."""
     # First each array is checked by itself, then their lengths, finally their values.
     instance("examples", value, Examples, "fisherjax.Examples(inputs, targets)")
-    for name, x in value._asdict().items():
-        if x is not None and not getattr(x, "ndim", 0):
-            raise TypeError(f"{name} is {kind_of(x)}; expected an array with an axis of examples.")
-        _native(name, x)
     inputs, targets, indices, weights = value
-    if inputs is None:
-        raise TypeError("inputs is None; expected an array with an axis of examples.")
+    arrays_of = batches.named_leaves(inputs) or {"inputs": inputs}
+    rest = {"targets": targets, "indices": indices, "weights": weights}
+    for name, x in (arrays_of | {k: x for k, x in rest.items() if x is not None}).items():
+        if not getattr(x, "ndim", 0):
+            given = kind_of(x) if jax.tree.leaves(x) else repr(x)
+            raise TypeError(
+                f"{name} is {given}; expected an array with an axis of examples, such as "
+                "numpy.asarray returns."
+            )
+        _native(name, x)
+        batches.check_range(x, name)
+    number = batches.num_rows(inputs)
+    if any(x.shape[0] != number for x in arrays_of.values()):
+        raise ValueError(
+            f"inputs are {batches.describe(inputs)}; expected as many examples in all of them."
+        )
     if indices is not None and not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(
             f"indices have dtype {indices.dtype}; expected integers. Turn a mask into rows with "
             "numpy.flatnonzero, or pass it as weights."
         )
-    if targets is not None and targets.shape[0] != inputs.shape[0]:
+    if targets is not None and targets.shape[0] != number:
         raise ValueError(
-            f"There are {targets.shape[0]} targets for {inputs.shape[0]} inputs; expected as many."
+            f"There are {targets.shape[0]} targets for {number} inputs; expected as many."
         )
-    rows = inputs.shape[0] if indices is None else indices.shape[0]
-    if rows == 0 or inputs.shape[0] == 0:
+    rows = number if indices is None else indices.shape[0]
+    if rows == 0 or number == 0:
         raise ValueError("The data set is empty; expected at least one example.")
     if weights is not None and weights.shape != (rows,):
         raise ValueError(
@@ -267,7 +279,7 @@ def examples(value: Examples) -> None:
         )
     _values("weights", weights, 0, math.inf, "finite numbers, zero or more")
     # JAX clamps a row that is out of range: another example would replace it without an error.
-    _values("indices", indices, 0, inputs.shape[0] - 1, f"rows of {inputs.shape[0]} inputs")
+    _values("indices", indices, 0, number - 1, f"rows of {number} inputs")
 
 
 def _native(name: str, value: Any) -> None:

@@ -11,30 +11,31 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import tree
+from fisherjax._core.batches import describe, num_rows
 from fisherjax._core.checks import is_traced, kind_of
-from fisherjax.typing import AnyArray, ArrayOrShape, Model, Params, Positions
+from fisherjax.typing import AnyArray, Inputs, Model, Params, Positions
 
 IGNORED = -100
 """The class label of a position that has no loss, as PyTorch and Hugging Face write it."""
 
 
-def positions(value: Positions, inputs: ArrayOrShape) -> Any:
+def positions(value: Positions, inputs: Inputs) -> Any:
     """Return the shape and dtype of a model's positions; check that they are a mask [B, T]."""
     traced = _traced("positions", lambda _, x: value(x), None, tree.shape_of(inputs))
-    shape, batch = getattr(traced, "shape", None), inputs.shape[0]
+    shape, batch = getattr(traced, "shape", None), num_rows(inputs)
     if shape is None or len(shape) != 2 or shape[0] != batch:
         raise ValueError(
             f"positions returned {kind_of(traced) if shape is None else f'shape {shape}'} for "
-            f"inputs of shape {tuple(inputs.shape)}; expected [{batch}, T], a number for each "
+            f"inputs of {describe(inputs)}; expected [{batch}, T], a number for each "
             "position of each example, as lambda tokens: tokens != 0 returns for tokens [B, T]."
         )
     is_number = any(jnp.issubdtype(traced.dtype, x) for x in (jnp.integer, jnp.floating))
     if not is_number and traced.dtype != bool:
         raise TypeError(f"positions returned {traced.dtype}; expected booleans, or 0 and 1.")
-    known = traced.dtype != bool and not is_traced(inputs) and hasattr(inputs, "__array__")
-    if known:
+    has_values = all(hasattr(x, "__array__") for x in jax.tree.leaves(inputs))
+    if traced.dtype != bool and not is_traced(inputs) and has_values:
         with jax.ensure_compile_time_eval():
-            mask = jnp.asarray(value(jnp.asarray(inputs)))
+            mask = jnp.asarray(value(jax.tree.map(jnp.asarray, inputs)))
             fits = bool(((mask == 0) | (mask == 1)).all())
         if not fits:
             raise ValueError(
@@ -45,7 +46,7 @@ def positions(value: Positions, inputs: ArrayOrShape) -> Any:
     return traced
 
 
-def are_positions(model: Model, inputs: ArrayOrShape, shape: tuple[int, ...]) -> bool:
+def are_positions(model: Model, inputs: Inputs, shape: tuple[int, ...]) -> bool:
     """Return whether outputs of this shape, [B, T, ..., C], are sequences that are masked.
 
     Raises:
@@ -79,9 +80,7 @@ def replace_ignored(model: Model, shape: tuple[int, ...], targets: AnyArray) -> 
     return targets * (targets != IGNORED)
 
 
-def outputs(
-    model: Model, params: Params, inputs: ArrayOrShape, targets: AnyArray | None = None
-) -> Any:
+def outputs(model: Model, params: Params, inputs: Inputs, targets: AnyArray | None = None) -> Any:
     """Return the shape and dtype of the outputs; check that the network runs and targets fit."""
     z = _traced("apply", model.apply, params, tree.shape_of(inputs))
     if getattr(z, "ndim", 0) < 1:
@@ -93,7 +92,7 @@ def outputs(
     return z
 
 
-def train_outputs(model: Model, params: Params, inputs: ArrayOrShape, batch_size: int) -> None:
+def train_outputs(model: Model, params: Params, inputs: Inputs, batch_size: int) -> None:
     """Check that `apply_train` runs on a minibatch and that its results fit `apply` and params."""
     if model.apply_train is None:
         return
@@ -131,7 +130,7 @@ def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: A
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(
-            f"{name} failed on inputs of shape {inputs.shape} and dtype {inputs.dtype} "
+            f"{name} failed on inputs of {describe(inputs)} "
             f"({type(error).__name__}: {first_line}). Check that the params and the inputs are "
             "those of this network."
         ) from error

@@ -30,9 +30,8 @@ def read(network: Flat) -> uses.Reading:
     Raises:
         LoopObstacle: If a loop must be unrolled to be read.
     """
-    *leaves, inputs = network.arguments
-    whole = {v: uses.whole(leaf, v) for leaf, v in enumerate(leaves)}
-    walk = uses.start(network, whole, {inputs}, [network.output])
+    whole = {v: uses.whole(leaf, v) for leaf, v in enumerate(network.leaves)}
+    walk = uses.start(network, whole, {*network.inputs}, [network.output])
     mixes, loops, stacks = False, {}, []
     for number, equation in enumerate(network.equations):
         if number in network.loops:

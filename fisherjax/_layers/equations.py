@@ -45,18 +45,25 @@ class Flat(NamedTuple):
     """The equations of a network, in order, without those that its outputs do not need.
 
     Attributes:
-        arguments: Variables of the leaves of params, followed by the variable of the inputs.
+        leaves: Variables of the leaves of params.
+        inputs: Variables of the inputs.
         constants: Pairs of a variable and its value.
         equations: Equations of a jaxpr, with `primitive`, `params`, `invars` and `outvars`.
         output: Variable of the outputs.
         loops: The bodies of the scans over blocks that were kept, by number of their equation.
     """
 
-    arguments: list[Any]
+    leaves: list[Any]
+    inputs: list[Any]
     constants: list[tuple[Any, Any]]
     equations: list[Any]
     output: Any
     loops: dict[int, Loop]
+
+    @property
+    def arguments(self) -> list[Any]:
+        """Return the variables of the leaves of params, followed by those of the inputs."""
+        return [*self.leaves, *self.inputs]
 
 
 def flatten(apply: Apply, params: Params, inputs: Any, *, keep_loops: bool = False) -> Flat:
@@ -79,14 +86,17 @@ def flatten(apply: Apply, params: Params, inputs: Any, *, keep_loops: bool = Fal
         with nn.observe_convolutions(_convolve), trace_anew:
             jaxpr = jax.make_jaxpr(apply)(params, inputs)
         leaves = [(leaf, _PARAMS) for leaf in jax.tree.leaves(params)]
-        return _run_jaxpr(jaxpr, [*leaves, (inputs, _INPUTS)], keep_loops)[0][0]
+        data = [(x, _INPUTS) for x in jax.tree.leaves(inputs)]
+        return _run_jaxpr(jaxpr, [*leaves, *data], keep_loops)[0][0]
 
     closed = jax.make_jaxpr(run_inlined)(params, inputs)
     jaxpr = closed.jaxpr
     equations, needed = _drop_unneeded(jaxpr.eqns, jaxpr.outvars)
-    loops = _find_loops(jaxpr.invars, equations, needed) if keep_loops else {}
+    number = len(jax.tree.leaves(params))
+    leaves, data = jaxpr.invars[:number], jaxpr.invars[number:]
+    loops = _find_loops(leaves, data, equations, needed) if keep_loops else {}
     constants = list(zip(jaxpr.constvars, closed.consts, strict=True))
-    return Flat(jaxpr.invars, constants, equations, jaxpr.outvars[0], loops)
+    return Flat(leaves, data, constants, equations, jaxpr.outvars[0], loops)
 
 
 def _drop_unneeded(equations: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], set[Any]]:
@@ -99,9 +109,11 @@ def _drop_unneeded(equations: list[Any], outputs: Sequence[Any]) -> tuple[list[A
     return kept[::-1], needed
 
 
-def _find_loops(arguments: list[Any], equations: list[Any], needed: set[Any]) -> dict[int, Loop]:
+def _find_loops(
+    leaves: list[Any], inputs: list[Any], equations: list[Any], needed: set[Any]
+) -> dict[int, Loop]:
     """Trace the body of each scan over slices of params."""
-    origins, loops = dict.fromkeys(arguments, _PARAMS) | {arguments[-1]: _INPUTS}, {}
+    origins, loops = dict.fromkeys(leaves, _PARAMS) | dict.fromkeys(inputs, _INPUTS), {}
     for number, one in enumerate(equations):
         found = [_CONSTANTS if isinstance(v, Literal) else origins.get(v, 0) for v in one.invars]
         origins |= dict.fromkeys(one.outvars, max(found, default=_CONSTANTS))

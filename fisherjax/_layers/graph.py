@@ -22,7 +22,7 @@ from fisherjax._layers.arrangement import inputs_of_use
 from fisherjax._layers.equations import Flat
 from fisherjax._layers.layer import Layer, Part
 from fisherjax._layers.pairs import network_of
-from fisherjax.typing import Apply, Array, ArrayOrShape, Params
+from fisherjax.typing import Apply, Array, Inputs, Params
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ class _Units:
     mixed: str = ""
 
 
-def wiring(apply: Apply, params: Params, inputs: ArrayOrShape) -> Wiring:
+def wiring(apply: Apply, params: Params, inputs: Inputs) -> Wiring:
     """Find the layers of a network, and whose units each of them takes.
 
     Args:
@@ -116,8 +116,7 @@ def _check_layers(parts: list[Part], uncovered: dict[str, str]) -> None:
 def _follow_units(network: Flat, parts: list[Part]) -> list[_Units]:
     """Send unit numbers through a network, and return those that each layer takes [B, T, rows]."""
     made = {part.uses[0].tangent[0]: place for place, part in enumerate(parts)}
-    *_, inputs = network.arguments
-    known, read = {inputs: _Units()}, [_Units()] * len(parts)
+    known, read = dict.fromkeys(network.inputs, _Units()), [_Units()] * len(parts)
     upstream: list[frozenset[int]] = [frozenset()] * len(parts)
     for number, one in enumerate(network.equations):
         operands = [None if isinstance(v, Literal) else known.get(v) for v in one.invars]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from fisherjax import tree
+from fisherjax._core.batches import num_rows
 from fisherjax._layers import arrangement, blocks, equations, pairs
 from fisherjax._layers.blocks import NETWORK, Blocks
 from fisherjax._layers.equations import Flat, Loop
@@ -25,13 +26,13 @@ from fisherjax._layers.feeders import feeders
 from fisherjax._layers.layer import Part, group
 from fisherjax._layers.operations import Use
 from fisherjax._layers.views import LoopObstacle, Place, Source
-from fisherjax.typing import Apply, Array, Params
+from fisherjax.typing import Apply, Array, Inputs, Params
 
 _Values = dict[Any, Array]
 """Values by place."""
 
 
-def trace(apply: Apply, params: Params, inputs: Array) -> pairs.Trace:
+def trace(apply: Apply, params: Params, inputs: Inputs) -> pairs.Trace:
     """Run a network as `pairs.trace` does, but keep the loops over its blocks.
 
     Example:
@@ -43,8 +44,8 @@ def trace(apply: Apply, params: Params, inputs: Array) -> pairs.Trace:
         >>> [layer.kernel for layer in traced.blocks]
         ['w[0]', 'w[1]', 'w[2]', 'w[3]', 'w[4]', 'w[5]']
     """
-    if inputs.shape[0] == 1:
-        return pairs.first_example(trace(apply, params, jnp.concatenate([inputs, inputs])))
+    if num_rows(inputs) == 1:
+        return pairs.first_example(trace(apply, params, pairs.twice(inputs)))
     names, leaves = tree.names(params), jax.tree.leaves(params)
     try:
         network, reading = pairs.read_network(apply, params, inputs, blocks.read, keep_loops=True)
@@ -54,7 +55,9 @@ def trace(apply: Apply, params: Params, inputs: Array) -> pairs.Trace:
     parts, uncovered = group(reading, names, leaves)
     if not first:
         return pairs.trace_network(network, parts, uncovered, params, inputs)
-    return _trace(network, parts, first, [*leaves, inputs])._replace(uncovered=uncovered)
+    return _trace(network, parts, first, [*leaves, *jax.tree.leaves(inputs)])._replace(
+        uncovered=uncovered
+    )
 
 
 def of_layers(traced: pairs.Trace, function: Callable, *values: Sequence[Any]) -> list[Any]:

@@ -24,12 +24,12 @@ from fisherjax._layers.normalized_values import (
     known_value,
 )
 from fisherjax._layers.views import MANY
-from fisherjax.typing import ArrayOrShape, Model, Params
+from fisherjax.typing import Inputs, Model, Params
 
 _INSIDE = {"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
-def normalizations(model: Model, params: Params, inputs: ArrayOrShape) -> frozenset[str]:
+def normalizations(model: Model, params: Params, inputs: Inputs) -> frozenset[str]:
     """Return the names of the leaves that belong to normalisations.
 
     These are the scales and shifts of normalised values, and the statistics that values are
@@ -61,11 +61,12 @@ def normalizations(model: Model, params: Params, inputs: ArrayOrShape) -> frozen
         frozenset({'a'})
     """
     checks.model(model)
+    params = tree.as_arrays(params)
     output_checks.outputs(model, params, inputs)
     network, names = _flatten(model, params, inputs), tree.names(params)
-    *leaves, data = network.arguments
+    leaves = network.leaves
     values = {v: Value(leaves=frozenset({i})) for i, v in enumerate(leaves)}
-    values[data] = data_value(data)
+    values |= {v: data_value(v) for v in network.inputs}
     # A constant with an axis of examples, such as a recurrent network's initial state, is data.
     values |= {v: data_value(v) if has_examples(v) else Value() for v, _ in network.constants}
     walk = Walk(values, {}, [v.aval.shape for v in leaves], set(), set())
@@ -83,7 +84,7 @@ def normalizations(model: Model, params: Params, inputs: ArrayOrShape) -> frozen
     return frozenset(found | {n for n in unused if _parent(n) in set(map(_parent, found))})
 
 
-def _flatten(model: Model, params: Params, inputs: ArrayOrShape) -> equations.Flat:
+def _flatten(model: Model, params: Params, inputs: Inputs) -> equations.Flat:
     many = tree.shape_of(inputs, MANY)
     try:
         return equations.flatten(model.apply, params, many)

@@ -26,13 +26,14 @@ import jax.numpy as jnp
 
 from fisherjax import tree
 from fisherjax._core import compat
+from fisherjax._core.batches import num_rows
 from fisherjax._layers import arrangement, equations, uses
 from fisherjax._layers.equations import Flat, Loop
 from fisherjax._layers.feeders import Feeders, feeders, output_part
 from fisherjax._layers.layer import Layer, Part, group
 from fisherjax._layers.operations import Use
 from fisherjax._layers.views import MANY, LoopObstacle, Place, Source
-from fisherjax.typing import Apply, Array, ArrayOrShape, Params
+from fisherjax.typing import Apply, Array, Inputs, Params
 
 
 class Trace(NamedTuple):
@@ -72,7 +73,7 @@ class LayersNotFoundError(ValueError):
     """An error that says why a network could not be split into layers."""
 
 
-def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
+def trace(apply: Apply, params: Params, inputs: Inputs) -> Trace:
     """Run a network, which may be jitted, on a minibatch [B, ...] and return its layers.
 
     Raises:
@@ -85,13 +86,13 @@ def trace(apply: Apply, params: Params, inputs: Array) -> Trace:
         >>> [(layer.kernel, layer.bias) for layer in traced.layers], traced.activations[0].shape
         ([('kernel', 'bias')], (5, 1, 4))
     """
-    if inputs.shape[0] == 1:
-        return first_example(trace(apply, params, jnp.concatenate([inputs, inputs])))
+    if num_rows(inputs) == 1:
+        return first_example(trace(apply, params, twice(inputs)))
     return trace_network(*network_of(apply, params, inputs), params, inputs)
 
 
 def trace_network(
-    network: Flat, found: list[Part], uncovered: dict[str, str], params: Params, inputs: Array
+    network: Flat, found: list[Part], uncovered: dict[str, str], params: Params, inputs: Inputs
 ) -> Trace:
     """Run a network that has been read, as `trace` does."""
     outputs, read, tangents_of = _run_tagged(network, found, jax.tree.leaves((params, inputs)))
@@ -109,7 +110,7 @@ def trace_network(
 
 
 def network_of(
-    apply: Apply, params: Params, inputs: ArrayOrShape
+    apply: Apply, params: Params, inputs: Inputs
 ) -> tuple[Flat, list[Part], dict[str, str]]:
     """Read a network on a minibatch, or on its shape.
 
@@ -123,7 +124,7 @@ def network_of(
 def read_network(
     apply: Apply,
     params: Params,
-    inputs: ArrayOrShape,
+    inputs: Inputs,
     read: Callable[[Flat], uses.Reading] = uses.read,
     *,
     keep_loops: bool = False,
@@ -134,7 +135,7 @@ def read_network(
     network = equations.flatten(apply, params, inputs, keep_loops=keep_loops)
     if equations.names(network) != names:
         raise LayersNotFoundError(
-            f"The network does something else for {inputs.shape[0]} examples than for {MANY}. "
+            f"The network does something else for {num_rows(inputs)} examples than for {MANY}. "
             "Expected an apply that treats every example alike, however many there are."
         )
     return network, reading
@@ -158,7 +159,7 @@ def output_layer(traced: Trace) -> int:
     return traced.last
 
 
-def check_output_layer(apply: Apply, params: Params, inputs: ArrayOrShape) -> Layer:
+def check_output_layer(apply: Apply, params: Params, inputs: Inputs) -> Layer:
     """Return the layer that `output_layer` finds, and raise its errors, from shapes only."""
     params = jax.tree.map(tree.shape_of, params)
     network, found, uncovered = network_of(apply, params, tree.shape_of(inputs, 2))
@@ -178,7 +179,7 @@ def _refuse_output(reason: str, shape: tuple[int, ...]) -> NoReturn:
     )
 
 
-def check_examples(apply: Apply, params: Params, inputs: ArrayOrShape) -> None:
+def check_examples(apply: Apply, params: Params, inputs: Inputs) -> None:
     """Check that a network does not mix the examples of a batch, as far as it can be read.
 
     Raises:
@@ -191,7 +192,7 @@ def check_examples(apply: Apply, params: Params, inputs: ArrayOrShape) -> None:
 def _read(
     apply: Apply,
     params: Params,
-    inputs: ArrayOrShape,
+    inputs: Inputs,
     read: Callable[[Flat], uses.Reading] = uses.read,
     keep_loops: bool = False,
 ) -> tuple[uses.Reading, list[str]]:
@@ -223,6 +224,11 @@ def _read(
 def uses_by_place(parts: list[Part]) -> dict[Place, Use]:
     """Return all uses by the place of the value whose gradient they need."""
     return {use.tangent: use for part in parts for use in (*part.uses, *part.shifts)}
+
+
+def twice(inputs: Inputs) -> Inputs:
+    """Return one example as a minibatch of two."""
+    return jax.tree.map(lambda x: jnp.concatenate([x, x]), inputs)
 
 
 def first_example(traced: Trace) -> Trace:

@@ -63,9 +63,8 @@ class Walk(NamedTuple):
 
 def read(network: Flat) -> Reading:
     """Read the uses of all leaves from the equations of a network on `MANY` examples."""
-    *leaves, inputs = network.arguments
-    views = {v: whole(number, v) for number, v in enumerate(leaves)}
-    walk = start(network, views, {inputs}, [network.output])
+    views = {v: whole(number, v) for number, v in enumerate(network.leaves)}
+    walk = start(network, views, {*network.inputs}, [network.output])
     mixes = [read_equation(walk, number, one) for number, one in enumerate(network.equations)]
     return finish(walk, views, [network.output], any(mixes))
 

@@ -7,7 +7,7 @@ from fisherjax import quadratic
 from fisherjax._core import checks
 from fisherjax._core.caching import name_of
 from fisherjax.algorithms.base import FISHER_EXAMPLES
-from fisherjax.fisher import Operator, automatic, true
+from fisherjax.fisher import Operator, automatic, kinds, true
 from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Model, Params, Scalar
@@ -25,6 +25,7 @@ def fisher_summary(
     checks.model(model)
     checks.function("fisher", fisher, "fisher.kfac")
     checks.function("kind", kind, "fisher.true")
+    kinds.check(kind, model.likelihood)
     checks.count("batch_size", batch_size)
     how: dict[str, Any] = {"kind": kind, "batch_size": batch_size}
     if max_examples is not None:

@@ -17,7 +17,7 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax.algorithms._fisher_updates import fisher_sums, solve_sums
 from fisherjax.algorithms.base import Algorithm, unchanged
-from fisherjax.clients import minibatches, num_batches, shuffled
+from fisherjax.clients import minibatches, num_batches, shuffled, weights_of
 from fisherjax.fisher import Diagonal
 from fisherjax.solvers import Info
 from fisherjax.training import Trained
@@ -100,10 +100,9 @@ def fedfish(
             )
         total = trained.extras if last_epoch else squares(key, trained.whole, examples)
         if average:
-            weights = examples.weights
-            size = examples.inputs.shape[0] if weights is None else jnp.count_nonzero(weights)
+            size = jnp.count_nonzero(weights_of(examples))
             # A client without examples has no minibatch, and its squares are zero.
-            steps = jnp.maximum(num_batches(jnp.asarray(size), batch_size), 1)
+            steps = jnp.maximum(num_batches(size, batch_size), 1)
             total = jax.tree.map(lambda x: x / steps.astype(x.dtype), total)
         return {"params": trained.params, "fisher": Diagonal(total)}, local
 

@@ -24,6 +24,7 @@ from fisherjax import _sequences, leaves, tree
 from fisherjax._core import checks, output_checks
 from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit
+from fisherjax._minibatches import num_rows
 from fisherjax.clients import draw, minibatches, weights_of
 from fisherjax.devices import layout_of, mesh_of, replicate
 from fisherjax.fisher._columns import Columns, values
@@ -80,8 +81,7 @@ def weighted_mean(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), shapes
     )
     # The number of minibatches depends on the weights, so that those with padding only are not run.
-    rows = examples.inputs if examples.indices is None else examples.indices
-    if rows.shape[0] <= batch_size:
+    if num_rows(examples) <= batch_size:
         # Such a loop cannot be differentiated in reverse, but a `cond` can.
         sums = jax.lax.cond(number > 0, partial(one_batch, 0), lambda none: none, zeros)
     else:
@@ -110,7 +110,7 @@ def run(
     Raises:
         ValueError: If inputs are spread over devices and indices are given.
     """
-    inputs, weights = examples.inputs, examples.weights
+    inputs = examples.inputs
     layout = layout_of(inputs)
     # The first axis of inputs is that of the examples.
     if layout is None or not layout.spec or layout.spec[0] is None:
@@ -122,7 +122,7 @@ def run(
             "devices without indices, or give the other rows weight zero."
         )
     # Each device needs the weights of its own rows.
-    weights = jnp.ones(inputs.shape[0]) if weights is None else jnp.asarray(weights, float)
+    weights = jnp.asarray(weights_of(examples), float)
     params, key, vector = replicate((params, key, vector), mesh_of(inputs))
     examples = examples._replace(weights=weights)
     return _mean_over_devices(sums, plan, layout, (params, vector), examples, key)
@@ -207,17 +207,16 @@ def check(
         checks.key(key)
     if max_examples is not None:
         checks.count("max_examples", max_examples)
-        rows = examples.inputs if examples.indices is None else examples.indices
-        if key is None and rows.shape[0] > max_examples:
+        if key is None and (number := num_rows(examples)) > max_examples:
             raise ValueError(
-                f"max_examples is {max_examples} of {rows.shape[0]} examples, which are drawn at "
+                f"max_examples is {max_examples} of {number} examples, which are drawn at "
                 "random, but there is no key: pass key=jax.random.key(seed)."
             )
     mask = None if all(checks.mask(model, params)) else model.mask
     # A pass does not train, so models that differ in `apply_train` only share a program. `by_value`
     # lets an equal `partial(fisher.sampled, ...)` share it, too.
     plan = Plan(model._replace(apply_train=None, mask=mask), by_value(kind), int(batch_size))
-    shapes, structure = jax.tree.flatten(jax.tree.map(tree.shape_of, (params, examples.inputs)))
+    shapes, structure = jax.tree.flatten(tree.shape_of((params, examples.inputs)))
     z = _check_outputs(plan.model, structure, tuple(shapes))
     output_checks.are_positions(model, examples.inputs, z.shape)
     # `automatic` and `true` read no targets, so targets may be anything for them.

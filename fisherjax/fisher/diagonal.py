@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax._core import checks
+from fisherjax._core.batches import take
 from fisherjax._layers.layer import Layer, assemble, unpack
 from fisherjax._layers.loops import of_layers, trace
 from fisherjax._layers.pairs import LayersNotFoundError, Trace
@@ -97,7 +98,7 @@ def leaf_sums(
 
     def squares(example: Array, factor: Array) -> dict[str, Array]:
         def outputs(chosen: dict[str, Array]) -> Array:
-            return apply(template.restore(leaves | chosen), example[None])[0]
+            return apply(template.restore(leaves | chosen), take(example, None))[0]
 
         _, pullback = jax.vjp(outputs, {name: leaves[name] for name in names})
         # One forward pass serves several columns.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from fisherjax import leaves
 from fisherjax._core import checks
+from fisherjax._core.batches import take
 from fisherjax._layers.pairs import check_examples
 from fisherjax.fisher import _passes, kinds
 from fisherjax.fisher._columns import blocks, sum_over_columns
@@ -50,7 +51,7 @@ def full(
 
 def _sums(apply: Apply, params: Params, x: Array, w: Array, factor: _passes.Factor) -> Dense:
     def gradients(example: Array, some: Array) -> Array:
-        _, pullback = jax.vjp(lambda p: apply(p, example[None])[0], params)
+        _, pullback = jax.vjp(lambda p: apply(p, take(example, None))[0], params)
         return jax.vmap(lambda s: ravel(pullback(s)[0]))(some)
 
     def products(some: Array) -> Array:

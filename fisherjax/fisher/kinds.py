@@ -15,6 +15,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
+from fisherjax import likelihoods
 from fisherjax.fisher._columns import Columns, values
 from fisherjax.typing import Array, Key, Likelihood
 
@@ -147,6 +148,18 @@ def empirical(
     if targets is None:
         raise ValueError("The empirical kind uses the labels of the data: pass targets.")
     return _score(likelihood, z, targets)[None]
+
+
+def check(kind: Kind, likelihood: Likelihood) -> None:
+    """Check that a likelihood knows what a kind reads of it; kinds of your own pass.
+
+    Raises:
+        ValueError: If it was made by `likelihoods.custom` without it.
+    """
+    reads = {automatic: "factor", true: "factor", curvature_propagation: "factor"}
+    field = (reads | {sampled: "sample"}).get(getattr(kind, "func", kind))
+    if field and (refuse := getattr(likelihood, field)) is getattr(likelihoods.unknown, field):
+        refuse()
 
 
 def _combine(likelihood: Likelihood, z: Array, signs: Array) -> Array:

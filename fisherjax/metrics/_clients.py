@@ -17,7 +17,6 @@ from fisherjax.metrics._targets import (
     correct,
     counted,
     for_inference,
-    is_bernoulli,
 )
 from fisherjax.parallel import Layout, Spread, chunk_size, in_order, spread_clients
 from fisherjax.typing import Array, Model, Params
@@ -28,8 +27,8 @@ class Performance(NamedTuple):
 
     Attributes:
         loss: [M] mean negative log-likelihood of an example in nats; 0 without examples.
-        accuracy: [M] fraction of correct predictions, as in `accuracy`; NaN if targets are not
-            labels.
+        accuracy: [M] fraction of correct predictions, as in `accuracy`; NaN if predictions
+            are not correct or wrong, such as real numbers.
         sizes: [M] number of examples that are averaged: those with a position that counts.
     """
 
@@ -191,13 +190,11 @@ def _performance(
 
 
 def _fractions(model: Model, inputs: Array, outputs: Array, targets: Array) -> tuple[Array, ...]:
-    """Compute the fraction of an example's targets that are predicted, [B]; NaN without labels.
+    """Compute the fraction of an example's correct predictions, [B]; NaN if none is correct or not.
 
     For a model with `positions`, return the numbers of correct and of counted targets instead.
     """
-    are_classes = jnp.issubdtype(targets.dtype, jnp.integer)
-    expected = outputs.shape if is_bernoulli(model) else outputs.shape[:-1]
-    if targets.shape != expected or not (are_classes or is_bernoulli(model)):
+    if model.likelihood.correct is None:
         unknown = jnp.full(outputs.shape[0], jnp.nan)
         return (unknown,) if model.positions is None else (unknown, jnp.ones_like(unknown))
     hits = correct(model, outputs, targets)

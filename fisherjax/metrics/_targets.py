@@ -4,17 +4,16 @@ import jax.numpy as jnp
 
 from fisherjax import _sequences
 from fisherjax._core import checks
-from fisherjax.likelihoods import bernoulli
+from fisherjax._core.batches import num_rows
 from fisherjax.typing import AnyArray, Array, Model
 
 
 def correct(model: Model, outputs: Array, targets: Array) -> Array:
-    """Return 1 where a prediction equals its target and 0 elsewhere; NaN where outputs are NaN."""
-    if is_bernoulli(model):
-        right, is_nan = (outputs > 0) == (targets > 0.5), jnp.isnan(outputs)
-    else:
-        # NaN is checked separately, because argmax treats it as the largest output.
-        right, is_nan = outputs.argmax(-1) == targets, jnp.isnan(outputs).any(-1)
+    """Return 1 where a prediction is correct and 0 elsewhere; NaN where outputs are NaN."""
+    assert model.likelihood.correct is not None
+    right, is_nan = model.likelihood.correct(outputs, targets), jnp.isnan(outputs)
+    # NaN is checked separately, because argmax treats it as the largest output.
+    is_nan = is_nan if right.shape == is_nan.shape else is_nan.any(-1)
     return jnp.where(is_nan, jnp.nan, right.astype(jnp.result_type(float)))
 
 
@@ -28,11 +27,6 @@ def counted(model: Model, inputs: AnyArray, outputs: Array, targets: Array, hits
     return jnp.broadcast_to(every, hits.shape)
 
 
-def is_bernoulli(model: Model) -> bool:
-    """Return whether outputs are logits of independent bits, whatever the loss."""
-    return model.likelihood.factor is bernoulli.factor
-
-
 def for_inference(model: Model) -> Model:
     """Remove how a model trains, so that models that differ only in that share a program."""
     return model._replace(apply_train=None, mask=None)
@@ -41,6 +35,6 @@ def for_inference(model: Model) -> Model:
 def check_batch_size(batch_size: int, inputs: AnyArray) -> int:
     """Check a batch size, and limit it to the number of inputs."""
     batch_size = checks.count("batch_size", batch_size)
-    if len(inputs) == 0:
+    if (number := num_rows(inputs)) == 0:
         raise ValueError("There are no inputs; expected at least one example.")
-    return min(batch_size, len(inputs))
+    return min(batch_size, number)

@@ -7,22 +7,21 @@ import jax.numpy as jnp
 
 from fisherjax import _sequences, tree
 from fisherjax._core import checks, output_checks
+from fisherjax._core.batches import as_inputs, num_rows, take
 from fisherjax._core.compiler import jit
 from fisherjax._stacked import shapes_of_one
 from fisherjax.clients import weights_of
-from fisherjax.likelihoods import bernoulli, categorical, gaussian
 from fisherjax.metrics._targets import (
     check_batch_size,
     correct,
     counted,
     for_inference,
-    is_bernoulli,
 )
-from fisherjax.typing import AnyArray, Array, Examples, Model, Params
+from fisherjax.typing import AnyArray, Array, Examples, Inputs, Model, Params
 
 
 def logits(
-    model: Model, params: Params, inputs: AnyArray, *, stacked: bool = False, batch_size: int = 500
+    model: Model, params: Params, inputs: Inputs, *, stacked: bool = False, batch_size: int = 500
 ) -> Array:
     """Compute the outputs [N, ..., C] of a network for inputs [N, ...], `batch_size` at a time.
 
@@ -39,7 +38,8 @@ def logits(
         (3, 1)
     """
     checks.model(model)
-    params, model, inputs = checks.arrays(params), for_inference(model), jnp.asarray(inputs)
+    params, model = checks.arrays(params), for_inference(model)
+    inputs = jax.tree.map(jnp.asarray, as_inputs(inputs))
     output_checks.outputs(model, shapes_of_one(params) if stacked else params, inputs)
     run = _map_logits if stacked else _logits
     return run(model, check_batch_size(batch_size, inputs), params, inputs)
@@ -57,6 +57,7 @@ def accuracy(
 
     * Classes: top-1 accuracy, mean_n 1{argmax z_n = y_n}.
     * Independent bits, the Bernoulli likelihood: mean_nc 1{(z_nc > 0) = (y_nc > 1/2)}.
+    * A loss of your own: by the function `correct` of `likelihoods.custom`.
     * Sequences: the mean over all positions that count by the model's `positions` and whose label
       is not -100.
 
@@ -72,7 +73,7 @@ def accuracy(
 
     Raises:
         ValueError: If the targets are not one class label for each output vector, or one bit for
-            each output, or if the model's outputs are means of a Gaussian.
+            each output, or if the model's likelihood has no `correct`, such as a Gaussian.
         TypeError: If class labels are not integers.
 
     Example:
@@ -119,16 +120,17 @@ def ensemble_accuracy(
 
 
 @partial(jit, static_argnums=(0, 1))
-def _logits(model: Model, batch_size: int, params: Params, inputs: Array) -> Array:
+def _logits(model: Model, batch_size: int, params: Params, inputs: Inputs) -> Array:
     # Row numbers are padded instead of inputs: the padding evaluates row 0, and is cut off again.
-    rows = jnp.pad(jnp.arange(inputs.shape[0]), (0, -inputs.shape[0] % batch_size))
-    outputs = jax.lax.map(lambda r: model.apply(params, inputs[r]), rows.reshape(-1, batch_size))
+    number = num_rows(inputs)
+    rows = jnp.pad(jnp.arange(number), (0, -number % batch_size)).reshape(-1, batch_size)
+    outputs = jax.lax.map(lambda r: model.apply(params, take(inputs, r)), rows)
     # [minibatches, B, ..., C] to [N, ..., C].
-    return outputs.reshape(-1, *outputs.shape[2:])[: inputs.shape[0]]
+    return outputs.reshape(-1, *outputs.shape[2:])[:number]
 
 
 @partial(jit, static_argnums=(0, 1))
-def _map_logits(model: Model, batch_size: int, stacked: Params, inputs: Array) -> Array:
+def _map_logits(model: Model, batch_size: int, stacked: Params, inputs: Inputs) -> Array:
     # One model after another, so that memory holds the activations of only one.
     return jax.lax.map(lambda params: _logits(model, batch_size, params, inputs), stacked)
 
@@ -139,24 +141,26 @@ def _used_rows(examples: Examples) -> tuple[AnyArray, AnyArray | None, AnyArray 
     inputs, targets, indices, weights = examples
     if indices is None:
         return inputs, targets, weights
-    return inputs[indices], None if targets is None else targets[indices], weights
+    return take(inputs, indices), None if targets is None else targets[indices], weights
 
 
 def _accuracy(model: Model, outputs: Array, examples: Examples) -> Array:
     """Compute the accuracy of outputs, an average over targets with the weights of examples."""
-    if model.likelihood.factor is gaussian.factor:
+    if model.likelihood.correct is None:
         raise ValueError(
-            "The outputs of this model are means of a Gaussian, which have no accuracy; expected "
-            "classes or bits. Use metrics.performance(...).loss, half the sum of an example's "
-            "squared errors, or compute another measure of metrics.logits."
+            "The outputs of this model are means of a Gaussian, or those of a loss of your own, "
+            "which have no accuracy; expected classes, bits, or likelihoods.custom(loss, "
+            "correct=...). Use metrics.performance(...).loss, which for a Gaussian is half the sum "
+            "of an example's squared errors, or compute another measure of metrics.logits."
         )
     if (targets := examples.targets) is None:
-        meaning = "bit for each output" if is_bernoulli(model) else "class label for each output"
-        raise ValueError(f"targets are None; accuracy needs one {meaning}.")
+        raise ValueError(
+            "targets are None; accuracy needs one class label, or one bit for each output."
+        )
     # A shape that can be broadcast would compare every output with every target.
     targets = jnp.asarray(targets)
     known = output_checks.replace_ignored(model, outputs.shape, targets)
-    (bernoulli if is_bernoulli(model) else categorical).check(outputs.shape, known)
+    model.likelihood.check(outputs.shape, known)
     hits = correct(model, outputs, targets)
     if model.positions is None and examples.weights is None:
         return hits.mean()

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import tree
+from fisherjax._core import batches
 from fisherjax._core.caching import cached
 from fisherjax.networks import statistics
 from fisherjax.typing import (
     Apply,
     ApplyTrain,
     Array,
-    ArrayOrShape,
+    Inputs,
     Key,
     Likelihood,
     Model,
@@ -33,7 +34,7 @@ from fisherjax.typing import (
 def init(
     module: flax.linen.Module,
     key: Key,
-    inputs: ArrayOrShape,
+    inputs: Inputs,
     *,
     normalize: Callable[[Any], Array] | None = None,
 ) -> Params:
@@ -66,11 +67,12 @@ def init(
     if "batch_stats" not in variables:
         return variables["params"]
     seen = None
-    if not isinstance(inputs, jax.ShapeDtypeStruct) and _takes_train(module):
+    is_shape = isinstance(jax.tree.leaves(inputs)[0], jax.ShapeDtypeStruct)
+    if not is_shape and _takes_train(module):
         # Under `jit`, values that are known are computed at once.
         with jax.ensure_compile_time_eval():
-            few = inputs[: statistics.MEAN_EXAMPLES]
-            few = jnp.asarray(few) if normalize is None else normalize(few)
+            few = batches.take(inputs, slice(statistics.MEAN_EXAMPLES))
+            few = jax.tree.map(jnp.asarray, few) if normalize is None else normalize(few)
             seen = _cast(few, variables["params"])
     return statistics.first_params(module, key, variables, seen)
 
@@ -234,7 +236,9 @@ def _augment_key(key: Key) -> Key:
 def _cast(inputs: Array, params: Params) -> Array:
     """Return floating-point inputs in the dtype of the parameters."""
     dtype = jax.tree.leaves(params)[0].dtype
-    return inputs.astype(dtype) if jnp.issubdtype(inputs.dtype, jnp.floating) else inputs
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, inputs
+    )
 
 
 def _takes_train(module: flax.linen.Module) -> bool:

@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fisherjax._core import checks
+from fisherjax._core.batches import take
 from fisherjax.leaves import has_moments
 from fisherjax.typing import AnyArray, Array, Key, Params
 
@@ -84,7 +86,8 @@ def from_flax(module: flax.linen.Module, variables: Mapping[str, Any], inputs: A
     stats = _with_shifts(variables["batch_stats"])
     given = {"params": variables["params"], "batch_stats": stats}
     with flax.linen.intercept_methods(_placing(_running)):
-        placed = module.apply(given, inputs[:1], mutable=["batch_stats"])[1]["batch_stats"]
+        one = take(inputs, slice(1))
+        placed = module.apply(given, one, mutable=["batch_stats"])[1]["batch_stats"]
     return {"params": variables["params"], "moments": _each(placed, _counted_from_shift)}
 
 
@@ -184,9 +187,13 @@ def _are_far(inputs: AnyArray) -> bool:
     """Return whether any channel is far from zero; True for traced inputs."""
     if checks.is_traced(inputs):
         return True
+
     # NumPy computes it at once, also under `jit`: a network with near inputs is not run.
-    rows = np.asarray(inputs).astype(float).reshape(-1, inputs.shape[-1])
-    return bool((np.abs(rows.mean(0)) > _FAR * rows.std(0)).any())
+    def is_far(x: AnyArray) -> bool:
+        rows = np.asarray(x).astype(float).reshape(-1, x.shape[-1])
+        return bool((np.abs(rows.mean(0)) > _FAR * rows.std(0)).any())
+
+    return any(map(is_far, jax.tree.leaves(inputs)))
 
 
 def _placing(where: Callable[[Any, Array], tuple[Array, Array]]) -> Callable:

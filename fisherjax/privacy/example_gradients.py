@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import leaves, tree
-from fisherjax._core import checks
+from fisherjax._core import batches, checks
 from fisherjax._core.caching import cached
 from fisherjax.privacy.accounting import add_noise
 from fisherjax.typing import Array, Key, Model, Params
@@ -66,8 +66,8 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
 
     def apply_one(params: Params, inputs: Array, key: Key) -> Array:
         if model.apply_train is None:
-            return model.apply(params, inputs[None])[0]
-        outputs, new = model.apply_train(params, inputs[None], key, jnp.ones(1))
+            return model.apply(params, batches.take(inputs, None))[0]
+        outputs, new = model.apply_train(params, batches.take(inputs, None), key, jnp.ones(1))
         # With statistics of the minibatch, an example would change the gradients of the others.
         if new is not None:
             raise ValueError(
@@ -80,7 +80,7 @@ def dp_sgd(model: Model, *, clip: float, noise_multiplier: float) -> Model:
     def split(key: Key, inputs: Array) -> tuple[Key, Key]:
         noise, rest = jax.random.split(key)
         # The forward and the backward pass split the same key, so that dropout is the same in both.
-        return noise, jax.random.split(rest, len(inputs))
+        return noise, jax.random.split(rest, batches.num_rows(inputs))
 
     # Only the backward pass changes, so that any optimiser and any training loop can use the model.
     @jax.custom_vjp

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import clients, compression, devices, leaves, parallel, training, tree
-from fisherjax._core import checks, output_checks
+from fisherjax._core import batches, checks, output_checks
 from fisherjax._core.compiler import eval_shape
 from fisherjax._divergence import finite_leaves
 from fisherjax._stacked import copies
@@ -108,7 +108,7 @@ class Federated(Experiment[Report]):
                 "federation) instead of a number of clients, to find out which."
             )
         # At most as long as the data set: minibatches have no more rows.
-        length = min(self.batch_size, inputs.shape[0])
+        length = min(self.batch_size, batches.num_rows(inputs))
         statistics = tree.by_name(leaves.split(self.model, params, inputs, length).statistics)
         return {name: x for name, x in statistics.items() if name in keeps}
 

@@ -62,7 +62,7 @@ fj.personalization.halve(federation)  # reportCallIssue
 fj.personalization.halve(params, key)  # reportArgumentType
 
 # Arguments.
-fj.Examples([[1.0, 2.0]])  # reportArgumentType
+fj.Examples(targets=np.ones(3))  # reportCallIssue
 fj.Model(lambda w, x: x @ w, "gaussian")  # reportArgumentType
 fj.clients.federation((np.eye(3), np.ones(3)), 5)  # reportArgumentType
 fj.training.train(model, params, federation, key=key, optimizer=optax.sgd(0.1))  # reportCallIssue

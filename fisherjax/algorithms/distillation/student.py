@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from fisherjax import clients, likelihoods, training
-from fisherjax._core import checks, output_checks
+from fisherjax._core import batches, checks, output_checks
 from fisherjax._core.compiler import jit
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params
 
@@ -83,9 +83,9 @@ def distilled(
     """
     checks.model(voters)
     checks.model(student)
-    inputs = jnp.asarray(inputs)
+    inputs = jax.tree.map(jnp.asarray, batches.as_inputs(inputs))
     checks.examples(Examples(inputs))
-    length = min(checks.count("batch_size", batch_size), len(inputs))
+    length = min(checks.count("batch_size", batch_size), batches.num_rows(inputs))
     vote, outputs = (
         output_checks.outputs(voters, stacked, inputs),
         output_checks.outputs(student, start, inputs),
@@ -96,7 +96,7 @@ def distilled(
             f"{vote.shape}: one for each class, and none for unknown."
         )
     target = jax.nn.softmax(_over_inputs(voters.apply, length, stacked, inputs))
-    federation = clients.federation((inputs, target), [np.arange(len(inputs))])
+    federation = clients.federation((inputs, target), [np.arange(len(target))])
     model = student._replace(likelihood=_SOFT)
     how = {"key": key, "optimizer": optimizer, "epochs": epochs, "batch_size": length}
     trained = training.train(model, start, federation, **how)
@@ -111,18 +111,17 @@ def distilled(
 @partial(jit, static_argnums=(0, 1))
 def _over_inputs(apply: Apply, length: int, params: Params, inputs: Array) -> Array:
     """Run a network over all inputs [N, ...], `length` at a time, and return outputs [N, C]."""
-    rows = jnp.pad(jnp.arange(len(inputs)), (0, -len(inputs) % length)).reshape(-1, length)
-    outputs = jax.lax.map(lambda batch: apply(params, inputs[batch]), rows)
-    return outputs.reshape(-1, outputs.shape[-1])[: len(inputs)]
+    number = batches.num_rows(inputs)
+    rows = jnp.pad(jnp.arange(number), (0, -number % length)).reshape(-1, length)
+    outputs = jax.lax.map(lambda batch: apply(params, batches.take(inputs, batch)), rows)
+    return outputs.reshape(-1, outputs.shape[-1])[:number]
 
 
 def _divergence(z: Array, target: Array) -> Array:
     return optax.losses.kl_divergence(jax.nn.log_softmax(z), target)
 
 
-def _accept(shape: tuple[int, ...], y: Array) -> None:
-    del shape, y  # targets are made here and fit the outputs
-
-
-# For targets that are probabilities [B, C].
-_SOFT = likelihoods.categorical._replace(negative_log_likelihood=_divergence, check=_accept)
+# For targets that are probabilities [B, C]. They are made here and fit the outputs.
+_SOFT = likelihoods.categorical._replace(
+    negative_log_likelihood=_divergence, check=likelihoods.unknown.check, correct=None
+)

@@ -16,7 +16,7 @@ from fisherjax._layers import locations
 from fisherjax._layers.layer import Layer
 from fisherjax._layers.pairs import check_output_layer, output_layer, trace
 from fisherjax.algorithms.base import Algorithm, WeightedSum, check_pass, weighted_sum
-from fisherjax.clients import draw
+from fisherjax.clients import draw, weights_of
 from fisherjax.fisher import _passes
 from fisherjax.fisher._factors import second_moment
 from fisherjax.training import Trained
@@ -108,8 +108,7 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
 
     examples = _sequences.drop_uncounted(model, examples)
     means = _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
-    rows = examples.inputs if examples.indices is None else examples.indices
-    weights = jnp.ones(rows.shape[0]) if examples.weights is None else examples.weights
+    weights = weights_of(examples)
     return dataclasses.replace(means, count=means.count * (weights > 0).sum())
 
 

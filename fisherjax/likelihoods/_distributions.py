@@ -1,14 +1,4 @@
-"""Likelihoods of targets given a network's outputs: loss, sampling and the Fisher's output factor.
-
-A likelihood reads the outputs z of a batch, [B, C], or [B, L, C] if an example is a sequence of L
-positions, whose log-likelihoods then add up. Losses are negative log-likelihoods in nats. The true
-Fisher information needs the output factor S(z),
-
-    S S^T = E_{y ~ p(y|z)} [g g^T],   g = d(-log p(y|z)) / dz,
-
-as K cotangents of the shape of z, so that F = mean_n sum_k (J_n^T s_nk)(J_n^T s_nk)^T. For
-sequences only the factor of each position is computed, a `ByPosition`.
-"""
+"""The likelihoods that have a name: classes, real numbers and bits."""
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +10,19 @@ from fisherjax._core.caching import cached
 from fisherjax.typing import AnyArray, Array, ByPosition, Likelihood
 
 
-def _over_examples(values: Array) -> Array:
+def over_examples(values: Array) -> Array:
     """Sum values [B, ...] over all axes but the first."""
     return values.sum(tuple(range(1, values.ndim)))
 
 
-def _columns(factors: Array) -> Array | ByPosition:
+def columns_of(factors: Array) -> Array | ByPosition:
     """Return the columns of factors [B, L..., C, K], one for each of the independent positions."""
     columns = jnp.moveaxis(factors, -1, 0)
     return columns if columns.ndim == 3 else ByPosition(columns)
 
 
 def _diagonal_columns(roots: Array) -> Array | ByPosition:
-    return _columns(roots[..., :, None] * jnp.eye(roots.shape[-1], dtype=roots.dtype))
+    return columns_of(roots[..., :, None] * jnp.eye(roots.shape[-1], dtype=roots.dtype))
 
 
 def _categorical_loss(z: Array, y: AnyArray) -> Array:
@@ -40,7 +30,7 @@ def _categorical_loss(z: Array, y: AnyArray) -> Array:
     # that is no label makes the loss NaN.
     is_label = jnp.asarray(y)[..., None] == jnp.arange(z.shape[-1])
     each = jnp.where(is_label, jax.nn.log_softmax(z), 0).sum(-1)
-    return _over_examples(-jnp.where(is_label.any(-1), each, jnp.nan))
+    return over_examples(-jnp.where(is_label.any(-1), each, jnp.nan))
 
 
 def _categorical_factor(z: Array) -> Array | ByPosition:
@@ -100,7 +90,10 @@ def _check_categorical(shape: tuple[int, ...], y: AnyArray) -> None:
 def _check_gaussian(shape: tuple[int, ...], y: AnyArray) -> None:
     _check_shape("gaussian", tuple(shape), y, "the shape of the outputs")
     if not jnp.issubdtype(y.dtype, jnp.floating):
-        raise TypeError(f"The gaussian likelihood takes floating-point targets, not {y.dtype}.")
+        raise TypeError(
+            f"The gaussian likelihood takes floating-point targets, not {y.dtype}. Convert them "
+            "with targets.astype('float32')."
+        )
 
 
 def _check_bernoulli(shape: tuple[int, ...], y: AnyArray) -> None:
@@ -147,11 +140,12 @@ categorical = Likelihood(
     factor=_categorical_factor,
     check=_check_categorical,
     combine=_categorical_combination,
+    correct=lambda z, y: z.argmax(-1) == y,
 )
 """Softmax classes: -log p(y|z) = logsumexp(z) - z_y; S S^T = diag(p) - p p^T, K = C - 1."""
 
 gaussian = Likelihood(
-    negative_log_likelihood=lambda z, y: _over_examples(0.5 * jnp.square(z - y)),
+    negative_log_likelihood=lambda z, y: over_examples(0.5 * jnp.square(z - y)),
     sample=lambda key, z: z + jax.random.normal(key, z.shape, z.dtype),
     factor=lambda z: _diagonal_columns(jnp.ones_like(z)),
     check=_check_gaussian,
@@ -160,13 +154,14 @@ gaussian = Likelihood(
 """Unit-variance Gaussian: 1/2 ||y - z||^2, the constant 1/2 log(2 pi) left out; S = I, K = C."""
 
 bernoulli = Likelihood(
-    negative_log_likelihood=lambda z, y: _over_examples(
+    negative_log_likelihood=lambda z, y: over_examples(
         optax.sigmoid_binary_cross_entropy(z, y.astype(z.dtype))
     ),
     sample=lambda key, z: jax.random.bernoulli(key, jax.nn.sigmoid(z)).astype(z.dtype),
     factor=lambda z: _diagonal_columns(_deviation(z)),
     check=_check_bernoulli,
     combine=lambda z, r: _deviation(z) * r,
+    correct=lambda z, y: (z > 0) == (y > 0.5),
 )
 """Independent bits with logits z: softplus(z) - y z; S = diag(sqrt(p (1 - p))), K = C."""
 
@@ -200,7 +195,7 @@ def smoothed(share: float) -> Likelihood:
 
     def loss(z: Array, y: Array) -> Array:
         labels = optax.smooth_labels(jax.nn.one_hot(y, z.shape[-1], dtype=z.dtype), share)
-        return _over_examples(optax.softmax_cross_entropy(z, labels))
+        return over_examples(optax.softmax_cross_entropy(z, labels))
 
     return categorical._replace(negative_log_likelihood=loss)
 

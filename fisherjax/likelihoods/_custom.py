@@ -1,0 +1,132 @@
+"""Likelihoods of a loss that a user writes."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import tree
+from fisherjax._core import checks
+from fisherjax._core.caching import cached
+from fisherjax.likelihoods._distributions import columns_of, over_examples
+from fisherjax.typing import AnyArray, Array, Key, Likelihood
+
+
+def _unknown(field: str, kinds: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any) -> NoReturn:
+        raise ValueError(
+            f"This model's likelihood, of likelihoods.custom, has no {field}, which the kinds "
+            f"{kinds} of the Fisher read; expected another kind, such as kind=fisher.empirical, or "
+            f"likelihoods.custom(loss, {field}=...)."
+        )
+
+    return refuse
+
+
+def _accept(shape: tuple[int, ...], y: Any) -> None:
+    del shape, y
+
+
+unknown = Likelihood(
+    negative_log_likelihood=_unknown("loss", "empirical"),
+    sample=_unknown("sample", "sampled"),
+    factor=_unknown("factor", "true and curvature_propagation"),
+    check=_accept,
+)
+"""What is not known of a loss: its functions raise an error that says which `custom` lacks."""
+
+
+@cached
+def custom(
+    loss: Callable[[Array, Any], Any],
+    like: Likelihood = unknown,
+    *,
+    sample: Callable[[Key, Array], Any] | None = None,
+    factor: Callable[[Array], Array] | None = None,
+    correct: Callable[[Array, Any], Any] | None = None,
+) -> Likelihood:
+    """Make a likelihood of your own loss.
+
+    All functions take one output vector z [C], of an example or of a position of a sequence, and
+    its target y; they are mapped over examples and positions, whose losses add up.
+
+    * Training, `fisher.empirical` and the loss of metrics need the loss only.
+    * `fisher.sampled` needs `sample`, as targets are drawn from the model.
+    * `fisher.true` and `curvature_propagation`, also as `fisher.automatic`, need `factor`.
+    * Accuracies need `correct`.
+
+    Args:
+        loss: `(z, y) -> number`, the negative log-likelihood in nats, up to a constant.
+        like: Likelihood that has the functions that are not given, and whose targets y are: with
+            `categorical`, only the loss of classes is another. By default they are unknown.
+        sample: `(key, z) -> y`, one draw of the target.
+        factor: `z -> S [K, C]`, whose rows s_k have sum_k s_k s_k^T = E_y[g g^T], the expectation
+            over the model's targets of the loss's gradients g with respect to z.
+        correct: `(z, y) -> bool`, whether a prediction is correct.
+
+    Example:
+        >>> from fisherjax.likelihoods import categorical, smoothed
+        >>> share = 0.1
+        >>> def label_smoothing(z, y):
+        ...     log_p = jax.nn.log_softmax(z)
+        ...     return -(1 - share) * log_p[y] - share * log_p.mean()
+        >>> own = custom(label_smoothing, like=categorical)
+        >>> z, y = jnp.array([[2.0, 0.0]]), jnp.array([0])
+        >>> print(*(f"{x.negative_log_likelihood(z, y)[0]:.3f}" for x in (own, smoothed(share))))
+        0.227 0.227
+    """
+    checks.function("loss", loss, "lambda z, y: optax.huber_loss(z, y).sum()")
+    checks.instance("like", like, Likelihood, "one such as likelihoods.categorical")
+
+    def check(shape: tuple[int, ...], y: AnyArray) -> None:
+        like.check(shape, y)
+        _check_custom(loss, shape, y)
+
+    def drawn(key: Key, z: Array) -> Array:
+        return _mapped(sample, z.ndim - 1)(jax.random.split(key, z.shape[:-1]), z)
+
+    given: dict[str, Any] = {}
+    if sample is not None:
+        given["sample"] = drawn
+    if factor is not None:
+        columns = lambda z: columns_of(_mapped(factor, z.ndim - 1)(z).swapaxes(-1, -2))  # noqa: E731
+        given |= {"factor": columns, "combine": None}
+    if correct is not None:
+        given["correct"] = lambda z, y: _mapped(correct, z.ndim - 1)(z, y)
+    return like._replace(
+        negative_log_likelihood=lambda z, y: over_examples(_mapped(loss, z.ndim - 1)(z, y)),
+        check=check,
+        **given,
+    )
+
+
+def _mapped(function: Any, axes: int) -> Callable[..., Array]:
+    """Map a function over so many leading axes of its arguments."""
+    return function if axes == 0 else jax.vmap(_mapped(function, axes - 1))
+
+
+def _check_custom(loss: Callable, shape: tuple[int, ...], y: AnyArray) -> None:
+    axes = len(shape) - 1
+    if y.shape[:axes] != tuple(shape[:-1]):
+        raise ValueError(
+            f"The outputs have shape {tuple(shape)} and the targets {tuple(y.shape)}; expected one "
+            f"target for each output vector, [{', '.join(map(str, shape[:-1]))}, ...]."
+        )
+    z = jax.ShapeDtypeStruct(tuple(shape[-1:]), jnp.result_type(float))
+    given = z, jax.ShapeDtypeStruct(y.shape[axes:], tree.shape_of(y).dtype)
+    of = f"an output vector of shape {given[0].shape} and a target of shape {given[1].shape}"
+    try:
+        found = jax.eval_shape(loss, *given)
+    # The user's function may raise an error of any type.
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"The loss failed on {of} ({type(error).__name__}: {first_line}); expected loss(z, y) "
+            "of one example or position."
+        ) from error
+    if getattr(found, "shape", None) != () or not jnp.issubdtype(found.dtype, jnp.floating):
+        raise ValueError(
+            f"The loss returned {found} for {of}; expected one floating-point number. Sum over the "
+            "outputs in it."
+        )
