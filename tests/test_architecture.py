@@ -67,7 +67,16 @@ ORDER = [
 ]
 BUILT = {  # folders whose files build on one another
     "likelihoods": ["_distributions", "_custom"],
-    "_core": ["caching", "compat", "compiler", "linalg", "batches", "checks", "output_checks"],
+    "_core": [
+        "caching",
+        "compat",
+        "compiler",
+        "linalg",
+        "batches",
+        "checks",
+        "output_checks",
+        "secrecy",
+    ],
     "_layers": [
         *("equations", "views", "operations", "uses", "normalized_values", "normalization"),
         *("layer", "feeders", "blocks", "arrangement", "pairs", "loops", "locations", "graph"),

@@ -90,16 +90,16 @@ def test_a_shape_that_makes_no_sense_is_refused(shape):
 def test_entropy_that_makes_no_sense_is_refused():
     with pytest.raises(TypeError, match="entropy is b'123'"):
         privacy.discrete_gaussian(3, 1.0, entropy=b"123")
-    with pytest.raises(ValueError, match="asked for 24 bytes and returned b'123'"):
+    with pytest.raises(ValueError, match="returned 3 bytes; expected 24 random"):
         privacy.discrete_gaussian(3, 1.0, entropy=lambda n: b"123")
-    with pytest.raises(ValueError, match=r"asked for 24 bytes and returned \[1\]"):
+    with pytest.raises(ValueError, match="returned a list; expected 24 random"):
         privacy.discrete_gaussian(3, 1.0, entropy=lambda n: [1])
 
 
 @pytest.mark.parametrize("words", [[0], [2**64 - 1], [0, 1]])
 def test_entropy_that_is_not_random_is_refused_instead_of_taking_for_ever(words):
     stream = itertools.cycle(b"".join(word.to_bytes(8, "little") for word in words))
-    with pytest.raises(ValueError, match="which is not random; expected a function such as os"):
+    with pytest.raises(ValueError, match="equal bytes|the same bytes|not random"):
         privacy.discrete_gaussian(3, 1.0, entropy=lambda n: bytes(itertools.islice(stream, n)))
 
 

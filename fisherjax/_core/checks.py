@@ -8,7 +8,6 @@ import difflib
 import math
 import numbers
 import sys
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -146,21 +145,6 @@ def key(value: Key) -> None:
     if value.shape:
         raise ValueError(
             f"key has shape {value.shape}; expected one key. Use jax.vmap, or take one of them."
-        )
-
-
-def secret_key(value: Key) -> None:
-    """Check a key of noise that must stay secret, and warn of one that a number made."""
-    key(value)
-    if is_traced(value):
-        return
-    # jax.random.key puts a number of 32 bits into every second word; the others are zero.
-    if not np.asarray(jax.random.key_data(value))[::2].any():
-        warnings.warn(
-            "This key was made from a number, as jax.random.key(5) is, and has its 32 bits only: "
-            "whoever tries all numbers finds the noise that should protect the clients. Use "
-            "fisherjax.privacy.system_key(), or ignore this warning in a simulation.",
-            stacklevel=4,
         )
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import clients, leaves, tree
-from fisherjax._core import checks
+from fisherjax._core import checks, secrecy
 from fisherjax._core.compiler import jit
 from fisherjax._divergence import Diverged, finite_leaves, probable_cause, screen
 from fisherjax._upload_checks import check_any_left
@@ -193,7 +193,7 @@ def server_key(algorithm: Algorithm, key: Key | None) -> Key:
             "key, another one for each merge, such as privacy.system_key()."
         )
     key = jax.random.key(0) if key is None else key
-    (checks.secret_key if algorithm.link.draws else checks.key)(key)
+    (secrecy.secret_key if algorithm.link.draws else checks.key)(key)
     return key
 
 

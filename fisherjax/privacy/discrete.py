@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fisherjax._core import checks
+from fisherjax._core.secrecy import checked_entropy
 from fisherjax.privacy import _cohorts
 
 _Words = Callable[[int], np.ndarray]  # so many random integers of 64 bits
@@ -156,25 +157,17 @@ def _as_number(value: Any) -> Any:
 def _words_of(entropy: Callable[[int], bytes], numbers: int) -> _Words:
     """Make the function that draws words for so many numbers, and checks what it is given."""
     # About fifteen words are needed for each number, and never so many.
-    left, last = 200 * (numbers + 100), None
+    left, draw = 200 * (numbers + 100), checked_entropy(entropy)
 
     def words(number: int) -> np.ndarray:
-        nonlocal left, last
+        nonlocal left
         left -= number
-        drawn = entropy(8 * number)
-        if not isinstance(drawn, bytes) or len(drawn) != 8 * number:
+        if left < 0:
             raise ValueError(
-                f"entropy was asked for {8 * number} bytes and returned {drawn!r:.40}; expected a "
-                "function such as os.urandom, which returns as many as asked for."
+                "entropy returned bytes that are not random; expected a function such as "
+                "os.urandom, which returns other bytes at each call."
             )
-        found = np.frombuffer(drawn, np.uint64)
-        if left < 0 or (number and (found == last).all()):
-            raise ValueError(
-                f"entropy returned {drawn!r:.40}, which is not random; expected a function such "
-                "as os.urandom, which returns other bytes at each call."
-            )
-        last = found[-1] if number else last
-        return found
+        return np.frombuffer(draw(8 * number), np.uint64)
 
     return words
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fisherjax import clients, compression, devices, leaves, parallel, training, tree
-from fisherjax._core import batches, checks, output_checks
+from fisherjax._core import batches, checks, output_checks, secrecy
 from fisherjax._core.compiler import eval_shape
 from fisherjax._divergence import finite_leaves
 from fisherjax._stacked import copies
@@ -76,7 +76,7 @@ class Federated(Experiment[Report]):
         _, extras = eval_shape(self._first_client_start, state)
         training.check(self.model, state.params, federation, key, *how, extras)
         if self.algorithm.link.draws:
-            checks.secret_key(key)
+            secrecy.secret_key(key)
         if self.cohort > federation.num_clients:
             raise ValueError(
                 f"cohort is {self.cohort}, but the federation has {federation.num_clients} "

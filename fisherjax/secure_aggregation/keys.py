@@ -20,42 +20,6 @@ _FIELD = 2**255 - 19
 # Any private key does: all are multiples of eight, so that points of low order become zero.
 _FIXED = bytes(SECRET)
 # Of fewer bytes, random ones are too often alike.
-_COMPARED = 8
-
-
-def checked(entropy: Callable[[int], bytes]) -> Callable[[int], bytes]:
-    """Check all that a source of random bytes returns, for the sources that are broken plainly.
-
-    The result raises ValueError if the source returns anything but as many bytes as were asked for,
-    if all of them are equal, or if they begin as those of the call before.
-
-    Example:
-        >>> import os
-        >>> len(checked(os.urandom)(32))
-        32
-    """
-    checks.function("entropy", entropy, "os.urandom")
-    last = b""
-
-    def draw(size: int) -> bytes:
-        nonlocal last
-        found = entropy(size)
-        if not isinstance(found, bytes) or len(found) != size:
-            given = f"{len(found)} bytes" if isinstance(found, bytes) else checks.kind_of(found)
-            raise ValueError(f"entropy returned {given}; expected {size} random bytes.")
-        compared = min(size, len(last))
-        is_repeated = compared >= _COMPARED and found[:compared] == last[:compared]
-        # Everybody could repeat the draws of such a source, and with them all keys and masks.
-        if is_repeated or (size >= _COMPARED and len(set(found)) == 1):
-            how = "the same bytes twice" if is_repeated else f"{size} equal bytes"
-            raise ValueError(
-                f"entropy returned {how}; expected a cryptographic source of random bytes, such as "
-                "os.urandom."
-            )
-        last = found
-        return found
-
-    return draw
 
 
 def digest(*parts: Any) -> bytes:

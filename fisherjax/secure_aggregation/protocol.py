@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from fisherjax._core import checks
+from fisherjax._core.secrecy import checked_entropy
 from fisherjax.secure_aggregation import keys, shares
 from fisherjax.secure_aggregation._masks import (
     add_pair,
@@ -105,7 +106,7 @@ def advertise(
     `signing` is the client's private Ed25519 key of 32 bytes, if messages are signed.
     """
     agreed = checked_setting(agreed)
-    place, entropy = check_place(agreed, place, "place is"), keys.checked(entropy)
+    place, entropy = check_place(agreed, place, "place is"), checked_entropy(entropy)
     if (keys.verifier(signing) if signing else None) != (
         agreed.verifiers[place] if agreed.verifiers else None
     ):
@@ -133,7 +134,7 @@ def share(
             client's own at its place. A server with such a roster could read secrets.
     """
     _begin(agreed, own, "share")
-    roster, entropy = checked_roster(agreed, roster), keys.checked(entropy)
+    roster, entropy = checked_roster(agreed, roster), checked_entropy(entropy)
     # A server that replaces a client's keys would sit between it and all others.
     published = (*map(keys.public, own.private_keys), commitment(agreed, own.seed))
     listed = roster.get(own.place)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fisherjax._core import checks
-from fisherjax.secure_aggregation import keys
+from fisherjax._core.secrecy import checked_entropy
 
 # A Mersenne prime above 2^512, so that every secret of 64 bytes is a number of the field.
 PRIME = 2**521 - 1
@@ -53,7 +53,7 @@ def split(
             f"threshold is {threshold} for {len(places)} places; expected at most "
             f"{len(places)}, as otherwise nobody could recover the secret."
         )
-    entropy = keys.checked(entropy)
+    entropy = checked_entropy(entropy)
     # With 128 bits more than the field, the remainder is uniform up to 2^-128.
     drawn = [int.from_bytes(entropy(SIZE + 16)) % PRIME for _ in range(threshold - 1)]
     # The secret is the value at zero; all other coefficients are uniform, so that fewer shares than

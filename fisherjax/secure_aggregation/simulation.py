@@ -10,6 +10,7 @@ import numpy as np
 
 from fisherjax import merging
 from fisherjax._core import checks
+from fisherjax._core.secrecy import checked_entropy
 from fisherjax._upload_checks import check_weights, stacked
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.clients import shares
@@ -70,7 +71,7 @@ def secure_sum(
         >>> secure_sum(list(np.eye(3)), 1.0, threshold=2, entropy=os.urandom, absent=lost).total
         array([1., 0., 1.])
     """
-    entropy = keys.checked(entropy)
+    entropy = checked_entropy(entropy)
     if not contributions:
         raise ValueError("There are no contributions; expected one pytree for each client.")
     number, draw = len(contributions), None if noise is None else noise.draw

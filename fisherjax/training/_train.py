@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from fisherjax import _optimizers, clients, leaves, local_update, parallel
-from fisherjax._core import checks, output_checks
+from fisherjax._core import checks, output_checks, secrecy
 from fisherjax._stacked import copies, shapes_of_one
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory, replicate
@@ -177,7 +177,7 @@ def check(
     checks.mask(model, params)
     checks.optimizer("optimizer", optimizer)
     # Training by dp_sgd draws noise from the key.
-    (checks.secret_key if local_update.hides_the_loss(model) else checks.key)(key)
+    (secrecy.secret_key if local_update.hides_the_loss(model) else checks.key)(key)
     checks.count("epochs", epochs)
     batch_size = checks.count("batch_size", batch_size)
     output_checks.outputs(model, params, federation.inputs, federation.targets)
