@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from experiments.harness import checkpoints, records
+from experiments.harness import checkpoints, folders, records
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("float32", "int32", "bfloat16", "uint8", "bool", "float16", "uint32")
@@ -414,11 +414,11 @@ class Settings:
 def test_any_dataclass_can_be_written_and_refused_when_it_changes(tmp_path):
     first = Settings()
     with pytest.raises(ValueError, match=r"holds a checkpoint without a config\.json"):
-        records.check_config(tmp_path, first, first, "checkpoint")
-    records.write_config(tmp_path, first, "run")
+        folders.check_config(tmp_path, first, first, "checkpoint")
+    folders.write_config(tmp_path, first, "run")
     command = '"command": "python -m run --rounds 3 --clients 1 2"'
     assert command in (tmp_path / records.CONFIG).read_text()
-    records.check_config(tmp_path, Settings(out=tmp_path), first)
+    folders.check_config(tmp_path, Settings(out=tmp_path), first)
     changed = Settings(rounds=4, clients=(1,))
     with pytest.raises(ValueError, match=r"clients was \[1, 2\], is \[1\]; rounds was 3, is 4\."):
-        records.check_config(tmp_path, changed, first)
+        folders.check_config(tmp_path, changed, first)

@@ -49,7 +49,8 @@ def table(
         lines.append((label(*method), *cells))
     title = f"{asked.table}, {split}: accuracy in % after {asked.rounds} rounds, own test data"
     headings = ("method", *names[: len(each)], "mean", "worst client")
-    return tables.Table(title, headings, lines, best=int(np.argmax(means)) if means else None)
+    best = max(range(len(means)), key=lambda place: tables.rank(means[place]), default=None)
+    return tables.Table(title, headings, lines, best=best)
 
 
 def epochs_table(asked: Config, found: Sequence[Measurement]) -> tables.Table:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import fisherjax as fj
+from experiments.harness import choices
 from experiments.personalized import settings
 from experiments.personalized.domains import Domain, domains
 from experiments.personalized.settings import Config, Measurement, Unit
@@ -47,7 +48,7 @@ def population(asked: Config, split: str, held: bool) -> Population:
         names = [look.name for look in looks]
         normalize, num_classes = _centred, 10
     else:
-        train, test = fj.datasets.load(asked.table, asked.data_dir)
+        train, test = choices.load(asked.table, asked.data_dir)
         pairs = [(train.inputs, train.targets), (test.inputs, test.targets)]
         rows = _by_classes(asked, split, train.targets, test.targets)
         names = [str(place) for place in range(asked.num_clients)]
@@ -104,10 +105,10 @@ def measured(asked: Config, unit: Unit, of: Population) -> Iterator[tuple[list[M
     )
     key, start_key = jax.random.split(jax.random.key(unit.seed))
     first = experiment.init(of.init(start_key), of.train)
-    every = max(1, unit.rounds // 10)
+    tested_after = settings.rounds_measured(unit)
     for state, done in fj.rounds.run(experiment, first, of.train, key=key, rounds=unit.rounds):
         count, found = int(done.number) + 1, []
-        if count == 1 or count % every == 0 or count == unit.rounds:
+        if count in tested_after:
             models, how = experiment.models(state, number), {"stacked": True, "batch_size": 250}
             tested = fj.metrics.performance(of.model, models, of.test, **how)
             values = {None: tested.mean().accuracy}

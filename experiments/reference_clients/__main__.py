@@ -18,7 +18,17 @@ import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import accuracies, commands, limits, one_round, records, reference, tasks
+from experiments.harness import (
+    accuracies,
+    choices,
+    commands,
+    folders,
+    limits,
+    one_round,
+    records,
+    reference,
+    tasks,
+)
 from experiments.harness.config import Data, Group, Merging, OneShot
 from experiments.harness.methods import trains_its_own
 from experiments.harness.reference import Reference
@@ -39,7 +49,7 @@ _UNIT = (0, 0)  # only validation images are drawn by the seeds, and the file li
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(commands.Imports):
     """The clients of a file, and methods that merge them."""
 
     merging: Group[Merging] = dataclasses.field(default=Merging())
@@ -60,11 +70,12 @@ def main(asked: Config, console: Console) -> None:
     found = reference.load(asked.reference)
     task = prepare(asked, found)
     with records.folder(asked.out):
-        if records.read_rows(asked.out / records.RESULTS, records.ONE_SHOT):
-            records.check_config(asked.out, asked, Config())
+        both, _ = folders.resume(asked, Config())
+        if both != asked:
+            asked, task = both, prepare(both, found)
         with console.status("merging"):
             rows = merge(task, found)
-        records.write_config(asked.out, asked, PROGRAM)
+        folders.write_config(asked.out, asked, PROGRAM)
         accuracies.write_labels(asked.out, task.label_counts)
         records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
         heading = f"{asked.dataset}, {asked.model}, {len(found.partition)} clients of a file"
@@ -84,7 +95,7 @@ def prepare(asked: Config, found: Reference) -> tasks.OneRound:
             f"--algorithms has {', '.join(training)}, which change how clients train: these are "
             "trained already; expected methods that merge them as they are"
         )
-    train, test = fj.datasets.load(asked.dataset, asked.data_dir)
+    train, test = choices.load(asked.dataset, asked.data_dir)
     rows, last = found.validation, len(train.targets) - 1
     if len(rows) and not 0 <= rows.min() <= rows.max() <= last:
         raise ValueError(

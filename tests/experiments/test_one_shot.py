@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.harness import commands, one_round, records, steps
+from experiments.harness import commands, folders, one_round, records, steps
 from experiments.harness.config import Data, Merging, OneShot, Training
 from experiments.harness.records import ONE_SHOT, Row
 from experiments.one_shot import __main__ as one_shot
@@ -77,7 +77,7 @@ def test_a_finished_run_prints_its_table_again_and_computes_nothing(whole, capsy
 def test_an_interrupted_run_continues_to_the_same_numbers(whole, tmp_path, capsys):
     rows = results(whole)
     kept = [row for row in rows if row.partition_seed == 0]
-    records.write_config(tmp_path, dataclasses.replace(SMALL, out=tmp_path), one_shot.PROGRAM)
+    folders.write_config(tmp_path, dataclasses.replace(SMALL, out=tmp_path), one_shot.PROGRAM)
     records.write_rows(tmp_path / "results.csv", kept, ONE_SHOT)
     assert run(SMALL, out=tmp_path) == 0
     assert "1 of 3 runs are done" in " ".join(capsys.readouterr().out.split())

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, given, settings
 
-from experiments.harness import commands, config, grids, limits, records
+from experiments.harness import commands, config, folders, grids, limits, records
 from experiments.harness.config import Data, OneShot
 from experiments.reference_clients import __main__ as reference_clients
 from fisherjax import algorithms
@@ -271,14 +271,14 @@ def test_an_impossible_value_is_refused_by_the_name_of_its_option(option, value)
 @pytest.mark.parametrize("option", CHANGES)
 def test_the_name_of_a_run_tells_experiments_apart_by_what_changes_their_results(option):
     is_same = config.name(changed(OneShot(), option, CHANGES[option])) == config.name(OneShot())
-    assert is_same == (option in records.WHERE_AND_HOW)
+    assert is_same == (option in folders.WHERE_AND_HOW)
 
 
 @pytest.fixture
 def begun(tmp_path, rows_of):
     """The folder of an interrupted run, and what it has finished."""
     rows = rows_of(OneShot())[:3]
-    records.write_config(tmp_path, OneShot(), "experiments.one_shot")
+    folders.write_config(tmp_path, OneShot(), "experiments.one_shot")
     records.write_rows(tmp_path / records.RESULTS, rows, records.ONE_SHOT)
     return tmp_path, rows
 
@@ -287,23 +287,23 @@ IDLE = (
     *("fedlpa.damping", "fedlpa.balanced", "fedprox.mu", "dense.epochs", "dense.width"),
     *("fedov.steps", "student.epochs"),
 )  # methods that do not run
-CHANGE_NOTHING = (*records.WHERE_AND_HOW, *IDLE)
+CHANGE_NOTHING = (*folders.WHERE_AND_HOW, *IDLE)
 
 
 @pytest.mark.parametrize("option", [x for x in CHANGES if x not in CHANGE_NOTHING])
 def test_a_folder_refuses_another_experiment_and_names_what_differs(begun, option):
     asked = changed(OneShot(), option, CHANGES[option])
     with pytest.raises(ValueError, match=f"another experiment: {option} was .*, is "):
-        records.resume(begun[0], asked, OneShot(), records.ONE_SHOT)
+        folders.resume(begun[0], asked, OneShot(), records.ONE_SHOT)
 
 
 @pytest.mark.parametrize("option", [x for x in CHANGES if x in CHANGE_NOTHING])
 def test_a_folder_continues_when_only_place_chunks_or_methods_that_do_not_run_differ(begun, option):
     asked = changed(OneShot(), option, CHANGES[option])
-    assert records.resume(begun[0], asked, OneShot(), records.ONE_SHOT) == begun[1]
+    assert folders.resume(begun[0], asked, OneShot(), records.ONE_SHOT) == begun[1]
 
 
 def test_a_folder_where_nothing_was_finished_takes_any_experiment(tmp_path):
-    records.write_config(tmp_path, OneShot(), "experiments.one_shot")
+    folders.write_config(tmp_path, OneShot(), "experiments.one_shot")
     asked = OneShot(Data("mnist"), epochs=1)
-    assert records.resume(tmp_path, asked, OneShot(), records.ONE_SHOT) == []
+    assert folders.resume(tmp_path, asked, OneShot(), records.ONE_SHOT) == []

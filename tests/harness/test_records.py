@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.harness import commands, config, one_round, records
+from experiments.harness import commands, config, folders, one_round, records
 from experiments.harness.config import Merging, OneShot
 from experiments.harness.records import ONE_SHOT, RESULTS
 from experiments.one_shot import __main__ as one_shot
@@ -82,7 +82,7 @@ with records.folder(Path(sys.argv[1])):
 
 
 def resume(out: Path, asked: OneShot | None = None) -> list[records.Row]:
-    return records.resume(out, asked or OneShot(), OneShot(), ONE_SHOT)
+    return folders.resume(out, asked or OneShot(), OneShot(), ONE_SHOT)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def finished(tmp_path, rows_of) -> Path:
     """The folder of a run that has computed all, but shown nothing yet."""
     out = tmp_path / "finished"
     out.mkdir()
-    records.write_config(out, OneShot(), PROGRAM)
+    folders.write_config(out, OneShot(), PROGRAM)
     records.write_rows(out / RESULTS, rows_of(OneShot()), ONE_SHOT)
     return out
 
@@ -326,10 +326,10 @@ def test_the_damping_of_the_first_versions_rounds_was_that_of_kfac(tmp_path):
         document = {"configuration": found | {"damping": damping}, "environment": {}}
         (tmp_path / records.CONFIG).write_text(json.dumps(document))
         if is_same:
-            records.check_config(tmp_path, asked, asked)
+            folders.check_config(tmp_path, asked, asked)
             continue
         with pytest.raises(ValueError, match=r"experiment: fedfisher_kfac\.damping was 0\.5, is"):
-            records.check_config(tmp_path, asked, asked)
+            folders.check_config(tmp_path, asked, asked)
 
 
 ONE_SHOT_RUNS = sorted(
@@ -352,16 +352,16 @@ def test_stored_runs_continue(tmp_path, name):
         ["--max-examples", "0", *shlex.split(command)[3:]], "", "", config.one_shot
     )
     default = config.one_shot(asked.data.dataset)
-    rows = records.resume(out, asked, default, ONE_SHOT)
+    rows = folders.resume(out, asked, default, ONE_SHOT)
     assert rows == records.read_rows(STORED / name / RESULTS, ONE_SHOT) != []
     for method in ("none", asked.merging.algorithms[0]):
         merging = dataclasses.replace(asked.merging, options=((f"{method}.mu", 0.5),))
         changed = dataclasses.replace(asked, merging=merging)
         if method == "none":  # it does not run
-            assert records.resume(out, changed, default, ONE_SHOT) == rows
+            assert folders.resume(out, changed, default, ONE_SHOT) == rows
             continue
         with pytest.raises(ValueError, match=rf"experiment: {method}\.mu was the default, is 0\.5"):
-            records.resume(out, changed, default, ONE_SHOT)
+            folders.resume(out, changed, default, ONE_SHOT)
 
 
 def test_runs_from_before_most_options_keep_their_folder():
@@ -369,7 +369,7 @@ def test_runs_from_before_most_options_keep_their_folder():
     later = ("beta", "min_size", "classes_per_client", "weight_decay", "augment_border")
     later += ("normalize", "fedlpa_damping", "fedlpa_balanced", "mu", "then_rounds", "central")
     first = json.loads(WRITTEN_BY_01)["configuration"]
-    before = {k: v for k, v in first.items() if k not in (*later, *records.WHERE_AND_HOW)}
+    before = {k: v for k, v in first.items() if k not in (*later, *folders.WHERE_AND_HOW)}
     digest = hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()[:6]
     asked = OneShot(merging=Merging(max_examples=0))
     assert config.name(asked) == f"digits-mlp-m5-fedfisher0.1-{digest}"
