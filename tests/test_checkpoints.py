@@ -408,17 +408,18 @@ class Settings:
 
     rounds: int = 3
     clients: tuple[int, ...] = (1, 2)
+    epochs: int = 3
     out: Path | None = None
 
 
 def test_any_dataclass_can_be_written_and_refused_when_it_changes(tmp_path):
-    first = Settings()
+    first = Settings(out=tmp_path)
     with pytest.raises(ValueError, match=r"holds a checkpoint without a config\.json"):
-        folders.check_config(tmp_path, first, first, "checkpoint")
+        folders.grown(first, first, "checkpoint")
     folders.write_config(tmp_path, first, "run")
     command = '"command": "python -m run --rounds 3 --clients 1 2"'
     assert command in (tmp_path / records.CONFIG).read_text()
-    folders.check_config(tmp_path, Settings(out=tmp_path), first)
-    changed = Settings(rounds=4, clients=(1,))
-    with pytest.raises(ValueError, match=r"clients was \[1, 2\], is \[1\]; rounds was 3, is 4\."):
-        folders.check_config(tmp_path, changed, first)
+    assert folders.grown(first, first) == first
+    changed = Settings(3, (1,), epochs=4, out=tmp_path)
+    with pytest.raises(ValueError, match=r"another experiment: epochs was 3, is 4\."):
+        folders.grown(changed, first)

@@ -119,7 +119,8 @@ def _cells(config: Federated, rows: Sequence[records.Row]) -> dict[str, str]:
     }
     if config.data.dataset == PLAYS:
         losses = _values(last, "test", "loss")
-        cells["perplexity"] = tables.spread(np.exp(losses).tolist(), digits=2)
+        with np.errstate(over="ignore"):  # a diverged model has any loss
+            cells["perplexity"] = tables.spread(np.exp(losses).tolist(), digits=2)
     for fraction in rounds.FRACTIONS:
         name = f"{100 * fraction:g} % tuned" if fraction else "held out %"
         cells[name] = percent("held_out", fraction)

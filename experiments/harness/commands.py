@@ -131,7 +131,8 @@ def replaced(config: Any, values: Mapping[str, Any]) -> Any:
         if dataclasses.is_dataclass(value):
             changes[name] = replaced(value, values)
         elif name in values:
-            changes[name] = type(value)(values[name])
+            new = values[name]
+            changes[name] = tuple(new) if isinstance(value, tuple) else new
     return dataclasses.replace(config, **changes)
 
 
@@ -143,6 +144,8 @@ def write(config: Any, program: str) -> str:
         option = {"imports": "import"}.get(option, option)
         if isinstance(value, bool):
             words.append(f"--{method}{dot}{'' if value else 'no-'}{option}")
+        elif name == "imports" and not value:
+            continue
         elif value is not None or dot:
             each = value if isinstance(value, list) else [value]
             words += [f"--{method}{dot}{option}", *map(str, each)]

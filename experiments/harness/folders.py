@@ -17,7 +17,7 @@ import jax
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import choices, commands, records
+from experiments.harness import choices, commands, names, records
 from experiments.harness.records import CONFIG, RESULTS, write_text
 
 WHERE_AND_HOW = (
@@ -31,6 +31,7 @@ GROWS = (
     *("kinds", "counts", "codecs", "sizes", "noise_multipliers", "views", "clients"),
     *("datasets", "alphas", "betas", "classes", "num_clients"),
     *("central", "rounds", "total_epochs", "then_rounds", "exchanges", "draws"),
+    "keep_clients",
 )
 """Options of which a folder may get more: further values of a list, or a greater number."""
 _ONLY_LISTS = ("classes", "num_clients")
@@ -81,7 +82,7 @@ def grown(asked: Any, default: Any, found: str = RESULTS) -> Any:
             both[name] = was + [value for value in wanted if value not in was]
         elif name not in _ONLY_LISTS and None not in (was, wanted):
             both[name] = max(was, wanted)
-    ran = {one for name in before.get("algorithms", ()) for one in choices.parts(name)}
+    ran = {one for name in before.get("algorithms", ()) for one in names.parts(name)}
 
     def counts(name: str) -> bool:  # options of methods count only if the method ran
         method, dot, _ = name.rpartition(".")
@@ -94,7 +95,8 @@ def grown(asked: Any, default: Any, found: str = RESULTS) -> Any:
             f"{out} holds results of another experiment: {'; '.join(differing)}. Choose another "
             f"--out, or delete that folder{_variants(before, now, counts)}"
         )
-    more = [f"{name} {_words(both[name])}" for name in both if both[name] != now[name]]
+    larger = [n for n in both if both[n] != now[n] and n not in WHERE_AND_HOW]
+    more = [f"{name} {_words(both[name])}" for name in larger]
     if more:
         print(f"{out} has more than is asked for; all of it is reported: {'; '.join(more)}.")
     # Methods and files that the folder has and nobody asked for now.
@@ -105,8 +107,8 @@ def grown(asked: Any, default: Any, found: str = RESULTS) -> Any:
 def _variants(before: dict, now: dict, counts: Callable[[str], bool]) -> str:
     """Advise how one folder takes a method with two values of an option."""
     changed = [n for n in now if "." in n and counts(n) and now[n] != before.get(n)]
-    names = " ".join(f"{n.replace('.', '@')}={now[n]}" for n in changed)
-    return f"; for both in one folder, add --algorithms {names} instead" if names else ""
+    words = " ".join(f"{n.replace('.', '@')}={now[n]}" for n in changed)
+    return f"; for both in one folder, add --algorithms {words} instead" if words else ""
 
 
 def _words(value: Any) -> str:

@@ -53,6 +53,8 @@ CHANGES = {
     "on_nonfinite": "drop",
     "clients_per_chunk": 3,
     "seeds_together": 2,
+    "keep_clients": True,
+    "imports": (str(Path(__file__).with_name("own_choices.py")),),
     "data_dir": Path("data"),
     "out": Path("runs/mine"),
     "fedfisher_kfac.damping": 0.25,
@@ -135,7 +137,7 @@ def values(kind: object) -> st.SearchStrategy:
 def configurations(kind: type) -> st.SearchStrategy:
     hints = typing.get_type_hints(kind)
     kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-    fields = {name: values(kinds[name]) for name in kinds if name != "options"}
+    fields = {name: values(kinds[name]) for name in kinds if name not in ("options", "imports")}
     return st.builds(kind, **fields, **({"options": own_options()} if "options" in kinds else {}))
 
 
@@ -285,25 +287,26 @@ def begun(tmp_path, rows_of):
 
 IDLE = (
     *("fedlpa.damping", "fedlpa.balanced", "fedprox.mu", "dense.epochs", "dense.width"),
-    *("fedov.steps", "student.epochs"),
-)  # methods that do not run
+    *("fedov.steps", "student.epochs", "then_epochs"),
+)  # methods and rounds that do not run
+GROWN = [name for name in folders.GROWS if name in CHANGES]
 CHANGE_NOTHING = (*folders.WHERE_AND_HOW, *IDLE)
 
 
-@pytest.mark.parametrize("option", [x for x in CHANGES if x not in CHANGE_NOTHING])
+@pytest.mark.parametrize("option", [x for x in CHANGES if x not in (*CHANGE_NOTHING, *GROWN)])
 def test_a_folder_refuses_another_experiment_and_names_what_differs(begun, option):
     asked = changed(OneShot(), option, CHANGES[option])
     with pytest.raises(ValueError, match=f"another experiment: {option} was .*, is "):
-        folders.resume(begun[0], asked, OneShot(), records.ONE_SHOT)
+        folders.resume(dataclasses.replace(asked, out=begun[0]), OneShot())
 
 
 @pytest.mark.parametrize("option", [x for x in CHANGES if x in CHANGE_NOTHING])
 def test_a_folder_continues_when_only_place_chunks_or_methods_that_do_not_run_differ(begun, option):
     asked = changed(OneShot(), option, CHANGES[option])
-    assert folders.resume(begun[0], asked, OneShot(), records.ONE_SHOT) == begun[1]
+    assert folders.resume(dataclasses.replace(asked, out=begun[0]), OneShot())[1] == begun[1]
 
 
 def test_a_folder_where_nothing_was_finished_takes_any_experiment(tmp_path):
     folders.write_config(tmp_path, OneShot(), "experiments.one_shot")
-    asked = OneShot(Data("mnist"), epochs=1)
-    assert folders.resume(tmp_path, asked, OneShot(), records.ONE_SHOT) == []
+    asked = OneShot(Data("mnist"), epochs=1, out=tmp_path)
+    assert folders.resume(asked, OneShot()) == (asked, [])
