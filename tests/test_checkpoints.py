@@ -417,7 +417,7 @@ def test_any_dataclass_can_be_written_and_refused_when_it_changes(tmp_path):
     with pytest.raises(ValueError, match=r"holds a checkpoint without a config\.json"):
         folders.grown(first, first, "checkpoint")
     folders.write_config(tmp_path, first, "run")
-    command = '"command": "python -m run --rounds 3 --clients 1 2"'
+    command = '"command": "python -m run --rounds 3 --clients 1 2 --epochs 3 --out'
     assert command in (tmp_path / records.CONFIG).read_text()
     assert folders.grown(first, first) == first
     changed = Settings(3, (1,), epochs=4, out=tmp_path)

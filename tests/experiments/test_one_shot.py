@@ -2,7 +2,9 @@
 
 import csv
 import dataclasses
+import json
 import os
+import re
 import shlex
 import signal
 import threading
@@ -15,6 +17,7 @@ from experiments.harness import commands, folders, one_round, records, steps
 from experiments.harness.config import Data, Merging, OneShot, Training
 from experiments.harness.records import ONE_SHOT, Row
 from experiments.one_shot import __main__ as one_shot
+from tests.harness.test_folders import own_choices
 
 SMALL = OneShot(
     Data(num_clients=3, alpha=1.0),
@@ -105,7 +108,7 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path, capsys):
         thread.join()
         signal.signal(signal.SIGINT, handler)
     rows = results(tmp_path)
-    done = one_round.finished(rows)
+    done = {row.unit for row in rows}
     assert 0 < len(done) < len(one_round.units(asked))
     per_unit = 3 + 1 + 2 * len(asked.merging.algorithms)
     assert len(rows) == sum(1 if split is None else per_unit for split, _ in done)
@@ -171,3 +174,26 @@ def test_help_shows_the_defaults_of_the_data_set(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "(default: cifar10)" in shown
     assert "(default: cnn)" in shown
+
+
+@pytest.mark.long
+def test_the_file_of_the_page_brings_a_method_a_network_and_data(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/how_to/commands.md").read_text()
+    section = page[page.index("## Bring your own") :]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    command = re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1]
+    (tmp_path / "my_file.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", one_shot.PROGRAM]
+    with own_choices():
+        assert one_shot.main(words[3:]) == 0
+    out = tmp_path / "runs/mine"
+    found = results(out)
+    assert {"fedavg", "median", "median@mean_share=0.5"} < {row.algorithm for row in found}
+    # What config.json prints runs again, as after another process has forgotten the file.
+    again = shlex.split(json.loads((out / "config.json").read_text())["command"])[3:]
+    (out / "results.csv").unlink()
+    with own_choices():
+        assert one_shot.main(again) == 0
+    assert without_time(results(out)) == without_time(found)

@@ -176,9 +176,8 @@ def test_every_damaged_byte_of_the_configuration_is_noticed_or_changes_nothing(w
 
 def test_accuracies_that_are_no_numbers_are_kept_and_reported(tmp_path):
     asked = ask(tmp_path)
-    rows = [
-        row._replace(value=math.nan) if row.algorithm == "fedavg" else row for row in all_rows()
-    ]
+    values = {"fedavg": math.nan}
+    rows = [row._replace(value=values.get(row.algorithm, 0.5)) for row in all_rows()]
     folders.write_config(tmp_path, asked, PROGRAM)
     records.write_rows(tmp_path / RESULTS, rows, ONE_SHOT)
     _, found = folders.resume(asked, OneShot())
@@ -195,17 +194,19 @@ def test_losses_of_diverged_clients_are_kept_and_reported(tmp_path, value):
         merging=Merging(("fedavg",)),
         rounds=1,
         local_epochs=(1,),
+        seeds=(0, 1),
         out=tmp_path,
     )
-    numbers = {
-        ("cohort", "loss"): value,
-        ("cohort", "barrier_loss"): value,
-        ("test", "loss"): value,
-    }
-    numbers |= {("test", "accuracy"): 0.1, ("traffic", "down"): 8, ("traffic", "up"): 8}
+    losses = [("cohort", "loss"), ("cohort", "barrier_loss"), ("test", "loss")]
+    finite = [("test", "accuracy"), ("validation", "accuracy")]
+    finite += [("traffic", "down"), ("traffic", "up")]
+    numbers = dict.fromkeys(losses, value) | dict.fromkeys(finite, 8.0)
     where = {"local_epochs": 1, "server_learning_rate": 1.0}
-    for seed in (0, 1):
-        rows = [Row("fedavg", seed, 1, *what, x, **where) for what, x in numbers.items()]
+    rows = [
+        Row("fedavg", seed, 1, *what, number, **where)
+        for seed in asked.seeds
+        for what, number in numbers.items()
+    ]
     folders.write_config(tmp_path, asked, PROGRAM)
     records.write_rows(tmp_path / RESULTS, rows, records.FEDERATED)
     asked, found = folders.resume(asked, Federated(), records.FEDERATED)
@@ -213,7 +214,7 @@ def test_losses_of_diverged_clients_are_kept_and_reported(tmp_path, value):
     assert federated.following(asked, found) is None
     curves.report(asked, found, PROGRAM, Console(file=io.StringIO()))
     perplexity = "nan" if math.isnan(value) else "inf"
-    assert f"| {perplexity} |" in (tmp_path / "summary.md").read_text()
+    assert f"| {perplexity} ± nan |" in (tmp_path / "summary.md").read_text()
 
 
 def test_the_choice_by_accuracy_does_not_choose_what_is_no_number():
