@@ -53,10 +53,16 @@ def resume(
 ) -> tuple[Any, list[Any]]:
     """Return the configuration of both what a folder has and what is asked for, and its rows.
 
-    See `grown` and `records.read_rows`. A folder without a row takes any experiment.
+    See `grown` and `records.read_rows`; damaged rows are removed from the file. A folder without a
+    row takes any experiment.
     """
-    rows = records.read_rows(asked.out / RESULTS, columns, kind)
-    return (grown(asked, default) if rows else asked), rows
+    damage: list[str] = []
+    rows = records.read_rows(asked.out / RESULTS, columns, kind, damage.append)
+    asked = grown(asked, default) if rows else asked
+    for words in damage:
+        print(words)
+        records.write_rows(asked.out / RESULTS, rows, columns)
+    return asked, rows
 
 
 def grown(asked: Any, default: Any, found: str = RESULTS) -> Any:

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.harness import choices
 from experiments.personalized import settings
 from experiments.personalized.domains import Domain, domains
 from experiments.personalized.settings import Config, Measurement, Unit
@@ -48,7 +47,7 @@ def population(asked: Config, split: str, held: bool) -> Population:
         names = [look.name for look in looks]
         normalize, num_classes = _centred, 10
     else:
-        train, test = choices.load(asked.table, asked.data_dir)
+        train, test = fj.datasets.load(asked.table, asked.data_dir)
         pairs = [(train.inputs, train.targets), (test.inputs, test.targets)]
         rows = _by_classes(asked, split, train.targets, test.targets)
         names = [str(place) for place in range(asked.num_clients)]

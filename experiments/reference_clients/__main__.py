@@ -20,7 +20,6 @@ from rich.console import Console
 import fisherjax as fj
 from experiments.harness import (
     accuracies,
-    choices,
     commands,
     folders,
     limits,
@@ -95,7 +94,7 @@ def prepare(asked: Config, found: Reference) -> tasks.OneRound:
             f"--algorithms has {', '.join(training)}, which change how clients train: these are "
             "trained already; expected methods that merge them as they are"
         )
-    train, test = choices.load(asked.dataset, asked.data_dir)
+    train, test = fj.datasets.load(asked.dataset, asked.data_dir)
     rows, last = found.validation, len(train.targets) - 1
     if len(rows) and not 0 <= rows.min() <= rows.max() <= last:
         raise ValueError(
