@@ -132,11 +132,10 @@ def _compute(
     console: Console,
 ) -> None:
     """Compute the units of a block."""
-    named = list(map(_named, ready))
     with bar(console) as shown:
-        watch = Watch(console, shown, ready[0], named)
-        for unit, task, name in zip(units, ready, named, strict=True):
-            cell, out = unit[0], task.config.out
+        watch = Watch(console, shown, [(task, [_named(task)]) for task in ready])
+        for unit, task in zip(units, ready, strict=True):
+            cell, out, name = unit[0], task.config.out, _named(task)
             where = f"{cell.dataset}, {cell.label}, "
             how = {"goes_on": bool(done[unit])}
             folders.write_config(out, task.config, "experiments.one_shot", **how)

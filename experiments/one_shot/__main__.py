@@ -54,49 +54,39 @@ def _execute(
     console: Console,
 ) -> list[records.Row]:
     """Compute what is missing, and write the rows after each unit, or after each split."""
-    asked = task.config
-    # Units that miss the same methods share their programs.
-    parts = [(one_round.only(task, names), units) for names, units in _grouped(missing).items()]
+    asked, together = task.config, task.config.seeds_together
+    # Units that lack the same methods.
+    alike = tables.gathered((names, unit) for unit, names in missing.items())
+    parts = [(one_round.only(task, names), units) for names, units in alike.items()]
+    wholes = [vmapped_seeds.program(own) if together else None for own, _ in parts]
+    groups = [vmapped_seeds.groups(x) if together else [[unit] for unit in x] for _, x in parts]
+    with console.status("compiling"):
+        need = wholes[0].memory(groups[0][0]) if wholes[0] else memory.predict(task)
+    console.print(memory.check(need, memory.available()))
     if kept := kept_clients.announce(asked.out, parts):
-        console.print(kept, soft_wrap=True)
+        console.print(kept)
     total = len(one_round.units(asked))
     done = f"{total - len(missing)} of {total} runs are done" if rows else ""
-    for place, (own, units) in enumerate(parts):
-        whole = vmapped_seeds.program(own) if asked.seeds_together else None
-        groups = vmapped_seeds.groups(units) if whole else [[unit] for unit in units]
-        with console.status("compiling"):
-            need = whole.memory(groups[0]) if whole else memory.predict(own)
-        console.print(memory.check(need, memory.available()))
-        if place == 0:
-            folders.begin(asked, PROGRAM, console, done)
-            accuracies.write_labels(asked.out, task.label_counts)
-            for seed, counts in task.label_counts.items():
-                console.print(accuracies.label_table(counts, seed))
-        with bar(console) as shown:
-            watch = Watch(console, shown, own, units)
-            for group in groups:
+    folders.begin(asked, PROGRAM, console, done)
+    accuracies.write_labels(asked.out, task.label_counts)
+    for seed, counts in task.label_counts.items():
+        console.print(accuracies.label_table(counts, seed))
+    with bar(console) as shown:
+        watch = Watch(console, shown, parts)
+        for (own, _), whole, some in zip(parts, wholes, groups, strict=True):
+            for units in some:
                 start = time.perf_counter()
                 if whole:
-                    over = watch.begin_all(group)
-                    new = whole.run(group)
+                    over = watch.begin_all(own, units)
+                    new = whole.run(units)
                     over()
                 else:
-                    new = one_round.run(own, group[0], watch.begin(group[0]))
+                    new = one_round.run(own, units[0], watch.begin(units[0]))
                 rows = one_round.replaced(rows, new)
                 records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
                 one_round.clear(task)
-                watch.finish(group, new, time.perf_counter() - start)
+                watch.finish(units, new, time.perf_counter() - start)
     return rows
-
-
-def _grouped(missing: Mapping[Unit, tuple[str, ...]]) -> dict[tuple[str, ...], list[Unit]]:
-    """Group units by the methods that they miss; the ceilings are with those that miss most."""
-    found = tables.gathered((names, unit) for unit, names in missing.items() if unit[0] is not None)
-    central = [unit for unit in missing if unit[0] is None]
-    if central:
-        most = max(found, key=len, default=(one_round.REFERENCES,))
-        found[most] = found.get(most, []) + central
-    return found
 
 
 if __name__ == "__main__":
