@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -96,11 +96,18 @@ def write_text(path: Path, text: str) -> None:
 
 def write_rows(path: Path, rows: Sequence[Any], columns: Sequence[str]) -> None:
     """Write rows with the given columns and the checksum of their unit, like `write_bytes`."""
+    cells = ((row.unit, [getattr(row, name) for name in columns]) for row in rows)
+    write_units(path, tables.gathered(cells).values(), columns)
+
+
+def write_units(
+    path: Path, units: Iterable[Sequence[Sequence[Any]]], columns: Sequence[str]
+) -> None:
+    """Write units of lines of cells, each line with the checksum of its unit in the end."""
     lines: list[list[Any]] = []
-    for own in tables.gathered((row.unit, row) for row in rows).values():
-        cells = [[getattr(row, name) for name in columns] for row in own]
-        _, *written = tables.csv_text(columns, cells).splitlines()
-        lines += [[*line, _checksum(written)] for line in cells]
+    for own in units:
+        _, *written = tables.csv_text(columns, own).splitlines()
+        lines += [[*line, _checksum(written)] for line in own]
     write_text(path, tables.csv_text((*columns, CHECKSUM), lines))
 
 
@@ -120,34 +127,40 @@ def read_rows(
     """
     if not path.exists():
         return []
-    first, *lines = path.read_bytes().decode(errors="replace").splitlines() or [""]
-    sealed, old = (",".join(names) for names in ((*columns, CHECKSUM), columns))
+    (found, *lines), number = read_units(path)
+    heading = ",".join(columns)
     # A file that was cut inside its heading has no rows to lose.
-    if first not in (sealed, old) and not (sealed.startswith(first) and not lines):
+    if found != heading and (lines or not f"{heading},{CHECKSUM}".startswith(found)):
         raise ValueError(
-            f"{path} does not begin with the columns {old}: it is not of this command; choose "
+            f"{path} does not begin with the columns {heading}: it is not of this command; choose "
             "another --out"
         )
-    whole = _whole(lines) if first == sealed else lines
-    rows = [row for line in whole if (row := _row(line, columns, kind)) is not None]
-    if len(rows) < len(lines) or first not in (sealed, old):
+    rows = [row for line in lines if (row := _row(line, columns, kind)) is not None]
+    if len(rows) < number or found != heading:
         warn(
-            f"{path} is damaged: {len(lines) - len(rows)} of {len(lines)} rows are not as they "
-            "were written, and what they held is computed again."
+            f"{path} is damaged: {number - len(rows)} of {number} rows are not as they were "
+            "written, and what they held is computed again."
         )
     return rows
 
 
-def _checksum(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+def read_units(path: Path) -> tuple[list[str], int]:
+    """Return the heading and the lines that are as they were written, and the number of all lines.
 
-
-def _whole(lines: Sequence[str]) -> list[str]:
-    """Return the lines of units that are as they were written, without their checksums."""
+    They come without their checksums.
+    """
+    first, *lines = path.read_bytes().decode(errors="replace").splitlines() or [""]
+    heading, _, last = first.rpartition(",")
+    if last != CHECKSUM:  # version 0.2 wrote it
+        return [first, *lines], len(lines)
     pairs = [line.rpartition(",")[::2] for line in lines]
     units = tables.gathered((mark, own) for own, mark in pairs)
     sound = {mark for mark, own in units.items() if _checksum(own) == mark}
-    return [own for own, mark in pairs if mark in sound]
+    return [heading, *(own for own, mark in pairs if mark in sound)], len(lines)
+
+
+def _checksum(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _row(line: str, columns: Sequence[str], kind: Callable[..., Any]) -> Any | None:

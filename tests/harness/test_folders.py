@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -25,6 +26,7 @@ from experiments.harness import (
     commands,
     config,
     folders,
+    methods,
     one_round,
     records,
     studies,
@@ -32,6 +34,7 @@ from experiments.harness import (
 )
 from experiments.harness.config import AnyData, Data, Federated, Merging, OneShot
 from experiments.harness.records import ONE_SHOT, RESULTS, Row
+from experiments.personalized import pictures
 from experiments.personalized import settings as personalized
 from experiments.personalized.settings import Config as Personalized
 
@@ -398,6 +401,19 @@ def test_a_personal_run_counts_its_measurements():
     assert {sizes[unit] for unit in units if unit.rounds == 10} == {10 + 2}
 
 
+def test_weights_of_a_personal_run_come_back_and_damaged_ones_are_left_out(tmp_path, capsys):
+    path, rows = tmp_path / "weights.csv", {"a, b": [[0.25, 0.75], [0.5, 0.5]], "c": [[1.0], [2.0]]}
+    for name, weights in rows.items():
+        pictures.keep_weights(path, name, np.array(weights))
+    assert {name: x.tolist() for name, x in pictures.read_weights(path).items()} == rows
+    assert capsys.readouterr().out == ""
+    path.write_text(path.read_text().replace("0.25", "0.26"))
+    assert {*pictures.read_weights(path)} == {"c"}
+    assert "is damaged" in capsys.readouterr().out
+    path.write_text('run,client,0,1\n"a, b",0,0.25,0.75\n"a, b",1,0.5,0.5\n')  # of version 0.2
+    assert pictures.read_weights(path)["a, b"].tolist() == rows["a, b"]
+
+
 # Every command
 
 
@@ -498,6 +514,16 @@ def test_a_variant_is_the_method_with_other_options():
         words = commands.write(asked, PROGRAM).split()[3:]
         assert commands.read(words, "", "", config.one_shot) == asked
     assert name not in fj.algorithms.METHODS
+
+
+def test_options_in_a_name_come_before_those_of_the_command():
+    name, model = "fedfisher_kfac@max_examples=7", fj.Model(np.matmul, fj.likelihoods.categorical)
+    options = (("fedfisher_kfac.damping", 0.5), ("fedfisher_kfac.max_examples", 9))
+    with own_choices():
+        choices.add((), [name])
+        made = methods.methods(Merging((name,), max_examples=8, options=options), model, 32)
+    how = {"max_examples": 7, "damping": 0.5}
+    assert made[name].server(None) is fj.algorithms.make("fedfisher_kfac", model, **how)
 
 
 @pytest.mark.parametrize(
