@@ -239,6 +239,7 @@ def test_a_full_disk_is_an_error_with_the_path_and_leaves_what_was_there(two, mo
         with pytest.raises(OSError, match=rf"No space left on device: '{re.escape(str(two))}/6'"):
             checkpoints.save(two, 6, state_of(6), rows_of(6))
     assert capfd.readouterr() == ("", "")
+    assert {path.name for path in two.iterdir()} == {"3", "5"}
     assert is_checkpoint(checkpoints.restore(two, state_of(0), refuse_to_warn), 5)
     checkpoints.save(two, 6, state_of(6), rows_of(6))
     assert {path.name for path in two.iterdir()} == {"5", "6"}

@@ -11,6 +11,7 @@ import csv
 import hashlib
 import inspect
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -203,7 +204,9 @@ def folder(out: Path) -> Iterator[None]:
                     f"another process is writing to --out {out}: wait for it, or choose another "
                     "folder"
                 ) from error
-        # A process that was killed while it wrote a file leaves a part of it.
+        # A process that was killed while it wrote leaves parts of files and checkpoints.
         for part in (*out.glob(".*.partial"), *out.glob("models/.*.partial")):
             part.unlink(missing_ok=True)
+        for part in out.glob("*/*/*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(part, ignore_errors=True)
         yield

@@ -442,11 +442,12 @@ def test_every_command_refuses_a_folder_that_is_held_or_cannot_be_written(name, 
 
 def test_what_a_killed_process_was_writing_is_removed(tmp_path):
     (tmp_path / "models").mkdir()
+    (tmp_path / "clients/a/0.orbax-checkpoint-tmp/default").mkdir(parents=True)
     for name in (".results.csv.partial", "models/.a.safetensors.12ab.partial", "mine.partial"):
         (tmp_path / name).write_text("half")
     with records.folder(tmp_path):
         found = {path.name for path in tmp_path.rglob("*")}
-    assert found == {"models", "mine.partial"}
+    assert found == {"models", "clients", "a", "mine.partial"}
 
 
 # Writes until it is terminated, through the functions of every command.
