@@ -130,6 +130,9 @@ def replaced(config: Any, values: Mapping[str, Any]) -> Any:
     for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
             changes[name] = replaced(value, values)
+        elif name == "options":
+            others = ((n, x) for n, x in values.items() if "." in n and n not in dict(value))
+            changes[name] = (*value, *others)
         elif name in values:
             new = values[name]
             changes[name] = tuple(new) if isinstance(value, tuple) else new

@@ -58,7 +58,7 @@ def resume(
     """
     damage: list[str] = []
     rows = records.read_rows(asked.out / RESULTS, columns, kind, damage.append)
-    asked = grown(asked, default) if rows else asked
+    asked = grown(asked, default) if rows or damage else asked
     for words in damage:
         print(words)
         records.write_rows(asked.out / RESULTS, rows, columns)
@@ -88,7 +88,12 @@ def grown(asked: Any, default: Any, found: str = RESULTS) -> Any:
             both[name] = was + [value for value in wanted if value not in was]
         elif name not in _ONLY_LISTS and None not in (was, wanted):
             both[name] = max(was, wanted)
-    ran = {one for name in before.get("algorithms", ()) for one in names.parts(name)}
+    ran, run = (
+        {one for name in options.get("algorithms", ()) for one in names.parts(name)}
+        for options in (before, now)
+    )
+    # Methods that are not asked for now keep their options.
+    both |= {n: before[n] for n in before if "." in n and n.rpartition(".")[0] in ran - run}
 
     def counts(name: str) -> bool:  # options of methods count only if the method ran
         method, dot, _ = name.rpartition(".")
@@ -101,7 +106,7 @@ def grown(asked: Any, default: Any, found: str = RESULTS) -> Any:
             f"{out} holds results of another experiment: {'; '.join(differing)}. Choose another "
             f"--out, or delete that folder{_variants(before, now, counts)}"
         )
-    larger = [n for n in both if both[n] != now[n] and n not in WHERE_AND_HOW]
+    larger = [n for n in both if both[n] != now.get(n) and n not in WHERE_AND_HOW]
     more = [f"{name} {_words(both[name])}" for name in larger]
     if more:
         print(f"{out} has more than is asked for; all of it is reported: {'; '.join(more)}.")

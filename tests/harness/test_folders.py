@@ -320,6 +320,15 @@ def test_options_of_what_the_folder_has_not_run_are_free(written):
     assert folders.resume(ask(written, then_epochs=3), OneShot())[0].then_epochs == 3
 
 
+def test_methods_that_are_not_asked_for_again_keep_their_options(written):
+    merging = Merging(("fedavg", "fedprox"), options=(("fedprox.mu", 0.5),))
+    folders.write_config(written, ask(written, merging=merging), PROGRAM)
+    asked, _ = folders.resume(ask(written, merging=Merging(("regmean",))), OneShot())
+    assert asked.merging == Merging(("fedavg", "fedprox", "regmean"), options=merging.options)
+    with pytest.raises(ValueError, match=r"fedprox\.mu was 0\.5, is the default"):
+        folders.resume(ask(written), OneShot())
+
+
 def test_numbers_of_clients_do_not_grow_but_lists_of_them_do(tmp_path):
     class Grid(NamedTuple):
         first: tuple
