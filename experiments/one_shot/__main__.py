@@ -60,8 +60,9 @@ def _execute(
     parts = [(one_round.only(task, names), units) for names, units in alike.items()]
     wholes = [vmapped_seeds.program(own) if together else None for own, _ in parts]
     groups = [vmapped_seeds.groups(x) if together else [[unit] for unit in x] for _, x in parts]
+    largest = max((own for own, _ in parts), key=lambda own: len(own.methods))
     with console.status("compiling"):
-        need = wholes[0].memory(groups[0][0]) if wholes[0] else memory.predict(task)
+        need = wholes[0].memory(groups[0][0]) if wholes[0] else memory.predict(largest)
     console.print(memory.check(need, memory.available()))
     if kept := kept_clients.announce(asked.out, parts):
         console.print(kept)
