@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from experiments.harness import checkpoints, records
+from experiments.harness import checkpoints, folders, records
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("float32", "int32", "bfloat16", "uint8", "bool", "float16", "uint32")
@@ -239,6 +239,7 @@ def test_a_full_disk_is_an_error_with_the_path_and_leaves_what_was_there(two, mo
         with pytest.raises(OSError, match=rf"No space left on device: '{re.escape(str(two))}/6'"):
             checkpoints.save(two, 6, state_of(6), rows_of(6))
     assert capfd.readouterr() == ("", "")
+    assert {path.name for path in two.iterdir()} == {"3", "5"}
     assert is_checkpoint(checkpoints.restore(two, state_of(0), refuse_to_warn), 5)
     checkpoints.save(two, 6, state_of(6), rows_of(6))
     assert {path.name for path in two.iterdir()} == {"5", "6"}
@@ -408,17 +409,18 @@ class Settings:
 
     rounds: int = 3
     clients: tuple[int, ...] = (1, 2)
+    epochs: int = 3
     out: Path | None = None
 
 
 def test_any_dataclass_can_be_written_and_refused_when_it_changes(tmp_path):
-    first = Settings()
+    first = Settings(out=tmp_path)
     with pytest.raises(ValueError, match=r"holds a checkpoint without a config\.json"):
-        records.check_config(tmp_path, first, first, "checkpoint")
-    records.write_config(tmp_path, first, "run")
-    command = '"command": "python -m run --rounds 3 --clients 1 2"'
+        folders.grown(first, first, "checkpoint")
+    folders.write_config(tmp_path, first, "run")
+    command = '"command": "python -m run --rounds 3 --clients 1 2 --epochs 3 --out'
     assert command in (tmp_path / records.CONFIG).read_text()
-    records.check_config(tmp_path, Settings(out=tmp_path), first)
-    changed = Settings(rounds=4, clients=(1,))
-    with pytest.raises(ValueError, match=r"clients was \[1, 2\], is \[1\]; rounds was 3, is 4\."):
-        records.check_config(tmp_path, changed, first)
+    assert folders.grown(first, first) == first
+    changed = Settings(3, (1,), epochs=4, out=tmp_path)
+    with pytest.raises(ValueError, match=r"another experiment: epochs was 3, is 4\."):
+        folders.grown(changed, first)

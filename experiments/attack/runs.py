@@ -16,7 +16,7 @@ from rich.console import Console
 import fisherjax as fj
 from experiments.attack import gan, inversion
 from experiments.attack.inversion import Pixels, Seen
-from experiments.harness import commands, limits, records, steps, studies, tasks
+from experiments.harness import choices, commands, limits, records, steps, studies, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
 from fisherjax.typing import Array, Key, Params
 
@@ -37,7 +37,7 @@ _FEW = 2000  # largest number of examples of a client for K-FAC
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(commands.Imports):
     """The attacked client, what the attacker knows, and how long it tries."""
 
     data: Group[Data] = dataclasses.field(default=Data())
@@ -122,9 +122,9 @@ class _Scene(NamedTuple):
     key: Key
 
 
-def units(asked: Config) -> list[Unit]:
-    """List the units; each is computed and written as a whole."""
-    return [(seed, view) for seed in asked.seeds for view in asked.views]
+def units(asked: Config) -> dict[Unit, int]:
+    """Return the units, each computed and written as a whole, and their numbers of measurements."""
+    return {(seed, view): 1 for seed in asked.seeds for view in asked.views}
 
 
 def split(asked: Config, targets: np.ndarray, seed: int) -> list[np.ndarray]:
@@ -156,7 +156,7 @@ def measured(
     limits.check_one_shot(whole)
     if "dp_sgd" in asked.views:
         console.print(f"DP-SGD's noise is drawn from {NOISE[asked.seeded_noise]}.")
-    train, test = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
+    train, test = choices.load(asked.data.dataset, asked.data.data_dir)
     task, scene, latest = tasks.shared(whole, train, test), None, None
     # Pixels are normalised as `tasks` normalises stored images.
     pixels = Pixels(train.mean, train.std) if asked.data.normalize else Pixels((0.0,), (1.0,))

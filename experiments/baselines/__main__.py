@@ -16,7 +16,7 @@ from rich.console import Console
 
 from experiments.baselines import pictures
 from experiments.baselines.runs import METHODS, Config
-from experiments.harness import commands, limits, records
+from experiments.harness import commands, folders, limits, records
 
 PROGRAM = "experiments.baselines"
 _SUMMARY = "summary.md"
@@ -32,15 +32,15 @@ def main(asked: Config, console: Console) -> None:
     with records.folder(asked.out):
         for name in (_SUMMARY, records.RESULTS, records.CONFIG):
             if (asked.out / name).exists():
-                records.check_config(asked.out, asked, Config(), found=name)
-        records.write_config(asked.out, asked, PROGRAM)
+                asked = folders.grown(asked, Config(), found=name)
+        folders.write_config(asked.out, asked, PROGRAM)
         parts = ["# What four methods do inside\n"]
         for name in asked.algorithms:
             start = time.perf_counter()
             with console.status(name):
                 parts.append(pictures.section(name, asked))
             console.print(f"{name}.png ({time.perf_counter() - start:.0f} s)")
-        records.write_summary(asked, parts, PROGRAM)
+        folders.write_summary(asked, parts, PROGRAM)
     console.print("\n".join(parts), markup=False, soft_wrap=True)
     files = ", ".join(f"{name}.png" for name in asked.algorithms)
     console.print(f"In {asked.out}/: {files}, {_SUMMARY}, {records.CONFIG}", soft_wrap=True)

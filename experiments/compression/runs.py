@@ -75,14 +75,14 @@ def codecs(asked: Config, name: str) -> dict[str, Codec | None]:
     return found | {f"water filling, {size:g}": filled(size) for size in asked.sizes}
 
 
-def units(asked: Config) -> list[Unit]:
-    """List the units; each is computed and written as a whole."""
-    return [
-        (name, codec)
+def units(asked: Config) -> dict[Unit, int]:
+    """Return the units, each computed and written as a whole, and their numbers of measurements."""
+    return {
+        (name, codec): 1
         for name in asked.algorithms
         for codec in codecs(asked, name)
         if codec.startswith(asked.codecs)
-    ]
+    }
 
 
 def measured(

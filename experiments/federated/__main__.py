@@ -18,7 +18,16 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from experiments.federated import curves, runs
-from experiments.harness import commands, config, figures, limits, progress, records, tasks
+from experiments.harness import (
+    commands,
+    config,
+    figures,
+    folders,
+    limits,
+    progress,
+    records,
+    tasks,
+)
 from experiments.harness.records import Row
 
 PROGRAM = "experiments.federated"
@@ -28,11 +37,11 @@ PROGRAM = "experiments.federated"
 def main(asked: config.Federated, console: Console) -> None:
     default = config.federated(asked.data.dataset)
     with records.folder(asked.out):
-        rows = records.resume(asked.out, asked, default, records.FEDERATED)
+        asked, rows = folders.resume(asked, default, records.FEDERATED)
         if not rows and (asked.out / runs.CHECKPOINTS).exists():
-            records.check_config(asked.out, asked, default, "checkpoint")
-        done = runs.finished(rows)
-        rows = [row for row in rows if runs.unit_of(row) in done]
+            asked = folders.grown(asked, default, "checkpoint")
+        done = runs.finished(asked, rows)
+        rows = [row for row in rows if row.unit in done]
         if runs.following(asked, rows) is not None:
             rows = _execute(asked, rows, console)
         curves.report(asked, rows, PROGRAM, console)
@@ -43,8 +52,8 @@ def _execute(asked: config.Federated, rows: list[Row], console: Console) -> list
     task = tasks.rounds(asked)
     methods = runs.prepare(task)
     goes_on = rows or (asked.out / runs.CHECKPOINTS).exists()
-    done = f"{len(runs.finished(rows))} runs are finished" if goes_on else ""
-    records.begin(asked, PROGRAM, console, done)
+    done = f"{len(runs.finished(asked, rows))} runs are finished" if goes_on else ""
+    folders.begin(asked, PROGRAM, console, done)
     console.print(task.description)
 
     def warn(message: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 
 from experiments.federated import runs as rounds
-from experiments.harness import figures, records, tables
+from experiments.harness import figures, folders, records, tables
 from experiments.harness.config import PLAYS, Federated, title
 
 _MARKED = 8  # approximate number of markers on a curve
@@ -30,7 +30,7 @@ def report(config: Federated, rows: Sequence[records.Row], program: str, console
         pictures += ["![barrier](barrier.png)", ""]
         figure(config, own, ("cohort", "barrier_loss"), "client-server barrier, nats", left[-1])
     parts = [tables.markdown(shown), footnote(config), "", *pictures]
-    records.write_summary(config, parts, program)
+    folders.write_summary(config, parts, program)
     console.print(f"\nIn {config.out}/: {', '.join(left)}", soft_wrap=True)
 
 
@@ -119,7 +119,8 @@ def _cells(config: Federated, rows: Sequence[records.Row]) -> dict[str, str]:
     }
     if config.data.dataset == PLAYS:
         losses = _values(last, "test", "loss")
-        cells["perplexity"] = tables.spread([math.exp(loss) for loss in losses], digits=2)
+        with np.errstate(over="ignore"):  # a diverged model has any loss
+            cells["perplexity"] = tables.spread(np.exp(losses).tolist(), digits=2)
     for fraction in rounds.FRACTIONS:
         name = f"{100 * fraction:g} % tuned" if fraction else "held out %"
         cells[name] = percent("held_out", fraction)

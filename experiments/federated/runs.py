@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.harness import checkpoints, records
+from experiments.harness import checkpoints, records, tables
 from experiments.harness.config import Federated
 from experiments.harness.methods import check_full, methods
 from experiments.harness.tasks import Rounds
@@ -59,14 +59,19 @@ def measured(config: Federated, local_epochs: int, round_: int) -> bool:
     return crossed or round_ == number(config, local_epochs)
 
 
-def unit_of(row: records.Row) -> Unit:
-    """Return the unit of a row."""
-    return Unit(row.algorithm, row.local_epochs, row.server_learning_rate, row.seed)
-
-
-def finished(rows: Iterable[records.Row]) -> set[Unit]:
-    """Return the units that have all rows, of which traffic is the last."""
-    return {unit_of(row) for row in rows if row.metric == "up"}
+def finished(config: Federated, rows: Iterable[records.Row]) -> set[Unit]:
+    """Return the units that have all rows: the loss of each round, and traffic in the end."""
+    found = tables.gathered((Unit(*row.unit), row) for row in rows)
+    done = set()
+    for unit, own in found.items():
+        last = number(config, unit.local_epochs)
+        there = {(row.split, row.metric, row.round) for row in own}
+        tested = [n for n in range(1, last + 1) if measured(config, unit.local_epochs, n)]
+        wanted = {("cohort", "loss", n) for n in range(1, last + 1)}
+        wanted |= {("test", "accuracy", n) for n in tested} | {("traffic", "up", last)}
+        if wanted <= there:
+            done.add(unit)
+    return done
 
 
 def following(config: Federated, rows: Sequence[records.Row]) -> Unit | None:
@@ -74,7 +79,7 @@ def following(config: Federated, rows: Sequence[records.Row]) -> Unit | None:
 
     The first seed has a unit for each server learning rate, the others the chosen one alone.
     """
-    done, rates = finished(rows), config.server_learning_rate
+    done, rates = finished(config, rows), config.server_learning_rate
     where = [(a, epochs) for epochs in config.local_epochs for a in config.merging.algorithms]
     units = [Unit(*own, rate, config.seeds[0]) for own in where for rate in rates]
     if done.issuperset(units):
@@ -93,7 +98,8 @@ def select(config: Federated, rows: Iterable[records.Row]) -> dict[tuple[str, in
         where = row.algorithm, row.local_epochs
         counts = (row.split, row.metric, row.seed) == ("validation", "accuracy", config.seeds[0])
         counts &= row.round == number(config, row.local_epochs)
-        if counts and (where not in best or row.value > best[where].value):
+        value = tables.rank(row.value)
+        if counts and (where not in best or value > tables.rank(best[where].value)):
             best[where] = row
     return {where: row.server_learning_rate for where, row in best.items()}
 
@@ -142,6 +148,8 @@ def run(
     found = checkpoints.restore(folder, state, warn)
     if found is not None:
         state, rows = found.state, [records.Row(*row) for row in found.rows]
+        if found.number < last:  # the last round of a folder that goes on had more measurements
+            rows = [row for row in rows if _during(config, row)]
         show(found.number, None)
     saved, left = time.monotonic(), last - int(state.number)
     going = fj.rounds.run(method, state, task.train, key=key, rounds=left) if left else ()
@@ -167,6 +175,13 @@ def run(
             path.parent.mkdir(exist_ok=True)
             fj.files.save_arrays(path, state.params)
     return rows
+
+
+def _during(config: Federated, row: records.Row) -> bool:
+    """Return whether a row is one that `_after_round` measures, if it is not the last round."""
+    always = row.split == "cohort" and row.metric in ("loss", "diverged")
+    tested = row.split in ("cohort", "test") and measured(config, row.local_epochs or 1, row.round)
+    return always or tested
 
 
 def _at_rate(state: State, rate: float) -> State:

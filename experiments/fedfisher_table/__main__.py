@@ -11,8 +11,6 @@ accuracies, the paper's, and the bytes and seconds of a round. clients.png is dr
 there are several numbers of clients. The same command continues an interrupted grid.
 """
 
-from functools import partial
-
 from rich.console import Console
 
 from experiments.fedfisher_table import table as fedfisher
@@ -24,7 +22,7 @@ PROGRAM = "experiments.fedfisher_table"
 
 @commands.command(PROGRAM, __doc__, Grid, grids.check)
 def main(grid: Grid, console: Console) -> None:
-    done = grid_runs.run(grid.out, grids.units(grid), partial(_write, grid), console)
+    grid, done = grid_runs.run(grid, PROGRAM, _write, console)
     grid_runs.show(_tables(grid, done), fedfisher.footnote(grid), console)
     left = ["table.md", "table.csv"]
     if len(grid.num_clients) > 1:

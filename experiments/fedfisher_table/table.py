@@ -70,6 +70,8 @@ class Grid(grids.Cells):
             seeds=(seed,),
             calibrate=self.calibrate,
             central=False,
+            keep_clients=self.keep_clients,
+            imports=self.imports,
             out=self.out / cell.dataset / f"m{cell.num_clients}-alpha{cell.alpha}-seed{seed}",
         )
 

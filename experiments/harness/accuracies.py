@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from experiments.harness import commands, methods, records, tables
+from experiments.harness import commands, folders, methods, records, tables
 from experiments.harness.figures import (
     INK,
     REFERENCES,
@@ -57,7 +57,7 @@ def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
             median = statistics.median(seconds) if seconds else None
             line = Line(name, means, ones[0].upload_bytes, median)
             (references if name in REFERENCES else merged).append(line)
-    return sorted(merged, key=lambda line: -line.mean) + references
+    return sorted(merged, key=lambda line: -tables.rank(line.mean)) + references
 
 
 def exchanged(rows: Iterable[Row], algorithms: Sequence[str]) -> dict[str, int]:
@@ -76,7 +76,7 @@ def table(found: Sequence[Line], heading: str) -> tables.Table:
     body = []
     for line in found:
         runs, uploaded, seconds = len(line.accuracies), line.upload_bytes, line.seconds
-        std = f"{statistics.stdev(line.accuracies):.1f}" if runs > 1 else "-"
+        std = f"{tables.deviation(line.accuracies):.1f}" if runs > 1 else "-"
         upload = "-" if uploaded is None else tables.size(uploaded)
         took = "-" if seconds is None else f"{seconds:.3f}"
         cells = (line.algorithm, f"{line.mean:.1f}", std, str(runs), upload, took)
@@ -86,7 +86,7 @@ def table(found: Sequence[Line], heading: str) -> tables.Table:
         title=heading,
         headings=headings if plain is None else (*headings, "points/MB", "points/s"),
         lines=body,
-        best=max(merged, key=lambda place: found[place].mean, default=None),
+        best=max(merged, key=lambda place: tables.rank(found[place].mean), default=None),
         dim=[place for place in range(len(found)) if place not in merged],
         sections=[max(merged, default=-1)],
     )
@@ -151,7 +151,7 @@ def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console:
     pairs = commands.contents(asked).items()
     options = [(n, " ".join(map(str, x)) if isinstance(x, list) else str(x)) for n, x in pairs]
     parts += [tables.markdown(tables.Table("", ("option", "value"), options, text=2))]
-    records.write_summary(asked, parts, program)
+    folders.write_summary(asked, parts, program)
     console.print(f"\nIn {out}/: {', '.join(left)}", soft_wrap=True)
 
 

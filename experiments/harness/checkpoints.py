@@ -92,8 +92,16 @@ def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
         raise ValueError("the state has no arrays with anything in them: nothing to save")
     contents = _Contents(arrays, json.dumps({"leaves": _described(state), "rows": rows}))
     made = {"options": _OPTIONS, "item_handlers": _Files()}
-    with naming(folder / str(number)), ocp.CheckpointManager(folder.absolute(), **made) as manager:
-        manager.save(number, args=contents)
+    try:
+        with (
+            naming(folder / str(number)),
+            ocp.CheckpointManager(folder.absolute(), **made) as manager,
+        ):
+            manager.save(number, args=contents)
+    except BaseException:  # also of a process that is terminated
+        for part in folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def restore(folder: Path, like: Any, warn: Callable[[str], None]) -> Checkpoint | None:

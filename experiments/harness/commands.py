@@ -3,21 +3,19 @@
 import argparse
 import contextlib
 import dataclasses
-import inspect
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
-from experiments.harness import program_cache
-from experiments.harness.names import distils, is_vote
-from fisherjax import algorithms, devices
+from experiments.harness import choices, option_groups, program_cache
+from fisherjax import devices
 from fisherjax._core import checks
-from fisherjax.typing import Scalar
 
 _FEW = 12  # a refusal lists at most so many names
 
@@ -29,6 +27,14 @@ _Cache = Annotated[
 ]
 Options = tuple[tuple[str, Any], ...]
 """Options of methods that differ from the defaults: pairs such as ("fedprox.mu", 0.1)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Imports:
+    """Files with one's own methods, networks and data sets."""
+
+    imports: Annotated[tuple[str, ...], tyro.conf.arg(name="import", metavar="FILES")] = ()
+    """Python files that define METHODS, NETWORKS or DATASETS, which options then take by name."""
 
 
 def names(known: Collection[str]) -> Any:
@@ -68,13 +74,15 @@ def _read(
     cached: bool = True,
 ) -> tuple[Any, bool]:
     """Read a command line as `read`; return also whether compiled programs are kept."""
-    if isinstance(defaults, type):
-        default = defaults()
-    else:  # errors in the other options are reported when all of them are read
-        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        first.add_argument(f"--{chooser}", nargs="?")
-        default = defaults(getattr(first.parse_known_args(arguments)[0], chooser))
-    groups = _method_groups() if hasattr(default, "merging") else {}
+    # Errors in the other options are reported when all of them are read.
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--import", nargs="*", default=(), dest="imports")
+    first.add_argument(f"--{chooser}", nargs="?")
+    early, _ = first.parse_known_args(arguments)
+    # What files define is a choice of the options.
+    choices.add(early.imports)
+    default = defaults() if isinstance(defaults, type) else defaults(getattr(early, chooser))
+    groups = option_groups.of_methods() if hasattr(default, "merging") else {}
     # The command line has its own class, because the configuration names no method.
     fields: list[Any] = [(_CACHE, _Cache, cached)]
     fields += [(name, kind, dataclasses.field(default=kind())) for name, kind in groups.items()]
@@ -96,6 +104,7 @@ def _read(
     if options:
         values["merging"] = dataclasses.replace(values["merging"], options=options)
     asked = type(default)(**values)
+    choices.add((), contents(asked).get("algorithms", ()))
     check(asked)
     return asked, getattr(parsed, _CACHE)
 
@@ -115,13 +124,31 @@ def contents(config: Any) -> dict[str, Any]:
     return values
 
 
+def replaced(config: Any, values: Mapping[str, Any]) -> Any:
+    """Return a configuration with other values of options, by name, in any of its groups."""
+    changes = {}
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            changes[name] = replaced(value, values)
+        elif name == "options":
+            others = ((n, x) for n, x in values.items() if "." in n and n not in dict(value))
+            changes[name] = (*value, *others)
+        elif name in values:
+            new = values[name]
+            changes[name] = tuple(new) if isinstance(value, tuple) else new
+    return dataclasses.replace(config, **changes)
+
+
 def write(config: Any, program: str) -> str:
     """Return the command that runs a configuration again, with every option written out."""
     words = ["python", "-m", program]
     for name, value in contents(config).items():
         method, dot, option = name.replace("_", "-").rpartition(".")
+        option = {"imports": "import"}.get(option, option)
         if isinstance(value, bool):
             words.append(f"--{method}{dot}{'' if value else 'no-'}{option}")
+        elif name == "imports" and not value:
+            continue
         elif value is not None or dot:
             each = value if isinstance(value, list) else [value]
             words += [f"--{method}{dot}{option}", *map(str, each)]
@@ -143,10 +170,10 @@ def command(
 
     The program reads and checks its options, see `read`, and prints why it stopped. Its arguments
     are those of this process if None, and then it keeps what it compiles, see `program_cache`. The
-    exit status is 0 when all is done, 1 when something was refused, 130 when interrupted;
-    `continues` says whether the same command would then go on. `all_cores` returns, for the
-    arguments, whether every core becomes a device. A command that measures compilation is not
-    `cached`, unless `--compilation-cache` asks for it.
+    exit status is 0 when all is done, 1 when something was refused, 130 or 143 when the process was
+    interrupted or terminated; `continues` says whether the same command would then go on.
+    `all_cores` returns, for the arguments, whether every core becomes a device. A command that
+    measures compilation is not `cached`, unless `--compilation-cache` asks for it.
     """
 
     def decorate(work: Callable[[Any, Console], None]) -> Callable[..., int]:
@@ -158,6 +185,8 @@ def command(
                 devices.disable_faulty_fusion()
                 if all_cores(arguments):
                     devices.one_per_core()
+                # What a process that is terminated was writing is removed, as by Ctrl-C.
+                signal.signal(signal.SIGTERM, _terminate)
             # A log has no width of its own, and tables are wide.
             width = None if sys.stdout.isatty() else 170
             try:
@@ -172,16 +201,20 @@ def command(
                 Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
                 print(error, file=sys.stderr)
                 return 1
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as stop:
                 again = shlex.join(["python", "-m", program, *arguments])
                 more = f"; the same command continues it:\n  {again}" if continues else "."
                 print(f"Interrupted. What was finished is kept{more}")
-                return 130
+                return 143 if stop.args == (signal.SIGTERM,) else 130
             return 0
 
         return main
 
     return decorate
+
+
+def _terminate(number: int, _: Any) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def _compiled_programs(alone: bool, keeps: bool) -> contextlib.AbstractContextManager[str]:
@@ -223,59 +256,6 @@ def check_list(config: Any, *options: str) -> None:
             raise ValueError(f"{_assignment(option, 'empty')}, expected at least one")
         if len(set(values)) < len(values):
             raise ValueError(f"{_assignment(option, values)}, expected each only once")
-
-
-_NUMBERS = (int, float, int | None, float | None)
-_FLOATS: dict[Any, Any] = {Scalar: float, Scalar | None: float | None}
-_OTHERS = {
-    "fedov": ("FedOV", (algorithms.open_set, algorithms.voting)),
-    "student": ("FedOV's student", (algorithms.distilled,)),
-}
-"""Groups of options that belong to no factory of a method: their label, and their functions."""
-
-
-def _method_groups() -> dict[str, type]:
-    """Make a dataclass of each method's numbers and switches, which a command line can set."""
-    known = {name: row for name, row in algorithms.merges().items() if not is_vote(name)}
-    made = {name: (row.label, (row.factory,)) for name, row in known.items()}
-    groups = {}
-    for name, (label, functions) in (made | _OTHERS).items():
-        fields, described = [], ""
-        for function in functions:
-            more, text = _options(function)
-            fields, described = fields + more, described + text
-        if fields:
-            kind = dataclasses.make_dataclass(f"Options_{name}", fields, frozen=True)
-            none = "; None takes the value of --distillation" if distils(name) else ""
-            # --help describes each option by the docstring of its function.
-            kind.__doc__ = f"Options of {label}{none}.\n\nArgs:\n{described}"
-            groups[name] = kind
-    return groups
-
-
-def _options(function: Callable[..., Any]) -> tuple[list[tuple[str, Any, Any]], str]:
-    """Return the options of a function, each with its type and default, and their descriptions.
-
-    Options of `Distillation` constants are included if the function takes some; their default,
-    None, stands for the value of the constants.
-    """
-    plain = getattr(function, "func", function)
-    kinds = inspect.get_annotations(inspect.unwrap(plain), eval_str=True)
-    # A number that may be traced is a float on a command line.
-    kinds = {option: _FLOATS.get(kind, kind) for option, kind in kinds.items()}
-    # The signature of a `partial` shows what it fixes as defaults.
-    parameters = inspect.signature(function).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    fields = [(o, kinds[o], x) for o, x in defaults.items() if kinds[o] in (*_NUMBERS, bool)]
-    _, _, described = (inspect.getdoc(plain) or "").partition("Args:\n")
-    described = described.partition("\n\n")[0] + "\n"
-    for constants in defaults.values():
-        if isinstance(constants, algorithms.Distillation):
-            known = inspect.get_annotations(type(constants), eval_str=True)
-            fields += [(o, kind | None, None) for o, kind in known.items() if kind in _NUMBERS]
-            _, _, more = (inspect.getdoc(type(constants)) or "").partition("Attributes:\n")
-            described += more
-    return fields, described
 
 
 def _assignment(option: str, value: Any) -> str:

@@ -9,29 +9,25 @@ from typing import Annotated, Literal
 import tyro
 
 import fisherjax as fj
-from experiments.harness import commands, records
+from experiments.harness import choices, commands, folders
+from experiments.harness.choices import DATASETS, MODELS
 
-MODELS = {
-    "mlp": fj.networks.MLP,
-    "residual_mlp": fj.networks.ResidualMLP,
-    "lenet": fj.networks.LeNet,
-    "cnn": fj.networks.CNN,
-    "simple_cnn": fj.networks.SimpleCNN,
-    "simple_cnn_mnist": fj.networks.SimpleCNNMNIST,
-    "normed_cnn": fj.networks.NormedCNN,
-    "vision_transformer": fj.networks.VisionTransformer,
-    "transformer": fj.networks.Transformer,
-}
-OF_IMAGES = [name for name in MODELS if name != "transformer"]
 PARTITIONS = ("dirichlet_of_client", "iid", "niid_bench", "classes_per_client")
-IMAGES = fj.datasets.NAMES
+IMAGES = DATASETS
 PLAYS = "tiny_shakespeare"
 SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
 Group = tyro.conf.OmitArgPrefixes
+
+
+def of_images() -> list[str]:
+    """Return the names of the networks that take images."""
+    return [name for name in MODELS if name != "transformer"]
+
+
 _LATER = (
     *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
     *("label_smoothing", "distillation", "choose", "aside"),
-    *("then_rounds", "then_epochs", "central", "calibrate", "exchanges"),
+    *("then_rounds", "then_epochs", "central", "calibrate", "exchanges", "imports"),
 )
 """Options that the first runs did not have; the defaults give what those runs computed."""
 
@@ -43,7 +39,7 @@ class Data:
 
     dataset: Annotated[str, commands.names(IMAGES)] = "digits"
     """Data set; it also sets other defaults, see `--dataset mnist --help`."""
-    model: Annotated[str, commands.names(OF_IMAGES)] = "mlp"
+    model: Annotated[str, commands.names(of_images())] = "mlp"
     """Network; lenet and cnn take images of at least 16 x 16 pixels."""
     num_clients: int = 5
     """Number of clients over which the training data are split."""
@@ -104,7 +100,7 @@ class Merging:
     algorithms: Annotated[tuple[str, ...], commands.names(fj.algorithms.merges())] = (
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
-    """Methods, also NAME+dense and fedov+student; fedfisher_full is for small networks only."""
+    """Methods, also NAME@option=value, NAME+dense and fedov+student; see each group below."""
     fisher_kind: Literal["true", "sampled", "empirical", "curvature_propagation"] = "true"
     """Labels of the Fisher information: exact, sampled, the data's, or random sums of all."""
     max_examples: int = 2000
@@ -122,7 +118,7 @@ class Merging:
 
 
 @dataclasses.dataclass(frozen=True)
-class OneShot:
+class OneShot(commands.Imports):
     """One round of merging; the defaults are those of the digits demo."""
 
     data: Group[Data] = Data()
@@ -146,6 +142,8 @@ class OneShot:
     """Also train a model on all the data, which is the ceiling."""
     seeds_together: int | None = None
     """Number of seeds in one program; per-phase timings are then unavailable."""
+    keep_clients: bool = False
+    """Keep trained clients in the folder, so that further methods there need not train again."""
     on_nonfinite: Literal["raise", "drop"] = "raise"
     """Stop when a client diverges (raise), or leave it out of every merge (drop)."""
     out: commands.FolderOrNone = None
@@ -153,7 +151,7 @@ class OneShot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Federated:
+class Federated(commands.Imports):
     """Rounds of training and merging; the defaults are those of digits."""
 
     data: Group[AnyData] = AnyData()
@@ -199,8 +197,8 @@ def one_shot(dataset: str | None = None) -> OneShot:
     """Return the defaults of a data set: the demo for digits, else as in FedFisher's paper."""
     dataset = dataset or "digits"
     commands.check_name("dataset", dataset, IMAGES)
-    if dataset == "digits":
-        return OneShot()
+    if dataset in ("digits", *choices.own_datasets()):
+        return OneShot(Data(dataset))
     model = "lenet" if dataset in ("mnist", "fashion_mnist") else "cnn"
     data = Data(dataset, model, augment=dataset.startswith(("cifar", "cinic")))
     return OneShot(data, Training(learning_rate=0.01, batch_size=64), partition_seeds=(3,))
@@ -210,9 +208,10 @@ def federated(dataset: str | None = None) -> Federated:
     """Return the defaults of experiments in rounds for a data set."""
     models = {"digits": "mlp", "mnist": "lenet", "cifar10": "simple_cnn", PLAYS: "transformer"}
     dataset = dataset or "digits"
-    commands.check_name("dataset", dataset, models)
-    if dataset == "digits":
-        return Federated()
+    own = choices.own_datasets()
+    commands.check_name("dataset", dataset, [*models, *own])
+    if dataset in ("digits", *own):
+        return Federated(AnyData(dataset))
     if dataset == PLAYS:
         # The loss of a window sums over 80 characters; for their mean the rate would be 0.1.
         training = Training(learning_rate=0.00125, batch_size=8)
@@ -230,7 +229,7 @@ def name(config: OneShot) -> str:
     changed = {"damping": "default"} | {
         option: value
         for option, value in commands.contents(config).items()
-        if option not in records.WHERE_AND_HOW and (option not in _LATER or value != first[option])
+        if option not in folders.WHERE_AND_HOW and (option not in _LATER or value != first[option])
     }
     # Those runs took all examples.
     if not changed["max_examples"]:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import fisherjax as fj
-from experiments.harness import one_round, steps, tables, votes
-from experiments.harness.methods import Method
+from experiments.harness import steps, tables, votes
+from experiments.harness.methods import Method, options_of
 from experiments.harness.tasks import OneRound
 from fisherjax.algorithms import Stages, Update
 from fisherjax.typing import Key, Params
@@ -48,7 +48,7 @@ def probe(ready: Sequence[OneRound]) -> Forecast:
     little, less = (_few(federations[0], count * batch) for count in (_TRAINED, _SUMMARIZED))
     training, distillation = _of_votes(ready, key)
     summaries = 0.0
-    for optimizer, methods in one_round.by_training(task).items():
+    for optimizer, methods in steps.by_training(task).items():
         clock, how = _Clock(), {"key": key, "optimizer": optimizer, **options, "epochs": _EPOCHS}
         trained = fj.training.train(task.model, params, little, progress=clock, **how)
         passes = task.config.epochs * sum(_work(own, chunk, batch) for own in federations)
@@ -186,7 +186,7 @@ def _most_examples(task: OneRound, name: str) -> int | None:
     if "max_examples" not in fj.algorithms.options(name):
         return None
     merging = task.config.merging
-    return dict(merging.options).get(f"{name}.max_examples", merging.max_examples) or None
+    return options_of(merging, name).get("max_examples", merging.max_examples) or None
 
 
 def _time(seconds: float) -> str:

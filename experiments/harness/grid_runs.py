@@ -9,14 +9,26 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 from rich.console import Console
 
-from experiments.harness import accuracies, config, forecast, memory, one_round, records, tasks
+from experiments.harness import (
+    accuracies,
+    config,
+    folders,
+    forecast,
+    grids,
+    kept_clients,
+    memory,
+    one_round,
+    records,
+    steps,
+    tasks,
+)
 from experiments.harness.progress import Watch, bar
-from experiments.harness.tables import Table, gathered, terminal
+from experiments.harness.tables import Table, terminal
 
 WALL = "wall_seconds"
 """The metric of the row that holds the seconds of a whole run."""
@@ -28,34 +40,43 @@ _Written = TypeVar("_Written")
 
 
 def run(
-    out: Path,
-    runs: Mapping[Unit, config.OneShot],
-    write: Callable[[Done], _Written],
+    grid: grids.Cells,
+    program: str,
+    write: Callable[[Any, Done], _Written],
     console: Console,
-) -> _Written:
-    """Compute the missing units; call `write` after each and at the end, and return its result.
+) -> tuple[Any, _Written]:
+    """Compute the missing units; call `write` after each and at the end.
 
-    The configurations differ only in data sets, splits, seeds and folders. Errors are raised and
-    the time is predicted before the first unit starts.
+    Return the grid of both what its folder has and what is asked for, and what `write` returned of
+    it. The configurations of runs differ only in data sets, splits, seeds and folders. Errors are
+    raised and the time is predicted before the first unit starts.
     """
     with contextlib.ExitStack() as held:
+        held.enter_context(records.folder(grid.out))
+        begun = all((grid.out / name).exists() for name in (records.CONFIG, "table.csv"))
+        if begun:
+            grid = folders.grown(grid, type(grid)(), "table")
         # Hold the folders of the runs too, where `experiments.one_shot` could be running.
-        for folder in (out, *(asked.out for asked in runs.values())):
-            held.enter_context(records.folder(folder))
-        done = {}
-        for unit, asked in runs.items():
-            default = config.one_shot(asked.data.dataset)
-            done[unit] = records.resume(asked.out, asked, default, records.ONE_SHOT)
-        missing = gathered((_block(runs[unit]), unit) for unit, rows in done.items() if not rows)
+        done, left, blocks = {}, {}, {}
+        for unit, asked in grids.units(grid).items():
+            held.enter_context(records.folder(asked.out))
+            asked, done[unit] = folders.resume(asked, config.one_shot(asked.data.dataset))
+            if names := one_round.missing(asked, done[unit]):
+                (left[unit],) = names.values()
+                # Runs of a block share programs.
+                block = asked.data.dataset, asked.data.num_clients, left[unit]
+                blocks.setdefault(block, {})[unit] = asked
         ready = {
-            block: tasks.one_rounds([runs[unit] for unit in units])
-            for block, units in missing.items()
+            block: [one_round.only(task, block[2]) for task in tasks.one_rounds([*own.values()])]
+            for block, own in blocks.items()
         }
-        _predict(ready, runs, done, console)
-        for block, units in missing.items():
+        _predict(grid, ready, done, console)
+        if blocks:
+            folders.begin(grid, program, console, "what is missing is computed" * begun)
+        for block, own in blocks.items():
             # A finished block frees the memory of its data.
-            _compute(units, ready.pop(block), done, write, console)
-        return write(done)
+            _compute([*own], ready.pop(block), done, partial(write, grid), console)
+        return grid, write(grid, done)
 
 
 def show(shown: Sequence[Table], notes: str, console: Console) -> None:
@@ -66,31 +87,41 @@ def show(shown: Sequence[Table], notes: str, console: Console) -> None:
     console.print(notes, style="dim")
 
 
-def _block(asked: config.OneShot) -> tuple[str, int]:
-    return asked.data.dataset, asked.data.num_clients
-
-
 def _predict(
-    ready: Mapping[tuple[str, int], Sequence[tasks.OneRound]],
-    runs: Mapping[Unit, config.OneShot],
+    grid: grids.Cells,
+    ready: Mapping[Any, Sequence[tasks.OneRound]],
     done: Done,
     console: Console,
 ) -> None:
     """Print the memory and the time that are needed, or refuse what does not fit."""
     found = []
-    for block, runs_of_block in ready.items():
-        name = f"{block[0]}, {block[1]} clients"
-        need = memory.predict(runs_of_block[0])
+    for (dataset, number, _), runs in ready.items():
+        name = f"{dataset}, {number} clients"
+        need = memory.predict(runs[0])
         console.print(f"{name}: {memory.check(need, memory.available())}")
-        before = [unit for unit, asked in runs.items() if _block(asked) == block]
+        before = [cell for cell in done if done[cell] and _block(grid, cell) == (dataset, number)]
         walls = [row.value for unit in before for row in done[unit] if row.metric == WALL]
-        expected = statistics.median(walls) if walls else forecast.probe(runs_of_block)
-        found.append((name, len(runs_of_block), expected))
+        expected = statistics.median(walls) if walls else forecast.probe(runs)
+        found.append((name, len(runs), expected))
+    each = [(task, [_named(task)]) for runs in ready.values() for task in runs]
+    if kept := kept_clients.announce(grid.out, each):
+        console.print(kept)
     if found:
         text = forecast.describe(found)
-        if any(asked.calibrate or asked.exchanges for asked in runs.values()):
+        if any(task.config.calibrate or task.config.exchanges for task, _ in each):
             text += " Exchanges without training, of runs that are not done, are not in it."
         console.print(text, soft_wrap=True)
+
+
+def _block(grid: grids.Cells, unit: Unit) -> tuple[str, int]:
+    data = grid.configuration(*unit).data
+    return data.dataset, data.num_clients
+
+
+def _named(task: tasks.OneRound) -> steps.Unit:
+    """Return the seed of the split and the seed of training of a run."""
+    (split,), (seed,) = task.config.partition_seeds, task.config.seeds
+    return split, seed
 
 
 def _compute(
@@ -101,22 +132,22 @@ def _compute(
     console: Console,
 ) -> None:
     """Compute the units of a block."""
-    # A unit of `one_round` is the seed of the split and the seed of training.
-    named = [(*task.config.partition_seeds, *task.config.seeds) for task in ready]
     with bar(console) as shown:
-        watch = Watch(console, shown, ready[0], named)
-        for unit, task, name in zip(units, ready, named, strict=True):
-            cell, out = unit[0], task.config.out
+        watch = Watch(console, shown, [(task, [_named(task)]) for task in ready])
+        for unit, task in zip(units, ready, strict=True):
+            cell, out, name = unit[0], task.config.out, _named(task)
             where = f"{cell.dataset}, {cell.label}, "
-            records.write_config(out, task.config, "experiments.one_shot")
+            how = {"goes_on": bool(done[unit])}
+            folders.write_config(out, task.config, "experiments.one_shot", **how)
             accuracies.write_labels(out, task.label_counts)
             start = time.perf_counter()
-            rows = one_round.run(task, name, watch.begin(name, where))
+            new = one_round.run(task, name, watch.begin(name, where))
             wall = round(time.perf_counter() - start, 4)
-            all_ = {"partition_seed": name[0], "value": wall}
-            rows.append(records.Row("all", name[1], 1, "train", WALL, **all_))
+            if not any(row.metric == WALL for row in done[unit]):
+                all_ = {"partition_seed": name[0], "value": wall}
+                new.append(records.Row("all", name[1], 1, "train", WALL, **all_))
+            done[unit] = rows = one_round.replaced(done[unit], new)
             records.write_rows(out / records.RESULTS, rows, records.ONE_SHOT)
             one_round.clear(task)
-            done[unit] = rows
             watch.finish([name], rows, wall, where)
             write(done)

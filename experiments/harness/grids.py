@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from experiments.harness import commands, config, limits
+from experiments.harness import choices, commands, config, limits
 
 DATASETS: dict[str, dict[str, Any]] = {
     "mnist": {"model": "simple_cnn_mnist"},
@@ -36,7 +36,7 @@ _METHODS = ("fedlpa", "fedlpa_ea", "fednova", "scaffold", "fedavg", "fedprox", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Cells(abc.ABC):
+class Cells(commands.Imports, abc.ABC):
     """The options that every grid has."""
 
     merging: config.Group[config.Merging] = dataclasses.field(default=config.Merging(_METHODS))
@@ -50,6 +50,8 @@ class Cells(abc.ABC):
     """Exchanges without training after each merge: rows ALGORITHM+analytic_head or +ccvr."""
     clients_per_chunk: int | None = None
     """Number of clients computed side by side; None is one on a CPU and all elsewhere."""
+    keep_clients: bool = False
+    """Keep trained clients in the folders of the runs, so that further methods need not train."""
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; None takes the environment's TFDS_DATA_DIR."""
     known: ClassVar = config.IMAGES
@@ -94,7 +96,7 @@ class Grid(Cells):
         raw = {"normalize": False, "data_dir": self.data_dir}
         how = {"weight_decay": 1e-5, "batch_size": 64, "clients_per_chunk": self.clients_per_chunk}
         return config.OneShot(
-            data=config.Data(cell.dataset, **DATASETS[cell.dataset], **split, **raw),
+            data=config.Data(cell.dataset, **DATASETS.get(cell.dataset, {}), **split, **raw),
             training=config.Training(learning_rate=0.01, **how),
             merging=self.merging,
             epochs=self.epochs,
@@ -103,6 +105,8 @@ class Grid(Cells):
             calibrate=self.calibrate,
             exchanges=self.exchanges,
             central=False,
+            keep_clients=self.keep_clients,
+            imports=self.imports,
             out=self.out / cell.dataset / f"{cell.partition}{cell.number}-seed{seed}",
         )
 
@@ -120,7 +124,7 @@ def units(grid: Cells) -> dict[Unit, config.OneShot]:
 def check(grid: Cells) -> None:
     """Refuse grids without cells, and cells that cannot be computed; name the option."""
     limits.check_options(grid)
-    commands.check_names(grid, "datasets", grid.known)
+    commands.check_names(grid, "datasets", [*grid.known, *choices.own_datasets()])
     runs = units(grid)
     if not runs:
         raise ValueError("no cells: expected at least one of --betas or --classes")

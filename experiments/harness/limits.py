@@ -37,7 +37,7 @@ _ACCEPTED: tuple[tuple[str, Callable[[float], bool], Sequence[str]], ...] = (
     ("0 to 2**32 - 1", lambda x: 0 <= x < 2**32, ("partition_seed", "partition_seeds", "seeds")),
 )
 """What options may be, whichever command has them: in words, and as a function of each value."""
-_MAY_BE_EMPTY, _MAY_REPEAT = ("calibrate", "table3", "betas", "classes"), ("channels",)
+_MAY_BE_EMPTY, _MAY_REPEAT = ("calibrate", "table3", "betas", "classes", "imports"), ("channels",)
 
 
 def check_options(config: Any) -> None:
@@ -79,7 +79,7 @@ def check_federated(config: Federated) -> None:
 def _check(config: OneShot | Federated, datasets: Sequence[str], side_by_side: int) -> None:
     data, merging = config.data, config.merging
     check_name("dataset", data.dataset, datasets)
-    networks = ["transformer"] if data.dataset == PLAYS else configs.OF_IMAGES
+    networks = ["transformer"] if data.dataset == PLAYS else configs.of_images()
     check_name("model", data.model, networks)
     check_name("partition", data.partition, configs.PARTITIONS)
     for algorithm in merging.algorithms:

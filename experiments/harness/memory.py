@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import fisherjax as fj
-from experiments.harness import after_merge, one_round, steps, tasks, votes
+from experiments.harness import after_merge, steps, tasks, votes
 
 _FEWER = "Not even one client at a time would fit; use fewer clients or a smaller network"
 
@@ -37,7 +37,7 @@ def predict(task: tasks.OneRound) -> Need:
     options = steps.training_options(task, federation)
     chunk = options["clients_per_chunk"]
     needs = {}
-    for optimizer, methods in one_round.by_training(task).items():
+    for optimizer, methods in steps.by_training(task).items():
         own = "" if optimizer == task.optimizer else f" for {' and '.join(methods)}"
         needs[f"training{own}"] = fj.training.train_memory(
             task.model, params, federation, key=key, optimizer=optimizer, progress=True, **options

@@ -12,7 +12,13 @@ from jax.tree_util import Partial
 
 import fisherjax as fj
 from experiments.harness.config import Merging
-from experiments.harness.names import distils, is_vote, merged_first, sends_full_matrices
+from experiments.harness.names import (
+    distils,
+    is_vote,
+    merged_first,
+    options_in,
+    sends_full_matrices,
+)
 from fisherjax.algorithms import FEDLPA_DISTILLATION, Distillation
 from fisherjax.typing import Array, Examples, Model, Params
 
@@ -76,9 +82,11 @@ def methods(
     return made
 
 
-def _options(merging: Merging, name: str) -> dict[str, Any]:
-    """Select the options that were given for a method."""
-    return {o.removeprefix(f"{name}."): x for o, x in merging.options if o.startswith(f"{name}.")}
+def options_of(merging: Merging, name: str) -> dict[str, Any]:
+    """Select the options that were given for a method, and those in its name."""
+    base = name.partition("@")[0]
+    given = {o.removeprefix(f"{base}."): x for o, x in merging.options if o.startswith(f"{base}.")}
+    return given | options_in(name)
 
 
 def _distilled(
@@ -93,7 +101,7 @@ def _distilled(
     if images is None:
         raise ValueError(f"--algorithms names {name}, which merges once: use experiments.one_shot")
     how = {"fedfisher": Distillation(), "fedlpa": FEDLPA_DISTILLATION}[merging.distillation]
-    options = _options(merging, name)
+    options = options_of(merging, name)
     how = how._replace(**{o: options.pop(o) for o in how._fields if o in options})
     drawn = {"shape": images.shape, "normalize": images.normalize, "crop": images.crop}
 
@@ -128,7 +136,7 @@ def _scored(
             f"--choose is {merging.choose}, expected last in rounds: {name} chooses only in "
             "experiments.one_shot"
         )
-    make = partial(fj.algorithms.make, name, model, **_options(merging, name))
+    make = partial(fj.algorithms.make, name, model, **options_of(merging, name))
     make(score=jnp.sum)  # errors in the options are raised before anything is trained
 
     def server(validation: Examples | None) -> fj.algorithms.Algorithm:
@@ -138,7 +146,7 @@ def _scored(
 
 
 def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Method:
-    known, asked = fj.algorithms.options(name), _options(merging, name)
+    known, asked = fj.algorithms.options(name), options_of(merging, name)
     # FedLPA's labels are the data's; "true" is the automatic kind, which samples for plays.
     if known.get("kind") is fj.fisher.automatic and merging.fisher_kind != "true":
         asked["kind"] = getattr(fj.fisher, merging.fisher_kind)

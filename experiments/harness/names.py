@@ -1,6 +1,8 @@
 """Interpret the names of methods on a command line by the rows of the registry."""
 
+import ast
 import inspect
+from typing import Any
 
 from fisherjax.algorithms import METHODS, Distillation, Row
 from fisherjax.fisher import Dense
@@ -17,6 +19,35 @@ def takes(row: Row) -> set[str]:
         ['mu']
     """
     return set(inspect.signature(row.factory).parameters)
+
+
+def parts(name: str) -> list[str]:
+    """Return the methods of a name, without their options.
+
+    Example:
+        >>> parts("fedavg+dense"), parts("fedprox@mu=0.1")
+        (['fedavg', 'dense'], ['fedprox'])
+    """
+    return [part.partition("@")[0] for part in name.split("+")]
+
+
+def options_in(name: str) -> dict[str, Any]:
+    """Return the options in a name NAME@option=value,option=value.
+
+    Example:
+        >>> options_in("fedfisher_kfac@damping=0.3,max_examples=500"), options_in("fedavg")
+        ({'damping': 0.3, 'max_examples': 500}, {})
+    """
+    found = {}
+    for words in filter(None, name.partition("@")[2].split(",")):
+        option, _, value = words.partition("=")
+        try:
+            found[option.strip()] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise ValueError(
+                f"--algorithms is {name}, expected NAME@option=number, also True, False or None"
+            ) from None
+    return found
 
 
 def distils(name: str) -> bool:

@@ -2,21 +2,31 @@
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 
 import fisherjax as fj
-from experiments.harness import after_merge, checkpoints, names, records, steps, votes
+from experiments.harness import (
+    after_merge,
+    checkpoints,
+    kept_clients,
+    names,
+    records,
+    steps,
+    tables,
+    votes,
+)
 from experiments.harness.config import OneShot
 from experiments.harness.methods import Method
 from experiments.harness.steps import Merged, Progress, Unit
 from experiments.harness.tasks import OneRound
 
 _SAVE_EVERY = 30  # seconds between checkpoints while the server trains
+REFERENCES = "references"
+"""What stands for the rows of references among the names of methods."""
 _VOTES = 4  # folded into the key; `after_merge` uses 2 and 3
 # Compiled once for equal models of all tasks.
 _ensemble_accuracy = jax.jit(fj.metrics.ensemble_accuracy, static_argnums=0)
@@ -28,9 +38,59 @@ def units(config: OneShot) -> list[Unit]:
     return splits + [(None, seed) for seed in config.seeds if config.central]
 
 
-def finished(rows: Iterable[records.Row]) -> set[Unit]:
-    """Return the units of rows; files hold only whole units."""
-    return {(row.partition_seed, row.seed) for row in rows}
+def missing(config: OneShot, rows: Sequence[records.Row]) -> dict[Unit, tuple[str, ...]]:
+    """Return what is left to compute of each unit: methods, and the references before them.
+
+    A method is whole when all of its rounds and exchanges are there. The reference of the units
+    without a split is the central model, of the others the clients' models and their ensemble.
+    """
+    found = tables.gathered((row.unit, row) for row in rows if row.metric == "accuracy")
+    left = {}
+    for unit in units(config):
+        there = {(row.algorithm, row.round, row.client) for row in found.get(unit, [])}
+        wanted = _expected(config, unit)
+        if names_ := tuple(name for name, parts in wanted.items() if not parts <= there):
+            left[unit] = names_
+    return left
+
+
+def _expected(config: OneShot, unit: Unit) -> dict[str, set[tuple[str, int, int | None]]]:
+    """Return the algorithm, round and client of each accuracy, by method."""
+    if unit[0] is None:
+        return {REFERENCES: {("central", 1, None)}}
+    local = {("local", 1, client) for client in range(config.data.num_clients)}
+    wanted = {REFERENCES: {("ensemble", 1, None), *local}}
+    plans = after_merge.exchanges(config).items()
+    for name in config.merging.algorithms:
+        wanted[name] = {(name, 1, None)}
+        if not names.is_vote(name):
+            wanted[name] |= {(name, 2 + number, None) for number in range(config.then_rounds)}
+            wanted[name] |= {
+                (f"{name}+{last}", 2 + number, None)
+                for last, plan in plans
+                for number in range(len(plan))
+            }
+    return wanted
+
+
+def only(task: OneRound, wanted: Collection[str]) -> OneRound:
+    """Return a task that computes some methods, and the references if they are among the names."""
+    voting = task.voting
+    if voting is not None:
+        chosen = tuple(name for name in voting.names if name in wanted)
+        voting = voting._replace(names=chosen) if chosen else None
+    own = {name: method for name, method in task.methods.items() if name in wanted}
+    return task._replace(methods=own, voting=voting, references=REFERENCES in wanted)
+
+
+def replaced(rows: Sequence[records.Row], new: Sequence[records.Row]) -> list[records.Row]:
+    """Return rows with new ones in place of those that the new ones measure again."""
+
+    def what(row: records.Row) -> tuple:
+        return row._replace(value=0.0, seconds=None, upload_bytes=None)
+
+    again = set(map(what, new))
+    return [*(row for row in rows if what(row) not in again), *new]
 
 
 def length(task: OneRound, unit: Unit) -> tuple[int, int]:
@@ -43,7 +103,7 @@ def length(task: OneRound, unit: Unit) -> tuple[int, int]:
     made = (method.server(None).aggregate for method in task.methods.values())
     others = sum(own.number for own in made if isinstance(own, fj.algorithms.Stages))
     others += 0 if task.voting is None else 1 + (names.STUDENT in task.voting.names)
-    return config.epochs * len(by_training(task)) + rounds, merges * (1 + exchanges) + others
+    return config.epochs * len(steps.by_training(task)) + rounds, merges * (1 + exchanges) + others
 
 
 def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list[records.Row]:
@@ -54,7 +114,8 @@ def run(task: OneRound, unit: Unit, progress: Progress = lambda _: None) -> list
     """
     if unit[0] is None:
         params, key = steps.start(task, unit[1])
-        found, seconds = steps.train(task, task.central, params, key, progress, task.optimizer)
+        given = task, unit, params, key, progress, task.optimizer
+        found, seconds = kept_clients.trained(*given)
         accuracy = task.accuracy(found.models, task.test, stacked=True)[0]
         return [steps.row_of("central", unit, accuracy, seconds=seconds)]
     rows, merged = train_and_merge(task, unit, progress)
@@ -92,23 +153,17 @@ def train_and_merge(
     params, key = steps.start(task, unit[1])
     rows, merged = [], {}
     federation = task.federations[unit[0]]
-    for optimizer, methods in by_training(task).items():
-        trained, training = steps.train(task, federation, params, key, progress, optimizer)
+    for optimizer, methods in steps.by_training(task).items():
+        given = task, unit, params, key, progress, optimizer
+        trained, training = kept_clients.trained(*given, next(iter(methods), ""))
         sound, weights = steps.finite(task, trained, federation)
         if optimizer == task.optimizer:
-            rows = references(task, unit, trained, sound, weights, training)
+            if task.references:
+                rows = references(task, unit, trained, sound, weights, training)
             training = 0
         for name, own in merge(task, methods, unit, params, sound, weights, progress).items():
             merged[name] = own._replace(seconds=round(own.seconds + training, 4))
     return rows, {name: merged[name] for name in task.methods}
-
-
-def by_training(task: OneRound) -> dict[optax.GradientTransformation, dict[str, Method]]:
-    """Group methods by the optimiser of their clients; the unchanged optimiser comes first."""
-    groups: dict[optax.GradientTransformation, dict[str, Method]] = {task.optimizer: {}}
-    for name, method in task.methods.items():
-        groups.setdefault(method.clients.optimizer(task.optimizer), {})[name] = method
-    return groups
 
 
 def references(

@@ -23,11 +23,13 @@ def bar(console: Console) -> Progress:
 class Watch:
     """The progress of the units of an experiment in one round."""
 
-    def __init__(self, console: Console, shown: Progress, task: OneRound, units: Sequence[Unit]):
-        self._console, self._bar, self._of = console, shown, task
-        lengths = [one_round.length(task, unit) for unit in units]
+    def __init__(
+        self, console: Console, shown: Progress, parts: Sequence[tuple[OneRound, Sequence[Unit]]]
+    ):
+        self._console, self._bar = console, shown
+        lengths = [one_round.length(task, unit) for task, units in parts for unit in units]
         self._total, self._num_epochs = sum(map(sum, lengths)), sum(epochs for epochs, _ in lengths)
-        self._estimated = task.config.epochs == 1  # then the second epoch compiles too
+        self._estimated = parts[0][0].config.epochs == 1  # then the second epoch compiles too
         # Time and number of steps from which the rest is estimated, and words for the estimate.
         self._since = time.perf_counter(), 0.0, "at most about"
         self._task = shown.add_task("compiling", total=self._total, speed="")
@@ -52,11 +54,11 @@ class Watch:
 
         return show
 
-    def begin_all(self, units: Sequence[Unit]) -> Callable[[], None]:
+    def begin_all(self, task: OneRound, units: Sequence[Unit]) -> Callable[[], None]:
         """Show the units of one program; return a function to call when it is done."""
         split = _named(units[0]).rpartition(",")[0]
         self._bar.update(self._task, description=f"{split}: {len(units)} seeds in one program")
-        steps_of_all = sum(sum(one_round.length(self._of, unit)) for unit in units)
+        steps_of_all = sum(sum(one_round.length(task, unit)) for unit in units)
         return lambda: self._bar.update(self._task, advance=steps_of_all)
 
     def finish(

@@ -1,25 +1,23 @@
-"""Read and write the files of a run: its options (config.json) and its results (results.csv).
+"""Read and write the files of a run, and hold its folder.
 
-A file is replaced as a whole or not at all. A folder belongs to one process at a time, and to one
-experiment for ever.
+A file is replaced as a whole or not at all, and a folder belongs to one process at a time. Rows of
+results.csv are NamedTuples of text and numbers, whose property `unit` is what was computed at once.
+The last column, `checksum`, is one of all rows of a unit: damaged rows are left out when a file is
+read, so that their unit is computed again.
 """
 
 import contextlib
 import csv
-import importlib.metadata
-import json
+import hashlib
+import inspect
 import os
-import platform
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import jax
-from rich.console import Console
-
-import fisherjax as fj
-from experiments.harness import commands, tables
+from experiments.harness import tables
 
 try:
     import fcntl
@@ -27,6 +25,8 @@ except ImportError:  # systems without it do not lock folders
     fcntl = None
 
 CONFIG, RESULTS = "config.json", "results.csv"
+CHECKSUM = "checksum"
+"""The last column of results.csv, which files of version 0.2 do not have."""
 ONE_SHOT = (
     *("algorithm", "partition_seed", "seed", "round", "client", "split", "metric", "value"),
     *("seconds", "upload_bytes"),
@@ -35,19 +35,6 @@ FEDERATED = (
     *("algorithm", "local_epochs", "server_learning_rate", "seed", "round", "split", "fraction"),
     *("metric", "value"),
 )
-WHERE_AND_HOW = (
-    *("data_dir", "out", "clients_per_chunk", "seeds_together", "checkpoint_seconds"),
-    "keep_models",
-)
-"""Options that change results only by rounding, so that a run may continue with other values."""
-_MOVED = {
-    "algorithm": ("algorithms",),
-    "mu": ("fedprox.mu",),
-    "damping": ("fedfisher_diag.damping", "fedfisher_kfac.damping", "fedfisher_full.damping"),
-    "fedlpa_damping": ("fedlpa.damping", "fedlpa_ea.damping", "fedlpa_gd.damping"),
-    "fedlpa_balanced": ("fedlpa.balanced", "fedlpa_ea.balanced", "fedlpa_gd.balanced"),
-}
-"""Current names of options of version 0.1."""
 
 
 class Row(NamedTuple):
@@ -71,6 +58,13 @@ class Row(NamedTuple):
     local_epochs: int | None = None
     server_learning_rate: float | None = None
     fraction: float | None = None  # share of a held-out client's data used for fine-tuning
+
+    @property
+    def unit(self) -> tuple:
+        """What was computed at once: a seed on a split, or the rounds of one method."""
+        if self.local_epochs is None:
+            return self.partition_seed, self.seed
+        return self.algorithm, self.local_epochs, self.server_learning_rate, self.seed
 
 
 @contextlib.contextmanager
@@ -101,24 +95,92 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Write rows with the given columns, like `write_bytes`."""
-    write_text(path, tables.csv_text(columns, ([getattr(row, c) for c in columns] for row in rows)))
+def write_rows(path: Path, rows: Sequence[Any], columns: Sequence[str]) -> None:
+    """Write rows with the given columns and the checksum of their unit, like `write_bytes`."""
+    cells = ((row.unit, [getattr(row, name) for name in columns]) for row in rows)
+    write_units(path, tables.gathered(cells).values(), columns)
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
-    """Read rows that `write_rows` wrote with these columns; return [] if there is no file."""
+def write_units(
+    path: Path, units: Iterable[Sequence[Sequence[Any]]], columns: Sequence[str]
+) -> None:
+    """Write units of lines of cells, each line with the checksum of its unit in the end."""
+    lines: list[list[Any]] = []
+    for own in units:
+        _, *written = tables.csv_text(columns, own).splitlines()
+        lines += [[*line, _checksum(written)] for line in own]
+    write_text(path, tables.csv_text((*columns, CHECKSUM), lines))
+
+
+def read_rows(
+    path: Path,
+    columns: Sequence[str],
+    kind: Callable[..., Any] = Row,
+    warn: Callable[[str], Any] = print,
+) -> list[Any]:
+    """Read rows that `write_rows` wrote with these columns; return [] if there is no file.
+
+    Rows that are not as they were written are left out, and `warn` is called with one line. Files
+    of version 0.2 have no checksums: there, only lines that are no rows are left out.
+
+    Raises:
+        ValueError: If the file has other columns, so that it is not of this command.
+    """
     if not path.exists():
         return []
-    with damage(path), open(path, newline="") as file:
-        first, *lines = list(csv.reader(file)) or [[]]
-    if tuple(first) != tuple(columns):
+    (found, *lines), number = read_units(path)
+    heading = ",".join(columns)
+    # A file that was cut inside its heading has no rows to lose.
+    if found != heading and (lines or not f"{heading},{CHECKSUM}".startswith(found)):
         raise ValueError(
-            f"{path} does not begin with the columns {','.join(columns)}: it is not of this "
-            "command; choose another --out"
+            f"{path} does not begin with the columns {heading}: it is not of this command; choose "
+            "another --out"
         )
-    with damage(path):
-        return [_row(dict(zip(columns, line, strict=True))) for line in lines]
+    rows = [row for line in lines if (row := _row(line, columns, kind)) is not None]
+    if len(rows) < number or found != heading:
+        warn(
+            f"{path} is damaged: {number - len(rows)} of {number} rows are not as they were "
+            "written, and what they held is computed again."
+        )
+    return rows
+
+
+def read_units(path: Path) -> tuple[list[str], int]:
+    """Return the heading and the lines that are as they were written, and the number of all lines.
+
+    They come without their checksums.
+    """
+    first, *lines = path.read_bytes().decode(errors="replace").splitlines() or [""]
+    heading, _, last = first.rpartition(",")
+    if last != CHECKSUM:  # version 0.2 wrote it
+        return [first, *lines], len(lines)
+    pairs = [line.rpartition(",")[::2] for line in lines]
+    units = tables.gathered((mark, own) for own, mark in pairs)
+    sound = {mark for mark, own in units.items() if _checksum(own) == mark}
+    return [heading, *(own for own, mark in pairs if mark in sound)], len(lines)
+
+
+def _checksum(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _row(line: str, columns: Sequence[str], kind: Callable[..., Any]) -> Any | None:
+    """Return the row of a line by the types of its fields; None if it is no such row."""
+    types = inspect.get_annotations(kind)
+    try:
+        (cells,) = csv.reader([line])
+        return kind(**{n: _cell(types[n], x) for n, x in zip(columns, cells, strict=True)})
+    except (ValueError, KeyError, csv.Error):
+        return None
+
+
+def _cell(kind: Any, text: str) -> Any:
+    kind, *optional = get_args(kind) or (kind,)
+    if not text and optional:
+        return None
+    if not text:
+        raise ValueError("empty")
+    return {"True": True, "False": False}[text] if kind is bool else kind(text)
 
 
 @contextlib.contextmanager
@@ -142,141 +204,9 @@ def folder(out: Path) -> Iterator[None]:
                     f"another process is writing to --out {out}: wait for it, or choose another "
                     "folder"
                 ) from error
+        # A process that was killed while it wrote leaves parts of files and checkpoints.
+        for part in (*out.glob(".*.partial"), *out.glob("models/.*.partial")):
+            part.unlink(missing_ok=True)
+        for part in out.glob("*/*/*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(part, ignore_errors=True)
         yield
-
-
-def resume(out: Path, config: Any, default: Any, columns: Sequence[str]) -> list[Row]:
-    """Return the rows that an unfinished run of the same experiment wrote; see `check_config`."""
-    rows = read_rows(out / RESULTS, columns)
-    if rows:
-        check_config(out, config, default)
-    return rows
-
-
-def check_config(out: Path, config: Any, default: Any, found: str = RESULTS) -> None:
-    """Refuse a folder of another experiment, and name the options that differ.
-
-    The default configuration of the data set gives the values of options that did not exist yet;
-    `found` names the file in the folder.
-    """
-    if not (out / CONFIG).exists():
-        raise ValueError(
-            f"{out} holds a {found} without a {CONFIG}, so its options are unknown: choose "
-            "another --out"
-        )
-    before = commands.contents(default) | _modern(_document(out)["configuration"])
-    now = commands.contents(config)
-
-    def counts(name: str) -> bool:  # options of methods count only if the method runs
-        method, dot, _ = name.rpartition(".")
-        ran = {one for name in now.get("algorithms", ()) for one in name.split("+")}
-        return name not in WHERE_AND_HOW and (not dot or method in ran)
-
-    if differing := _differences(before, now, counts):
-        raise ValueError(
-            f"{out} holds results of another experiment: {'; '.join(differing)}. Choose another "
-            "--out, or delete that folder"
-        )
-
-
-def begin(config: Any, program: str, console: Console, done: str) -> None:
-    """Print what a continued run has done already, or write the configuration of a new run."""
-    if not done:
-        write_config(config.out, config, program)
-        return
-    console.print(f"Continuing {config.out}: {done}.")
-    for change in _differences(_document(config.out)["environment"], environment()):
-        console.print(f"[yellow]It was started in another environment: {change}.[/]")
-
-
-def write_config(out: Path, config: Any, program: str) -> None:
-    """Write config.json, which is needed to run an experiment again."""
-    document = {
-        "configuration": commands.contents(config),
-        "command": commands.write(config, program),
-        "environment": environment(),
-    }
-    write_text(out / CONFIG, json.dumps(document, indent=2) + "\n")
-
-
-def write_summary(config: Any, parts: Sequence[str], program: str) -> None:
-    """Write summary.md: the results, the command that repeats them, and the environment."""
-    environment = _document(config.out)["environment"]
-    where = ", ".join(f"{name} {value}" for name, value in environment.items())
-    end = ["```", commands.write(config, program), "```", "", f"Run with {where}.", ""]
-    write_text(config.out / "summary.md", "\n".join([*parts, *end]))
-
-
-def environment() -> dict[str, Any]:
-    """Return the versions and the device that results depend on."""
-    packages, devices = ("jax", "jaxlib", "flax", "optax", "kfac-jax", "numpy"), jax.devices()
-    return {
-        "python": platform.python_version(),
-        "fisherjax": fj.__version__,
-        **{package: importlib.metadata.version(package) for package in packages},
-        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        "backend": devices[0].platform,
-        "device": devices[0].device_kind,
-        "devices": len(devices),
-    }
-
-
-@contextlib.contextmanager
-def damage(path: Path) -> Iterator[None]:
-    """Add the path to an error of a file that cannot be read."""
-    try:
-        yield
-    except (ValueError, csv.Error) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): delete it, or choose another --out"
-        ) from error
-
-
-def _document(out: Path) -> dict[str, Any]:
-    try:
-        document = json.loads((out / CONFIG).read_text())
-        return {name: dict(document[name]) for name in ("configuration", "environment")}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{out / CONFIG} is not a configuration that was written here ({error!r}): delete that "
-            "folder, or choose another --out"
-        ) from error
-
-
-def _modern(configuration: dict[str, Any]) -> dict[str, Any]:
-    """Rename options of earlier versions; a method's option is kept if it is no default."""
-    found = {old: value for old, value in configuration.items() if old not in _MOVED}
-    if "fisher_kind" in configuration:
-        found.setdefault("max_examples", 0)  # earlier versions took all examples
-    for old in configuration.keys() & _MOVED.keys():
-        value, names, default = configuration[old], _MOVED[old], "default"
-        if old == "damping" and "cohort" in configuration:
-            # Experiments in rounds had only K-FAC's damping, with the library's default of 1.
-            names, default = ("fedfisher_kfac.damping",), 1
-        for name in names:
-            method, _, option = name.rpartition(".")
-            if not method or value not in (default, fj.algorithms.options(method)[option]):
-                found[name] = value
-    if found.get("partition") == "fedfisher":
-        found["partition"] = "dirichlet_of_client"
-    return found
-
-
-def _row(cells: dict[str, str]) -> Row:
-    values = {}
-    for name, cell in cells.items():
-        kind, *_ = get_args(Row.__annotations__[name] | None)
-        if not cell and name not in Row._field_defaults:
-            raise ValueError(f"a line without {name}")
-        values[name] = kind(cell) if cell else None
-    return Row(**values)
-
-
-def _differences(
-    before: dict[str, Any], now: dict[str, Any], counts: Callable[[str], Any] = bool
-) -> list[str]:
-    return [
-        f"{name} was {before.get(name, 'the default')}, is {now.get(name, 'the default')}"
-        for name in sorted(filter(counts, before.keys() | now.keys()))
-        if before.get(name) != now.get(name)
-    ]

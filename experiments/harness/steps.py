@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import fisherjax as fj
+from experiments.harness.methods import Method
 from experiments.harness.records import Row
 from experiments.harness.tasks import OneRound
 from fisherjax.clients import Federation
@@ -59,6 +60,16 @@ def training_options(task: OneRound, federation: Federation) -> dict[str, Any]:
         "batch_size": training.batch_size,
         "clients_per_chunk": side_by_side and min(side_by_side, federation.num_clients),
     }
+
+
+def by_training(task: OneRound) -> dict[optax.GradientTransformation, dict[str, Method]]:
+    """Group methods by the optimiser of their clients; the unchanged optimiser comes first."""
+    groups: dict[optax.GradientTransformation, dict[str, Method]] = {task.optimizer: {}}
+    for name, method in task.methods.items():
+        groups.setdefault(method.clients.optimizer(task.optimizer), {})[name] = method
+    if not task.references and not groups[task.optimizer]:
+        del groups[task.optimizer]
+    return groups
 
 
 def measure(task: OneRound, unit: Unit, name: str, model: Merged) -> Row:

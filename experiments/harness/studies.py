@@ -4,17 +4,14 @@ A measurement is a NamedTuple of text and numbers and one line of results.csv. I
 is what was measured at once, so that an interrupted study continues after the last whole unit.
 """
 
-import csv
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from rich.console import Console
 
-from experiments.harness import commands, limits, progress, records, tables
+from experiments.harness import commands, folders, limits, progress, records, tables
 
 Measurement = TypeVar("Measurement")
 Report = Callable[[Any, list[Any], Console], None]
@@ -42,56 +39,38 @@ def study(
     @commands.command(program, description, runs.Config.usual, check_all)
     def main(asked: Any, console: Console) -> None:
         with records.folder(asked.out):
-            measured, units = partial(runs.measured, asked, console), runs.units(asked)
+            kind = runs.Measurement
             default = runs.Config.usual(asked.data.dataset)
-            found = continued(asked, program, default, runs.Measurement, units, measured)
+            asked, found = folders.resume(asked, default, kind._fields, kind)
+            measured = partial(runs.measured, asked, console)
+            found = completed(asked, program, found, runs.units(asked), measured, console)
             report(asked, found, console)
 
     return main
 
 
-def continued(
+def completed(
     asked: Any,
     program: str,
-    default: Any,
-    kind: type[Measurement],
-    units: Sequence[Any],
+    found: Sequence[Measurement],
+    units: Mapping[Any, int],
     measured: Callable[[list[Any]], Iterable[Sequence[Measurement]]],
+    console: Console,
 ) -> list[Measurement]:
-    """Measure the units that are missing in a folder, and return all measurements.
+    """Measure the units of which a folder lacks measurements, and return all measurements.
 
-    The file is written after each unit. A folder that holds another experiment is refused; the
-    default configuration gives the values of options that did not exist yet.
+    `units` has the number of measurements of each unit. The file is written after each unit.
     """
-    path = asked.out / records.RESULTS
-    found = read(path, kind)
-    if found:
-        records.check_config(asked.out, asked, default)
-    done = {measurement.unit for measurement in found}
-    missing = [unit for unit in units if unit not in done]
+    done = tables.gathered((one.unit, one) for one in found)
+    missing = [unit for unit, number in units.items() if len(done.get(unit, ())) < number]
     if missing:
-        records.write_config(asked.out, asked, program)
-        for new in measured(missing):
-            found += new
-            records.write_text(path, tables.csv_text(kind._fields, found))
-    return found
-
-
-def read(path: Path, kind: type[Measurement]) -> list[Measurement]:
-    """Read measurements by the types of their fields; return an empty list if there is no file."""
-    if not path.exists():
-        return []
-    types = inspect.get_annotations(kind).values()
-    with records.damage(path), open(path, newline="") as file:
-        _, *lines = csv.reader(file)
-        return [kind(*(_cell(t, x) for t, x in zip(types, line, strict=True))) for line in lines]
-
-
-def _cell(kind: Any, text: str) -> Any:
-    kind, *optional = get_args(kind) or (kind,)
-    if optional and not text:
-        return None
-    return text == "True" if kind is bool else kind(text)
+        words = f"{len(units) - len(missing)} of {len(units)} units are done"
+        folders.begin(asked, program, console, words if found else "")
+        for unit, new in zip(missing, measured(missing), strict=True):
+            done[unit] = [*new]
+            rows = [one for own in done.values() for one in own]
+            records.write_rows(asked.out / records.RESULTS, rows, new[0]._fields)
+    return [one for own in done.values() for one in own]
 
 
 def each(console: Console, units: Sequence[Any], words: Callable[[Any], str]) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -75,14 +76,24 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     if not values:
         return "-"
     mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {deviation(values):.{digits}f}"
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of a sample; NaN if a value is not finite."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def rank(value: float) -> float:
+    """Return a number by which to choose the greatest: NaN counts least."""
+    return -math.inf if math.isnan(value) else value
 
 
 def moments(values: Sequence[float]) -> tuple[float | None, float | None, int]:
     """Return mean and standard deviation of two digits, None where undefined, and the number."""
     mean = round(statistics.fmean(values), 2) if values else None
-    deviation = round(statistics.stdev(values), 2) if len(values) > 1 else None
-    return mean, deviation, len(values)
+    spread = round(deviation(values), 2) if len(values) > 1 else None
+    return mean, spread, len(values)
 
 
 def quotient(number: float, of: float | None) -> str:

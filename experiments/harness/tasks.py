@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.harness import votes
+from experiments.harness import choices, votes
 from experiments.harness.commands import check
-from experiments.harness.config import MODELS, PLAYS, Data, Federated, OneShot, Training, title
+from experiments.harness.config import PLAYS, Data, Federated, OneShot, Training, title
 from experiments.harness.methods import Images, Method, check_full, methods
 from fisherjax.clients import Federation
 from fisherjax.datasets import Dataset
@@ -40,6 +40,7 @@ class OneRound(NamedTuple):
     test: Examples
     accuracy: Callable[..., Array]  # compiled `fj.metrics.accuracy` of this model
     voting: votes.Voting | None = None  # None without FedOV
+    references: bool = True  # whether the clients' own models and their ensemble are measured
 
 
 class Rounds(NamedTuple):
@@ -73,7 +74,7 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
             raise ValueError(
                 f"{other} and {config} differ in more than how data are split: prepare each alone"
             )
-    train, test = fj.datasets.load(config.data.dataset, config.data.data_dir)
+    train, test = choices.load(config.data.dataset, config.data.data_dir)
     partitions = [
         {s: partition(own.data, train, own.data.num_clients, s) for s in own.partition_seeds}
         for own in configs
@@ -89,9 +90,8 @@ def one_rounds(configs: Sequence[OneShot]) -> list[OneRound]:
 
 def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     """Build everything that does not depend on the split: network, methods, measurements."""
-    rows = fj.algorithms.METHODS
     names = [name.partition("+")[0] for name in config.merging.algorithms]
-    wide = any(rows[name].gives == "wider model" for name in names)
+    wide = any(fj.algorithms.METHODS[name].gives == "wider model" for name in names)
     model, normalize, init = _network(config.data, train, config.training, wide)
     params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
@@ -136,7 +136,7 @@ def _voting(
     asked = votes.names(config.merging.algorithms)
     if not asked:
         return None
-    network = MODELS[config.data.model](num_classes=train.num_classes + 1)
+    network = choices.MODELS[config.data.model](num_classes=train.num_classes + 1)
     open_init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
     shapes = jax.eval_shape(open_init, jax.eval_shape(jax.random.key, 0))
     likelihood = fj.likelihoods.categorical
@@ -225,7 +225,7 @@ def _network(
     data: Data, train: Dataset, training: Training, any_width: bool = False
 ) -> tuple[Model, Callable[[Array], Array], Callable[[Key], Params]]:
     """Return the model of stored images, its normalisation, and its initialiser."""
-    network = MODELS[data.model](num_classes=train.num_classes)
+    network = choices.MODELS[data.model](num_classes=train.num_classes)
     # Without --normalize, pixels are only scaled.
     channels = len(train.mean)
     raw = train._replace(mean=(0.0,) * channels, std=(1.0,) * channels)
@@ -247,7 +247,7 @@ def _standardized(images: Array, mean: Sequence[float], deviation: Sequence[floa
 
 def _images(config: Federated) -> tuple[Any, ...]:
     data = config.data
-    train, test = fj.datasets.load(data.dataset, data.data_dir)
+    train, test = choices.load(data.dataset, data.data_dir)
     number = data.num_clients + config.validation_clients + config.held_out_clients
     rows = partition(data, train, number, config.partition_seed)
     everybody = fj.clients.federation(train, rows)
@@ -275,7 +275,7 @@ def _plays(config: Federated) -> tuple[Any, ...]:
     trained, _, held_out = groups
     expected = f"1 to the {len(trained)} roles that train"
     check(config, "cohort", expected, lambda cohort: cohort <= len(trained))
-    network = MODELS[config.data.model](num_classes=windows.num_classes)
+    network = choices.MODELS[config.data.model](num_classes=windows.num_classes)
     model = Model(fj.networks.apply_fn(network), _likelihood(config.training))
     init = jax.jit(lambda key: fj.networks.init(network, key, windows.inputs))
     test = [np.concatenate([windows.partition[client] for client in held_out])]

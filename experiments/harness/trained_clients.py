@@ -9,11 +9,21 @@ import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import config, limits, progress, reference, steps, tasks
+from experiments.harness import (
+    choices,
+    commands,
+    config,
+    kept_clients,
+    limits,
+    progress,
+    reference,
+    steps,
+    tasks,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Clients:
+class Clients(commands.Imports):
     """The clients that are merged."""
 
     data: config.Group[config.Data] = dataclasses.field(default=config.Data())
@@ -26,6 +36,9 @@ class Clients:
     """Seed of the initial model and of training."""
     reference: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File of trained clients, see `experiments.reference_clients`; without it they are trained."""
+
+    keep_clients: bool = False
+    """Keep trained clients in the folder, so that a run that goes on there need not train."""
 
     @classmethod
     def usual(cls, dataset: str | None = None) -> Self:
@@ -40,21 +53,21 @@ def clients(
     """Train clients, or read them; return the task, their data, the initial model and them."""
     merging = config.Merging(algorithms)
     how = {"partition_seeds": (asked.partition_seed,), "seeds": (asked.seed,), "central": False}
+    how |= {name: getattr(asked, name) for name in ("keep_clients", "imports", "out")}
     whole = config.OneShot(asked.data, asked.training, merging, asked.epochs, **how)
     limits.check_one_shot(whole)
     if asked.reference is not None:
         found = reference.load(asked.reference)
-        data = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
+        data = choices.load(asked.data.dataset, asked.data.data_dir)
         task = tasks.split_up(tasks.shared(whole, *data), {0: found.partition})
         first = jax.tree.map(lambda leaf: leaf[0], found.params)
         return task, task.federations[0], first, fj.training.Trained(found.params)
-    task = tasks.one_round(whole)
+    task, unit = tasks.one_round(whole), (asked.partition_seed, asked.seed)
+    if kept := kept_clients.announce(whole.out, [(task._replace(methods={}), [unit])]):
+        console.print(kept)
     params, key = steps.start(task, asked.seed)
-    (federation,) = task.federations.values()
-    options = steps.training_options(task, federation)
     with progress.bar(console) as shown:
         watched = shown.add_task("training", total=asked.epochs, speed="")
-        options["progress"] = lambda *_: shown.advance(watched)
-        how = {"key": key, "optimizer": task.optimizer, **options}
-        trained = fj.training.train(task.model, params, federation, **how)
-    return task, federation, params, trained
+        given = task, unit, params, key, lambda _: shown.advance(watched), task.optimizer
+        trained, _ = kept_clients.trained(*given)
+    return task, task.federations[unit[0]], params, trained

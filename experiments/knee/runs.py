@@ -55,14 +55,20 @@ class Measurement(NamedTuple):
         return self.algorithm, self.kind, self.draw
 
 
-def units(asked: Config) -> list[Unit]:
-    """List the units; each is computed and written as a whole."""
-    return [
-        (name, kind, draw)
+def units(asked: Config) -> dict[Unit, int]:
+    """Return the units, each computed and written as a whole, and their numbers of measurements."""
+    return {
+        (name, kind, draw): len(_counts(asked, draw))
         for name in asked.algorithms
         for kind in (asked.kinds if "kind" in fj.algorithms.options(name) else ("-",))
         for draw in range(asked.draws)
-    ]
+    }
+
+
+def _counts(asked: Config, draw: int) -> list[int]:
+    """Return the numbers of examples; the first draw goes on to all, if those are asked for."""
+    counts = sorted(n for n in asked.counts if n)
+    return counts + ([0] if 0 in asked.counts and draw == 0 else [])
 
 
 def measured(
@@ -73,11 +79,8 @@ def measured(
     for name, kind, draw in studies.each(console, missing, "{0[0]}, {0[1]}, draw {0[2]}".format):
         chosen = {} if kind == "-" else {"kind": getattr(fj.fisher, kind)}
         method = fj.algorithms.make(name, task.model, max_examples=None, **chosen)
-        # The first draw goes on to all examples, if those are asked for.
-        counts = sorted(n for n in asked.counts if n)
-        counts += [0] if 0 in asked.counts and draw == 0 else []
         found = []
-        for count, sent in growing(method, trained, federation, counts, draw):
+        for count, sent in growing(method, trained, federation, _counts(asked, draw), draw):
             # The weights count all examples of a client, also where its Fisher takes fewer.
             merged, *_ = fj.merging.merge(method, start, sent, federation.weights)
             accuracy = round(float(task.accuracy(merged, task.test)), 6)

@@ -11,8 +11,6 @@ is predicted first, and table.md and table.csv are written after every run. The 
 continues an interrupted grid.
 """
 
-from functools import partial
-
 from rich.console import Console
 
 from experiments.harness import accuracies, commands, grid_runs, grids, records, tables
@@ -23,7 +21,7 @@ PROGRAM = "experiments.niid_table"
 
 @commands.command(PROGRAM, __doc__, grids.Grid, grids.check)
 def main(grid: grids.Grid, console: Console) -> None:
-    found, notes = grid_runs.run(grid.out, grids.units(grid), partial(_write, grid), console)
+    grid, (found, notes) = grid_runs.run(grid, PROGRAM, _write, console)
     grid_runs.show(found, notes, console)
     left = "table.md, table.csv, and a folder for each run"
     console.print(f"\nIn {grid.out}/: {left}", soft_wrap=True)

@@ -12,6 +12,7 @@ accuracy.png, and rounds.png if rounds follow. The same command continues an int
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -20,10 +21,13 @@ from experiments.harness import (
     accuracies,
     commands,
     config,
+    folders,
+    kept_clients,
     limits,
     memory,
     one_round,
     records,
+    tables,
     tasks,
 )
 from experiments.harness.progress import Watch, bar
@@ -37,44 +41,52 @@ PROGRAM = "experiments.one_shot"
 def main(asked: config.OneShot, console: Console) -> None:
     asked = dataclasses.replace(asked, out=asked.out or Path("runs") / config.name(asked))
     with records.folder(asked.out):
-        default = config.one_shot(asked.data.dataset)
-        rows = records.resume(asked.out, asked, default, records.ONE_SHOT)
-        missing = [unit for unit in one_round.units(asked) if unit not in one_round.finished(rows)]
-        if missing:
+        asked, rows = folders.resume(asked, config.one_shot(asked.data.dataset))
+        if missing := one_round.missing(asked, rows):
             rows = _execute(tasks.one_round(asked), rows, missing, console)
         accuracies.report(asked, config.title(asked.data), rows, PROGRAM, console)
 
 
 def _execute(
-    task: tasks.OneRound, rows: list[records.Row], missing: list[Unit], console: Console
+    task: tasks.OneRound,
+    rows: list[records.Row],
+    missing: Mapping[Unit, tuple[str, ...]],
+    console: Console,
 ) -> list[records.Row]:
-    """Compute the missing units, and write the rows after each unit, or after each split."""
-    asked = task.config
-    whole = vmapped_seeds.program(task) if asked.seeds_together else None
-    groups = vmapped_seeds.groups(missing) if whole else [[unit] for unit in missing]
+    """Compute what is missing, and write the rows after each unit, or after each split."""
+    asked, together = task.config, task.config.seeds_together
+    # Units that lack the same methods.
+    alike = tables.gathered((names, unit) for unit, names in missing.items())
+    parts = [(one_round.only(task, names), units) for names, units in alike.items()]
+    wholes = [vmapped_seeds.program(own) if together else None for own, _ in parts]
+    groups = [vmapped_seeds.groups(x) if together else [[unit] for unit in x] for _, x in parts]
+    largest = max((own for own, _ in parts), key=lambda own: len(own.methods))
     with console.status("compiling"):
-        need = whole.memory(groups[0]) if whole else memory.predict(task)
+        need = wholes[0].memory(groups[0][0]) if wholes[0] else memory.predict(largest)
     console.print(memory.check(need, memory.available()))
+    if kept := kept_clients.announce(asked.out, parts):
+        console.print(kept)
     total = len(one_round.units(asked))
     done = f"{total - len(missing)} of {total} runs are done" if rows else ""
-    records.begin(asked, PROGRAM, console, done)
+    folders.begin(asked, PROGRAM, console, done)
     accuracies.write_labels(asked.out, task.label_counts)
     for seed, counts in task.label_counts.items():
         console.print(accuracies.label_table(counts, seed))
     with bar(console) as shown:
-        watch = Watch(console, shown, task, missing)
-        for units in groups:
-            start = time.perf_counter()
-            if whole:
-                over = watch.begin_all(units)
-                new = whole.run(units)
-                over()
-            else:
-                new = one_round.run(task, units[0], watch.begin(units[0]))
-            rows = [*rows, *new]
-            records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
-            one_round.clear(task)
-            watch.finish(units, new, time.perf_counter() - start)
+        watch = Watch(console, shown, parts)
+        for (own, _), whole, some in zip(parts, wholes, groups, strict=True):
+            for units in some:
+                start = time.perf_counter()
+                if whole:
+                    over = watch.begin_all(own, units)
+                    new = whole.run(units)
+                    over()
+                else:
+                    new = one_round.run(own, units[0], watch.begin(units[0]))
+                rows = one_round.replaced(rows, new)
+                records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
+                one_round.clear(task)
+                watch.finish(units, new, time.perf_counter() - start)
     return rows
 
 

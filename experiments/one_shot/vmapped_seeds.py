@@ -129,7 +129,12 @@ def check(
 
 
 def _refuse(task: tasks.OneRound) -> None:
-    """Refuse algorithms that need several programs or the host."""
+    """Refuse algorithms that need several programs or the host, and clients that are kept."""
+    if task.config.keep_clients:
+        raise ValueError(
+            f"--seeds-together is {task.config.seeds_together}, whose clients are part of one "
+            "program and not kept: leave it out, or choose another --out without --keep-clients"
+        )
     made = {name: own.server(None) for name, own in task.methods.items()}
     several = [name for name, method in made.items() if isinstance(method.aggregate, Stages)]
     host = [name for name, method in made.items() if method.gives == "wider model"]

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.harness import commands, records, studies
+from experiments.harness import commands, folders, records, studies
 from experiments.personalized import domains, pictures, runs, settings
 from experiments.personalized.settings import Config, Measurement, Unit
 
@@ -32,13 +32,18 @@ PROGRAM = "experiments.personalized"
 
 @commands.command(PROGRAM, __doc__, settings.default, settings.check, chooser="table")
 def main(asked: Config, console: Console) -> None:
-    population = cache(partial(runs.population, asked))
-    measured = partial(_measured, asked, population, console)
-    how = PROGRAM, settings.default(asked.table), Measurement
     with records.folder(asked.out):
-        held_out = studies.continued(asked, *how, settings.choosing(asked), measured)
-        units = settings.testing(asked, settings.chosen(asked, held_out))
-        found = studies.continued(asked, *how, units, measured)
+        default = settings.default(asked.table)
+        asked, found = folders.resume(asked, default, Measurement._fields, Measurement)
+        population = cache(partial(runs.population, asked))
+        measured = partial(_measured, asked, population, console)
+
+        def complete(units: Sequence[Unit], found: list[Measurement]) -> list[Measurement]:
+            sizes = settings.sizes(asked, units)
+            return studies.completed(asked, PROGRAM, found, sizes, measured, console)
+
+        found = complete(settings.choosing(asked), found)
+        found = complete(settings.testing(asked, settings.chosen(asked, found)), found)
         _report(asked, found, population, console)
 
 

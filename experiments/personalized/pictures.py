@@ -49,7 +49,8 @@ def table(
         lines.append((label(*method), *cells))
     title = f"{asked.table}, {split}: accuracy in % after {asked.rounds} rounds, own test data"
     headings = ("method", *names[: len(each)], "mean", "worst client")
-    return tables.Table(title, headings, lines, best=int(np.argmax(means)) if means else None)
+    best = max(range(len(means)), key=lambda place: tables.rank(means[place]), default=None)
+    return tables.Table(title, headings, lines, best=best)
 
 
 def epochs_table(asked: Config, found: Sequence[Measurement]) -> tables.Table:
@@ -116,22 +117,24 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
     """Read the weights [M, M] of each run."""
     if not path.exists():
         return {}
-    with open(path, newline="") as file:
-        _, *lines = csv.reader(file)
-    found = tables.gathered((run, [float(x) for x in row if x]) for run, _, *row in lines)
+    (_, *lines), number = records.read_units(path)
+    if len(lines) < number:
+        print(f"{path} is damaged: weights that are not as they were written are not drawn.")
+    found = tables.gathered(
+        (run, [float(x) for x in row if x]) for run, _, *row in csv.reader(lines)
+    )
     return {run: np.array(rows) for run, rows in found.items()}
 
 
 def keep_weights(path: Path, name: str, weights: np.ndarray) -> None:
     """Add the weights of a run to the file."""
-    lines = read_weights(path) | {name: weights}
-    rows = [
-        (one, i, *(f"{x:.4g}" for x in row))
-        for one, matrix in lines.items()
-        for i, row in enumerate(matrix)
+    found = read_weights(path) | {name: weights}
+    units = [
+        [(run, i, *(f"{x:.4g}" for x in row)) for i, row in enumerate(matrix)]
+        for run, matrix in found.items()
     ]
-    columns = ("run", "client", *map(str, range(max(map(len, rows)) - 2)))
-    records.write_text(path, tables.csv_text(columns, rows))
+    columns = ("run", "client", *map(str, range(max(map(len, found.values())))))
+    records.write_units(path, units, columns)
 
 
 def draw_weights(asked: Config, populations: Mapping[str, Population], out: Path) -> bool:

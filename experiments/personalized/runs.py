@@ -104,10 +104,10 @@ def measured(asked: Config, unit: Unit, of: Population) -> Iterator[tuple[list[M
     )
     key, start_key = jax.random.split(jax.random.key(unit.seed))
     first = experiment.init(of.init(start_key), of.train)
-    every = max(1, unit.rounds // 10)
+    tested_after = settings.rounds_measured(unit)
     for state, done in fj.rounds.run(experiment, first, of.train, key=key, rounds=unit.rounds):
         count, found = int(done.number) + 1, []
-        if count == 1 or count % every == 0 or count == unit.rounds:
+        if count in tested_after:
             models, how = experiment.models(state, number), {"stacked": True, "batch_size": 250}
             tested = fj.metrics.performance(of.model, models, of.test, **how)
             values = {None: tested.mean().accuracy}

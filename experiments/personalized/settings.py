@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import fisherjax as fj
-from experiments.harness import commands, limits
+from experiments.harness import commands, limits, tables
 from experiments.harness.names import takes
 from experiments.personalized.domains import LOOKS
 from fisherjax.algorithms import Algorithm, Row
@@ -72,7 +72,7 @@ def methods() -> dict[str, Row]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(commands.Imports):
     """Clients, methods, rounds and training."""
 
     table: Literal["cifar10", "cifar100", "digits"] = "digits"
@@ -198,8 +198,22 @@ def chosen(asked: Config, measured: Sequence[Measurement]) -> dict[str, float]:
     best = {}
     for name in filter(is_weighted, asked.algorithms):
         found = {x.temperature: x.accuracy for x in ends if x.algorithm == _chooser(name)}
-        best[name] = max(found, key=found.__getitem__, default=asked.temperatures[0])
+        best[name] = max(found, key=lambda x: tables.rank(found[x]), default=asked.temperatures[0])
     return best
+
+
+def rounds_measured(unit: Unit) -> list[int]:
+    """Return the rounds of a unit after which models are tested, about ten and the last."""
+    every = max(1, unit.rounds // 10)
+    numbers = range(1, unit.rounds + 1)
+    return [n for n in numbers if n == 1 or n % every == 0 or n == unit.rounds]
+
+
+def sizes(asked: Config, units: Sequence[Unit]) -> dict[Unit, int]:
+    """Return the number of measurements of each unit: means, and all clients in the end."""
+    number = {"domains": len(asked.domains)}
+    each = {unit: number.get(unit.split, asked.num_clients) for unit in units}
+    return {unit: len(rounds_measured(unit)) + clients for unit, clients in each.items()}
 
 
 def testing(asked: Config, temperatures: dict[str, float]) -> list[Unit]:

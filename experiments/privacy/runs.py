@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, steps, studies, tasks
+from experiments.harness import choices, commands, steps, studies, tasks
 from experiments.harness.config import Data, Group, Merging, OneShot, Training
 from fisherjax import merging, privacy
 from fisherjax.algorithms import Algorithm, Update
@@ -33,7 +33,7 @@ _CHUNK = 100  # number of clients whose models are in memory at once
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(commands.Imports):
     """Clients, methods that merge them, and the noise."""
 
     data: Group[Data] = dataclasses.field(default=Data())
@@ -93,9 +93,11 @@ class Measurement(NamedTuple):
         return self.clients, self.seed
 
 
-def units(asked: Config) -> list[Unit]:
-    """List the units; each is computed and written as a whole."""
-    return [(number, seed) for number in asked.clients for seed in asked.seeds]
+def units(asked: Config) -> dict[Unit, int]:
+    """Return the units, each computed and written as a whole, and their numbers of measurements."""
+    draws = sum(asked.draws if sigma else 1 for sigma in asked.noise_multipliers)
+    each = draws * len(asked.algorithms)
+    return {(number, seed): each for number in asked.clients for seed in asked.seeds}
 
 
 class _Setup(NamedTuple):
@@ -114,7 +116,7 @@ def measured(
 ) -> Iterator[list[Measurement]]:
     """Train the clients of each unit once, and merge them with every noise."""
     whole = OneShot(asked.data, asked.training, Merging(("fedavg",)), asked.epochs, central=False)
-    train, test = fj.datasets.load(asked.data.dataset, asked.data.data_dir)
+    train, test = choices.load(asked.data.dataset, asked.data.data_dir)
     task = tasks.shared(whole, train, test)
     _check_hides_all(task)
     data = task.central.inputs, task.central.targets

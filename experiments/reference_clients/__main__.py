@@ -18,7 +18,16 @@ import tyro
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import accuracies, commands, limits, one_round, records, reference, tasks
+from experiments.harness import (
+    accuracies,
+    commands,
+    folders,
+    limits,
+    one_round,
+    records,
+    reference,
+    tasks,
+)
 from experiments.harness.config import Data, Group, Merging, OneShot
 from experiments.harness.methods import trains_its_own
 from experiments.harness.reference import Reference
@@ -39,7 +48,7 @@ _UNIT = (0, 0)  # only validation images are drawn by the seeds, and the file li
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(commands.Imports):
     """The clients of a file, and methods that merge them."""
 
     merging: Group[Merging] = dataclasses.field(default=Merging())
@@ -60,11 +69,12 @@ def main(asked: Config, console: Console) -> None:
     found = reference.load(asked.reference)
     task = prepare(asked, found)
     with records.folder(asked.out):
-        if records.read_rows(asked.out / records.RESULTS, records.ONE_SHOT):
-            records.check_config(asked.out, asked, Config())
+        both, _ = folders.resume(asked, Config())
+        if both != asked:
+            asked, task = both, prepare(both, found)
         with console.status("merging"):
             rows = merge(task, found)
-        records.write_config(asked.out, asked, PROGRAM)
+        folders.write_config(asked.out, asked, PROGRAM)
         accuracies.write_labels(asked.out, task.label_counts)
         records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
         heading = f"{asked.dataset}, {asked.model}, {len(found.partition)} clients of a file"

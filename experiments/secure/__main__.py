@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from experiments.harness import commands, config, figures, limits, records, studies, tables
+from experiments.harness import commands, config, figures, folders, limits, records, studies, tables
 from experiments.secure.runs import MEAN, OPEN, SKETCHED, Config, Measurement, measured
 
 PROGRAM = "experiments.secure"
@@ -24,8 +24,10 @@ _COLOURS = ("#0b4f8a", "#d98200", "#4d7a1f", "#1a1a1a")
 @commands.command(PROGRAM, __doc__, Config.usual, limits.check_options, continues=False)
 def main(asked: Config, console: Console) -> None:
     with records.folder(asked.out):
+        # Refuse a folder of another experiment; the numbers of the same are computed again.
+        folders.resume(asked, Config.usual(asked.data.dataset), Measurement._fields, Measurement)
         found = list(measured(asked, console))
-        records.write_config(asked.out, asked, PROGRAM)
+        folders.write_config(asked.out, asked, PROGRAM)
         lines = [(w, k, d, f"{a:.6f}", f"{e:.3g}", f"{s:.4f}") for w, k, d, a, e, s in found]
         text = tables.csv_text(Measurement._fields, lines)
         records.write_text(asked.out / records.RESULTS, text)

@@ -19,11 +19,11 @@ from experiments import harness
 ROOT = Path(__file__).resolve().parents[2] / "experiments"
 
 ORDER = [
-    *("names", "program_cache", "commands"),
-    *("tables", "papers", "records", "figures"),
+    *("names", "choices", "program_cache", "option_groups", "commands"),
+    *("tables", "papers", "records", "folders", "figures"),
     *("config", "limits", "methods", "votes", "tasks"),
-    *("checkpoints", "steps", "after_merge", "one_round", "accuracies", "memory"),
-    *("progress", "forecast", "grid_runs", "grids", "reference", "trained_clients", "studies"),
+    *("checkpoints", "steps", "kept_clients", "after_merge", "one_round", "accuracies", "memory"),
+    *("progress", "forecast", "grids", "grid_runs", "reference", "trained_clients", "studies"),
 ]
 MOST_LINES = 150
 

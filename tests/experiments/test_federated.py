@@ -293,6 +293,30 @@ def test_a_run_whose_rows_are_not_all_there_is_finished_from_its_checkpoint(tmp_
     assert rows_of(cut) == rows_of(whole)
 
 
+@pytest.mark.long
+def test_a_folder_that_takes_more_rounds_and_seeds_is_that_of_the_larger_run(tmp_path):
+    """The last round of the smaller run was measured, which the larger run does not do."""
+    words = (*SMALL, "--eval-every", "2", "--no-barrier", "--checkpoint-seconds", "0")
+    larger = (*words, "--rounds", "4", "--seeds", "0", "1")
+    whole, grown = tmp_path / "whole", tmp_path / "grown"
+    assert main([*larger, "--out", str(whole)]) == 0
+    assert main([*words, "--rounds", "3", "--out", str(grown)]) == 0
+    before = rows_of(grown)
+    assert main([*larger, "--out", str(grown)]) == 0
+    fields = [name for name in before[0] if name != "checksum"]
+    assert {row["round"] for row in rows_of(grown)} == {"1", "2", "3", "4"}
+    found, expected = (
+        sorted([row[name] for name in fields] for row in rows_of(out)) for out in (grown, whole)
+    )
+    assert found == expected
+    for path in (whole / "models").iterdir():
+        assert (grown / "models" / path.name).read_bytes() == path.read_bytes()
+    # Who asks for less gets all, and nothing is computed.
+    text = (grown / "results.csv").read_text()
+    assert main([*words, "--rounds", "2", "--out", str(grown)]) == 0
+    assert (grown / "results.csv").read_text() == text
+
+
 OLD = ROOT / "experiments" / "results" / "federated_fedfisher"  # version 0.1 left it
 OLD_COMMAND = (
     *("--algorithms", "fedavg", "fedfisher_diag", "fedfisher_kfac", "--rounds", "5"),

@@ -98,6 +98,11 @@ def test_a_finished_grid_computes_nothing_and_an_unfinished_one_what_is_missing(
     values = [[r.value for r in rows if r.metric == "accuracy"] for rows in (old, read(lost))]
     assert values[0] == values[1]
     assert (finished / "table.csv").read_text() == before
+    # Who asks for less gets the table of all, and nothing is computed.
+    with compilations() as count:
+        assert niid_table.main([*TINY, "--seeds", "1", "--out", str(finished)]) == 0
+    assert count() == 0
+    assert (finished / "table.csv").read_text() == before
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 import csv
 import dataclasses
+import json
 import os
+import re
 import shlex
 import signal
 import threading
@@ -11,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.harness import commands, one_round, records, steps
+from experiments.harness import commands, folders, one_round, records, steps
 from experiments.harness.config import Data, Merging, OneShot, Training
 from experiments.harness.records import ONE_SHOT, Row
 from experiments.one_shot import __main__ as one_shot
+from tests.harness.test_folders import own_choices
 
 SMALL = OneShot(
     Data(num_clients=3, alpha=1.0),
@@ -77,7 +80,7 @@ def test_a_finished_run_prints_its_table_again_and_computes_nothing(whole, capsy
 def test_an_interrupted_run_continues_to_the_same_numbers(whole, tmp_path, capsys):
     rows = results(whole)
     kept = [row for row in rows if row.partition_seed == 0]
-    records.write_config(tmp_path, dataclasses.replace(SMALL, out=tmp_path), one_shot.PROGRAM)
+    folders.write_config(tmp_path, dataclasses.replace(SMALL, out=tmp_path), one_shot.PROGRAM)
     records.write_rows(tmp_path / "results.csv", kept, ONE_SHOT)
     assert run(SMALL, out=tmp_path) == 0
     assert "1 of 3 runs are done" in " ".join(capsys.readouterr().out.split())
@@ -105,7 +108,7 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path, capsys):
         thread.join()
         signal.signal(signal.SIGINT, handler)
     rows = results(tmp_path)
-    done = one_round.finished(rows)
+    done = {row.unit for row in rows}
     assert 0 < len(done) < len(one_round.units(asked))
     per_unit = 3 + 1 + 2 * len(asked.merging.algorithms)
     assert len(rows) == sum(1 if split is None else per_unit for split, _ in done)
@@ -156,6 +159,7 @@ def test_a_diverged_client_is_named_and_stops_the_run(tmp_path, capsys):
         ("--algorithms fedlpa --fedlpa.batch-size 0", "batch_size is 0; expected an integer"),
         ("--algorithms regmean --regmean.shrink 1", "shrink is 1.0; expected 0 <= shrink < 1"),
         ("--dataset mnist --data-dir nowhere", "'nowhere' does not exist"),
+        ("--seeds-together 2 --keep-clients", "whose clients are part of one program and not kept"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_training(tmp_path, capsys, words, message):
@@ -171,3 +175,26 @@ def test_help_shows_the_defaults_of_the_data_set(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "(default: cifar10)" in shown
     assert "(default: cnn)" in shown
+
+
+@pytest.mark.long
+def test_the_file_of_the_page_brings_a_method_a_network_and_data(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/how_to/commands.md").read_text()
+    section = page[page.index("## Bring your own") :]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    command = re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1]
+    (tmp_path / "my_file.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", one_shot.PROGRAM]
+    with own_choices():
+        assert one_shot.main(words[3:]) == 0
+    out = tmp_path / "runs/mine"
+    found = results(out)
+    assert {"fedavg", "median", "median@mean_share=0.5"} < {row.algorithm for row in found}
+    # What config.json prints runs again, as after another process has forgotten the file.
+    again = shlex.split(json.loads((out / "config.json").read_text())["command"])[3:]
+    (out / "results.csv").unlink()
+    with own_choices():
+        assert one_shot.main(again) == 0
+    assert without_time(results(out)) == without_time(found)

@@ -9,7 +9,15 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
-from experiments.harness import accuracies, commands, config, figures, memory, records, tables
+from experiments.harness import (
+    accuracies,
+    commands,
+    config,
+    figures,
+    folders,
+    memory,
+    tables,
+)
 from experiments.harness.config import Data, Merging, OneShot
 from experiments.harness.steps import row_of
 
@@ -30,7 +38,7 @@ def reported(tmp_path, rows_of):
 
     def report(asked: OneShot) -> tuple[OneShot, str, str]:
         asked = dataclasses.replace(asked, out=tmp_path)
-        records.write_config(tmp_path, asked, PROGRAM)
+        folders.write_config(tmp_path, asked, PROGRAM)
         console = Console(width=100, file=io.StringIO(), highlight=False)
         accuracies.report(asked, config.title(asked.data), rows_of(asked), PROGRAM, console)
         return asked, console.file.getvalue(), (tmp_path / "summary.md").read_text()
@@ -112,7 +120,7 @@ def test_rounds_that_nobody_asked_for_make_no_curves(rows_of, reported, tmp_path
 def test_the_summary_holds_the_table_as_printed_and_the_command(reported):
     asked, shown, summary = reported(OneShot(then_rounds=1))
     assert commands.write(asked, PROGRAM) in summary
-    assert f"jax {records.environment()['jax']}" in summary
+    assert f"jax {folders.environment()['jax']}" in summary
     plain = [re.sub("[|*]", " ", line).split() for line in summary.splitlines()]
     names = ("local", "ensemble", "central", *asked.merging.algorithms)
     own = [line for line in shown.splitlines() if line.split()[:1] in [[name] for name in names]]
@@ -174,7 +182,7 @@ def test_a_narrow_terminal_breaks_lines_but_no_cell(rows_of, tmp_path):
     asked = OneShot(out=tmp_path)
     name = "fedfisher_kfac+natural_gradient"
     more = [row_of(name, (0, 0), 0.9, seconds=0.5, upload_bytes=5000)]
-    records.write_config(tmp_path, asked, PROGRAM)
+    folders.write_config(tmp_path, asked, PROGRAM)
     console = Console(width=60, file=io.StringIO(), highlight=False)
     accuracies.report(asked, "title", [*rows_of(asked), *more], PROGRAM, console)
     shown = console.file.getvalue()

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, given, settings
 
-from experiments.harness import commands, config, grids, limits, records
+from experiments.harness import commands, config, folders, grids, limits, records
 from experiments.harness.config import Data, OneShot
 from experiments.reference_clients import __main__ as reference_clients
 from fisherjax import algorithms
@@ -53,6 +53,8 @@ CHANGES = {
     "on_nonfinite": "drop",
     "clients_per_chunk": 3,
     "seeds_together": 2,
+    "keep_clients": True,
+    "imports": (str(Path(__file__).with_name("own_choices.py")),),
     "data_dir": Path("data"),
     "out": Path("runs/mine"),
     "fedfisher_kfac.damping": 0.25,
@@ -135,7 +137,7 @@ def values(kind: object) -> st.SearchStrategy:
 def configurations(kind: type) -> st.SearchStrategy:
     hints = typing.get_type_hints(kind)
     kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-    fields = {name: values(kinds[name]) for name in kinds if name != "options"}
+    fields = {name: values(kinds[name]) for name in kinds if name not in ("options", "imports")}
     return st.builds(kind, **fields, **({"options": own_options()} if "options" in kinds else {}))
 
 
@@ -271,39 +273,40 @@ def test_an_impossible_value_is_refused_by_the_name_of_its_option(option, value)
 @pytest.mark.parametrize("option", CHANGES)
 def test_the_name_of_a_run_tells_experiments_apart_by_what_changes_their_results(option):
     is_same = config.name(changed(OneShot(), option, CHANGES[option])) == config.name(OneShot())
-    assert is_same == (option in records.WHERE_AND_HOW)
+    assert is_same == (option in folders.WHERE_AND_HOW)
 
 
 @pytest.fixture
 def begun(tmp_path, rows_of):
     """The folder of an interrupted run, and what it has finished."""
     rows = rows_of(OneShot())[:3]
-    records.write_config(tmp_path, OneShot(), "experiments.one_shot")
+    folders.write_config(tmp_path, OneShot(), "experiments.one_shot")
     records.write_rows(tmp_path / records.RESULTS, rows, records.ONE_SHOT)
     return tmp_path, rows
 
 
 IDLE = (
     *("fedlpa.damping", "fedlpa.balanced", "fedprox.mu", "dense.epochs", "dense.width"),
-    *("fedov.steps", "student.epochs"),
-)  # methods that do not run
-CHANGE_NOTHING = (*records.WHERE_AND_HOW, *IDLE)
+    *("fedov.steps", "student.epochs", "then_epochs"),
+)  # methods and rounds that do not run
+GROWN = [name for name in folders.GROWS if name in CHANGES]
+CHANGE_NOTHING = (*folders.WHERE_AND_HOW, *IDLE)
 
 
-@pytest.mark.parametrize("option", [x for x in CHANGES if x not in CHANGE_NOTHING])
+@pytest.mark.parametrize("option", [x for x in CHANGES if x not in (*CHANGE_NOTHING, *GROWN)])
 def test_a_folder_refuses_another_experiment_and_names_what_differs(begun, option):
     asked = changed(OneShot(), option, CHANGES[option])
     with pytest.raises(ValueError, match=f"another experiment: {option} was .*, is "):
-        records.resume(begun[0], asked, OneShot(), records.ONE_SHOT)
+        folders.resume(dataclasses.replace(asked, out=begun[0]), OneShot())
 
 
 @pytest.mark.parametrize("option", [x for x in CHANGES if x in CHANGE_NOTHING])
 def test_a_folder_continues_when_only_place_chunks_or_methods_that_do_not_run_differ(begun, option):
     asked = changed(OneShot(), option, CHANGES[option])
-    assert records.resume(begun[0], asked, OneShot(), records.ONE_SHOT) == begun[1]
+    assert folders.resume(dataclasses.replace(asked, out=begun[0]), OneShot())[1] == begun[1]
 
 
 def test_a_folder_where_nothing_was_finished_takes_any_experiment(tmp_path):
-    records.write_config(tmp_path, OneShot(), "experiments.one_shot")
-    asked = OneShot(Data("mnist"), epochs=1)
-    assert records.resume(tmp_path, asked, OneShot(), records.ONE_SHOT) == []
+    folders.write_config(tmp_path, OneShot(), "experiments.one_shot")
+    asked = OneShot(Data("mnist"), epochs=1, out=tmp_path)
+    assert folders.resume(asked, OneShot()) == (asked, [])
