@@ -99,7 +99,10 @@ def from_batches(batches: Iterable[Any]) -> Examples:
     """
     hint = "batches (inputs, targets), such as DataLoader(data, batch_size=256)"
     checks.instance("batches", batches, Iterable, hint)
-    pairs = [whole(one, f"batch {number}") for number, one in enumerate(batches)]
+    pairs = []
+    for number, one in enumerate(batches):
+        # Copied, because a loader may write the next batch into the same array.
+        pairs.append(jax.tree.map(lambda x: x.copy(), whole(one, f"batch {number}")))
     return Examples(*_concatenated(pairs, "batch"))
 
 

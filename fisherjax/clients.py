@@ -160,7 +160,12 @@ def federation(data: Any, partition: Partition | None = None) -> Federation:
         )
     # [M, n_max]. Padding is row 0, a valid index, which `minibatches` never reads.
     indices = np.stack([np.pad(part, (0, sizes.max() - len(part))) for part in rows])
-    return Federation(*jax.device_put((inputs, targets, indices, sizes)))
+    return Federation(*jax.tree.map(_on_device, (inputs, targets, indices, sizes)))
+
+
+def _on_device(x: AnyArray) -> Array:
+    # `device_put` may share a NumPy array's memory, and its owner may write into it later.
+    return jnp.array(x) if isinstance(x, np.ndarray) else jax.device_put(x)
 
 
 def view(federation: Federation, client: int | Array) -> Examples:

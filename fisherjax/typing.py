@@ -30,8 +30,8 @@ Key: TypeAlias = jax.Array  # typed, as `jax.random.key(seed)` makes it
 Params: TypeAlias = Any  # any pytree of floating arrays
 # An array [B, ...], or any pytree of arrays with this first axis; or their shapes.
 Inputs: TypeAlias = Any
-# Functions of `Model`, described there. Inputs are arrays of NumPy or JAX; the type of outputs is
-# Any, because flax and haiku declare no narrower type.
+# Functions of `Model`, described there. Leaves of inputs are arrays of NumPy or JAX; the type of
+# outputs is Any, because flax and haiku declare no narrower type.
 Apply: TypeAlias = Callable[[Params, Any], Any]
 ApplyTrain: TypeAlias = Callable[[Params, Any, Key, Array], tuple[Any, Params | None]]
 Positions: TypeAlias = Callable[[Any], Any]
@@ -89,7 +89,8 @@ class Model(_Model):
     """A network and the likelihood of its outputs: hashable pure functions of any library.
 
     Attributes:
-        apply: `(params, inputs [B, ...]) -> outputs [B, C]`, or [B, ..., C] for sequences.
+        apply: `(params, inputs [B, ...]) -> outputs [B, C]`, or [B, ..., C] for sequences. Inputs
+            may be a pytree, such as a dict of arrays [B, ...].
         likelihood: Likelihood of the targets given the outputs, such as `likelihoods.categorical`.
         apply_train: `(params, inputs, key, weights [B]) -> (outputs, new)`, used in place of
             `apply` in training, for dropout, augmentation and running statistics. `new` is None or

@@ -205,6 +205,26 @@ def test_a_list_of_data_sets_is_held_once():
     assert found.indices.shape == (3, 3)
 
 
+def test_a_loader_may_use_one_array_for_all_batches():
+    def batches():
+        buffer = np.empty((2, 3), np.float32)
+        for i in range(0, 6, 2):
+            buffer[:] = X[i : i + 2]
+            yield buffer, Y[i : i + 2]
+
+    np.testing.assert_array_equal(BATCHES(batches()).inputs, X)
+
+
+def test_a_federation_has_its_own_memory():
+    """JAX may share that of an array that begins where it wants arrays to begin."""
+    raw = np.empty(X.nbytes + 64, np.uint8)
+    own = raw[-raw.ctypes.data % 64 :][: X.nbytes].view(X.dtype).reshape(X.shape)
+    own[:] = X
+    found = FED((own, Y), ROWS)
+    own[:] = 0
+    np.testing.assert_array_equal(found.inputs, X)
+
+
 def test_rows_in_use_of_examples_are_those_of_a_partition():
     """An index of the partition counts the rows in use, not those of the whole data set."""
     examples = fj.Examples(X, Y, np.array([5, 4, 1]), np.array([1.0, 0.0, 1.0]))

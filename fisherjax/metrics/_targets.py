@@ -1,5 +1,7 @@
 """Correct predictions, and which targets count."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from fisherjax import _sequences
@@ -10,8 +12,8 @@ from fisherjax.typing import AnyArray, Array, Model
 
 def correct(model: Model, outputs: Array, targets: Array) -> Array:
     """Return 1 where a prediction is correct and 0 elsewhere; NaN where outputs are NaN."""
-    assert model.likelihood.correct is not None
-    right, is_nan = model.likelihood.correct(outputs, targets), jnp.isnan(outputs)
+    judge: Any = model.likelihood.correct  # callers check that there is one
+    right, is_nan = judge(outputs, targets), jnp.isnan(outputs)
     # NaN is checked separately, because argmax treats it as the largest output.
     is_nan = is_nan if right.shape == is_nan.shape else is_nan.any(-1)
     return jnp.where(is_nan, jnp.nan, right.astype(jnp.result_type(float)))
