@@ -140,8 +140,6 @@ class OneShot(commands.Imports):
     """Exchanges after each merge, a head and natural gradients: ALGORITHM+natural_gradient."""
     central: bool = True
     """Also train a model on all the data, which is the ceiling."""
-    seeds_together: int | None = None
-    """Number of seeds in one program; per-phase timings are then unavailable."""
     keep_clients: bool = False
     """Keep trained clients in the folder, so that further methods there need not train again."""
     on_nonfinite: Literal["raise", "drop"] = "raise"

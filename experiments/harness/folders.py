@@ -21,7 +21,7 @@ from experiments.harness import choices, commands, names, records
 from experiments.harness.records import CONFIG, RESULTS, write_text
 
 WHERE_AND_HOW = (
-    *("data_dir", "out", "clients_per_chunk", "seeds_together", "checkpoint_seconds"),
+    *("data_dir", "out", "clients_per_chunk", "checkpoint_seconds"),
     *("keep_models", "keep_clients"),
 )
 """Options that change results only by rounding, so that a run may continue with other values."""
@@ -41,8 +41,9 @@ _MOVED = {
     "damping": ("fedfisher_diag.damping", "fedfisher_kfac.damping", "fedfisher_full.damping"),
     "fedlpa_damping": ("fedlpa.damping", "fedlpa_ea.damping", "fedlpa_gd.damping"),
     "fedlpa_balanced": ("fedlpa.balanced", "fedlpa_ea.balanced", "fedlpa_gd.balanced"),
+    "seeds_together": (),
 }
-"""Current names of options of version 0.1."""
+"""Current names of options of version 0.1, and of those of 0.2 that are gone."""
 
 
 def resume(

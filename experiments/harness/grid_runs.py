@@ -149,5 +149,5 @@ def _compute(
             done[unit] = rows = one_round.replaced(done[unit], new)
             records.write_rows(out / records.RESULTS, rows, records.ONE_SHOT)
             one_round.clear(task)
-            watch.finish([name], rows, wall, where)
+            watch.finish(name, rows, wall, where)
             write(done)

@@ -16,8 +16,7 @@ _FEWER = "Not even one client at a time would fit; use fewer clients or a smalle
 class Need(NamedTuple):
     """The step that needs the most memory.
 
-    `resident` are bytes that stay, `scratch` bytes of the clients, or seeds, that are computed side
-    by side. `option` sets their number, and `fewer` is the advice if one is too many.
+    `resident` are bytes that stay, `scratch` bytes of the clients that are computed side by side.
     """
 
     step: str
@@ -26,8 +25,6 @@ class Need(NamedTuple):
     side_by_side: int
     devices: int = 1
     idle: float = 0.0  # share of the training time in which devices wait for each other
-    option: str = "clients-per-chunk"
-    fewer: str = _FEWER
 
 
 def predict(task: tasks.OneRound) -> Need:
@@ -94,5 +91,5 @@ def check(need: Need, limit: int | None) -> str:
         waits = f" Devices wait for each other {100 * need.idle:.0f} % of the training's time."
         return f"Needs {text}.{waits if need.devices > 1 else ''}"
     fitting = int((limit - need.resident) * need.side_by_side / max(need.scratch, 1))
-    advice = f"Use --{need.option} {fitting}" if fitting >= 1 else need.fewer
+    advice = f"Use --clients-per-chunk {fitting}" if fitting >= 1 else _FEWER
     raise ValueError(f"This run needs {text}. {advice}")

@@ -1,7 +1,7 @@
 """Show the progress of a long run: a bar in a terminal, and lines with estimates everywhere."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -54,22 +54,10 @@ class Watch:
 
         return show
 
-    def begin_all(self, task: OneRound, units: Sequence[Unit]) -> Callable[[], None]:
-        """Show the units of one program; return a function to call when it is done."""
-        split = _named(units[0]).rpartition(",")[0]
-        self._bar.update(self._task, description=f"{split}: {len(units)} seeds in one program")
-        steps_of_all = sum(sum(one_round.length(task, unit)) for unit in units)
-        return lambda: self._bar.update(self._task, advance=steps_of_all)
-
     def finish(
-        self, units: Sequence[Unit], rows: Sequence[records.Row], seconds: float, where: str = ""
+        self, unit: Unit, rows: Sequence[records.Row], seconds: float, where: str = ""
     ) -> None:
-        """Print the results of units, which share the seconds, and the time of the others."""
-        for unit in units:
-            own = [row for row in rows if row.seed == unit[1]]
-            self._finish(unit, own, seconds / len(units), where)
-
-    def _finish(self, unit: Unit, rows: Sequence[records.Row], seconds: float, where: str) -> None:
+        """Print the results of a unit and the seconds that it took, and estimate the others."""
         measured = [row for row in rows if row.metric == "accuracy" and row.round == 1]
         merged = [row for row in measured if row.algorithm not in ("local", "ensemble")]
         values = "  ".join(f"{row.algorithm} {100 * row.value:.1f}" for row in merged)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -86,9 +85,7 @@ def server_row(unit: Unit, name: str, seconds: float) -> Row:
 
 def row_of(algorithm: str, unit: Unit, accuracy: Any, **more: Any) -> Row:
     """Return the row of an accuracy on the test data, after one round."""
-    # Inside a compiled program of many seeds the accuracy is traced.
-    value = accuracy if fj._core.checks.is_traced(accuracy) else round(float(accuracy), 6)
-    split, seed = unit
+    (split, seed), value = unit, round(float(accuracy), 6)
     return Row(algorithm, seed, 1, "test", "accuracy", value, partition_seed=split, **more)
 
 
@@ -103,17 +100,10 @@ def train(
 ) -> tuple[Trained, float]:
     """Train all clients, and return them with the seconds that it took.
 
-    `progress` is called with the mean loss of each epoch. Inside a compiled program of many seeds
-    it is called once, with the loss of the last epoch, or NaN if a model is not finite.
+    `progress` is called with the mean loss of each epoch.
     """
     how = {"key": key, "optimizer": optimizer}
     how |= training_options(task, federation) | changes
-    if fj._core.checks.is_traced(key):
-        trained = fj.training.train(task.model, params, federation, **how)
-        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(changed(trained))]
-        loss = jnp.vdot(federation.weights, trained.loss[:, -1])
-        progress(jnp.where(jnp.stack(finite).all(), loss, jnp.nan))
-        return trained, 0.0
     weights = np.asarray(federation.weights)
 
     def after_epoch(epoch: int, losses: Array) -> None:

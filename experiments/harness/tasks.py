@@ -117,8 +117,6 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
 
 
 def _accuracy(model: Model, params: Params, test: Examples, *, stacked: bool = False) -> AnyArray:
-    if fj._core.checks.is_traced(params):
-        return _accuracy_on_device(model, params, test, stacked=stacked)
     # One model is a stack of one, which runs the program of the model trained on all the data.
     models = params if stacked else jax.tree.map(lambda x: np.asarray(x)[None], params)
     found = np.asarray(_accuracy_on_device(model, models, test, stacked=True))

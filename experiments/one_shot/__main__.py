@@ -32,7 +32,6 @@ from experiments.harness import (
 )
 from experiments.harness.progress import Watch, bar
 from experiments.harness.steps import Unit
-from experiments.one_shot import vmapped_seeds
 
 PROGRAM = "experiments.one_shot"
 
@@ -53,16 +52,14 @@ def _execute(
     missing: Mapping[Unit, tuple[str, ...]],
     console: Console,
 ) -> list[records.Row]:
-    """Compute what is missing, and write the rows after each unit, or after each split."""
-    asked, together = task.config, task.config.seeds_together
+    """Compute what is missing, and write the rows after each unit."""
+    asked = task.config
     # Units that lack the same methods.
     alike = tables.gathered((names, unit) for unit, names in missing.items())
     parts = [(one_round.only(task, names), units) for names, units in alike.items()]
-    wholes = [vmapped_seeds.program(own) if together else None for own, _ in parts]
-    groups = [vmapped_seeds.groups(x) if together else [[unit] for unit in x] for _, x in parts]
     largest = max((own for own, _ in parts), key=lambda own: len(own.methods))
     with console.status("compiling"):
-        need = wholes[0].memory(groups[0][0]) if wholes[0] else memory.predict(largest)
+        need = memory.predict(largest)
     console.print(memory.check(need, memory.available()))
     if kept := kept_clients.announce(asked.out, parts):
         console.print(kept)
@@ -74,19 +71,14 @@ def _execute(
         console.print(accuracies.label_table(counts, seed))
     with bar(console) as shown:
         watch = Watch(console, shown, parts)
-        for (own, _), whole, some in zip(parts, wholes, groups, strict=True):
-            for units in some:
+        for own, units in parts:
+            for unit in units:
                 start = time.perf_counter()
-                if whole:
-                    over = watch.begin_all(own, units)
-                    new = whole.run(units)
-                    over()
-                else:
-                    new = one_round.run(own, units[0], watch.begin(units[0]))
+                new = one_round.run(own, unit, watch.begin(unit))
                 rows = one_round.replaced(rows, new)
                 records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
                 one_round.clear(task)
-                watch.finish(units, new, time.perf_counter() - start)
+                watch.finish(unit, new, time.perf_counter() - start)
     return rows
 
 

@@ -159,7 +159,6 @@ def test_a_diverged_client_is_named_and_stops_the_run(tmp_path, capsys):
         ("--algorithms fedlpa --fedlpa.batch-size 0", "batch_size is 0; expected an integer"),
         ("--algorithms regmean --regmean.shrink 1", "shrink is 1.0; expected 0 <= shrink < 1"),
         ("--dataset mnist --data-dir nowhere", "'nowhere' does not exist"),
-        ("--seeds-together 2 --keep-clients", "whose clients are part of one program and not kept"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_training(tmp_path, capsys, words, message):

@@ -52,7 +52,6 @@ CHANGES = {
     "central": False,
     "on_nonfinite": "drop",
     "clients_per_chunk": 3,
-    "seeds_together": 2,
     "keep_clients": True,
     "imports": (str(Path(__file__).with_name("own_choices.py")),),
     "data_dir": Path("data"),
@@ -259,7 +258,6 @@ def test_an_unknown_word_of_few_is_answered_with_all_of_them(capsys, option, val
         ("algorithms", ()),
         ("fedfisher_kfac.damping", -0.1),
         ("clients_per_chunk", 0),
-        ("seeds_together", 0),
     ],
 )
 def test_an_impossible_value_is_refused_by_the_name_of_its_option(option, value):
