@@ -445,7 +445,7 @@ BAD = {
     ),
     "other algorithm": (
         lambda p: rewritten(p, set_to(algorithm="fedavg")),
-        "were made for .'fedavg', 'fedfisher_kfac'.; expected one",
+        r"bob.*client 'bob' was made for fedavg, but .*ann.* for fedfisher_kfac; expected one",
     ),
     "packed": (lambda p: rewritten(p, set_to(codec="int8")), "bob.*packed by 'int8'"),
     "duplicated": (
@@ -956,10 +956,7 @@ def test_no_bomb_ends_the_command(bombs, tmp_path):
     words = [str(tmp_path / "merged.safetensors"), *map(str, bombs.values())]
     done = subprocess.run([sys.executable, "-c", INSIDE, *words], capture_output=True, text=True)
     results = [line.split()[1:] for line in done.stdout.splitlines() if line[:5] == "DONE "]
-    # How many bits a stream needs is among its arrays, which inspect does not read.
-    seen = [[case, word] for case in BOMBS for word in ("merge", "inspect")]
-    expected = [int(x != ["bits that are not there", "inspect"]) for x in seen]
-    assert [int(code) for _, code, _ in results] == expected, done.stderr
+    assert [int(code) for _, code, _ in results] == [1, 1] * len(BOMBS), done.stderr
     assert max(float(seconds) for *_, seconds in results) < 2
     assert all(line.startswith("error: ") for line in done.stderr.splitlines())
     assert not (tmp_path / "merged.safetensors").exists()

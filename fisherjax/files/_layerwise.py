@@ -11,8 +11,8 @@ from fisherjax import merging
 from fisherjax._semidefinite import indefinite
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.clients import shares
-from fisherjax.files import base
 from fisherjax.files._parts import Part, strengths_of
+from fisherjax.files._shown import shown
 from fisherjax.files.uploads import Record
 from fisherjax.fisher import Operator
 
@@ -40,7 +40,7 @@ class Cohort(NamedTuple):
             if record.client in self.left_out:
                 yield record, (np.zeros(kind.shape, kind.dtype) for kind in kinds), weight
             else:
-                yield record, base.read(record.path, arrays), weight
+                yield record, record.read(arrays), weight
 
 
 def layer_by_layer(
@@ -62,7 +62,7 @@ def layer_by_layer(
         except (TypeError, ValueError) as error:
             raise ValueError(f"{names}: {part.with_names(error)}") from error
         for warning in caught:
-            warnings.warn(part.with_names(warning.message), stacklevel=2)
+            warnings.warn(shown(part.with_names(warning.message)), stacklevel=2)
         # Where no client has curvature, the merged layer is the weighted mean.
         votes |= {
             x: shares(np.asarray(strength if max(strength) > 0 else cohort.weights))

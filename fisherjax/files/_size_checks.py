@@ -73,7 +73,8 @@ def check_sizes(
 
 def is_shape(value: Any) -> bool:
     """Return whether a value is a list of axes whose lengths are integers, as JSON holds them."""
-    is_list = isinstance(value, list | tuple)
+    # NumPy supports no more axes; the product of very many would take long.
+    is_list = isinstance(value, list | tuple) and len(value) <= 32
     # Booleans are integers in Python, but no lengths.
     return is_list and all(type(x) is int and 0 <= x < 2**60 for x in value)
 
