@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import io
 import signal
 import sys
 import warnings
@@ -15,7 +16,7 @@ import jaxlib
 from fisherjax import devices, files, tree
 from fisherjax._core import checks
 from fisherjax._self_check import IDENTITIES
-from fisherjax.files import _description_checks
+from fisherjax.files import _description_checks, base
 from fisherjax.files._shown import shown
 
 
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Python would end at once, and leave temporary files.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         # Not every locale has all characters of names.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         if command is not _check:  # which must not change what it checks
             devices.disable_faulty_fusion()
     try:
@@ -136,7 +138,7 @@ def _check_out(out: str, limits: files.Limits) -> None:
     if not Path(out).is_file():
         return
     try:
-        about = files.base.opened(out, limits).about
+        about = base.opened(out, limits).about
     except ValueError:  # another check refuses it, or it is no file of arrays
         return
     if about.get("what") != "model":
@@ -164,10 +166,12 @@ def _finite(client: str, merged: files.Merge) -> str:
 
 
 def _inspect(file: str, limits: list[tuple[str, Any]]) -> None:
-    sealed = files.base.opened(file, _limits(limits))
+    sealed = base.opened(file, _limits(limits))
     about: dict[str, Any] = dict(sealed.about) or {"what": "plain checkpoint"}
     if about["what"] == "upload":
         _description_checks.check(sealed, _limits(limits))
+    elif about["what"] == "model":
+        _description_checks.check_model(sealed)
     # Statistics are printed among the arrays.
     for hidden in ("values", _description_checks.STATISTICS):
         about.pop(hidden, None)

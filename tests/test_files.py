@@ -153,9 +153,9 @@ def test_every_fault_of_the_structure_is_listed(tmp_path, suffix):
 
 def test_other_suffixes_missing_files_and_missing_folders_are_named(tmp_path):
     for name in ("model.pt", "model", "model.NPZ"):
-        with pytest.raises(ValueError, match=rf"'{name}' (ends in|has no) .*\.safetensors"):
+        with pytest.raises(ValueError, match=rf"'{name}' .*\.safetensors"):
             files.save_arrays(tmp_path / name, {"a": np.ones(1)})
-        with pytest.raises(ValueError, match=rf"'{name}' (ends in|has no) .*\.safetensors or \.npz"):
+        with pytest.raises(ValueError, match=rf"'{name}' .*\.safetensors or \.npz"):
             files.load_arrays(tmp_path / name)
     with pytest.raises(FileNotFoundError, match=r"no file '.*absent\.npz'"):
         files.load_arrays(tmp_path / "absent.npz")

@@ -24,7 +24,8 @@ def read_archive(path: Path, limits: Limits) -> dict[str, np.ndarray]:
             members = archive.infolist()
             # A damaged directory can hide members, but its end says how many there are.
             file.seek(-22 - len(archive.comment), os.SEEK_END)
-            if (count := int.from_bytes(file.read(22)[10:12], "little")) != len(members):
+            count = int.from_bytes(file.read(22)[10:12], "little")
+            if count != min(len(members), 0xFFFF):
                 raise ValueError(f"it says that it has {count} arrays, but has {len(members)}")
         limits.check(path, "arrays", len(members))
         limits.check(path, "name", max((len(x.filename) for x in members), default=0))

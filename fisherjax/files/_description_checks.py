@@ -56,15 +56,32 @@ def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
         ) from error
     _check_values(file, about.get("values"), "", limits, 1)
     # Shapes stand in for the arrays, so that nothing else of the file is read or allocated yet.
-    leaves = {n: jax.ShapeDtypeStruct(k.shape, jnp.dtype(k.dtype)) for n, k in file.arrays.items()}
+    leaves: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(kind.shape, jnp.dtype(kind.dtype))
+        for name, kind in file.arrays.items()
+    }
     # How many bits a stream needs is told by the widths of its columns, which are short.
-    widths = [n for n, k in file.arrays.items() if n.endswith("/widths") and k.dtype == "uint8"]
-    leaves |= zip(widths, read(file.path, widths), strict=True)
+    widths = [x for x, kind in file.arrays.items() if (x[-7:], kind.dtype) == ("/widths", "uint8")]
+    leaves |= dict(zip(widths, read(file.path, widths), strict=True))
     values = decode(file.path, about["values"], leaves.__getitem__)
     sizes = check_sizes(file.path, about["client"], values, file.nbytes, limits)
     _check_untrained(file, sizes, limits)
     statistics = (f"{STATISTICS}/{name}" for name in about.get(STATISTICS, ()))
     return sizes | {name: file.arrays[name] for name in statistics}
+
+
+def check_model(file: Sealed) -> None:
+    """Check the description of a merged model: the shares of its clients.
+
+    Raises:
+        ValueError: If they are not numbers by client.
+    """
+    clients = file.about.get("clients")
+    if not isinstance(clients, dict) or not all(type(x) is float for x in clients.values()):
+        raise ValueError(
+            f"the header of {str(file.path)!r} has clients {reprlib.repr(clients)}; expected the "
+            "share of each client: ask its sender to send it again"
+        )
 
 
 def _check_untrained(file: Sealed, sizes: Mapping[str, ArrayKind], limits: Limits) -> None:

@@ -72,12 +72,12 @@ def scratch(folder: Path) -> Iterator[Path]:
             if time.time() - left.stat().st_mtime > _AGE:
                 with _locked(left):
                     shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder) as place:
-        with contextlib.ExitStack() as stack:
-            # A file system without locks keeps what a killed process leaves.
-            with contextlib.suppress(OSError):
-                stack.enter_context(_locked(Path(place)))
-            yield Path(place)
+    with contextlib.ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder)))
+        # A file system without locks keeps what a killed process leaves.
+        with contextlib.suppress(OSError):
+            stack.enter_context(_locked(place))
+        yield place
 
 
 @contextlib.contextmanager

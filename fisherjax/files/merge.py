@@ -78,9 +78,10 @@ def merge_files(
     are in the merged file only if `start` is given; they are then copied from it, bit for bit.
 
     Compressed uploads are decoded first, client by client, to files in a temporary folder beside
-    `out`, which the next merge removes if this one is killed. This needs memory for one client's decoded update and its codes, and disk space for the
-    decoded updates of all clients. As in `merging.merge`, a Fisher that rounding made indefinite
-    is replaced by the nearest positive semi-definite one.
+    `out`, which the next merge removes if this one is killed. This needs memory for one client's
+    decoded update and its codes, and disk space for the decoded updates of all clients. As in
+    `merging.merge`, a Fisher that rounding made indefinite is replaced by the nearest positive
+    semi-definite one.
 
     Args:
         out: Path of the merged model, arrays by leaf name, which `load_arrays` reads. It is written

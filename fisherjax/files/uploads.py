@@ -249,7 +249,11 @@ def _plain(file: Sealed) -> tuple[Record, dict[str, Any], dict[str, ArrayKind]]:
         raise ValueError(f"{str(file.path)!r} has no arrays of floats, which could be merged")
     record = Record(
         path=file.path,
-        **dict(zip(FIELDS, ("fedavg", "params", str(file.path), 1, "none"), strict=True)),
+        client=str(file.path),
+        examples=1,
+        algorithm="fedavg",
+        kind="params",
+        codec="none",
         layers={name: kind.shape for name, kind in floats.items()},
         statistics={},
         frozen=tuple(sorted(file.arrays.keys() - floats.keys())),

@@ -1,0 +1,344 @@
+"""Damaged files are refused by name, or read as far as their format can tell right from wrong.
+
+Damages are drawn from a seed (tests/damage.py). A file with a digest reads as it was written, or is
+refused. An adversary can compute the digest again: what is read then is consistent, as small as the
+file, and merges like any upload or not at all. A plain file notices no changed number.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import math
+import random
+import tracemalloc
+import warnings
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import fisherjax as fj
+from fisherjax import compression, files
+from fisherjax.__main__ import main
+from fisherjax._layers.graph import Wiring
+from fisherjax._layers.layer import Layer
+from fisherjax.algorithms import Update
+from fisherjax.compression import (
+    Codes,
+    Difference,
+    Root,
+    Slot,
+    Squares,
+    Stream,
+    Triangle,
+    Truncated,
+)
+from fisherjax.files import uploads
+from fisherjax.fisher.operators import Template
+from tests import damage
+
+OLD = Path(__file__).parent / "uploads_of_0_2"
+PLAIN = {
+    "w": np.arange(12, dtype="float32").reshape(3, 4),
+    "n": np.arange(3),
+    "deep/b": np.ones(2, ml_dtypes.bfloat16),
+    "flag": np.array([True, False]),
+    "f64": np.ones((2, 2)),
+}
+LAYER = Layer("a", "b", (2, 3))
+SHAPES = {"a": (2, 3), "b": (3,), "c": (4,)}
+START = {name: np.ones(shape, "float32") for name, shape in SHAPES.items()}
+METHODS = ("fedavg", "fisher_merge", "regmean", "fedfisher_kfac", "fedfisher_full", "pfnm")
+CODED = {  # together they have every node
+    "differences": "fedavg",
+    "filling": "fisher_merge",
+    "roots": "regmean",
+    "triangles": "fedfisher_kfac",
+    "truncated": "fedfisher_full",
+}
+UPLOADS = (*METHODS, "format 2", "0.2", "0.2-small", *CODED)
+FEW, MANY = 12, 2000
+
+
+def values_of(method, source):
+    """Make up what a client sends."""
+
+    def gram(size):
+        x = source.normal(size=(size, 2 * size)).astype("float32")
+        return x @ x.T
+
+    params = {x: source.normal(size=shape).astype("float32") for x, shape in SHAPES.items()}
+    squares = {name: x**2 for name, x in params.items()}
+    template = Template.of(params)
+    factors = {"a": {"input": gram(3), "output": gram(3)}}
+    operators = {
+        "fisher_merge": lambda: fj.fisher.Diagonal(squares),
+        "fedfisher_kfac": lambda: fj.fisher.Kronecker(
+            factors, {"c": squares["c"]}, (LAYER,), template
+        ),
+        "fedfisher_full": lambda: fj.fisher.Dense(gram(13), template),
+    }
+    values = {"params": params}
+    if method in operators:
+        values["fisher"] = operators[method]()
+    if method == "regmean":
+        values["grams"] = {"a": gram(2)}
+    if method == "pfnm":
+        params["k"] = params.pop("c").reshape(2, 2)[[0, 1, 1]]
+        layers = LAYER, Layer("k", None, (3, 2))
+        values["wiring"] = Wiring(layers, ((), (0,)), ((0, 0), (1, 1)))
+        values["counts"] = np.array([3, 2], "float32")
+    return values
+
+
+def coded_of(values, source):
+    """Make up codes of what a client sends, without the programs that would compute them."""
+
+    def codes(*shape, bits=8):
+        packed = np.frombuffer(source.bytes(-(-math.prod(shape) * bits // 8)), "uint8")
+        return Codes(packed, np.float32(2), bits, shape, "float32")
+
+    def triangle(matrix):
+        size = len(matrix)
+        return Triangle(codes((size + 1) // 2, size + 1 - size % 2, bits=4))
+
+    def triplets(matrix):
+        return Truncated(codes(len(matrix), 3), codes(3), codes(3, len(matrix)))
+
+    def slot(x):
+        columns = x.shape[-1] if x.ndim > 1 else 1
+        widths = np.full((columns + 1) // 2, 0x33, "uint8")
+        widths[-1] = 0x30 if columns % 2 else 0x33
+        return Slot(np.float32(0.1), widths, x.shape, "float32")
+
+    params, fisher = values["params"], values.get("fisher")
+    made = {name: codes(*x.shape) for name, x in params.items()}
+    if "grams" in values:
+        return {"params": made, "grams": {"a": Root(codes(2, 1))}}
+    if isinstance(fisher, fj.fisher.Kronecker):
+        factors = jax.tree.map(triangle, fisher.factors)
+        return {"params": made, "fisher": dataclasses.replace(fisher, factors=factors)}
+    if isinstance(fisher, fj.fisher.Dense):
+        return {
+            "params": made,
+            "fisher": dataclasses.replace(fisher, matrix=triplets(fisher.matrix)),
+        }
+    if fisher is not None:
+        roots = fj.fisher.Diagonal({name: Squares(slot(x)) for name, x in params.items()})
+        moved = {name: Difference(slot(x), name) for name, x in params.items()}
+        bits = np.frombuffer(source.bytes(10), "uint8")
+        return Stream({"params": moved, "fisher": roots}, bits)
+    return {"params": {name: Difference(x, name) for name, x in made.items()}}
+
+
+@functools.cache
+def upload(kind: str, client: str, folder: Path) -> bytes:
+    """Write the upload of a client, and return its bytes."""
+    if kind.startswith("0.2"):
+        return (OLD / f"{client}{kind[3:]}.safetensors").read_bytes()
+    path, source = folder / "sound.safetensors", np.random.RandomState(ord(client[0]))
+    method = CODED.get(kind, kind if kind in METHODS else "fedavg")
+    values, extra, text = values_of(method, source), (), "params"
+    if kind in CODED:
+        values, text = {"update": coded_of(values, source)}, "params; a code"
+    if kind == "format 2":
+        moments = {"mean": np.ones(2, "float32"), "second_moment": np.full(2, 9, "float32")}
+        extra = moments, ("z", "y")
+    how = {"algorithm": method, "client": client, "examples": 10}
+    files.save_update(path, Update(values, text, *extra), **how)
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("damaged")
+
+
+def bytes_read():
+    """Count the bytes that this process has read."""
+    try:
+        return int(Path("/proc/self/io").read_text().split()[1])
+    except OSError:
+        return 0
+
+
+def judged(act, path, bounded=True):
+    """Return (what was read, "") or (None, the refusal): in bounded memory, by bounded reading."""
+    before, found, kind = bytes_read(), None, ValueError
+    tracemalloc.start()
+    try:
+        found, said = act(path), ""
+    except ValueError as error:
+        kind, said = type(error), str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # Errors of other libraries, such as UnicodeDecodeError, are ValueErrors of other types.
+    assert kind is ValueError, said
+    # A merge compiles programs, whatever the size of the file.
+    assert peak < 2_000_000 or not bounded, peak
+    assert bytes_read() - before < 4 * path.stat().st_size + 20_000 or not bounded
+    assert said.isprintable(), said
+    assert len(said) < 2200
+    assert not said or path.name in said, said
+    return found, said
+
+
+def inspected(path):
+    """Run `inspect`, and raise what it says."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        if main(["inspect", str(path)]):
+            raise ValueError(err.getvalue().strip())
+    assert all(line.isprintable() for line in out.getvalue().split("\n"))
+    return True
+
+
+def same(found, expected):
+    """Compare pytrees bit for bit."""
+    both = [jax.tree.flatten(x) for x in (found, expected)]
+    (leaves, structure), (others, other) = both
+    return structure == other and all(
+        (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+        for x, y in zip(leaves, others, strict=True)
+    )
+
+
+def cases(names, many=MANY):
+    """Few damages of each kind of file, and many for who asks."""
+    slow = pytest.mark.slow
+    return [x for name in names for x in ((name, FEW), pytest.param(name, many, marks=slow))]
+
+
+@pytest.mark.parametrize(("kind", "number"), cases([*UPLOADS, "model"]))
+def test_a_changed_byte_of_a_file_with_a_digest_is_seen(folder, kind, number):
+    """Of uploads and of merged models, whoever reads them: what is read is what was written."""
+    if kind == "model":
+        files.merge_files(
+            folder / "sound.safetensors", [_written(folder, "fedavg", "ann")], start=START
+        )
+        content = (folder / "sound.safetensors").read_bytes()
+    else:
+        content = upload(kind, "ann", folder)
+    path = folder / "damaged.safetensors"
+    path.write_bytes(content)
+    expected = files.load_arrays(path)
+    for seed in range(number):
+        source = random.Random(seed)
+        change = source.choice((damage.bytes_of, damage.header_of))
+        path.write_bytes(change(content, source))
+        if path.read_bytes() == content:
+            continue
+        acts = (files.load_arrays, inspected)
+        for act in acts if kind == "model" else (*acts, files.load_update):
+            found, said = judged(act, path)
+            # Other entries of the metadata, or another order, are the same file to safetensors.
+            assert said or found is True or act is files.load_update or same(found, expected), seed
+
+
+def _written(folder, kind, client):
+    path = folder / f"{client}.safetensors"
+    path.write_bytes(upload(kind, client, folder))
+    return path
+
+
+@pytest.mark.parametrize(("kind", "number"), cases(UPLOADS))
+def test_what_somebody_sealed_again_is_consistent_or_refused(folder, kind, number):
+    """What decodes has the claimed shapes, and is written and read again as it is."""
+    content, path = upload(kind, "ann", folder), folder / "damaged.safetensors"
+    for seed in range(number):
+        path.write_bytes(damage.sealed_of(content, random.Random(seed)))
+        found, said = judged(files.load_update, path)
+        assert bool(judged(inspected, path)[1]) == bool(said), (seed, said)
+        if found is None:
+            continue
+        update, record = found
+        sizes = uploads.open_upload(path)[2]
+        own = update.values.get("update", update.values)
+        made = jax.eval_shape(compression.decode, own, START if kind in CODED else {})
+        shapes = {name: (x.dtype.name, x.shape) for name, x in fj.tree.by_name(made).items()}
+        listed = {x: tuple(y) for x, y in sizes.items() if not x.startswith("statistics/")}
+        assert listed == shapes, seed
+        if record.algorithm in fj.algorithms.METHODS:
+            again = folder / "again.safetensors"
+            how = {x: getattr(record, x) for x in ("algorithm", "client", "examples", "codec")}
+            files.save_update(again, update, **how)
+            assert same(files.load_update(again)[0].values, update.values)
+
+
+@pytest.mark.parametrize(("kind", "number"), [("fedavg", FEW), *cases(UPLOADS)[1::2]])
+def test_what_can_be_read_merges_to_finite_numbers_or_is_refused(folder, kind, number):
+    """Beside a sound upload, whose leaves the merged model has."""
+    content, path = upload(kind, "ann", folder), folder / "damaged.safetensors"
+    sound, out = _written(folder, kind, "bob"), folder / "merged.safetensors"
+    shapes = {x: y for x, y in files.load_update(sound)[1].layers.items()}
+    for seed in range(number):
+        path.write_bytes(damage.sealed_of(content, random.Random(seed)))
+        if judged(files.load_update, path)[1]:
+            continue
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Blocks .* no client has any curvature")
+            start = START if kind in CODED else None
+            act = functools.partial(files.merge_files, out, start=start)
+            if judged(lambda own, act=act: act([sound, own]), path, bounded=False)[1]:
+                continue
+        found = files.load_arrays(out)
+        assert {x: found[x].shape for x in shapes} == shapes or kind == "pfnm"
+        assert all(np.isfinite(x).all() for x in found.values()), seed
+    kept = {"merged.safetensors", "damaged.safetensors", "bob.safetensors", "ann.safetensors"}
+    assert {x.name for x in folder.iterdir()} <= kept | {"sound.safetensors", "again.safetensors"}
+
+
+def plain_file(suffix, folder):
+    """Write arrays as another program does."""
+    path = folder / f"sound{suffix}"
+    if suffix == ".safetensors":
+        save_file({x: y for x, y in PLAIN.items()}, path)
+    else:
+        how = np.savez_compressed if "small" in str(folder) else np.savez
+        how(path, **{name: x for name, x in PLAIN.items() if name != "deep/b"})
+    return path
+
+
+@pytest.mark.parametrize(("suffix", "number"), cases([".safetensors", ".npz"]))
+@pytest.mark.parametrize("packing", ["plain", "small"])
+def test_a_changed_byte_of_a_plain_file_changes_numbers_or_names_at_most(
+    tmp_path, suffix, number, packing
+):
+    """Archives have checksums of their members: they read as they were written, or not at all."""
+    folder = tmp_path / packing
+    folder.mkdir()
+    sound, path = plain_file(suffix, folder), folder / f"damaged{suffix}"
+    content, expected = sound.read_bytes(), files.load_arrays(sound)
+    for seed in range(number):
+        path.write_bytes(damage.bytes_of(content, random.Random(seed)))
+        found, said = judged(files.load_arrays, path)
+        if suffix == ".npz":
+            assert said or same(found, expected), seed
+        elif found is not None:
+            # As many bytes in as many arrays, of which shapes are not changed by accident alone.
+            assert sum(x.nbytes for x in found.values()) == sum(x.nbytes for x in PLAIN.values())
+            like, said = judged(lambda own: files.load_arrays(own, like=PLAIN), path)
+            kinds = {x: (y.dtype, y.shape) for x, y in found.items()}
+            assert (like is None) == (kinds != {x: (y.dtype, y.shape) for x, y in PLAIN.items()})
+
+
+@pytest.mark.parametrize(("suffix", "number"), cases([".safetensors", ".npz"]))
+def test_other_headers_of_plain_files_are_read_as_others_read_them(tmp_path, suffix, number):
+    """NumPy and safetensors agree about the arrays that are read."""
+    sound, path = plain_file(suffix, tmp_path), tmp_path / f"damaged{suffix}"
+    content = sound.read_bytes()
+    change = damage.header_of if suffix == ".safetensors" else damage.archive_of
+    for seed in range(number):
+        path.write_bytes(change(content, random.Random(seed)))
+        found = judged(files.load_arrays, path)[0]
+        if found is None:
+            continue
+        with contextlib.ExitStack() as stack:
+            others = load_file(path) if suffix != ".npz" else stack.enter_context(np.load(path))
+            others = {name: x.astype(x.dtype.newbyteorder("=")) for name, x in others.items()}
+            assert same(found, others), seed
