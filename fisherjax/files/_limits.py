@@ -1,6 +1,7 @@
 """Dtypes and names that a file can hold, and limits for its size."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,7 +89,8 @@ class ArrayKind(NamedTuple):
 
 def check_storable(name: str, dtype: Any) -> None:
     """Check that the format can hold an array of this name and dtype."""
-    if name == "__metadata__" or "\0" in name:  # the format reserves the first
+    # The format reserves one name, and has no lone surrogates.
+    if name == "__metadata__" or "\0" in name or re.search("[\ud800-\udfff]", name):
         raise ValueError(f"a leaf is called {name!r}, which a file cannot hold: rename it")
     # JAX's keys and floats of 8 bits have no code here.
     if getattr(dtype, "name", dtype) not in CODES:
