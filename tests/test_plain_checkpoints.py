@@ -196,6 +196,18 @@ def test_what_an_archive_claims_is_compared_with_what_came(tmp_path, case):
     tracemalloc.stop()
 
 
+def test_a_hidden_array_is_missed(tmp_path):
+    """A changed length in the directory makes the second entry a comment of the first."""
+    path = archive(tmp_path / "a.npz", [("a.npy", npy()), ("b.npy", npy())])
+    content = bytearray(path.read_bytes())
+    first, second = content.index(b"PK\1\2"), content.rindex(b"PK\1\2")
+    end = content.rindex(b"PK\5\6")
+    content[first + 32 : first + 34] = (end - second).to_bytes(2, "little")
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"damaged.*says that it has 2 arrays, but has 1"):
+        files.load_arrays(path)
+
+
 def test_archives_of_all_versions_and_much_compressed_ones_are_read(tmp_path):
     long = npy(data=b"\1" * 8, version=1)
     second = long[:6] + b"\2\0" + long[8:10] + b"\0\0" + long[10:]

@@ -834,6 +834,14 @@ def gram(rows, spec=None, **arrays):
     return {"update": {"dict": values}}, {IN: FLOAT((2, 2), "float32"), **named}
 
 
+def coded_by_fisher(shape):
+    values, arrays = coded()
+    template = {"Template": {"w": shape}}
+    spec = {"type": "Dense", "children": {"matrix": "array"}, "static": {"template": template}}
+    values["update"]["dict"]["fisher"] = spec
+    return values, arrays | {"update/fisher/matrix": ONE}
+
+
 BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyte
     "no bits for 10^9 numbers": (coded(bits=0, shape=[10**9]), "params/w: Codes have 0 bits"),
     "no bits for 10^12 numbers": (coded(bits=0, shape=[10**12]), "params/w: Codes have 0 bits"),
@@ -885,6 +893,10 @@ BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyt
         "exceeds a limit .*limits=files.Limits",
     ),
     "lists in lists": (coded(shape=json.loads(100 * "[" + 100 * "]")), "limit .*nested"),
+    "a product of very many lengths": (
+        coded_by_fisher([2**59] * 33),
+        r"of client 'eve' has a description .*expected a Layer or a Template",
+    ),
     "too many arrays": (
         (
             {"update": {"dict": {"params": {"dict": {str(i): "array" for i in range(10_001)}}}}},
