@@ -17,7 +17,7 @@ from fisherjax import devices, files, tree
 from fisherjax._core import checks
 from fisherjax._self_check import IDENTITIES
 from fisherjax.files import _description_checks, base
-from fisherjax.files._shown import shown
+from fisherjax.files._shown import shown, shown_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,11 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command is not _check:  # which must not change what it checks
             devices.disable_faulty_fusion()
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, shown_errors():
             warnings.simplefilter("always")
             found_faults = command(**given)
     except (OSError, TypeError, ValueError) as error:
-        print("error:", shown(" ".join(str(error).split())), file=sys.stderr)
+        # That of a system call names a path, and is not ours to change.
+        print("error:", shown(error), file=sys.stderr)
         return 1
     for line in dict.fromkeys(shown(warning.message) for warning in caught):
         print("warning:", line, file=sys.stderr)

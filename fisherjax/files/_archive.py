@@ -35,8 +35,8 @@ def read_archive(path: Path, limits: Limits) -> dict[str, np.ndarray]:
         for member in members:
             with damaged(path):
                 name = member.filename.removesuffix(".npy")
-                if name == member.filename or name in found:
-                    raise ValueError(f"{name!r} is not an array, or is there twice")
+                if name in found:
+                    raise ValueError(f"{name!r} is there twice")
                 found[name] = _member(archive, member)
     return found
 
