@@ -270,6 +270,17 @@ def test_what_somebody_sealed_again_is_consistent_or_refused(folder, kind, numbe
             assert same(files.load_update(again)[0].values, update.values)
 
 
+@pytest.mark.parametrize("number", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_a_model_that_somebody_sealed_again_is_printed_or_refused(folder, number):
+    path, sound = folder / "damaged.safetensors", folder / "sound.safetensors"
+    files.merge_files(sound, [_written(folder, "fedavg", "ann")])
+    content = sound.read_bytes()
+    for seed in range(number):
+        path.write_bytes(damage.sealed_of(content, random.Random(seed)))
+        judged(inspected, path)
+        judged(files.load_arrays, path)
+
+
 @pytest.mark.parametrize(("kind", "number"), [("fedavg", FEW), *cases(UPLOADS)[1::2]])
 def test_what_can_be_read_merges_to_finite_numbers_or_is_refused(folder, kind, number):
     """Beside a sound upload, whose leaves the merged model has."""

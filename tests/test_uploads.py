@@ -458,6 +458,7 @@ BAD = {
         "bob.*client 'bob' has a Fisher that is not symmetric positive semi-definite: "
         "layers/10/kernel/output",
     ),
+    "no name": (lambda p: rewritten(p, set_to(client="")), "bob.* has client ''; expected a name"),
     "negative examples": (lambda p: rewritten(p, set_to(examples=-1)), "finite non-negative"),
 }
 
@@ -1144,6 +1145,23 @@ def test_inspect_prints_what_a_file_says(paths, capsys):
     assert main(["inspect", str(out)]) == 0
     assert "bob     0.167" in capsys.readouterr().out
     assert main(["inspect", str(out.with_name("none.safetensors"))]) == 1
+
+
+@pytest.mark.parametrize("clients", [None, [0.5], {"ann": "half"}, {"ann": 1}])
+def test_inspect_refuses_a_model_without_the_shares_of_its_clients(paths, capsys, clients):
+    out = paths[0].with_name("merged.safetensors")
+    files.merge_files(out, paths, algorithm="fedavg")
+    rewritten(out, set_to(clients=clients))
+    assert main(["inspect", str(out)]) == 1
+    assert re.search(
+        r"merged.* has clients .*; expected the share of each client", capsys.readouterr().err
+    )
+
+
+def test_an_update_may_have_no_kind(tmp_path):
+    path, update = tmp_path / "a.safetensors", Update({"params": np.ones(2)}, "")
+    files.save_update(path, update, algorithm="fedavg", client="a", examples=1)
+    assert files.load_update(path)[0].kind == ""
 
 
 def test_two_writers_at_once_leave_one_whole_file(paths):

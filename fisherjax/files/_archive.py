@@ -52,7 +52,7 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         shape, _, dtype = parse(file)
         # NumPy would allocate what the header claims before it reads.
         claimed, came = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
-        if claimed != came or min(shape, default=0) < 0:
+        if claimed != came:
             raise ValueError(
                 f"{member.filename!r} claims shape {shape!s:.80} of {dtype}, but has {came} bytes"
             )
