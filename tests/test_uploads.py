@@ -458,6 +458,10 @@ BAD = {
         "bob.*client 'bob' has a Fisher that is not symmetric positive semi-definite: "
         "layers/10/kernel/output",
     ),
+    "an array that is missing": (
+        lambda p: rewritten(p, lambda about, arrays: arrays.pop("params/scale")),
+        r"bob.*client 'bob' .* \(there is no array 'params/scale'\)",
+    ),
     "no name": (lambda p: rewritten(p, set_to(client="")), "bob.* has client ''; expected a name"),
     "negative examples": (lambda p: rewritten(p, set_to(examples=-1)), "finite non-negative"),
 }
@@ -1156,6 +1160,12 @@ def test_inspect_refuses_a_model_without_the_shares_of_its_clients(paths, capsys
     assert re.search(
         r"merged.* has clients .*; expected the share of each client", capsys.readouterr().err
     )
+
+
+def test_numbers_of_examples_may_be_as_large_as_floats_are(tmp_path):
+    paths = save(tmp_path, "fedavg", examples=1e308)
+    merged = files.merge_files(tmp_path / "merged.safetensors", paths)
+    np.testing.assert_allclose(merged.shares, 1 / 3)
 
 
 def test_an_update_may_have_no_kind(tmp_path):

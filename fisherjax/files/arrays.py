@@ -27,7 +27,8 @@ from fisherjax.tree import to_native
 def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = None) -> None:
     """Write a pytree of arrays to one .safetensors file, with names such as "layers/0/kernel".
 
-    Writing is atomic: an old file at this path stays until the new one is complete.
+    Writing is atomic: an old file at this path stays until the new one is complete. If the path is
+    a link, the file that it names is written.
 
     Args:
         path: Path that ends in .safetensors, in a folder that exists.
