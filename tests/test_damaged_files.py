@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
 import math
 import random
 import tracemalloc
@@ -302,6 +303,104 @@ def test_what_can_be_read_merges_to_finite_numbers_or_is_refused(folder, kind, n
         assert all(np.isfinite(x).all() for x in found.values()), seed
     kept = {"merged.safetensors", "damaged.safetensors", "bob.safetensors", "ann.safetensors"}
     assert {x.name for x in folder.iterdir()} <= kept | {"sound.safetensors", "again.safetensors"}
+
+
+LAYER_AT = "dict/fisher/static/layers/0/Layer"
+WIRING_AT = "dict/wiring/static"
+REMOVED = object()
+NO_LAYER, NO_WIRING = "expected a Layer or a Template", "its wiring does not fit the layers"
+WRONG = [  # of an upload: where in its description, what is there, and what the refusal says
+    ("fedavg", "dict", [], "holds .*; expected values by name"),
+    ("fedavg", "dict/params", 3, "'params' is 3; expected a description of values"),
+    (
+        "fedavg",
+        "dict/params",
+        {"dict": {}, "x": 1},
+        "'params' has keys .*; expected those of values",
+    ),
+    ("fedavg", "dict/params/dict/new", "array", "there is no array 'params/new'"),
+    ("fedavg", "", {"type": "Root", "children": {"columns": "array"}, "static": {}}, "no array"),
+    ("fedavg", "", {"dict": {"update": "array"}}, "no array 'update'"),
+    ("fedfisher_full", "dict/fisher/type", [], r"has type \[\]; expected one of Diagonal"),
+    ("fedfisher_full", "dict/fisher/type", "Object", "has type 'Object'; expected one of Diagonal"),
+    ("fedfisher_full", "dict/fisher/children", [], r"has children \[\]; expected \['matrix'\]"),
+    ("fedfisher_full", "dict/fisher/children", {}, r"has children {}; expected \['matrix'\]"),
+    ("fedfisher_full", "dict/fisher/children/more", "array", "has children {.*more"),
+    ("fedfisher_full", "dict/fisher/static", [], r"has static \[\]; expected \['template'\]"),
+    ("fedfisher_full", "dict/fisher/static", {}, r"has static {}; expected \['template'\]"),
+    ("fedfisher_full", "dict/fisher/static/more", 1, "has static {.*more"),
+    ("fedfisher_full", "dict/fisher/static/template", {"Template": [1]}, NO_LAYER),
+    ("fedfisher_full", "dict/fisher/static/template", {"Template": {"a": "x"}}, NO_LAYER),
+    ("fedfisher_full", "dict/fisher/static/template", {"Layer": {"a": [2, 3]}}, NO_LAYER),
+    ("fedfisher_full", "dict/fisher/static/template", {"Other": {"a": [2, 3]}}, NO_LAYER),
+    ("fedfisher_full", "dict/fisher/static/template", {"Template": {}, "Layer": {}}, NO_LAYER),
+    ("fedfisher_full", "dict/fisher/static/template", [{"Other": {}}], NO_LAYER),
+    ("fedfisher_full", "dict/fisher/static/template", "x", "cannot be decoded .*'str' object"),
+    (
+        "fedfisher_full",
+        "dict/fisher/static/template/Template/c",
+        [5],
+        r"params/c is float32\[4\], ex",
+    ),
+    ("fedfisher_full", "dict/fisher/static/template/Template/c", REMOVED, "fisher/matrix is"),
+    ("fedfisher_full", "dict/fisher/static/template/Template/d", [1], r"matrix is .* \[14, 14\]"),
+    ("fedfisher_kfac", f"{LAYER_AT}/kernel", REMOVED, NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/more", 1, NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/kernel", 3, NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/form", 3, NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/bias", 3, NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/part_of", 3, NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/shape", "23", NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/shape", [2.0, 3], NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/shape", [True, 3], NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/shape", [-2, -3], NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/shape", [2**60, 3], NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/shape", [0, 3], NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/index", ["x"], NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/outputs", 1, NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/outputs", [0.5], NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/outputs", [2], NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/outputs", [-3], NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/outputs", [-1, 1], NO_LAYER),
+    ("fedfisher_kfac", f"{LAYER_AT}/kernel", "z", "has factors of .* and entries of"),
+    ("fedfisher_kfac", f"{LAYER_AT}/shape", [200, 3], "layer 'a' has shape .* at most the size of"),
+    ("fedfisher_kfac", f"{LAYER_AT}/bias", None, "has factors of .* and entries of"),
+    ("fedfisher_kfac", "dict/fisher/children/entries/dict/c", REMOVED, "has factors of .* entries"),
+    ("fedfisher_kfac", "dict/fisher/children/factors/dict/a/dict/input", REMOVED, "KeyError"),
+    ("fisher_merge", "dict/fisher/children/entries/dict/c", REMOVED, r"lacks the leaves \['c'\]"),
+    ("regmean", "dict/grams/dict/z", "array", "there is no array"),
+    ("pfnm", f"{WIRING_AT}/layers", [], NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/layers/1", [3], NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/layers/1/Layer/kernel", "z", NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/layers/1/Layer/bias", "z", NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/sources", [[]], NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/sources", [[], [2]], NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/sources", [[], [-1]], NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/sources", [[], ["x"]], NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/spans", [[0, 0]], NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/spans", [[0, 0], [1]], NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/spans", [[0, 0], [1, "x"]], NO_WIRING),
+    ("pfnm", f"{WIRING_AT}/spans", 3, "cannot be decoded"),
+]
+
+
+@pytest.mark.parametrize(("kind", "place", "value", "message"), WRONG)
+def test_every_check_of_a_description_is_needed(folder, kind, place, value, message):
+    header, data = damage.opened(upload(kind, "ann", folder))
+    about = json.loads(header["__metadata__"]["fisherjax"])
+    owner, keys = about, ["values", *filter(None, place.split("/"))]
+    for key in keys[:-1]:
+        owner = owner[int(key) if isinstance(owner, list) else key]
+    key = int(keys[-1]) if isinstance(owner, list) else keys[-1]
+    if value is REMOVED:
+        del owner[key]
+    else:
+        owner[key] = value
+    header["__metadata__"]["fisherjax"] = damage.text_of(about)
+    path = folder / "damaged.safetensors"
+    path.write_bytes(damage.sealed(header, data))
+    with pytest.raises(ValueError, match=rf"damaged.*client 'ann' .*{message}"):
+        files.load_update(path)
 
 
 def plain_file(suffix, folder):
