@@ -144,8 +144,9 @@ def _check_out(out: str, limits: files.Limits) -> None:
         return
     if about.get("what") != "model":
         raise ValueError(
-            f"{out!r} is there already, and is not a merged model, but the first file is the one "
-            "to write: merge OUT FILE FILE ... Name a new file first, or remove this one."
+            f"{out!r} is the file to write, as the first one, but it exists and is no merged model; "
+            f"to merge it, name a new file before it: merge merged.safetensors {out} ... To replace "
+            "it, remove it first."
         )
 
 

@@ -133,7 +133,7 @@ def sealed_of(content: bytes, source: random.Random) -> bytes:
         else:
             json_of({x: y for x, y in header.items() if x != "__metadata__"}, source)
     meta["fisherjax"] = text_of(about)
-    return sealed(header, data)
+    return sealed(header, data, source)
 
 
 def shape_of(header: dict[str, Any], source: random.Random) -> None:
@@ -155,12 +155,12 @@ def shape_of(header: dict[str, Any], source: random.Random) -> None:
             entry["dtype"] = source.choice(same.get(dtype, (dtype,)))
 
 
-def sealed(header: dict[str, Any], data: bytes) -> bytes:
-    """Write a sealed file whose digest is that of its bytes."""
+def sealed(header: dict[str, Any], data: bytes, source: random.Random | None = None) -> bytes:
+    """Write a sealed file whose digest is that of its bytes; with a source as `closed` does."""
     meta = header.get("__metadata__")
     if isinstance(meta, dict) and "sha256" in meta:
         meta["sha256"] = UNKNOWN
-    content = closed(header, data)
+    content = closed(header, data, source)
     digest = hashlib.sha256(content).hexdigest()
     return content.replace(UNKNOWN.encode(), digest.encode(), 1)
 

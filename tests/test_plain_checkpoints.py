@@ -84,8 +84,8 @@ def test_who_forgets_the_file_to_write_loses_no_checkpoint(paths, capsys):
     before = [path.read_bytes() for path in paths]
     assert main(["merge", *map(str, paths)]) == 1
     said = capsys.readouterr().err
-    assert "a/model.safetensors' is there already, and is not a merged model" in said
-    assert "merge OUT FILE FILE" in said
+    assert "a/model.safetensors' is the file to write, as the first one, but it exists" in said
+    assert f"merge merged.safetensors {paths[0]} ..." in said
     assert [path.read_bytes() for path in paths] == before
 
 
