@@ -144,9 +144,9 @@ def _check_out(out: str, limits: files.Limits) -> None:
         return
     if about.get("what") != "model":
         raise ValueError(
-            f"{out!r} is the file to write, as the first one, but it exists and is no merged model; "
-            f"to merge it, name a new file before it: merge merged.safetensors {out} ... To replace "
-            "it, remove it first."
+            f"{out!r} is the file to write, as the first one, but it exists, and is no merged "
+            f"model. To merge it, name a new file before it: merge merged.safetensors {out} ... To "
+            "replace it, remove it first."
         )
 
 

@@ -131,7 +131,9 @@ def sealed_of(content: bytes, source: random.Random) -> bytes:
         elif how == 8:
             data = bytes_of(data, source)[: len(data)].ljust(len(data), b"\0")
         else:
-            json_of({x: y for x, y in header.items() if x != "__metadata__"}, source)
+            entries = {x: y for x, y in header.items() if x != "__metadata__"}
+            json_of(entries, source)
+            header = {"__metadata__": meta} | entries
     meta["fisherjax"] = text_of(about)
     return sealed(header, data, source)
 
