@@ -319,6 +319,7 @@ WRONG = [  # of an upload: where in its description, what is there, and what the
         "'params' has keys .*; expected those of values",
     ),
     ("fedavg", "dict/params/dict/new", "array", "there is no array 'params/new'"),
+    ("fedavg", "dict/params/dict/c", {"dict": {}}, "params/c is a dict; expected an array"),
     ("fedavg", "", {"type": "Root", "children": {"columns": "array"}, "static": {}}, "no array"),
     ("fedavg", "", {"dict": {"update": "array"}}, "no array 'update'"),
     ("fedfisher_full", "dict/fisher/type", [], r"has type \[\]; expected one of Diagonal"),

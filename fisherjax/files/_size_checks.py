@@ -84,6 +84,9 @@ def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     params, fisher = values.get("params"), values.get("fisher")
     if not isinstance(params, Mapping):
         return
+    # Params are flat: of an inner dict no leaf would have a name that a merge knows.
+    if inner := [name for name, x in params.items() if isinstance(x, Mapping)]:
+        raise ValueError(f"params/{inner[0]} is a dict; expected an array")
     shapes = {name: tuple(x.shape) for name, x in params.items() if hasattr(x, "shape")}
     # The template of an operator has the shapes of all leaves, even of encoded params.
     if isinstance(fisher, Dense | Kronecker):
