@@ -345,6 +345,7 @@ WRONG = [  # of an upload: where in its description, what is there, and what the
     ),
     ("fedfisher_full", "dict/fisher/static/template/Template/c", REMOVED, "fisher/matrix is"),
     ("fedfisher_full", "dict/fisher/static/template/Template/d", [1], r"matrix is .* \[14, 14\]"),
+    ("fedfisher_kfac", "dict/fisher/static/layers/0", {"Other": LAYER._asdict()}, NO_LAYER),
     ("fedfisher_kfac", f"{LAYER_AT}/kernel", REMOVED, NO_LAYER),
     ("fedfisher_kfac", f"{LAYER_AT}/more", 1, NO_LAYER),
     ("fedfisher_kfac", f"{LAYER_AT}/kernel", 3, NO_LAYER),

@@ -566,6 +566,15 @@ def test_who_diverged_can_be_left_out(paths, capsys):
     assert files.unseal(out).about["left_out"] == {"bob": "params/shift"}
 
 
+def test_who_has_no_weight_may_have_any_fisher(paths):
+    out = paths[0].with_name("merged.safetensors")
+    files.merge_files(out, paths, weights=[20, 0, 30])
+    expected = files.load_arrays(out)
+    rewritten(paths[1], indefinite)
+    files.merge_files(out, paths, weights=[20, 0, 30])
+    assert_equal(files.load_arrays(out), expected)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
