@@ -386,8 +386,8 @@ WRONG = [  # of an upload: where in its description, what is there, and what the
 ]
 
 
-@pytest.mark.parametrize(("kind", "place", "value", "message"), WRONG)
-def test_every_check_of_a_description_is_needed(folder, kind, place, value, message):
+def rewritten(folder, kind, place, value):
+    """Write an upload whose description has another value at a place."""
     header, data = damage.opened(upload(kind, "ann", folder))
     about = json.loads(header["__metadata__"]["fisherjax"])
     owner, keys = about, ["values", *filter(None, place.split("/"))]
@@ -401,8 +401,28 @@ def test_every_check_of_a_description_is_needed(folder, kind, place, value, mess
     header["__metadata__"]["fisherjax"] = damage.text_of(about)
     path = folder / "damaged.safetensors"
     path.write_bytes(damage.sealed(header, data))
+    return path
+
+
+@pytest.mark.parametrize(("kind", "place", "value", "message"), WRONG)
+def test_every_check_of_a_description_is_needed(folder, kind, place, value, message):
+    path = rewritten(folder, kind, place, value)
     with pytest.raises(ValueError, match=rf"damaged.*client 'ann' .*{message}"):
         files.load_update(path)
+
+
+def test_codes_of_another_shape_are_refused_before_anything_is_decoded(folder, monkeypatch):
+    def refuse(*_):
+        raise ValueError("decoded")
+
+    sound, out = _written(folder, "roots", "bob"), folder / "merged.safetensors"
+    place = "dict/update/dict/params/dict/c/static/shape"
+    path = rewritten(folder, "roots", place, [2, 2])
+    monkeypatch.setattr(files._packed, "_decode", refuse)
+    with pytest.raises(ValueError, match="damaged.* decodes to other layers than .*bob"):
+        files.merge_files(out, [sound, path])
+    with pytest.raises(ValueError, match="bob.* cannot be decoded .decoded"):
+        files.merge_files(out, [sound])
 
 
 def plain_file(suffix, folder):

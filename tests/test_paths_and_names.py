@@ -112,9 +112,9 @@ def test_a_link_stays_and_the_file_that_it_names_is_written(tmp_path):
     """As by other programs that open a file for writing."""
     (tmp_path / "far").mkdir()
     upload, link = save(tmp_path / "a.safetensors"), tmp_path / "link.safetensors"
-    for name in ("there", "not there yet"):
-        target = tmp_path / "far" / f"{name}.safetensors"
-        if name == "there":
+    for is_there in (True, False):
+        target = tmp_path / "far" / f"{is_there}.safetensors"
+        if is_there:
             target.write_text("old")
         link.unlink(missing_ok=True)
         link.symlink_to(target)
