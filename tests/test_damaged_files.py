@@ -419,9 +419,9 @@ def test_codes_of_another_shape_are_refused_before_anything_is_decoded(folder, m
     place = "dict/update/dict/params/dict/c/static/shape"
     path = rewritten(folder, "roots", place, [2, 2])
     monkeypatch.setattr(files._packed, "_decode", refuse)
-    with pytest.raises(ValueError, match="damaged.* decodes to other layers than .*bob"):
+    with pytest.raises(ValueError, match=r"damaged.* decodes to other layers than .*bob"):
         files.merge_files(out, [sound, path])
-    with pytest.raises(ValueError, match="bob.* cannot be decoded .decoded"):
+    with pytest.raises(ValueError, match=r"bob.* cannot be decoded .decoded"):
         files.merge_files(out, [sound])
 
 

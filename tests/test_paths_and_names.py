@@ -18,8 +18,12 @@ from fisherjax.files._shown import shown
 
 ROOT = Path(__file__).parents[1]
 ONE = {"w": np.ones(2, "float32")}
-# An escape sequence that clears a screen, a line break, a text that runs backwards, half a letter.
-EVIL = {"\x1b[2J": r"\x1b[2J", "a\nb": r"a\nb", "\u202ecba": r"\u202ecba", "\ud800": r"\ud800"}
+EVIL = [  # what, how it is shown, and a name of a leaf, as no file has half a letter in one
+    ("\x1b[2J", r"\x1b[2J", "\x1b[2J"),
+    ("a\nb", r"a\nb", "a\nb"),
+    ("\u202ecba", r"\u202ecba", "\u202ecba"),
+    ("\ud800", r"\ud800", "w"),
+]
 
 
 def save(path, client="ann", value=1.0, leaf="w", **changes):
@@ -32,32 +36,31 @@ def save(path, client="ann", value=1.0, leaf="w", **changes):
 # Names
 
 
-@pytest.mark.parametrize("name", EVIL)
-def test_names_merge_and_are_shown_escaped(tmp_path, capsys, name):
+@pytest.mark.parametrize(("name", "escaped", "leaf"), EVIL)
+def test_names_merge_and_are_shown_escaped(tmp_path, capsys, name, escaped, leaf):
     """In tables, results and the header of the merged file a client keeps its name."""
     out = tmp_path / "out.safetensors"
-    leaf = name if name != "\ud800" else "w"
     paths = [save(tmp_path / f"{i}.safetensors", name * i, i, leaf) for i in (1, 2)]
     assert main(["merge", str(out), *map(str, paths)]) == 0
     assert main(["inspect", str(paths[0])]) == 0
     assert main(["inspect", str(out)]) == 0
     printed = capsys.readouterr().out
     assert all(line.isprintable() for line in printed.split("\n"))
-    assert printed.count(EVIL[name]) > 6
+    assert printed.count(escaped) > 6
     assert files.unseal(out).about["clients"] == {name: 0.5, 2 * name: 0.5}
     np.testing.assert_array_equal(files.load_arrays(out)[leaf], [1.5, 1.5])
 
 
-@pytest.mark.parametrize("name", EVIL)
-def test_errors_and_warnings_show_names_escaped(tmp_path, capsys, name):
-    out, leaf = tmp_path / "out.safetensors", name if name != "\ud800" else "w"
+@pytest.mark.parametrize(("name", "escaped", "leaf"), EVIL)
+def test_errors_and_warnings_show_names_escaped(tmp_path, capsys, name, escaped, leaf):
+    out = tmp_path / "out.safetensors"
     good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
     save(good, "bob", leaf=leaf)
     save(bad, name, np.nan, leaf)
     with pytest.raises(ValueError, match="is not finite") as error:
         files.merge_files(out, [good, bad])
     assert str(error.value).isprintable()
-    assert EVIL[name] in str(error.value).replace("\\\\", "\\")
+    assert escaped in str(error.value).replace("\\\\", "\\")
     with pytest.warns(match="Left out") as caught:
         files.merge_files(out, [good, bad], on_nonfinite="drop")
     assert str(caught[0].message).isprintable()
