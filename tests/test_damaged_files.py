@@ -311,6 +311,7 @@ LAYER_AT = "dict/fisher/static/layers/0/Layer"
 WIRING_AT = "dict/wiring/static"
 REMOVED = object()
 NO_LAYER, NO_WIRING = "expected a Layer or a Template", "its wiring does not fit the layers"
+NO_DICT = {"type": "Diagonal", "children": {"entries": {"dict": {}}}, "static": {}}
 WRONG = [  # of an upload: where in its description, what is there, and what the refusal says
     ("fedavg", "dict", [], "holds .*; expected values by name"),
     ("fedavg", "dict/params", 3, "'params' is 3; expected a description of values"),
@@ -324,6 +325,8 @@ WRONG = [  # of an upload: where in its description, what is there, and what the
     ("fedavg", "dict/params/dict/c", {"dict": {}}, "params/c is a dict; expected an array"),
     ("fedavg", "", {"type": "Root", "children": {"columns": "array"}, "static": {}}, "no array"),
     ("fedavg", "", {"dict": {"update": "array"}}, "no array 'update'"),
+    ("fedavg", "", NO_DICT, "holds a Diagonal; expected a dict of values"),
+    ("fedavg", "", {"dict": {"update": NO_DICT}}, "an update is a Diagonal; expected a dict of"),
     ("fedfisher_full", "dict/fisher/type", [], r"has type \[\]; expected one of Diagonal"),
     ("fedfisher_full", "dict/fisher/type", "Object", "has type 'Object'; expected one of Diagonal"),
     ("fedfisher_full", "dict/fisher/children", [], r"has children \[\]; expected \['matrix'\]"),
@@ -425,6 +428,14 @@ def test_codes_of_another_shape_are_refused_before_anything_is_decoded(folder, m
         files.merge_files(out, [sound, path])
     with pytest.raises(ValueError, match=r"bob.* cannot be decoded .decoded"):
         files.merge_files(out, [sound])
+
+
+def test_units_that_move_leave_no_leaf_behind(folder):
+    path, source = folder / "damaged.safetensors", np.random.RandomState(0)
+    update = Update(values_of("pfnm", source), "params", {"mean": np.ones(2, "float32")}, ("z",))
+    files.save_update(path, update, algorithm="pfnm", client="ann", examples=1)
+    with pytest.raises(ValueError, match=r"\['mean', 'z'\] are not trained and keep theirs"):
+        files.merge_files(folder / "merged.safetensors", [path])
 
 
 def plain_file(suffix, folder):

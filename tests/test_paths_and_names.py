@@ -173,6 +173,22 @@ def test_what_killed_processes_left_is_removed_and_what_works_is_not(tmp_path):
     assert [folder.exists() for folder in left] == [False, False, True]
 
 
+def test_a_system_without_locks_writes_and_removes_nothing(tmp_path, monkeypatch):
+    left = tmp_path / ".fisherjax-dead"
+    left.mkdir()
+    os.utime(left, (0, time.time() - 3600))
+    monkeypatch.setattr(files._paths, "fcntl", None)
+    path = tmp_path / "a.safetensors"
+    files.save_arrays(path, ONE)
+    assert {x.name for x in tmp_path.iterdir()} == {left.name, path.name}
+
+
+def test_a_path_that_the_system_cannot_name_is_refused(tmp_path):
+    for act in (lambda path: files.save_arrays(path, ONE), files.load_arrays, files.load_update):
+        with pytest.raises(ValueError, match=r"ud800.* cannot be encoded in this locale, which"):
+            act(tmp_path / "\ud800.safetensors")
+
+
 WAITING = """
 import sys, time
 from fisherjax import __main__

@@ -242,6 +242,26 @@ def test_a_method_may_read_less_than_was_sent(tmp_path):
     assert_equal(mean, same)
 
 
+def test_uploads_of_several_methods_or_kinds_have_params_in_common(paths):
+    rewritten(paths[1], set_to(algorithm="fisher_merge", kind="x"))
+    out = paths[0].with_name("merged.safetensors")
+    files.merge_files(out, paths, algorithm="fedavg")
+    found, p = files.load_arrays(out)["scale"], np.array(WEIGHTS) / sum(WEIGHTS)
+    expected = p @ np.float64([x["scale"] for x in PARAMS])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_an_upload_may_have_statistics_only(tmp_path):
+    path, update = tmp_path / "a.safetensors", Update({"params": {}}, "x", {"mean": np.ones(2)})
+    files.save_update(path, update, algorithm="fedavg", client="a", examples=1)
+    assert_equal(files.load_update(path)[0], update)
+
+
+def test_no_merge_of_files_runs_a_network():
+    with pytest.raises(RuntimeError, match="Files are merged without the network"):
+        files._reads._no_network()
+
+
 def test_options_are_those_of_the_method(tmp_path):
     paths, out = save(tmp_path, "fedfisher_kfac"), tmp_path / "merged.safetensors"
     files.merge_files(out, paths, damping=1e9)

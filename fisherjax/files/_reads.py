@@ -31,7 +31,6 @@ def method_of(records: list[Record], name: str | None, options: dict) -> tuple[s
     name = first.algorithm if name is None else name
     check_method(name)
     _reads_of(name)
-    algorithms.check_options(name, options)
     # Factories require a model, from which a merge of files needs nothing.
     method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
     # Without a model there is no mask, against which the leaves of uploads would be checked.
