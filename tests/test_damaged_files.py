@@ -378,6 +378,7 @@ WRONG = [  # of an upload: where in its description, what is there, and what the
     ("fedfisher_kfac", "dict/fisher/children/factors/dict/a/dict/input", REMOVED, "KeyError"),
     ("fisher_merge", "dict/fisher/children/entries/dict/c", REMOVED, r"lacks the leaves \['c'\]"),
     ("regmean", "dict/grams/dict/z", "array", "there is no array"),
+    ("pfnm", WIRING_AT, {"layers": [], "sources": [], "spans": []}, NO_WIRING),
     ("pfnm", f"{WIRING_AT}/layers", [], NO_WIRING),
     ("pfnm", f"{WIRING_AT}/layers/1", [3], NO_WIRING),
     ("pfnm", f"{WIRING_AT}/layers/1/Layer/kernel", "z", NO_WIRING),

@@ -357,8 +357,9 @@ def test_only_floats_of_equal_shape_are_cast_and_none_to_infinity(tmp_path):
         assert "cast=True" not in str(caught.value)
     with pytest.raises(ValueError, match=r"w holds 1e\+30, which is too large for float16"):
         files.load_arrays(path, {"w": np.zeros(2, np.float16), "n": integers}, cast=True)
-    with pytest.raises(ValueError, match="cast and mapping need `like`"):
-        files.load_arrays(path, cast=True)
+    for how in ({"cast": True}, {"mapping": {"w": "v"}}):
+        with pytest.raises(ValueError, match="cast and mapping need `like`"):
+            files.load_arrays(path, **how)
 
 
 def test_torchs_names_and_axes_are_written_and_read_by_one_mapping(tmp_path):
