@@ -185,7 +185,8 @@ def judged(act, path, bounded=True):
     assert bytes_read() - before < 4 * path.stat().st_size + 20_000 or not bounded
     assert said.isprintable(), said
     assert len(said) < 2200
-    assert not said or path.name in said, said
+    # Finite numbers of several clients may overflow only in their sum.
+    assert not said or path.name in said or "merged model is not finite" in said, said
     return found, said
 
 
