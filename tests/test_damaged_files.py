@@ -298,7 +298,7 @@ def test_what_can_be_read_merges_to_finite_numbers_or_is_refused(folder, kind, n
         if judged(files.load_update, path)[1]:
             continue
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Blocks .* no client has any curvature")
+            warnings.filterwarnings("ignore", "Blocks ")
             start = START if kind in CODED else None
             act = functools.partial(files.merge_files, out, start=start)
             if judged(lambda own, act=act: act([sound, own]), path, bounded=False)[1]:
@@ -432,6 +432,17 @@ def test_codes_of_another_shape_are_refused_before_anything_is_decoded(folder, m
         files.merge_files(out, [sound, path])
     with pytest.raises(ValueError, match=r"bob.* cannot be decoded .decoded"):
         files.merge_files(out, [sound])
+
+
+def test_a_negative_matrix_is_refused_by_file_client_and_leaf(folder):
+    """The merge of a layer knows clients and leaves by their numbers only."""
+    sound, path = _written(folder, "regmean", "bob"), folder / "damaged.safetensors"
+    values = values_of("regmean", np.random.RandomState(0))
+    values["grams"]["a"] = -values["grams"]["a"]
+    how = {"algorithm": "regmean", "client": "eve", "examples": 1}
+    files.save_update(path, Update(values, "params"), **how)
+    with pytest.raises(ValueError, match=r"damaged.* of client 'eve' is negative: 'grams/a' has"):
+        files.merge_files(folder / "merged.safetensors", [sound, path])
 
 
 def test_units_that_move_leave_no_leaf_behind(folder):

@@ -482,6 +482,6 @@ def test_names_that_cannot_nest_are_refused():
             files.unflatten(arrays)
     with pytest.raises(ValueError, match="separator is empty"):
         files.unflatten({"a": 1}, "")
-    for wrong in ([1, 2], {1: 2}):
+    for wrong in ([1, 2], ["a"], {1: 2}):
         with pytest.raises(TypeError, match="expected a dict from names"):
             files.unflatten(wrong)
