@@ -502,3 +502,47 @@ def test_other_headers_of_plain_files_are_read_as_others_read_them(tmp_path, suf
             others = load_file(path) if suffix != ".npz" else stack.enter_context(np.load(path))
             others = {name: x.astype(x.dtype.newbyteorder("=")) for name, x in others.items()}
             assert same(found, others), seed
+
+
+def with_metadata(path, about, digest=None):
+    """Write a file whose description is this text."""
+    meta = {"fisherjax": about} | ({} if digest is None else {"sha256": digest})
+    header = {"__metadata__": meta, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    path.write_bytes(damage.closed(header, bytes(8)))
+
+
+@pytest.mark.parametrize("about", ["[1]", "3", "null", "{", '{"format":1,"format":1}'])
+def test_a_description_that_is_none_is_damage(tmp_path, about):
+    with_metadata(tmp_path / "a.safetensors", about, damage.UNKNOWN)
+    for act in (files.load_arrays, files.unseal, files.load_update):
+        with pytest.raises(ValueError, match=r"a\.safetensors' is damaged, or is not"):
+            act(tmp_path / "a.safetensors")
+
+
+def test_a_digest_that_is_none_is_a_wrong_one(tmp_path):
+    with_metadata(tmp_path / "a.safetensors", '{"format":1}', "0" * 10)
+    with pytest.raises(ValueError, match=r"a\.safetensors' was changed after it was written"):
+        files.load_arrays(tmp_path / "a.safetensors")
+
+
+def test_a_type_that_numpy_lacks_is_refused_by_name(tmp_path):
+    path = tmp_path / "a.safetensors"
+    entry = {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}
+    path.write_bytes(damage.closed({"w": entry}, bytes(8)))
+    with pytest.raises(ValueError, match=r"array 'w' has type F8_E4M3; expected one of BOOL, I8"):
+        files.load_arrays(path)
+
+
+def test_a_file_is_written_with_all_of_its_arrays_or_not_at_all(tmp_path):
+    path, kinds = tmp_path / "a.safetensors", {"w": files.ArrayKind("float32", (2,))}
+    with (
+        pytest.raises(ValueError, match=r"w is float32\[3\]; expected float32\[2\]"),
+        files.base.sealing(path, kinds, {}) as put,
+    ):
+        put("w", np.ones(3, "float32"))
+    with (
+        pytest.raises(ValueError, match=r"\['w'\] were not written; expected a call of put"),
+        files.base.sealing(path, kinds, {}),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())

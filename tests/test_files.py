@@ -149,6 +149,10 @@ def test_every_fault_of_the_structure_is_listed(tmp_path, suffix):
     ):
         assert fault in str(caught.value)
     assert "a is" not in str(caught.value)
+    assert "axes are transposed" in str(caught.value)
+    with pytest.raises(ValueError, match=r"a is float64\[2\], expected float64\[3\]") as caught:
+        files.load_arrays(path, like | {"a": np.ones(3), "b": np.ones((2, 3))})
+    assert "transposed" not in str(caught.value)
 
 
 def test_other_suffixes_missing_files_and_missing_folders_are_named(tmp_path):
