@@ -525,6 +525,12 @@ def test_a_digest_that_is_none_is_a_wrong_one(tmp_path):
         files.load_arrays(tmp_path / "a.safetensors")
 
 
+def test_values_of_a_later_version_are_called_so(tmp_path):
+    """Also where a description is decoded without the checks of a file."""
+    with pytest.raises(ValueError, match=r"a\.safetensors' has a description .*update fisherjax"):
+        files.values.decode(tmp_path / "a.safetensors", {"type": "Later"}, str)
+
+
 def test_a_type_that_numpy_lacks_is_refused_by_name(tmp_path):
     path = tmp_path / "a.safetensors"
     entry = {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}

@@ -635,6 +635,7 @@ def test_one_line_adds_a_type_of_data(tmp_path, monkeypatch):
             if row.reads is None
         ),
         ({"client": ""}, ValueError, "client is ''"),
+        ({"client": 3}, ValueError, "client is 3; expected a name"),
         ({"examples": -1}, ValueError, "examples is -1"),
         ({"examples": "many"}, TypeError, "examples is 'many'"),
         ({"codec": ""}, ValueError, "codec is ''"),
