@@ -108,7 +108,11 @@ def coded_of(values, source):
         return Triangle(codes((size + 1) // 2, size + 1 - size % 2, bits=4))
 
     def triplets(matrix):
-        return Truncated(codes(len(matrix), 3), codes(3), codes(3, len(matrix)))
+        # A symmetric matrix of positive values: a code is a byte, and 127 stands for zero.
+        size, left, values = len(matrix), codes(len(matrix), 3), codes(3)
+        turned = left.packed.reshape(size, 3).T.ravel()
+        right = dataclasses.replace(left, packed=turned, shape=(3, size))
+        return Truncated(left, dataclasses.replace(values, packed=values.packed | 128), right)
 
     def slot(x):
         columns = x.shape[-1] if x.ndim > 1 else 1
