@@ -2,9 +2,12 @@
 
 import argparse
 import ast
+import io
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +16,8 @@ import jaxlib
 from fisherjax import devices, files, tree
 from fisherjax._core import checks
 from fisherjax._self_check import IDENTITIES
-from fisherjax.files import _description_checks
+from fisherjax.files import _description_checks, base
+from fisherjax.files._shown import shown, shown_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,17 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = vars(_parser().parse_args(arguments))
     command = given.pop("command")
-    if arguments is None and command is not _check:
-        # Only when this is the program of the process; `check` must not change what it checks.
-        devices.disable_faulty_fusion()
+    if arguments is None:  # only when this is the program of the process
+        # Python would end at once, and leave temporary files.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        # Not every locale has all characters of names.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        if command is not _check:  # which must not change what it checks
+            devices.disable_faulty_fusion()
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, shown_errors():
             warnings.simplefilter("always")
             found_faults = command(**given)
     except (OSError, TypeError, ValueError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        # That of a system call names a path, and is not ours to change.
+        print("error:", shown(error), file=sys.stderr)
         return 1
-    for line in dict.fromkeys(str(warning.message) for warning in caught):
+    for line in dict.fromkeys(shown(warning.message) for warning in caught):
         print("warning:", line, file=sys.stderr)
     return int(bool(found_faults))
 
@@ -45,27 +55,26 @@ def _parser() -> argparse.ArgumentParser:
         "python -m fisherjax", description=(__doc__ or "").split(":")[0] + "."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    merge = commands.add_parser("merge", help="merge uploads to one model")
+    merge = commands.add_parser("merge", help="merge uploads, or plain checkpoints, to one model")
     merge.set_defaults(command=_merge)
-    merge.add_argument("out", help="the merged model, .safetensors")
-    merge.add_argument(
-        "uploads", nargs="+", help="files that files.save_update wrote, one per client"
-    )
-    merge.add_argument("--algorithm", help="default: the algorithm for which the uploads were made")
+    merge.add_argument("out", help="the file to write, .safetensors")
+    about = "files that files.save_update wrote, one per client; or plain checkpoints, .safetensors"
+    merge.add_argument("uploads", nargs="+", help=about)
+    about = "default: that for which the uploads were made; fedavg for plain checkpoints"
+    merge.add_argument("--algorithm", help=about)
     merge.add_argument("--damping", type=float, help="default: that of the algorithm")
     option = {"type": _option, "action": "append", "default": [], "dest": "options"}
     about = "another option of the algorithm, such as shrink=0.5; may be repeated"
     merge.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
-    merge.add_argument(
-        "--weights", type=float, nargs="+", help="one per client; default: numbers of examples"
-    )
+    about = "one per file; default: numbers of examples, and equal weights of plain checkpoints"
+    merge.add_argument("--weights", type=float, nargs="+", help=about)
     about = "file of the arrays from which clients started; needed for uploads of differences, and "
     about += "for frozen leaves, which are copied from it and missing in the merged file without it"
     merge.add_argument("--start", help=about)
     merge.add_argument("--on-nonfinite", choices=("raise", "drop"), default="raise")
     limit = {"type": _option, "action": "append", "default": [], "dest": "limits"}
     known = ", ".join(f"{name}={value}" for name, value in files.Limits()._asdict().items())
-    about = f"largest sizes of an upload (default {known}); may be repeated"
+    about = f"largest sizes of a file (default {known}); may be repeated"
     merge.add_argument("--limit", **limit, metavar="NAME=VALUE", help=about)
     inspect = commands.add_parser("inspect", help="check a file and print its content")
     inspect.set_defaults(command=_inspect)
@@ -100,23 +109,58 @@ def _merge(
     out: str, uploads: list[str], damping: float | None, options: list[tuple[str, Any]], **how: Any
 ) -> None:
     how["limits"] = _limits(how["limits"])
+    _check_out(out, how["limits"])
     given: dict[str, Any] = dict(options) | ({} if damping is None else {"damping": damping})
     progress = _progress if sys.stderr.isatty() else None
     merged = files.merge_files(out, uploads, progress=progress, **how, **given)
     clients = (
-        (x.client, f"{x.examples:g}", f"{share:.3f}", str(x.nbytes), _finite(x.client, merged))
+        (x.client, _examples(x), f"{share:.3f}", str(x.nbytes), _finite(x.client, merged))
         for x, share in zip(merged.records, merged.shares, strict=True)
     )
     _table(("client", "examples", "share", "bytes", "finite"), clients)
     for client, leaf in merged.left_out.items():
-        print(f"{client} is left out: {leaf} is not finite")
+        print(shown(f"{client} is left out: {leaf} is not finite"))
     print()
-    votes = ((name, *(f"{v:.3f}" for v in vote)) for name, vote in merged.votes.items())
-    _table(("vote", *(record.client for record in merged.records)), votes)
-    print(f"\n{merged.algorithm} of {len(merged.records)} clients is in {out}")
-    if (frozen := merged.records[0].frozen) and how["start"] is None:
-        number = tree.count(len(frozen), "frozen leaf", "frozen leaves")
-        print(f"The file lacks {number}, such as '{frozen[0]}'. --start FILE copies them.")
+    first, number = merged.records[0], len(merged.records)
+    if all(record.is_plain for record in merged.records):
+        how_weighed = "equal weights" if how["weights"] is None else "the weights of --weights"
+        print(shown(f"The mean of {number} plain checkpoints, with {how_weighed}, is in {out}"))
+    else:
+        votes = ((name, *(f"{v:.3f}" for v in vote)) for name, vote in merged.votes.items())
+        _table(("vote", *(record.client for record in merged.records)), votes)
+        print()
+        print(shown(f"{merged.algorithm} of {number} clients is in {out}"))
+    if first.frozen and how["start"] is None:
+        print(shown(_about_frozen(first)))
+
+
+def _check_out(out: str, limits: files.Limits) -> None:
+    """Check that no checkpoint is replaced by those who forget the name of the file to write."""
+    if not Path(out).is_file():
+        return
+    try:
+        about = base.opened(out, limits).about
+    except ValueError:  # another check refuses it, or it is no file of arrays
+        return
+    if about.get("what") != "model":
+        raise ValueError(
+            f"{out!r} is the file to write, as the first one, but it exists, and is no merged "
+            f"model. To merge it, name a new file before it: merge merged.safetensors {out} ... To "
+            "replace it, remove it first."
+        )
+
+
+def _about_frozen(first: files.Record) -> str:
+    names = first.frozen
+    if first.is_plain:
+        number = tree.count(len(names), "array that is", "arrays that are")
+        return f"It has {number} not of floats, such as '{names[0]}', as in {first.path}."
+    number = tree.count(len(names), "frozen leaf", "frozen leaves")
+    return f"The file lacks {number}, such as '{names[0]}'. --start FILE copies them."
+
+
+def _examples(record: files.Record) -> str:
+    return "unknown" if record.is_plain else f"{record.examples:g}"
 
 
 def _finite(client: str, merged: files.Merge) -> str:
@@ -124,14 +168,19 @@ def _finite(client: str, merged: files.Merge) -> str:
 
 
 def _inspect(file: str, limits: list[tuple[str, Any]]) -> None:
-    sealed = files.unseal(file, _limits(limits))
-    if sealed.about.get("what") == "upload":
+    sealed = base.opened(file, _limits(limits))
+    about: dict[str, Any] = dict(sealed.about) or {"what": "plain checkpoint"}
+    if about["what"] == "upload":
         _description_checks.check(sealed, _limits(limits))
+    elif about["what"] == "model":
+        _description_checks.check_model(sealed)
     # Statistics are printed among the arrays.
-    hidden = "values", _description_checks.STATISTICS
-    about = {name: value for name, value in sealed.about.items() if name not in hidden}
+    for hidden in ("values", _description_checks.STATISTICS):
+        about.pop(hidden, None)
     clients = about.pop("clients", {})
-    about |= {"bytes": sealed.nbytes, "sha256": sealed.digest}
+    about["bytes"] = sealed.nbytes
+    if sealed.digest:
+        about["sha256"] = sealed.digest
     _table(None, ((name, str(x)) for name, x in about.items() if x != {}))
     print()
     if clients:
@@ -154,12 +203,13 @@ def _check(one_per_core: bool) -> bool:
 
 
 def _progress(name: str, number: int, total: int) -> None:
-    print(f"[{number + 1}/{total}] {name}", file=sys.stderr)
+    print(shown(f"[{number + 1}/{total}] {name}"), file=sys.stderr)
 
 
 def _table(heads: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]]) -> None:
     """Print a table; all columns but the first are right-aligned if there are several of them."""
-    rows = [*([heads] if heads else []), *rows]
+    # Names come from elsewhere, and could forge lines of the table.
+    rows = [tuple(map(shown, row)) for row in ([heads] if heads else []) + [*rows]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *rest in rows:
         right = (

@@ -70,7 +70,8 @@ def check_weights(weights: Any, num_clients: int) -> Any:
 
 def check_not_all_zero(weights: Any) -> None:
     """Raise ValueError if all weights are zero."""
-    if not checks.is_traced(weights) and not weights.sum() > 0:
+    # Not by their sum, which may overflow.
+    if not checks.is_traced(weights) and not np.any(np.asarray(weights) > 0):
         raise ValueError(
             "Every weight is zero; expected at least one positive weight. Use federation.weights "
             "or numbers of examples, for instance."

@@ -86,15 +86,17 @@ BUILT = {  # folders whose files build on one another
         *("diagonal", "full", "_factors", "kfac"),
     ],
     "training": ["_cohort", "_train"],
+    "files": [
+        *("_shown", "_paths", "_limits", "base", "_archive", "_places", "arrays", "values"),
+        *("_size_checks", "_description_checks", "uploads", "_reads", "_parts", "_layerwise"),
+        *("_packed", "merge"),
+    ],
     "rounds": ["_one_round", "experiment"],
     "metrics": ["_targets", "_test_set", "_clients"],
 }
 # What the other files of a folder may import, and these in this order.
 SHARED = [
-    *("_cohorts", "accounting", "clipping", "encoded", "reading", "_limits"),
-    *("base", "stages", "checks", "_places", "arrays", "values"),
-    *("_size_checks", "_description_checks", "uploads"),
-    *("_packed", "_parts"),
+    *("_cohorts", "accounting", "clipping", "encoded", "reading", "base", "stages", "checks"),
     *("_rows", "_fisher_updates", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
@@ -104,12 +106,10 @@ SHARED = [
     *("quantized", "matrices", "stream"),
     *(
         "statistics",
-        "_reads",
         "client_half",
         "_running_statistics",
         "_server_half",
         "merges",
-        "_layerwise",
         "_repair",
     ),
     *("two_layer", "signal_noise", "_recursion"),

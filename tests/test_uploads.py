@@ -242,6 +242,26 @@ def test_a_method_may_read_less_than_was_sent(tmp_path):
     assert_equal(mean, same)
 
 
+def test_uploads_of_several_methods_or_kinds_have_params_in_common(paths):
+    rewritten(paths[1], set_to(algorithm="fisher_merge", kind="x"))
+    out = paths[0].with_name("merged.safetensors")
+    files.merge_files(out, paths, algorithm="fedavg")
+    found, p = files.load_arrays(out)["scale"], np.array(WEIGHTS) / sum(WEIGHTS)
+    expected = p @ np.float64([x["scale"] for x in PARAMS])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_an_upload_may_have_statistics_only(tmp_path):
+    path, update = tmp_path / "a.safetensors", Update({"params": {}}, "x", {"mean": np.ones(2)})
+    files.save_update(path, update, algorithm="fedavg", client="a", examples=1)
+    assert_equal(files.load_update(path)[0], update)
+
+
+def test_no_merge_of_files_runs_a_network():
+    with pytest.raises(RuntimeError, match="Files are merged without the network"):
+        files._reads._no_network()
+
+
 def test_options_are_those_of_the_method(tmp_path):
     paths, out = save(tmp_path, "fedfisher_kfac"), tmp_path / "merged.safetensors"
     files.merge_files(out, paths, damping=1e9)
@@ -445,7 +465,7 @@ BAD = {
     ),
     "other algorithm": (
         lambda p: rewritten(p, set_to(algorithm="fedavg")),
-        "were made for .'fedavg', 'fedfisher_kfac'.; expected one",
+        r"bob.*client 'bob' was made for fedavg, but .*ann.* for fedfisher_kfac; expected one",
     ),
     "packed": (lambda p: rewritten(p, set_to(codec="int8")), "bob.*packed by 'int8'"),
     "duplicated": (
@@ -458,6 +478,11 @@ BAD = {
         "bob.*client 'bob' has a Fisher that is not symmetric positive semi-definite: "
         "layers/10/kernel/output",
     ),
+    "an array that is missing": (
+        lambda p: rewritten(p, lambda about, arrays: arrays.pop("params/scale")),
+        r"bob.*client 'bob' .* \(there is no array 'params/scale'\)",
+    ),
+    "no name": (lambda p: rewritten(p, set_to(client="")), "bob.* has client ''; expected a name"),
     "negative examples": (lambda p: rewritten(p, set_to(examples=-1)), "finite non-negative"),
 }
 
@@ -561,6 +586,15 @@ def test_who_diverged_can_be_left_out(paths, capsys):
     assert files.unseal(out).about["left_out"] == {"bob": "params/shift"}
 
 
+def test_who_has_no_weight_may_have_any_fisher(paths):
+    out = paths[0].with_name("merged.safetensors")
+    files.merge_files(out, paths, weights=[20, 0, 30])
+    expected = files.load_arrays(out)
+    rewritten(paths[1], indefinite)
+    files.merge_files(out, paths, weights=[20, 0, 30])
+    assert_equal(files.load_arrays(out), expected)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
@@ -601,6 +635,7 @@ def test_one_line_adds_a_type_of_data(tmp_path, monkeypatch):
             if row.reads is None
         ),
         ({"client": ""}, ValueError, "client is ''"),
+        ({"client": 3}, ValueError, "client is 3; expected a name"),
         ({"examples": -1}, ValueError, "examples is -1"),
         ({"examples": "many"}, TypeError, "examples is 'many'"),
         ({"codec": ""}, ValueError, "codec is ''"),
@@ -834,6 +869,14 @@ def gram(rows, spec=None, **arrays):
     return {"update": {"dict": values}}, {IN: FLOAT((2, 2), "float32"), **named}
 
 
+def coded_by_fisher(shape):
+    values, arrays = coded()
+    template = {"Template": {"w": shape}}
+    spec = {"type": "Dense", "children": {"matrix": "array"}, "static": {"template": template}}
+    values["update"]["dict"]["fisher"] = spec
+    return values, arrays | {"update/fisher/matrix": ONE}
+
+
 BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyte
     "no bits for 10^9 numbers": (coded(bits=0, shape=[10**9]), "params/w: Codes have 0 bits"),
     "no bits for 10^12 numbers": (coded(bits=0, shape=[10**12]), "params/w: Codes have 0 bits"),
@@ -885,6 +928,10 @@ BOMBS = {  # what is claimed, and what the refusal says; each of under a megabyt
         "exceeds a limit .*limits=files.Limits",
     ),
     "lists in lists": (coded(shape=json.loads(100 * "[" + 100 * "]")), "limit .*nested"),
+    "a product of very many lengths": (
+        coded_by_fisher([2**59] * 33),
+        r"of client 'eve' has a description .*expected a Layer or a Template",
+    ),
     "too many arrays": (
         (
             {"update": {"dict": {"params": {"dict": {str(i): "array" for i in range(10_001)}}}}},
@@ -956,10 +1003,7 @@ def test_no_bomb_ends_the_command(bombs, tmp_path):
     words = [str(tmp_path / "merged.safetensors"), *map(str, bombs.values())]
     done = subprocess.run([sys.executable, "-c", INSIDE, *words], capture_output=True, text=True)
     results = [line.split()[1:] for line in done.stdout.splitlines() if line[:5] == "DONE "]
-    # How many bits a stream needs is among its arrays, which inspect does not read.
-    seen = [[case, word] for case in BOMBS for word in ("merge", "inspect")]
-    expected = [int(x != ["bits that are not there", "inspect"]) for x in seen]
-    assert [int(code) for _, code, _ in results] == expected, done.stderr
+    assert [int(code) for _, code, _ in results] == [1, 1] * len(BOMBS), done.stderr
     assert max(float(seconds) for *_, seconds in results) < 2
     assert all(line.startswith("error: ") for line in done.stderr.splitlines())
     assert not (tmp_path / "merged.safetensors").exists()
@@ -1135,6 +1179,29 @@ def test_inspect_prints_what_a_file_says(paths, capsys):
     assert main(["inspect", str(out)]) == 0
     assert "bob     0.167" in capsys.readouterr().out
     assert main(["inspect", str(out.with_name("none.safetensors"))]) == 1
+
+
+@pytest.mark.parametrize("clients", [None, [0.5], {"ann": "half"}, {"ann": 1}])
+def test_inspect_refuses_a_model_without_the_shares_of_its_clients(paths, capsys, clients):
+    out = paths[0].with_name("merged.safetensors")
+    files.merge_files(out, paths, algorithm="fedavg")
+    rewritten(out, set_to(clients=clients))
+    assert main(["inspect", str(out)]) == 1
+    assert re.search(
+        r"merged.* has clients .*; expected the share of each client", capsys.readouterr().err
+    )
+
+
+def test_numbers_of_examples_may_be_as_large_as_floats_are(tmp_path):
+    paths = save(tmp_path, "fedavg", examples=1e308)
+    merged = files.merge_files(tmp_path / "merged.safetensors", paths)
+    np.testing.assert_allclose(merged.shares, 1 / 3)
+
+
+def test_an_update_may_have_no_kind(tmp_path):
+    path, update = tmp_path / "a.safetensors", Update({"params": np.ones(2)}, "")
+    files.save_update(path, update, algorithm="fedavg", client="a", examples=1)
+    assert files.load_update(path)[0].kind == ""
 
 
 def test_two_writers_at_once_leave_one_whole_file(paths):

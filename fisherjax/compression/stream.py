@@ -55,7 +55,7 @@ class Slot:
 
     def bits(self) -> int:
         """Count the bits of its codes; zero if the values of the widths are unknown."""
-        # Shapes are checked before the arrays are read, and then again with their values.
+        # Shapes alone may stand in for the arrays.
         if not isinstance(self.widths, np.ndarray | jax.Array) or checks.is_traced(self.widths):
             return 0
         widths = np.asarray(self.widths)

@@ -19,7 +19,7 @@ from fisherjax._core import checks
 from fisherjax._layers.layer import Layer
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._size_checks import check_sizes, is_shape
-from fisherjax.files.base import Sealed
+from fisherjax.files.base import Sealed, read
 from fisherjax.files.values import VALUE_TYPES, decode, joined
 
 FIELDS = ("algorithm", "kind", "client", "examples", "codec")
@@ -39,12 +39,13 @@ def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
     about, where = file.about, repr(str(file.path))
     # These fields are printed, and compared with those of other clients, so that each has to be
     # text.
-    for name in (*FIELDS, "version"):
+    for name in ("version", *(name for name in FIELDS if name != "examples")):
         value = about.get(name)
-        if name != "examples" and not (isinstance(value, str) and (value or name == "kind")):
+        if not (isinstance(value, str) and (value or name == "kind")):
             raise ValueError(
                 f"the header of {where} has {name} {reprlib.repr(value)}; expected a name"
             )
+        limits.check(file.path, "name", len(value))
     try:
         # A negative or infinite weight would ruin the merge of all clients.
         checks.number("examples", about.get("examples"))
@@ -54,13 +55,33 @@ def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
             "finite non-negative number"
         ) from error
     _check_values(file, about.get("values"), "", limits, 1)
-    # Shapes stand in for the arrays, so that nothing of the file is read or allocated yet.
-    shapes = {n: jax.ShapeDtypeStruct(k.shape, jnp.dtype(k.dtype)) for n, k in file.arrays.items()}
-    values = decode(file.path, about["values"], shapes.__getitem__)
+    # Shapes stand in for the arrays, so that nothing else of the file is read or allocated yet.
+    leaves: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(kind.shape, jnp.dtype(kind.dtype))
+        for name, kind in file.arrays.items()
+    }
+    # How many bits a stream needs is told by the widths of its columns, which are short.
+    widths = [x for x, kind in file.arrays.items() if (x[-7:], kind.dtype) == ("/widths", "uint8")]
+    leaves |= dict(zip(widths, read(file.path, widths), strict=True))
+    values = decode(file.path, about["values"], leaves.__getitem__)
     sizes = check_sizes(file.path, about["client"], values, file.nbytes, limits)
     _check_untrained(file, sizes, limits)
     statistics = (f"{STATISTICS}/{name}" for name in about.get(STATISTICS, ()))
     return sizes | {name: file.arrays[name] for name in statistics}
+
+
+def check_model(file: Sealed) -> None:
+    """Check the description of a merged model: the shares of its clients.
+
+    Raises:
+        ValueError: If they are not numbers by client.
+    """
+    clients = file.about.get("clients")
+    if not isinstance(clients, dict) or not all(type(x) is float for x in clients.values()):
+        raise ValueError(
+            f"the header of {str(file.path)!r} has clients {reprlib.repr(clients)}; expected the "
+            "share of each client: ask its sender to send it again"
+        )
 
 
 def _check_untrained(file: Sealed, sizes: Mapping[str, ArrayKind], limits: Limits) -> None:
@@ -83,8 +104,10 @@ def _check_untrained(file: Sealed, sizes: Mapping[str, ArrayKind], limits: Limit
 
 
 def _refuse(file: Sealed, reason: str) -> NoReturn:
+    client = file.about["client"]
     raise ValueError(
-        f"the header of {str(file.path)!r} has a description that this version cannot read "
+        f"the header of {str(file.path)!r} of client {client!r} has a description that this "
+        f"version cannot read "
         f"({reason}): update fisherjax, or ask the sender to send the file again"
     )
 

@@ -1,5 +1,6 @@
 """Merge uploads layer by layer, reading only the arrays of one layer at a time."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from fisherjax import merging
 from fisherjax._semidefinite import indefinite
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.clients import shares
-from fisherjax.files import base
 from fisherjax.files._parts import Part, strengths_of
+from fisherjax.files._shown import shown
 from fisherjax.files.uploads import Record
 from fisherjax.fisher import Operator
 
@@ -32,6 +33,15 @@ class Cohort(NamedTuple):
     left_out: dict[str, str]
     adds: bool
 
+    def with_sources(self, message: str) -> str:
+        """Return a message with files and names of clients in place of their numbers."""
+
+        def source(found: re.Match[str]) -> str:
+            number = int(found[1])
+            return self.records[number].source if number < len(self.records) else found[0]
+
+        return re.sub(r"\bclient (\d+)\b", source, message)
+
     def read(self, arrays: Sequence[str]) -> Iterator[tuple[Record, Iterator[np.ndarray], float]]:
         """Yield some arrays of each client; zeros, as in `screen`, for one that is left out."""
         # The arrays of all clients have the same kinds: `_reads.common` has compared them.
@@ -40,7 +50,7 @@ class Cohort(NamedTuple):
             if record.client in self.left_out:
                 yield record, (np.zeros(kind.shape, kind.dtype) for kind in kinds), weight
             else:
-                yield record, base.read(record.path, arrays), weight
+                yield record, record.read(arrays), weight
 
 
 def layer_by_layer(
@@ -60,9 +70,10 @@ def layer_by_layer(
                 warnings.simplefilter("always")
                 merged, strengths = _merge_part(method, cohort, part)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{names}: {part.with_names(error)}") from error
+            raise ValueError(f"{names}: {cohort.with_sources(part.with_names(error))}") from error
         for warning in caught:
-            warnings.warn(part.with_names(warning.message), stacklevel=2)
+            text = cohort.with_sources(part.with_names(warning.message))
+            warnings.warn(shown(text), stacklevel=2)
         # Where no client has curvature, the merged layer is the weighted mean.
         votes |= {
             x: shares(np.asarray(strength if max(strength) > 0 else cohort.weights))

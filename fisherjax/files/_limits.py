@@ -1,6 +1,7 @@
 """Dtypes and names that a file can hold, and limits for its size."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,22 +18,23 @@ CODES = {
 
 
 class Limits(NamedTuple):
-    """Limits for the size of uploads, which are checked before memory is allocated.
+    """Limits for the size of files, which are checked before memory is allocated.
 
     Attributes:
         header: Bytes of a file's header, which describes the arrays (default 4 MiB).
         arrays: Number of arrays and frozen leaves of a file (default 10,000).
-        name: Characters of the name of an array or a frozen leaf (default 1,000).
+        name: Characters of the name of an array, a leaf or a client (default 1,000).
         nesting: Depth to which dicts, operators and codes are nested (default 32).
-        expansion: Bytes of the decoded upload over the bytes of its file (default 1,000).
+        expansion: Bytes of the decoded arrays over the bytes of their file (default 1,100).
     """
 
-    # Generous for real networks: a thousand layers are described in about a megabyte.
+    # Generous for real networks: a thousand layers are described in about a megabyte. A compressed
+    # archive of zeros has 1,032 times the bytes of its file.
     header: int = 1 << 22
     arrays: int = 10_000
     name: int = 1_000
     nesting: int = 32
-    expansion: int = 1_000
+    expansion: int = 1_100
 
     def check(self, path: Path, which: str, found: int) -> None:
         """Check a size against a limit; the error says how to raise the limit."""
@@ -40,7 +42,7 @@ class Limits(NamedTuple):
         most = checks.count(f"the limit of {which}", getattr(self, which))
         if found > most:
             raise ValueError(
-                f"{str(path)!r} exceeds a limit for uploads: {_LIMITED[which]} is {found}; "
+                f"{str(path)!r} exceeds a limit for files: {_LIMITED[which]} is {found}; "
                 f"expected at most {most}. If you trust its sender, raise the limit: "
                 f"limits=files.Limits({which}={found}), or --limit {which}={found}"
             )
@@ -87,7 +89,8 @@ class ArrayKind(NamedTuple):
 
 def check_storable(name: str, dtype: Any) -> None:
     """Check that the format can hold an array of this name and dtype."""
-    if name == "__metadata__" or "\0" in name:  # the format reserves the first
+    # The format reserves one name, and has no lone surrogates.
+    if name == "__metadata__" or "\0" in name or re.search("[\ud800-\udfff]", name):
         raise ValueError(f"a leaf is called {name!r}, which a file cannot hold: rename it")
     # JAX's keys and floats of 8 bits have no code here.
     if getattr(dtype, "name", dtype) not in CODES:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from fisherjax._divergence import diverged, screen
 from fisherjax.compression import Difference
 from fisherjax.files import uploads
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits
+from fisherjax.files._paths import scratch
 from fisherjax.files.arrays import load_arrays
 from fisherjax.files.uploads import Record
 
@@ -38,13 +38,12 @@ def decoded_files(
     for record, spec, sizes in found:
         _check(record, spec, start)
         check_like(record, sizes, start, first, others)
-    # Beside the result, because the system's folder for temporary files may be small.
-    with tempfile.TemporaryDirectory(prefix=".unpacked-", dir=folder) as place:
+    with scratch(folder) as place:
         paths = [record.path for record, *_ in found]
         try:
             for number, (record, *_) in enumerate(found):
                 if record.codec != "none":
-                    paths[number] = Path(place) / f"{number}.safetensors"
+                    paths[number] = place / f"{number}.safetensors"
                     _write(paths[number], record, start, limits)
             yield paths
         except ValueError as error:
@@ -55,12 +54,12 @@ def decoded_files(
             raise ValueError(text) from error
 
 
-def start_by_name(start: Any) -> dict[str, np.ndarray] | None:
+def start_by_name(start: Any, limits: Limits = LIMITS) -> dict[str, np.ndarray] | None:
     """Return the model that clients started from by leaf name, from a pytree or its file."""
     if start is None:
         return None
     if isinstance(start, (str, os.PathLike)):
-        return load_arrays(start)
+        return load_arrays(start, limits=limits)
     return tree.by_name(jax.tree.map(np.asarray, tree.as_arrays(start)))
 
 

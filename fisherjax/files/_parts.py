@@ -1,6 +1,7 @@
 """Split values into parts that a merge does not couple; compute clients' shares of the vote."""
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +28,12 @@ class Part(NamedTuple):
 
     def with_names(self, message: Any) -> str:
         """Return a message with the names of leaves in place of their numbers."""
-        text = str(message)
-        for number, name in self.names.items():
-            text = text.replace(f"'{number}'", f"'{name}'")
-        return text
+
+        def named(quoted: re.Match[str]) -> str:
+            return "/".join(self.names.get(word, word) for word in quoted[0].split("/"))
+
+        # A number stands alone, or after what it is of, such as 'grams/0'.
+        return re.sub(r"(?<=')[^']*(?=')", named, str(message))
 
 
 def split(values: dict[str, Any]) -> list[Part]:

@@ -1,5 +1,6 @@
 """Make the method that merges uploads, and check that the uploads fit it and each other."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from fisherjax import algorithms, leaves, likelihoods
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.compression import Encoded, Slot
 from fisherjax.files._description_checks import STATISTICS
+from fisherjax.files._places import _some
 from fisherjax.files.uploads import Record, check_method
 from fisherjax.files.values import decode
 from fisherjax.typing import Model
@@ -16,18 +18,19 @@ from fisherjax.typing import Model
 
 def method_of(records: list[Record], name: str | None, options: dict) -> tuple[str, Algorithm]:
     """Make the method that merges the uploads; it never runs the network."""
-    made_for = sorted({record.algorithm for record in records})
-    if name is None and len(made_for) > 1:
-        raise ValueError(
-            f"The uploads were made for {made_for}; expected one algorithm: pass the `algorithm` "
-            "that is to merge them."
-        )
+    first = records[0]
+    for record in records:
+        if name is None and record.algorithm != first.algorithm:
+            raise ValueError(
+                f"{record.source} was made for {record.algorithm}, but {str(first.path)!r} for "
+                f"{first.algorithm}; expected one algorithm: pass the `algorithm` that is to merge "
+                "them."
+            )
     # The method that clients had in mind is the default, but any method with the same values will
     # do.
-    name = made_for[0] if name is None else name
+    name = first.algorithm if name is None else name
     check_method(name)
     _reads_of(name)
-    algorithms.check_options(name, options)
     # Factories require a model, from which a merge of files needs nothing.
     method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
     # Without a model there is no mask, against which the leaves of uploads would be checked.
@@ -56,10 +59,19 @@ def _no_network(*_: Any) -> Any:
 
 
 def check_clients(records: list[Record]) -> None:
-    """Check that no two uploads are of the same client."""
+    """Check that no two uploads are of the same client, and that all or none are plain."""
     owners: dict[str, Record] = {}
+    plain = [record for record in records if record.is_plain]
+    # Their weights are not comparable: one has a number of examples, the other has none.
+    if plain and len(plain) < len(records):
+        raise ValueError(
+            f"{plain[0].source} was written by another program: its arrays have no description; "
+            "expected only files of files.save_update, or only plain checkpoints."
+        )
     for record in records:
-        first = owners.setdefault(record.client, record)
+        # A plain checkpoint has no client but its file, which may have several paths.
+        own = os.path.realpath(record.path) if record.is_plain else record.client
+        first = owners.setdefault(own, record)
         # A client that counts twice would move the merge towards its own data.
         if first is not record:
             raise ValueError(
@@ -126,9 +138,8 @@ def check_untrained(records: list[Record]) -> None:
         # A leaf that one client trained and another froze has no meaningful mean.
         if differing := sorted({*record.frozen} ^ {*first.frozen}):
             raise ValueError(
-                f"{record.source} has the frozen leaves {list(record.frozen)}, but "
-                f"{str(first.path)!r} {list(first.frozen)}: they differ in {differing}. All "
-                "clients must have trained the same leaves of one network."
+                f"{record.source} has other frozen leaves than {str(first.path)!r}: they differ in "
+                f"{_some(differing)}. All clients must have trained the same leaves of one network."
             )
         try:
             leaves.check_moments(tuple(record.statistics))

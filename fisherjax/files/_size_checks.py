@@ -73,7 +73,8 @@ def check_sizes(
 
 def is_shape(value: Any) -> bool:
     """Return whether a value is a list of axes whose lengths are integers, as JSON holds them."""
-    is_list = isinstance(value, list | tuple)
+    # NumPy supports no more axes; the product of very many would take long.
+    is_list = isinstance(value, list | tuple) and len(value) <= 32
     # Booleans are integers in Python, but no lengths.
     return is_list and all(type(x) is int and 0 <= x < 2**60 for x in value)
 
@@ -83,6 +84,9 @@ def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     params, fisher = values.get("params"), values.get("fisher")
     if not isinstance(params, Mapping):
         return
+    # Params are flat: of an inner dict no leaf would have a name that a merge knows.
+    if inner := [name for name, x in params.items() if isinstance(x, Mapping)]:
+        raise ValueError(f"params/{inner[0]} is a dict; expected an array")
     shapes = {name: tuple(x.shape) for name, x in params.items() if hasattr(x, "shape")}
     # The template of an operator has the shapes of all leaves, even of encoded params.
     if isinstance(fisher, Dense | Kronecker):

@@ -14,16 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import numpy as safetensors
 
-from fisherjax.files._limits import check_storable
+from fisherjax.files import base
+from fisherjax.files._archive import read_archive
+from fisherjax.files._limits import LIMITS, Limits, check_storable
+from fisherjax.files._paths import atomic_file, checked_path
 from fisherjax.files._places import Places, _Place, _places, _some
-from fisherjax.files.base import atomic_file, checked_path
+from fisherjax.files._shown import shown_errors
 from fisherjax.tree import to_native
 
 
+@shown_errors()
 def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = None) -> None:
     """Write a pytree of arrays to one .safetensors file, with names such as "layers/0/kernel".
 
-    Writing is atomic: an old file at this path stays until the new one is complete.
+    Writing is atomic: an old file at this path stays until the new one is complete. If the path is
+    a link, the file that it names is written.
 
     Args:
         path: Path that ends in .safetensors, in a folder that exists.
@@ -55,8 +60,14 @@ def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = 
         file.write(safetensors.save(arrays))
 
 
+@shown_errors()
 def load_arrays(
-    path: str | os.PathLike, like: Any = None, *, mapping: Places | None = None, cast: bool = False
+    path: str | os.PathLike,
+    like: Any = None,
+    *,
+    mapping: Places | None = None,
+    cast: bool = False,
+    limits: Limits = LIMITS,
 ) -> Any:
     """Read a file of named arrays as NumPy arrays, which keep 64 bits whatever JAX's setting.
 
@@ -68,10 +79,13 @@ def load_arrays(
             transposed, as for `save_arrays`.
         cast: Whether to cast floats to the dtypes of `like`, for instance those of a float16,
             bfloat16 or float64 file to float32 (default False). Other dtypes are never changed.
+        limits: Limits for the size of the file, which are checked before memory is allocated.
 
     Raises:
-        ValueError: If the suffix is wrong, the file is damaged, its names, shapes or dtypes differ
-            from `like`, the mapping does not fit, or a number overflows in the cast.
+        ValueError: If the suffix is wrong, the file is damaged or exceeds the limits, its names,
+            shapes or dtypes differ from `like`, the mapping does not fit, or a number overflows in
+            the cast. Files with a SHA-256, as uploads and merged models have it, are compared with
+            it; other files do not tell whether a number was changed.
         FileNotFoundError: If there is no such file.
 
     Example:
@@ -87,8 +101,8 @@ def load_arrays(
         ... )
         {'bias': array([1., 1.], dtype=float16)}
     """
-    path = checked_path(path, ".safetensors", ".npz")
-    arrays = _read(path, cast)
+    path = checked_path(path, ".safetensors", ".npz", exists=True)
+    arrays = _read(path, cast, limits)
     if like is None:
         # Without `like` there are no names to map and no dtypes to cast to.
         if cast or mapping is not None:
@@ -160,21 +174,13 @@ def unflatten(arrays: Mapping[str, Any], separator: str = "/") -> dict[str, Any]
     return nested
 
 
-def _read(path: Path, cast: bool) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}")
-    try:
-        if path.suffix == ".npz":
-            # Loading a pickle can run any program, which an untrusted file must not.
-            with np.load(path, allow_pickle=False) as archive:
-                found = dict(archive)
-        else:
-            found = safetensors.load_file(path)
-    except Exception as error:  # safetensors, zipfile and zlib each have their own errors
-        raise ValueError(
-            f"{str(path)!r} is damaged or not a {path.suffix} file ({error}); expected arrays of "
-            "numbers, without Python objects: write it again"
-        ) from error
+def _read(path: Path, cast: bool, limits: Limits) -> dict[str, np.ndarray]:
+    if path.suffix == ".npz":
+        found = read_archive(path, limits)
+    else:
+        names = base.opened(path, limits).arrays
+        with base.damaged(path):
+            found = dict(zip(names, base.read(path, names), strict=True))
     # Floats of more bits than JAX supports are kept here only if they will be cast.
     is_cast = {name for name, x in found.items() if cast and x.dtype.type is np.longdouble}
     try:

@@ -9,8 +9,8 @@ import contextlib
 import hashlib
 import json
 import os
+import reprlib
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -20,24 +20,29 @@ import numpy as np
 from safetensors import safe_open
 
 from fisherjax.files._limits import CODES, LIMITS, ArrayKind, Limits, check_storable
+from fisherjax.files._paths import atomic_file, checked_path
+from fisherjax.files._shown import shown_errors
 
 FORMATS = 1, 2
 """Versions of the metadata that can be read. Version 2 has leaves that are not trained."""
-
+KINDS = "upload", "model"
+"""What a sealed file can be."""
 
 _ABOUT, _DIGEST, _LENGTH = "fisherjax", "sha256", 8
 _UNKNOWN = "0" * 64
 
 
 class Sealed(NamedTuple):
-    """A sealed file that was checked.
+    """A file that was checked.
 
     Attributes:
         path: Path of the file.
-        about: Description of the file, as its writer gave it.
+        about: Description of the file, as its writer gave it; empty for a plain file, which another
+            program or `save_arrays` wrote.
         arrays: Kind of each array, by name.
         nbytes: Size of the file in bytes.
-        digest: SHA-256 of the file, computed with zeros in place of the digest.
+        digest: SHA-256 of the file, computed with zeros in place of the digest; "" for a plain
+            file.
     """
 
     path: Path
@@ -45,35 +50,6 @@ class Sealed(NamedTuple):
     arrays: dict[str, ArrayKind]
     nbytes: int
     digest: str
-
-
-@contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file for writing; it replaces the one at `path` only once it is complete."""
-    # Otherwise the error would name the temporary file, which the user has never heard of.
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist: make it first")
-    # In the same folder, because a rename is atomic only within a file system; with a unique name,
-    # because there may be other writers.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with open(partial, "x+b") as file:
-            yield file
-            # The bytes reach the disk before the name, so that a power cut leaves no partial file.
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def checked_path(path: str | os.PathLike, *suffixes: str) -> Path:
-    """Return a path; raise if it does not end in one of the suffixes."""
-    path = Path(path)
-    if path.suffix not in suffixes:
-        known = " or ".join(suffixes)
-        raise ValueError(f"the file name {path.name!r} ends in {path.suffix!r}: end it in {known}")
-    return path
 
 
 @contextlib.contextmanager
@@ -120,6 +96,7 @@ def sealing(
         file.write(digest.encode())
 
 
+@shown_errors()
 def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
     """Check a sealed file, and return its description and the kinds of its arrays.
 
@@ -128,51 +105,88 @@ def unseal(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
             version, or its header exceeds the limits.
         FileNotFoundError: If there is no such file.
     """
-    path = checked_path(path, ".safetensors")
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}")
-    nbytes = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(_LENGTH), "little")
-        # A header that claims to be longer than the file is damaged, which is an error below.
-        limits.check(path, "header", length if length <= nbytes else 0)
-    try:
-        # safetensors compares offsets and lengths with the size of the file.
-        with safe_open(path, framework="np"):
-            pass
-        with open(path, "rb") as file:
-            file.seek(_LENGTH)
-            header = file.read(length)
-        entries = json.loads(header)
-        metadata = entries.pop("__metadata__", {})
-        about = json.loads(metadata.get(_ABOUT, "null"))
-    except Exception as error:  # safetensors has its own errors, and JSON may hold anything
-        raise ValueError(
-            f"{str(path)!r} is damaged, or is not a .safetensors file ({error}): ask its sender to "
-            "send it again"
-        ) from error
-    if not isinstance(about, dict):
+    file = opened(path, limits)
+    if not file.about:
         raise ValueError(
             f"{str(path)!r} was written by another program: its arrays have no description; "
             "expected a file of files.save_update or files.merge_files. Read its arrays with "
             "files.load_arrays"
         )
-    # Checked before the digest, so that a user of an old version hears what to do about it.
-    if (format_ := about.get("format")) not in FORMATS:
-        raise ValueError(
-            f"{str(path)!r} has format {format_!r} and was written by fisherjax "
-            f"{about.get('version')}; this is fisherjax {version()}, which reads formats "
-            f"{' and '.join(map(str, FORMATS))}: update it"
-        )
-    # Before the entries of the arrays are believed.
-    _check_digest(path, header, metadata.get(_DIGEST, ""))
+    return file
+
+
+@shown_errors()
+def opened(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
+    """Check a .safetensors file, sealed or plain, without reading its arrays into memory.
+
+    Raises:
+        ValueError: If the file is damaged, or its header exceeds the limits; if it is sealed, also
+            if a byte was changed, or a later version wrote it.
+        FileNotFoundError: If there is no such file.
+    """
+    path = checked_path(path, ".safetensors", exists=True)
+    nbytes = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(_LENGTH), "little")
+        # A header that claims to be longer than the file is damaged, which is an error below.
+        limits.check(path, "header", length if length <= nbytes else 0)
+        header = file.read(min(length, nbytes))
+    with damaged(path):
+        # safetensors compares offsets and lengths with the size of the file.
+        with safe_open(path, framework="np"):
+            pass
+        entries = json.loads(header, object_pairs_hook=_unique)
+        metadata = entries.pop("__metadata__", {})
+        about = json.loads(metadata.get(_ABOUT, "{}"), object_pairs_hook=_unique)
+        if not isinstance(about, dict) or bool(about) != (_DIGEST in metadata):
+            raise ValueError("it lacks its description or its digest")
+    if about:
+        _check_sealed(path, about, header, metadata[_DIGEST])
     limits.check(path, "arrays", len(entries))
     limits.check(path, "name", max(map(len, entries), default=0))
     arrays = {name: _kind(path, name, entry) for name, entry in entries.items()}
-    # An array of size zero takes no bytes, but its other axes may be of any length.
+    # An array of size zero takes no bytes, but its other axes may be of any length. Plain arrays
+    # are only read.
     longest = max((axis for kind in arrays.values() for axis in kind.shape), default=0)
-    limits.check(path, "expansion", longest // nbytes)
-    return Sealed(path, about, arrays, nbytes, metadata[_DIGEST])
+    limits.check(path, "expansion", longest // nbytes if about else 0)
+    return Sealed(path, about, arrays, nbytes, metadata.get(_DIGEST, ""))
+
+
+@contextlib.contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Turn the errors of other libraries, each of which has its own, into one about the file."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{str(path)!r} is damaged, or is not a {path.suffix} file ({error}); expected arrays "
+            "of numbers, without Python objects: write it again, or ask its sender to send it again"
+        ) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of pairs; raise if a name is there twice, as programs differ in which counts."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name is there twice")
+    return made
+
+
+def _check_sealed(path: Path, about: Mapping[str, Any], header: bytes, digest: str) -> None:
+    # Checked before the digest, so that a user of an old version hears what to do about it.
+    if (format_ := about.get("format")) not in FORMATS:
+        raise ValueError(
+            f"{str(path)!r} has format {reprlib.repr(format_)} and was written by fisherjax "
+            f"{about.get('version')}; this is fisherjax {version()}, which reads "
+            f"formats {' and '.join(map(str, FORMATS))}: update it"
+        )
+    # Before anything else of the header is believed.
+    _check_digest(path, header, digest)
+    if (what := about.get("what")) not in KINDS:
+        raise ValueError(
+            f"the header of {str(path)!r} says that it is {reprlib.repr(what)}; expected "
+            f"{' or '.join(map(repr, KINDS))}: update fisherjax"
+        )
 
 
 def _kind(path: Path, name: str, entry: Mapping[str, Any]) -> ArrayKind:

@@ -27,6 +27,7 @@ from fisherjax.files._limits import LIMITS, ArrayKind, Limits
 from fisherjax.files._packed import Opened, check_like, decoded_files, start_by_name
 from fisherjax.files._parts import split
 from fisherjax.files._reads import check_clients, check_untrained, common, method_of
+from fisherjax.files._shown import shown, shown_errors
 from fisherjax.files.uploads import Record
 
 # The average of statistics, the same for all methods; made once, so that it compiles once.
@@ -53,6 +54,7 @@ class Merge(NamedTuple):
     votes: dict[str, np.ndarray]
 
 
+@shown_errors()
 def merge_files(
     out: str | os.PathLike,
     paths: Sequence[str | os.PathLike],
@@ -76,23 +78,28 @@ def merge_files(
     are in the merged file only if `start` is given; they are then copied from it, bit for bit.
 
     Compressed uploads are decoded first, client by client, to files in a temporary folder beside
-    `out`. This needs memory for one client's decoded update and its codes, and disk space for the
-    decoded updates of all clients. As in `merging.merge`, a Fisher that rounding made indefinite
-    is replaced by the nearest positive semi-definite one.
+    `out`, which the next merge removes if this one is killed. This needs memory for one client's
+    decoded update and its codes, and disk space for the decoded updates of all clients. As in
+    `merging.merge`, a Fisher that rounding made indefinite is replaced by the nearest positive
+    semi-definite one.
 
     Args:
         out: Path of the merged model, arrays by leaf name, which `load_arrays` reads. It is written
             atomically. PFNM's merged model is wider than those of the clients.
-        paths: Paths of uploads that `save_update` wrote, one for each client.
-        algorithm: A name in `algorithms.METHODS` (default: that for which the uploads were made).
-        weights: Non-negative weights [M] (default: the clients' numbers of examples).
+        paths: Paths of uploads that `save_update` wrote, one for each client; or of plain
+            checkpoints, whose arrays of floats are averaged. Other arrays, such as counters, are
+            those of the first checkpoint or of `start`.
+        algorithm: A name in `algorithms.METHODS` (default: that for which the uploads were made;
+            "fedavg" for plain checkpoints).
+        weights: Non-negative weights [M] (default: the clients' numbers of examples; equal weights
+            for plain checkpoints).
         start: The model that clients started from, a pytree or a file of arrays by leaf name. It is
             needed for uploads that hold differences from it, and to copy frozen leaves.
         on_nonfinite: "raise" (default) or "drop" a client whose upload is not finite. A client that
             is dropped is left out of all layers; a warning, the result and the header of the merged
             file name the client and the leaf.
         progress: Function that is called with (names of leaves, number, count) before each part.
-        limits: Limits for the size of uploads, which are checked before memory is allocated.
+        limits: Limits for the size of the files, which are checked before memory is allocated.
         **options: Options of the method, such as damping; see `algorithms.options(algorithm)`.
 
     Raises:
@@ -120,19 +127,19 @@ def merge_files(
     out, paths = base.checked_path(out, ".safetensors"), list(paths)
     if not paths:
         raise ValueError("There are no uploads to merge; expected the path of at least one file.")
-    found = [uploads.open_upload(path, limits) for path in paths]
+    found = [uploads.open_upload(path, limits, plain=True) for path in paths]
     records, specs = [record for record, *_ in found], [spec for _, spec, _ in found]
     # Compared as files, because one file may have several paths.
     if out.exists() and any(out.samefile(record.path) for record in records):
         raise ValueError(f"{str(out)!r} is one of the uploads: write the model to another file.")
+    check_clients(records)
     name, method = method_of(records, algorithm, options)
     weights = check_weights(
         [x.examples for x in records] if weights is None else weights, len(records)
     )
     check_not_all_zero(weights)
-    check_clients(records)
     check_untrained(records)
-    start = start_by_name(start)
+    start = start_by_name(start, limits)
     if any(record.codec != "none" for record in records):
         # Decoded uploads are merged like all others, so that there is one way to merge.
         how = {"algorithm": algorithm, "on_nonfinite": on_nonfinite, "progress": progress}
@@ -182,9 +189,11 @@ def merge_files(
 
 def _frozen(found: Opened, start: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
     """Return the frozen leaves of the start, if there is one; check that the start fits."""
-    if start is None:
-        return {}
     first, _, others = found[0]
+    if start is None:
+        # Counters of a plain checkpoint have no mean, but whoever reads the model expects them.
+        kept = first.frozen if first.is_plain else ()
+        return dict(zip(kept, base.read(first.path, kept), strict=True))
     for record, _, sizes in found:
         check_like(record, sizes, start, first, others)
     if missing := [leaf for leaf in found[0][0].frozen if leaf not in start]:
@@ -200,7 +209,7 @@ def _left_out(records: list[Record], names: list[str], on_nonfinite: str) -> dic
     left_out = {}
     for record in records:
         # Leaf by leaf, up to the first that is not finite.
-        for name, array in zip(names, base.read(record.path, names), strict=True):
+        for name, array in zip(names, record.read(names), strict=True):
             if diverged(array[None]):
                 left_out[record.client] = name
                 break
@@ -212,7 +221,8 @@ def _left_out(records: list[Record], names: list[str], on_nonfinite: str) -> dic
             )
     if left_out:
         clients = "; ".join(f"client {client!r} for leaf '{x}'" for client, x in left_out.items())
-        warnings.warn(f"Left out, as uploads that are not finite: {clients}.", stacklevel=3)
+        text = f"Left out, as uploads that are not finite: {clients}."
+        warnings.warn(shown(text), stacklevel=4)
     return left_out
 
 

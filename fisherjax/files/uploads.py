@@ -5,10 +5,13 @@ can merge uploads without the network and its classes.
 """
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from fisherjax import algorithms, leaves, tree
 from fisherjax._core import checks
@@ -16,32 +19,35 @@ from fisherjax.algorithms.base import Update
 from fisherjax.files import base
 from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits
-from fisherjax.files._size_checks import check_sizes
+from fisherjax.files._shown import shown_errors
 from fisherjax.files.base import Sealed
 from fisherjax.files.values import check_single, decode, encode, flat, joined, shape_of
 
 THEN = "; "
 """Text between the kind of an update and the codec's name, in the kind of a compressed update."""
+_PARAMS = "params/"
 
 
 class Record(NamedTuple):
-    """Description of an upload.
+    """Description of an upload, or of a plain checkpoint, whose arrays are taken as params.
 
     Attributes:
         path: Path of the file.
-        client: Name of the client.
-        examples: Number of the client's examples, which is its weight.
+        client: Name of the client; the path of a plain checkpoint.
+        examples: Number of the client's examples, which is its weight; 1 for a plain checkpoint.
         algorithm: Method for which the upload was made, a name in `algorithms.METHODS`.
         kind: Kind of the update, in words.
         codec: Name of the codec that packed the arrays, "none" without one.
         layers: Shapes of the params by leaf name; None for encoded leaves of unknown shape.
         statistics: Shapes of running statistics by leaf name: leaves that training changes without
             a gradient.
-        frozen: Names of frozen leaves, which are not sent.
+        frozen: Names of frozen leaves, which are not sent; for a plain checkpoint, names of arrays
+            that are not of floats, such as counters.
         arrays: Kinds of the arrays in the file, by name.
         nbytes: Size of the file in bytes.
-        version: Version of fisherjax that wrote the file.
-        sha256: SHA-256 of the file, computed with zeros in place of the digest.
+        version: Version of fisherjax that wrote the file; "" for a plain checkpoint.
+        sha256: SHA-256 of the file, computed with zeros in place of the digest; "" for a plain
+            checkpoint.
     """
 
     path: Path
@@ -61,9 +67,22 @@ class Record(NamedTuple):
     @property
     def source(self) -> str:
         """The file and the client, for error messages."""
-        return f"{str(self.path)!r} of client {self.client!r}"
+        of_client = "" if self.is_plain else f" of client {self.client!r}"
+        return f"{str(self.path)!r}{of_client}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file is a plain checkpoint, without a description."""
+        return not self.sha256
+
+    def read(self, names: Sequence[str]) -> Iterator[np.ndarray]:
+        """Yield arrays one by one."""
+        # The arrays of a plain checkpoint are params, without a name for what they are.
+        cut = len(_PARAMS) if self.is_plain else 0
+        return base.read(self.path, [name[cut:] for name in names])
 
 
+@shown_errors()
 def save_update(
     path: str | os.PathLike,
     update: Update,
@@ -141,6 +160,7 @@ def _untrained(update: Update) -> dict[str, Any]:
     return {"format": base.FORMATS[-1]} | listed if listed else {}
 
 
+@shown_errors()
 def load_update(path: str | os.PathLike, *, limits: Limits = LIMITS) -> tuple[Update, Record]:
     """Read an upload, with params as a dict by leaf name and operators that act on this dict.
 
@@ -162,8 +182,6 @@ def load_update(path: str | os.PathLike, *, limits: Limits = LIMITS) -> tuple[Up
     # All at once, as the caller wants the whole update.
     arrays = dict(zip(record.arrays, base.read(record.path, record.arrays), strict=True))
     values = decode(record.path, spec, arrays.__getitem__)
-    # Checked again with the arrays, which tell how many bits a stream needs.
-    check_sizes(record.path, record.client, values, record.nbytes, limits)
     statistics = {name: arrays[f"{STATISTICS}/{name}"] for name in record.statistics}
     return Update(values, record.kind, statistics, record.frozen), record
 
@@ -194,9 +212,11 @@ def check_method(name: str) -> None:
 
 
 def open_upload(
-    path: str | os.PathLike, limits: Limits = LIMITS
+    path: str | os.PathLike, limits: Limits = LIMITS, *, plain: bool = False
 ) -> tuple[Record, dict[str, Any], dict[str, ArrayKind]]:
     """Check an upload, and read its record and the description of its values.
+
+    With `plain` a plain checkpoint is taken as an upload too, of FedAvg with weight one.
 
     Returns:
         The record, the description of the values, and the kinds that they decode to, by name.
@@ -205,15 +225,44 @@ def open_upload(
         ValueError: If the file is not an upload, or is refused as in `load_update`.
         FileNotFoundError: If there is no such file.
     """
-    file = base.unseal(path, limits)
+    file = base.opened(path, limits) if plain else base.unseal(path, limits)
+    if not file.about:
+        return _plain(file)
     # Merged models are sealed files too, but have no values that could be merged again.
-    if file.about.get("what") != "upload":
+    if file.about["what"] != "upload":
         raise ValueError(
-            f"{str(file.path)!r} is a {file.about.get('what')}; expected an upload of "
+            f"{str(file.path)!r} is a {file.about['what']}; expected an upload of "
             "files.save_update. Read its arrays with files.load_arrays"
         )
     sizes = check(file, limits)
     return record_of(file), file.about["values"], sizes
+
+
+def _plain(file: Sealed) -> tuple[Record, dict[str, Any], dict[str, ArrayKind]]:
+    """Take a plain checkpoint as an upload of FedAvg with weight one."""
+    floats = {
+        name: kind
+        for name, kind in file.arrays.items()
+        if jnp.issubdtype(jnp.dtype(kind.dtype), np.floating)
+    }
+    if not floats:
+        raise ValueError(f"{str(file.path)!r} has no arrays of floats, which could be merged")
+    record = Record(
+        path=file.path,
+        client=str(file.path),
+        examples=1,
+        algorithm="fedavg",
+        kind="params",
+        codec="none",
+        layers={name: kind.shape for name, kind in floats.items()},
+        statistics={},
+        frozen=tuple(sorted(file.arrays.keys() - floats.keys())),
+        arrays={_PARAMS + name: kind for name, kind in floats.items()},
+        nbytes=file.nbytes,
+        version="",
+        sha256="",
+    )
+    return record, {"dict": {"params": {"dict": dict.fromkeys(floats, "array")}}}, record.arrays
 
 
 def record_of(file: Sealed) -> Record:
