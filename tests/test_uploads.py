@@ -253,7 +253,7 @@ def test_uploads_of_several_methods_or_kinds_have_params_in_common(paths):
 
 def test_a_key_that_json_would_change_is_refused(tmp_path):
     update = Update({"params": {"w": np.ones(2)}, "grams": {1: np.eye(2)}}, "params, Gram matrices")
-    with pytest.raises(TypeError, match="A key of 'grams' is .*; expected a string"):
+    with pytest.raises(TypeError, match=r"A key of 'grams' is .*; expected a string"):
         save(tmp_path, "regmean", jax.tree.map(lambda x: np.stack([x] * 3), update))
 
 
