@@ -251,6 +251,12 @@ def test_uploads_of_several_methods_or_kinds_have_params_in_common(paths):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+def test_a_key_that_json_would_change_is_refused(tmp_path):
+    update = Update({"params": {"w": np.ones(2)}, "grams": {1: np.eye(2)}}, "params, Gram matrices")
+    with pytest.raises(TypeError, match=r"A key of 'grams' is .*; expected a string"):
+        save(tmp_path, "regmean", jax.tree.map(lambda x: np.stack([x] * 3), update))
+
+
 def test_an_upload_may_have_statistics_only(tmp_path):
     path, update = tmp_path / "a.safetensors", Update({"params": {}}, "x", {"mean": np.ones(2)})
     files.save_update(path, update, algorithm="fedavg", client="a", examples=1)
