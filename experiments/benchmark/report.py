@@ -14,7 +14,7 @@ import jax
 
 from experiments.benchmark.config import Config
 from experiments.benchmark.measure import Group, Measurement
-from experiments.harness import commands, records, tables
+from experiments.harness import commands, folders, records, tables
 
 CSV, JSON, PLOT = "results.csv", "results.json", "plot.png"
 MATMUL = "matrix product"
@@ -107,7 +107,7 @@ def _text(value: float | None) -> str:
 
 def environment() -> dict[str, Any]:
     """Return the hardware, the versions and the settings that times depend on."""
-    known = records.environment()
+    known = folders.environment()
     for package in ("torch", "nngeometry"):
         found = importlib.metadata.distributions(name=package)
         known[package] = next((one.version for one in found), None)
