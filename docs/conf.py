@@ -59,7 +59,7 @@ copybutton_prompt_is_regexp = True
 
 # References of our own are checked; those of other packages only where their indices can be read.
 nitpicky = True
-OTHERS = "chex|collections|enum|flax|functools|jax|numpy|optax|os|pathlib|types|typing"
+OTHERS = "chex|collections|enum|flax|fractions|functools|jax|numpy|optax|os|pathlib|types|typing"
 nitpick_ignore_regex = [(r"py:.*", rf"({OTHERS})\..*")]
 if os.environ.get("DOCS_ONLINE"):
     extensions.append("sphinx.ext.intersphinx")
