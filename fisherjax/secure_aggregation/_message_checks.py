@@ -1,6 +1,5 @@
 """Check the messages of clients and the server: sender, form, tag, view and number."""
 
-import hashlib
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -43,6 +42,12 @@ def check_place(agreed: Setting, place: Any, what: str) -> int:
         last = agreed.num_clients - 1
         raise ValueError(f"{what} {place!r}; expected an integer of 0 to {last}, a client's place.")
     return int(place)
+
+
+def checked_places(agreed: Setting, places: Iterable[Any], what: str) -> tuple[int, ...]:
+    """Return places of clients sorted, each once, as Python integers; raise if one is no place."""
+    checks.instance(f"{what}s", places, Iterable, "places of clients")
+    return tuple(sorted({check_place(agreed, place, what) for place in places}))
 
 
 def check_vector(agreed: Setting, what: str, values: Any) -> None:
@@ -162,21 +167,7 @@ def _check_tag(agreed: Setting, message: Any, stage: str) -> None:
 
 def _text(message: Any) -> bytes:
     """Compute the hash of a message without its tag, and of its kind."""
-    return keys.digest(type(message).__name__, *map(_plain, message[:-1]))
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as Python's types, with arrays hashed."""
-    if isinstance(value, np.ndarray):
-        little = value.astype(value.dtype.newbyteorder("<"), copy=False)
-        return little.dtype.str, value.shape, hashlib.sha256(little.tobytes()).digest()
-    if isinstance(value, Mapping):
-        # Places of another type would not compare; a representation always does.
-        return sorted([(_plain(key), _plain(x)) for key, x in value.items()], key=repr)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_plain, value))
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return int(value) if is_integer else value
+    return keys.digest(type(message).__name__, *message[:-1])
 
 
 def _check_form(agreed: Setting, message: Any) -> None:

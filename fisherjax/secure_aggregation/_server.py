@@ -22,9 +22,11 @@ from fisherjax.secure_aggregation._masks import (
 from fisherjax.secure_aggregation._message_checks import (
     by_client,
     check_enough,
+    checked_places,
     checked_roster,
     different_keys,
 )
+from fisherjax.secure_aggregation._setting import checked_setting
 from fisherjax.secure_aggregation.fixed_point import unsigned
 from fisherjax.secure_aggregation.messages import (
     Accepted,
@@ -36,9 +38,12 @@ from fisherjax.secure_aggregation.messages import (
     Shares,
 )
 
+_PARTNER = "The partners have client"
+
 
 def roster(agreed: Setting, messages: Iterable[Keys]) -> dict[int, Keys]:
     """Collect the public keys of all clients, which the server sends to each of them."""
+    agreed = checked_setting(agreed)
     return different_keys(by_client(agreed, messages, "advertise", plan_view(agreed)))
 
 
@@ -46,6 +51,7 @@ def deliver(
     agreed: Setting, roster: Mapping[int, Keys], messages: Iterable[Sealed]
 ) -> dict[int, dict[int, bytes]]:
     """Sort the boxes by receiver and then by sender, among the clients that sent boxes."""
+    agreed, roster = _agreed(agreed, roster)
     sent = by_client(agreed, messages, "share", roster_view(agreed, roster))
     known_to(roster, sent)
     return {
@@ -62,6 +68,7 @@ def partners(
     As long as a box of one client did not open for another, the client with most such boxes, sent
     or received, is left out, with a warning. One client cannot stop the others by garbage.
     """
+    agreed, roster = _agreed(agreed, roster)
     reports = by_client(agreed, messages, "accept", roster_view(agreed, roster))
     known_to(roster, reports)
     left = set(reports)
@@ -88,6 +95,8 @@ def survivors(
     messages: Iterable[Masked],
 ) -> tuple[int, ...]:
     """Find the clients whose vectors arrived; the server sends the result to each of them."""
+    agreed, roster = _agreed(agreed, roster)
+    partners = checked_places(agreed, partners, _PARTNER)
     view = mask_view(agreed, roster, partners)
     return known_to(partners, by_client(agreed, messages, "mask", view))
 
@@ -100,6 +109,9 @@ def confirmed(
     messages: Iterable[Confirmed],
 ) -> list[Confirmed]:
     """Collect the signatures of the survivors, which the server sends to each of them."""
+    agreed, roster = _agreed(agreed, roster)
+    partners = checked_places(agreed, partners, _PARTNER)
+    stayed = checked_places(agreed, stayed, "The survivors have client")
     view = survivors_view(mask_view(agreed, roster, partners), stayed)
     found = by_client(agreed, messages, "confirm", view)
     known_to(stayed, found)
@@ -120,7 +132,8 @@ def finish(
             unmasked; if a message comes from, or is about, a client that it cannot be; or if a
             recovered secret is not the one that its owner published.
     """
-    roster = checked_roster(agreed, roster)
+    agreed, roster = _agreed(agreed, roster)
+    partners = checked_places(agreed, partners, _PARTNER)
     view = mask_view(agreed, roster, partners)
     arrived = by_client(agreed, masked, "mask", view)
     stayed = known_to(partners, arrived)
@@ -159,6 +172,12 @@ def finish(
             key = pair_key(view, private, place, roster[other])
             add_pair(agreed, total, key, place, other)
     return total
+
+
+def _agreed(agreed: Setting, roster: Mapping[int, Keys]) -> tuple[Setting, dict[int, Keys]]:
+    """Return setting and roster in the types in which clients hash them."""
+    agreed = checked_setting(agreed)
+    return agreed, checked_roster(agreed, roster)
 
 
 def known_to(known: Iterable[int], found: Iterable[int]) -> tuple[int, ...]:

@@ -32,7 +32,8 @@ def setting(
     checks.instance("verifiers", verifiers, Sequence, "a public Ed25519 key for each client")
     verifiers = tuple(verifiers)
     sizes = {len(x) if isinstance(x, bytes) else None for x in verifiers}
-    if verifiers and (sizes != {keys.SECRET} or len(set(verifiers)) != num_clients):
+    numbers = {len(verifiers), len(set(verifiers))}
+    if verifiers and (sizes != {keys.SECRET} or numbers != {num_clients}):
         raise ValueError(
             f"There are {len(verifiers)} verifiers of {num_clients} clients; expected a public "
             f"Ed25519 key of {keys.SECRET} bytes for each, all different, from keys.verifier."
@@ -45,10 +46,11 @@ def setting(
     threshold = safe if threshold is None else checks.count("threshold", threshold)
     if not least <= threshold <= num_clients:
         kind = "signed" if verifiers else "unsigned"
+        expected = f"{least} to {num_clients}" if least < num_clients else num_clients
         raise ValueError(
-            f"threshold is {threshold} with {num_clients} clients; expected {least} to "
-            f"{num_clients} with {kind} messages, as fewer clients could reveal the vector of "
-            "another, and no more than all clients can stay."
+            f"threshold is {threshold} with {num_clients} clients; expected {expected} with "
+            f"{kind} messages, as fewer clients could reveal the vector of another, and no more "
+            "than all clients can stay."
         )
     length = checks.count("length", length)
     return Setting(int(num_clients), threshold, length, int(bits), session, encoding, verifiers)
@@ -61,6 +63,6 @@ def stages(agreed: Setting) -> tuple[str, ...]:
 
 
 def checked_setting(agreed: Setting) -> Setting:
-    """Return a setting; raise if it is none, or none that `setting` makes."""
+    """Return a setting as `setting` makes it, to be hashed; raise if it would make none such."""
     checks.instance("agreed", agreed, Setting, "the result of protocol.setting")
     return setting(*agreed)

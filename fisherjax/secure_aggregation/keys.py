@@ -6,9 +6,12 @@ derivation, so that keys of different uses, rounds or directions are independent
 """
 
 import hashlib
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from fisherjax._core import checks
 
@@ -19,13 +22,12 @@ _NONCE = 12
 _FIELD = 2**255 - 19
 # Any private key does: all are multiples of eight, so that points of low order become zero.
 _FIXED = bytes(SECRET)
-# Of fewer bytes, random ones are too often alike.
 
 
 def digest(*parts: Any) -> bytes:
-    """Compute SHA-256 of numbers, texts, bytes and tuples of them, all of one representation."""
+    """Compute SHA-256 of numbers, texts, bytes, arrays, and sequences and mappings of them."""
     # Python's representation of these types is unique, so that different parts differ in it.
-    return hashlib.sha256(repr(parts).encode()).digest()
+    return hashlib.sha256(repr(_plain(parts)).encode()).digest()
 
 
 def pair(entropy: Callable[[int], bytes]) -> tuple[bytes, bytes]:
@@ -159,6 +161,20 @@ def is_signed(verifier: bytes, signature: Any, text: bytes) -> bool:
     except (InvalidSignature, TypeError):
         return False
     return True
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as Python's types, with arrays hashed."""
+    if isinstance(value, np.ndarray):
+        little = value.astype(value.dtype.newbyteorder("<"), copy=False)
+        return little.dtype.str, value.shape, hashlib.sha256(little.tobytes()).digest()
+    if isinstance(value, Mapping):
+        # Places of another type would not compare; a representation always does.
+        return sorted([(_plain(key), _plain(x)) for key, x in value.items()], key=repr)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return int(value) if is_integer else value
 
 
 def _box(key: bytes) -> Any:

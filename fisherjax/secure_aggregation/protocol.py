@@ -49,6 +49,7 @@ from fisherjax.secure_aggregation._message_checks import (
     check_enough,
     check_place,
     check_vector,
+    checked_places,
     checked_roster,
     tagged,
 )
@@ -133,7 +134,7 @@ def share(
         ValueError: If the roster has an invalid place or key, a key twice, or other keys than the
             client's own at its place. A server with such a roster could read secrets.
     """
-    _begin(agreed, own, "share")
+    agreed = _begin(agreed, own, "share")
     roster, entropy = checked_roster(agreed, roster), checked_entropy(entropy)
     # A server that replaces a client's keys would sit between it and all others.
     published = (*map(keys.public, own.private_keys), commitment(agreed, own.seed))
@@ -163,7 +164,7 @@ def accept(agreed: Setting, own: Client, boxes: Mapping[int, bytes]) -> tuple[Cl
     A box that does not open, or that is missing, is no error: the server learns of it, and leaves
     a client out if need be, before any vector is masked.
     """
-    _begin(agreed, own, "accept")
+    agreed = _begin(agreed, own, "accept")
     what = f"Client {own.place} got a box of client"
     checks.instance(f"What client {own.place} got", boxes, Mapping, "boxes by sender")
     known_to(own.roster.keys() - {own.place}, [check_place(agreed, x, what) for x in boxes])
@@ -193,7 +194,7 @@ def mask(
         ValueError: If there are too few partners, one whose box did not open is among them, or the
             vector has another length or type than agreed.
     """
-    _begin(agreed, own, "mask")
+    agreed = _begin(agreed, own, "mask")
     partners = _group(agreed, own, partners, own.shares, "accept")
     check_vector(agreed, f"The vector of client {own.place}", values)
     view = mask_view(agreed, own.roster, partners)
@@ -214,7 +215,7 @@ def confirm(agreed: Setting, own: Client, stayed: Iterable[int]) -> tuple[Client
 
     Only for signed messages: nobody could check a list that is not signed.
     """
-    _begin(agreed, own, "confirm")
+    agreed = _begin(agreed, own, "confirm")
     stayed = _group(agreed, own, stayed, own.partners, "mask")
     view = survivors_view(mask_view(agreed, own.roster, own.partners), stayed)
     return _sent(own, "confirm", Confirmed(own.place, view), stayed=stayed)
@@ -238,7 +239,7 @@ def unmask(
             whose vectors arrived, or if messages are signed and fewer clients than the threshold
             confirmed the same survivors.
     """
-    _begin(agreed, own, "unmask")
+    agreed = _begin(agreed, own, "unmask")
     stayed = _group(agreed, own, stayed, own.partners, "mask")
     view = survivors_view(mask_view(agreed, own.roster, own.partners), stayed)
     if agreed.verifiers:
@@ -254,9 +255,11 @@ def unmask(
     return _sent(own, "unmask", Shares(own.place, seeds, masks, view))
 
 
-def _begin(agreed: Setting, own: Client, stage: str) -> None:
-    """Check that it is a client's turn to send the message of a stage, which it does only once."""
-    order = stages(checked_setting(agreed))
+def _begin(agreed: Setting, own: Client, stage: str) -> Setting:
+    """Return the setting if it is a client's turn to send the message of a stage, only once."""
+    agreed = checked_setting(agreed)
+    checks.instance("own", own, Client, "the client's state, which the stage before returned")
+    order = stages(agreed)
     checks.one_of("The stage", stage, order)
     before = order[order.index(stage) - 1]
     # Two answers from one state, such as two vectors under the same masks, would reveal secrets.
@@ -271,6 +274,7 @@ def _begin(agreed: Setting, own: Client, stage: str) -> None:
             f"Client {own.place} drew its keys for another setting; expected the same at every "
             "stage."
         )
+    return agreed
 
 
 def _sent(own: Client, stage: str, message: Any, **received: Any) -> tuple[Client, Any]:
@@ -285,12 +289,11 @@ def _group(
 ) -> tuple[int, ...]:
     """Return clients that the server names, sorted; raise if they cannot be those after a stage."""
     what = f"Client {own.place} got the client"
-    checks.instance(f"What client {own.place} got", places, Iterable, "places of clients")
-    found = {check_place(agreed, place, what) for place in places}
+    found = checked_places(agreed, places, what)
     check_enough(agreed, len(found), stage)
-    if not {own.place} <= found <= set(known):
+    if not {own.place} <= set(found) <= set(known):
         raise ValueError(
-            f"Client {own.place} got the clients {sorted(found)} after stage '{stage}'; expected "
+            f"Client {own.place} got the clients {list(found)} after stage '{stage}'; expected "
             f"some of {sorted(known)}, client {own.place} among them."
         )
-    return tuple(sorted(found))
+    return found

@@ -1,0 +1,62 @@
+"""What users pass to a secure sum: taken in whatever form it has, or refused in words."""
+
+import os
+
+import numpy as np
+import pytest
+
+from fisherjax.secure_aggregation import keys, protocol
+
+FORMS = {
+    "array": np.array,
+    "NumPy's integers": lambda x: list(map(np.int64, x)),
+    "bytes of NumPy": lambda x: [np.uint8(place) for place in x],
+    "another order": lambda x: tuple(reversed(x)),
+    "each twice": lambda x: [*x, *x],
+    "an iterator": iter,
+}
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_server_takes_places_and_settings_in_every_form(form, is_signed):
+    """As they are read from files and computed by NumPy, when clients got Python's integers."""
+    number, told = 4, FORMS[form]
+    signing = [os.urandom(32) for _ in range(number)] if is_signed else [b""] * number
+    verifiers = list(map(keys.verifier, signing)) if is_signed else []
+    agreed = protocol.setting(number, None, 2, 32, b"one", b"", verifiers)
+    # As from JSON, where tuples are lists, and from NumPy.
+    loose = agreed._replace(num_clients=np.int64(number), verifiers=verifiers)
+    values = np.arange(8, dtype=np.uint32).reshape(number, 2)
+
+    def step(function, places, *given):
+        found = [function(loose, own[u], *(x[u] for x in given)) for u in places]
+        own.update(zip(places, [state for state, _ in found], strict=True))
+        return [message for _, message in found]
+
+    places = range(number)
+    first = [protocol.advertise(loose, u, os.urandom, signing[u]) for u in places]
+    own = dict(enumerate(state for state, _ in first))
+    public = protocol.roster(loose, [message for _, message in first])
+    sent = step(lambda a, o: protocol.share(a, o, public, os.urandom), places)
+    # The roster that the server keeps, by NumPy's integers.
+    kept = {np.int64(u): x for u, x in public.items()}
+    boxes = protocol.deliver(loose, kept, sent)
+    partners = protocol.partners(loose, kept, step(protocol.accept, places, boxes))
+    masked = step(lambda a, o, x: protocol.mask(a, o, partners, x), places, values)[:3]
+    stayed = protocol.survivors(loose, kept, told(partners), masked)
+    assert stayed == (0, 1, 2)
+    seen = []
+    if is_signed:
+        said = step(lambda a, o: protocol.confirm(a, o, told(stayed)), stayed)
+        seen = protocol.confirmed(loose, kept, told(partners), told(stayed), said)
+    answers = step(lambda a, o: protocol.unmask(a, o, stayed, seen), stayed)
+    total = protocol.finish(loose, kept, told(partners), masked, answers)
+    np.testing.assert_array_equal(total, values[:3].sum(0))
+
+
+def test_one_verifier_too_many_is_refused():
+    """Though as many are different as there are clients, places 0 and 1 had the same."""
+    known = [keys.verifier(os.urandom(32)) for _ in range(3)]
+    with pytest.raises(ValueError, match="There are 4 verifiers of 3 clients"):
+        protocol.setting(3, None, 1, 32, b"one", b"", [known[0], *known])
