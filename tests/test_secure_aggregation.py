@@ -104,7 +104,7 @@ def test_what_does_not_fit_the_ring_is_refused_by_name(given, said):
         (np.zeros(1), 0.0, 2, 32, "bound of leaf '' is 0"),
         (np.zeros(1), np.nan, 2, 32, "bound of leaf '' is nan"),
         (np.zeros(1), {"w": 1.0}, 2, 32, r"bound has leaves \['w'\]"),
-        (np.zeros(1, int), 1e9, 4, 32, "4 clients with leaf '' up to 1e.09"),
+        (np.zeros(1, int), 1e9, 4, 32, "4 clients with leaf '' up to 1000000000.0"),
         (np.zeros(1), 1.0, 4, 24, "bits is 24"),
         (np.zeros(1), 1.0, 0, 32, "num_clients is 0"),
         ({}, 1.0, 2, 32, "no leaves"),
@@ -400,7 +400,7 @@ def test_a_duplicated_client_is_named(played):
         (lambda p: protocol.setting(2, 2, 1, 32, b"", b"", [bytes(32)] * 2), "all different"),
         (lambda p: protocol.advertise(p.setting, 3, entropy()), "place is 3"),
         (lambda p: protocol.advertise(p.setting, 0, entropy(), bytes(32)), "is another"),
-        (lambda p: protocol.advertise(p.setting, 0, entropy(), b"x"), "signing key is a bytes"),
+        (lambda p: protocol.advertise(p.setting, 0, entropy(), b"x"), "signing key has 1 bytes"),
         (lambda p: protocol.advertise((3, 2, 1), 0, entropy()), "agreed is a tuple"),
         (
             lambda p: protocol.mask(p.setting, fresh(p.states[0]), p.partners, np.zeros(2)),
@@ -830,7 +830,7 @@ def test_as_many_keys_as_the_threshold_are_enough():
 @pytest.mark.parametrize("bits", [32, 64])
 def test_integers_at_the_edge_of_their_bound_do_not_wrap(number, bits):
     """The largest bound that is accepted, by all clients, has the sum of Python's integers."""
-    edge = (2 ** (bits - 1) - 1) // number - 1
+    edge = (2 ** (bits - 1) - 1) // number
     ring = fixed_point.ring(np.zeros(2, int), edge, number, bits)
     row = fixed_point.encode(ring, np.array([edge, -edge]))
     total = np.multiply(row, number, dtype=row.dtype)

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from fisherjax.secure_aggregation import keys, protocol
+from fisherjax.secure_aggregation import fixed_point, keys, protocol
 
 FORMS = {
     "array": np.array,
@@ -60,3 +60,33 @@ def test_one_verifier_too_many_is_refused():
     known = [keys.verifier(os.urandom(32)) for _ in range(3)]
     with pytest.raises(ValueError, match="There are 4 verifiers of 3 clients"):
         protocol.setting(3, None, 1, 32, b"one", b"", [known[0], *known])
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("number", [1, 3, 1000])
+def test_a_sum_is_finite_or_refused(number, bits):
+    """In float64, in which it is returned: the largest bound, and the first beyond."""
+    most = np.finfo(float).max
+    for bound in (most, most / number, most / number * (1 - 1e-6)):
+        if bound >= most / number:
+            with pytest.raises(ValueError, match="overflow float64"):
+                fixed_point.ring(np.zeros(1), bound, number, bits)
+            continue
+        ring = fixed_point.ring(np.zeros(1), bound, number, bits)
+        row = fixed_point.encode(ring, np.array([bound]))
+        total = fixed_point.decode(ring, np.multiply(row, number, dtype=row.dtype))
+        np.testing.assert_allclose(total, number * bound, rtol=number / 2.0**29)
+
+
+def test_what_is_beyond_a_bound_is_written_with_its_last_digit():
+    ring = fixed_point.ring(np.zeros(1), 1.0, 3)
+    with pytest.raises(ValueError, match=r"entry of 1\.0000000000000002, beyond .* bound 1\.0\."):
+        fixed_point.encode(ring, np.array([1 + 2.0**-52]))
+    with pytest.raises(ValueError, match="up to 715827883 overflow integers of 32 bits"):
+        fixed_point.ring(np.zeros(1, int), 715827883, 3)
+
+
+@pytest.mark.parametrize("bound", [0, -1, -0.5, np.inf, np.nan])
+def test_a_bound_is_positive_in_one_sentence(bound):
+    with pytest.raises(ValueError, match="expected a positive number that is finite"):
+        fixed_point.ring(np.zeros(1), bound, 3)

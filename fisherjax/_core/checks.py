@@ -78,9 +78,13 @@ def is_in_host_memory(value: Any) -> bool:
 
 def positive(name: str, value: Any) -> None:
     """Check that a value is a number above zero; traced values pass."""
-    number(name, value)
-    if not is_traced(value) and not value > 0:
-        raise ValueError(f"{name} is {value}; expected a positive number.")
+    if is_traced(value):
+        return
+    expected = "a positive number that is finite"
+    if not _is_real(value):
+        raise TypeError(f"{name} is {value!r}; expected {expected}.")
+    if _is_huge(value) or not 0 < value < math.inf:  # negated: NaN compares false
+        raise ValueError(f"{name} is {value}; expected {expected}.")
 
 
 def one_of(name: str, value: Any, known: Iterable[Any], where: str = "") -> None:

@@ -78,7 +78,8 @@ def ring(like: Any, bound: Any, num_clients: int, bits: int = 32, room: float = 
     """Make the encoding of a pytree: the largest e with num_clients (bound 2^e + 1) < 2^(bits - 1).
 
     Rounding changes an entry of one client by at most 2^-(e + 1), which is about
-    bound num_clients / 2^bits.
+    bound num_clients / 2^bits. Integers have e = 0 and are not rounded: for them,
+    num_clients bound < 2^(bits - 1).
 
     Args:
         like: Pytree of floating or integer arrays, or of their shapes, like that of each client.
@@ -89,7 +90,8 @@ def ring(like: Any, bound: Any, num_clients: int, bits: int = 32, room: float = 
         room: Largest absolute value of a client's noise, added to the bound (default 0).
 
     Raises:
-        ValueError: If a bound is not positive, or the integers of a leaf overflow.
+        ValueError: If a bound is not positive, or the sum of a leaf overflows the integers or, in
+            floating point, float64.
         TypeError: If a leaf is neither floating nor integer.
 
     Example:
@@ -105,8 +107,8 @@ def ring(like: Any, bound: Any, num_clients: int, bits: int = 32, room: float = 
         raise ValueError("The pytree to add up has no leaves; expected at least one array.")
     bounds = _bounds(bound, structure)
     checks.number("room", room)
-    # The largest number of one client; one is left for rounding.
-    most = (2 ** (bits - 1) - 1) // num_clients - 1
+    # The largest number of one client.
+    share = (2 ** (bits - 1) - 1) // num_clients
     written = []
     for name, leaf, limit in zip(tree.names(like), leaves, bounds, strict=True):
         checks.positive(f"the bound of leaf '{name}'", limit)
@@ -117,15 +119,24 @@ def ring(like: Any, bound: Any, num_clients: int, bits: int = 32, room: float = 
         exact = np.asarray(limit).item()
         needed = exact + math.ceil(room) if is_integer else float(exact) + room
         checks.number(f"the bound of leaf '{name}' and the room for noise", needed)
+        # One is left for rounding, which integers do not need.
+        most = share if is_integer else share - 1
         exponent = 0 if is_integer else _exponent(needed, max(most, 1))
         # An overflow would wrap around silently, and the sum would be wrong without any sign of it.
         if most < 1 or (is_integer and needed > most):
             raise ValueError(
-                f"{num_clients} clients with leaf '{name}' up to {limit:g} overflow integers of "
+                f"{num_clients} clients with leaf '{name}' up to {exact!r} overflow integers of "
                 f"{bits} bits; expected a smaller bound, fewer clients, or bits=64."
             )
+        # An entry is rounded by at most half of its last bit, the decoded sum by that of float64.
+        most_sum = num_clients * (needed * (1 + 1e-15) + math.ldexp(0.5, -exponent))
+        if not is_integer and most_sum == math.inf:
+            raise ValueError(
+                f"{num_clients} clients with leaf '{name}' up to {exact!r} overflow float64, in "
+                "which the sum is returned; expected a smaller bound or fewer clients."
+            )
         written.append(Leaf(name, jnp.shape(leaf), is_integer, exact, exponent))
-    return Ring(bits, tuple(written), structure, float(room))
+    return Ring(int(bits), tuple(written), structure, float(room))
 
 
 def digest(agreed: Ring) -> bytes:
@@ -209,10 +220,9 @@ def _encoded(leaf: Leaf, values: Any, who: str) -> np.ndarray:
         )
     # One client beyond the bound could overflow the sum of all, which nobody sees under masks.
     if largest > leaf.bound:
-        most, bound = [f"{x:.6g}" if isinstance(x, float) else x for x in (largest, leaf.bound)]
         raise ValueError(
-            f"Leaf '{leaf.name}' of {who} has an entry of {most}, beyond the agreed bound "
-            f"{bound}. Agree on a larger bound, or clip the updates."
+            f"Leaf '{leaf.name}' of {who} has an entry of {largest!r}, beyond the agreed bound "
+            f"{leaf.bound!r}. Agree on a larger bound, or clip the updates."
         )
     if leaf.is_integer:
         return array.astype(np.int64).ravel()

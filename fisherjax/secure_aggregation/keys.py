@@ -138,9 +138,11 @@ def unseal(key: bytes, box: bytes, header: bytes) -> bytes:
 def verifier(signing: Any) -> bytes:
     """Compute the public key that verifies the signatures of a private signing key of 32 bytes."""
     if not isinstance(signing, bytes) or len(signing) != SECRET:
+        is_bytes = isinstance(signing, bytes)
+        given = f"has {len(signing)} bytes" if is_bytes else f"is {checks.kind_of(signing)}"
         raise ValueError(
-            f"A signing key is {checks.kind_of(signing)}; expected the {SECRET} bytes of a private "
-            "Ed25519 key, such as os.urandom(32), whose public key the others know beforehand."
+            f"A signing key {given}; expected the {SECRET} bytes of a private Ed25519 "
+            "key, such as os.urandom(32), whose public key the others know beforehand."
         )
     return (
         _signatures().Ed25519PrivateKey.from_private_bytes(signing).public_key().public_bytes_raw()

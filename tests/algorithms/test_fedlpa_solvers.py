@@ -116,7 +116,7 @@ def test_a_problem_without_a_preconditioner_is_refused(name):
     [
         ({"steps": 0}, "steps is 0; expected an integer"),
         ({"learning_rate": 0}, "learning_rate is 0; expected a positive number"),
-        ({"learning_rate": float("inf")}, "learning_rate is inf; expected a finite number"),
+        ({"learning_rate": float("inf")}, "learning_rate is inf; expected a positive number"),
         ({"power_iterations": 0}, "power_iterations is 0; expected an integer"),
     ],
 )

@@ -38,17 +38,23 @@ def test_numbers_of_any_library_are_numbers(value):
     checks.number("damping", value)
 
 
+SENTENCES = {
+    checks.number: "a finite number, zero or more",
+    checks.positive: "a positive number that is finite",
+}
+
+
 @pytest.mark.parametrize("value", ["0.5", None, 1j, np.ones(1), jnp.ones((1, 1)), [0.5]])
 def test_what_is_no_number_is_named(value):
-    for check in (checks.number, checks.positive):
-        with pytest.raises(TypeError, match=r"damping is .*; expected a finite number, zero or mo"):
+    for check, said in SENTENCES.items():
+        with pytest.raises(TypeError, match=rf"damping is .*; expected {said}\.$"):
             check("damping", value)
 
 
 @pytest.mark.parametrize("value", [-1e-9, np.nan, np.inf, -np.inf, jnp.array(jnp.nan)])
 def test_numbers_below_zero_or_not_finite_are_refused(value):
-    for check in (checks.number, checks.positive):
-        with pytest.raises(ValueError, match=r"damping is .*; expected a finite number, zero or m"):
+    for check, said in SENTENCES.items():
+        with pytest.raises(ValueError, match=rf"damping is .*; expected {said}\.$"):
             check("damping", value)
 
 
