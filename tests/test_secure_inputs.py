@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from fisherjax.secure_aggregation import fixed_point, keys, protocol
+from fisherjax.secure_aggregation import fixed_point, keys, protocol, secure_sum
 
 FORMS = {
     "array": np.array,
@@ -90,3 +90,44 @@ def test_what_is_beyond_a_bound_is_written_with_its_last_digit():
 def test_a_bound_is_positive_in_one_sentence(bound):
     with pytest.raises(ValueError, match="expected a positive number that is finite"):
         fixed_point.ring(np.zeros(1), bound, 3)
+
+
+@pytest.mark.parametrize("make", [list, iter, tuple, np.stack, lambda x: (row for row in x)])
+def test_contributions_come_in_any_order_that_has_one(make):
+    rows = list(np.eye(3) / 2)
+    gone = {"mask": iter([np.int64(1)])}
+    found = secure_sum(make(rows), 1.0, threshold=2, entropy=os.urandom, absent=gone)
+    assert found.total.tolist() == [0.5, 0, 0.5]
+
+
+WRONG = {
+    "a dict of clients": ({"contributions": {"a": np.eye(3)}}, "contributions is a dict"),
+    "a number": ({"contributions": 3.0}, "contributions is a float"),
+    "an array without clients": ({"contributions": np.array(1.0)}, "contributions is a ndarray"),
+    "a place for places": ({"absent": {"mask": 1}}, r"absent\['mask'\] has clients 1; expected"),
+    "True for a place": ({"absent": {"mask": [True]}}, r"absent\['mask'\] has client True"),
+    "pairs": ({"absent": [("mask", [1])]}, "absent is a list"),
+    "a function for noise": ({"noise": lambda leaf: 0}, "noise is a function; expected fixed_poi"),
+    "noise that draws nothing": ({"noise": fixed_point.Noise(1, 2.0)}, "noise.draw is 1"),
+    "no signing keys": ({"signing": None}, "signing is a NoneType"),
+    "a short signing key": ({"signing": [bytes(31)] * 3}, "A signing key has 31 bytes"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_no_argument_of_a_sum_is_refused_in_words(what):
+    given, said = WRONG[what]
+    how = {"contributions": list(np.eye(3)), "bound": 1.0, "entropy": os.urandom} | given
+    with pytest.raises((ValueError, TypeError), match=said):
+        secure_sum(**how)
+
+
+def test_what_is_no_state_or_roster_is_refused_in_words():
+    agreed = protocol.setting(3, None, 3, 32, b"one")
+    for act, said in (
+        (lambda: protocol.mask(agreed, None, (0, 1), None), "own is a NoneType; expected the cli"),
+        (lambda: protocol.deliver(agreed, [1, 2], []), "The roster is a list; expected the keys"),
+        (lambda: protocol.survivors(agreed, {}, (0, 1), []), "0 clients are left after stage 'ad"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            act()

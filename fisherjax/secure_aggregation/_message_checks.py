@@ -46,7 +46,8 @@ def check_place(agreed: Setting, place: Any, what: str) -> int:
 
 def checked_places(agreed: Setting, places: Iterable[Any], what: str) -> tuple[int, ...]:
     """Return places of clients sorted, each once, as Python integers; raise if one is no place."""
-    checks.instance(f"{what}s", places, Iterable, "places of clients")
+    if not isinstance(places, Iterable) or getattr(places, "shape", None) == ():
+        raise TypeError(f"{what}s {places!r}; expected places of clients, such as [0, 1].")
     return tuple(sorted({check_place(agreed, place, what) for place in places}))
 
 

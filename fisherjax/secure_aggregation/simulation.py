@@ -1,6 +1,6 @@
 """Run secure aggregation of all clients in one process, for pytrees and for algorithms."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from fisherjax.clients import shares
 from fisherjax.merging._running_statistics import add_up
 from fisherjax.merging._server_half import decode_and_screen, split_params
 from fisherjax.secure_aggregation import fixed_point, keys, protocol
+from fisherjax.secure_aggregation._message_checks import checked_places
 from fisherjax.secure_aggregation.messages import Setting
 from fisherjax.secure_aggregation.protocol import Entropy
 from fisherjax.typing import Params, Weights
@@ -30,20 +31,21 @@ class SecureSum(NamedTuple):
 
 
 def secure_sum(
-    contributions: Sequence[Any],
+    contributions: Iterable[Any],
     bound: Any,
     *,
     entropy: Entropy,
     threshold: int | None = None,
     bits: int = 32,
-    absent: Mapping[str, Collection[int]] | None = None,
+    absent: Mapping[str, Iterable[int]] | None = None,
     signing: Sequence[bytes] = (),
     noise: fixed_point.Noise | None = None,
 ) -> SecureSum:
     """Run all rounds of `protocol` with M clients, and return the exact sum of rounded values.
 
     Args:
-        contributions: One pytree for each client, all of the same structure and shapes.
+        contributions: One pytree for each client, all of the same structure and shapes, or an array
+            of one row for each.
         bound: Largest absolute value of an entry: one number, or one for each leaf.
         entropy: Function from a number of bytes to random bytes: `os.urandom`, or that of a seeded
             generator in tests.
@@ -72,8 +74,21 @@ def secure_sum(
         array([1., 0., 1.])
     """
     entropy = checked_entropy(entropy)
+    # The keys of a dict would be taken for contributions, and so would the letters of a text.
+    each = None if isinstance(contributions, (Mapping, str, bytes)) else contributions
+    if not isinstance(each, Iterable) or getattr(each, "shape", None) == ():
+        raise TypeError(
+            f"contributions is {checks.kind_of(contributions)}; expected a list of one pytree for "
+            "each client, in the order of their places."
+        )
+    contributions = list(each)
     if not contributions:
         raise ValueError("There are no contributions; expected one pytree for each client.")
+    if noise is not None:
+        checks.instance("noise", noise, fixed_point.Noise, "fixed_point.Noise(draw, room)")
+        checks.function("noise.draw", noise.draw, "draw(leaf) -> integers of the leaf's shape")
+    checks.instance("signing", signing, Iterable, "a private Ed25519 key for each client, or ()")
+    signing = tuple(signing)
     number, draw = len(contributions), None if noise is None else noise.draw
     room = 0.0 if noise is None else noise.room
     ring = fixed_point.ring(contributions[0], bound, number, bits, room)
@@ -81,7 +96,7 @@ def secure_sum(
     public = (entropy(16), fixed_point.digest(ring), tuple(map(keys.verifier, signing)))
     agreed = protocol.setting(number, threshold, ring.length, bits, *public)
     # Checked first, because a misspelled stage would otherwise mean that nobody drops out.
-    present = _presence(absent or {}, number, protocol.stages(agreed))
+    present = _presence({} if absent is None else absent, agreed)
     # A client that drops out before its vector is due need not have one that is sound.
     early = ("advertise", "share", "accept", "mask")
     due = reduce(lambda places, stage: present(stage, places), early, range(number))
@@ -219,13 +234,12 @@ def contributions(
 
 
 def _presence(
-    absent: Mapping[str, Collection[int]], number: int, stages: tuple[str, ...]
+    absent: Mapping[str, Iterable[int]], agreed: Setting
 ) -> Callable[[str, Collection[int]], list[int]]:
     """Make the function from a stage and clients to those that are still present."""
+    checks.instance("absent", absent, Mapping, 'a dict from stage to places, such as {"mask": [1]}')
+    gone: dict[str, tuple[int, ...]] = {}
     for stage, places in absent.items():
-        checks.one_of("stage of `absent`", stage, stages)
-        if strangers := [p for p in places if p not in range(number)]:
-            raise ValueError(
-                f"absent['{stage}'] has {strangers}; expected places of clients, 0 to {number - 1}."
-            )
-    return lambda stage, places: [x for x in places if x not in absent.get(stage, ())]
+        checks.one_of("stage of `absent`", stage, protocol.stages(agreed))
+        gone[stage] = checked_places(agreed, places, f"absent['{stage}'] has client")
+    return lambda stage, places: [x for x in places if x not in gone.get(stage, ())]
