@@ -15,6 +15,7 @@ import numpy as np
 
 from fisherjax import algorithms, leaves, tree
 from fisherjax._core import checks
+from fisherjax._upload_checks import num_clients
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
 from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check
@@ -187,13 +188,20 @@ def load_update(path: str | os.PathLike, *, limits: Limits = LIMITS) -> tuple[Up
 
 
 def of_client(updates: Update, client: int) -> Update:
-    """Select the update of one client from stacked updates.
+    """Select the update of one client, by its place from 0 to M - 1, from stacked updates.
+
+    Raises:
+        IndexError: If there is no such client.
+        ValueError: If leaves differ in their number of clients, as those of one client's update do.
 
     Example:
         >>> import numpy as np
         >>> of_client(Update({"params": np.array([[1.0], [2.0]])}, "params"), 1).values
         {'params': array([2.])}
     """
+    checks.instance("updates", updates, Update, "the algorithms.Update of merging.summarize")
+    # JAX clamps a place that is out of range and would return another client's update.
+    checks.place("client", client, num_clients(updates))
     return jax.tree.map(lambda x: x[client], updates)
 
 
