@@ -1,7 +1,9 @@
 """What files refuse in words, where it gave another client's, half or no result before."""
 
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from fisherjax import files
 from fisherjax.algorithms import Update
@@ -19,3 +21,45 @@ def test_one_client_is_not_selected_from_an_update_of_one():
     one = Update({"params": {"w": np.ones((3, 2)), "b": np.ones(2)}}, "params")
     with pytest.raises(ValueError, match=r"leading axes .* expected the number of clients"):
         files.of_client(one, 1)
+
+
+def merged(folder, *checkpoints, **how):
+    paths = [folder / f"{number}.safetensors" for number in range(len(checkpoints))]
+    for path, checkpoint in zip(paths, checkpoints, strict=True):
+        save_file(checkpoint, path)
+    files.merge_files(folder / "out.safetensors", paths, **how)
+    return load_file(folder / "out.safetensors")
+
+
+VARIANCES = [
+    ("bn.running_mean", "bn.running_var"),
+    ("bn/mean", "bn/var"),
+    ("bn/moving_mean:0", "bn/moving_variance:0"),
+]
+
+
+@pytest.mark.parametrize(("mean", "variance"), VARIANCES)
+def test_plain_running_variances_are_refused_beside_their_means(tmp_path, mean, variance):
+    """Their mean is 1, where the mixture of clients with means 0 and 10 has 26."""
+    each = [{mean: np.full(2, x, "f4"), variance: np.ones(2, "f4")} for x in (0, 10)]
+    with pytest.raises(ValueError, match=rf"0\.safe.*{variance}' stands beside.*variance \+ mean"):
+        merged(tmp_path, *each)
+    # Layers may be called so too, and second moments are averaged to those of the mixture.
+    merged(tmp_path, {"fc_mean.weight": np.ones(2), "fc_var.weight": np.ones(2)})
+    moments = [{mean: x[mean], "second": x[variance] + x[mean] ** 2} for x in each]
+    found = merged(tmp_path, *moments)
+    np.testing.assert_array_equal(found["second"] - found[mean] ** 2, 26)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", ml_dtypes.bfloat16])
+def test_plain_checkpoints_keep_their_dtypes(tmp_path, dtype):
+    """The mean is NumPy's in float64, rounded once, of the largest finite numbers too."""
+    dtype, source = np.dtype(dtype), np.random.RandomState(0)
+    each = source.normal(size=(3, 50)).astype(dtype)
+    each[:, 0] = float(ml_dtypes.finfo(dtype).max)
+    found = merged(tmp_path, *({"w": x} for x in each), weights=[1, 2, 5])["w"]
+    assert found.dtype == dtype
+    expected = np.average(each[:, 1:].astype("float64"), axis=0, weights=[1, 2, 5])
+    rounding = {"rtol": 1e-15, "atol": 1e-16} if dtype == "float64" else {"rtol": 0}
+    np.testing.assert_allclose(found[1:].astype("float64"), expected.astype(dtype), **rounding)
+    assert found[0] == each[0, 0]

@@ -1,6 +1,7 @@
 """Make the method that merges uploads, and check that the uploads fit it and each other."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from fisherjax.files._places import _some
 from fisherjax.files.uploads import Record, check_method
 from fisherjax.files.values import decode
 from fisherjax.typing import Model
+
+_MOMENT = re.compile(r"(?<![a-z])(mean|var|variance)(:0)?$")
 
 
 def method_of(records: list[Record], name: str | None, options: dict) -> tuple[str, Algorithm]:
@@ -141,8 +144,10 @@ def check_untrained(records: list[Record]) -> None:
                 f"{record.source} has other frozen leaves than {str(first.path)!r}: they differ in "
                 f"{_some(differing)}. All clients must have trained the same leaves of one network."
             )
+        # Of a plain checkpoint only names tell: one ends in the moment, where a layer's goes on.
+        named = [x for x in record.layers if record.is_plain and _MOMENT.search(x)]
         try:
-            leaves.check_moments(tuple(record.statistics))
+            leaves.check_moments((*record.statistics, *named))
         except ValueError as error:
             raise ValueError(f"{record.source}: {error}") from error
 
