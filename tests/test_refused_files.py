@@ -63,3 +63,13 @@ def test_plain_checkpoints_keep_their_dtypes(tmp_path, dtype):
     rounding = {"rtol": 1e-15, "atol": 1e-16} if dtype == "float64" else {"rtol": 0}
     np.testing.assert_allclose(found[1:].astype("float64"), expected.astype(dtype), **rounding)
     assert found[0] == each[0, 0]
+
+
+@pytest.mark.parametrize("other", [np.zeros(3, "int32"), np.zeros(2, "int64"), np.zeros(2, bool)])
+def test_arrays_that_are_not_of_floats_are_compared_too(tmp_path, other):
+    first = {"w": np.ones(2), "n": np.zeros(2, "int32")}
+    with pytest.raises(ValueError, match=r"1\.safe.* than .*0\.safe.*n is .*, expected int32\[2\]"):
+        merged(tmp_path, first, first | {"n": other})
+    with pytest.raises(ValueError, match=r"0\.safe.* than the start.*n is int32\[2\], expected "):
+        merged(tmp_path, first, first, start=first | {"n": other})
+    assert merged(tmp_path, first, first, start=first).keys() == first.keys()

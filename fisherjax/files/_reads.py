@@ -10,9 +10,10 @@ import jax
 from fisherjax import algorithms, leaves, likelihoods
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.compression import Encoded, Slot
-from fisherjax.files._description_checks import STATISTICS
+from fisherjax.files._description_checks import FROZEN, STATISTICS
 from fisherjax.files._places import _some
-from fisherjax.files.uploads import Record, check_method
+from fisherjax.files._records import Record
+from fisherjax.files.uploads import check_method
 from fisherjax.files.values import decode
 from fisherjax.typing import Model
 
@@ -144,6 +145,13 @@ def check_untrained(records: list[Record]) -> None:
                 f"{record.source} has other frozen leaves than {str(first.path)!r}: they differ in "
                 f"{_some(differing)}. All clients must have trained the same leaves of one network."
             )
+        for name in (f"{FROZEN}/{leaf}" for leaf in first.frozen if first.is_plain):
+            if record.arrays[name] != first.arrays[name]:
+                raise ValueError(
+                    f"{record.source} has another array than {str(first.path)!r}: {name} is "
+                    f"{record.arrays[name]}, expected {first.arrays[name]}. All checkpoints must "
+                    "be of one network."
+                )
         # Of a plain checkpoint only names tell: one ends in the moment, where a layer's goes on.
         named = [x for x in record.layers if record.is_plain and _MOMENT.search(x)]
         try:

@@ -27,8 +27,8 @@ from fisherjax.files._limits import LIMITS, ArrayKind, Limits
 from fisherjax.files._packed import Opened, check_like, decoded_files, start_by_name
 from fisherjax.files._parts import split
 from fisherjax.files._reads import check_clients, check_untrained, common, method_of
+from fisherjax.files._records import Record
 from fisherjax.files._shown import shown, shown_errors
-from fisherjax.files.uploads import Record
 
 # The average of statistics, the same for all methods; made once, so that it compiles once.
 _MEAN = averaging()
@@ -160,7 +160,7 @@ def merge_files(
     parts += [(_MEAN, part) for part in split({"params": statistics})]
     votes: dict[str, np.ndarray] = {}
     # Plain checkpoints have no curvature, only leaves, which keep their dtypes.
-    is_mean = records[0].is_plain and name == "fedavg"
+    is_mean = records[0].is_plain and name == records[0].algorithm
     if is_mean:
         ready = plain_means(cohort, abstract["params"], progress, votes)
     else:
