@@ -1,5 +1,7 @@
 """What files refuse in words, where it gave another client's, half or no result before."""
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -73,3 +75,43 @@ def test_arrays_that_are_not_of_floats_are_compared_too(tmp_path, other):
     with pytest.raises(ValueError, match=r"0\.safe.* than the start.*n is int32\[2\], expected "):
         merged(tmp_path, first, first, start=first | {"n": other})
     assert merged(tmp_path, first, first, start=first).keys() == first.keys()
+
+
+def test_an_array_without_a_name_is_kept_or_refused(tmp_path):
+    """Only a bare array is called "array"."""
+    for tree in ({"": np.ones(2), "array": np.zeros(3)}, {"": np.ones(2)}):
+        files.save_arrays(tmp_path / "a.safetensors", tree)
+        for like in (None, tree):
+            found = files.load_arrays(tmp_path / "a.safetensors", like)
+            assert found.keys() == tree.keys()
+            assert all(map(np.array_equal, found.values(), tree.values()))
+        with pytest.raises(ValueError, match="an array without a name, '', which a merged file"):
+            merged(tmp_path, tree, tree)
+        update, path = Update({"params": tree}, "params"), tmp_path / "update.safetensors"
+        files.save_update(path, update, algorithm="fedavg", client="a", examples=1)
+        if len(tree) > 1:
+            with pytest.raises(ValueError, match="client 'a' has an array without a name"):
+                files.merge_files(tmp_path / "out.safetensors", [path])
+
+
+def test_paths_are_checked_in_words(tmp_path):
+    first, second = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    first.symlink_to(second)
+    second.symlink_to(first)
+    for write in (files.save_arrays, files.merge_files):
+        with pytest.raises(ValueError, match="is a link of a loop, which names no file"):
+            write(first, {"w": np.ones(2)})
+    assert first.is_symlink()
+    path = os.fsencode(tmp_path / "a.safetensors")
+    files.save_arrays(path, {"w": np.ones(2)})
+    assert files.load_arrays(path).keys() == {"w"}
+    out = os.fsencode(tmp_path / "out.safetensors")
+    assert files.merge_files(out, [path], start=path).algorithm == "fedavg"
+    for paths in (str(path), path, tmp_path / "a.safetensors", 3):
+        with pytest.raises(TypeError, match=r"^paths is .* expected a list of paths"):
+            files.merge_files(out, paths)
+    with pytest.raises(TypeError, match=r"^the path is 3; expected a string or a pathlib\.Path"):
+        files.load_arrays(3)
+    for read in (files.load_arrays, files.load_update, files.unseal):
+        with pytest.raises(TypeError, match=r"^limits is a dict; expected files\.Limits"):
+            read(path, limits={"arrays": 1})

@@ -58,8 +58,8 @@ def start_by_name(start: Any, limits: Limits = LIMITS) -> dict[str, np.ndarray] 
     """Return the model that clients started from by leaf name, from a pytree or its file."""
     if start is None:
         return None
-    if isinstance(start, (str, os.PathLike)):
-        return load_arrays(start, limits=limits)
+    if isinstance(start, (str, bytes, os.PathLike)):
+        return load_arrays(os.fsdecode(start), limits=limits)
     return tree.by_name(jax.tree.map(np.asarray, tree.as_arrays(start)))
 
 

@@ -136,8 +136,15 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
 
 
 def check_untrained(records: list[Record]) -> None:
-    """Check that all clients have the same frozen leaves, and that no statistic is a variance."""
+    """Check names: frozen leaves are the same for all clients, and no statistic is a variance."""
     first = records[0]
+    names = [*first.layers, *first.statistics, *first.frozen]
+    # Only a bare array has no name; it is called "array" in the merged file.
+    if "" in names and (first.is_plain or len(names) > 1):
+        raise ValueError(
+            f"{first.source} has an array without a name, '', which a merged file cannot have: "
+            "rename it."
+        )
     for record in records:
         # A leaf that one client trained and another froze has no meaningful mean.
         if differing := sorted({*record.frozen} ^ {*first.frozen}):

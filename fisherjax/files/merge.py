@@ -9,7 +9,7 @@ server's work is that of `merging`, called for each part.
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -124,7 +124,10 @@ def merge_files(
     """
     checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
     # Every check that needs no array comes first: a merge can take hours.
-    out, paths = base.checked_path(out, ".safetensors"), list(paths)
+    out = base.checked_path(out, ".safetensors")
+    if isinstance(paths, (str, bytes, os.PathLike)) or not isinstance(paths, Iterable):
+        raise TypeError(f"paths is {paths!r:.80}; expected a list of paths, one for each client.")
+    paths = list(paths)
     if not paths:
         raise ValueError("There are no uploads to merge; expected the path of at least one file.")
     found = [uploads.open_upload(path, limits, plain=True) for path in paths]
