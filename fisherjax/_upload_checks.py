@@ -8,6 +8,7 @@ differ between clients are refused by `tree.stack`, and those that differ from t
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from fisherjax import tree
@@ -25,20 +26,31 @@ def stacked(algorithm: Algorithm, updates: Any) -> Update:
             _check_kind(algorithm, update, f"The update of client {client}")
         updates = tree.stack(list(updates))
     _check_kind(algorithm, updates, "updates")
-    shapes = tree.shapes(updates.values)
-    if not shapes:
+    if not jax.tree.leaves(updates.values):
         raise ValueError(
             "This method, as single_set, sends no updates and has no merged model; use "
             "rounds.federated(...), whose `models` returns the model of every client."
         )
+    num_clients(updates.values)
+    _check_untrained(algorithm, updates)
+    return tree.to_native(updates, "the stacked updates")
+
+
+def num_clients(updates: Any) -> int:
+    """Return the number of clients in stacked updates, or raise ValueError if leaves differ in it.
+
+    Example:
+        >>> num_clients({"w": np.ones((3, 2)), "b": np.ones(3)})
+        3
+    """
+    shapes = tree.shapes(updates)
     lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
     if None in lengths.values() or len(set(lengths.values())) != 1:
         raise ValueError(
             f"The stacked updates have leading axes {lengths}; expected the number of clients in "
             "all of them."
         )
-    _check_untrained(algorithm, updates)
-    return tree.to_native(updates, "the stacked updates")
+    return next(iter(shapes.values()))[0]
 
 
 def check_weights(weights: Any, num_clients: int) -> Any:

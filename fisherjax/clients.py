@@ -181,11 +181,7 @@ def view(federation: Federation, client: int | Array) -> Examples:
     """
     check(federation)
     # JAX clamps a place that is out of range and would return another client's examples.
-    if not checks.is_traced(client):
-        place, last = np.asarray(client), federation.num_clients - 1
-        is_number = place.ndim == 0 and np.issubdtype(place.dtype, np.integer)
-        if not is_number or not 0 <= place <= last:
-            raise IndexError(f"client is {client!r}; expected 0 to {last}.")
+    checks.place("client", client, federation.num_clients)
     indices, size = federation.indices[client], federation.sizes[client]
     weights = (jnp.arange(indices.shape[0]) < size).astype(jnp.result_type(float))
     return Examples(federation.inputs, federation.targets, indices, weights)

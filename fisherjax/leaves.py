@@ -203,9 +203,9 @@ def check_moments(names: Sequence[str]) -> None:
                 continue
             raise ValueError(
                 f"The statistic '{name}' stands beside '{mean}', and a mean of variances over "
-                "clients lacks the variance between them. Keep E[x^2] in its place, as "
-                "networks.to_moments and networks.from_moments do: means of moments are the "
-                "moments of the mixture."
+                "clients lacks the variance between them. Keep E[x^2], which is the variance + "
+                "mean^2, in its place, as networks.to_moments and networks.from_moments do: means "
+                "of moments are the moments of the mixture."
             )
 
 

@@ -39,6 +39,13 @@ def count(name: str, value: Any, least: int = 1, most: float = math.inf, expecte
     return int(value)
 
 
+def place(name: str, value: Any, length: int) -> None:
+    """Check that a value is an integer from 0 to length - 1; traced values pass."""
+    kind = "traced" if is_traced(value) else np.asarray(value).dtype.kind
+    if kind != "traced" and not (kind in "iu" and np.ndim(value) == 0 and 0 <= value < length):
+        raise IndexError(f"{name} is {value!r}; expected 0 to {length - 1}.")
+
+
 def number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
     """Check that a value is a finite number with low <= value < below; traced values pass."""
     if is_traced(value):

@@ -52,6 +52,11 @@ LIMITS = Limits()
 """The default limits."""
 
 
+def check_limits(value: Any) -> None:
+    """Check that a value is `Limits`."""
+    checks.instance("limits", value, Limits, "files.Limits, such as files.Limits(arrays=50_000)")
+
+
 # How errors call what a limit is for.
 _LIMITED = {
     "header": "the size of the header in bytes",

@@ -17,8 +17,8 @@ from fisherjax.compression import Difference
 from fisherjax.files import uploads
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits
 from fisherjax.files._paths import scratch
+from fisherjax.files._records import Record
 from fisherjax.files.arrays import load_arrays
-from fisherjax.files.uploads import Record
 
 Opened = Sequence[tuple[Record, dict[str, Any], dict[str, ArrayKind]]]
 """For each upload its record, the description of its values, and the kinds that they decode to."""
@@ -58,8 +58,8 @@ def start_by_name(start: Any, limits: Limits = LIMITS) -> dict[str, np.ndarray] 
     """Return the model that clients started from by leaf name, from a pytree or its file."""
     if start is None:
         return None
-    if isinstance(start, (str, os.PathLike)):
-        return load_arrays(start, limits=limits)
+    if isinstance(start, (str, bytes, os.PathLike)):
+        return load_arrays(os.fsdecode(start), limits=limits)
     return tree.by_name(jax.tree.map(np.asarray, tree.as_arrays(start)))
 
 
@@ -109,17 +109,20 @@ def check_like(
     others: dict[str, ArrayKind],
 ) -> None:
     """Check that an upload decodes to the shapes of the start and of the first client."""
-    expected = {name: (kind.shape, repr(str(first.path))) for name, kind in others.items()}
+    expected = {name: (kind, repr(str(first.path))) for name, kind in others.items()}
     for name, array in ({} if start is None else start).items():
         # The start has all leaves; which of them are trained only the uploads say.
-        for place in ("params", uploads.STATISTICS):
-            expected[f"{place}/{name}"] = array.shape, "the start"
+        for place in ("params", uploads.STATISTICS, uploads.FROZEN):
+            expected[f"{place}/{name}"] = ArrayKind.of(array), "the start"
     for name in sizes.keys() & expected.keys():
-        shape, other = expected[name]
-        if sizes[name].shape != shape:
+        kind, other = expected[name]
+        # Arrays of a plain checkpoint that are not of floats are copied, not computed with.
+        is_copied = name.startswith(f"{uploads.FROZEN}/")
+        if sizes[name].shape != kind.shape or (is_copied and sizes[name] != kind):
             raise ValueError(
                 f"{record.source} decodes to other layers than {other}: {name} is {sizes[name]}, "
-                f"expected {list(shape)}. All clients must have trained the same network."
+                f"expected {kind if is_copied else list(kind.shape)}. All clients must have "
+                "trained the same network."
             )
 
 

@@ -18,9 +18,11 @@ _PREFIX = ".fisherjax-"
 _AGE = 60  # seconds; more than it takes to lock a folder after it was made
 
 
-def checked_path(path: str | os.PathLike, *suffixes: str, exists: bool = False) -> Path:
+def checked_path(path: str | bytes | os.PathLike, *suffixes: str, exists: bool = False) -> Path:
     """Return a path; raise if it is a folder, has another suffix, or should exist and does not."""
-    path, known = Path(path), " or ".join(suffixes)
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"the path is {path!r:.80}; expected a string or a pathlib.Path")
+    path, known = Path(os.fsdecode(path)), " or ".join(suffixes)
     try:
         os.fsencode(path)
     except UnicodeEncodeError as error:
@@ -33,6 +35,9 @@ def checked_path(path: str | os.PathLike, *suffixes: str, exists: bool = False) 
     if path.suffix not in suffixes:
         ending = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
         raise ValueError(f"the file name {path.name!r} {ending}: end it in {known}")
+    # Otherwise writing would replace the link, which names no file.
+    if os.path.islink(os.path.realpath(path)):
+        raise ValueError(f"{str(path)!r} is a link of a loop, which names no file: remove it")
     if exists and not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}")
     return path

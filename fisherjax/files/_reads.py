@@ -1,6 +1,7 @@
 """Make the method that merges uploads, and check that the uploads fit it and each other."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,14 @@ import jax
 from fisherjax import algorithms, leaves, likelihoods
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.compression import Encoded, Slot
-from fisherjax.files._description_checks import STATISTICS
+from fisherjax.files._description_checks import FROZEN, STATISTICS
 from fisherjax.files._places import _some
-from fisherjax.files.uploads import Record, check_method
+from fisherjax.files._records import Record
+from fisherjax.files.uploads import check_method
 from fisherjax.files.values import decode
 from fisherjax.typing import Model
+
+_MOMENT = re.compile(r"(?<![a-z])(mean|var|variance)(:0)?$")
 
 
 def method_of(records: list[Record], name: str | None, options: dict) -> tuple[str, Algorithm]:
@@ -132,8 +136,15 @@ def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any
 
 
 def check_untrained(records: list[Record]) -> None:
-    """Check that all clients have the same frozen leaves, and that no statistic is a variance."""
+    """Check names: frozen leaves are the same for all clients, and no statistic is a variance."""
     first = records[0]
+    names = [*first.layers, *first.statistics, *first.frozen]
+    # Only a bare array has no name; it is called "array" in the merged file.
+    if "" in names and (first.is_plain or len(names) > 1):
+        raise ValueError(
+            f"{first.source} has an array without a name, '', which a merged file cannot have: "
+            "rename it."
+        )
     for record in records:
         # A leaf that one client trained and another froze has no meaningful mean.
         if differing := sorted({*record.frozen} ^ {*first.frozen}):
@@ -141,8 +152,17 @@ def check_untrained(records: list[Record]) -> None:
                 f"{record.source} has other frozen leaves than {str(first.path)!r}: they differ in "
                 f"{_some(differing)}. All clients must have trained the same leaves of one network."
             )
+        for name in (f"{FROZEN}/{leaf}" for leaf in first.frozen if first.is_plain):
+            if record.arrays[name] != first.arrays[name]:
+                raise ValueError(
+                    f"{record.source} has another array than {str(first.path)!r}: {name} is "
+                    f"{record.arrays[name]}, expected {first.arrays[name]}. All checkpoints must "
+                    "be of one network."
+                )
+        # Of a plain checkpoint only names tell: one ends in the moment, where a layer's goes on.
+        named = [x for x in record.layers if record.is_plain and _MOMENT.search(x)]
         try:
-            leaves.check_moments(tuple(record.statistics))
+            leaves.check_moments((*record.statistics, *named))
         except ValueError as error:
             raise ValueError(f"{record.source}: {error}") from error
 

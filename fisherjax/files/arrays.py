@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors
 
 from fisherjax.files import base
 from fisherjax.files._archive import read_archive
-from fisherjax.files._limits import LIMITS, Limits, check_storable
+from fisherjax.files._limits import LIMITS, Limits, check_limits, check_storable
 from fisherjax.files._paths import atomic_file, checked_path
 from fisherjax.files._places import Places, _Place, _places, _some
 from fisherjax.files._shown import shown_errors
@@ -102,6 +102,7 @@ def load_arrays(
         {'bias': array([1., 1.], dtype=float16)}
     """
     path = checked_path(path, ".safetensors", ".npz", exists=True)
+    check_limits(limits)
     arrays = _read(path, cast, limits)
     if like is None:
         # Without `like` there are no names to map and no dtypes to cast to.
@@ -241,7 +242,7 @@ def _named(tree: Any) -> dict[str, Any]:
     """Return the leaves by name, in the order of flattening; a bare array is called "array"."""
     named = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
+        name = jax.tree_util.keystr(path, simple=True, separator="/") if path else "array"
         if name in named:
             raise ValueError(f"two leaves are called {name!r}: rename a key that holds a '/'")
         # np.asarray fails for JAX's keys, which have a dtype.

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from safetensors import safe_open
 
-from fisherjax.files._limits import CODES, LIMITS, ArrayKind, Limits, check_storable
+from fisherjax.files._limits import CODES, LIMITS, ArrayKind, Limits, check_limits, check_storable
 from fisherjax.files._paths import atomic_file, checked_path
 from fisherjax.files._shown import shown_errors
 
@@ -125,6 +125,7 @@ def opened(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
         FileNotFoundError: If there is no such file.
     """
     path = checked_path(path, ".safetensors", exists=True)
+    check_limits(limits)
     nbytes = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(_LENGTH), "little")

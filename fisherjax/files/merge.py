@@ -9,7 +9,7 @@ server's work is that of `merging`, called for each part.
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +22,13 @@ from fisherjax.algorithms.base import averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads
 from fisherjax.files._description_checks import STATISTICS
-from fisherjax.files._layerwise import Cohort, layer_by_layer
+from fisherjax.files._layerwise import Cohort, layer_by_layer, plain_means
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits
 from fisherjax.files._packed import Opened, check_like, decoded_files, start_by_name
 from fisherjax.files._parts import split
 from fisherjax.files._reads import check_clients, check_untrained, common, method_of
+from fisherjax.files._records import Record
 from fisherjax.files._shown import shown, shown_errors
-from fisherjax.files.uploads import Record
 
 # The average of statistics, the same for all methods; made once, so that it compiles once.
 _MEAN = averaging()
@@ -72,7 +72,7 @@ def merge_files(
     The result is that of `merging.merge` or `merging.merge_stream` for the updates that
     `load_update` reads. Memory holds one layer of all clients, or, for methods with sums, one layer
     of one client and the sums; for methods that match units, it holds all updates. Float64 needs
-    JAX's x64 mode.
+    JAX's x64 mode, except for plain checkpoints, whose arrays keep their dtypes.
 
     Running statistics are averaged, whatever the method. Frozen leaves, which clients do not send,
     are in the merged file only if `start` is given; they are then copied from it, bit for bit.
@@ -124,7 +124,10 @@ def merge_files(
     """
     checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
     # Every check that needs no array comes first: a merge can take hours.
-    out, paths = base.checked_path(out, ".safetensors"), list(paths)
+    out = base.checked_path(out, ".safetensors")
+    if isinstance(paths, (str, bytes, os.PathLike)) or not isinstance(paths, Iterable):
+        raise TypeError(f"paths is {paths!r:.80}; expected a list of paths, one for each client.")
+    paths = list(paths)
     if not paths:
         raise ValueError("There are no uploads to merge; expected the path of at least one file.")
     found = [uploads.open_upload(path, limits, plain=True) for path in paths]
@@ -159,14 +162,20 @@ def merge_files(
     parts = [(method, part) for part in split(abstract)]
     parts += [(_MEAN, part) for part in split({"params": statistics})]
     votes: dict[str, np.ndarray] = {}
-    ready = layer_by_layer(cohort, parts, progress, votes)
+    # Plain checkpoints have no curvature, only leaves, which keep their dtypes.
+    is_mean = records[0].is_plain and name == records[0].algorithm
+    if is_mean:
+        ready = plain_means(cohort, abstract["params"], progress, votes)
+    else:
+        ready = layer_by_layer(cohort, parts, progress, votes)
     if method.gives == "wider model":
         # The header has the shapes of the merged leaves, which are known only after the merge.
         ready = list(ready)
         kinds = {x: ArrayKind.of(array) for merged in ready for x, array in merged.items()}
     else:
         leaves = (abstract["params"] | statistics).items()
-        kinds = {x or "array": _merged_kind(records[0].arrays[y]) for x, y in leaves}
+        kinds = {x or "array": records[0].arrays[y] for x, y in leaves}
+        kinds = kinds if is_mean else {x: _merged_kind(kind) for x, kind in kinds.items()}
         kinds |= {leaf: ArrayKind.of(array) for leaf, array in frozen.items()}
     about = {
         **{"what": "model", "algorithm": name, "kind": method.kind},
@@ -210,7 +219,8 @@ def _left_out(records: list[Record], names: list[str], on_nonfinite: str) -> dic
     for record in records:
         # Leaf by leaf, up to the first that is not finite.
         for name, array in zip(names, record.read(names), strict=True):
-            if diverged(array[None]):
+            # JAX would make infinity of a float64 beyond float32, which a plain mean keeps.
+            if not np.isfinite(array).all() if record.is_plain else diverged(array[None]):
                 left_out[record.client] = name
                 break
         if record.client in left_out and on_nonfinite == "raise":

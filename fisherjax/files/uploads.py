@@ -5,81 +5,23 @@ can merge uploads without the network and its classes.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from fisherjax import algorithms, leaves, tree
 from fisherjax._core import checks
+from fisherjax._upload_checks import num_clients
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
 from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits
+from fisherjax.files._records import Record, plain_record, record_of
 from fisherjax.files._shown import shown_errors
-from fisherjax.files.base import Sealed
-from fisherjax.files.values import check_single, decode, encode, flat, joined, shape_of
+from fisherjax.files.values import check_single, decode, encode, flat
 
 THEN = "; "
 """Text between the kind of an update and the codec's name, in the kind of a compressed update."""
-_PARAMS = "params/"
-
-
-class Record(NamedTuple):
-    """Description of an upload, or of a plain checkpoint, whose arrays are taken as params.
-
-    Attributes:
-        path: Path of the file.
-        client: Name of the client; the path of a plain checkpoint.
-        examples: Number of the client's examples, which is its weight; 1 for a plain checkpoint.
-        algorithm: Method for which the upload was made, a name in `algorithms.METHODS`.
-        kind: Kind of the update, in words.
-        codec: Name of the codec that packed the arrays, "none" without one.
-        layers: Shapes of the params by leaf name; None for encoded leaves of unknown shape.
-        statistics: Shapes of running statistics by leaf name: leaves that training changes without
-            a gradient.
-        frozen: Names of frozen leaves, which are not sent; for a plain checkpoint, names of arrays
-            that are not of floats, such as counters.
-        arrays: Kinds of the arrays in the file, by name.
-        nbytes: Size of the file in bytes.
-        version: Version of fisherjax that wrote the file; "" for a plain checkpoint.
-        sha256: SHA-256 of the file, computed with zeros in place of the digest; "" for a plain
-            checkpoint.
-    """
-
-    path: Path
-    client: str
-    examples: float
-    algorithm: str
-    kind: str
-    codec: str
-    layers: dict[str, tuple[int, ...] | None]
-    statistics: dict[str, tuple[int, ...]]
-    frozen: tuple[str, ...]
-    arrays: dict[str, ArrayKind]
-    nbytes: int
-    version: str
-    sha256: str
-
-    @property
-    def source(self) -> str:
-        """The file and the client, for error messages."""
-        of_client = "" if self.is_plain else f" of client {self.client!r}"
-        return f"{str(self.path)!r}{of_client}"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the file is a plain checkpoint, without a description."""
-        return not self.sha256
-
-    def read(self, names: Sequence[str]) -> Iterator[np.ndarray]:
-        """Yield arrays one by one."""
-        # The arrays of a plain checkpoint are params, without a name for what they are.
-        cut = len(_PARAMS) if self.is_plain else 0
-        return base.read(self.path, [name[cut:] for name in names])
 
 
 @shown_errors()
@@ -187,13 +129,20 @@ def load_update(path: str | os.PathLike, *, limits: Limits = LIMITS) -> tuple[Up
 
 
 def of_client(updates: Update, client: int) -> Update:
-    """Select the update of one client from stacked updates.
+    """Select the update of one client, by its place from 0 to M - 1, from stacked updates.
+
+    Raises:
+        IndexError: If there is no such client.
+        ValueError: If leaves differ in their number of clients, as those of one client's update do.
 
     Example:
         >>> import numpy as np
         >>> of_client(Update({"params": np.array([[1.0], [2.0]])}, "params"), 1).values
         {'params': array([2.])}
     """
+    checks.instance("updates", updates, Update, "the algorithms.Update of merging.summarize")
+    # JAX clamps a place that is out of range and would return another client's update.
+    checks.place("client", client, num_clients(updates))
     return jax.tree.map(lambda x: x[client], updates)
 
 
@@ -227,7 +176,7 @@ def open_upload(
     """
     file = base.opened(path, limits) if plain else base.unseal(path, limits)
     if not file.about:
-        return _plain(file)
+        return plain_record(file)
     # Merged models are sealed files too, but have no values that could be merged again.
     if file.about["what"] != "upload":
         raise ValueError(
@@ -236,55 +185,3 @@ def open_upload(
         )
     sizes = check(file, limits)
     return record_of(file), file.about["values"], sizes
-
-
-def _plain(file: Sealed) -> tuple[Record, dict[str, Any], dict[str, ArrayKind]]:
-    """Take a plain checkpoint as an upload of FedAvg with weight one."""
-    floats = {
-        name: kind
-        for name, kind in file.arrays.items()
-        if jnp.issubdtype(jnp.dtype(kind.dtype), np.floating)
-    }
-    if not floats:
-        raise ValueError(f"{str(file.path)!r} has no arrays of floats, which could be merged")
-    record = Record(
-        path=file.path,
-        client=str(file.path),
-        examples=1,
-        algorithm="fedavg",
-        kind="params",
-        codec="none",
-        layers={name: kind.shape for name, kind in floats.items()},
-        statistics={},
-        frozen=tuple(sorted(file.arrays.keys() - floats.keys())),
-        arrays={_PARAMS + name: kind for name, kind in floats.items()},
-        nbytes=file.nbytes,
-        version="",
-        sha256="",
-    )
-    return record, {"dict": {"params": {"dict": dict.fromkeys(floats, "array")}}}, record.arrays
-
-
-def record_of(file: Sealed) -> Record:
-    """Return the record of an upload that was checked."""
-    about, arrays = file.about, file.arrays
-    values, place = about["values"], ""
-    # Params of a compressed update lie inside of its codes.
-    for key in ("update", "values", "params"):
-        inner = {**values, **values.get("children", {}), **values.get("dict", {})}
-        if key in inner:
-            values, place = inner[key], joined(place, key)
-    params = values.get("dict", values.get("ordered", {})) if place.endswith("params") else {}
-    # Shapes for those who look at an upload; the merge itself compares the arrays.
-    layers = {x: shape_of(spec, joined(place, x), arrays) for x, spec in params.items()}
-    return Record(
-        path=file.path,
-        **{name: about[name] for name in FIELDS},
-        layers=layers,
-        statistics={x: arrays[f"{STATISTICS}/{x}"].shape for x in about.get(STATISTICS, ())},
-        frozen=tuple(about.get(FROZEN, ())),
-        arrays=arrays,
-        nbytes=file.nbytes,
-        version=about["version"],
-        sha256=file.digest,
-    )

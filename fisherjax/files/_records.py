@@ -1,0 +1,124 @@
+"""Describe uploads and plain checkpoints, as a merge reads them."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from fisherjax.files import base
+from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS
+from fisherjax.files._limits import ArrayKind
+from fisherjax.files.base import Sealed
+from fisherjax.files.values import joined, shape_of
+
+
+class Record(NamedTuple):
+    """Description of an upload, or of a plain checkpoint, whose arrays are taken as params.
+
+    Attributes:
+        path: Path of the file.
+        client: Name of the client; the path of a plain checkpoint.
+        examples: Number of the client's examples, which is its weight; 1 for a plain checkpoint.
+        algorithm: Method for which the upload was made, a name in `algorithms.METHODS`.
+        kind: Kind of the update, in words.
+        codec: Name of the codec that packed the arrays, "none" without one.
+        layers: Shapes of the params by leaf name; None for encoded leaves of unknown shape.
+        statistics: Shapes of running statistics by leaf name: leaves that training changes without
+            a gradient.
+        frozen: Names of frozen leaves, which are not sent; for a plain checkpoint, names of arrays
+            that are not of floats, such as counters.
+        arrays: Kinds of the arrays in the file, by name; "params/" or "frozen/" and the name for a
+            plain checkpoint.
+        nbytes: Size of the file in bytes.
+        version: Version of fisherjax that wrote the file; "" for a plain checkpoint.
+        sha256: SHA-256 of the file, computed with zeros in place of the digest; "" for a plain
+            checkpoint.
+    """
+
+    path: Path
+    client: str
+    examples: float
+    algorithm: str
+    kind: str
+    codec: str
+    layers: dict[str, tuple[int, ...] | None]
+    statistics: dict[str, tuple[int, ...]]
+    frozen: tuple[str, ...]
+    arrays: dict[str, ArrayKind]
+    nbytes: int
+    version: str
+    sha256: str
+
+    @property
+    def source(self) -> str:
+        """The file and the client, for error messages."""
+        of_client = "" if self.is_plain else f" of client {self.client!r}"
+        return f"{str(self.path)!r}{of_client}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file is a plain checkpoint, without a description."""
+        return not self.sha256
+
+    def read(self, names: Sequence[str]) -> Iterator[np.ndarray]:
+        """Yield arrays one by one."""
+        # The arrays of a plain checkpoint have no name there for what they are.
+        named = (name.partition("/")[2] if self.is_plain else name for name in names)
+        return base.read(self.path, named)
+
+
+def plain_record(file: Sealed) -> tuple[Record, dict[str, Any], dict[str, ArrayKind]]:
+    """Take a plain checkpoint as an upload of FedAvg with weight one."""
+    floats = {
+        name: kind
+        for name, kind in file.arrays.items()
+        if jnp.issubdtype(jnp.dtype(kind.dtype), np.floating)
+    }
+    if not floats:
+        raise ValueError(f"{str(file.path)!r} has no arrays of floats, which could be merged")
+    record = Record(
+        path=file.path,
+        client=str(file.path),
+        examples=1,
+        algorithm="fedavg",
+        kind="params",
+        codec="none",
+        layers={name: kind.shape for name, kind in floats.items()},
+        statistics={},
+        frozen=tuple(sorted(file.arrays.keys() - floats.keys())),
+        arrays={
+            f"{'params' if name in floats else FROZEN}/{name}": kind
+            for name, kind in file.arrays.items()
+        },
+        nbytes=file.nbytes,
+        version="",
+        sha256="",
+    )
+    return record, {"dict": {"params": {"dict": dict.fromkeys(floats, "array")}}}, record.arrays
+
+
+def record_of(file: Sealed) -> Record:
+    """Return the record of an upload that was checked."""
+    about, arrays = file.about, file.arrays
+    values, place = about["values"], ""
+    # Params of a compressed update lie inside of its codes.
+    for key in ("update", "values", "params"):
+        inner = {**values, **values.get("children", {}), **values.get("dict", {})}
+        if key in inner:
+            values, place = inner[key], joined(place, key)
+    params = values.get("dict", values.get("ordered", {})) if place.endswith("params") else {}
+    # Shapes for those who look at an upload; the merge itself compares the arrays.
+    layers = {x: shape_of(spec, joined(place, x), arrays) for x, spec in params.items()}
+    return Record(
+        path=file.path,
+        **{name: about[name] for name in FIELDS},
+        layers=layers,
+        statistics={x: arrays[f"{STATISTICS}/{x}"].shape for x in about.get(STATISTICS, ())},
+        frozen=tuple(about.get(FROZEN, ())),
+        arrays=arrays,
+        nbytes=file.nbytes,
+        version=about["version"],
+        sha256=file.digest,
+    )
