@@ -62,7 +62,7 @@ def test_what_is_drawn_is_like_the_targets_of_the_data():
     with pytest.raises(ValueError, match=r"draws targets of shape \(\) .*data have shape \(3,\)"):
         custom(squares, sample=lambda key, z: z[0]).check(Z.shape, Z)
     drawn = custom(squares, sample=lambda key, z: z)
-    with pytest.raises(ValueError, match="dtype float32, but those of the data .* dtype int"):
+    with pytest.raises(ValueError, match=r"dtype float32, but those of the data .* dtype int"):
         drawn.check(Z.shape, Z.astype(int))
     drawn.check((4, 2, 3), np.ones((4, 2, 3), np.float32))
     # Counts may be stored as floats.
@@ -90,3 +90,13 @@ def test_a_factor_is_a_matrix_with_rows_as_long_as_the_outputs(factor, words):
 def test_what_is_no_function_is_refused_where_the_likelihood_is_made(name, value):
     with pytest.raises(TypeError, match=rf"^{name} is (.|\n)*expected a function such as lambda"):
         custom(cross_entropy, **{name: value})
+
+
+def test_least_squares_take_a_loss_that_is_like_the_categorical_one_alone():
+    """Another is refused where the method is made, in words that say so."""
+    A, words = fj.algorithms, r"likelihoods\.custom\(loss, like=likelihoods\.categorical\)"
+    for make in (A.analytic_head, A.natural_gradient, A.ccvr):
+        assert make(fj.Model(jnp.matmul, custom(cross_entropy, like=categorical)))
+        for options in ({}, {"like": fj.likelihoods.gaussian}, {"like": fj.likelihoods.bernoulli}):
+            with pytest.raises(ValueError, match=words):
+                make(fj.Model(jnp.matmul, custom(squares, **options)))
