@@ -35,6 +35,24 @@ def as_array(value: Any, what: str) -> Any:
         ) from error
 
 
+def check_keys(tree: Any, what: str) -> None:
+    """Check that the keys of a pytree's dicts can be sorted, as JAX does.
+
+    Example:
+        >>> check_keys({"left": 1, "right": {2: 3}}, "inputs")
+    """
+    try:
+        jax.tree.structure(tree)
+    # JAX's type of this error is not documented, nor is that of a class of one's own.
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        raise TypeError(
+            f"{what} cannot be read as a pytree ({type(error).__name__}: {first_line}); expected "
+            "dicts whose keys are all of one type, such as text: {str(key): x for key, x in "
+            "given.items()}."
+        ) from error
+
+
 def as_arrays(tree: Any, what: str) -> Any:
     """Return a pytree whose leaves of other libraries are NumPy's; leave anything else as it is."""
 
@@ -43,4 +61,5 @@ def as_arrays(tree: Any, what: str) -> Any:
         is_known = isinstance(leaf, (jax.Array, np.generic)) or type(leaf) is np.ndarray
         return leaf if is_known or not hasattr(leaf, "__array__") else as_array(leaf, what)
 
+    check_keys(tree, what)
     return jax.tree.map(one, tree)

@@ -1,5 +1,6 @@
 """Bring data as users have them to arrays: pairs, data sets of clients, batches of a loader."""
 
+import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,13 @@ def whole(data: Any, what: str = "data") -> tuple[Inputs, AnyArray]:
             "or a pair (inputs, targets), such as (data['image'], data['label']). Batches, as of a "
             "PyTorch DataLoader, become Examples by clients.from_batches."
         )
+    if _are_several(pair):
+        raise TypeError(
+            f"{what} is {checks.kind_of(pair)} of two data sets, as of two clients or batches; "
+            "expected one, a pair (inputs, targets), beside a partition too. Leave the partition "
+            "out if these are the clients, concatenate batches by clients.from_batches, and pass "
+            "rows as arrays, numpy.asarray(inputs) and numpy.asarray(targets)."
+        )
     if pair[1] is None:
         raise TypeError(f"{what} has no targets; expected one for each example.")
     of = "" if what == "data" else f" of {what}"
@@ -50,6 +58,22 @@ def whole(data: Any, what: str = "data") -> tuple[Inputs, AnyArray]:
             "both to have one row for each example. Several inputs are a dict or a tuple."
         )
     return _rows_in_use(data, what, inputs, targets)
+
+
+def _are_several(pair: Sequence[Any]) -> bool:
+    """Return whether a pair is one of data sets, which may look like rows of two examples."""
+    first, second = pair
+    if any(hasattr(one, "inputs") for one in pair):
+        return True
+    if not all(isinstance(one, (tuple, list)) for one in pair):
+        return False
+    # Rows are lists: a tuple of arrays holds inputs and targets, not targets.
+    are_pairs = isinstance(pair, list) and len(first) == len(second) == 2
+    return (are_pairs or isinstance(second, tuple)) and not all(map(_is_number, second))
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (numbers.Number, str)) or getattr(x, "ndim", 1) == 0
 
 
 def _rows_in_use(data: Any, what: str, inputs: Inputs, targets: AnyArray) -> tuple:

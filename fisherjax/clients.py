@@ -155,6 +155,8 @@ def federation(data: Any, partition: Partition | None = None) -> Federation:
         rows = [client_rows(own, client, len(targets)) for client, own in enumerate(partition)]
     sizes = np.array([len(part) for part in rows], np.int32)
     if sizes.sum() == 0:
+        if partition is None:
+            raise ValueError(f"None of the {len(rows)} clients has an example; expected some.")
         raise ValueError(
             f"The partition gives no example to any of its {len(rows)} clients; expected some rows."
         )

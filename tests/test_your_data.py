@@ -304,6 +304,37 @@ REFUSED = {
         lambda: fj.Examples(X, Tensor(Y, TypeError("cuda:0"))),
         "targets of type Tensor.*cuda:0",
     ),
+    "clients beside a partition": (
+        lambda: FED([(np.ones(2), [0, 1]), (np.ones(2), [1, 0])], [[0], [1]]),
+        "data is a list of two data sets.*Leave the partition out",
+    ),
+    "a tuple of clients": (
+        lambda: FED(((np.ones(2), Y[:2]), (np.ones(2), Y[:2])), [[0], [1]]),
+        "data is a tuple of two data sets",
+    ),
+    "clients as lists": (lambda: FED([[Y[:2], Y[:2]]] * 2, [[0], [1]]), "of two data sets"),
+    "clients of Examples": (lambda: FED([fj.Examples(X, Y)] * 2, ROWS), "of two data sets"),
+    "batches as a client": (lambda: FED([[(Y, Y), (Y, Y)]]), "client 0 is a list of two data sets"),
+    "keys of two types": (
+        lambda: FED([({"a": X, 1: X}, Y)]),
+        "inputs of client 0 cannot be read as a pytree .*keys are all of one type",
+    ),
+    "keys of two types in Examples": (
+        lambda: fj.Examples({"a": X, 1: X}, Y),
+        "inputs cannot be read as a pytree",
+    ),
+    "params with keys of two types": (
+        lambda: fj.metrics.logits(LINEAR, {"a": X, 1: X}, X),
+        "params cannot be read as a pytree",
+    ),
+    "records": (
+        lambda: FED(([{"a": 1.0}, {"a": 2.0}], [0, 1]), [[0], [1]]),
+        r"inputs has rows that are dicts, \{'a': 1.0\} first; expected an array for each key",
+    ),
+    "empty clients": (
+        lambda: FED([(X[:0], Y[:0])] * 2),
+        "None of the 2 clients has an example",
+    ),
     "hashes": (lambda: FED((np.arange(6) + 2**40, Y), ROWS), "inputs run from 1099511627776 to"),
     "hashes as labels": (lambda: FED((X, Y.astype(np.uint64) + 2**63), ROWS), "targets run from"),
 }
@@ -314,6 +345,20 @@ def test_data_that_cannot_be_read_are_refused_in_words(fault):
     make, words = REFUSED[fault]
     with pytest.raises((ValueError, TypeError), match=f"(?s){words}"):
         make()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ([[1.0, 2.0], [3.0, 4.0]], [[0, 1], [1, 0]]),
+        ([[1.0, 2.0], [3.0, 4.0]], (0, 1)),
+        [[[1.0], [2.0]], [0, 1]],
+        [[[1.0], [2.0], [3.0]], [[0], [1], [2]]],
+        ((X[:2], X[:2]), [np.int64(0), np.int64(1)]),
+    ],
+)
+def test_rows_of_lists_are_no_clients(data):
+    assert FED(data, [[0], [1]]).num_clients == 2
 
 
 # What networks are given.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import tree
-from fisherjax._foreign import as_array
+from fisherjax._foreign import as_array, check_keys
 from fisherjax.typing import AnyArray, Inputs
 
 
@@ -61,6 +61,7 @@ def as_inputs(inputs: Any, what: str = "inputs") -> Inputs:
         >>> as_inputs({"left": [[1, 2], [3, 4]]})["left"].shape
         (2, 2)
     """
+    check_keys(inputs, what)
     leaves = named_leaves(inputs, what) or {what: inputs}
     named = {name: as_array_of_numbers(x, name) for name, x in leaves.items()}
     if len({x.shape[:1] for x in named.values()} - {()}) != 1 or not all(
@@ -89,6 +90,11 @@ def as_array_of_numbers(value: Any, what: str) -> AnyArray:
             "for several inputs a dict or a tuple of these. Batches, as of a DataLoader, become "
             "arrays by clients.from_batches, another mapping by dict(x), and a class of your own "
             "a pytree by jax.tree_util.register_dataclass."
+        )
+    if found.dtype == object and found.size and isinstance(found.flat[0], Mapping):
+        raise TypeError(
+            f"{what} has rows that are dicts, {dict(found.flat[0])!r:.60} first; expected an array "
+            "for each key, such as {'age': [row['age'] for row in rows]}, or one array of numbers."
         )
     found = tree.to_native(found, what)
     check_range(found, what)

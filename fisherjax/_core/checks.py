@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from fisherjax import tree
 from fisherjax._core import batches
+from fisherjax._foreign import check_keys
 from fisherjax.typing import AnyArray, Examples, Key, Likelihood, Model, Params
 
 
@@ -219,6 +220,7 @@ def arrays(params: Params, what: str = "params") -> Params:
         >>> arrays({"scale": 2.0, "w": jnp.ones(2)})["scale"].shape
         ()
     """
+    check_keys(params, what)
     params = tree.as_arrays(params)
     floating(params, what)
     return params

@@ -14,6 +14,7 @@ from fisherjax.likelihoods._custom import custom, unknown
 from fisherjax.likelihoods._distributions import (
     bernoulli,
     categorical,
+    check_regression,
     gaussian,
     is_categorical,
     regression_targets,
@@ -23,6 +24,7 @@ from fisherjax.likelihoods._distributions import (
 __all__ = [
     "bernoulli",
     "categorical",
+    "check_regression",
     "custom",
     "gaussian",
     "is_categorical",

@@ -205,24 +205,38 @@ def is_categorical(likelihood: Likelihood) -> bool:
     return likelihood.factor is categorical.factor
 
 
+def check_regression(likelihood: Likelihood) -> None:
+    """Check that least squares have targets of a likelihood, those of `regression_targets`.
+
+    Raises:
+        ValueError: If it is neither categorical, Gaussian nor Bernoulli.
+
+    Example:
+        >>> check_regression(smoothed(0.1))
+    """
+    if is_categorical(likelihood) or likelihood in (bernoulli, gaussian):
+        return
+    raise ValueError(
+        "Least squares need targets of the categorical, Gaussian or Bernoulli likelihood; this "
+        "model has another. A loss of your own for classes is likelihoods.custom(loss, "
+        "like=likelihoods.categorical) without a factor; instead of another loss pass the model "
+        "with a likelihood that these methods take, as model._replace(likelihood="
+        "likelihoods.gaussian)."
+    )
+
+
 def regression_targets(likelihood: Likelihood, y: Array, outputs: int) -> Array:
     """Return the targets of least squares, [B, ..., C]: one-hot, bits as -1 and 1, or y.
 
     Raises:
-        ValueError: If the likelihood is not one of this module.
+        ValueError: As `check_regression`.
 
     Example:
         >>> print(regression_targets(categorical, jnp.array([1, 0]), outputs=2))
         [[0. 1.]
          [1. 0.]]
     """
+    check_regression(likelihood)
     if is_categorical(likelihood):
         return jax.nn.one_hot(y, outputs)
-    if likelihood is bernoulli:
-        return 2 * y.astype(float) - 1
-    if likelihood is gaussian:
-        return y
-    raise ValueError(
-        "Least squares need targets of the categorical, Gaussian or Bernoulli likelihood; this "
-        "model has another. Use a model with one of these likelihoods."
-    )
+    return 2 * y.astype(float) - 1 if likelihood == bernoulli else y

@@ -58,6 +58,7 @@ def head_summary(
 ) -> Algorithm:
     """Make the algorithm whose clients send {"head": HeadSums}, from its `aggregate`."""
     checks.model(model)
+    likelihoods.check_regression(model.likelihood)
     check_pass(batch_size, max_examples)
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:

@@ -67,10 +67,10 @@ def analytic_head(
         reports `AnalyticHeadReport`.
 
     Raises:
-        ValueError: If ridge is negative; on summarize, if the outputs are not exactly those of a
-            dense layer (a link, a skip or a de-normalisation follows, or its kernel is used
-            elsewhere too), if the model's mask leaves that layer out, or if the likelihood is not
-            one of those above.
+        ValueError: If ridge is negative, or the likelihood is not one of those above; on summarize,
+            if the outputs are not exactly those of a dense layer (a link, a skip or a
+            de-normalisation follows, or its kernel is used elsewhere too), or if the model's mask
+            leaves that layer out.
 
     Example:
         >>> import fisherjax as fj

@@ -95,8 +95,10 @@ def ccvr(
     checks.model(model)
     if not likelihoods.is_categorical(model.likelihood):
         raise ValueError(
-            "Features are sampled for classes: the model's likelihood must be the categorical one. "
-            "algorithms.analytic_head accepts others."
+            "Features are sampled for classes, and the model's likelihood is another than the "
+            "categorical one; expected that one or, of a loss of your own, likelihoods.custom("
+            "loss, like=likelihoods.categorical) without a factor. Of the others, "
+            "algorithms.analytic_head takes gaussian and bernoulli."
         )
     for name, value in (("draws", draws), ("epochs", epochs)):
         checks.count(name, value)

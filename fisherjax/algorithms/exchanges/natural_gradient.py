@@ -108,8 +108,7 @@ def natural_gradient(
     If the examples of g selected the step, it would be that of the smallest damping, which fits
     only these examples. Both least squares have a ridge of 1e-2, for U_k of the mean eigenvalue of
     E[a a^T], and c, d, e that of the mean eigenvalue of their quadratic, where every direction has
-    been scaled to E|J D|^2 = 1 over the examples that g is of. docs/methods/merging.md has a sweep
-    of it.
+    been scaled to E|J D|^2 = 1 over the examples of g (a sweep of it: docs/methods/merging.md).
 
     If the model's mask freezes a leaf of the last layer, this layer is not solved for: D is a
     combination of the D_k alone, which include the trained leaves of that layer, and clients send
@@ -130,9 +129,9 @@ def natural_gradient(
         each; the last one reports `NaturalGradientReport`.
 
     Raises:
-        ValueError: If a number is out of range; on summarize, if the outputs are not those of a
-            dense layer as they are (a link, a skip or a de-normalisation follows, or its kernel is
-            used elsewhere too), or the likelihood is another than `analytic_head` takes.
+        ValueError: If a number is out of range, or the likelihood is another than `analytic_head`
+            takes; on summarize, if the outputs are not those of a dense layer as they are (a link,
+            a skip or a de-normalisation follows, or its kernel is used elsewhere too).
 
     Example:
         >>> import fisherjax as fj
@@ -153,6 +152,7 @@ def natural_gradient(
         the same ones and of the reduction ratio (6.5).
     """
     checks.model(model)
+    likelihoods.check_regression(model.likelihood)
     for name, values in (("damping", damping), ("scales", scales)):
         checks.instance(name, values, Sequence, "a tuple of numbers such as (1.0, 0.1)")
         if not values:
