@@ -62,7 +62,7 @@ def load(name: str, data_dir: Path | None) -> tuple[Dataset, Dataset]:
     # A constant channel is not divided.
     deviation = tuple(x or 1.0 for x in (np.std(inputs, axes, float) / scale).tolist())
     about = int(max(np.max(y) for _, y in (train, test))) + 1, scale, mean, deviation, name
-    return tuple(Dataset(x, y, *about) for x, y in (train, test))
+    return Dataset(*train, *about), Dataset(*test, *about)
 
 
 def add(files: Iterable[str], methods: Iterable[str] = ()) -> None:
