@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import fisherjax as fj
-from experiments.harness import names
+from experiments.harness import imported, names
 from fisherjax.algorithms import METHODS
 from fisherjax.datasets import Dataset
 
@@ -39,6 +39,8 @@ DATASETS: dict[str, Callable[[Path | None], Any]] = {
     name: partial(fj.datasets.load, name) for name in fj.datasets.NAMES
 }
 _TABLES: dict[str, dict[str, Any]] = {"METHODS": METHODS, "NETWORKS": MODELS, "DATASETS": DATASETS}
+_CHECKED = {"METHODS": imported.method, "NETWORKS": imported.network, "DATASETS": imported.data}
+_ADDED: dict[tuple[str, str], Any] = {}  # what files define, by table and name
 
 
 def own_datasets() -> list[str]:
@@ -54,13 +56,13 @@ def load(name: str, data_dir: Path | None) -> tuple[Dataset, Dataset]:
     train, test = DATASETS[name](data_dir)
     if isinstance(train, Dataset):
         return train, test
-    inputs = np.asarray(train[0])
+    inputs = train[0]
     scale, axes = (255.0 if inputs.dtype == np.uint8 else 1.0), tuple(range(inputs.ndim - 1))
     mean = tuple((np.mean(inputs, axes, float) / scale).tolist())
     # A constant channel is not divided.
     deviation = tuple(x or 1.0 for x in (np.std(inputs, axes, float) / scale).tolist())
     about = int(max(np.max(y) for _, y in (train, test))) + 1, scale, mean, deviation, name
-    return tuple(Dataset(np.asarray(x), np.asarray(y, np.int32), *about) for x, y in (train, test))
+    return Dataset(*train, *about), Dataset(*test, *about)
 
 
 def add(files: Iterable[str], methods: Iterable[str] = ()) -> None:
@@ -69,8 +71,8 @@ def add(files: Iterable[str], methods: Iterable[str] = ()) -> None:
     A variant NAME@option=value,option=value is a method with other options.
 
     Raises:
-        ValueError: If a file cannot be run, or it defines nothing or a name that exists; or if a
-            method has no such option.
+        ValueError: If a file cannot be run, or it defines nothing, a name that exists or what is no
+            such entry; or if a method has no such option.
     """
     for path in files:
         module = _module(path)
@@ -78,13 +80,11 @@ def add(files: Iterable[str], methods: Iterable[str] = ()) -> None:
         if not found:
             raise ValueError(f"--import {path} defines none of {', '.join(_TABLES)}")
         for table, rows in found.items():
+            if not isinstance(rows, dict):
+                given = f"--import {path}: {table} is {type(rows).__name__}"
+                raise ValueError(f"{given}, expected a dict by name")
             for name, row in rows.items():
-                if not re.fullmatch(r"\w+", name):
-                    raise ValueError(f"--import {path}: {name!r} in {table} is no word of letters")
-                if _TABLES[table].setdefault(name, row) is not row:
-                    raise ValueError(
-                        f"--import {path}: {name!r} in {table} exists already: choose another name"
-                    )
+                _add_entry(path, table, name, row)
     for part in (part for name in methods for part in name.split("+")):
         base, at, _ = part.partition("@")
         if at and base in METHODS and part not in METHODS:
@@ -96,6 +96,17 @@ def add(files: Iterable[str], methods: Iterable[str] = ()) -> None:
             words = ", ".join(f"{option} {value}" for option, value in options.items())
             factory = partial(row.factory, **options)
             METHODS[part] = row._replace(label=f"{row.label}, {words}", factory=factory)
+
+
+def _add_entry(path: str, table: str, name: Any, row: Any) -> None:
+    """Add what a file defines by a name, once, so that it is checked when it is read."""
+    where = f"--import {path}: {name!r} in {table}"
+    if not isinstance(name, str) or not re.fullmatch(r"\w+", name):
+        raise ValueError(f"{where} is no word of letters")
+    if name not in _TABLES[table]:
+        _TABLES[table][name], _ADDED[table, name] = _CHECKED[table](where, row), row
+    elif row is not _TABLES[table][name] and row is not _ADDED.get((table, name), _ADDED):
+        raise ValueError(f"{where} exists already: choose another name")
 
 
 def hashes(files: Iterable[str]) -> dict[str, str]:
@@ -118,7 +129,7 @@ def _module(path: str) -> ModuleType:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        except Exception as error:  # the file may raise anything
+        except (Exception, SystemExit) as error:  # the file may raise anything
             del sys.modules[name]
             lines = [
                 x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == path

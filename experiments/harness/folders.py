@@ -44,6 +44,8 @@ _MOVED = {
     "seeds_together": (),
 }
 """Current names of options of version 0.1, and of those of 0.2 that are gone."""
+_MARKED = "rows_have_checksums"
+"""The entry of config.json that 0.2 did not write; rows of its folders may have no checksums."""
 
 
 def resume(
@@ -54,15 +56,21 @@ def resume(
 ) -> tuple[Any, list[Any]]:
     """Return the configuration of both what a folder has and what is asked for, and its rows.
 
-    See `grown` and `records.read_rows`; damaged rows are removed from the file. A folder without a
-    row takes any experiment.
+    See `grown` and `records.read_rows`; damaged rows are removed from the file, and all rows if the
+    configuration says that they have checksums and there are none. A folder without a row takes any
+    experiment.
     """
     damage: list[str] = []
-    rows = records.read_rows(asked.out / RESULTS, columns, kind, damage.append)
+    path = asked.out / RESULTS
+    rows = records.read_rows(path, columns, kind, damage.append)
+    unmarked = rows and not records.has_checksums(path) and (asked.out / CONFIG).exists()
+    if unmarked and _document(asked.out)[_MARKED]:
+        damage = [records.damaged(path, "the checksums of its rows are gone")]
+        rows = []
     asked = grown(asked, default) if rows or damage else asked
     for words in damage:
         print(words)
-        records.write_rows(asked.out / RESULTS, rows, columns)
+        records.write_rows(path, rows, columns)
     return asked, rows
 
 
@@ -146,6 +154,8 @@ def write_config(out: Path, config: Any, program: str, goes_on: bool = False) ->
         "configuration": commands.contents(config),
         "command": commands.write(config, program),
         "environment": environment(config) | (_document(out)["environment"] if goes_on else {}),
+        # Rows of version 0.2 are written with checksums when the next unit is done, not yet.
+        _MARKED: records.has_checksums(out / RESULTS),
     }
     text = json.dumps(document | {"checksum": _checksum(document)}, indent=2)
     write_text(out / CONFIG, text + "\n")
@@ -179,6 +189,7 @@ def _document(out: Path) -> dict[str, Any]:
     try:
         document = json.loads((out / CONFIG).read_text())
         found = {name: dict(document[name]) for name in ("configuration", "environment")}
+        found[_MARKED] = document.get(_MARKED, False)
         if not document.keys() <= {*found, "command", "checksum"}:
             raise ValueError("it has other parts")
         if "checksum" in document and document.pop("checksum") != _checksum(document):

@@ -49,16 +49,30 @@ def trained(
     split = "all-data" if unit[0] is None else f"split{unit[0]}"
     folder = task.config.out / FOLDER / f"{split}-seed{unit[1]}-{digest}"
     like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), _shapes(task, unit, optimizer))
-    found = checkpoints.restore(folder, like, print)
-    if found is not None and found.rows[0]["training"] == about:
+    if found := _kept(folder, like, about):
         for _ in range(task.config.epochs):
             progress("the clients were kept")
-        return found.state, found.rows[0]["seconds"]
-    # What is there was kept by other options, so that its name is no digest of them.
-    shutil.rmtree(folder, ignore_errors=True)
+        return found
     state, seconds = train()
     checkpoints.save(folder, 0, state, [{"training": about, "seconds": seconds}])
     return state, seconds
+
+
+def _kept(folder: Path, like: Trained, about: dict[str, Any]) -> tuple[Trained, float] | None:
+    """Read clients and their seconds; remove those of another training, and damaged ones."""
+    try:
+        found = checkpoints.restore(folder, like, print)
+        if found is None:
+            shutil.rmtree(folder, ignore_errors=True)  # damaged ones, which are of no use
+            return None
+        ((training, seconds),) = (map(row.get, ("training", "seconds")) for row in found.rows)
+        if training == about:
+            return found.state, float(seconds)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass  # other leaves, or no record of a training
+    print(f"{folder} holds clients of another training: they are trained again.")
+    shutil.rmtree(folder)
+    return None
 
 
 def announce(out: Path, tasks: Iterable[tuple[OneRound, Iterable[steps.Unit]]]) -> str:

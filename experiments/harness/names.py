@@ -39,10 +39,13 @@ def options_in(name: str) -> dict[str, Any]:
         ({'damping': 0.3, 'max_examples': 500}, {})
     """
     found = {}
-    for words in filter(None, name.partition("@")[2].split(",")):
-        option, _, value = words.partition("=")
+    _, at, text = name.partition("@")
+    for words in text.split(",") if at else ():
+        option, _, value = (part.strip() for part in words.partition("="))
+        if option in found:
+            raise ValueError(f"--algorithms is {name}, expected {option} only once")
         try:
-            found[option.strip()] = ast.literal_eval(value)
+            found[option] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             raise ValueError(
                 f"--algorithms is {name}, expected NAME@option=number, also True, False or None"

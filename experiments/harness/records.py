@@ -138,11 +138,22 @@ def read_rows(
         )
     rows = [row for line in lines if (row := _row(line, columns, kind)) is not None]
     if len(rows) < number or found != heading:
-        warn(
-            f"{path} is damaged: {number - len(rows)} of {number} rows are not as they were "
-            "written, and what they held is computed again."
-        )
+        lost = f"{number - len(rows)} of {number} rows are not as they were written"
+        warn(damaged(path, lost if number else "all rows are gone"))
     return rows
+
+
+def damaged(path: Path, lost: str) -> str:
+    """Say what of a file of rows is not read."""
+    return f"{path} is damaged: {lost}, and what they held is computed again."
+
+
+def has_checksums(path: Path) -> bool:
+    """Return whether a file of rows is written with checksums; one that is not there will be."""
+    if not path.exists():
+        return True
+    heading, *_ = path.read_bytes().decode(errors="replace").splitlines() or [CHECKSUM]
+    return heading.rpartition(",")[2] == CHECKSUM
 
 
 def read_units(path: Path) -> tuple[list[str], int]:

@@ -29,8 +29,8 @@ def main(asked: Config, console: Console) -> None:
         found = list(measured(asked, console))
         folders.write_config(asked.out, asked, PROGRAM)
         lines = [(w, k, d, f"{a:.6f}", f"{e:.3g}", f"{s:.4f}") for w, k, d, a, e, s in found]
-        text = tables.csv_text(Measurement._fields, lines)
-        records.write_text(asked.out / records.RESULTS, text)
+        units = [[line] for line in lines]
+        records.write_units(asked.out / records.RESULTS, units, Measurement._fields)
         _report(asked, found, console)
 
 

@@ -163,6 +163,38 @@ def test_a_file_without_checksums_is_read_and_its_broken_lines_cost_their_method
     assert one_round.missing(ASKED, found) == {(0, 1): ("fedprox",)}
 
 
+def as_of_0_2(path: Path) -> None:
+    """Remove from a configuration what version 0.2 did not write."""
+    document = json.loads(path.read_text())
+    assert document.pop("rows_have_checksums") is True
+    del document["checksum"]
+    path.write_text(json.dumps(document))
+
+
+def test_rows_whose_checksums_were_removed_are_computed_again(written, capsys):
+    path, asked, whole = written / RESULTS, ask(written), (written / RESULTS).read_text()
+    lines = [x.rpartition(",")[0] for x in whole.splitlines()]
+    path.write_text(
+        "\n".join(lines).replace("fedavg,1,2,test,accuracy,", "fedavg,1,2,test,accuracy,1")
+    )
+    assert folders.resume(asked, OneShot()) == (asked, [])
+    assert "the checksums of its rows are gone, and what they held is" in capsys.readouterr().out
+    # A configuration of version 0.2 says nothing of checksums, and while its rows have none, the
+    # configuration of a run that continues there does not either.
+    path.write_text("\n".join(lines))
+    config_path = written / records.CONFIG
+    as_of_0_2(config_path)
+    for _ in range(2):
+        assert folders.resume(asked, OneShot()) == (asked, all_rows())
+        folders.write_config(written, asked, PROGRAM, goes_on=True)
+    path.write_text(whole)
+    folders.write_config(written, asked, PROGRAM, goes_on=True)
+    assert json.loads(config_path.read_text())["rows_have_checksums"] is True
+    path.write_text("")
+    assert folders.resume(asked, OneShot())[1] == []
+    assert "damaged: all rows are gone" in capsys.readouterr().out
+
+
 def test_every_damaged_byte_of_the_configuration_is_noticed_or_changes_nothing(written):
     path, asked = written / records.CONFIG, ask(written, epochs=30)
     whole = path.read_bytes()
@@ -392,6 +424,7 @@ def test_a_study_measures_the_units_that_lack_measurements(tmp_path):
     assert run(asked) == whole
     assert told == ["a", "b", "b"]
     assert path.read_text() == text
+    as_of_0_2(tmp_path / records.CONFIG)
     path.write_text("name,draw,value\na,0,0.0\na,1,0.1\nb,0,0.0\n")  # of version 0.2, and cut
     assert run(asked) == whole
     assert told[3:] == ["b"]
@@ -542,6 +575,9 @@ def test_options_in_a_name_come_before_those_of_the_command():
         ("fedprox@nu=1", "fedprox has no option 'nu'. Did you mean 'mu'"),
         ("fedprox@mu=strong", "expected NAME@option=number, also True, False or None"),
         ("fedprox@mu", "expected NAME@option=number"),
+        ("fedprox@", "is fedprox@, expected NAME@option=number"),
+        ("fedprox@mu=1,", "is fedprox@mu=1,, expected NAME@option=number"),
+        ("fedprox@mu=1, mu=2", "expected mu only once"),
     ],
 )
 def test_a_variant_that_cannot_be_is_refused(name, said):

@@ -82,3 +82,29 @@ def test_the_size_is_said_before_the_run_and_is_that_of_the_files(tmp_path):
     for one, other in zip(*map(np.asarray, (trained.loss, again.loss)), strict=True):
         assert np.array_equal(one, other)
     assert kept_clients.announce(tmp_path, [(task._replace(config=ASKED), [UNIT])]) == ""
+
+
+ABOUT = {"epochs": 1, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("leaf", "rows"),
+    [
+        (np.zeros(3), [{"training": ABOUT | {"seed": 1}, "seconds": 1.0}]),
+        (np.zeros(4), [{"training": ABOUT, "seconds": 1.0}]),  # a network of another size
+        (np.zeros(3), []),
+        (np.zeros(3), [5]),
+        (np.zeros(3), [{"training": ABOUT}]),
+    ],
+)
+def test_clients_of_another_training_are_trained_again_with_one_line(tmp_path, capsys, leaf, rows):
+    folder, like = tmp_path / "split0-seed0-0", {"w": np.zeros(3)}
+    checkpoints.save(folder, 0, {"w": leaf}, rows)
+    assert kept_clients._kept(folder, like, ABOUT) is None
+    said = f"{folder} holds clients of another training: they are trained again.\n"
+    assert capsys.readouterr().out == said
+    # There is room for the clients that are trained now, which are then read.
+    checkpoints.save(folder, 0, like, [{"training": ABOUT, "seconds": 2.0}])
+    state, seconds = kept_clients._kept(folder, like, ABOUT)
+    assert (state["w"].shape, seconds) == ((3,), 2.0)
+    assert capsys.readouterr().out == ""
