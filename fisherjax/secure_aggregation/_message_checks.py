@@ -183,8 +183,17 @@ def _check_form(agreed: Setting, message: Any) -> None:
                 )
         case Sealed():
             checks.instance(f"What {who} sent", message.boxes, Mapping, "boxes by receiver")
-            for to in message.boxes:
-                check_place(agreed, to, f"A box of {who} is for client")
+            size = keys.SEAL + 2 * shares.SIZE
+            for to, box in message.boxes.items():
+                to = check_place(agreed, to, f"A box of {who} is for client")
+                # Otherwise the server would pass on whatever a client sends, of any size.
+                if not isinstance(box, bytes) or len(box) != size:
+                    is_bytes = isinstance(box, bytes)
+                    given = f"has {len(box)} bytes" if is_bytes else f"is {checks.kind_of(box)}"
+                    raise ValueError(
+                        f"The box of {who} for client {to} {given}; expected the {size} bytes of "
+                        "two sealed shares. Leave this message out."
+                    )
         case Accepted():
             checks.instance(f"What {who} accepted", message.senders, Sequence, "places of senders")
             for sender in message.senders:
