@@ -127,7 +127,7 @@ def test_what_is_no_state_or_roster_is_refused_in_words():
     for act, said in (
         (lambda: protocol.mask(agreed, None, (0, 1), None), "own is a NoneType; expected the cli"),
         (lambda: protocol.deliver(agreed, [1, 2], []), "The roster is a list; expected the keys"),
-        (lambda: protocol.survivors(agreed, {}, (0, 1), []), "0 clients are left after stage 'ad"),
+        (lambda: protocol.survivors(agreed, {0: 1}, (0, 1), []), "entry of client 0 is an int"),
     ):
         with pytest.raises((ValueError, TypeError), match=said):
             act()
