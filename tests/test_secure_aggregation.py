@@ -616,7 +616,7 @@ def test_numpys_places_are_places(played):
         ),
         (
             lambda p: protocol.deliver(
-                p.setting, p.roster, [p.sealed[0], again(p.sealed[1], boxes={0: b"", -1: b""})]
+                p.setting, p.roster, [p.sealed[0], again(p.sealed[1], boxes={-1: b""})]
             ),
             "A box of client 1 is for client -1",
         ),

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from fisherjax.secure_aggregation import fixed_point, keys, protocol, secure_sum
+from fisherjax.secure_aggregation import _message_checks, fixed_point, keys, protocol, secure_sum
 
 FORMS = {
     "array": np.array,
@@ -127,7 +127,30 @@ def test_what_is_no_state_or_roster_is_refused_in_words():
     for act, said in (
         (lambda: protocol.mask(agreed, None, (0, 1), None), "own is a NoneType; expected the cli"),
         (lambda: protocol.deliver(agreed, [1, 2], []), "The roster is a list; expected the keys"),
-        (lambda: protocol.survivors(agreed, {}, (0, 1), []), "0 clients are left after stage 'ad"),
+        (lambda: protocol.survivors(agreed, {0: 1}, (0, 1), []), "entry of client 0 is an int"),
     ):
         with pytest.raises((ValueError, TypeError), match=said):
             act()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda box: box + b"x", "has 161 bytes; expected the 160 bytes of two sealed shares"),
+        (lambda box: box[:-1], "has 159 bytes"),
+        (lambda box: bytes(50_000), "has 50000 bytes"),
+        (bytearray, "is a bytearray"),
+        (lambda box: None, "is a NoneType"),
+    ],
+)
+def test_a_box_of_another_length_is_not_passed_on(change, said):
+    """Its sender made it so: the message has its checksum."""
+    agreed = protocol.setting(3, None, 1, 32, b"one")
+    first = [protocol.advertise(agreed, u, os.urandom) for u in range(3)]
+    roster = protocol.roster(agreed, [message for _, message in first])
+    sent = [protocol.share(agreed, own, roster, os.urandom)[1] for own, _ in first]
+    assert protocol.deliver(agreed, roster, sent)[2][1] == sent[1].boxes[2]
+    boxes = sent[1].boxes | {2: change(sent[1].boxes[2])}
+    sent[1] = _message_checks.tagged(b"", sent[1]._replace(boxes=boxes))
+    with pytest.raises(ValueError, match=f"The box of client 1 for client 2 {said}"):
+        protocol.deliver(agreed, roster, sent)

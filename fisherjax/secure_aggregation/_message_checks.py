@@ -122,7 +122,14 @@ def checked_roster(agreed: Setting, roster: Mapping[int, Keys]) -> dict[int, Key
         ValueError: If a place is not that of its keys, a key is invalid or occurs twice, or there
             are too few clients.
     """
+    listed = by_place(agreed, roster)
+    return different_keys(by_client(agreed, listed.values(), "advertise", plan_view(agreed)))
+
+
+def by_place(agreed: Setting, roster: Mapping[int, Keys]) -> dict[int, Keys]:
+    """Return a roster by Python's integers; raise if a place is not that of its keys."""
     checks.instance("The roster", roster, Mapping, "the keys of each client by place")
+    found = {}
     for place, entry in roster.items():
         place = check_place(agreed, place, "The roster has an entry of client")
         checks.instance(f"The roster's entry of client {place}", entry, Keys, "protocol's Keys")
@@ -132,7 +139,8 @@ def checked_roster(agreed: Setting, roster: Mapping[int, Keys]) -> dict[int, Key
                 f"The roster has keys of client {entry.client} at the place of client {place}; "
                 "expected the keys of each client at its own place."
             )
-    return different_keys(by_client(agreed, roster.values(), "advertise", plan_view(agreed)))
+        found[place] = entry
+    return found
 
 
 def different_keys(roster: dict[int, Keys]) -> dict[int, Keys]:
@@ -183,8 +191,17 @@ def _check_form(agreed: Setting, message: Any) -> None:
                 )
         case Sealed():
             checks.instance(f"What {who} sent", message.boxes, Mapping, "boxes by receiver")
-            for to in message.boxes:
-                check_place(agreed, to, f"A box of {who} is for client")
+            size = keys.SEAL + 2 * shares.SIZE
+            for to, box in message.boxes.items():
+                to = check_place(agreed, to, f"A box of {who} is for client")
+                # Otherwise the server would pass on whatever a client sends, of any size.
+                if not isinstance(box, bytes) or len(box) != size:
+                    is_bytes = isinstance(box, bytes)
+                    given = f"has {len(box)} bytes" if is_bytes else f"is {checks.kind_of(box)}"
+                    raise ValueError(
+                        f"The box of {who} for client {to} {given}; expected the {size} bytes of "
+                        "two sealed shares. Leave this message out."
+                    )
         case Accepted():
             checks.instance(f"What {who} accepted", message.senders, Sequence, "places of senders")
             for sender in message.senders:

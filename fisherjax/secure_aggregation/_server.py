@@ -21,6 +21,7 @@ from fisherjax.secure_aggregation._masks import (
 )
 from fisherjax.secure_aggregation._message_checks import (
     by_client,
+    by_place,
     check_enough,
     checked_places,
     checked_roster,
@@ -132,7 +133,8 @@ def finish(
             unmasked; if a message comes from, or is about, a client that it cannot be; or if a
             recovered secret is not the one that its owner published.
     """
-    agreed, roster = _agreed(agreed, roster)
+    agreed = checked_setting(agreed)
+    roster = checked_roster(agreed, roster)
     partners = checked_places(agreed, partners, _PARTNER)
     view = mask_view(agreed, roster, partners)
     arrived = by_client(agreed, masked, "mask", view)
@@ -177,7 +179,7 @@ def finish(
 def _agreed(agreed: Setting, roster: Mapping[int, Keys]) -> tuple[Setting, dict[int, Keys]]:
     """Return setting and roster in the types in which clients hash them."""
     agreed = checked_setting(agreed)
-    return agreed, checked_roster(agreed, roster)
+    return agreed, by_place(agreed, roster)
 
 
 def known_to(known: Iterable[int], found: Iterable[int]) -> tuple[int, ...]:

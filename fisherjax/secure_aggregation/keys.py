@@ -17,8 +17,10 @@ from fisherjax._core import checks
 
 SECRET = 32
 """Length of every key and seed, in bytes."""
-# The length of a nonce is that of RFC 8439, the prime that of RFC 7748.
+# The lengths of a nonce and of a tag are those of RFC 8439, the prime is that of RFC 7748.
 _NONCE = 12
+SEAL = _NONCE + 16
+"""Length of a box beyond that of its text, in bytes."""
 _FIELD = 2**255 - 19
 # Any private key does: all are multiples of eight, so that points of low order become zero.
 _FIXED = bytes(SECRET)
