@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import fisherjax as fj
 from fisherjax import files
 from fisherjax.algorithms import Update
 
@@ -115,3 +116,25 @@ def test_paths_are_checked_in_words(tmp_path):
     for read in (files.load_arrays, files.load_update, files.unseal):
         with pytest.raises(TypeError, match=r"^limits is a dict; expected files\.Limits"):
             read(path, limits={"arrays": 1})
+
+
+def test_what_nobody_could_read_by_the_same_limits_is_not_written(tmp_path):
+    path, many = tmp_path / "a.safetensors", {str(x): np.ones(1, "f4") for x in range(9)}
+    deep = {"x": {"x": np.ones(1, "f4")}}
+    cases = [
+        ("name", 1000, {"x" * 1001: np.ones(1)}, ()),
+        ("arrays", 8, many, ()),
+        ("arrays", 9, many, ("frozen",)),
+        ("header", 400, many, ()),
+        ("nesting", 3, {"w": fj.fisher.Diagonal(deep["x"])}, ()),
+    ]
+    for limit, most, tree, frozen in cases:
+        limits = files.Limits(**{limit: most})
+        if not frozen and limit != "nesting":
+            with pytest.raises(ValueError, match=rf"a\.safe.*exceeds a limit.*--limit {limit}="):
+                files.save_arrays(path, tree, limits=limits)
+        update = Update({"params": tree, "more": deep}, "params", {}, frozen)
+        how = {"algorithm": "fedavg", "client": "a", "examples": 1}
+        with pytest.raises(ValueError, match=rf"a\.safe.*exceeds a limit.*--limit {limit}="):
+            files.save_update(path, update, **how, limits=limits)
+        assert not path.exists()

@@ -825,6 +825,9 @@ def node(type, *children, **static):
     return {"type": type, "children": dict.fromkeys(children, "array"), "static": static}
 
 
+HUGE = files.Limits(1 << 30, 1 << 30, 1 << 30)  # to write what is refused
+
+
 def of_params(leaf):
     return {"update": {"dict": {"params": {"dict": {"w": leaf}}}}}
 
@@ -978,7 +981,7 @@ def bombs(tmp_path_factory):
         said["codec"] = "a code"
         about = {"what": "upload", "values": {"dict": values}} | said
         kinds = {name: files.base.ArrayKind.of(x) for name, x in arrays.items()}
-        with files.base.sealing(paths[case], kinds, about) as put:
+        with files.base.sealing(paths[case], kinds, about, HUGE) as put:
             for name, array in arrays.items():
                 put(name, array)
     return paths

@@ -36,6 +36,28 @@ def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
         ValueError: If the description lacks a field, is invalid, or exceeds the limits. The error
             names the file, and the client and the leaf where those are known.
     """
+    check_described(file, limits)
+    # Shapes stand in for the arrays, so that nothing else of the file is read or allocated yet.
+    leaves: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(kind.shape, jnp.dtype(kind.dtype))
+        for name, kind in file.arrays.items()
+    }
+    # How many bits a stream needs is told by the widths of its columns, which are short.
+    widths = [x for x, kind in file.arrays.items() if (x[-7:], kind.dtype) == ("/widths", "uint8")]
+    leaves |= dict(zip(widths, read(file.path, widths), strict=True))
+    values = decode(file.path, file.about["values"], leaves.__getitem__)
+    sizes = check_sizes(file.path, file.about["client"], values, file.nbytes, limits)
+    _check_untrained(file, sizes)
+    statistics = (f"{STATISTICS}/{name}" for name in file.about.get(STATISTICS, ()))
+    return sizes | {name: file.arrays[name] for name in statistics}
+
+
+def check_described(file: Sealed, limits: Limits) -> None:
+    """Check the fields, the structure and the names of a description, which may not be written yet.
+
+    Raises:
+        ValueError: As in `check`.
+    """
     about, where = file.about, repr(str(file.path))
     # These fields are printed, and compared with those of other clients, so that each has to be
     # text.
@@ -55,19 +77,14 @@ def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
             "finite non-negative number"
         ) from error
     _check_values(file, about.get("values"), "", limits, 1)
-    # Shapes stand in for the arrays, so that nothing else of the file is read or allocated yet.
-    leaves: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(kind.shape, jnp.dtype(kind.dtype))
-        for name, kind in file.arrays.items()
-    }
-    # How many bits a stream needs is told by the widths of its columns, which are short.
-    widths = [x for x, kind in file.arrays.items() if (x[-7:], kind.dtype) == ("/widths", "uint8")]
-    leaves |= dict(zip(widths, read(file.path, widths), strict=True))
-    values = decode(file.path, about["values"], leaves.__getitem__)
-    sizes = check_sizes(file.path, about["client"], values, file.nbytes, limits)
-    _check_untrained(file, sizes, limits)
-    statistics = (f"{STATISTICS}/{name}" for name in about.get(STATISTICS, ()))
-    return sizes | {name: file.arrays[name] for name in statistics}
+    for what in (STATISTICS, FROZEN):
+        names = about.get(what, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            _refuse(file, f"{what} is {reprlib.repr(names)}; expected names of leaves")
+    # Frozen leaves are names only, so that a small file could list a million of them.
+    frozen = about.get(FROZEN, [])
+    limits.check(file.path, "arrays", len(file.arrays) + len(frozen))
+    limits.check(file.path, "name", max(map(len, frozen), default=0))
 
 
 def check_model(file: Sealed) -> None:
@@ -84,15 +101,9 @@ def check_model(file: Sealed) -> None:
         )
 
 
-def _check_untrained(file: Sealed, sizes: Mapping[str, ArrayKind], limits: Limits) -> None:
-    """Check the names of statistics and frozen leaves: no leaf has two kinds or lacks its array."""
+def _check_untrained(file: Sealed, sizes: Mapping[str, ArrayKind]) -> None:
+    """Check statistics and frozen leaves: no leaf has two kinds or lacks its array."""
     listed = {what: file.about.get(what, []) for what in (STATISTICS, FROZEN)}
-    for what, names in listed.items():
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            _refuse(file, f"{what} is {reprlib.repr(names)}; expected names of leaves")
-    # Frozen leaves are names only, so that a small file could list a million of them.
-    limits.check(file.path, "arrays", len(file.arrays) + len(listed[FROZEN]))
-    limits.check(file.path, "name", max(map(len, listed[FROZEN]), default=0))
     for name in listed[STATISTICS]:
         if f"{STATISTICS}/{name}" not in file.arrays:
             _refuse(file, f"there is no array '{STATISTICS}/{name}'")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,12 @@ class Limits(NamedTuple):
                 f"expected at most {most}. If you trust its sender, raise the limit: "
                 f"limits=files.Limits({which}={found}), or --limit {which}={found}"
             )
+
+    def check_header(self, path: Path, length: int, names: Collection[str]) -> None:
+        """Check a file's header of this length in bytes, and the names of its arrays."""
+        self.check(path, "header", length)
+        self.check(path, "arrays", len(names))
+        self.check(path, "name", max(map(len, names), default=0))
 
 
 LIMITS = Limits()

@@ -146,7 +146,9 @@ def _write(path: Path, record: Record, start: dict[str, np.ndarray] | None, limi
     kind = update.kind.partition(uploads.THEN)[0]
     plain = dataclasses.replace(update, values=values, kind=kind)
     how = {"algorithm": record.algorithm, "client": record.client, "examples": record.examples}
-    uploads.save_update(path, plain, codec="none", **how)
+    # Decoded files may have longer headers and names than their uploads.
+    limits = limits._replace(header=1 << 62, name=1 << 62)
+    uploads.save_update(path, plain, codec="none", limits=limits, **how)
 
 
 # Jitted here, so that it compiles once for uploads of the same structure.

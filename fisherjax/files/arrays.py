@@ -24,7 +24,13 @@ from fisherjax.tree import to_native
 
 
 @shown_errors()
-def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = None) -> None:
+def save_arrays(
+    path: str | os.PathLike,
+    tree: Any,
+    *,
+    mapping: Places | None = None,
+    limits: Limits = LIMITS,
+) -> None:
     """Write a pytree of arrays to one .safetensors file, with names such as "layers/0/kernel".
 
     Writing is atomic: an old file at this path stays until the new one is complete. If the path is
@@ -35,10 +41,11 @@ def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = 
         tree: Pytree of arrays of any shape.
         mapping: Names of the leaves in the file, and the axes by which it stores them transposed
             (default: paths joined by slashes, and no transposition).
+        limits: Limits for the header and the names, by which the file will be read.
 
     Raises:
-        ValueError: If the suffix is wrong, two leaves have one name, a name cannot be stored, or
-            the mapping does not fit the leaves.
+        ValueError: If the suffix is wrong, two leaves have one name, a name cannot be stored, the
+            mapping does not fit the leaves, or the file would exceed the limits.
         TypeError: If a leaf is not an array, or the format does not hold its dtype.
         FileNotFoundError: If the folder does not exist.
 
@@ -51,13 +58,16 @@ def save_arrays(path: str | os.PathLike, tree: Any, *, mapping: Places | None = 
         {'fc.weight': (2, 3)}
     """
     path = checked_path(path, ".safetensors")
+    check_limits(limits)
     leaves = _named(tree)
     # All names are known before the first byte is written.
     places = _places({name: leaf.ndim for name, leaf in leaves.items()}, mapping)
     arrays = {place.name: _stored(leaves[name], place) for name, place in places.items()}
+    # safetensors.save_file would remove the permission to read from other users.
+    content = safetensors.save(arrays)
+    limits.check_header(path, int.from_bytes(content[:8], "little"), arrays.keys())
     with atomic_file(path) as file:
-        # safetensors.save_file would remove the permission to read from other users.
-        file.write(safetensors.save(arrays))
+        file.write(content)
 
 
 @shown_errors()

@@ -54,7 +54,10 @@ class Sealed(NamedTuple):
 
 @contextlib.contextmanager
 def sealing(
-    path: str | os.PathLike, kinds: Mapping[str, ArrayKind], about: Mapping[str, Any]
+    path: str | os.PathLike,
+    kinds: Mapping[str, ArrayKind],
+    about: Mapping[str, Any],
+    limits: Limits = LIMITS,
 ) -> Iterator[Callable[[str, Any], None]]:
     """Write a sealed file; the context manager yields `put(name, array)`, to call for each array.
 
@@ -62,15 +65,19 @@ def sealing(
         path: Path of the file, which ends in .safetensors.
         kinds: Kind of each array, by name.
         about: Description of the file, which JSON can hold.
+        limits: Limits for the header and the names, by which the file will be read.
 
     Raises:
         ValueError: If the suffix is not .safetensors, a name or the description cannot be stored,
-            or an array was not put or has another kind than in `kinds`.
+            the header exceeds the limits, or an array was not put or has another kind than in
+            `kinds`.
         TypeError: If the format does not hold the dtype of an array.
     """
     path = checked_path(path, ".safetensors")
     # The kinds are known before the arrays, so that each is written as soon as it is merged.
     header, places = _header(kinds, about)
+    # Otherwise nobody could read what was written.
+    limits.check_header(path, len(header) - _LENGTH, kinds.keys())
     with atomic_file(path) as file:
         file.write(header)
         left = dict(places)
@@ -143,8 +150,7 @@ def opened(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
             raise ValueError("it lacks its description or its digest")
     if about:
         _check_sealed(path, about, header, metadata[_DIGEST])
-    limits.check(path, "arrays", len(entries))
-    limits.check(path, "name", max(map(len, entries), default=0))
+    limits.check_header(path, length, entries.keys())
     arrays = {name: _kind(path, name, entry) for name, entry in entries.items()}
     # An array of size zero takes no bytes, but its other axes may be of any length. Plain arrays
     # are only read.

@@ -186,7 +186,7 @@ def merge_files(
         },
         "left_out": left_out,
     }
-    with base.sealing(out, kinds, about) as put:
+    with base.sealing(out, kinds, about, limits) as put:
         # Parts are merged while they are written, so that only one is in memory.
         for merged in itertools.chain(ready, [frozen]):
             for leaf, array in merged.items():

@@ -14,8 +14,8 @@ from fisherjax._core import checks
 from fisherjax._upload_checks import num_clients
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
-from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check
-from fisherjax.files._limits import LIMITS, ArrayKind, Limits
+from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check, check_described
+from fisherjax.files._limits import LIMITS, ArrayKind, Limits, check_limits
 from fisherjax.files._records import Record, plain_record, record_of
 from fisherjax.files._shown import shown_errors
 from fisherjax.files.values import check_single, decode, encode, flat
@@ -33,6 +33,7 @@ def save_update(
     client: str,
     examples: float,
     codec: str | None = None,
+    limits: Limits = LIMITS,
 ) -> None:
     """Write the update of one client to a file, with the description that a merge needs.
 
@@ -51,11 +52,12 @@ def save_update(
         examples: Number of the client's examples, which is its weight.
         codec: Name of the codec that packed the arrays (default: the one in the kind of a
             compressed update, else "none").
+        limits: Limits for the header and the names, by which the file will be read.
 
     Raises:
         ValueError: If the algorithm is unknown, a name is empty, the number of examples is
-            negative, the update is stacked or has running variances, or a leaf's name cannot be
-            stored.
+            negative, the update is stacked or has running variances, a leaf's name cannot be
+            stored, or the file would exceed the limits.
         TypeError: If a file cannot hold a value of the update.
 
     Example:
@@ -68,6 +70,7 @@ def save_update(
         ((3, 2), 'ann', 60)
     """
     checks.instance("update", update, Update, "an algorithms.Update, as of merging.summarize")
+    check_limits(limits)
     check_method(algorithm)
     checks.number("examples", examples)
     # The kind of a compressed update names its codec already.
@@ -89,7 +92,12 @@ def save_update(
     fields = dict(zip(FIELDS, (algorithm, update.kind, client, examples, codec), strict=True))
     about = {"what": "upload"} | fields | {"values": spec} | _untrained(update)
     kinds = {name: ArrayKind.of(array) for name, array in arrays.items()}
-    with base.sealing(path, kinds, about) as put:
+    # A receiver checks it too, but only the sender can mend it.
+    planned = {"version": base.version()} | about
+    check_described(
+        base.Sealed(base.checked_path(path, ".safetensors"), planned, kinds, 0, ""), limits
+    )
+    with base.sealing(path, kinds, about, limits) as put:
         for name, array in arrays.items():
             put(name, array)
 
