@@ -111,7 +111,9 @@ def custom(
         try:
             fits(z.shape, y)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"What sample(key, z) draws is no target: {error}") from error
+            # Errors of other types derived from these may take other arguments.
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"What sample(key, z) draws is no target: {error}") from error
         return y
 
     def columns(z: Array) -> Array | ByPosition:
