@@ -9,15 +9,16 @@ import inspect
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax.algorithms import Algorithm, Row
+from fisherjax.algorithms import LAWS, Algorithm, Row
 from fisherjax.datasets import Dataset
 
+_GIVES = get_args(get_type_hints(Row)["gives"])
 _REAL = jnp.floating, jnp.integer, jnp.bool_
 _PAIRS = (
     "expected training and test data, both a fj.datasets.Dataset or both a pair of inputs "
@@ -34,6 +35,14 @@ def method(where: str, row: Any) -> Row:
             f"{where} has the factory {_words(row.factory)}, expected a function that returns a "
             "fisherjax.algorithms.Algorithm"
         )
+
+    for name in ("label", "paper", "sends"):
+        if not isinstance(word := getattr(row, name), str):
+            raise ValueError(f"{where} has the {name} {_words(word)}, expected a text")
+    if not _is_list(row.laws) or not set(row.laws) <= set(LAWS):
+        raise ValueError(f"{where} has the laws {row.laws!r}, expected some of {', '.join(LAWS)}")
+    if row.gives not in _GIVES:
+        raise ValueError(f"{where} gives {_words(row.gives)}, expected one of {', '.join(_GIVES)}")
 
     @functools.wraps(row.factory)
     def factory(*args: Any, **options: Any) -> Algorithm:
