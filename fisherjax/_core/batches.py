@@ -111,3 +111,12 @@ def check_range(x: Any, what: str) -> None:
                 "expected smaller integers. Number them anew, as numpy.unique(x, "
                 "return_inverse=True) does, or set jax_enable_x64."
             )
+
+
+def check_native(name: str, value: Any) -> None:
+    """Check that an array has a dtype and a byte order that JAX supports."""
+    if tree.to_native(value, name) is not value:
+        raise TypeError(
+            f"{name} has dtype {value.dtype.str}, another byte order than this machine's; "
+            "convert it with x.astype(x.dtype.newbyteorder('='))."
+        )

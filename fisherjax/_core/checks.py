@@ -198,7 +198,7 @@ def floating(params: Params, what: str = "params") -> None:
     if not jax.tree.leaves(params):
         raise ValueError(f"{what} has no leaves; expected a pytree of floating-point arrays.")
     for name, leaf in zip(tree.names(params), jax.tree.leaves(params), strict=True):
-        _native(f"Leaf '{name}' of {what}", leaf)
+        batches.check_native(f"Leaf '{name}' of {what}", leaf)
         # Python's numbers have no dtype; of these only floats are accepted.
         dtype = getattr(leaf, "dtype", None)
         # JAX's function is used, because NumPy does not count bfloat16 as a floating type.
@@ -251,7 +251,7 @@ def examples(value: Examples) -> None:
                 f"{name} is {given}; expected an array with an axis of examples, such as "
                 "numpy.asarray returns."
             )
-        _native(name, x)
+        batches.check_native(name, x)
         batches.check_range(x, name)
     number = batches.num_rows(inputs)
     if any(x.shape[0] != number for x in arrays_of.values()):
@@ -277,15 +277,6 @@ def examples(value: Examples) -> None:
     _values("weights", weights, 0, math.inf, "finite numbers, zero or more")
     # JAX clamps a row that is out of range: another example would replace it without an error.
     _values("indices", indices, 0, number - 1, f"rows of {number} inputs")
-
-
-def _native(name: str, value: Any) -> None:
-    """Check that an array has a dtype and a byte order that JAX supports."""
-    if tree.to_native(value, name) is not value:
-        raise TypeError(
-            f"{name} has dtype {value.dtype.str}, another byte order than this machine's; "
-            "convert it with x.astype(x.dtype.newbyteorder('='))."
-        )
 
 
 def _values(name: str, values: AnyArray | None, low: float, high: float, meaning: str) -> None:
