@@ -29,11 +29,23 @@ class Division(NamedTuple):
 
 
 def divide(sizes: Array | int, clients_per_chunk: int, mesh: Mesh | None) -> Division | None:
-    """Divide clients of sizes [M], or M equal clients, among the devices of a mesh.
+    """Divide clients among the devices of a mesh, such that the last to end ends early.
 
     Outside of compiled programs this is one small program that many others share: each of them
-    would otherwise contain it. The result is None if clients are not redistributed, because there
-    is one device, or each has memory of its own, or one chunk.
+    would otherwise contain it.
+
+    Args:
+        sizes: The work of each client [M], for instance `Federation.sizes`; or M for equal clients.
+        clients_per_chunk: Clients that each device computes at once.
+        mesh: The devices; None is a single device.
+
+    Returns:
+        The division, for `spread_clients`; None if clients are not redistributed, because there is
+        one device, or each has memory of its own, or one chunk.
+
+    Example:
+        >>> divide(5, clients_per_chunk=1, mesh=None) is None
+        True
     """
     num_clients = sizes if isinstance(sizes, int) else len(sizes)
     if mesh is None:

@@ -209,6 +209,33 @@ def by_numpy(place: Callable[[np.ndarray], Array], x: Any) -> Array:
     return place(np.asarray(x))
 
 
+def on_each(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Run a function on each device with its part of the arguments, as `jax.shard_map` does.
+
+    Raises:
+        NotImplementedError: If JAX cannot divide an operation, which it says without a word.
+    """
+    how = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+    divided = jax.shard_map(function, **how)
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return divided(*arguments)
+        except NotImplementedError as error:
+            if error.args:
+                raise
+            raise NotImplementedError(
+                f"JAX {jax.__version__} cannot run an operation of this network on each of "
+                f"{mesh.size} devices: on 0.7.1 and 0.7.2 any convolution that is mapped over "
+                "examples or clients, on later versions such convolutions in groups. Compute on "
+                "one device: without `clients.shard`, and with inputs that are not spread."
+            ) from error
+
+    return run
+
+
 def by_client(mesh: Mesh, num_clients: int) -> NamedSharding:
     """Return the sharding of stacks [M, ...]: by client if the mesh divides M, else replicated."""
     axes = () if num_clients % mesh.size else (AXIS,)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape, jit
 from fisherjax._division import Division, chunks_of, divide, divide_chunks
-from fisherjax.devices import AXIS, by_client, by_numpy, share_memory
+from fisherjax.devices import AXIS, by_client, by_numpy, on_each, share_memory
 from fisherjax.typing import Array
 
 __all__ = [
@@ -159,8 +159,7 @@ def _on_devices(function: Callable[..., Any], mesh: Mesh, divided: tuple, common
     """Run a function on each device with its part of `divided` and with all of `common`."""
     by_device, everywhere = PartitionSpec(AXIS), PartitionSpec()
     in_specs = (by_device,) * len(divided) + (everywhere,) * len(common)
-    spread = {"mesh": mesh, "in_specs": in_specs, "out_specs": by_device, "check_vma": False}
-    return jax.shard_map(function, **spread)(*divided, *common)
+    return on_each(function, mesh, in_specs, by_device)(*divided, *common)
 
 
 def chunk_size(clients_per_chunk: int | None, num_clients: int) -> int:

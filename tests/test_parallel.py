@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fisherjax import parallel
+from fisherjax import devices, parallel
 
 
 @pytest.mark.parametrize("sizes", [None, [3, 0, 1, 5, 3]])
@@ -87,3 +87,16 @@ def test_results_come_in_the_clients_order_where_there_is_no_mesh():
     places = jnp.array([2, 0, 1])
     ordered = parallel.in_order(parallel.Spread(jnp.array([5.0, 6.0, 7.0]), places), mesh=None)
     assert ordered.tolist() == [7.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("words", [(), ("its own reason",)])
+def test_what_jax_cannot_divide_is_said_in_words(words):
+    """JAX refuses mapped convolutions inside `shard_map` by an error without a message."""
+
+    def refused(x):
+        raise NotImplementedError(*words)
+
+    one = devices.client_mesh(jax.devices()[:1])
+    expected = words[0] if words else "on each of 1 devices: .* Compute on one"
+    with pytest.raises(NotImplementedError, match=expected):
+        parallel.spread_clients(refused, jnp.ones(1), mesh=one)

@@ -26,7 +26,7 @@ from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit
 from fisherjax._minibatches import num_rows
 from fisherjax.clients import draw, minibatches, weights_of
-from fisherjax.devices import layout_of, mesh_of, replicate
+from fisherjax.devices import layout_of, mesh_of, on_each, replicate
 from fisherjax.fisher._columns import Columns, values
 from fisherjax.fisher.kinds import Kind, automatic, true
 from fisherjax.typing import Apply, Array, Examples, Key, Likelihood, Model, Params
@@ -179,8 +179,7 @@ def _mean_over_devices(
         return jax.lax.psum(jax.tree.map(lambda x: x * share.astype(x.dtype), mean), axis)
 
     in_specs = everywhere, everywhere, PartitionSpec(axis)
-    options = {"mesh": layout.mesh, "in_specs": in_specs, "out_specs": everywhere}
-    return jax.shard_map(on_device, **options, check_vma=False)(point, key, examples)
+    return on_each(on_device, layout.mesh, in_specs, everywhere)(point, key, examples)
 
 
 def check(

@@ -73,7 +73,7 @@ def exists(cell: Cell) -> bool:
         # Two devices have half of a batch each.
         cell.devices == "2" and cell.program in SHARED and int(cell.batch) % 2 == 1,
         # Since 0.7.1 JAX refuses derivatives of grouped convolutions that are mapped over examples
-        # inside `shard_map`, by a NotImplementedError (seen on 0.10.2 and 0.12.0.1).
+        # inside `shard_map` (seen on 0.10.2 and 0.12.0.1), and `devices.on_each` says so.
         cell.devices == "2"
         and cell.program == "factors"
         and cell.convolution in ("grouped", "depthwise"),

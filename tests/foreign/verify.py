@@ -49,10 +49,12 @@ def _is_refused_by_jax(cell: Cell, stopped: Exception) -> bool:
     """Say whether JAX itself cannot run the program.
 
     Releases 0.7.1 and 0.7.2 cannot map a convolution over examples or clients inside `shard_map`,
-    and raise a NotImplementedError without a word; an error of anybody else has a message.
+    and raise a NotImplementedError without a word, which is the cause of the library's own; an
+    error of anybody else has a message.
     """
     is_such = (0, 7, 1) <= jax.__version_info__ <= (0, 7, 2) and cell.devices == "2"
-    return is_such and type(stopped) is NotImplementedError and not stopped.args
+    first = stopped.__cause__ or stopped
+    return is_such and type(first) is NotImplementedError and not first.args
 
 
 def _pairs(cell: Cell) -> list[tuple[str, Any, Any]]:
