@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 import fisherjax as fj
+from experiments.benchmark.compile_networks import FlaxCNN, ResNet18, Scanned
 from experiments.benchmark.programs import ROOT
 
 _BATCH = 8
@@ -45,45 +46,6 @@ class Task(NamedTuple):
     run: Callable[[int], Any]  # runs it for a seed
 
 
-class FlaxCNN(flax.linen.Module):
-    """The network of flax's MNIST example, 824,458 parameters."""
-
-    @flax.linen.compact
-    def __call__(self, x: Any) -> Any:
-        """Return the outputs [B, 10] of images [B, 28, 28, 1]."""
-        for channels in (32, 64):
-            x = flax.linen.relu(flax.linen.Conv(channels, (3, 3))(x))
-            x = flax.linen.avg_pool(x, (2, 2), (2, 2))
-        x = flax.linen.relu(flax.linen.Dense(256)(x.reshape((len(x), -1))))
-        return flax.linen.Dense(10)(x)
-
-
-class ResNet18(flax.linen.Module):
-    """ResNet-18 for images of 32 x 32: four stages of two blocks, each layer with BatchNorm.
-
-    Source: He, Zhang, Ren, Sun, Deep residual learning for image recognition, CVPR 2016.
-    """
-
-    width: int = 64
-
-    @flax.linen.compact
-    def __call__(self, x: Any, train: bool = False) -> Any:
-        """Return the outputs [B, 10] of images [B, H, W, C]."""
-        norm = partial(flax.linen.BatchNorm, use_running_average=not train)
-        conv = partial(flax.linen.Conv, use_bias=False)
-        x = flax.linen.relu(norm()(conv(self.width, (3, 3))(x)))
-        for stage in range(4):
-            channels = self.width * 2**stage
-            for block in range(2):
-                strides = (2, 2) if stage and not block else (1, 1)
-                y = flax.linen.relu(norm()(conv(channels, (3, 3), strides)(x)))
-                y = norm()(conv(channels, (3, 3))(y))
-                if x.shape != y.shape:
-                    x = norm()(conv(channels, (1, 1), strides)(x))
-                x = flax.linen.relu(x + y)
-        return flax.linen.Dense(10)(x.mean((1, 2)))
-
-
 class Subject(NamedTuple):
     """A network with the shape of its images, and the number of clients that are merged."""
 
@@ -106,6 +68,7 @@ SUBJECTS = {
     "transformer": TRANSFORMER,
 }
 """The networks of the tasks that merge."""
+_SCANNED = (12, 24)
 _LABELS = {
     "tiny": "an MLP of 4 hidden units",
     "lenet": "LeNet",
@@ -168,6 +131,16 @@ def _summaries(name: str, method: str, seed: int) -> tuple[fj.algorithms.Algorit
     key = jax.random.key(seed)
     updates = fj.merging.summarize(algorithm, trained, federation, key=key)
     return algorithm, jax.block_until_ready(updates)
+
+
+def _pass(blocks: int, fisher: Callable[..., Any], seed: int) -> None:
+    network = Scanned(blocks)
+    images = np.random.default_rng(seed).normal(size=(2 * _BATCH, 4, 4, 3)).astype(np.float32)
+    init = partial(fj.networks.init, network, inputs=jax.ShapeDtypeStruct((1, 4, 4, 3), np.float32))
+    params = _filled(jax.eval_shape(init, jax.random.key(0)))
+    model = fj.networks.model(network, params, fj.likelihoods.categorical)
+    how = {"kind": fj.fisher.true, "batch_size": _BATCH}
+    jax.block_until_ready(fisher(model, params, fj.Examples(images), **how))
 
 
 def _merge(name: str, method: str, seed: int) -> None:
@@ -259,6 +232,14 @@ TASKS = {
         partial(_summaries, "transformer", _METHODS["kfac"]),
     ),
     **_merges(),
+    **{
+        f"scanned{blocks}_{fisher.__name__}": Task(
+            f"fisher.{fisher.__name__} of a transformer that scans {blocks} blocks of width 64",
+            partial(_pass, blocks, fisher),
+        )
+        for blocks in _SCANNED
+        for fisher in (fj.fisher.kfac, fj.fisher.diagonal)
+    },
 }
 STANDARD = [name for name in TASKS if not name.startswith("tiny")]
 """The tasks of a whole run; the others are for tests."""
