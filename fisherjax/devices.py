@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from fisherjax._core import checks, compiler
 from fisherjax._self_check import IDENTITIES, Fault, faults
@@ -210,7 +210,7 @@ def by_numpy(place: Callable[[np.ndarray], Array], x: Any) -> Array:
 
 
 def on_each(
-    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
+    function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """Run a function on each device with its part of the arguments, as `jax.shard_map` does.
 

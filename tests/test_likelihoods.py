@@ -318,12 +318,15 @@ def test_what_a_loss_lacks_is_refused_where_a_method_is_made(key, kind, field):
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda z, y: z - y, r"returned ShapeDtypeStruct\(shape=\(3,\).*one floating-point number"),
+        (
+            lambda z, y: z - y,
+            r"returned shape \(3,\) and dtype float32 .*one floating-point number",
+        ),
         (lambda z, y: 1, "returned .*int.*expected one floating-point number"),
-        (lambda z, y: None, "returned None"),
+        (lambda z, y: None, "returned a NoneType for arguments of shape"),
         (
             lambda z, y: z @ y[0],
-            r"failed on an output vector of shape \(3,\) and a target of shape",
+            r"failed on arguments of shape \(3,\) and dtype float32 and shape \(\)",
         ),
     ],
 )

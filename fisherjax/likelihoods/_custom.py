@@ -202,18 +202,10 @@ def _check_custom(loss: Callable, shape: tuple[int, ...], y: AnyArray) -> None:
         )
     z = jax.ShapeDtypeStruct(tuple(shape[-1:]), jnp.result_type(float))
     given = z, jax.ShapeDtypeStruct(y.shape[axes:], tree.shape_of(y).dtype)
-    of = f"an output vector of shape {given[0].shape} and a target of shape {given[1].shape}"
-    try:
-        found = jax.eval_shape(loss, *given)
-    # The user's function may raise an error of any type.
-    except Exception as error:
-        first_line = str(error).partition("\n")[0]
+    found = jax.eval_shape(partial(_called, "loss(z, y)", loss), *given)
+    if found.shape or not jnp.issubdtype(found.dtype, jnp.floating):
         raise ValueError(
-            f"The loss failed on {of} ({type(error).__name__}: {first_line}); expected loss(z, y) "
-            "of one example or position."
-        ) from error
-    if getattr(found, "shape", None) != () or not jnp.issubdtype(found.dtype, jnp.floating):
-        raise ValueError(
-            f"The loss returned {found} for {of}; expected one floating-point number. Sum over the "
-            "outputs in it."
+            f"loss(z, y) returned shape {found.shape} and dtype {found.dtype} for an output vector "
+            f"of shape {given[0].shape} and a target of shape {given[1].shape}; expected one "
+            "floating-point number. Sum over the outputs in it."
         )
