@@ -30,8 +30,9 @@ PROGRAM = "experiments.benchmark.accelerator"
 NUMBERS, TABLE = "numbers.jsonl", "table.md"
 # Seconds of each part, in the order of a run.
 LIMITS = {
-    **{"compile": 90, "runs": 85, "tf32": 60, "solve": 55, "transformer": 60, "clients": 40},
+    **{"runs": 110, "compile": 90, "tf32": 60, "solve": 55, "transformer": 75, "clients": 40},
     **{"bfloat16": 25, "spread": 20, "tests": 45},
+    "switches": 150,
 }
 _Parts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PART ...")]
 _OUTCOME = "outcome"

@@ -4,6 +4,7 @@ A part is a function of whether sizes are tiny, and of the seconds that it may t
 name, the value and the unit of each number as soon as it is known.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -25,6 +26,17 @@ from experiments.benchmark.workloads import Workload
 Numbers = Iterator[tuple[str, Any, str]]
 _RUN = ("--dataset", "mnist", "--model", "lenet", "--epochs", "10")
 _METHODS = ("fedavg", "fisher_merge", "regmean", "fedfisher_kfac")
+_NAMED = 8
+# Switches of XLA for GPUs, each beside none.
+_SWITCHES = (
+    "",
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_enable_triton_gemm=false",
+    "--xla_gpu_cudnn_gemm_fusion_level=0",
+    "--xla_gpu_enable_llvm_module_compilation_parallelism=true",
+    "--xla_gpu_enable_command_buffer=",
+    "--xla_llvm_disable_expensive_passes=true",
+)
 # What no accelerator has run; K-FAC, diagonals, merges, solvers and rounds have passed on an H100.
 _TESTS = (
     *("tests/test_secure_aggregation.py", "tests/test_privacy.py", "tests/test_differentiable.py"),
@@ -68,6 +80,13 @@ def _cold_and_warm(name: str, *task: str, end: float, out: str | None = None) ->
             yield f"{name}, {kind}: cache misses", found.missed, ""
             for part in ("tracing", "lowering", "compiling", "waiting", "seconds"):
                 yield f"{name}, {kind}: {part}", getattr(found, part), "s"
+            yield f"{name}, {kind}: longest", _longest(found), "s"
+
+
+def _longest(found: programs.Counts) -> str:
+    """Name the functions that tracing, lowering and compiling took longest for."""
+    most = list(found.names.items())[:_NAMED]
+    return ", ".join(f"{name} ({int(number)}) {seconds:.3g}" for name, (number, seconds) in most)
 
 
 def tensor_float_32(small: bool, _: float) -> Numbers:
@@ -178,12 +197,50 @@ def spread(small: bool, _: float) -> Numbers:
     yield from _measured(measure.Group("LeNet, 5 clients", "images", None, cases), 3)
 
 
+def switches(small: bool, limit: float) -> Numbers:
+    """Measure first and later calls under switches of XLA, each in a fresh process, uncached."""
+    end = time.monotonic() + limit
+    for switch in ("", "--xla_cpu_enable_fast_math=false") if small else _SWITCHES:
+        name = switch or "no switch"
+        with tempfile.TemporaryDirectory() as out:
+            flags = f"{os.environ.get('XLA_FLAGS', '')} {switch}".strip()
+            changed = {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+            words = ["--out", out, "--parts", "spread", "--here", *["--small"] * small]
+            run = [sys.executable, "-m", "experiments.benchmark.accelerator", *words]
+            left, begun = end - time.monotonic(), time.monotonic()
+            try:
+                how = {"timeout": left, "capture_output": True, "text": True}
+                done = subprocess.run(run, cwd=programs.ROOT, env=os.environ | changed, **how)
+            except subprocess.TimeoutExpired:
+                yield name, "not finished", ""
+                return
+            yield f"{name}, status {done.returncode}", time.monotonic() - begun, "s"
+            if done.returncode:
+                yield name, done.stderr.strip()[-200:], ""
+                continue
+            for line in Path(out, "numbers.jsonl").read_text().splitlines():
+                found = json.loads(line)
+                if found["what"] != "environment":
+                    yield f"{name}, {found['what']}", found["value"], found["unit"]
+
+
 def tests(small: bool, limit: float) -> Numbers:
     """Run the tests that have not run on an accelerator, with matrix products in full precision."""
     chosen = ("tests/test_tree.py",) if small else _TESTS
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "said")
-        options = ["-q", "-p", "no:benchmark", "-p", "no:cacheprovider", *chosen]
+        options = [
+            "-q",
+            "-n",
+            "8",
+            "--dist",
+            "loadfile",
+            "-p",
+            "no:benchmark",
+            "-p",
+            "no:cacheprovider",
+            *chosen,
+        ]
         with open(said, "w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *options],
@@ -205,7 +262,7 @@ def tests(small: bool, limit: float) -> Numbers:
 PARTS = {
     **{"compile": compile_table, "runs": whole_runs, "tf32": tensor_float_32, "solve": cnn_solve},
     **{"transformer": transformer, "clients": many_clients, "bfloat16": bfloat16},
-    **{"spread": spread, "tests": tests},
+    **{"spread": spread, "tests": tests, "switches": switches},
 }
 
 

@@ -1,8 +1,15 @@
-"""Avoid the programs that the CPU compiler of jaxlib 0.10.2 to 0.11.2 miscompiles.
+"""Compile the library's programs with the options of XLA that each backend needs.
 
-Since jaxlib 0.10.2, XLA compiles groups of operations on a CPU with YNNPACK, one "ynn fusion" per
-group. Up to 0.11.2, three kinds of such fusions compute wrong numbers without any error. Versions
-up to 0.10.1 have no such fusions, and 0.12 compiles them correctly. The three kinds are:
+**On a GPU** XLA compiles each matrix product many times over and keeps the fastest kernel. On an
+H200 (jaxlib 0.11.2) that was half of the first call of a K-FAC pass over LeNet: 11.0 s, and 5.2 s
+with XLA's first choice of kernels (`xla_gpu_autotune_level` 0), whose later calls took 44 ms in
+place of 30: some 400 calls pay it back. For this reason programs that a merge runs a few times take
+the first choice, and training, rounds and other long loops are autotuned.
+
+**On a CPU** jaxlib 0.10.2 to 0.11.2 miscompile some programs. Since 0.10.2 XLA compiles groups of
+operations on a CPU with YNNPACK, one "ynn fusion" per group. Up to 0.11.2, three kinds of such
+fusions compute wrong numbers without any error. Versions up to 0.10.1 have no such fusions, and
+0.12 compiles them correctly. The three kinds are:
 
 * a batched product with one operand that is broadcast along the batch dimension, fused with the
   operation after it: a sum, a maximum or a pooling window (0.10.2 to 0.11.2);
@@ -27,7 +34,7 @@ The library avoids them in three ways:
    calls a function of the library, the user's call decides how the program is compiled, and the
    first such call warns. `disable_faulty_fusion` sets the option for the whole process.
 
-The versions are not excluded, because 0.10.2 is the newest one for Python 3.11 and most
+These versions are not excluded, because 0.10.2 is the newest one for Python 3.11 and most
 environments have one of them. The option costs no time: on jaxlib 0.10.2, training, the K-FAC pass,
 the merge and the accuracies of LeNet and the training of the CNN took 0.95 to 1.01 times as long
 with it as without.
@@ -49,7 +56,9 @@ import jaxlib
 IS_AFFECTED = (0, 10, 2) <= jaxlib.version.__version_info__[:3] < (0, 12)
 _NAME = "xla_cpu_experimental_ynn_fusion_type"
 FLAG = f"--{_NAME}=individual_dot"
-_OPTIONS = {_NAME: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+_CPU_OPTIONS = {_NAME: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+_AUTOTUNE = "xla_gpu_autotune_level"
+_GPU_OPTIONS = {_AUTOTUNE: 0}
 CURE = (
     "call fisherjax.devices.disable_faulty_fusion() before JAX computes anything, or set "
     f"XLA_FLAGS={FLAG}, or install jaxlib 0.12 (Python 3.12 or later) or 0.10.1"
@@ -76,31 +85,38 @@ class Compiled(Protocol[Arguments, Result]):
         ...
 
 
-def jit(function: Callable[Arguments, Returned], **settings: Any) -> Compiled[Arguments, Returned]:
-    """Compile a function as `jax.jit` does, without the fusions that jaxlib miscompiles.
+def jit(
+    function: Callable[Arguments, Returned], *, autotune: bool = False, **settings: Any
+) -> Compiled[Arguments, Returned]:
+    """Compile a function as `jax.jit` does, with the options that the backend needs.
 
     Args:
         function: The function to compile.
+        autotune: Whether the compiler of a GPU tries several kernels for each matrix product. Only
+            programs that run hundreds of times win by it. What XLA_FLAGS says of it holds for all.
         **settings: Keyword arguments of `jax.jit`.
 
     Returns:
-        The compiled function. On affected versions it can be called and has a method `lower`, but
-        no other attributes of a function that `jax.jit` returns.
+        The compiled function. It can be called and has a method `lower`, but no other attributes of
+        a function that `jax.jit` returns.
 
     Example:
         >>> float(jit(lambda x: x + 1)(1.0))
         2.0
     """
     plain = jax.jit(function, **settings)
-    if not IS_AFFECTED:
-        return plain
-    without_fusion = jax.jit(function, compiler_options=_OPTIONS, **settings)
+    on_cpu = jax.jit(function, compiler_options=_CPU_OPTIONS, **settings) if IS_AFFECTED else plain
+    on_gpu = plain if autotune else jax.jit(function, compiler_options=_GPU_OPTIONS, **settings)
 
     def select() -> Any:
-        if _is_outermost() and _is_on_cpu():
-            return without_fusion
-        _warn_where_needed()
-        return plain
+        backend = jax.default_backend()
+        if not _is_outermost():
+            _warn_where_needed(backend)
+            return plain
+        if backend == "gpu" and _AUTOTUNE not in os.environ.get("XLA_FLAGS", ""):
+            return on_gpu
+        # Other backends may refuse an option of the CPU compiler.
+        return on_cpu if backend == "cpu" else plain
 
     def run(*args: Any, **kwargs: Any) -> Any:
         compiled = select()
@@ -155,13 +171,9 @@ def _is_outermost() -> bool:
     return core.trace_state_clean()
 
 
-def _is_on_cpu() -> bool:
-    # Other backends may refuse an option of the CPU compiler.
-    return jax.default_backend() == "cpu"
-
-
-def _warn_where_needed() -> None:
-    if not _WITHIN.get() and _NAME not in os.environ.get("XLA_FLAGS", "") and _is_on_cpu():
+def _warn_where_needed(backend: str) -> None:
+    is_safe = not IS_AFFECTED or backend != "cpu" or _NAME in os.environ.get("XLA_FLAGS", "")
+    if not is_safe and not _WITHIN.get():
         _warn_once()
 
 

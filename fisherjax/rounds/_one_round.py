@@ -101,7 +101,7 @@ class CohortResult(NamedTuple):
     kept: tuple[Any, dict[str, Array]]
 
 
-@partial(jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1), autotune=True)
 def whole_round(
     experiment: Experiment, layout: Layout, state: State, federation: Federation, key: Key
 ) -> tuple[State, Round]:
@@ -145,7 +145,7 @@ def start_round(experiment: Experiment, state: State, federation: Federation, ke
     return key, cohort, clients.select(federation, cohort), before, given
 
 
-@partial(jit, static_argnums=0)
+@partial(jit, static_argnums=0, autotune=True)
 def finish_round(experiment: Experiment, state: State, result: CohortResult) -> tuple[State, Round]:
     """Run the server's half of a round, and store what the clients keep."""
     algorithm, cohort, trained = experiment.algorithm, result.cohort, result.trained

@@ -1,5 +1,6 @@
 """Solve by gradient descent, the solver of FedFisher's theory."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,7 +51,7 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
     return solve
 
 
-@jit
+@partial(jit, autotune=True)
 def _gradient_descent(problem: Quadratic, steps: Scalar, power_iterations: Scalar) -> Any:
     matvec, rhs, init, *_ = problem
     top = power_iteration(matvec, jax.tree.map(jnp.subtract, rhs, matvec(init)), power_iterations)

@@ -57,7 +57,7 @@ def _descend(
     return jax.lax.scan(step, (weights, signal, noise), None, local_steps)
 
 
-@partial(jit, static_argnums=3)
+@partial(jit, static_argnums=3, autotune=True)
 def run_round(
     state: State, data: Data, mixing: Array, local_steps: int, learning_rate: Scalar
 ) -> tuple[State, tuple[Array, Array]]:

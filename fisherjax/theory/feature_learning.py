@@ -231,7 +231,7 @@ def reconstruct(start: Array, state: State, data: Data) -> Array:
     return start + learned + memorised
 
 
-@partial(jit, static_argnums=(4, 5))
+@partial(jit, static_argnums=(4, 5), autotune=True)
 def _train(
     state: State,
     data: Data,

@@ -174,7 +174,7 @@ def _first_states(local: LocalTraining, num_clients: int, given: ClientInputs) -
 
 
 # States are donated, so that memory holds those of all clients once between epochs.
-@partial(jit, static_argnums=(0, 1, 2), donate_argnums=3)
+@partial(jit, static_argnums=(0, 1, 2), donate_argnums=3, autotune=True)
 def _run(
     local: LocalTraining,
     layout: Layout,

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -100,6 +101,23 @@ def test_a_call_that_comes_too_late_says_so(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     with pytest.raises(RuntimeError, match=r"already started.*before JAX computes anything"):
         devices.disable_faulty_fusion()
+
+
+def test_only_programs_that_repeat_are_autotuned_on_a_gpu_unless_the_user_has_chosen(monkeypatch):
+    x = np.ones((2, 2), np.float32)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    product = compiler.jit(lambda x: x @ x)  # this jaxlib knows the option
+    np.testing.assert_array_equal(product(x), x @ x)
+    # An option that no compiler knows shows where options are given.
+    monkeypatch.setattr(compiler, "_GPU_OPTIONS", {"xla_unknown": 0})
+    brief = compiler.jit(lambda x: x @ x)
+    with pytest.raises(Exception, match="No such compile option"):
+        brief(x)
+    compiler.jit(lambda x: x @ x, autotune=True)(x)
+    jax.vmap(brief)(x[None])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
+    np.testing.assert_array_equal(brief(x), x @ x)
 
 
 def test_a_planted_fault_is_one_line_that_says_what_to_do():

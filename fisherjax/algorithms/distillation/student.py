@@ -108,7 +108,7 @@ def distilled(
     return params, StudentReport(*losses)
 
 
-@partial(jit, static_argnums=(0, 1))
+@partial(jit, static_argnums=(0, 1), autotune=True)
 def _over_inputs(apply: Apply, length: int, params: Params, inputs: Array) -> Array:
     """Run a network over all inputs [N, ...], `length` at a time, and return outputs [N, C]."""
     number = batches.num_rows(inputs)

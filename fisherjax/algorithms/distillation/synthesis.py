@@ -137,7 +137,7 @@ def epoch(
     return _epoch(fixed._replace(how=plain), evaluate, stacked, votes, rates, work)
 
 
-@partial(jit, static_argnums=0)
+@partial(jit, static_argnums=0, autotune=True)
 def _epoch(
     fixed: Fixed,
     evaluate: Callable | None,
