@@ -1,14 +1,9 @@
-"""Define the parts of `experiments.benchmark.accelerator`: what each measures.
+"""Define the parts of `experiments.benchmark.accelerator` that measure in their own process.
 
 A part is a function of whether sizes are tiny, and of the seconds that it may take. It yields the
 name, the value and the unit of each number as soon as it is known.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,74 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import fisherjax as fj
-from experiments.benchmark import compile_tasks, measure, peers, programs, server, workloads
+from experiments.benchmark import compile_tasks, measure, peers, server, workloads
 from experiments.benchmark.config import Config, filled
 from experiments.benchmark.workloads import Workload
 
 Numbers = Iterator[tuple[str, Any, str]]
-_RUN = ("--dataset", "mnist", "--model", "lenet", "--epochs", "10")
-_METHODS = ("fedavg", "fisher_merge", "regmean", "fedfisher_kfac")
-_NAMED = 8
-# Switches of XLA for GPUs, each beside none.
-_SWITCHES = (
-    "",
-    "--xla_gpu_autotune_level=0",
-    "--xla_gpu_enable_triton_gemm=false",
-    "--xla_gpu_cudnn_gemm_fusion_level=0",
-    "--xla_gpu_enable_llvm_module_compilation_parallelism=true",
-    "--xla_gpu_enable_command_buffer=",
-    "--xla_llvm_disable_expensive_passes=true",
-)
-# What no accelerator has run; K-FAC, diagonals, merges, solvers and rounds have passed on an H100.
-_TESTS = (
-    *("tests/test_secure_aggregation.py", "tests/test_privacy.py", "tests/test_differentiable.py"),
-    *("tests/test_compression.py", "tests/algorithms"),
-)
-
-
-def compile_table(small: bool, limit: float) -> Numbers:
-    """Count the programs of tasks, cold and with a warm persistent cache."""
-    standard = ("lenet_kfac", "transformer_summaries", "flax_cnn_kfac", "lenet_exchange", "digits")
-    end = time.monotonic() + limit
-    for task in ("tiny_kfac",) if small else standard:
-        yield from _cold_and_warm(task, task, end=end)
-
-
-def whole_runs(small: bool, limit: float) -> Numbers:
-    """Time the standard one-shot run, cold and with a warm persistent cache."""
-    end = time.monotonic() + limit
-    how = ("--dataset", "digits", "--model", "mlp", "--epochs", "1") if small else _RUN
-    with tempfile.TemporaryDirectory() as out:
-        more = ("--algorithms", *_METHODS, "--seeds", "0", "--exchanges", "5")
-        options = (*how, *(("--algorithms", "fedavg", "--seeds", "0") if small else more))
-        # Each process has its own folder, so that the second one does not find results.
-        yield from _cold_and_warm("one_shot", "experiments.one_shot", *options, end=end, out=out)
-
-
-def _cold_and_warm(name: str, *task: str, end: float, out: str | None = None) -> Numbers:
-    with tempfile.TemporaryDirectory() as cache:
-        for kind in ("cold", "warm"):
-            place = () if out is None else ("--out", f"{out}/{kind}")
-            left = end - time.monotonic()
-            if left <= 0:
-                yield f"{name}, {kind}", "not begun: no time was left", ""
-                continue
-            try:
-                [found] = programs.in_fresh_process(*task, *place, cache=Path(cache), timeout=left)
-            except programs.Failed as error:
-                yield f"{name}, {kind}", str(error), ""
-                continue
-            yield f"{name}, {kind}: programs", found.programs, ""
-            yield f"{name}, {kind}: cache misses", found.missed, ""
-            for part in ("tracing", "lowering", "compiling", "waiting", "seconds"):
-                yield f"{name}, {kind}: {part}", getattr(found, part), "s"
-            yield f"{name}, {kind}: longest", _longest(found), "s"
-
-
-def _longest(found: programs.Counts) -> str:
-    """Name the functions that tracing, lowering and compiling took longest for."""
-    most = list(found.names.items())[:_NAMED]
-    return ", ".join(f"{name} ({int(number)}) {seconds:.3g}" for name, (number, seconds) in most)
 
 
 def tensor_float_32(small: bool, _: float) -> Numbers:
@@ -197,72 +129,9 @@ def spread(small: bool, _: float) -> Numbers:
     yield from _measured(measure.Group("LeNet, 5 clients", "images", None, cases), 3)
 
 
-def switches(small: bool, limit: float) -> Numbers:
-    """Measure first and later calls under switches of XLA, each in a fresh process, uncached."""
-    end = time.monotonic() + limit
-    for switch in ("", "--xla_cpu_enable_fast_math=false") if small else _SWITCHES:
-        name = switch or "no switch"
-        with tempfile.TemporaryDirectory() as out:
-            flags = f"{os.environ.get('XLA_FLAGS', '')} {switch}".strip()
-            changed = {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
-            words = ["--out", out, "--parts", "spread", "--here", *["--small"] * small]
-            run = [sys.executable, "-m", "experiments.benchmark.accelerator", *words]
-            left, begun = end - time.monotonic(), time.monotonic()
-            try:
-                how = {"timeout": left, "capture_output": True, "text": True}
-                done = subprocess.run(run, cwd=programs.ROOT, env=os.environ | changed, **how)
-            except subprocess.TimeoutExpired:
-                yield name, "not finished", ""
-                return
-            yield f"{name}, status {done.returncode}", time.monotonic() - begun, "s"
-            if done.returncode:
-                yield name, done.stderr.strip()[-200:], ""
-                continue
-            for line in Path(out, "numbers.jsonl").read_text().splitlines():
-                found = json.loads(line)
-                if found["what"] != "environment":
-                    yield f"{name}, {found['what']}", found["value"], found["unit"]
-
-
-def tests(small: bool, limit: float) -> Numbers:
-    """Run the tests that have not run on an accelerator, with matrix products in full precision."""
-    chosen = ("tests/test_tree.py",) if small else _TESTS
-    with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder, "said")
-        options = [
-            "-q",
-            "-n",
-            "8",
-            "--dist",
-            "loadfile",
-            "-p",
-            "no:benchmark",
-            "-p",
-            "no:cacheprovider",
-            *chosen,
-        ]
-        with open(said, "w") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", *options],
-                cwd=programs.ROOT,
-                env={**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": "highest"},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                process.wait(0.9 * limit)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        lines = said.read_text().strip().splitlines() or ["nothing was printed"]
-        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        yield from (("failed", line, "") for line in failed)
-        yield ", ".join(chosen), lines[-1], ""
-
-
 PARTS = {
-    **{"compile": compile_table, "runs": whole_runs, "tf32": tensor_float_32, "solve": cnn_solve},
-    **{"transformer": transformer, "clients": many_clients, "bfloat16": bfloat16},
-    **{"spread": spread, "tests": tests, "switches": switches},
+    **{"tf32": tensor_float_32, "transformer": transformer, "solve": cnn_solve},
+    **{"bfloat16": bfloat16, "clients": many_clients, "spread": spread},
 }
 
 

@@ -61,6 +61,7 @@ class Counts(NamedTuple):
     compiling: float  # includes reading from a persistent cache
     waiting: float
     names: dict[str, list[float]]  # function: its programs, and its seconds of all three
+    processor: float = 0.0  # seconds of all processors during the whole run
 
 
 class Event(NamedTuple):
@@ -103,7 +104,7 @@ def listen() -> tuple[list[Event], list[str]]:
     return events, misses
 
 
-def count(events: Sequence[Event], missed: int, seconds: float) -> Counts:
+def count(events: Sequence[Event], missed: int, seconds: float, processor: float = 0.0) -> Counts:
     """Add up events, each thread's in the order of their ends.
 
     Example:
@@ -127,7 +128,7 @@ def count(events: Sequence[Event], missed: int, seconds: float) -> Counts:
     programs = sum(event.phase == "compiling" for event in events)
     spans = [(start, end) for before in ended.values() for start, end, _ in before]
     most = dict(sorted(names.items(), key=lambda item: -item[1][1]))
-    return Counts(programs, missed, seconds, *totals.values(), _covered(spans), most)
+    return Counts(programs, missed, seconds, *totals.values(), _covered(spans), most, processor)
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -214,13 +215,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     events, misses = listen()
     found: list[Counts] = []
-    start = _BEGAN
+    start, used = _BEGAN, 0.0
     for seed in range(asked.seeds):
         _run(asked.task, asked.options, seed)
-        found.append(count(events, len(misses), time.perf_counter() - start))
+        passed, processor = time.perf_counter() - start, time.process_time() - used
+        found.append(count(events, len(misses), passed, processor))
         events.clear()
         misses.clear()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
     for seed, counts in enumerate(found):
         _show(asked.task, seed, counts)
     if asked.write:
@@ -249,7 +251,7 @@ def _show(task: str, seed: int, counts: Counts) -> None:
     print(f"\n{task}, seed {seed}: {counts.programs} programs, {counts.missed} cache misses")
     parts = ("tracing", "lowering", "compiling", "waiting")
     said = ", ".join(f"{part} {getattr(counts, part):.2f} s" for part in parts)
-    print(f"{counts.seconds:.2f} s in all: {said}")
+    print(f"{counts.seconds:.2f} s in all, {counts.processor:.2f} s of processors: {said}")
     for name, (number, seconds) in list(counts.names.items())[:_SHOWN]:
         print(f"  {seconds:7.2f} s  {int(number):4d}  {name}")
 
