@@ -5,6 +5,7 @@ fills the cache. The second one reads the cache and runs the task with two seeds
 programs' texts, whose operations are counted: that takes less than the noise of its seconds.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -62,12 +63,19 @@ def summary(rows: Sequence[Row]) -> tables.Table:
     lines = []
     for task, cases in numbers(rows).items():
         cold, warm, again = (cases[case] for case in (COLD, WARM, AGAIN))
-        sizes = [warm[name] for name in programs.Texts._fields]
+        # Older records do not count products.
+        sizes = [warm.get(name, math.nan) for name in programs.Texts._fields]
         seconds = [cold[f"{part}_seconds"] for part in (*PARTS, "other")]
         seconds += [warm["waiting_seconds"], warm["other_seconds"], again["median"]]
         whole = [cold["programs"], *sizes, warm["cache_misses"], again["programs"]]
         lines.append([task, *(f"{x:,.0f}" for x in whole), *(f"{x:.1f}" for x in seconds)])
-    headings = ["task", "programs", "operations", "instructions", "fusions", "missed when warm"]
-    headings += ["programs of a second seed", "tracing, s", "lowering, s", "compiling, s"]
+    headings = ["task", "programs", "operations", "instructions", "fusions", "products"]
+    headings += [
+        "missed when warm",
+        "programs of a second seed",
+        "tracing, s",
+        "lowering, s",
+        "compiling, s",
+    ]
     headings += ["other, s", "warm: compiler, s", "warm: other, s", "second seed, s"]
     return tables.Table("", headings, lines)

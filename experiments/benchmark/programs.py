@@ -80,6 +80,7 @@ class Texts(NamedTuple):
     operations: int  # of StableHLO, before optimisation
     instructions: int  # of HLO, after optimisation, with those inside fusions
     fusions: int
+    products: int  # of two matrices, of different shapes, before optimisation
 
 
 def listen() -> tuple[list[Event], list[str]]:
@@ -194,7 +195,26 @@ def texts(dump: Path) -> Texts:
         sum(len(re.findall(r"^\s*(?:%\S+ = )?\"?stablehlo\.", text, re.M)) for text in before),
         sum(len(_INSTRUCTION.findall(text)) for text in after),
         sum(len(re.findall(r" fusion\(", text)) for text in after),
+        len(set().union(*map(_products, before))),
     )
+
+
+def _products(text: str) -> set[tuple[str, ...]]:
+    """Return the different products of two matrices: a GPU's compiler tries kernels for each.
+
+    Those of a matrix and a vector, where one side has no axis left, it writes as sums.
+    """
+    found = set()
+    for how, left, right in _PRODUCT.findall(text):
+        # The left side's axes that both sides have, and those that are summed over.
+        taken = sum(axes.count(",") + bool(axes) for axes in _AXES.findall(how)[::2])
+        if all(side.count("x") > taken for side in (left, right)):
+            found.add((how, left, right))
+    return found
+
+
+_PRODUCT = re.compile(r"dot_general [^,]*, [^,]*, (.*?) : \((tensor<\S+>), (tensor<\S+>)\)")
+_AXES = re.compile(r"\[([\d, ]*)\]")
 
 
 # Parameters and constants take the compiler no time.

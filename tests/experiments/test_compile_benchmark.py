@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fisherjax as fj
@@ -78,7 +79,23 @@ def test_texts_are_counted_by_operation(tmp_path):
     (tmp_path / "stablehlo/jax_ir0_jit_f_compile.mlir").write_text(textwrap.dedent(before))
     for suffix in ("cpu_after_optimizations.txt", "cpu_after_optimizations-live-range.txt"):
         (tmp_path / f"hlo/module_0000.jit_f.{suffix}").write_text(textwrap.dedent(after))
-    assert programs.texts(tmp_path) == Texts(operations=3, instructions=3, fusions=1)
+    assert programs.texts(tmp_path) == Texts(operations=3, instructions=3, fusions=1, products=0)
+
+
+def test_products_of_two_matrices_count_once_for_each_shape(tmp_path):
+    x, stack, w = np.ones((3, 4)), np.ones((5, 3, 4)), np.ones(4)
+    (tmp_path / "stablehlo").mkdir()
+
+    def products(function, *args) -> int:
+        text = jax.jit(function).lower(*args).as_text()
+        (tmp_path / "stablehlo/jax_ir0_jit_f_compile.mlir").write_text(text)
+        return programs.texts(tmp_path).products
+
+    assert products(lambda x: x @ w, x) == 0
+    assert products(lambda x, y: (x @ x.T) @ (y @ y.T), x, x) == 2
+    assert products(lambda y: jnp.einsum("bij,bkj->bik", y, y), stack) == 1
+    assert products(lambda y: jnp.einsum("bij,bj->bi", y, y[:, 0]), stack) == 0
+    assert products(lambda x, y: (x @ x.T, y @ x.T), x, stack) == 2
 
 
 @pytest.mark.long
@@ -137,7 +154,7 @@ def made_up_rows() -> list[report.Row]:
     warm, again = Counts(7, 1, 20.0, 1.1, 2.2, 0.5, 3.5, {}), Counts(0, 0, 3.0, 0, 0, 0, 0.0, {})
     measured = [
         compiling.measurement(cold),
-        compiling.measurement(warm, Texts(100, 50, 20)),
+        compiling.measurement(warm, Texts(100, 50, 20, 5)),
         compiling.measurement(again),
     ]
     cases = [
@@ -154,7 +171,8 @@ def test_a_summary_has_a_line_for_each_task():
     shown = dict(zip(table.headings, line, strict=True))
     assert shown == {
         **{"task": "digits", "programs": "7", "operations": "100", "instructions": "50"},
-        **{"fusions": "20", "missed when warm": "1", "programs of a second seed": "0"},
+        **{"fusions": "20", "products": "5"},
+        **{"missed when warm": "1", "programs of a second seed": "0"},
         **{"tracing, s": "1.0", "lowering, s": "2.0", "compiling, s": "4.0", "other, s": "23.5"},
         **{"warm: compiler, s": "3.5", "warm: other, s": "16.5", "second seed, s": "3.0"},
     }
