@@ -1,7 +1,10 @@
 """Predict the memory of a run from its compiled programs, and compare it with the device's."""
 
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,39 +30,49 @@ class Need(NamedTuple):
     idle: float = 0.0  # share of the training time in which devices wait for each other
 
 
-def predict(task: tasks.OneRound) -> Need:
-    """Find the step of the clients that needs the most, by compiling the run's programs."""
+def predict(task: tasks.OneRound, threads: int | None = None) -> Need:
+    """Find the step of the clients that needs the most, by compiling the run's programs.
+
+    They are compiled side by side, by half as many threads as there are cores if no number is
+    given: the compiler of a CPU keeps two cores busy by itself.
+    """
     federation = next(iter(task.federations.values()))
     params, key = steps.start(task, task.config.seeds[0])
     options = steps.training_options(task, federation)
     chunk = options["clients_per_chunk"]
-    needs = {}
+    asked: dict[str, Callable[[], fj.devices.Memory]] = {}
+    training = partial(fj.training.train_memory, task.model, params, federation, key=key)
     for optimizer, methods in steps.by_training(task).items():
         own = "" if optimizer == task.optimizer else f" for {' and '.join(methods)}"
-        needs[f"training{own}"] = fj.training.train_memory(
-            task.model, params, federation, key=key, optimizer=optimizer, progress=True, **options
-        )
+        how = {"optimizer": optimizer, "progress": True, **options}
+        asked[f"training{own}"] = partial(training, **how)
     if task.voting is not None:
         given = task.voting, federation, (key, key)
-        needs[f"training for {votes.NAME}"] = votes.memory(*given, **options)
+        asked[f"training for {votes.NAME}"] = partial(votes.memory, *given, **options)
+    how = {"key": key, "clients_per_chunk": chunk}
     # Methods with equal uploads share a summary, which the first of them computes.
     first = {method.sent: name for name, method in reversed(task.methods.items())}
     for name in first.values():
-        method = task.methods[name]
-        needs[f"the clients' summaries for {name}"] = fj.merging.summarize_memory(
-            method.clients, params, federation, key=key, clients_per_chunk=chunk
+        given = task.methods[name].clients, params, federation
+        asked[f"the clients' summaries for {name}"] = partial(
+            fj.merging.summarize_memory, *given, **how
         )
     # Exchanges are the same programs after every merge.
     plans = after_merge.exchanges(task.config).values()
     for name in dict.fromkeys(step for plan in plans for step in plan):
         given = fj.algorithms.make(name, task.model), params, federation
-        found = fj.merging.exchange_memory(*given, key=key, clients_per_chunk=chunk)
-        needs[f"the exchange of {name}"] = max(found, key=sum)
+        asked[f"the exchange of {name}"] = partial(_of_exchange, *given, **how)
+    with ThreadPoolExecutor(threads or max((os.cpu_count() or 1) // 2, 1)) as pool:
+        needs = dict(zip(asked, pool.map(lambda ask: ask(), asked.values()), strict=True))
     step = max(needs, key=lambda name: sum(needs[name]))
     side_by_side = fj.parallel.chunk_size(chunk, federation.num_clients)
     found = of(step, needs[step], side_by_side, federation.mesh)
     batches = fj.clients.num_batches(np.asarray(federation.sizes), options["batch_size"])
     return found._replace(idle=fj.parallel.idle_share(batches, side_by_side, found.devices))
+
+
+def _of_exchange(*given: Any, **how: Any) -> fj.devices.Memory:
+    return max(fj.merging.exchange_memory(*given, **how), key=sum)
 
 
 def of(step: str, need: fj.devices.Memory, side_by_side: int, mesh: Mesh | None) -> Need:
