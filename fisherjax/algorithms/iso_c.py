@@ -22,8 +22,7 @@ def iso_c(*, scaling: Scalar = 1.0) -> Algorithm[tuple[()]]:
 
     for each matrix, with M the number of clients with a weight; all other leaves become the
     weighted mean. A leaf of two axes is a matrix, and so is a convolution's kernel, of four axes or
-    more, as [all axes but the last, outputs]. The mean is over min(a, b) singular values of a
-    matrix [a, b]. If some are zero, the changes do not determine their directions.
+    more, as [all axes but the last, outputs].
 
     Args:
         scaling: alpha (default 1). The paper's authors choose it on validation data.
@@ -45,7 +44,9 @@ def iso_c(*, scaling: Scalar = 1.0) -> Algorithm[tuple[()]]:
          [0.  2.5]]
 
     Source: the paper above, whose networks have no convolutions. Deviations: clients count by their
-        weights; kernels of convolutions are merged as matrices.
+        weights; kernels of convolutions are merged as matrices; singular values that are zero up to
+        rounding, as one is in every softmax head, are left out of the mean and of U V^T, because
+        the changes do not determine their directions.
     """
     checks.number("scaling", scaling)
 
@@ -58,6 +59,9 @@ def iso_c(*, scaling: Scalar = 1.0) -> Algorithm[tuple[()]]:
 
 @jit
 def _isotropic(change: Array) -> Array:
-    u, values, v = linalg.svd(change.reshape(-1, change.shape[-1]))
-    found = jnp.mean(values) * jnp.matmul(u, v, precision="highest")
-    return found.reshape(change.shape)
+    matrix = change.reshape(-1, change.shape[-1])
+    u, values, v = linalg.svd(matrix)
+    # Differences of weights are rounded, so that the limit is above that of a computed rank.
+    kept = values > 8 * max(matrix.shape) * jnp.finfo(values.dtype).eps * values[0]
+    mean = jnp.sum(values, where=kept) / jnp.maximum(kept.sum(), 1)
+    return mean * jnp.matmul(u * kept, v, precision="highest").reshape(change.shape)

@@ -66,7 +66,7 @@ def regmean(
         received: Whether inputs u are those in the network that a client started from (RegMean++)
             or in its own (default). With `merging.exchange(method, merged, federation, key=key,
             trained=trained)`, repeated as often as dense layers follow one another, the inputs of
-            each layer are those in the merged network.
+            each layer are those in the merged network. W_0 is the received model then.
         batch_size: Minibatch size of the Gram pass.
         max_examples: Largest number of a client's examples in its Gram matrices, drawn anew by the
             key of `summarize`; None uses all.

@@ -155,9 +155,9 @@ def leaves_by_group(sums: Any, groups: Sequence[str]) -> dict[str, list[int]]:
         public = jax.tree.map(lambda _: False, x)
         if not isinstance(x, _SUMS):
             return public
-        # Without a count, the field is no leaf, and has no mark.
-        known = {"count": True} if getattr(x, "count", None) is not None else {}
-        return public._replace(weight=True, **known)
+        # A count that is None is no leaf, and has no mark. (Every tuple has a method `count`.)
+        counted = "count" in x._fields and x.count is not None
+        return public._replace(weight=True, **({"count": True} if counted else {}))
 
     # Weights are found by type, because a leaf of the model may have the same name.
     public = jax.tree.leaves(jax.tree.map(mark, sums, is_leaf=lambda x: isinstance(x, _SUMS)))
