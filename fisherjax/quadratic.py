@@ -52,6 +52,7 @@ class Quadratic(NamedTuple):
             if the system is in the units of the Fishers.
         slack: Relative residual to which `precondition` solves, if it is an iterative solve and so
             not quite linear; None if it is linear.
+        origin: Blocks that are added to the unknowns; None if they are whole weights.
     """
 
     matvec: Callable[[Any], Any]
@@ -63,10 +64,13 @@ class Quadratic(NamedTuple):
     means: Any = None
     exponents: Any = None
     slack: Array | None = None
+    origin: Any = None
 
 
 def restored(problem: Quadratic, blocks: Any) -> Params:
     """Return params from their blocks."""
+    if problem.origin is not None:
+        blocks = jax.tree.map(jnp.add, problem.origin, blocks)
     return blocks if problem.restore is None else problem.restore(blocks)
 
 

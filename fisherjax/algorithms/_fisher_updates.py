@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fisherjax import quadratic, tree
 from fisherjax._core import checks
@@ -80,6 +81,21 @@ def plain_sum(params: Params, weights: Array) -> WeightedSum:
     return WeightedSum(tree.weighted_sum(params, present), present.sum())
 
 
+def about_mean(
+    fishers: Operator, params: Params, weights: Array, damping: Scalar, centre: Params = None
+) -> quadratic.Quadratic:
+    """Make `quadratic.quadratic` with the models' differences from their weighted mean as unknowns.
+
+    A solver's tolerance is relative to the right-hand side, and so are rounding errors. Those of
+    differences are as small as the differences are, such as those of fine-tuned models.
+    """
+    mean = tree.weighted_sum(params, weights)
+    centre = mean if centre is None else centre
+    moved, to = (jax.tree.map(jnp.subtract, x, mean) for x in (params, centre))
+    problem = quadratic.quadratic(fishers, moved, weights, damping, to)
+    return problem._replace(origin=fishers.blocks(mean))
+
+
 def fisher_sums(updates: dict[str, Any], weights: Array, plain: bool = False) -> quadratic.Sums:
     """Sum stacked updates {"params": W_i, "fisher": F_i}; a `reduce` for operators that add up."""
     return quadratic.sums(updates["fisher"], updates["params"], weights, plain)
@@ -103,7 +119,7 @@ def solve_sums(
         updates, weights = received
         fishers, models = updates["fisher"], updates["params"]
         pulled_to = point(partial(plain_sum, models, weights))
-        solution = solve(quadratic.quadratic(fishers, models, weights, damping, pulled_to))
+        solution = solve(about_mean(fishers, models, weights, damping, pulled_to))
         return solution.params, state, solution.report(fishers.coverage)
 
     return aggregate

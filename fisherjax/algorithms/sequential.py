@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import quadratic, solvers
+from fisherjax import solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.algorithms._fisher_updates import (
+    about_mean,
     centre_point,
     fisher_summary,
     link_of,
@@ -157,7 +158,7 @@ def _merged(
     settings: _Settings, fishers: Kronecker, params: Params, weights: Array, sizes: _Sizes
 ) -> tuple[Params, Any]:
     def solve(part: Kronecker, damping: Scalar) -> tuple[dict[str, Array], Any]:
-        problem = quadratic.quadratic(part, params, weights, damping, sizes.centre)
+        problem = about_mean(part, params, weights, damping, sizes.centre)
         # One layer does not make complete params.
         return settings.solve(problem._replace(restore=None))
 
