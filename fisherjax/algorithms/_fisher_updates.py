@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -47,22 +47,22 @@ def fisher_summary(
     return summarize, f"params, {kind_name} {name_of(fisher)} Fisher"
 
 
-CENTRES = ("mean", "start", "sum")
+Centre = Literal["mean", "start", "sum"]
 """Points that damping can pull to: the clients' mean sum_i p_i W_i, the model W_0 that they started
 from, or W_0 + sum_i (W_i - W_0), the start plus the sum of the changes."""
 
 
-def link_of(centre: str) -> Link:
+def link_of(centre: Centre) -> Link:
     """Return the link of a method with this centre, after a check of its name."""
-    checks.one_of("centre", centre, CENTRES)
+    checks.one_of("centre", centre, get_args(Centre))
     return Link(reads_start=centre != "mean")
 
 
-def centre_point(centre: str, start: Params, plain: Callable[[], WeightedSum]) -> Params:
+def centre_point(centre: Centre, start: Params, plain: Callable[[], WeightedSum]) -> Params:
     """Return the point that damping pulls to, or None for the weighted mean.
 
     Args:
-        centre: One of `CENTRES`.
+        centre: One of `Centre`.
         start: The model that clients started from.
         plain: Function that returns the sum of the models, in which each client with a weight
             counts once.
@@ -102,7 +102,7 @@ def fisher_sums(updates: dict[str, Any], weights: Array, plain: bool = False) ->
 
 
 def solve_sums(
-    solve: Callable[[quadratic.Quadratic], Any], damping: Scalar = 0.0, centre: str = "mean"
+    solve: Callable[[quadratic.Quadratic], Any], damping: Scalar = 0.0, centre: Centre = "mean"
 ) -> Callable:
     """Make the `aggregate` that solves the quadratic of `fisher_sums`, or of (updates, weights).
 

@@ -16,7 +16,13 @@ from fisherjax import solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, link_of, solve_sums
+from fisherjax.algorithms._fisher_updates import (
+    Centre,
+    fisher_summary,
+    fisher_sums,
+    link_of,
+    solve_sums,
+)
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Diagonal, Operator, automatic, kfac
 from fisherjax.fisher.kinds import Kind
@@ -33,7 +39,7 @@ def fedfisher(
     fisher: Callable[..., Operator] = kfac,
     kind: Kind = automatic,
     damping: Scalar | None = None,
-    centre: str = "mean",
+    centre: Centre = "mean",
     solver: Solver | None = None,
     batch_size: int = 64,
     max_examples: int | None = FISHER_EXAMPLES,

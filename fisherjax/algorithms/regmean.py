@@ -18,7 +18,7 @@ from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.pairs import trace
 from fisherjax.algorithms._changes import start_of
-from fisherjax.algorithms._fisher_updates import centre_point, link_of, plain_sum
+from fisherjax.algorithms._fisher_updates import Centre, centre_point, link_of, plain_sum
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm, check_pass, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.fisher import _passes
@@ -33,7 +33,7 @@ def regmean(
     model: Model,
     *,
     shrink: float = 0.9,
-    centre: str = "mean",
+    centre: Centre = "mean",
     received: bool = False,
     batch_size: int = 256,
     max_examples: int | None = FISHER_EXAMPLES,

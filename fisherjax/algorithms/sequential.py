@@ -19,6 +19,7 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.algorithms._fisher_updates import (
+    Centre,
     about_mean,
     centre_point,
     fisher_summary,
@@ -53,7 +54,7 @@ def fedfisher_sequential(
     *,
     kind: Kind = automatic,
     damping: Scalar = 0.01,
-    centre: str = "mean",
+    centre: Centre = "mean",
     outputs: bool = True,
     isotropy: Scalar = 0.3,
     passes: int = 2,

@@ -20,6 +20,7 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer
 from fisherjax.algorithms._fisher_updates import (
+    Centre,
     fisher_summary,
     link_of,
     plain_sum,
@@ -81,7 +82,7 @@ def fedfisher_sketched(
     fisher: Callable[..., Kronecker] = kfac,
     kind: Kind = automatic,
     damping: Scalar = 1.0,
-    centre: str = "mean",
+    centre: Centre = "mean",
     solver: Solver | None = None,
     batch_size: int = 64,
     max_examples: int | None = FISHER_EXAMPLES,
