@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from fisherjax.algorithms.base import FISHER_EXAMPLES, Link, WeightedSum
 from fisherjax.fisher import Operator, automatic, kinds, true
 from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params, Scalar
+from fisherjax.typing import Array, Centre, Examples, Key, Model, Params, Scalar
 
 
 def fisher_summary(
@@ -45,11 +45,6 @@ def fisher_summary(
     # be merged.
     kind_name = name_of(true if kind is automatic else kind)
     return summarize, f"params, {kind_name} {name_of(fisher)} Fisher"
-
-
-Centre = Literal["mean", "start", "sum"]
-"""Points that damping can pull to: the clients' mean sum_i p_i W_i, the model W_0 that they started
-from, or W_0 + sum_i (W_i - W_0), the start plus the sum of the changes."""
 
 
 def link_of(centre: Centre) -> Link:

@@ -17,7 +17,6 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.algorithms._fisher_updates import (
-    Centre,
     fisher_summary,
     fisher_sums,
     link_of,
@@ -29,7 +28,7 @@ from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import Blockwise
 from fisherjax.quadratic import Quadratic, in_fisher_units, restored
 from fisherjax.solvers.base import Info, Solution, Solver, as_data, as_partial, solution
-from fisherjax.typing import Array, Model, Params, Scalar
+from fisherjax.typing import Array, Centre, Model, Params, Scalar
 
 
 @cached

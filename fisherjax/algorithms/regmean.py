@@ -18,14 +18,14 @@ from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.pairs import trace
 from fisherjax.algorithms._changes import start_of
-from fisherjax.algorithms._fisher_updates import Centre, centre_point, link_of, plain_sum
+from fisherjax.algorithms._fisher_updates import centre_point, link_of, plain_sum
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm, check_pass, weighted_sum
 from fisherjax.clients import draw
 from fisherjax.fisher import _passes
 from fisherjax.fisher._factors import expand, input_moments
 from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params
+from fisherjax.typing import Array, Centre, Examples, Key, Model, Params
 
 
 @cached

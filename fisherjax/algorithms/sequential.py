@@ -19,7 +19,6 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.algorithms._fisher_updates import (
-    Centre,
     about_mean,
     centre_point,
     fisher_summary,
@@ -33,7 +32,7 @@ from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.solvers import Info
 from fisherjax.solvers.base import Solver, ratio
-from fisherjax.typing import Array, Model, Params, Scalar
+from fisherjax.typing import Array, Centre, Model, Params, Scalar
 
 
 class _Settings(NamedTuple):

@@ -20,7 +20,6 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer
 from fisherjax.algorithms._fisher_updates import (
-    Centre,
     fisher_summary,
     link_of,
     plain_sum,
@@ -32,7 +31,7 @@ from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.quadratic import Sums
 from fisherjax.solvers.base import Info, Solver
-from fisherjax.typing import Array, Key, Model, Params, Scalar
+from fisherjax.typing import Array, Centre, Key, Model, Params, Scalar
 
 # Number of rows of the left sketch beyond the number of columns of the right one.
 _EXTRA = 5
