@@ -25,7 +25,7 @@ work for wide layers, because the clients' factors differ too much.
 import dataclasses
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from fisherjax import tree
 from fisherjax._core import linalg
 from fisherjax.fisher import kronecker
 from fisherjax.fisher.kronecker import Kronecker, sandwich
-from fisherjax.fisher.operators import PRECISION
+from fisherjax.fisher.operators import PRECISION, Blockwise
 from fisherjax.typing import Array
 
 WIDE = 768
@@ -88,6 +88,30 @@ def split_wide(fishers: Kronecker) -> tuple[Kronecker, dict[str, dict[str, Array
     wide = {name: factor for name, factor in fishers.factors.items() if is_wide(factor)}
     narrow = {name: factor for name, factor in fishers.factors.items() if name not in wide}
     return dataclasses.replace(fishers, factors=narrow), wide
+
+
+def products(fishers: Blockwise, blocks: Any, axis: int | None = 0) -> Any:
+    """Return each client's F_i X_i, or F_i X if axis is None, of stacked operators."""
+    return jax.vmap(type(fishers).block_mv, (0, axis))(fishers, blocks)
+
+
+def weighted_sums(values: Any, votes: Any) -> Any:
+    """Return sum_i v_i X_i of stacked blocks, with votes [M] for each block."""
+    # The product of a client of weight zero may overflow, and zero times infinity is NaN.
+    return jax.tree.map(lambda x, v: tree.weighted_sum(tree.where(v != 0, x), v), values, votes)
+
+
+def weighted_mv(fishers: Blockwise, votes: Any, blocks: Any) -> Any:
+    """Return sum_i v_i F_i X of blocks X, whose wide layers are products of their own."""
+    wide = {}
+    if isinstance(fishers, Kronecker):
+        fishers, factors = split_wide(fishers)
+        wide = {n: weighted_product(f, votes[n], blocks[n]) for n, f in factors.items()}
+        votes = {name: vote for name, vote in votes.items() if name not in wide}
+        if not votes:  # every layer is wide
+            return wide
+    sums = weighted_sums(products(fishers, blocks, None), votes)
+    return sums | wide if wide else sums
 
 
 def weighted_product(factors: dict[str, Array], votes: Array, value: Array) -> Array:

@@ -1,8 +1,9 @@
 """Compute the server's problem: one quadratic that is small where each client's model is good.
 
-    L(W) = sum_i p_i 1/2 (W - W_i)^T F_i (W - W_i) + sum_l lambda_l / 2 ||W_l - Wbar_l||^2,
+    L(W) = sum_i p_i 1/2 (W - W_i)^T F_i (W - W_i) + sum_l lambda_l / 2 ||W_l - C_l||^2,
 
-with Wbar = sum_i p_i W_i. Damping is relative to the scale of each block l (a layer, a leaf, or the
+where the centre C is the clients' mean sum_i p_i W_i, or another point, such as the model that
+clients started from. Damping is relative to the scale of each block l (a layer, a leaf, or the
 whole vector, as the operator splits params),
 
     lambda_l = damping * sum_i p_i tr(F_il) / (size of the block),
@@ -27,7 +28,7 @@ from jax.tree_util import Partial
 from fisherjax import _preconditioning, _wide_layers, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax.fisher import Diagonal, Kronecker, Operator
+from fisherjax.fisher import Diagonal, Operator
 from fisherjax.fisher.operators import Blockwise
 from fisherjax.typing import AnyArray, Array, Params, Scalar
 
@@ -40,8 +41,8 @@ class Quadratic(NamedTuple):
 
     Attributes:
         matvec: Function from blocks to blocks, x -> sum_i p_i F_i x + lambda x.
-        rhs: Right-hand side, sum_i p_i F_i W_i + lambda Wbar.
-        init: Wbar, the weighted mean. Solvers start from it, and keep it where F is zero.
+        rhs: Right-hand side, sum_i p_i F_i W_i + lambda C.
+        init: The centre C. Solvers start from it, and keep it where F is zero.
         restore: Function from blocks to params; None if the blocks are the params.
         precondition: Function from blocks to blocks, an approximate inverse of `matvec`, or None.
         is_diagonal: Whether `matvec` is elementwise, so that its entries are matvec(ones).
@@ -51,6 +52,7 @@ class Quadratic(NamedTuple):
             if the system is in the units of the Fishers.
         slack: Relative residual to which `precondition` solves, if it is an iterative solve and so
             not quite linear; None if it is linear.
+        origin: Blocks that are added to the unknowns; None if they are whole weights.
     """
 
     matvec: Callable[[Any], Any]
@@ -62,10 +64,13 @@ class Quadratic(NamedTuple):
     means: Any = None
     exponents: Any = None
     slack: Array | None = None
+    origin: Any = None
 
 
 def restored(problem: Quadratic, blocks: Any) -> Params:
     """Return params from their blocks."""
+    if problem.origin is not None:
+        blocks = jax.tree.map(jnp.add, problem.origin, blocks)
     return blocks if problem.restore is None else problem.restore(blocks)
 
 
@@ -75,17 +80,21 @@ class Sums(NamedTuple):
     Attributes:
         fisher: Operator sum_i w_i F_i.
         product: Blocks sum_i w_i F_i W_i.
-        mean: Blocks sum_i w_i W_i.
+        mean: Blocks sum_i w_i W_i, or the plain sum of W_i over the clients with a weight.
         weight: Number sum_i w_i, by which the quadratic divides.
+        count: Number of clients with a weight, if `mean` is a plain sum; None otherwise.
     """
 
     fisher: Blockwise
     product: Any
     mean: Any
     weight: Array
+    count: Array | None = None
 
 
-def quadratic(fishers: Operator, params: Params, weights: Array, damping: Scalar) -> Quadratic:
+def quadratic(
+    fishers: Operator, params: Params, weights: Array, damping: Scalar, centre: Params = None
+) -> Quadratic:
     """Make the server's quadratic of stacked clients, without adding their operators.
 
     Args:
@@ -93,6 +102,8 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: Scalar
         params: Stacked client models W_i, leaves [M, ...].
         weights: p_i [M], non-negative with sum one.
         damping: Damping delta >= 0, in units of each block's mean eigenvalue.
+        centre: Point that damping pulls to, shaped as one client's params; None is the weighted
+            mean.
 
     Returns:
         The quadratic, with a preconditioner if it is damped.
@@ -115,20 +126,21 @@ def quadratic(fishers: Operator, params: Params, weights: Array, damping: Scalar
     """
     checks.number("damping", damping)
     shares = _check_weights(weights, jax.tree.leaves(params)[0].shape[0])
-    scaled, votes, system = _scale_clients(fishers, params, shares, damping)
+    scaled, votes, system = _scale_clients(fishers, params, shares, damping, centre)
     # The clients' products are added, not their operators: Kronecker factors do not add up.
-    problem = _problem(scaled, Partial(_weighted_mv, scaled, votes), system)
+    problem = _problem(scaled, Partial(_wide_layers.weighted_mv, scaled, votes), system)
     if not _is_damped(damping):
         return problem
     precondition, slack = _preconditioning.of_clients(scaled, votes, system["lambdas"])
     return problem._replace(precondition=precondition, slack=slack)
 
 
-def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
+def sums(fishers: Operator, params: Params, weights: Array, plain: bool = False) -> Sums:
     """Return the sums over clients with diagonal or dense Fishers that determine the quadratic.
 
     The sums of groups of clients add up leaf by leaf, so the server need not have all clients in
-    memory. Arguments are as in `quadratic`, but weights have any sum. Sums are float32 or wider.
+    memory. Arguments are as in `quadratic`, but weights have any sum. Sums are float32 or wider. If
+    `plain`, every client with a weight counts once in `mean`, and `count` is their number.
 
     Raises:
         TypeError: If the operators do not add up.
@@ -140,20 +152,22 @@ def sums(fishers: Operator, params: Params, weights: Array) -> Sums:
         )
     blocks = jax.vmap(_wide_blocks)(fishers, params)
     # The sum of F_i W_i does not follow from the sums of F_i and of W_i.
-    products = tree.where(weights != 0, _products(fishers, blocks))
+    products = tree.where(weights != 0, _wide_layers.products(fishers, blocks))
     product = tree.weighted_sum(products, weights)
-    fisher, mean = (tree.weighted_sum(x, weights) for x in (fishers, blocks))
-    return Sums(fisher, product, mean, jnp.sum(weights))
+    votes = (weights > 0).astype(weights.dtype) if plain else weights
+    fisher, mean = tree.weighted_sum(fishers, weights), tree.weighted_sum(blocks, votes)
+    return Sums(fisher, product, mean, jnp.sum(weights), jnp.sum(votes) if plain else None)
 
 
-def from_sums(totals: Sums, damping: Scalar) -> Quadratic:
+def from_sums(totals: Sums, damping: Scalar, centre: Params = None) -> Quadratic:
     """Make the same quadratic as `quadratic` from a result of `sums`, with the same damping.
 
-    The operator in the sums may also be a `KroneckerSum`, with weight one.
+    The operator in the sums may also be a `KroneckerSum`, with weight one. The centre is as in
+    `quadratic`.
     """
     checks.number("damping", damping)
     is_damped = _is_damped(damping)
-    fisher, system = _scale_sums(totals, damping, is_damped)
+    fisher, system = _scale_sums(totals, damping, centre, is_damped)
     problem = _problem(fisher, Partial(type(fisher).block_mv, fisher), system)
     if not is_damped:
         return problem
@@ -179,10 +193,6 @@ def in_fisher_units(problem: Quadratic) -> Quadratic:
     return problem._replace(matvec=matvec, rhs=rhs, precondition=precondition, exponents=None)
 
 
-def _products(fishers: Blockwise, blocks: Any, axis: int | None = 0) -> Any:
-    return jax.vmap(type(fishers).block_mv, (0, axis))(fishers, blocks)
-
-
 def _problem(operator: Blockwise, matvec: Partial, system: dict[str, Any]) -> Quadratic:
     system = dict(system)
     matvec = Partial(_damped_mv, matvec, system.pop("lambdas"))
@@ -203,35 +213,40 @@ def _system(operator: Blockwise, damping: Scalar, product: Any, **system: Any) -
 
 @jit
 def _scale_clients(
-    fishers: Blockwise, params: Params, weights: Array, damping: Scalar
+    fishers: Blockwise, params: Params, weights: Array, damping: Scalar, centre: Params
 ) -> tuple[Blockwise, Any, dict[str, Any]]:
     operator, blocks = type(fishers), jax.vmap(_wide_blocks)(fishers, params)
+    mean = tree.weighted_sum(blocks, weights)
     fishers, scales = jax.vmap(operator.at_scale_one)(fishers)
     exponents = jax.tree.map(lambda e: jnp.where(weights > 0, e, tree.ZERO_EXPONENT).max(), scales)
     # The scale of a client without weight may be larger than the largest one, hence the minimum.
     powers = jax.tree.map(lambda e, largest: jnp.minimum(e - largest, 0), scales, exponents)
     votes = jax.tree.map(partial(tree.times_power, weights), powers)
-    product = _weighted_sums(_products(fishers, blocks), votes)
+    product = _wide_layers.weighted_sums(_wide_layers.products(fishers, blocks), votes)
     system = {
-        "init": tree.weighted_sum(blocks, weights),
-        "means": _weighted_sums(jax.vmap(operator.block_means)(fishers), votes),
+        # The operator may be stacked: `blocks` reads its names only.
+        "init": mean if centre is None else _wide_blocks(fishers, centre),
+        "means": _wide_layers.weighted_sums(jax.vmap(operator.block_means)(fishers), votes),
         "exponents": _replace_nothing(exponents),
     }
     return fishers, votes, _system(fishers, damping, product, **system)
 
 
-@partial(jit, static_argnums=2)
-def _scale_sums(totals: Sums, damping: Scalar, is_damped: bool) -> tuple[Blockwise, dict[str, Any]]:
+@partial(jit, static_argnums=3)
+def _scale_sums(
+    totals: Sums, damping: Scalar, centre: Params, is_damped: bool
+) -> tuple[Blockwise, dict[str, Any]]:
     # If the weight is zero, then so are the sums, and they stay zero instead of 0 / 0.
     total = jnp.where(totals.weight > 0, totals.weight, 1)
     fisher, product, mean = jax.tree.map(lambda x: x / total.astype(x.dtype), totals[:3])
+    init = mean if centre is None else _wide_blocks(totals.fisher, centre)
     exponents = None
     # Without damping a diagonal is solved by a quotient, which stays in range.
     if is_damped or not isinstance(fisher, Diagonal):
         fisher, exponents = fisher.at_scale_one()
         exponents = _replace_nothing(exponents)
         product = _times_powers(product, jax.tree.map(jnp.negative, exponents))
-    system = {"init": mean, "means": fisher.block_means(), "exponents": exponents}
+    system = {"init": init, "means": fisher.block_means(), "exponents": exponents}
     return fisher, _system(fisher, damping, product, **system)
 
 
@@ -243,19 +258,6 @@ def _wide_blocks(fisher: Blockwise, params: Params) -> Any:
 
 # The functions below are in `Partial`s. Those of module functions compare equal, unlike those of
 # closures and bound methods, so that `jit` reuses the program of an earlier merge.
-def _weighted_mv(fishers: Blockwise, votes: Any, blocks: Any) -> Any:
-    wide = {}
-    if isinstance(fishers, Kronecker):
-        fishers, factors = _wide_layers.split_wide(fishers)
-        product = _wide_layers.weighted_product
-        wide = {name: product(f, votes[name], blocks[name]) for name, f in factors.items()}
-        votes = {name: vote for name, vote in votes.items() if name not in wide}
-        if not votes:  # every layer is wide
-            return wide
-    sums = _weighted_sums(_products(fishers, blocks, None), votes)
-    return sums | wide if wide else sums
-
-
 def _damped_mv(matvec: Partial, lambdas: Any, blocks: Any) -> Any:
     return _add_damping(matvec(blocks), lambdas, blocks)
 
@@ -276,11 +278,6 @@ def _times_powers(values: Any, exponents: Any) -> Any:
 def _replace_nothing(exponents: Any) -> Any:
     # A block in which no client has curvature is zero in any units, so its exponent is set to 0.
     return jax.tree.map(lambda e: jnp.where(e > tree.ZERO_EXPONENT // 2, e, 0), exponents)
-
-
-def _weighted_sums(products: Any, votes: Any) -> Any:
-    # The product of a client of weight zero may overflow, and zero times infinity is NaN.
-    return jax.tree.map(lambda x, v: tree.weighted_sum(tree.where(v != 0, x), v), products, votes)
 
 
 @jit

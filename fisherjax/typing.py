@@ -15,7 +15,7 @@ A pytree is *stacked* if every leaf has a leading client axis M.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -28,6 +28,8 @@ Weights: TypeAlias = AnyArray | Sequence[float]  # one for each client, [M]
 Scalar: TypeAlias = jax.Array | float  # may be traced
 Key: TypeAlias = jax.Array  # typed, as `jax.random.key(seed)` makes it
 Params: TypeAlias = Any  # any pytree of floating arrays
+# What damping pulls to: the clients' mean, their start W_0, or W_0 + sum_i (W_i - W_0).
+Centre: TypeAlias = Literal["mean", "start", "sum"]
 # An array [B, ...], or any pytree of arrays with this first axis; or their shapes.
 Inputs: TypeAlias = Any
 # Functions of `Model`, described there. Leaves of inputs are arrays of NumPy or JAX; the type of

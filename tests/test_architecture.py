@@ -97,7 +97,7 @@ BUILT = {  # folders whose files build on one another
 # What the other files of a folder may import, and these in this order.
 SHARED = [
     *("_cohorts", "accounting", "clipping", "encoded", "reading", "base", "stages", "checks"),
-    *("_rows", "_fisher_updates", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
+    *("_rows", "_changes", "_fisher_updates", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
     "distillation._open_set",
@@ -115,7 +115,7 @@ SHARED = [
     *("two_layer", "signal_noise", "_recursion"),
 ]
 # The files that read all others of their folder, each a paper, in the order of their imports.
-REGISTRY = ("registry", "_lookup")
+REGISTRY = ("weighted_fedbn", "registry", "_lookup")
 
 LATER = {"networks"}  # imported when it is first used
 
@@ -132,7 +132,7 @@ HEAVY = [
     *("matplotlib", "rich", "sklearn", "PIL", "tyro", "cryptography", "scipy"),
 ]
 
-PUBLIC, INTERNAL = 10, 8  # parameters, of every kind
+PUBLIC, INTERNAL = 11, 8  # parameters, of every kind
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1052,7 +1052,8 @@ def apply(params, x):
 MODEL = fj.Model(apply, fj.likelihoods.categorical)
 METHODS = {
     "fedavg": algorithms.fedavg(),
-    "fedfisher_diag": algorithms.fedfisher(MODEL, fisher=fj.fisher.diagonal),
+    "task_arithmetic": algorithms.task_arithmetic(),
+    "fedfisher_diag": algorithms.fedfisher(MODEL, fisher=fj.fisher.diagonal, centre="sum"),
     "regmean": algorithms.regmean(MODEL),
     "analytic_head": algorithms.analytic_head(MODEL),
     "ccvr": algorithms.ccvr(MODEL),

@@ -101,7 +101,9 @@ class Merging:
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
     """Methods, also NAME@option=value, NAME+dense and fedov+student; see each group below."""
-    fisher_kind: Literal["true", "sampled", "empirical", "curvature_propagation"] = "true"
+    fisher_kind: Literal["true", "sampled", "empirical", "curvature_propagation", "jacobian"] = (
+        "true"
+    )
     """Labels of the Fisher information: exact, sampled, the data's, or random sums of all."""
     max_examples: int = 2000
     """Largest number of a client's examples for Fisher information or Gram matrices; 0 is all."""

@@ -1,9 +1,9 @@
-"""Make groups of options of the methods' numbers and switches, for command lines."""
+"""Make groups of options of the methods' numbers, switches and choices, for command lines."""
 
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_origin
 
 from experiments.harness.names import distils, is_vote
 from fisherjax import algorithms
@@ -19,7 +19,7 @@ _OTHERS = {
 
 
 def of_methods() -> dict[str, type]:
-    """Make a dataclass of each method's numbers and switches, which a command line can set."""
+    """Make a dataclass of each method's numbers, switches and choices, for a command line."""
     rows = algorithms.merges().items()
     known = {name: row for name, row in rows if not is_vote(name) and "@" not in name}
     made = {name: (row.label, (row.factory,)) for name, row in known.items()}
@@ -38,6 +38,10 @@ def of_methods() -> dict[str, type]:
     return groups
 
 
+def _is_simple(kind: Any) -> bool:
+    return kind in (*_NUMBERS, bool) or get_origin(kind) is Literal
+
+
 def _options(function: Callable[..., Any]) -> tuple[list[tuple[str, Any, Any]], str]:
     """Return the options of a function, each with its type and default, and their descriptions.
 
@@ -51,7 +55,7 @@ def _options(function: Callable[..., Any]) -> tuple[list[tuple[str, Any, Any]], 
     # The signature of a `partial` shows what it fixes as defaults.
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    fields = [(o, kinds[o], x) for o, x in defaults.items() if kinds[o] in (*_NUMBERS, bool)]
+    fields = [(o, kinds[o], x) for o, x in defaults.items() if _is_simple(kinds[o])]
     _, _, described = (inspect.getdoc(plain) or "").partition("Args:\n")
     described = described.partition("\n\n")[0] + "\n"
     for constants in defaults.values():

@@ -1,16 +1,20 @@
 """Updates of models with Fisher information: how clients make them and the server merges them."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
-from fisherjax import quadratic
+import jax
+import jax.numpy as jnp
+
+from fisherjax import quadratic, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import name_of
-from fisherjax.algorithms.base import FISHER_EXAMPLES
+from fisherjax.algorithms.base import FISHER_EXAMPLES, Link, WeightedSum
 from fisherjax.fisher import Operator, automatic, kinds, true
 from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Examples, Key, Model, Params, Scalar
+from fisherjax.typing import Array, Centre, Examples, Key, Model, Params, Scalar
 
 
 def fisher_summary(
@@ -43,25 +47,79 @@ def fisher_summary(
     return summarize, f"params, {kind_name} {name_of(fisher)} Fisher"
 
 
-def fisher_sums(updates: dict[str, Any], weights: Array) -> quadratic.Sums:
+def link_of(centre: Centre) -> Link:
+    """Return the link of a method with this centre, after a check of its name."""
+    checks.one_of("centre", centre, get_args(Centre))
+    return Link(reads_start=centre != "mean")
+
+
+def centre_point(centre: Centre, start: Params, plain: Callable[[], WeightedSum]) -> Params:
+    """Return the point that damping pulls to, or None for the weighted mean.
+
+    Args:
+        centre: One of `Centre`.
+        start: The model that clients started from.
+        plain: Function that returns the sum of the models, in which each client with a weight
+            counts once.
+    """
+    if centre == "mean":
+        return None
+    if centre == "start":
+        return start
+    total, count = plain()
+    return jax.tree.map(lambda x, w: x + (1 - count).astype(x.dtype) * w, total, start)
+
+
+def plain_sum(params: Params, weights: Array) -> WeightedSum:
+    """Return the sum of stacked params over the clients with a weight, and the number of these."""
+    present = (weights > 0).astype(weights.dtype)
+    return WeightedSum(tree.weighted_sum(params, present), present.sum())
+
+
+def about_mean(
+    fishers: Operator, params: Params, weights: Array, damping: Scalar, centre: Params = None
+) -> quadratic.Quadratic:
+    """Make `quadratic.quadratic` with the models' differences from their weighted mean as unknowns.
+
+    A solver's tolerance is relative to the right-hand side, and so are rounding errors. Those of
+    differences are as small as the differences are, such as those of fine-tuned models.
+    """
+    mean = tree.weighted_sum(params, weights)
+    centre = mean if centre is None else centre
+    moved, to = (jax.tree.map(jnp.subtract, x, mean) for x in (params, centre))
+    problem = quadratic.quadratic(fishers, moved, weights, damping, to)
+    return problem._replace(origin=fishers.blocks(mean))
+
+
+def fisher_sums(updates: dict[str, Any], weights: Array, plain: bool = False) -> quadratic.Sums:
     """Sum stacked updates {"params": W_i, "fisher": F_i}; a `reduce` for operators that add up."""
-    return quadratic.sums(updates["fisher"], updates["params"], weights)
+    return quadratic.sums(updates["fisher"], updates["params"], weights, plain)
 
 
-def solve_sums(solve: Callable[[quadratic.Quadratic], Any], damping: Scalar = 0.0) -> Callable:
+def solve_sums(
+    solve: Callable[[quadratic.Quadratic], Any], damping: Scalar = 0.0, centre: Centre = "mean"
+) -> Callable:
     """Make the `aggregate` that solves the quadratic of `fisher_sums`, or of (updates, weights).
 
-    The solver starts from the clients' mean, not from the global model; its report is returned.
+    The solver starts from the centre, which damping pulls to; its report is returned.
     """
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
-        del key, params, cohort
+        del key, cohort
+        point = partial(centre_point, centre, params)
         if isinstance(received, quadratic.Sums):
-            solution = solve(quadratic.from_sums(received, damping))
-            return solution.params, state, solution.info
+            problem = quadratic.from_sums(received, damping, point(partial(_models, received)))
+            solution = solve(problem)
+            return solution.params, state, solution.report(received.fisher.coverage)
         updates, weights = received
-        fishers = updates["fisher"]
-        solution = solve(quadratic.quadratic(fishers, updates["params"], weights, damping))
+        fishers, models = updates["fisher"], updates["params"]
+        pulled_to = point(partial(plain_sum, models, weights))
+        solution = solve(about_mean(fishers, models, weights, damping, pulled_to))
         return solution.params, state, solution.report(fishers.coverage)
 
     return aggregate
+
+
+def _models(sums: quadratic.Sums) -> WeightedSum:
+    assert sums.count is not None, "the sums were made without `plain`"
+    return WeightedSum(sums.fisher.restore(sums.mean), sums.count)

@@ -16,14 +16,19 @@ from fisherjax import solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, solve_sums
+from fisherjax.algorithms._fisher_updates import (
+    fisher_summary,
+    fisher_sums,
+    link_of,
+    solve_sums,
+)
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Diagonal, Operator, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import Blockwise
 from fisherjax.quadratic import Quadratic, in_fisher_units, restored
 from fisherjax.solvers.base import Info, Solution, Solver, as_data, as_partial, solution
-from fisherjax.typing import Array, Model, Params, Scalar
+from fisherjax.typing import Array, Centre, Model, Params, Scalar
 
 
 @cached
@@ -33,13 +38,14 @@ def fedfisher(
     fisher: Callable[..., Operator] = kfac,
     kind: Kind = automatic,
     damping: Scalar | None = None,
+    centre: Centre = "mean",
     solver: Solver | None = None,
     batch_size: int = 64,
     max_examples: int | None = FISHER_EXAMPLES,
 ) -> Algorithm[Info]:
     """Make FedFisher, which minimises the clients' Fisher-weighted quadratic on the server.
 
-        W = argmin sum_i p_i 1/2 (W - W_i)^T F_i (W - W_i) + damping towards sum_i p_i W_i.
+        W = argmin sum_i p_i 1/2 (W - W_i)^T F_i (W - W_i) + lambda / 2 |W - C|^2.
 
     Args:
         model: The network and the likelihood of its outputs.
@@ -51,6 +57,11 @@ def fedfisher(
             `fisher.true`, or curvature propagation if outputs are sequences.
         damping: Damping in units of each block's mean eigenvalue (default 1 for K-FAC, 0 for other
             structures). Leaves to which K-FAC's `fallback` gives a diagonal are not damped.
+        centre: The point C that damping pulls to, and that is kept where no client has curvature:
+            "mean", sum_i p_i W_i; "start", the model W_0 that clients started from; or "sum",
+            W_0 + sum_i (W_i - W_0) over the clients with a weight. If each client's model is the
+            mode of a posterior with the same Gaussian prior at W_0, of precision N lambda for N
+            examples in all, then "sum" gives the mode for all data, with the prior counted once.
         solver: Solver of the server's system (default `solvers.conjugate_gradients()`).
         batch_size: Minibatch size of the Fisher pass.
         max_examples: Largest number of a client's examples in its Fisher pass, drawn anew by the
@@ -76,7 +87,8 @@ def fedfisher(
 
     Source: the paper above, which has no damping, takes 2000 steps of Adam and selects one of them
         by validation (`paper_adam`), weights clients equally in the text (by p_i in the code, as
-        here), and compresses uploads to the size of FedAvg's.
+        here), and compresses uploads to the size of FedAvg's. The centres other than the mean are
+        this library's.
     """
     summarize, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
     # The annotation shows it before any Fisher is computed; damping and `reduce` depend on it.
@@ -84,11 +96,14 @@ def fedfisher(
     operator: type[Blockwise] = found if hasattr(found, "adds_up") else Diagonal
     damping = operator.default_damping if damping is None else damping
     checks.number("damping", damping)
+    link = link_of(centre)
     solve = solvers.conjugate_gradients() if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
     # If sums suffice, uploads can be streamed, and the server never stores them all.
-    reduce = fisher_sums if operator.adds_up else None
-    return Algorithm(summarize, solve_sums(solve, damping), reduce, kind=sent, model=model)
+    plain = partial(fisher_sums, plain=True) if centre == "sum" else fisher_sums
+    aggregate = solve_sums(solve, damping, centre)
+    reduce = plain if operator.adds_up else None
+    return Algorithm(summarize, aggregate, reduce, kind=sent, model=model, link=link)
 
 
 @cached

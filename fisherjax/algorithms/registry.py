@@ -7,15 +7,13 @@ beside this one, an import and a row here, and a test of its own. A row lists th
 for the method; the battery tests that these hold and that the others do not.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from fisherjax import fisher
 from fisherjax._layers.graph import Wiring
 from fisherjax.algorithms._fedlpa_solvers import expectation_approximation, residual_descent
 from fisherjax.algorithms._rows import Row
-from fisherjax.algorithms.base import Algorithm
+from fisherjax.algorithms.dare import dare
 from fisherjax.algorithms.distillation.dense import dense
 from fisherjax.algorithms.distillation.fedov import fedov
 from fisherjax.algorithms.exchanges.analytic_head import analytic_head
@@ -31,22 +29,25 @@ from fisherjax.algorithms.fednova import fednova
 from fisherjax.algorithms.fedper import fedper
 from fisherjax.algorithms.fedprox import fedprox
 from fisherjax.algorithms.fisher_merge import fisher_merge
+from fisherjax.algorithms.iso_c import iso_c
 from fisherjax.algorithms.otfusion import otfusion
 from fisherjax.algorithms.pfnm import pfnm
 from fisherjax.algorithms.regmean import regmean
 from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
 from fisherjax.algorithms.single_set import single_set
+from fisherjax.algorithms.task_arithmetic import task_arithmetic
 from fisherjax.algorithms.ties import ties
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
+from fisherjax.algorithms.weighted_fedbn import weighted_fedbn
 from fisherjax.algorithms.wrappers.sketched import fedfisher_sketched
 from fisherjax.fisher import Dense, Diagonal, Kronecker
-from fisherjax.typing import Array, Model
 
 __all__ = [
     "METHODS",
     "analytic_head",
     "ccvr",
+    "dare",
     "dense",
     "expectation_approximation",
     "fedavg",
@@ -62,6 +63,7 @@ __all__ = [
     "fedper",
     "fedprox",
     "fisher_merge",
+    "iso_c",
     "natural_gradient",
     "otfusion",
     "pfnm",
@@ -69,35 +71,20 @@ __all__ = [
     "residual_descent",
     "scaffold",
     "single_set",
+    "task_arithmetic",
     "ties",
     "weighted_fedavg",
     "weighted_fedbn",
 ]
 
 
-def weighted_fedbn(
-    model: Model,
-    *,
-    where: Callable[[str], bool] | frozenset[str] | None = None,
-    temperature: float = 1.0,
-    **options: Any,
-) -> Algorithm[Array]:
-    """Make Weighted FedAvg with personal BatchNorm, `fedbn(weighted_fedavg(model, ...), where)`.
-
-    Example:
-        >>> import fisherjax as fj
-        >>> model = fj.Model(lambda params, x: x @ params["w"], fj.likelihoods.categorical)
-        >>> weighted_fedbn(model, where=frozenset({"scale"})).kind
-        'params and prototypes, of shared leaves'
-    """
-    return fedbn(weighted_fedavg(model, temperature=temperature, **options), where)
-
-
-# Laws that hold for most merges; where fewer hold, a comment gives the reason.
+# Laws that hold for most merges; comments give reasons where fewer hold.
 _COMMON = ("single client", "weights", "empty")
 _MASKED = (*_COMMON, "frozen")
 _QUADRATIC = (*_MASKED, "identity", "order", "shift", "equal curvatures", "statistics")
 _LAYERWISE = (*_QUADRATIC, "layerwise")
+_LEAST_SQUARES = (*_MASKED, "identity", "order", "shift", "layerwise", "statistics")
+_CHANGES = ("weights", "empty", "frozen", "order", "shift", "layerwise", "statistics")
 _FEDFISHER = "Jhunjhunwala, Wang, Joshi, AISTATS 2024"
 _FEDLPA = "Liu et al., NeurIPS 2024"
 _FEDFISH = "Dhawan et al., TMLR 2024"
@@ -107,8 +94,11 @@ _EMPIRICAL = "weights and K-FAC factors of the empirical Fisher"
 _SQUARES = "weights and squared gradients"
 _NO_FILES = "takes more than one message, or more than params and curvature"
 
-# Rows of methods whose messages files do not hold, and of those that make a model for each client.
+# Rows of methods whose messages files do not hold; rows by least squares; rows of exchanges; and of
+# those that make a model for each client.
 _in_rounds = partial(Row, laws=_LAYERWISE, reads=_NO_FILES)
+_regmean = partial(Row, laws=_LEAST_SQUARES, reads={"grams": dict})
+_exchange = partial(Row, laws=("exchange", "frozen"), reads=None)
 _personal = partial(Row, laws=("frozen",), reads=None, gives="model per client")
 
 # The order of rows determines colours in figures: append new rows after those of `merges`.
@@ -122,14 +112,12 @@ METHODS: dict[str, Row] = {
         _LAYERWISE,
         {"fisher": Diagonal},
     ),
-    # Leaves without a Gram matrix, such as biases, become the unweighted mean over clients.
-    "regmean": Row(
+    # Leaves without a Gram matrix become the unweighted mean over clients.
+    "regmean": _regmean(
         "RegMean",
         "Jin et al., ICLR 2023",
         "weights and Gram matrices of layer inputs",
         regmean,
-        (*_MASKED, "identity", "order", "shift", "layerwise", "statistics"),
-        {"grams": dict},
     ),
     "fedfisher_diag": Row(
         "FedFisher (diagonal)",
@@ -255,6 +243,25 @@ METHODS: dict[str, Row] = {
         ("weights", "frozen", "order", "shift", "layerwise", "statistics"),
         "needs the model that clients started from",
     ),
+    # Changes are added to the start with weights that do not sum to one.
+    "task_arithmetic": Row(
+        "Task arithmetic", "Ilharco et al., ICLR 2023", "weights", task_arithmetic, _CHANGES, {}
+    ),
+    "dare": Row(
+        "DARE",
+        "Yu et al., ICML 2024",
+        "a tenth of the changes of the weights",
+        dare,
+        _CHANGES,
+        "drops entries of changes from the model that clients started from",
+    ),
+    "iso_c": Row("Iso-C", "Marczak et al., ICML 2025", "weights", iso_c, _CHANGES, {}),
+    "regmean_plus_plus": _regmean(
+        "RegMean++",
+        "Nguyen et al., 2025",
+        "weights and Gram matrices of layer inputs in the received network",
+        partial(regmean, received=True),
+    ),
     "single_set": _personal("SingleSet", "baseline", "nothing", single_set),
     "fedper": _personal("FedPer", "Arivazhagan et al., 2019", "weights but for the head", fedper),
     "fedbn": _personal("FedBN", "Li et al., ICLR 2021", "weights but for BatchNorm", fedbn),
@@ -271,29 +278,23 @@ METHODS: dict[str, Row] = {
         weighted_fedbn,
     ),
     # Exchanges, whose labels are appended to that of a merge.
-    "analytic_head": Row(
+    "analytic_head": _exchange(
         "analytic head",
         "He et al., CVPR 2025",
         "without training, moments of the last layer's inputs and class sums",
         analytic_head,
-        ("exchange", "frozen"),
-        None,
     ),
-    "ccvr": Row(
+    "ccvr": _exchange(
         "ccvr",
         "Luo et al., NeurIPS 2021",
         "without training, moments of the last layer's inputs and class sums",
         ccvr,
-        ("exchange", "frozen"),
-        None,
     ),
-    "natural_gradient": Row(
+    "natural_gradient": _exchange(
         "natural gradient",
         "Martens, Grosse, ICML 2015",
         "without training, gradients, K-FAC factors and products with them",
         natural_gradient,
-        ("exchange", "frozen"),
-        None,
     ),
 }
 """All methods by the names that commands use. A program can add rows of its own."""

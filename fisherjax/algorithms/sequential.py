@@ -14,11 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import quadratic, solvers
+from fisherjax import solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms._fisher_updates import fisher_summary
+from fisherjax.algorithms._fisher_updates import (
+    about_mean,
+    centre_point,
+    fisher_summary,
+    link_of,
+    plain_sum,
+)
 from fisherjax.algorithms._layer_errors import Squares, agreement, relative_error, squared_errors
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
@@ -26,7 +32,7 @@ from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.solvers import Info
 from fisherjax.solvers.base import Solver, ratio
-from fisherjax.typing import Array, Model, Params, Scalar
+from fisherjax.typing import Array, Centre, Model, Params, Scalar
 
 
 class _Settings(NamedTuple):
@@ -38,6 +44,7 @@ class _Settings(NamedTuple):
 class _Sizes(NamedTuple):
     damping: Scalar
     isotropy: Scalar
+    centre: Params
 
 
 @cached
@@ -46,6 +53,7 @@ def fedfisher_sequential(
     *,
     kind: Kind = automatic,
     damping: Scalar = 0.01,
+    centre: Centre = "mean",
     outputs: bool = True,
     isotropy: Scalar = 0.3,
     passes: int = 2,
@@ -56,7 +64,7 @@ def fedfisher_sequential(
 ) -> Algorithm[Info]:
     """Make FedFisher with K-FAC that merges one layer after another, in the forward order.
 
-        sum_i p_i A_i (V - V_i) G_i + damping s (V - Vbar) = 0,   s the mean eigenvalue of the sum,
+        sum_i p_i A_i (V - V_i) G_i + damping s (V - C) = 0,   s the mean eigenvalue of the sum,
         A_i = A"_i + rho_i diag(A"_i),        G_i = (G'_i + sigma_i m_i I) / sqrt(m_i),
         A"_i = A'_i + iota k_i I,             iota = isotropy max(0, 1 / e - 2),
         rho_i = |V - V_i|^2_A / |V_i|^2_A     of the layers before, at most 1,
@@ -88,6 +96,7 @@ def fedfisher_sequential(
             `fisher.sampled`; or `fisher.empirical`. The default, `fisher.automatic`, is
             `fisher.true`, or curvature propagation if outputs are sequences.
         damping: Damping in units of each layer's mean eigenvalue.
+        centre: The point C that damping pulls to: "mean", "start" or "sum", as in `fedfisher`.
         outputs: Whether the factors of the outputs are used. Otherwise G is the identity in all
             layers; with passes=0 and isotropy=0, that is RegMean of all layers, with convolutions.
         isotropy: Factor of iota, the multiple of the mean eigenvalue that is added to input factors
@@ -127,19 +136,21 @@ def fedfisher_sequential(
     checks.number("isotropy", isotropy)
     if passes != 0:
         checks.count("passes", passes)
+    link = link_of(centre)
     # Damping is a hundredth of K-FAC's default, so that a layer may need more iterations.
     solve = solvers.conjugate_gradients(max_iterations=500) if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
     settings = _Settings(solve, outputs, passes)
 
     def aggregate(key: Any, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
-        del key, params, cohort
+        del key, cohort
         updates, weights = received
         sent = updates["fisher"], updates["params"], weights
-        merged, info = _merged(settings, *sent, _Sizes(damping, isotropy))
+        point = centre_point(centre, params, partial(plain_sum, *sent[1:]))
+        merged, info = _merged(settings, *sent, _Sizes(damping, isotropy, point))
         return merged, state, info
 
-    return Algorithm(summarize, aggregate, kind=sent, model=model)
+    return Algorithm(summarize, aggregate, kind=sent, model=model, link=link)
 
 
 @partial(jit, static_argnums=0)
@@ -147,7 +158,7 @@ def _merged(
     settings: _Settings, fishers: Kronecker, params: Params, weights: Array, sizes: _Sizes
 ) -> tuple[Params, Any]:
     def solve(part: Kronecker, damping: Scalar) -> tuple[dict[str, Array], Any]:
-        problem = quadratic.quadratic(part, params, weights, damping)
+        problem = about_mean(part, params, weights, damping, sizes.centre)
         # One layer does not make complete params.
         return settings.solve(problem._replace(restore=None))
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import Algorithm
+from fisherjax.algorithms._changes import change_of
+from fisherjax.algorithms.base import Algorithm, Link
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
@@ -79,13 +80,7 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key, examples
-        if trained.start is None:
-            raise ValueError(
-                "TIES trims the changes of clients from the model that they started from, which "
-                "is unknown. Pass the result of training.train, or training.Trained(stacked "
-                "params, start)."
-            )
-        change = jax.tree.map(jnp.subtract, trained.params, trained.start)
+        change = change_of(trained, "TIES trims the changes of clients")
         return {"change": _trimmed(density, change)}, local
 
     def reduce(updates: dict[str, Any], weights: Array) -> dict[str, Direction]:
@@ -103,7 +98,8 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
         merged = jax.tree.map(partial(_elected, scaling), params, *sums["up"], *sums["down"])
         return merged, state, ()
 
-    return Algorithm(summarize, aggregate, reduce, kind="trimmed changes")
+    link = Link(reads_start=True)
+    return Algorithm(summarize, aggregate, reduce, kind="trimmed changes", link=link)
 
 
 def _trimmed(density: float, change: Params) -> Params:

@@ -18,7 +18,7 @@ import numpy as np
 from fisherjax._core import checks
 from fisherjax._divergence import diverged
 from fisherjax._upload_checks import check_any_left, check_not_all_zero, check_weights
-from fisherjax.algorithms.base import averaging
+from fisherjax.algorithms.base import Algorithm, averaging
 from fisherjax.clients import shares
 from fisherjax.files import base, uploads
 from fisherjax.files._description_checks import STATISTICS
@@ -143,6 +143,7 @@ def merge_files(
     check_not_all_zero(weights)
     check_untrained(records)
     start = start_by_name(start, limits)
+    _check_start(name, method, start, records[0])
     if any(record.codec != "none" for record in records):
         # Decoded uploads are merged like all others, so that there is one way to merge.
         how = {"algorithm": algorithm, "on_nonfinite": on_nonfinite, "progress": progress}
@@ -158,7 +159,7 @@ def merge_files(
     # A client that is left out has weight zero in all layers, and is not read again.
     weights = np.where([record.client in left_out for record in records], 0, weights)
     check_any_left(weights)
-    cohort = Cohort(records, weights, left_out, method.reduce is not None)
+    cohort = Cohort(records, weights, left_out, method.reduce is not None, start)
     parts = [(method, part) for part in split(abstract)]
     parts += [(_MEAN, part) for part in split({"params": statistics})]
     votes: dict[str, np.ndarray] = {}
@@ -211,6 +212,21 @@ def _frozen(found: Opened, start: dict[str, np.ndarray] | None) -> dict[str, np.
             "the model that clients started from."
         )
     return {leaf: start[leaf] for leaf in found[0][0].frozen}
+
+
+def _check_start(
+    name: str, method: Algorithm, start: dict[str, np.ndarray] | None, first: Record
+) -> None:
+    """Check that there is a start if the method reads it."""
+    if not method.link.reads_start:
+        return
+    missing = [leaf for leaf in first.layers if start is not None and leaf not in start]
+    if start is None or missing:
+        raise ValueError(
+            f"{name} with these options reads the model that clients started from, which is not "
+            f"given{' for ' + str(missing) if missing else ''}: pass it as `start` (--start), a "
+            "pytree or a file of arrays by leaf name."
+        )
 
 
 def _left_out(records: list[Record], names: list[str], on_nonfinite: str) -> dict[str, str]:

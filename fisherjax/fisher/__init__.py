@@ -2,7 +2,7 @@
 
 A Fisher has a structure and a kind, which are chosen independently. The structures are `diagonal`,
 `kfac` and `full`; `vector_product` multiplies by the full matrix without forming it. The kinds are
-output-gradient estimators: `true`, `sampled`, `curvature_propagation`, `empirical`, and
+output-gradient estimators: `true`, `sampled`, `curvature_propagation`, `empirical`, `jacobian`, and
 `automatic`, which selects one of the first and the third.
 
 Where to find:
@@ -26,6 +26,7 @@ from fisherjax.fisher.kinds import (
     automatic,
     curvature_propagation,
     empirical,
+    jacobian,
     sampled,
     true,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "empirical",
     "expand",
     "full",
+    "jacobian",
     "kfac",
     "reduce",
     "sampled",

@@ -150,6 +150,19 @@ def empirical(
     return _score(likelihood, z, targets)[None]
 
 
+def jacobian(
+    likelihood: Likelihood, z: Array, targets: Array | None = None, key: Key | None = None
+):
+    """Return columns of the identity, F = E[J^T J]: the Fisher of unit-variance Gaussian outputs.
+
+    The Fisher of a classifier vanishes at examples of which it is certain; this curvature does not,
+    and weighs all examples and outputs equally. Columns are those of `automatic`: exact for outputs
+    [B, C], random sums for sequences.
+    """
+    del likelihood, targets
+    return automatic(likelihoods.gaussian, z, key=key)
+
+
 def check(kind: Kind, likelihood: Likelihood) -> None:
     """Check that a likelihood knows what a kind reads of it; kinds of your own pass.
 

@@ -220,8 +220,9 @@ def _warn(info: Any) -> None:
 
 _UNSOLVED = {
     Status.NO_CURVATURE: (
-        "no client has any curvature, and they keep the weighted mean. The Fisher information is "
-        "zero if a model predicts all examples with certainty, and under fallback=fisher.zero."
+        "no client has any curvature, and they keep the centre, by default the weighted mean. The "
+        "Fisher information is zero if a model predicts all examples with certainty, and under "
+        "fallback=fisher.zero."
     ),
     Status.BROKE_DOWN: (
         "the solver found a direction without curvature before it converged; use more damping, "

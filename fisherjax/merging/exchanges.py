@@ -11,7 +11,7 @@ from fisherjax.clients import Federation
 from fisherjax.devices import Memory
 from fisherjax.merging.client_half import summarize, summarize_memory
 from fisherjax.merging.merges import merge
-from fisherjax.training import untrained
+from fisherjax.training import Trained, untrained
 from fisherjax.typing import Key, Params
 
 
@@ -40,14 +40,17 @@ def exchange(
     *,
     key: Key,
     state: Any = None,
+    trained: Trained | None = None,
     clients_per_chunk: int | None = None,
 ) -> tuple[Params, Any, Report]:
     """Send a model to all clients, summarize it there without training, and merge the updates.
 
     Methods such as `algorithms.analytic_head` take one message. A sequence of algorithms, such as
     `algorithms.natural_gradient` makes, takes one message each: every algorithm receives the model
-    and the state that the one before it returned. The other arguments, the results and the errors
-    are those of `summarize` and `merge`; the weights are those of the federation.
+    and the state that the one before it returned. With `trained`, the models that clients trained
+    before, they summarize these, and the received model is their `start`, as RegMean++ needs. The
+    other arguments, the results and the errors are those of `summarize` and `merge`; the weights
+    are those of the federation.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, fisherjax as fj
@@ -58,7 +61,8 @@ def exchange(
         >>> exchange(head, start, federation, key=jax.random.key(0))[0]["w"].shape
         (2, 1)
     """
-    how = {"key": key, "state": state, "clients_per_chunk": clients_per_chunk}
+    how: dict[str, Any] = {"key": key, "state": state, "clients_per_chunk": clients_per_chunk}
+    how["trained"] = trained
     *_, last = messages(algorithm, params, federation, **how)
     return last.params, last.state, last.info
 
@@ -70,6 +74,7 @@ def messages(
     *,
     key: Key,
     state: Any = None,
+    trained: Trained | None = None,
     clients_per_chunk: int | None = None,
 ) -> Iterator[Message[Report]]:
     """Run an `exchange`, with the same arguments, and yield each of its messages.
@@ -86,11 +91,13 @@ def messages(
                 "method that sends the same to all clients. Use rounds.federated."
             )
         # Without training, running statistics stay the same, as frozen leaves do.
-        same = untrained(params, federation.num_clients, following.model)
-        trained = params if following.model is None else leaves.trained(following.model, params)
-        state = link.init(trained, federation.num_clients) if state is None else state
-        sent_down = link.broadcast(trained, state, None)
-        start, _ = link.receive(sent_down, link.init_client(trained))
+        same = trained
+        if same is None:
+            same = untrained(params, federation.num_clients, following.model)
+        own = params if following.model is None else leaves.trained(following.model, params)
+        state = link.init(own, federation.num_clients) if state is None else state
+        sent_down = link.broadcast(own, state, None)
+        start, _ = link.receive(sent_down, link.init_client(own))
         same = same._replace(start=start)
         chunk = clients_per_chunk
         sent = summarize(following, same, federation, key=key, clients_per_chunk=chunk)

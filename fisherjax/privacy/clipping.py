@@ -12,6 +12,7 @@ from fisherjax import quadratic, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._upload_checks import stacked
+from fisherjax.algorithms._changes import CountedSum
 from fisherjax.algorithms.base import Algorithm, Update, WeightedSum
 from fisherjax.algorithms.wrappers.sketched import Sketches
 from fisherjax.typing import Array, Params
@@ -19,8 +20,8 @@ from fisherjax.typing import Array, Params
 ALL = "all"
 """Name of the only group if `clip` is one number."""
 
-# Both have a field `weight`, the number of clients, which is public and needs no noise.
-_SUMS = (WeightedSum, quadratic.Sums)
+# Their fields `weight` and `count`, the number of clients, are public and need no noise.
+_SUMS = (WeightedSum, CountedSum, quadratic.Sums)
 
 
 @jax.tree_util.register_dataclass
@@ -152,7 +153,11 @@ def leaves_by_group(sums: Any, groups: Sequence[str]) -> dict[str, list[int]]:
 
     def mark(x: Any) -> Any:
         public = jax.tree.map(lambda _: False, x)
-        return public._replace(weight=True) if isinstance(x, _SUMS) else public
+        if not isinstance(x, _SUMS):
+            return public
+        # A count that is None is no leaf, and has no mark. (Every tuple has a method `count`.)
+        counted = "count" in x._fields and x.count is not None
+        return public._replace(weight=True, **({"count": True} if counted else {}))
 
     # Weights are found by type, because a leaf of the model may have the same name.
     public = jax.tree.leaves(jax.tree.map(mark, sums, is_leaf=lambda x: isinstance(x, _SUMS)))

@@ -24,7 +24,7 @@ class Status(enum.IntEnum):
     OUT_OF_ITERATIONS = 1
     """The residual is larger than the tolerance after the allowed number of iterations."""
     NO_CURVATURE = 2
-    """No client has curvature in this block, which keeps its start, the weighted mean."""
+    """No client has curvature in this block, which keeps its start, the centre of damping."""
     BROKE_DOWN = 3
     """A direction had no or negative curvature, or a number was not finite."""
     STEPS_TAKEN = 4

@@ -179,3 +179,75 @@ def test_networks_without_dense_layers_are_refused():
 def test_numbers_out_of_range_are_refused(option, words):
     with pytest.raises(ValueError, match=words):
         regmean(network, **option)
+
+
+def two_layers(params, x):
+    return jnp.tanh(x @ params["first"]) @ params["second"]
+
+
+@pytest.fixture
+def exchanged(x64):
+    """Clients of two layers, with data; RegMean++ written out layer by layer."""
+    source = np.random.default_rng(3)
+    x = source.normal(size=(19, 4))
+    federation = fj.clients.federation((x, np.zeros((19, 2))), np.split(np.arange(19), [6, 12]))
+    models = {"first": source.normal(size=(3, 4, 3)), "second": source.normal(size=(3, 3, 2))}
+    start = {"first": source.normal(size=(4, 3)), "second": source.normal(size=(3, 2))}
+    parts, weights = np.split(x, [6, 12]), np.array([6, 6, 7]) / 19
+
+    def merged(inputs, kernels):
+        left, right = 0, 0
+        for p, u, w in zip(weights, inputs, kernels, strict=True):
+            gram = u.T @ u / len(u)
+            gram = np.where(np.eye(len(gram), dtype=bool), gram, 0.9 * gram)
+            left, right = left + p * gram, right + p * gram @ w
+        return np.linalg.solve(left, right)
+
+    first = merged(parts, models["first"])
+    second = merged([np.tanh(x @ first) for x in parts], models["second"])
+    own = [np.tanh(x @ w) for x, w in zip(parts, models["first"], strict=True)]
+    plain = {"first": first, "second": merged(own, models["second"])}
+    trained = training.Trained(models, start)
+    return federation, trained, {"first": first, "second": second}, plain
+
+
+@pytest.mark.long
+def test_as_many_messages_as_layers_are_regmean_plus_plus(exchanged):
+    federation, trained, expected, plain = exchanged
+    model = fj.Model(two_layers, fj.likelihoods.gaussian)
+    method = algorithms.make("regmean_plus_plus", model)
+    how = {"key": jax.random.key(0), "trained": trained}
+    one = merging.exchange(method, trained.start, federation, **how)[0]
+    chex.assert_trees_all_close(one["first"], expected["first"], rtol=1e-9)
+    assert np.abs(one["second"] - expected["second"]).max() > 1e-3
+    two = merging.exchange([method, method], trained.start, federation, **how)[0]
+    chex.assert_trees_all_close(two, expected, rtol=1e-9)
+    # RegMean's inputs are those of the clients' own networks, which differ after the first layer.
+    sent = merging.summarize(regmean(two_layers), trained, federation, key=jax.random.key(0))
+    found = merging.merge(regmean(two_layers), trained.start, sent, federation.weights)[0]
+    chex.assert_trees_all_close(found, plain, rtol=1e-9)
+    assert np.abs(plain["second"] - expected["second"]).max() > 1e-3
+
+
+def test_of_one_layer_regmean_plus_plus_is_regmean(x64):
+    source = np.random.default_rng(1)
+    kernels, x = source.normal(size=(3, 4, 2)), source.normal(size=(3, 5, 4))
+    found = []
+    for received in (False, True):
+        method = regmean(lambda params, x: x @ params["w"], received=received)
+        start = {"w": jnp.ones((4, 2))}
+        values = [
+            method.summarize(None, training.Trained({"w": w}, start), fj.Examples(u), ())[0]
+            for w, u in zip(kernels, x, strict=True)
+        ]
+        updates = [algorithms.Update(v, method.kind) for v in values]
+        found.append(merging.merge(method, start, updates)[0])
+    chex.assert_trees_all_equal(*found)
+
+
+def test_the_received_network_has_to_be_known():
+    method = regmean(lambda params, x: x @ params["w"], received=True)
+    with pytest.raises(ValueError, match=r"RegMean\+\+ takes the inputs .* which is unknown"):
+        method.summarize(
+            None, training.Trained({"w": jnp.ones((2, 1))}), fj.Examples(np.eye(2)), ()
+        )

@@ -99,7 +99,7 @@ def changed(updates, change):
     return algorithms.Update(updates.values | {"fisher": operator}, updates.kind)
 
 
-def written_out(updates, damping, passes, before, isotropy=0.3):
+def written_out(updates, damping, passes, before, isotropy=0.3, pull=None):
     """The docstring's equations, one dense system a layer; whose inputs come from whom."""
     operator = updates.values["fisher"]
     models = blocks_of(type(operator), operator, updates.values["params"])
@@ -144,9 +144,10 @@ def written_out(updates, damping, passes, before, isotropy=0.3):
                 ]
             terms = [WEIGHTS[i] * np.kron(a[i], g[i]) for i in clients]
             shift = damping * mean(sum(terms)) * np.eye(own[0].size)
-            system = [term + WEIGHTS[i] * shift for i, term in enumerate(terms)]
-            right = sum(system[i] @ own[i].ravel() for i in clients)
-            found = np.linalg.solve(sum(system), right).reshape(own.shape[1:])
+            centre = np.tensordot(WEIGHTS, own, 1) if pull is None else pull[number]
+            right = sum(term @ own[i].ravel() for i, term in enumerate(terms))
+            right = right + shift @ centre.ravel()
+            found = np.linalg.solve(sum(terms) + shift, right).reshape(own.shape[1:])
             unit = np.eye(own.shape[-1])
             errors.append(np.array([size(found - own[i], a[i], unit) for i in clients]))
             sizes.append(np.array([size(own[i], a[i], unit) for i in clients]))
@@ -165,12 +166,30 @@ def written_out(updates, damping, passes, before, isotropy=0.3):
     return merged
 
 
+def pull_of(centre, start, updates):
+    """The centre's matrices in the forward order, from the models alone; None for the mean."""
+
+    def matrices(params):
+        params = jax.tree.map(np.asarray, params)
+        biases = params["c"]["bias"][..., None, :]
+        return [np.concatenate([params["c"]["kernel"], biases], -2), params["b"], params["a"]]
+
+    if centre == "mean":
+        return None
+    pairs = zip(matrices(start), matrices(updates.values["params"]), strict=True)
+    return [one + (centre == "sum") * (stacked - one).sum(0) for one, stacked in pairs]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("passes", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_merges_are_those_of_the_formula(world, passes):
+@pytest.mark.parametrize(
+    ("passes", "centre"),
+    [(1, "sum"), (2, "mean"), pytest.param(3, "start", marks=pytest.mark.slow)],
+)
+def test_merges_are_those_of_the_formula(world, passes, centre):
     start, updates = world
-    merged = merging.merge(make(passes=passes), start, updates, WEIGHTS)[0]
-    first, second, third = written_out(updates, 0.05, passes, [(), (0,), (1,)])
+    merged = merging.merge(make(passes=passes, centre=centre), start, updates, WEIGHTS)[0]
+    pull = pull_of(centre, start, updates)
+    first, second, third = written_out(updates, 0.05, passes, [(), (0,), (1,)], pull=pull)
     np.testing.assert_allclose(merged["c"]["kernel"], first[:-1], rtol=1e-8)
     np.testing.assert_allclose(merged["c"]["bias"], first[-1], rtol=1e-8)
     np.testing.assert_allclose(merged["b"], second, rtol=1e-8)

@@ -46,6 +46,21 @@ def test_true_fisher_is_the_gauss_newton_matrix(network, jacobian, targets_for, 
     np.testing.assert_allclose(matrix, gauss_newton, rtol=1e-10, atol=1e-12)
 
 
+@networks(("mlp", "categorical"), ("sequence", "categorical"))
+def test_the_jacobian_kind_is_the_mean_square_of_the_jacobian(network, jacobian, name):
+    """Whatever the likelihood; of sequences it is a mean over random signs."""
+    apply, params, x = network
+    j = jacobian(apply, params, x)
+    expected = np.einsum("nod,noe->de", j, j, optimize=True) / len(x)
+    arguments = Model(apply, getattr(likelihoods, name)), params, Examples(x)
+    how = {"kind": fisher.jacobian, "batch_size": 4, "key": jax.random.key(0)}
+    found = fisher.full(*arguments, **how).matrix
+    if jax.eval_shape(apply, params, x).ndim == 2:
+        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+    else:
+        assert 0.5 < np.trace(found) / np.trace(expected) < 2
+
+
 @networks(("mlp", "categorical"), ("sequence", "categorical"), ("mlp", "bernoulli"))
 def test_true_fisher_is_the_mean_over_all_labels_of_squared_gradients(network, targets_for, name):
     apply, params, x = network

@@ -14,19 +14,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import quadratic, solvers, tree
+from fisherjax import solvers, tree
 from fisherjax._core import checks, linalg
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer
-from fisherjax.algorithms._fisher_updates import fisher_summary
-from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
+from fisherjax.algorithms._fisher_updates import (
+    fisher_summary,
+    link_of,
+    plain_sum,
+    solve_sums,
+)
+from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm, weighted_sum
 from fisherjax.fisher import Kronecker, KroneckerSum, automatic, kfac
 from fisherjax.fisher.kinds import Kind
 from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.quadratic import Sums
 from fisherjax.solvers.base import Info, Solver
-from fisherjax.typing import Array, Key, Model, Params, Scalar
+from fisherjax.typing import Array, Centre, Key, Model, Params, Scalar
 
 # Number of rows of the left sketch beyond the number of columns of the right one.
 _EXTRA = 5
@@ -45,8 +50,9 @@ class Sketches:
         rows: Z = sum_i w_i (Psi u_i) v_i^T, [k + 5, size of v], by layer.
         entries: sum_i w_i f_i, entries of leaves without Kronecker factors.
         product: sum_i w_i A_i V_i G_i, by block.
-        mean: sum_i w_i V_i, by block.
+        mean: sum_i w_i V_i, or the plain sum over the clients with a weight, by block.
         weight: sum_i w_i.
+        count: Number of clients with a weight, if `mean` is a plain sum; None otherwise.
         layers: Layers of the operators, static.
         template: Structure of params, static.
     """
@@ -57,6 +63,7 @@ class Sketches:
     product: dict[str, Array]
     mean: dict[str, Array]
     weight: Array
+    count: Array | None
     layers: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})
     template: Template = dataclasses.field(metadata={"static": True})
 
@@ -74,6 +81,7 @@ def fedfisher_sketched(
     fisher: Callable[..., Kronecker] = kfac,
     kind: Kind = automatic,
     damping: Scalar = 1.0,
+    centre: Centre = "mean",
     solver: Solver | None = None,
     batch_size: int = 64,
     max_examples: int | None = FISHER_EXAMPLES,
@@ -98,6 +106,7 @@ def fedfisher_sketched(
         damping: Damping in units of each block's mean eigenvalue, as in `fedfisher`. The recovered
             operator is indefinite by rounding errors, and more so with few terms; damping
             compensates that.
+        centre: As in `fedfisher`.
         solver: Solver of the server's system (default `solvers.conjugate_gradients()`),
             preconditioned by the Kronecker product that is nearest to the operator.
         batch_size: Minibatch size of the Fisher pass.
@@ -133,24 +142,27 @@ def fedfisher_sketched(
     checks.count("terms", terms)
     checks.instance("seed", seed, int, "an integer")
     checks.number("damping", damping)
+    link = link_of(centre)
     solve = solvers.conjugate_gradients() if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
 
     def reduce(updates: dict[str, Any], weights: Array) -> Sketches:
         checks.instance("the Fisher information", updates["fisher"], Kronecker, "that of kfac")
-        return _sketched(terms, seed, updates["fisher"], updates["params"], weights)
+        plain = centre == "sum"
+        return _sketched(terms, seed, plain, updates["fisher"], updates["params"], weights)
+
+    merge_sums = solve_sums(solve, damping, centre)
 
     def aggregate(key: Key, sums: Sketches, params: Params, state: Any, cohort: Array) -> tuple:
-        del key, params, cohort
-        totals = _recovered(seed, sums)
-        solution = solve(quadratic.from_sums(totals, damping))
-        return solution.params, state, solution.report(totals.fisher.coverage)
+        return merge_sums(key, _recovered(seed, sums), params, state, cohort)
 
-    return Algorithm(summarize, aggregate, reduce, kind=sent, model=model)
+    return Algorithm(summarize, aggregate, reduce, kind=sent, model=model, link=link)
 
 
-@partial(jit, static_argnums=(0, 1))
-def _sketched(terms: int, seed: int, fisher: Kronecker, params: Params, weights: Array) -> Sketches:
+@partial(jit, static_argnums=(0, 1, 2))
+def _sketched(
+    terms: int, seed: int, plain: bool, fisher: Kronecker, params: Params, weights: Array
+) -> Sketches:
     dtype = jnp.result_type(jnp.float32, *jax.tree.leaves((fisher, params)))
     # Products of a client without weight may overflow, and zero times infinity is NaN.
     present = tree.where(weights != 0, (fisher, params))
@@ -163,9 +175,10 @@ def _sketched(terms: int, seed: int, fisher: Kronecker, params: Params, weights:
         weighted = u * weights.astype(dtype)[:, None]
         columns[name] = _product(weighted.T, _product(v, right.T))
         rows[name] = _product(_product(weighted, left.T).T, v)
-    added = (fisher.entries, jax.vmap(Kronecker.block_mv)(fisher, blocks), blocks)
-    entries, product, mean = tree.weighted_sum(added, weights)
-    known = weights.sum(), fisher.layers, fisher.template
+    added = (fisher.entries, jax.vmap(Kronecker.block_mv)(fisher, blocks))
+    entries, product = tree.weighted_sum(added, weights)
+    mean, weight = (plain_sum if plain else weighted_sum)(blocks, weights)
+    known = weights.sum(), weight if plain else None, fisher.layers, fisher.template
     return Sketches(columns, rows, entries, product, mean, *known)
 
 
@@ -190,7 +203,8 @@ def _recovered(seed: int, sums: Sketches) -> Sums:
     # The first term holds the entries, because the terms are added.
     entries = jax.tree.map(first, mean(sums.entries))
     fisher = KroneckerSum(Kronecker(factors, entries, sums.layers, sums.template))
-    return Sums(fisher, mean(sums.product), mean(sums.mean), jnp.ones_like(sums.weight))
+    centre = mean(sums.mean) if sums.count is None else sums.mean
+    return Sums(fisher, mean(sums.product), centre, jnp.ones_like(sums.weight), sums.count)
 
 
 def _terms(
