@@ -100,6 +100,8 @@ def _check_layers(parts: list[Part], uncovered: dict[str, str]) -> None:
         if layer.form != "product" or len(layer.outputs) != 1:
             kinds = {"table": "an embedding or a shift", "scale": "a scale, as of BatchNorm"}
             reason = f"it is {kinds.get(layer.form, 'a product over several axes')}"
+        elif layer.groups:
+            reason = "it has a matrix for each group of units, as a grouped convolution"
         elif layer.index or layer.part_of or len(part.uses) > 1:
             reason = "it is used more than once, or is one of a stack"
         if reason is not None:

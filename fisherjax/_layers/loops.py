@@ -61,17 +61,26 @@ def trace(apply: Apply, params: Params, inputs: Inputs) -> pairs.Trace:
 
 
 def of_layers(traced: pairs.Trace, function: Callable, *values: Sequence[Any]) -> list[Any]:
-    """Apply `function(number of the layer, *its values)` to layers, and to all blocks of stacks."""
+    """Apply `function(number of the layer, *its values)` to layers, and to all blocks of stacks.
+
+    It is mapped over the groups of a layer, which are the last axis but one of its values, and the
+    first axis of its results.
+    """
     entries, results = list(zip(*values, strict=True)), [None] * len(traced.layers)
+
+    def apply(number: int, *values: Any) -> Any:
+        one = partial(function, number)
+        return (jax.vmap(one, in_axes=-2) if traced.layers[number].groups else one)(*values)
+
     stacks: dict[int, list[int]] = {}
     for number, layer in enumerate(traced.layers):
         if layer.kernel in traced.stacks:
             stacks.setdefault(len(entries[number][0]), []).append(number)
         else:
-            results[number] = function(number, *entries[number])
+            results[number] = apply(number, *entries[number])
     for numbers in stacks.values():
         # One loop for all stacks, in which XLA computes once what they have in common.
-        every = partial(_each, function, numbers)
+        every = partial(_each, apply, numbers)
         found = jax.lax.map(every, [entries[number] for number in numbers])
         for number, result in zip(numbers, found, strict=True):
             results[number] = result
