@@ -73,13 +73,13 @@ def activations(part: Part, network: Flat | Loop, read: dict[Source, Array], bat
         return jnp.concatenate(rows, axis=1)
     equations = network.equations
     values = [inputs_of_use(u, equations[u.tangent[0]], read[u.inputs]) for u in part.uses]
-    inputs = _split_groups(jnp.concatenate(values, axis=1), layer)
+    inputs = _split_groups(_beside(values, batch), layer)
     if layer.bias is None:
         return inputs
     return jnp.concatenate([inputs, jnp.ones((*inputs.shape[:-1], 1), inputs.dtype)], axis=-1)
 
 
-def layer_tangents(part: Part, tangents: dict[Place, Array], read: dict) -> Array:
+def layer_tangents(part: Part, tangents: dict[Place, Array], read: dict, batch: int) -> Array:
     """Return a layer's output gradients [B, T, o] from those of its uses, by place.
 
     Those of a layer with groups are [B, T, groups, o].
@@ -87,7 +87,7 @@ def layer_tangents(part: Part, tangents: dict[Place, Array], read: dict) -> Arra
     """
     if part.layer.form == "product":
         values = [_arrange(tangents[u.tangent], u.tangent_axes) for u in part.uses]
-        return _split_groups(jnp.concatenate(values, axis=1), part.layer)
+        return _split_groups(_beside(values, batch), part.layer)
     if part.layer.form == "table":
         return jnp.concatenate([_sum_positions(tangents, use) for use in part.uses], axis=1)
     sums = [sum(_sum_positions(tangents, use) * _factor(use, read) for use in part.uses)]
@@ -126,6 +126,11 @@ def _arrange(value: Array, groups: operations.Groups) -> Array:
     """Transpose a value and merge its axes, one group of axes into each axis of the result."""
     sizes = [math.prod(value.shape[a] for a in group) for group in groups]
     return value.transpose(sum(groups, ())).reshape(sizes)
+
+
+def _beside(values: list[Array], batch: int) -> Array:
+    """Concatenate values along the locations, those of all images of an example together."""
+    return jnp.concatenate([x.reshape(batch, -1, x.shape[-1]) for x in values], axis=1)
 
 
 def _split_groups(value: Array, layer: Layer) -> Array:

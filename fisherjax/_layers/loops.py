@@ -145,7 +145,7 @@ def _trace(network: Flat, parts: list[Part], first: Blocks, arguments: list[Arra
         tangents = tangents_of(cotangent)
 
         def of_layer(number: int, part: Part) -> Array:
-            one = partial(arrangement.layer_tangents, part)
+            one = partial(arrangement.layer_tangents, part, batch=batch)
             return _over_blocks(one, programs[number].length, tangents[number], read[number])
 
         return tuple(of_layer(*entry) for entry in layers)
@@ -159,7 +159,7 @@ def _trace(network: Flat, parts: list[Part], first: Blocks, arguments: list[Arra
         uncovered={},
         feeders=feeders(*every),
         locations=tuple(
-            tuple(pairs.location_sizes(programs[number].network, use) for use in part.uses)
+            tuple(pairs.location_sizes(programs[number].network, use, batch) for use in part.uses)
             for number, part in layers
         ),
         stacks=frozenset(part.layer.kernel for found in first.values() for part in found),

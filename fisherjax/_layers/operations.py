@@ -10,7 +10,7 @@ with respect to the result. There is a function for each form, which returns a `
 from typing import Any, NamedTuple
 
 from fisherjax._layers import views
-from fisherjax._layers.views import Axes, Obstacle, Place, View
+from fisherjax._layers.views import MANY, Axes, Obstacle, Place, View
 
 PRODUCT, CONVOLUTION, LOOKUP = "product", "convolution", "lookup"
 SHIFT, SCALE = "shift", "scale"
@@ -70,12 +70,17 @@ def product(number: int, operand: int, equation: Any, view: View) -> tuple[Use, 
     # operand; ~a stands for axis a of the parameter.
     ours = [~a for a in kept]
     result = [*batch, *rest, *ours] if operand == 1 else [*batch, *ours, *rest]
-    example, positions = views.split_examples(shape, [b for b in (*batch, *rest) if b not in grouped])
+    example, positions = views.split_examples(
+        shape, [b for b in (*batch, *rest) if b not in grouped]
+    )
     rows, row_axes = views.sort_axes(zip((labelled[a] for a in mine), theirs, strict=True))
     outputs, columns = views.sort_axes((labelled[a], result.index(~a)) for a in kept)
     groups, group_axes = views.sort_axes((label, b) for b, label in grouped.items())
     views.check_whole(view, groups + rows + outputs)
-    places, columns = tuple(map(result.index, positions)), (*map(result.index, group_axes), *columns)
+    places, columns = (
+        tuple(map(result.index, positions)),
+        (*map(result.index, group_axes), *columns),
+    )
     tangent = (number, None), ((result.index(*example),), places, columns)
     inputs = (number, 1 - operand), (example, positions, group_axes + row_axes)
     labels = tuple(view.axes[~a] if a < 0 else grouped.get(a) for a in result)
@@ -83,15 +88,22 @@ def product(number: int, operand: int, equation: Any, view: View) -> tuple[Use, 
     return found, labels
 
 
-def convolution(number: int, equation: Any, view: View) -> tuple[Use, Axes]:
-    """Read a convolution with the view as kernel; return the same pair as `product`."""
+def convolution(number: int, equation: Any, view: View, is_apart: bool) -> tuple[Use, Axes]:
+    """Read a convolution with the view as kernel; return the same pair as `product`.
+
+    `is_apart` says that the network was mapped over single examples.
+    """
     how = equation.params
     if how["batch_group_count"] != 1:
         raise Obstacle("its convolution has groups of examples")
     if any(axes is None or len(axes) > 1 for axes in view.axes):
         raise Obstacle("its entries are repeated or merged before it is used")
     layout, ndim = how["dimension_numbers"], len(view.axes)
-    example, _ = views.split_examples(equation.outvars[0].aval.shape, [layout.out_spec[0]])
+    example = (layout.out_spec[0],)
+    # Of a network of one example at a time JAX merges the examples with the images of each: such
+    # an axis is split again, by its size, when the values are arranged.
+    if not is_apart or equation.outvars[0].aval.shape[example[0]] % MANY:
+        views.split_examples(equation.outvars[0].aval.shape, example)
     channel, outputs = layout.out_spec[1], view.axes[layout.rhs_spec[0]]
     tangent = (number, None), (example, tuple(layout.out_spec[2:]), (channel,))
     # Patches have the kernel's axes without that of the outputs, spatial axes before channels.

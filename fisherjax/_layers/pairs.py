@@ -19,6 +19,7 @@ clients.
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import jax
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import compat
 from fisherjax._core.batches import num_rows
-from fisherjax._layers import arrangement, equations, uses
+from fisherjax._layers import arrangement, equations, uses, views
 from fisherjax._layers.equations import Flat, Loop
 from fisherjax._layers.feeders import Feeders, feeders, output_part
 from fisherjax._layers.layer import Layer, Part, group
@@ -101,11 +102,13 @@ def trace_network(
 
     def pullback(cotangent: Array) -> tuple[Array, ...]:
         tangents = tangents_of(cotangent)
-        return tuple(arrangement.layer_tangents(part, tangents, read) for part in found)
+        return tuple(arrangement.layer_tangents(part, tangents, read, batch) for part in found)
 
     layers, sources = tuple(part.layer for part in found), feeders(network, found)
     last = output_part(network, found, uncovered)
-    places = tuple(tuple(location_sizes(network, use) for use in part.uses) for part in found)
+    places = tuple(
+        tuple(location_sizes(network, use, batch) for use in part.uses) for part in found
+    )
     return Trace(outputs, layers, activations, pullback, uncovered, sources, last, places)
 
 
@@ -131,6 +134,16 @@ def read_network(
 ) -> tuple[Flat, uses.Reading]:
     """Return the equations of a network on a minibatch, or on its shape, and the uses in them."""
     reading, names = _read(apply, params, inputs, read, keep_loops)
+    if views.SHARED in reading.obstacles.values():
+        # Mapped over single examples, a network merges no axis with that of the examples.
+        apart = _one_by_one(apply)
+        # It may not take single examples at all.
+        with contextlib.suppress(Exception):
+            z, alone = (jax.eval_shape(f, params, inputs) for f in (apply, apart))
+            how = partial(read, is_apart=True), keep_loops
+            other, others = _read(apart, params, inputs, *how)
+            if z.shape == alone.shape and len(other.obstacles) < len(reading.obstacles):
+                apply, reading, names = apart, other, others
     # The layers were read at `MANY` examples; this trace can be run on the given ones.
     network = equations.flatten(apply, params, inputs, keep_loops=keep_loops)
     if equations.names(network) != names:
@@ -141,10 +154,22 @@ def read_network(
     return network, reading
 
 
-def location_sizes(network: Flat | Loop, use: Use) -> tuple[int, ...]:
+def _one_by_one(apply: Apply) -> Apply:
+    """Return a network that computes the outputs of each example by itself."""
+
+    def of_example(params: Params, example: Inputs) -> Array:
+        return apply(params, jax.tree.map(lambda x: x[None], example))[0]
+
+    return jax.vmap(of_example, (None, 0))
+
+
+def location_sizes(network: Flat | Loop, use: Use, batch: int) -> tuple[int, ...]:
     """Return the sizes of the axes that the locations of a use run over."""
     shape = network.equations[use.tangent[0]].outvars[0].aval.shape
-    return tuple(shape[axis] for axis in use.tangent_axes[1])
+    [example], positions, *_ = use.tangent_axes
+    # Images of one example may share the axis of the examples.
+    images = shape[example] // batch
+    return (images,) * (images > 1) + tuple(shape[axis] for axis in positions)
 
 
 def output_layer(traced: Trace) -> int:

@@ -49,6 +49,7 @@ class Walk(NamedTuple):
         products: For results of products, also moved ones: number of the use, and axes of the leaf.
         uses: Uses found so far.
         obstacles: {leaf: reason} found so far.
+        is_apart: Whether the network was mapped over single examples.
     """
 
     consumers: Counter
@@ -59,12 +60,14 @@ class Walk(NamedTuple):
     products: dict[Any, tuple[int, Axes]]
     uses: list[Use]
     obstacles: dict[int, str]
+    is_apart: bool = False
 
 
-def read(network: Flat) -> Reading:
+def read(network: Flat, *, is_apart: bool = False) -> Reading:
     """Read the uses of all leaves from the equations of a network on `MANY` examples."""
     views = {v: whole(number, v) for number, v in enumerate(network.leaves)}
     walk = start(network, views, {*network.inputs}, [network.output])
+    walk = walk._replace(is_apart=is_apart)
     mixes = [read_equation(walk, number, one) for number, one in enumerate(network.equations)]
     return finish(walk, views, [network.output], any(mixes))
 
@@ -198,7 +201,7 @@ def _read_use(
     if name == "dot_general":
         return operations.product(number, operand, equation, views.check_whole(view))
     if name == "conv_general_dilated" and operand == 1:
-        return operations.convolution(number, equation, views.check_whole(view))
+        return operations.convolution(number, equation, views.check_whole(view), walk.is_apart)
     if name == "gather" and operand == 0:
         return operations.lookup(number, equation, views.check_whole(view)), ()
     if name == "sub":

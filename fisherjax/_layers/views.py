@@ -22,6 +22,8 @@ _IDENTITIES = {
     *("copy", "copy_p", "reduce_precision", "sharding_constraint", "reshard", "mesh_cast"),
     *("name", "optimization_barrier", "pvary", "pcast"),
 }
+SHARED = "the examples of its inputs share an axis with something else"
+"""The reason for an obstacle that a network of one example at a time does not have."""
 _ELSEWHERE = "parts of it are used in different ways"
 
 
@@ -94,7 +96,7 @@ def split_examples(shape: Sequence[int], axes: Iterable[int]) -> tuple[tuple[int
     axes = tuple(axes)
     found = tuple(axis for axis in axes if shape[axis] == MANY)
     if len(found) != 1:
-        raise Obstacle("the examples of its inputs share an axis with something else")
+        raise Obstacle(SHARED)
     return found, tuple(axis for axis in axes if axis not in found)
 
 
@@ -166,7 +168,7 @@ def broadcast_axes(axes: Sequence, old: Sequence[int], new: Sequence[int]) -> Ax
 def _reshape(axes: Axes, old: Sequence[int], new: Sequence[int]) -> Axes | None:
     """Return the axes after a reshape that merges neighbours and adds or drops axes of size one.
 
-    Return None for any other reshape.
+    An axis along which entries repeat may also be split. Return None for any other reshape.
     """
     left = [(a, size) for a, size in zip(axes, old, strict=True) if size > 1]
     result: list = []
@@ -174,6 +176,9 @@ def _reshape(axes: Axes, old: Sequence[int], new: Sequence[int]) -> Axes | None:
         group, size = [], 1
         while size < wanted and left:
             a, n = left.pop(0)
+            if a is None and not group and n > wanted and n % wanted == 0:
+                left.insert(0, (a, n // wanted))
+                n = wanted
             group.append(a)
             size *= n
         if size != wanted or (None in group and set(group) != {None}):

@@ -145,7 +145,8 @@ class Kronecker(Blockwise):
         """Return the diagonal of the Kronecker products, in the shape of params."""
         # [a] and [o] -> [a, o], as V.
         outer = {
-            name: diagonal_of(factor["input"])[..., None] * diagonal_of(factor["output"])[..., None, :]
+            name: diagonal_of(factor["input"])[..., None]
+            * diagonal_of(factor["output"])[..., None, :]
             for name, factor in self.factors.items()
         }
         return self.restore(outer | self._diagonal_entries())
